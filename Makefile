@@ -1,0 +1,89 @@
+# `make` alone shows what there is. Every target sets up what it needs.
+
+VENV ?= .venv
+-include $(VENV)/choices.mk # of the last `make setup`, so that they need not be repeated
+
+# -- choices of `make setup` ---------------------------------------------------------------------
+PYTHON ?=#               a Python 3.11 or newer; empty: the first one found
+TORCH ?= torch==2.13.0#  what pip installs as torch
+TORCH_INDEX ?=#          another package index to find it on
+CUDA ?= 0#               1: accept a CUDA build of torch
+MPI ?= pip#              pip: Open MPI as a wheel; site: the MPI of this machine
+MPICC ?= mpicc#          with MPI=site: its compiler
+# -- choices of `make train` ---------------------------------------------------------------------
+N ?= 2#                  ranks
+CONFIG ?= examples/gpt.yaml
+ARGS ?=#                 more arguments: ARGS="train.steps=100 pipeline.micro_batches=4"
+# -- choices of the tests ------------------------------------------------------------------------
+MPI_SIZES ?= 1 2 3 4#    numbers of ranks for test-mpi
+MPI_TIMEOUT ?= 600#      seconds for each
+K ?=#                    pytest arguments for any test target: K="-k dropout -x"
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+CHOICES := PYTHON TORCH TORCH_INDEX CUDA MPI MPICC
+SOURCES := pyproject.toml setup.py $(shell find kernels -name '*.cpp' -o -name '*.h')
+chosen = $(foreach c,$(CHOICES),$(c)=$(strip $($(c))))
+export VENV
+
+.PHONY: help setup train test test-fast test-mpi test-slurm test-full lint format bench clean choices-changed
+.DEFAULT_GOAL := help
+.NOTPARALLEL: # the tests measure times, and the last lines are those of the last test
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ' *[?]= *' '/^[A-Z_]+ [?]=/ {name = $$1; text = $$2; sub(/# +/, "\t", text); \
+		split(text, part, "\t"); printf "  %-12s %-20s %s\n", name, part[1], part[2]}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## a virtual environment with torch, MPI and the compiled package in it
+
+# other choices than last time: install again
+ifneq ($(strip $(shell cat $(VENV)/.chosen 2>/dev/null)),$(strip $(chosen)))
+$(STAMP): choices-changed
+endif
+
+$(STAMP): $(SOURCES) .ci/setup
+	@env $(foreach c,$(CHOICES),$(c)='$(strip $($(c)))') .ci/setup
+	@printf '%s\n' $(foreach c,$(CHOICES),'$(c) ?= $(strip $($(c)))') >$(VENV)/choices.mk
+	@echo '$(strip $(chosen))' >$(VENV)/.chosen
+	@touch $@
+
+train: setup ## train CONFIG on N ranks of this machine
+	@.ci/launch $(N) $(PY) -m mpipipe.train $(CONFIG) $(ARGS)
+
+test: setup lint test-fast test-slurm test-mpi ## all of the checks below but test-full
+
+test-fast: setup ## tests without MPI, under a minute
+	$(PY) -m pytest -m "not mpi and not slurm and not full" $(K)
+
+test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI
+	@for n in $(MPI_SIZES); do \
+		OMP_NUM_THREADS=1 timeout -k 10 $(MPI_TIMEOUT) .ci/launch $$n $(PY) -m pytest \
+			tests/mpi --with-mpi -m "mpi$(if $(FULL),, and not full)" $(K) </dev/null || \
+			{ echo "test-mpi: failed or took over $(strip $(MPI_TIMEOUT)) s with $$n ranks" >&2; exit 1; }; \
+	done
+
+test-slurm: setup ## tests under Slurm, when MPIPIPE_TESTBED names the test bed
+	$(if $(MPIPIPE_TESTBED),$(PY) -m pytest -m "slurm$(if $(FULL),, and not full)" $(K),@echo \
+		"test-slurm: no MPIPIPE_TESTBED, not run")
+
+test-full: setup lint ## everything, the slow tests included
+	$(PY) -m pytest -m "not mpi and not slurm" $(K)
+	$(MAKE) test-slurm test-mpi FULL=1
+
+lint: setup ## ruff, mypy, and the rules on who may import whom
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: setup ## lay the code out as lint wants it
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: setup ## the benchmarks, with the machine's own figures beside them
+	$(PY) -m benchmarks $(ARGS)
+
+clean: ## remove all that was built; runs/ stays
+	rm -rf $(VENV) build *.egg-info mpipipe/_kernels.*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,3 @@
+"""mpipipe: pipeline-parallel training of PyTorch models over MPI."""
+
+__version__ = "0.1.0"

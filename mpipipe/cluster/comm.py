@@ -1,0 +1,125 @@
+"""The door through which ranks talk: one contract, two carriers (`mpi.py`, `local.py`).
+
+Invariants of both carriers
+  1. A message is bytes: a one-dimensional contiguous uint8 array, as long on both sides.
+  2. Matching is by (sender, receiver, tag), first posted first matched; nothing else orders messages.
+  3. A buffer belongs to the carrier from the post until `done()` has returned True; the carrier
+     keeps a reference, so dropping the request early frees nothing too soon.
+  4. Collectives are called by all ranks in the same order, from one thread.
+  5. Nobody may count on buffering: a send may complete only when its receive is posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+Bytes = NDArray[np.uint8]
+ANY_TAG_UB = 32767  # every MPI allows at least these tags (MPI 4.1, 9.1.2)
+
+
+class Request(Protocol):
+    """A message on its way. Ask it only from the thread that posted it."""
+
+    def done(self) -> bool:
+        """True once the buffer is free to use; never blocks, and moves messages on. May be asked
+        again. RuntimeError when the message failed or the two sides disagree on its length (a
+        message longer than its receive is only noticed as far as the MPI library notices)."""
+        ...
+
+
+class Communicator(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def node_of_rank(self) -> tuple[int, ...]:
+        """By rank; nodes are numbered in the order of their lowest rank."""
+        ...
+
+    @property
+    def tag_ub(self) -> int:
+        """The largest tag."""
+        ...
+
+    @property
+    def thread_multiple(self) -> bool:
+        """Large messages move on while this rank computes, by a helper thread."""
+        ...
+
+    @property
+    def oversubscribed(self) -> bool:
+        """More ranks on this node than cores: `wait` then gives the core away."""
+        ...
+
+    @property
+    def clock_offset_s(self) -> float:
+        """time.perf_counter() here minus that of rank 0; subtract it to get rank 0's time. 0 on one node."""
+        ...
+
+    def isend(self, buf: Bytes, peer: int, tag: int) -> Request: ...
+
+    def irecv(self, buf: Bytes, peer: int, tag: int) -> Request: ...
+
+    def wait(self, request: Request) -> None:
+        """Return when `request.done()`; all other messages move on meanwhile."""
+        ...
+
+    def allgather_object(self, x: T) -> list[T]:
+        """Every rank's object, in rank order (pickled: not for the hot path)."""
+        ...
+
+    def bcast_object(self, x: T, root: int = 0) -> T:
+        """The object of `root`; what the others pass is ignored (pickled)."""
+        ...
+
+    def allgather_array(self, x: NDArray[Any]) -> NDArray[Any]:
+        """Every rank's array, (size, *x.shape). RuntimeError on all ranks when shapes or dtypes differ."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def abort(self, code: int) -> NoReturn:
+        """End all ranks at once, with this exit code. For one that cannot go on while others wait."""
+        ...
+
+    def close(self) -> None:
+        """Give back what was taken. Collective; not on the way out of an error (see `abort`)."""
+        ...
+
+
+def check_buffer(buf: Bytes, peer: int, size: int) -> None:
+    """The part of the contract that MPI itself would not notice, or only as a crash."""
+    if buf.dtype != np.uint8 or buf.ndim != 1 or not buf.flags.c_contiguous:
+        raise ValueError(
+            f"a message is a contiguous uint8 array (n,), not {buf.dtype} {buf.shape}; "
+            "send array.reshape(-1).view(numpy.uint8)"
+        )
+    if not 0 <= peer < size:
+        raise ValueError(f"no rank {peer} in a world of {size} ranks (0..{size - 1})")
+
+
+def number_nodes(keys: Sequence[Hashable]) -> tuple[int, ...]:
+    """Node index of each rank from a key per rank that is equal exactly on one node.
+
+    >>> number_nodes(["b", "a", "b"])
+    (0, 1, 0)
+    """
+    index: dict[Hashable, int] = {}
+    return tuple(index.setdefault(key, len(index)) for key in keys)
+
+
+def mismatch(what: str, by_rank: Sequence[str]) -> RuntimeError:
+    """The error for a collective whose ranks do not fit: the first rank that differs, both values."""
+    rank = next(r for r, x in enumerate(by_rank) if x != by_rank[0])
+    return RuntimeError(
+        f"{what}: rank {rank} has {by_rank[rank]}, rank 0 has {by_rank[0]}; "
+        "all ranks must make the same collective call with arrays of one shape and dtype"
+    )

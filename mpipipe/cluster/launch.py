@@ -1,0 +1,97 @@
+"""The launcher's side: do its processes form one MPI world, and how many cores has each?
+
+A launcher that does not speak the language of the MPI library (another MPI's mpirun, srun with
+the wrong --mpi) starts N processes that each believe to be alone: N full trainings, exit code 0.
+`check_world` finds that out from what launchers write into the environment.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpipipe.errors import LaunchError
+
+if TYPE_CHECKING:
+    from mpipipe.cluster.comm import Communicator
+
+
+@dataclass(frozen=True)
+class Launcher:
+    name: str
+    size: str  # environment variable: number of processes it started
+    rank: str  # environment variable: which of them this one is
+
+
+PRTE = Launcher("the mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+HYDRA = Launcher("the mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK")
+MVAPICH = Launcher("the mpiexec of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK")
+SRUN = Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+# Innermost first: mpirun inside a Slurm job leaves SLURM_* in the environment, with SLURM_PROCID
+# 0 in every rank and SLURM_STEP_NUM_TASKS the number of its own daemons.
+LAUNCHERS = (PRTE, HYDRA, MVAPICH, SRUN)
+
+
+def check_world(comm_size: int, environ: Mapping[str, str], library: str = "") -> None:
+    """Raise LaunchError when this process is alone in its world but its launcher started several.
+
+    `comm_size` is the size of MPI_COMM_WORLD, `library` the text of MPI_Get_library_version. One
+    launcher that says 1 is enough to be content: `mpirun -n 1` inside a job of four tasks is legal.
+    """
+    if comm_size != 1:
+        return
+    started = [(x, int(environ[x.size])) for x in LAUNCHERS if environ.get(x.size, "").isdigit()]
+    if not started or min(n for _, n in started) <= 1:
+        return
+    launcher, n = started[0]
+    if started[-1] == (SRUN, n) and launcher == HYDRA:  # srun --mpi=pmi2 speaks for Hydra
+        launcher = SRUN
+    mpi = " ".join(library.split()[:3]).strip(" ,") or "unknown"
+    raise LaunchError(
+        f"{launcher.name} started {n} processes ({launcher.size}={n}), but each is alone in an MPI world of "
+        f"size 1: it does not fit the MPI of {sys.executable} ({mpi}).\n"
+        f"  fix: {_fix(launcher, n, 'Open MPI' in library or not library)}"
+    )
+
+
+def _fix(launcher: Launcher, n: int, open_mpi: bool) -> str:
+    """The line that starts the same program as one world."""
+    command = shlex.join(sys.orig_argv)
+    own = Path(sys.prefix) / "bin" / ("mpirun" if open_mpi else "mpiexec")
+    mpirun = f"{own if own.exists() else own.name} -n {n} {command}"
+    if launcher != SRUN:
+        return mpirun
+    return f"srun --mpi={'pmix' if open_mpi else 'pmi2'} -n {n} {command}\n  or, inside the job: {mpirun}"
+
+
+def launcher_rank(environ: Mapping[str, str]) -> int:
+    """Which process of the launcher this is, known even when MPI is not: only 0 should print."""
+    ranks = (environ.get(x.rank, "") for x in LAUNCHERS if environ.get(x.size, "").isdigit())
+    return next((int(rank) for rank in ranks if rank.isdigit()), 0)
+
+
+def needs_sharing(cores: Sequence[frozenset[int]]) -> bool:
+    """Whether the ranks of one node, given the cores each may use, outnumber the cores."""
+    return len(cores) > len(frozenset().union(*cores))
+
+
+def ranks_per_node(comm: Communicator) -> tuple[int, ...]:
+    """By node."""
+    counts = Counter(comm.node_of_rank)
+    return tuple(counts[node] for node in range(len(counts)))
+
+
+def default_threads(comm: Communicator, cores: frozenset[int]) -> int:
+    """Threads per rank that fill the fullest node without sharing; the same on all ranks, because
+    the number of threads decides the bits. `cores`: this rank's `node.cores_available()`.
+    Collective."""
+    by_node: dict[int, set[int]] = {}
+    for node, own in zip(comm.node_of_rank, comm.allgather_object(cores), strict=True):
+        by_node.setdefault(node, set()).update(own)
+    ranks = ranks_per_node(comm)
+    return max(1, min(len(by_node[node]) // ranks[node] for node in by_node))

@@ -1,0 +1,248 @@
+"""The MPI carrier: mpi4py's non-blocking calls on a communicator of our own.
+
+The only module that imports mpi4py, and only when `connect` is called, so that everything else
+runs where there is no MPI. Invariants: see `comm.py`. Here in addition
+  - only the thread that called `connect` posts and tests; the helper thread of `progress.py`
+    merely probes a private communicator on which nobody ever sends, which makes the library
+    move everything (needs MPI_THREAD_MULTIPLE; without it there is no helper thread);
+  - blocking calls are made only when all ranks have arrived (`barrier` waits politely), since
+    MPI itself waits by burning the core that a slower rank may need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpipipe.cluster.comm import Bytes, Request, check_buffer, mismatch, number_nodes
+from mpipipe.cluster.launch import check_world, launcher_rank, needs_sharing
+from mpipipe.cluster.node import cores_available
+from mpipipe.cluster.progress import Progress, spin_until
+from mpipipe.errors import LaunchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+THREAD_LEVEL = "MPIPIPE_THREAD_LEVEL"  # multiple (default) | funneled
+PART_BYTES = 1 << 30  # counts end at 2**31 - 1 before MPI 4, and in Open MPI 5's non-blocking calls
+CLOCK_PINGS = 16  # per node; the shortest round trip counts
+SPEAK_FIRST_S = 2.0  # a launcher ends all at the first non-zero exit: let rank 0 say why
+
+
+def connect(environ: Mapping[str, str] | None = None) -> MpiCommunicator:
+    """The communicator of this process's world; collective. One rank needs no launcher.
+
+    Raises LaunchError when mpi4py finds no MPI, or when the launcher does not fit the MPI (each
+    process would be alone). Then rank 0 of the launcher should print it: see `launcher_rank`.
+    """
+    env = os.environ if environ is None else environ
+    mpi = _import_mpi(env)
+    world = mpi.COMM_WORLD
+    try:
+        check_world(world.Get_size(), env, mpi.Get_library_version())
+    except LaunchError:
+        if launcher_rank(env):
+            time.sleep(SPEAK_FIRST_S)
+        raise
+    return MpiCommunicator(world)
+
+
+def _import_mpi(environ: Mapping[str, str]) -> Any:
+    level = environ.get(THREAD_LEVEL, "multiple")
+    if level not in ("multiple", "funneled"):
+        raise LaunchError(f"{THREAD_LEVEL}={level!r} is unknown; use multiple or funneled")
+    try:
+        import mpi4py
+
+        mpi4py.rc.thread_level = level
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library behind it
+        raise LaunchError(
+            f"{sys.executable} cannot load MPI: {error}\n"
+            "  fix: run `make setup`, or `MPI=site make setup` where the site has its own MPI"
+        ) from error
+    return MPI
+
+
+class _MpiRequest:
+    """One message, in parts. Lives in the communicator's set until it is done, its buffer with it."""
+
+    __slots__ = ("_comm", "_error", "_got", "_nbytes", "_parts", "_what")
+
+    def __init__(self, comm: MpiCommunicator, parts: list[MPI.Request], nbytes: int, what: str) -> None:
+        self._comm, self._parts, self._nbytes, self._what = comm, parts, nbytes, what
+        self._got, self._error = 0, ""
+
+    def done(self) -> bool:
+        status = self._comm._status
+        while self._parts:
+            try:
+                if not self._parts[0].Test(status):
+                    return False
+            except self._comm._mpi.Exception as error:
+                self._end(f"failed: {error}")
+                break
+            self._got += status.Get_count(self._comm._mpi.BYTE)
+            del self._parts[0]
+            if not self._parts:
+                short = self._is_receive and self._got != self._nbytes
+                self._end(f"got {self._got}; the two ranks do not run the same plan" if short else "")
+        if self._error:
+            raise RuntimeError(self._error)
+        return True
+
+    def _end(self, error: str) -> None:
+        self._comm._live.discard(self)
+        self._parts.clear()
+        self._error = error and f"{self._what} of {self._nbytes} bytes {error}"
+
+    @property
+    def _is_receive(self) -> bool:
+        return self._what.startswith("receive")
+
+    def cancel(self) -> None:
+        """Give up a receive that nobody will send to."""
+        for part in self._parts if self._is_receive else ():
+            part.Cancel()
+            part.Wait()
+        self._end("was given up")
+
+
+class MpiCommunicator:
+    """`Communicator` over MPI. Made by `connect`; collective."""
+
+    def __init__(self, world: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._comm, self._status = MPI, world.Dup(), MPI.Status()
+        self._live: set[_MpiRequest] = set()
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self.tag_ub = int(self._comm.Get_attr(MPI.TAG_UB) or 32767)
+        self.thread_multiple = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        self.oversubscribed = True  # until it is known: yielding is always right
+        self.node_of_rank = self._find_nodes()
+        cores = self.allgather_object(cores_available())
+        mine = [c for c, node in zip(cores, self.node_of_rank, strict=True) if node == self._node]
+        self.oversubscribed = needs_sharing(mine)
+        self._probe = MPI.COMM_SELF.Dup() if self.thread_multiple and self.size > 1 else None
+        self._progress = Progress(self._poke, lambda: bool(self._live)) if self._probe else None
+        self.clock_offset_s = self._compare_clocks()
+
+    @property
+    def _node(self) -> int:
+        return self.node_of_rank[self.rank]
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def isend(self, buf: Bytes, peer: int, tag: int) -> Request:
+        return self._post(self._comm.Isend, buf, peer, tag, f"send to rank {peer} with tag {tag}")
+
+    def irecv(self, buf: Bytes, peer: int, tag: int) -> Request:
+        return self._post(self._comm.Irecv, buf, peer, tag, f"receive from rank {peer} with tag {tag}")
+
+    def _post(self, call: Callable[..., MPI.Request], buf: Bytes, peer: int, tag: int, what: str) -> Request:
+        check_buffer(buf, peer, self.size)
+        # MPI keeps the order of one sender's messages with one tag, so parts meet their parts.
+        parts = [
+            call([buf[i : i + PART_BYTES], self._mpi.BYTE], peer, tag)
+            for i in range(0, max(buf.nbytes, 1), PART_BYTES)
+        ]
+        request = _MpiRequest(self, parts, buf.nbytes, what)
+        self._live.add(request)
+        if self._progress:
+            self._progress.wake()
+        return request
+
+    def wait(self, request: Request) -> None:
+        spin_until(request.done, self.oversubscribed)
+
+    def _poke(self) -> None:
+        assert self._probe is not None
+        self._probe.Iprobe()
+
+    # -- collectives ---------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        spin_until(self._comm.Ibarrier().Test, self.oversubscribed)
+
+    def allgather_object(self, x: T) -> list[T]:
+        self.barrier()
+        return self._comm.allgather(x)
+
+    def bcast_object(self, x: T, root: int = 0) -> T:
+        self.barrier()
+        sent: T = self._comm.bcast(x, root)
+        return sent
+
+    def allgather_array(self, x: NDArray[Any]) -> NDArray[Any]:
+        # The signature goes first, each time: MPI would mix unlike arrays silently, and ranks that
+        # remembered what they had checked would not agree on whether to check.
+        kind = f"{x.dtype.str}{x.shape}"
+        sign = int.from_bytes(hashlib.blake2b(kind.encode(), digest_size=8).digest(), "little")
+        signs = self._allgather(np.array([sign], np.uint64))
+        if (signs != signs[0]).any():
+            raise mismatch("allgather_array", self.allgather_object(kind))
+        return self._allgather(x)
+
+    def _allgather(self, x: NDArray[Any]) -> NDArray[Any]:
+        out = np.empty((self.size, *x.shape), x.dtype)
+        mine = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        byte = self._mpi.BYTE
+        flat = out.reshape(-1).view(np.uint8)
+        request = self._comm.Iallgather([mine, mine.nbytes, byte], [flat, mine.nbytes, byte])
+        spin_until(request.Test, self.oversubscribed)
+        return out
+
+    # -- the world -----------------------------------------------------------------------------
+
+    def _find_nodes(self) -> tuple[int, ...]:
+        """Ranks are on one node when they can share memory."""
+        shared = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        lowest = shared.allreduce(self.rank, self._mpi.MIN)
+        shared.Free()
+        return number_nodes(self.allgather_object(lowest))
+
+    def _compare_clocks(self) -> float:
+        """Offset of this node's clock to rank 0's (Cristian 1989): the reply of the shortest round
+        trip was stamped half-way. perf_counter is one clock for all processes of a node."""
+        firsts = [self.node_of_rank.index(node) for node in range(1, max(self.node_of_rank) + 1)]
+        offsets = {0: 0.0}
+        for peer in firsts:
+            if self.rank == 0:
+                samples = [self._ping(peer) for _ in range(CLOCK_PINGS)]
+                offsets[self.node_of_rank[peer]] = min(samples)[1]
+            elif self.rank == peer:
+                for _ in range(CLOCK_PINGS):
+                    self._comm.recv(source=0)
+                    self._comm.send(time.perf_counter(), dest=0)
+        return self.bcast_object(offsets)[self._node] if firsts else 0.0
+
+    def _ping(self, peer: int) -> tuple[float, float]:
+        """(round trip, offset of the peer's clock), seconds."""
+        start = time.perf_counter()
+        self._comm.send(None, dest=peer)
+        there: float = self._comm.recv(source=peer)
+        end = time.perf_counter()
+        return end - start, there - (start + end) / 2
+
+    def abort(self, code: int) -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def close(self) -> None:
+        for request in list(self._live):
+            request.cancel()
+        if self._progress:
+            self._progress.stop()
+        if self._probe:
+            self._probe.Free()
+        self._comm.Free()

@@ -1,0 +1,90 @@
+"""What this process may use of its node: cores and memory, the limits of its control group included.
+
+Linux only; the files are those of proc(5) and of both versions of cgroups(7). Every function takes
+the root of the file system, so that a test can draw a node of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def cores_available(root: Path = ROOT) -> frozenset[int]:
+    """The cores this process may run on, as their numbers on the node.
+
+    A quota of CPU time (containers) takes away cores from the end: 2.5 cores' worth leaves two.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    quota = min(_cpu_quotas(root), default=math.inf)
+    return frozenset(cores[: max(1, math.floor(min(quota, len(cores))))])
+
+
+def memory_available_bytes(environ: Mapping[str, str], root: Path = ROOT) -> int:
+    """Bytes that this node can still give to this process's job: free memory, the limits of its
+    control groups and of Slurm (which it may enforce by a kill instead of a control group)."""
+    limits = [_number(_field(root / "proc/meminfo", "MemAvailable:")) * 1024]
+    limits += [limit - used for limit, used in _memory_limits(root)]
+    slurm_mb = environ.get("SLURM_MEM_PER_NODE", "")
+    if slurm_mb.isdigit() and int(slurm_mb):  # "0" means all of the node
+        limits.append(int(slurm_mb) << 20)
+    return int(max(0, min(limits)))
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """In cores, one for each control group of this process that has one."""
+    for group in _groups(root, ""):
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        if quota.isdigit():
+            yield int(quota) / int(period)
+    for group in _groups(root, "cpu"):
+        quota = _text(group / "cpu.cfs_quota_us")
+        if quota.isdigit():  # -1: none
+            yield int(quota) / int(_text(group / "cpu.cfs_period_us"))
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[float, float]]:
+    """(limit, used) of each control group; the page cache that can be dropped is not used."""
+    files = {
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    for controller, (limit, used, cache) in files.items():
+        for group in _groups(root, controller):
+            if _text(group / limit).isdigit():  # else "max"
+                cached = _number(_field(group / "memory.stat", cache), 0)
+                yield int(_text(group / limit)), _number(_text(group / used), 0) - cached
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """This process's control group and those above it; controller "" is version 2."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / controller
+            group = top / path.lstrip("/")
+            while group.is_relative_to(top):
+                yield group
+                group = group.parent
+
+
+def _text(path: Path) -> str:
+    """The file, or "": which limits exist depends on the kernel and the container."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _field(path: Path, key: str) -> str:
+    """The word after `key` in a file of lines "key value ..."."""
+    words = (line.split() for line in _text(path).splitlines())
+    return next((w[1] for w in words if len(w) > 1 and w[0] == key), "")
+
+
+def _number(text: str, default: float = math.inf) -> float:
+    return int(text) if text.isdigit() else default

@@ -1,0 +1,63 @@
+"""From a file or folder to one file of bytes. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpipipe.errors import DataError
+
+CORPUS = "corpus.bin"  # in the run folder
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+def corpus_path(path: str | None, run_dir: Path) -> Path:
+    """The file of bytes: `path` itself when it is a file, else the one that `write_corpus` makes."""
+    return Path(path) if path is not None and not Path(path).is_dir() else run_dir / CORPUS
+
+
+def write_corpus(path: str | None, run_dir: Path) -> Path:
+    """Concatenates a folder's files, or the Python standard library's (`path` None), in the order
+    of their names into the run folder. A file is left where it is. Raises DataError."""
+    if path is not None and not Path(path).exists():
+        raise DataError(f"data.path = '{path}': no such file or folder; null = the standard library's text")
+    target = corpus_path(path, run_dir)
+    if target != run_dir / CORPUS:
+        return target
+    files = list(_stdlib_files() if path is None else _folder_files(Path(path)))
+    if not files:
+        raise DataError(
+            f"data.path = '{path or _stdlib()}': holds no file; name a folder with text, or a file"
+        )
+    _join(files, target)
+    return target
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _stdlib_files() -> Iterator[Path]:
+    return (f for f in _folder_files(_stdlib()) if f.suffix == ".py")
+
+
+def _folder_files(folder: Path) -> Iterator[Path]:
+    """All visible files under `folder` in name order, without caches, installed packages and tests."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f not in _SKIPPED and not f.startswith("."))
+        yield from (Path(root) / f for f in sorted(files) if not f.startswith("."))
+
+
+def _join(files: list[Path], target: Path) -> None:
+    """Written under another name and renamed: a corpus is whole or not there."""
+    partial = target.with_suffix(".part")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with partial.open("wb") as out:
+            for file in files:
+                out.write(file.read_bytes())
+        partial.replace(target)
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be copied to {target} ({error.strerror})") from error

@@ -1,0 +1,40 @@
+"""The errors a user can meet.
+
+Each message names the place, both values, and the next move (house rule). `train.py` prints a
+`MpipipeError` without a traceback, on one rank, and ends the whole job with a non-zero exit;
+any other exception is a defect and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class MpipipeError(Exception):
+    """Base of every error that is the user's to mend."""
+
+
+class ConfigError(MpipipeError):
+    """A key or a value of the configuration is wrong."""
+
+
+class DataError(MpipipeError):
+    """The corpus or data set cannot be read or is too small."""
+
+
+class CaptureError(MpipipeError):
+    """The model cannot be captured as a graph; the message holds the user's source line."""
+
+
+class PlanError(MpipipeError):
+    """No plan exists, or a given plan does not fit the model or the ranks."""
+
+
+class DeadlockError(MpipipeError):
+    """A program cannot run to its end without buffering; the message shows each blocked rank."""
+
+
+class LaunchError(MpipipeError):
+    """The launcher, the MPI library and the ranks do not fit each other."""
+
+
+class CheckpointError(MpipipeError):
+    """A checkpoint cannot be written or read."""

@@ -1,0 +1,148 @@
+"""What may be cut and what may not: replicated nodes, aliases and liveness of a captured graph.
+
+    order   the operators that exist once, in program order; a stage is a part of it
+    free    integer and constant sub-graphs (positions, masks): copied to every stage that needs
+            them, because a mask grows with the square of the sequence and costs nothing to make
+
+Batch inputs never cross a cut: each rank loads the keys that its own stage reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from mpipipe.graph.capture import Captured
+from mpipipe.graph.rewrite import mutated_inputs, schema_name, schema_of
+from mpipipe.values import TensorSpec
+
+# operators that may return their input itself, though their schema does not say so
+_MAYBE_ALIAS = {"aten::contiguous", "aten::reshape", "aten::to", "aten::flatten", "aten::dropout"}
+
+
+def spec_of(node: fx.Node) -> TensorSpec:
+    value = node.meta["val"]
+    return TensorSpec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def output_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return tuple(
+        TensorSpec(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in values if isinstance(v, torch.Tensor)
+    )
+
+
+def needs_grad(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a node's result may share memory with."""
+    if getattr(node.target, "__name__", "") in ("getitem", "_item"):
+        return [node.args[0]]  # type: ignore[list-item]
+    schema = schema_of(node)
+    if schema is None:
+        return []
+    pairs = zip(schema.arguments, node.args, strict=False)
+    found = [v for a, v in pairs if a.alias_info is not None and isinstance(v, fx.Node)]
+    if not found and schema_name(node) in _MAYBE_ALIAS and isinstance(node.args[0], fx.Node):
+        found.append(node.args[0])
+    return found
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    captured: Captured
+
+    @cached_property
+    def operators(self) -> tuple[fx.Node, ...]:
+        return tuple(n for n in self.captured.graph.nodes if n.op == "call_function")
+
+    @cached_property
+    def needed(self) -> frozenset[fx.Node]:
+        """Operators that the outputs, a buffer update or an in-place write depend on."""
+        wanted = [*self.captured.outputs, *(u.node for u in self.captured.updates)]
+        wanted += [u.statistic for u in self.captured.updates if u.statistic is not None]
+        wanted += [n for n in self.operators if mutated_inputs(n)]
+        seen: set[fx.Node] = set()
+        while wanted:
+            node = wanted.pop()
+            if node not in seen:
+                seen.add(node)
+                wanted += node.all_input_nodes
+        return frozenset(seen)
+
+    @cached_property
+    def free(self) -> frozenset[fx.Node]:
+        c = self.captured
+        mutated = {self.root(target) for n in self.operators for target in mutated_inputs(n)}
+        free: set[fx.Node] = set()
+        for node in self.operators:
+            sources = [n for n in node.all_input_nodes if n not in free]
+            pure = all(n in c.buffer or (n in c.inputs and not spec_of(n).dtype.startswith(("float", "bf"))) for n in sources)
+            if pure and self.root(node) not in mutated:
+                free.add(node)
+        return frozenset(free - set(c.outputs))
+
+    @cached_property
+    def order(self) -> tuple[fx.Node, ...]:
+        return tuple(n for n in self.operators if n in self.needed and n not in self.free)
+
+    @cached_property
+    def index(self) -> dict[fx.Node, int]:
+        return {n: i for i, n in enumerate(self.order)}
+
+    @cached_property
+    def _roots(self) -> dict[fx.Node, fx.Node]:
+        roots: dict[fx.Node, fx.Node] = {}
+        for node in self.operators:
+            sources = aliased_inputs(node)
+            roots[node] = roots.get(sources[0], sources[0]) if sources else node
+        return roots
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The node whose memory this one shows, as far as the schemas tell."""
+        return self._roots.get(node, node)
+
+    @cached_property
+    def last_write(self) -> dict[fx.Node, int]:
+        """Alias root -> index of the last operator that writes it in place."""
+        writes: dict[fx.Node, int] = {}
+        for node in self.order:
+            for target in mutated_inputs(node):
+                writes[self.root(target)] = self.index[node]
+        return writes
+
+    @cached_property
+    def last_use(self) -> dict[fx.Node, int]:
+        outputs = {n: len(self.order) - 1 for n in self.captured.outputs}
+        return {
+            n: max([self.index[u] for u in n.users if u in self.index] + [outputs.get(n, -1)]) for n in self.order
+        }
+
+    def crossings(self) -> list[tuple[fx.Node, ...]]:
+        """For each position c: what is made before operator c and used from c on."""
+        live: dict[fx.Node, None] = {}
+        out: list[tuple[fx.Node, ...]] = [()]
+        for i, node in enumerate(self.order):
+            live[node] = None
+            for n in [n for n in live if self.last_use[n] <= i]:
+                del live[n]
+            out.append(tuple(live))
+        return out
+
+    def legal(self, position: int, crossing: tuple[fx.Node, ...]) -> bool:
+        """A cut needs plain, dense tensors, and none that a later stage would write for an earlier one."""
+        for node in crossing:
+            value = node.meta["val"]
+            if not isinstance(value, torch.Tensor) or not is_non_overlapping_and_dense_or_false(value):
+                return False
+            if self.last_write.get(self.root(node), -1) >= position:
+                return False
+        return True

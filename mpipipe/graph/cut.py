@@ -1,0 +1,194 @@
+"""From a cut, stated in canonical names, to the code of one's own stage.
+
+    Graph + cuts --stage_table--> {node name: stage} --stage_code--> StageCode
+
+A stage is a pure function
+
+    (received, batch inputs, parameter leaves, buffers, step, micro) -> (sent, statistics)
+
+What is sent from stage s to s + 1 is decided by liveness: all that is made at or before s and used
+after it, so a skip connection is relayed through the stages between. The table is made from the
+training graph once and serves every variant (evaluation, ragged micro-batch, prediction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mpipipe.errors import PlanError
+from mpipipe.graph.anatomy import Anatomy, needs_grad, spec_of
+from mpipipe.graph.rewrite import BufferUpdate, mutated_inputs
+from mpipipe.values import Graph, TensorSpec
+
+Leaf = tuple[str, int]  # (canonical parameter name, index of the group that uses it)
+
+
+@dataclass(frozen=True)
+class Port:
+    """One tensor that crosses a cut; strides are kept, because kernels (so bits) may depend on them."""
+
+    name: str
+    spec: TensorSpec
+    stride: tuple[int, ...]
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class Code:
+    """A part of the graph as a function; arguments in the order of the fields."""
+
+    forward: fx.GraphModule
+    received: tuple[Port, ...]
+    inputs: tuple[str, ...]
+    leaves: tuple[Leaf, ...]
+    buffers: tuple[str, ...]
+    random: bool  # whether step and micro are the last two arguments
+    sent: tuple[Port, ...]
+    updates: tuple[BufferUpdate, ...]  # one statistic each in the second result (None for counters)
+
+
+def stage_table(graph: Graph, cuts: Sequence[str]) -> dict[str, int]:
+    """Node name -> stage. Raises PlanError if a cut is not the name of a group, or out of order."""
+    starts = []
+    for cut in cuts:
+        if cut not in graph.groups:
+            raise PlanError(
+                f"the plan cuts before {cut!r}, but the model has no such group; its groups run from "
+                f"{graph.groups[0]!r} to {graph.groups[-1]!r}: make the plan again for this model"
+            )
+        starts.append(graph.groups.index(cut))
+    if starts != sorted(set(starts)) or 0 in starts:
+        raise PlanError(f"the cuts of the plan are at groups {starts}; they must ascend and none may be the first group")
+    return {n.name: sum(start <= n.group for start in starts) for n in graph.nodes if n.group >= 0}
+
+
+def stages_of(anatomy: Anatomy, table: dict[str, int]) -> dict[fx.Node, int]:
+    """Operator of this variant -> stage; one that training does not have follows its inputs."""
+    stages: dict[fx.Node, int] = {}
+    for node in anatomy.order:
+        latest = max((stages[n] for n in node.all_input_nodes if n in stages), default=0)
+        stages[node] = max(table.get(anatomy.captured.name[node], latest), latest)
+    return stages
+
+
+def crossing(anatomy: Anatomy, stages: dict[fx.Node, int], n_stages: int, stage: int) -> list[fx.Node]:
+    """What stage `stage` sends to the next one; the outputs of the model, for the last stage."""
+    outputs = anatomy.captured.outputs
+    if stage == n_stages - 1:
+        return list(outputs)
+    def used_later(n: fx.Node) -> bool:
+        return any(stages.get(u, -1) > stage for u in n.users) or n in outputs
+    return [n for n in anatomy.order if stages[n] <= stage and used_later(n)]
+
+
+def stage_code(
+    anatomy: Anatomy, table: dict[str, int], uses: dict[str, int], n_stages: int, stage: int
+) -> Code:
+    """The code of one stage. `uses`: node name -> group in the training graph."""
+    stages = stages_of(anatomy, table)
+    received = crossing(anatomy, stages, n_stages, stage - 1) if stage else []
+    sent = crossing(anatomy, stages, n_stages, stage)
+    body = [n for n in anatomy.order if stages[n] == stage]
+    updates = [u for u in anatomy.captured.updates if stages[u.node] == stage]
+    return extract(anatomy, body, received, sent, updates, uses)
+
+
+def extract(
+    anatomy: Anatomy,
+    body: Sequence[fx.Node],
+    received: Sequence[fx.Node],
+    sent: Sequence[fx.Node],
+    updates: Sequence[BufferUpdate],
+    uses: dict[str, int],
+) -> Code:
+    """Copies some operators, and the free ones that they need, into a function of their own."""
+    c, graph = anatomy.captured, fx.Graph()
+    copied = [*_free_before(anatomy, [*body, *sent]), *body]
+    reads = {n: None for op in copied for n in op.all_input_nodes}
+    reads.update({n: None for n in sent})
+
+    env: dict[fx.Node, fx.Node] = {}
+    leaves: dict[Leaf, fx.Node] = {}
+    for n in received:
+        env[n] = graph.placeholder(n.name)
+    inputs = [n for n in c.inputs if n in reads]
+    for n in inputs:
+        env[n] = graph.placeholder(n.name)
+    for op in body:
+        for n in op.all_input_nodes:
+            leaf = (c.param[n], uses.get(c.name[op], -1)) if n in c.param else None
+            if leaf is not None and leaf not in leaves:
+                leaves[leaf] = graph.placeholder(f"{n.name}_{len(leaves)}")
+    buffers = {c.buffer[n]: None for n in reads if n in c.buffer}
+    of_buffer = {name: graph.placeholder("buffer_" + name.replace(".", "_")) for name in buffers}
+    random = c.rng is not None and any(n in reads for n in c.rng)
+    for n in c.rng or ():
+        if random:
+            env[n] = graph.placeholder(n.name)
+    _clone_what_is_written(anatomy, graph, env, body, [*received, *inputs])
+
+    for op in copied:
+        def argument(n: fx.Node, op: fx.Node = op) -> fx.Node:
+            if n in c.param:
+                return leaves[c.param[n], uses.get(c.name[op], -1)]
+            return of_buffer[c.buffer[n]] if n in c.buffer else env[n]
+        env[op] = graph.node_copy(op, argument)
+    statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
+    graph.output((tuple(env[n] for n in sent), statistics))
+    return Code(
+        fx.GraphModule(torch.nn.Module(), graph),
+        tuple(map(_port, received)),
+        tuple(c.inputs[n] for n in inputs),
+        tuple(leaves),
+        tuple(buffers),
+        random,
+        tuple(map(_port, sent)),
+        tuple(updates),
+    )
+
+
+def _port(node: fx.Node) -> Port:
+    value = node.meta["val"]
+    return Port(node.name, spec_of(node), tuple(value.stride()), needs_grad(node))
+
+
+def _free_before(anatomy: Anatomy, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The replicated operators that some nodes depend on, in program order."""
+    wanted, todo = set(), list(nodes)
+    while todo:
+        for n in todo.pop().all_input_nodes:
+            if n in anatomy.free and n not in wanted:
+                wanted.add(n)
+                todo.append(n)
+    return [n for n in anatomy.operators if n in wanted or (n in anatomy.free and n in nodes)]
+
+
+def _clone_what_is_written(
+    anatomy: Anatomy, graph: fx.Graph, env: dict[fx.Node, fx.Node], body: Sequence[fx.Node], given: Sequence[fx.Node]
+) -> None:
+    """A received leaf or a batch tensor must not be changed in place: the writer gets a copy."""
+    written = {anatomy.root(target) for op in body for target in mutated_inputs(op)}
+    for n in given:
+        if anatomy.root(n) in written:
+            env[n] = graph.call_function(torch.clone, (env[n],))
+
+
+def weight_code(anatomy: Anatomy) -> Code | float:
+    """The weight of the loss as a function of the batch alone, or the number that it is.
+
+    Raises PlanError if it depends on the model.
+    """
+    weight = anatomy.captured.weight
+    if not isinstance(weight, fx.Node):
+        return float(weight or 0.0)
+    code_of = set(anatomy.captured.inputs) | anatomy.free
+    if weight not in code_of:
+        raise PlanError(
+            "the weight of the loss depends on the model's outputs; it must be known before the first backward: "
+            "compute it from the batch (the labels) alone"
+        )
+    return extract(anatomy, [], [], [weight], [], {})

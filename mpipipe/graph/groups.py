@@ -1,0 +1,98 @@
+"""Atomic groups: the smallest pieces that a cut keeps together.
+
+Formed from the graph alone, on every machine alike, so that a kernel which fuses a group may be
+used or not without a cut ever falling inside it. Kept together with the operator before:
+
+    views, casts and getitem    a view is nothing to send
+    activations                 linear + GELU (bias_gelu)
+    dropout and what adds it    projection + dropout + residual add
+    attention's reshapes        scaled_dot_product_attention + transpose + reshape
+    head + loss                 the last linear up to the loss: its logits are the largest tensor
+    illegal cut positions       tuples, overlapping views, memory written later (anatomy.legal)
+
+The residual add and the norm that follows may be parted: between them one tensor crosses, anywhere
+else in the block two, and a kernel that fuses both gives the same bits as the two operators.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mpipipe.graph.anatomy import Anatomy, aliased_inputs, output_specs, spec_of
+from mpipipe.graph.rewrite import schema_name
+from mpipipe.graph.source import ModelSource
+from mpipipe.values import Graph, Node, TensorSpec, Tie
+
+_ACTIVATIONS = {"gelu", "relu", "relu_", "silu", "silu_", "tanh", "sigmoid", "leaky_relu", "elu", "hardtanh"}
+_HEADS = {"aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::convolution", "aten::conv2d"}
+
+
+def _joins_previous(anatomy: Anatomy, i: int) -> bool:
+    node, before = anatomy.order[i], anatomy.order[i - 1]
+    op = schema_name(node).removeprefix("aten::")
+    if aliased_inputs(node) and op != "dropout" or op in _ACTIVATIONS or op == "dropout":
+        return any(anatomy.index.get(a, -1) >= 0 for a in node.all_input_nodes)
+    return op in ("add", "add_") and before in node.all_input_nodes
+
+
+def _head_start(anatomy: Anatomy) -> int:
+    """Index of the linear whose output leads to the loss and to nothing else."""
+    loss = anatomy.captured.outputs[0]
+    if anatomy.captured.mode == "predict" or loss not in anatomy.index:
+        return len(anatomy.order)
+    for i in range(anatomy.index[loss], -1, -1):
+        if schema_name(anatomy.order[i]) in _HEADS:
+            return i
+    return len(anatomy.order)
+
+
+def boundaries(anatomy: Anatomy) -> list[int]:
+    """Positions in `anatomy.order` where a group starts; the first is 0."""
+    crossing, head = anatomy.crossings(), _head_start(anatomy)
+    starts = [0]
+    for i in range(1, len(anatomy.order)):
+        if i > head or _joins_previous(anatomy, i) or not anatomy.legal(i, crossing[i]):
+            continue
+        if crossing[i]:  # nothing to send: parts that do not depend on each other may be parted too
+            starts.append(i)
+    return starts
+
+
+def group_of(anatomy: Anatomy) -> dict[fx.Node, int]:
+    """Operator -> index of its group."""
+    starts, groups, g = set(boundaries(anatomy)), {}, -1
+    for i, node in enumerate(anatomy.order):
+        g += i in starts
+        groups[node] = g
+    return groups
+
+
+def make_graph(anatomy: Anatomy, source: ModelSource) -> Graph:
+    """The plain value of a captured graph, for the planner, for reports and for the hash."""
+    c, groups = anatomy.captured, group_of(anatomy)
+    names = {**c.name, **c.inputs}
+    nodes = []
+    uses: dict[str, set[int]] = {}
+    for node in anatomy.operators:
+        if node not in anatomy.needed:
+            continue
+        reads = tuple(c.param.get(n) or c.buffer[n] for n in node.all_input_nodes if n in c.param or n in c.buffer)
+        group = groups.get(node, -1)
+        for name in reads:
+            if name in source.params and group >= 0:
+                uses.setdefault(name, set()).add(group)
+        inputs = tuple(names[n] for n in node.all_input_nodes if n in names)
+        path = c.name[node].rsplit("/", 1)[0]
+        nodes.append(Node(c.name[node], str(node.target), inputs, output_specs(node), reads, group, path))
+    first: dict[int, str] = {}
+    for node, group in groups.items():
+        first.setdefault(group, c.name[node])
+    params = {n: _spec(source, n) for n in source.params}
+    ties = tuple(Tie(n, params[n].nbytes, tuple(sorted(uses[n]))) for n in params if len(uses.get(n, ())) > 1)
+    inputs = {key: spec_of(n) for n, key in c.inputs.items()}
+    return Graph(tuple(nodes), tuple(first.values()), inputs, params, {n: _spec(source, n) for n in source.buffers}, ties)
+
+
+def _spec(source: ModelSource, name: str) -> TensorSpec:
+    t = source.tensor(name)
+    return TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))

@@ -1,0 +1,149 @@
+"""Side effects leave the captured graph: what is random, and what mutates a buffer.
+
+  random op          -> its counter-based twin (mpipipe.ops), fed by the placeholders step and micro
+  BatchNorm          -> a pure normalisation that also returns its statistics; the owner of the
+                        buffers applies them at STEP, in micro-batch order
+  counter.add_(1)    -> an update of the same kind
+  any other mutation -> refused, with the user's source line
+
+So forward is a pure function of (weights, batch, step, micro-batch): evaluation, profiling and
+recomputation may run it as often as they like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mpipipe import ops
+from mpipipe.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class BufferUpdate:
+    """What one node adds to a buffer, once per micro-batch.
+
+    momentum m: buffer = (1 - m) * buffer + m * statistic;  None: buffer += 1 (no statistic)
+    """
+
+    buffer: str
+    momentum: float | None
+    statistic: fx.Node | None
+    node: fx.Node  # the stage of this node owns the buffer
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that made a node: the innermost frame outside of torch."""
+    frames = [f.strip() for f in (node.stack_trace or "").split("File ") if f.strip()]
+    user = [f for f in frames if "/torch/" not in f.split(",")[0]] or frames
+    return "File " + " ".join(user[-1].split()) if user else "(source line unknown)"
+
+
+def schema_of(node: fx.Node) -> Any:
+    """The schema of a node's torch operator, also after its target was replaced by ours; or None."""
+    return getattr(node.meta.get("torch_op", node.target), "_schema", None)
+
+
+def schema_name(node: fx.Node) -> str:
+    """`aten::linear`, or the name of a plain function."""
+    schema = schema_of(node)
+    return schema.name if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors an in-place operator writes."""
+    schema = schema_of(node)
+    if schema is None:
+        return []
+    pairs = zip(schema.arguments, node.args, strict=False)
+    return [v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write and isinstance(v, fx.Node)]
+
+
+def batch_norm_with_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(normalised x, mean (C,), unbiased variance (C,)) of one micro-batch; no side effect.
+
+    Momentum 1 makes torch write the plain statistics into the scratch buffers.
+    """
+    channels, dtype = x.shape[1], torch.float32 if weight is None else weight.dtype
+    mean, var = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
+    y = torch.batch_norm(x, weight, bias, mean, var, True, 1.0, eps, False)
+    return y, mean, var
+
+
+def make_random_ops_ours(graph: fx.Graph, names: dict[fx.Node, str], seed: int) -> tuple[fx.Node, fx.Node] | None:
+    """Replaces random operators by their twins.
+
+    Returns the placeholders of (step, global micro-batch), or None where nothing is random.
+    """
+    random = [n for n in graph.nodes if n.op == "call_function" and ops.draws(n.target, n.args, n.kwargs)]
+    if not random:
+        return None
+    with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
+        micro = graph.placeholder("micro")
+        micro.prepend(step := graph.placeholder("step"))
+    step.meta["val"] = micro.meta["val"] = 0
+    for node in random:
+        twin = ops.replacement(node.target)
+        if twin is None:
+            raise CaptureError(
+                f"{source_line(node)}\n  uses the random operator {node.target}, which has no reproducible twin; "
+                "use dropout, rand, randn, randint or bernoulli instead, or draw the numbers in the data set"
+            )
+        node.meta["torch_op"] = node.target
+        node.target = twin
+        node.kwargs = {**node.kwargs, "key": ops.stream_key(seed, names[node]), "step": step, "micro": micro}
+    return step, micro
+
+
+def make_buffers_functional(
+    graph: fx.Graph, names: dict[fx.Node, str], buffer_of: dict[fx.Node, str]
+) -> list[BufferUpdate]:
+    """Takes buffer mutations out of the graph and returns them. `buffer_of`: get_attr -> buffer."""
+    updates: list[BufferUpdate] = []
+    for node in list(graph.nodes):
+        if schema_name(node) == "aten::batch_norm" and node.args[5] and node.args[3] is not None:
+            updates += _split_batch_norm(graph, node, names, buffer_of)
+    for node in list(graph.nodes):
+        for target in mutated_inputs(node):
+            if target in buffer_of:
+                updates.append(_counter(node, buffer_of[target]))
+                graph.erase_node(node)
+    return updates
+
+
+def _counter(node: fx.Node, buffer: str) -> BufferUpdate:
+    if schema_name(node) != "aten::add_" or node.args[1] != 1 or node.users:
+        raise CaptureError(
+            f"{source_line(node)}\n  changes the buffer {buffer!r} in place by {node.target}; only BatchNorm statistics "
+            "and counters (`buffer.add_(1)`) are supported: return it as an output, or keep it outside of forward"
+        )
+    user = node.next
+    while user.op != "call_function":  # a counter belongs to the operator that follows it
+        user = user.next
+    return BufferUpdate(buffer, None, None, user)
+
+
+def _split_batch_norm(
+    graph: fx.Graph, node: fx.Node, names: dict[fx.Node, str], buffer_of: dict[fx.Node, str]
+) -> list[BufferUpdate]:
+    x, weight, bias, running_mean, running_var, _, momentum, eps, *_ = node.args
+    with graph.inserting_before(node):
+        pure = graph.call_function(batch_norm_with_statistics, (x, weight, bias, eps))
+        parts = [graph.call_function(_item, (pure, i)) for i in range(3)]
+    path = names.pop(node)
+    for new, name in zip([pure, *parts], [path, f"{path}.y", f"{path}.mean", f"{path}.var"], strict=True):
+        new.meta = {k: v for k, v in node.meta.items() if k != "val"}
+        names[new] = name
+    node.replace_all_uses_with(parts[0])
+    graph.erase_node(node)
+    buffers = [(running_mean, parts[1]), (running_var, parts[2])]
+    return [BufferUpdate(buffer_of[b], float(momentum), s, pure) for b, s in buffers]  # type: ignore[arg-type,index]
+
+
+def _item(values: tuple[Any, ...], index: int) -> Any:
+    return values[index]

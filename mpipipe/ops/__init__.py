@@ -1,0 +1,26 @@
+"""Our own operators: the random ones, on a stream that no layout changes, and the compiled kernels' door."""
+
+from mpipipe.ops.attention import attention
+from mpipipe.ops.draws import bernoulli, bernoulli_like, integers, normal, normal_like, uniform, uniform_like
+from mpipipe.ops.dropout import dropout
+from mpipipe.ops.native import KERNELS_VERSION, kernels
+from mpipipe.ops.philox import philox_words, stream_key
+from mpipipe.ops.replace import draws, replacement
+
+__all__ = [
+    "KERNELS_VERSION",
+    "attention",
+    "bernoulli",
+    "bernoulli_like",
+    "draws",
+    "dropout",
+    "integers",
+    "kernels",
+    "normal",
+    "normal_like",
+    "philox_words",
+    "replacement",
+    "stream_key",
+    "uniform",
+    "uniform_like",
+]

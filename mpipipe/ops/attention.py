@@ -1,0 +1,55 @@
+"""Attention (Vaswani et al. 2017) with dropout on its weights, drawn from the random stream.
+
+Torch's fused kernels draw that dropout from the process-wide generator, so a layer with dropout takes
+this plain form; without dropout the call goes to torch unchanged, and with the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from mpipipe.ops.dropout import dropout
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key: int,
+    step: int,
+    micro: int,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` of q (..., H, T, E), k (..., Hk, S, E), v (..., Hk, S, Ev).
+
+    Returns (..., H, T, Ev) in q's dtype. The weights (..., H, T, S) are dropped in contiguous order.
+    float16 and bfloat16 are computed in float32, as torch's own plain form does.
+    """
+    if dropout_p == 0.0:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    if enable_gqa:  # each key and value head serves H / Hk query heads
+        k = k.repeat_interleave(q.size(-3) // k.size(-3), -3)
+        v = v.repeat_interleave(q.size(-3) // v.size(-3), -3)
+    # the root of the scale on either side: the scores of half-size types stay in range
+    root = math.sqrt(1.0 / math.sqrt(q.size(-1)) if scale is None else scale)
+    scores = (q.to(wide) * root) @ (k.to(wide) * root).transpose(-2, -1)
+    allowed = attn_mask
+    if is_causal:
+        allowed = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -math.inf) if allowed.dtype == torch.bool else scores + allowed
+    weights = torch.softmax(scores, -1)
+    if attn_mask is not None:  # a row that may look at nothing gives 0, as in torch
+        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    return (dropout(weights, dropout_p, key, step, micro) @ v.to(wide)).to(q.dtype)

@@ -1,0 +1,157 @@
+"""Schedule -> Program: write the messages, the norm and the update into the order.
+
+Around each action, on the rank of its stage (nothing is sent within one rank):
+
+    RECV_ACT  F  SEND_ACT                           activations go to the next stage
+    RECV_GRAD [RECV_TIED]  B  SEND_GRAD [SEND_TIED] gradients go back; [..] only with tied="eager"
+
+and at the end of every rank's step
+
+    [SEND_TIED .. RECV_TIED ..]  NORM  STEP ..  [SEND_COPY .. RECV_COPY ..]
+
+with TIED here for tied="per_use". A split backward is I then W: GRAD messages stand around I, TIED
+around W. SEND_GRAD comes before SEND_TIED, it is what the other ranks wait for.
+
+One TIED (and one COPY) message per pair of stages carries every parameter tied between the two:
+the runtime sends them one after the other under the one tag.
+
+Tags. A *channel* is one (message kind, from stage, to stage); a tag is channel * slots + micro
+modulo slots, with slots = receive_window. So the receives posted at one time on a channel have
+different tags, and messages under one tag are sent and received in the same order (micro-batches
+ascend), which MPI never overtakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mpipipe.errors import PlanError
+from mpipipe.planner.stages import StageTie
+from mpipipe.values import Action, Instr, Op, Program, Schedule
+
+Pair = tuple[int, int]  # user stage, owner stage
+
+
+def tied_pairs(ties: Sequence[StageTie]) -> dict[Pair, int]:
+    """Bytes of the tied message of each (user, owner) pair, in the order of their channels: the
+    last stages first, as backward comes to them. (With the first owner first, a user could wait
+    for an owner whose own gradient waits for the user's next message.)"""
+    pairs: dict[Pair, int] = {}
+    for tie in ties:
+        for user in tie.users:
+            pairs[user, tie.owner] = pairs.get((user, tie.owner), 0) + tie.nbytes
+    return dict(sorted(pairs.items(), reverse=True))
+
+
+def lower(
+    schedule: Schedule, ties: Sequence[StageTie], tied: str, receive_window: int, train: bool = True
+) -> Program:
+    """The program of one step; `train=False` for a forward-only schedule: no ties, no NORM, no STEP.
+
+    tied: "per_use" (one tied message per step and pair) or "eager" (one per micro-batch).
+    receive_window: receives that each rank posts ahead; 0 = a receive is posted only when reached.
+    Raises PlanError for an unknown mode or a negative window.
+    """
+    if tied not in ("per_use", "eager"):
+        raise PlanError(f"tied mode {tied!r} is not known; choose 'per_use' or 'eager'")
+    if receive_window < 0:
+        raise PlanError(f"receive window {receive_window} is negative; 4 is a good value")
+    wires = _Wires(schedule.rank_of_stage, tied_pairs(ties) if train else {}, max(1, receive_window))
+    codes = []
+    for rank in range(len(schedule.codes)):
+        instrs: list[Instr] = []
+        for action in schedule.actions(rank):
+            instrs += _with_messages(action, schedule.n_stages, wires, tied == "eager")
+        if train:
+            instrs += _end_of_step(rank, wires, tied == "per_use")
+        codes.append(np.array(instrs, np.int32).reshape(-1, len(Instr._fields)))
+    return Program(schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes))
+
+
+def max_tag(program: Program) -> int:
+    """The largest tag in use, to hold against MPI's TAG_UB; -1 without messages."""
+    return max((int(codes[:, 5].max()) for codes in program.codes if len(codes)), default=-1)
+
+
+class _Wires:
+    """Who is where, and which tag a message has. Both ends compute the same channel."""
+
+    def __init__(self, rank_of_stage: tuple[int, ...], pairs: dict[Pair, int], slots: int) -> None:
+        self.rank_of_stage, self.slots = rank_of_stage, slots
+        self.pairs = tuple(pairs)
+        n_stages, n_pairs = len(rank_of_stage), len(pairs)
+        self._tied = {pair: 2 * n_stages + i for i, pair in enumerate(pairs)}
+        self._copy = {pair: 2 * n_stages + n_pairs + i for i, pair in enumerate(pairs)}
+
+    def message(self, op: Op, stage: int, micro: int, other: int) -> Iterator[Instr]:
+        """The instruction of `stage` for a message to or from stage `other`, if ranks differ."""
+        peer = self.rank_of_stage[other]
+        if peer != self.rank_of_stage[stage]:
+            tag = self._channel(op, stage, other) * self.slots + max(micro, 0) % self.slots
+            yield Instr(op, stage, micro, other, peer, tag)
+
+    def _channel(self, op: Op, stage: int, other: int) -> int:
+        match op:
+            case Op.SEND_ACT:
+                return stage
+            case Op.RECV_ACT:
+                return other
+            case Op.SEND_GRAD:
+                return len(self.rank_of_stage) + stage
+            case Op.RECV_GRAD:
+                return len(self.rank_of_stage) + other
+            case Op.SEND_TIED:
+                return self._tied[stage, other]
+            case Op.RECV_TIED:
+                return self._tied[other, stage]
+            case Op.SEND_COPY:
+                return self._copy[other, stage]
+            case Op.RECV_COPY:
+                return self._copy[stage, other]
+        raise ValueError(f"{op.name} is not a message")
+
+
+def _with_messages(action: Action, n_stages: int, wires: _Wires, eager: bool) -> Iterator[Instr]:
+    kind, stage, micro = action
+    compute = Instr(kind, stage, micro)
+    if kind == Op.F:
+        if stage > 0:
+            yield from wires.message(Op.RECV_ACT, stage, micro, stage - 1)
+        yield compute
+        if stage < n_stages - 1:
+            yield from wires.message(Op.SEND_ACT, stage, micro, stage + 1)
+        return
+    if kind in (Op.B, Op.I) and stage < n_stages - 1:
+        yield from wires.message(Op.RECV_GRAD, stage, micro, stage + 1)
+    weights = eager and kind in (Op.B, Op.W)
+    for user, owner in wires.pairs:
+        if weights and owner == stage:
+            yield from wires.message(Op.RECV_TIED, stage, micro, user)
+    yield compute
+    if kind in (Op.B, Op.I) and stage > 0:
+        yield from wires.message(Op.SEND_GRAD, stage, micro, stage - 1)
+    for user, owner in wires.pairs:
+        if weights and user == stage:
+            yield from wires.message(Op.SEND_TIED, stage, micro, owner)
+
+
+def _end_of_step(rank: int, wires: _Wires, merge_tied: bool) -> Iterator[Instr]:
+    stages = [stage for stage, r in enumerate(wires.rank_of_stage) if r == rank]
+    if merge_tied:
+        for user, owner in wires.pairs:
+            if user in stages:
+                yield from wires.message(Op.SEND_TIED, user, -1, owner)
+        for user, owner in wires.pairs:
+            if owner in stages:
+                yield from wires.message(Op.RECV_TIED, owner, -1, user)
+    yield Instr(Op.NORM, -1, -1)
+    for stage in stages:
+        yield Instr(Op.STEP, stage, -1)
+    for user, owner in wires.pairs:
+        if owner in stages:
+            yield from wires.message(Op.SEND_COPY, owner, -1, user)
+    for user, owner in wires.pairs:
+        if user in stages:
+            yield from wires.message(Op.RECV_COPY, user, -1, owner)

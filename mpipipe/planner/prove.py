@@ -1,0 +1,91 @@
+"""Proof that a program runs to its end without any buffering.
+
+The model is the least that MPI promises:
+
+1. A SEND blocks its rank until the peer has posted the matching RECV.
+2. A rank has posted its next `receive_window` RECVs in program order, and the one it stands at.
+   The window moves on when the rank passes a RECV, not earlier.
+3. A RECV blocks until the matching SEND is reached. NORM blocks until every rank is at its NORM.
+
+Each rule asks only how far other ranks have come, and ranks never go back: one walk decides for
+all possible timings, and a real MPI, which buffers more, can only do better. Steps may follow each
+other: at the end of a proved step every message of it has been received.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe.errors import DeadlockError
+from mpipipe.planner.walk import Ends, match, place, walk
+from mpipipe.values import RECVS, SENDS, Int32, Op, Program
+
+
+def prove(program: Program) -> None:
+    """Return if every rank reaches its end under the rules above and every SEND has exactly one
+    RECV that means the same value.
+
+    Raises DeadlockError with every blocked rank, its instruction and what it waits for.
+    """
+    rules = _NoBuffering(match(program))
+    if not walk(rules.ends, rules, rules.at):
+        raise DeadlockError(rules.report())
+
+
+class _NoBuffering:
+    """The rules of the file's head; `received[rank]` counts the RECVs it has passed."""
+
+    def __init__(self, ends: Ends) -> None:
+        n_ranks = len(ends.ops)
+        self.ends, self.at, self.received = ends, [0] * n_ranks, [0] * n_ranks
+        self._ordinals = [_ordinals(codes) for codes in ends.program.codes]
+
+    def waits_for(self, rank: int, index: int) -> int:
+        op, peer, other = self._end(rank, index)
+        if op in SENDS:
+            return -1 if self._is_posted(peer, other) else peer
+        if op in RECVS:
+            return -1 if self.at[peer] >= other else peer
+        return -1
+
+    def passed(self, rank: int, index: int) -> None:
+        self.received[rank] += self.ends.ops[rank][index] in RECVS
+
+    def norm(self, index: list[int]) -> None:
+        pass
+
+    def _end(self, rank: int, index: int) -> tuple[int, int, int]:
+        ends = self.ends
+        return ends.ops[rank][index], ends.peers[rank][index], ends.partner[rank][index]
+
+    def _is_posted(self, rank: int, recv: int) -> bool:
+        ahead = self._ordinals[rank][recv] - self.received[rank]
+        return ahead < self.ends.program.receive_window or self.at[rank] >= recv
+
+    def report(self) -> str:
+        program = self.ends.program
+        blocked = [r for r, ops in enumerate(self.ends.ops) if self.at[r] < len(ops)]
+        lines = [f"  {place(program, r, self.at[r])} waits for {self._reason(r)}" for r in blocked]
+        return (
+            f"deadlock: {len(blocked)} of {len(program.codes)} ranks are blocked with "
+            f"receive_window {program.receive_window} and no buffering\n"
+            + "\n".join(lines)
+            + "\n  try a larger receive_window; if it stays, the order of the schedule is wrong"
+        )
+
+    def _reason(self, rank: int) -> str:
+        op, peer, other = self._end(rank, self.at[rank])
+        if op == Op.NORM:
+            late = [r for r, ops in enumerate(self.ends.ops)
+                    if self.at[r] == len(ops) or ops[self.at[r]] != Op.NORM]  # fmt: skip
+            return f"ranks {late}, which are not at NORM"
+        verb = "post" if op in SENDS else "reach"
+        where = "its end" if self.at[peer] == len(self.ends.ops[peer]) else f"instruction {self.at[peer]}"
+        return f"rank {peer} to {verb} its instruction {other}; it is at {where}"
+
+
+def _ordinals(codes: Int32) -> list[int]:
+    """For each instruction, the number of RECVs before it."""
+    is_recv = np.isin(codes[:, 0], sorted(RECVS))
+    counts: list[int] = (np.cumsum(is_recv) - is_recv).tolist()
+    return counts

@@ -1,0 +1,162 @@
+"""In which order each stage works: functions (n_stages, n_micro) -> Schedule.
+
+Order only: no messages (`lower` writes them in) and no times (`simulate` finds them). Stage s is
+on rank s. Backward runs in ascending micro-batch order on every stage, in every schedule: that is
+the order in which gradients are added, and so it decides the bits.
+
+4 stages, 6 micro-batches, "1f1b":
+
+    rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5
+    rank 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
+    rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
+    rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpipipe.errors import PlanError
+from mpipipe.values import Action, Int32, Op, Schedule
+
+BACKWARD = frozenset({Op.B, Op.W})  # the actions that end the life of a stash
+
+
+def gpipe(n_stages: int, n_micro: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019); every stash lives at once."""
+    kinds = np.repeat([Op.F, Op.B], n_micro)
+    micros = np.tile(np.arange(n_micro), 2)
+    return _schedule(n_micro, [_codes(kinds, stage, micros) for stage in range(n_stages)])
+
+
+def one_f_one_b(n_stages: int, n_micro: int) -> Schedule:
+    """One forward, one backward (Narayanan et al. 2019): as short as GPipe, and stage s keeps at
+    most min(n_stages - s, n_micro) stashes."""
+    return _schedule(n_micro, [_one_f_one_b_stage(s, n_stages, n_micro) for s in range(n_stages)])
+
+
+def _one_f_one_b_stage(stage: int, n_stages: int, n_micro: int) -> Int32:
+    """Warm-up forwards, then F B pairs, then the backwards that are left."""
+    ahead = min(n_stages - 1 - stage, n_micro)
+    every = np.arange(n_micro)
+    key_f = np.where(every < ahead, every, 2 * every - ahead)  # position in the order
+    key_b = np.where(every < n_micro - ahead, 2 * every + ahead + 1, n_micro + every)
+    kinds = np.empty(2 * n_micro, np.int32)
+    micros = np.empty(2 * n_micro, np.int32)
+    kinds[key_f], micros[key_f] = Op.F, every
+    kinds[key_b], micros[key_b] = Op.B, every
+    return _codes(kinds, stage, micros)
+
+
+def forward_only(n_stages: int, n_micro: int) -> Schedule:
+    """Evaluation: no backward, nothing is stashed."""
+    micros = np.arange(n_micro)
+    kinds = np.full(n_micro, Op.F)
+    return _schedule(n_micro, [_codes(kinds, stage, micros) for stage in range(n_stages)])
+
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+
+
+def _codes(kinds: np.ndarray, stage: int, micros: np.ndarray) -> Int32:
+    return np.stack([kinds, np.full_like(kinds, stage), micros], axis=1).astype(np.int32)
+
+
+def _schedule(n_micro: int, codes: list[Int32]) -> Schedule:
+    return Schedule(tuple(range(len(codes))), n_micro, tuple(codes))
+
+
+def live_micro_batches(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, the largest number of micro-batches between their F and the end of their
+    backward; 1 for a stage without backward, which keeps only what it works on."""
+    live = [0] * schedule.n_stages
+    for codes in schedule.codes:
+        for stage in np.unique(codes[:, 1]).tolist():
+            kinds = codes[codes[:, 1] == stage, 0]
+            ends = np.isin(kinds, list(BACKWARD))
+            count = np.cumsum((kinds == Op.F).astype(np.int64) - ends)
+            live[stage] = int(count.max()) if ends.any() else 1
+    return tuple(live)
+
+
+def check(schedule: Schedule) -> None:
+    """Raises PlanError, naming the action, unless
+
+    1. every (stage, micro-batch) has one F, and either no backward anywhere or one B or one I and
+       one W everywhere;
+    2. every stage is on its rank;
+    3. backward ascends in micro-batches on every stage;
+    4. on each rank, no action comes before one that it needs on the same rank.
+    """
+    place: dict[Action, int] = {}
+    for rank in range(len(schedule.codes)):
+        for index, action in enumerate(schedule.actions(rank)):
+            _check_place(schedule, rank, action, place)
+            place[action] = index
+    _check_complete(schedule, place)
+    _check_ascending(schedule)
+    for action, index in place.items():
+        _check_needs(schedule, action, index, place)
+
+
+def _check_place(schedule: Schedule, rank: int, action: Action, seen: dict[Action, int]) -> None:
+    if not (0 <= action.stage < schedule.n_stages and 0 <= action.micro < schedule.n_micro):
+        raise PlanError(
+            f"action {action} on rank {rank} is outside the {schedule.n_stages} stages and "
+            f"{schedule.n_micro} micro-batches; mend the schedule function"
+        )
+    if action.kind not in (Op.F, Op.B, Op.I, Op.W):
+        raise PlanError(
+            f"action {action} on rank {rank} is a {action.kind.name}; only F, B, I, W may be here"
+        )
+    if schedule.rank_of_stage[action.stage] != rank:
+        raise PlanError(
+            f"action {action} is on rank {rank}, its stage on rank {schedule.rank_of_stage[action.stage]}"
+        )
+    if action in seen:
+        raise PlanError(f"action {action} on rank {rank} comes twice; it must come once")
+
+
+def _check_complete(schedule: Schedule, place: dict[Action, int]) -> None:
+    trained = any(action.kind != Op.F for action in place)
+    for stage in range(schedule.n_stages):
+        for micro in range(schedule.n_micro):
+            kinds = {k for k in (Op.F, Op.B, Op.I, Op.W) if Action(k, stage, micro) in place}
+            allowed: Sequence[set[Op]] = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if trained else [{Op.F}]
+            if kinds not in allowed:
+                have = " ".join(sorted(k.name for k in kinds)) or "nothing"
+                raise PlanError(
+                    f"stage {stage}, micro-batch {micro} has {have}; it needs "
+                    + ("F and B, or F, I and W" if trained else "F")
+                )
+
+
+def _check_ascending(schedule: Schedule) -> None:
+    for codes in schedule.codes:
+        for kinds in ((Op.B, Op.I), (Op.B, Op.W)):
+            rows = codes[np.isin(codes[:, 0], kinds)]
+            for stage in np.unique(rows[:, 1]).tolist():
+                micros = rows[rows[:, 1] == stage, 2]
+                wrong = np.flatnonzero(np.diff(micros) < 0)
+                if len(wrong):
+                    raise PlanError(
+                        f"stage {stage}: the backward of micro-batch {micros[wrong[0] + 1]} comes after "
+                        f"that of {micros[wrong[0]]}; it must ascend, the order of addition decides the bits"
+                    )
+
+
+def _check_needs(schedule: Schedule, action: Action, index: int, place: dict[Action, int]) -> None:
+    kind, stage, micro = action
+    if kind == Op.F:
+        needs = [Action(Op.F, stage - 1, micro)]
+    elif kind == Op.W:
+        needs = [Action(Op.I, stage, micro)]
+    else:
+        needs = [Action(Op.F, stage, micro)]
+        needs += [Action(k, stage + 1, micro) for k in (Op.B, Op.I)]
+    for need in needs:
+        same_rank = need in place and schedule.rank_of_stage[need.stage] == schedule.rank_of_stage[stage]
+        if same_rank and place[need] > index:
+            raise PlanError(f"action {action} comes before {need}, whose result it needs, on the same rank")

@@ -1,0 +1,164 @@
+"""Program + costs -> Timeline: when each instruction runs, and how much memory each rank needs.
+
+Times: computing takes what `StageCost` says. A SEND takes no time of its rank, its message arrives
+`link.seconds(bytes)` later; messages on one directed pair of ranks follow each other. A RECV lasts
+until the message is there. NORM lasts until the last rank is there, and `norm_s`. The program must
+be proved (`prove`): here nothing is said about deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.lower import tied_pairs
+from mpipipe.planner.prove import prove
+from mpipipe.planner.stages import StageTie
+from mpipipe.planner.walk import Ends, match, walk
+from mpipipe.values import RECVS, SENDS, Cluster, Op, Program, StageCost, Timeline
+
+__all__ = ["peak_bytes", "prove", "simulate"]
+
+
+def simulate(
+    program: Program,
+    stages: Sequence[StageCost],
+    cluster: Cluster,
+    norm_s: float = 0.0,
+    ties: Sequence[StageTie] = (),
+) -> Timeline:
+    """The predicted step. norm_s: seconds of the norm's collective itself; ties: those that the
+    program was lowered with, for the bytes of TIED and COPY messages.
+
+    Raises PlanError if stages or ranks do not fit the program, DeadlockError if it cannot end.
+    """
+    if len(stages) != program.n_stages or len(program.codes) > len(cluster.devices):
+        raise PlanError(
+            f"a program of {program.n_stages} stages on {len(program.codes)} ranks, but costs of "
+            f"{len(stages)} stages and a cluster of {len(cluster.devices)} ranks; plan again for this cluster"
+        )
+    nbytes = _message_bytes(program, stages, ties)
+    clock = _Clock(match(program), _seconds(program, stages, nbytes, cluster), norm_s)
+    if not walk(clock.ends, clock, clock.at):
+        raise DeadlockError("the program cannot end even with endless buffers; call prove() for the place")
+    times = tuple(np.array([s, e]).T.reshape(-1, 2) for s, e in zip(clock.starts, clock.stops, strict=True))
+    return Timeline(program, times, peak_bytes(program, stages, nbytes))
+
+
+def peak_bytes(
+    program: Program, stages: Sequence[StageCost], message_bytes: Sequence[np.ndarray]
+) -> tuple[int, ...]:
+    """Per rank: what is fixed, the most that its live micro-batches stash at once, the largest
+    workspace, and the largest sum of `receive_window` receives that follow each other."""
+    stash = np.array([stage.stash_bytes for stage in stages], np.int64)
+    peaks = []
+    for rank, (codes, nbytes) in enumerate(zip(program.codes, message_bytes, strict=True)):
+        mine = [stage for s, stage in enumerate(stages) if program.rank_of_stage[s] == rank]
+        peaks.append(
+            sum(stage.fixed_bytes for stage in mine)
+            + _stash_peak(codes, stash)
+            + max((stage.workspace_bytes for stage in mine), default=0)
+            + _window_peak(codes, nbytes, program.receive_window)
+        )
+    return tuple(peaks)
+
+
+def _stash_peak(codes: np.ndarray, stash: np.ndarray) -> int:
+    """From F to B (or W); a program without backward keeps only the micro-batch at work."""
+    compute = codes[np.isin(codes[:, 0], [Op.F, Op.B, Op.W])]
+    if not len(compute):
+        return 0
+    held = stash[compute[:, 1]]
+    if (compute[:, 0] == Op.F).all():
+        return int(held.max())
+    return int(np.cumsum(np.where(compute[:, 0] == Op.F, held, -held)).max())
+
+
+def _window_peak(codes: np.ndarray, nbytes: np.ndarray, window: int) -> int:
+    """COPY lands in the weight itself and needs no buffer."""
+    sizes = np.where(codes[:, 0] == Op.RECV_COPY, 0, nbytes)[np.isin(codes[:, 0], sorted(RECVS))]
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    last = np.minimum(np.arange(len(ends)) + window, len(sizes))
+    return int((ends[last] - ends).max())
+
+
+def _message_bytes(
+    program: Program, stages: Sequence[StageCost], ties: Sequence[StageTie]
+) -> tuple[np.ndarray, ...]:
+    """Bytes of each message instruction, 0 for the others: per rank an (n,) int64 array."""
+    sizes: dict[tuple[int, int, int], int] = {}  # (op, stage, other)
+    for s in range(len(stages) - 1):
+        sizes[Op.SEND_ACT, s, s + 1] = sizes[Op.RECV_ACT, s + 1, s] = stages[s].act_bytes
+        sizes[Op.SEND_GRAD, s + 1, s] = sizes[Op.RECV_GRAD, s, s + 1] = stages[s + 1].grad_bytes
+    for (user, owner), nbytes in tied_pairs(ties).items():
+        sizes[Op.SEND_TIED, user, owner] = sizes[Op.RECV_TIED, owner, user] = nbytes
+        sizes[Op.SEND_COPY, owner, user] = sizes[Op.RECV_COPY, user, owner] = nbytes
+    keys = (map(tuple, codes[:, [0, 1, 3]].tolist()) for codes in program.codes)
+    return tuple(np.array([sizes.get(key, 0) for key in rank], np.int64) for rank in keys)
+
+
+def _seconds(
+    program: Program, stages: Sequence[StageCost], message_bytes: Sequence[np.ndarray], cluster: Cluster
+) -> list[list[float]]:
+    """Per rank and instruction: seconds of compute, or of the message on its link for a SEND."""
+    table = np.zeros((len(Op), len(stages)))
+    for s, stage in enumerate(stages):
+        table[Op.F, s], table[Op.STEP, s] = stage.fwd_s, stage.step_s
+        table[Op.I, s], table[Op.W, s] = stage.bwd_input_s, stage.bwd_weight_s
+        table[Op.B, s] = stage.bwd_input_s + stage.bwd_weight_s
+    out = []
+    for rank, (codes, nbytes) in enumerate(zip(program.codes, message_bytes, strict=True)):
+        seconds: list[float] = table[codes[:, 0], codes[:, 1]].tolist()
+        links = {peer: cluster.link(rank, peer) for peer in set(codes[:, 4].tolist()) if peer >= 0}
+        for index in np.flatnonzero(np.isin(codes[:, 0], sorted(SENDS))).tolist():
+            seconds[index] = links[int(codes[index, 4])].seconds(int(nbytes[index]))
+        out.append(seconds)
+    return out
+
+
+class _Clock:
+    """Rules of time for a walk: only RECV waits, and a message that is sent arrives."""
+
+    def __init__(self, ends: Ends, seconds: list[list[float]], norm_s: float) -> None:
+        n_ranks = len(ends.ops)
+        self.ends, self.at, self._seconds, self._norm_s = ends, [0] * n_ranks, seconds, norm_s
+        self.starts: list[list[float]] = [[] for _ in range(n_ranks)]
+        self.stops: list[list[float]] = [[] for _ in range(n_ranks)]
+        self._now = [0.0] * n_ranks
+        self._arrives = [[0.0] * len(ops) for ops in ends.ops]  # per SEND
+        self._link_free: dict[tuple[int, int], float] = {}
+
+    def waits_for(self, rank: int, index: int) -> int:
+        if self.ends.ops[rank][index] in RECVS:
+            peer = self.ends.peers[rank][index]
+            return -1 if self.at[peer] > self.ends.partner[rank][index] else peer
+        return -1
+
+    def passed(self, rank: int, index: int) -> None:
+        op, now = self.ends.ops[rank][index], self._now[rank]
+        end = now
+        if op in SENDS:
+            self._send(rank, index, now)
+        elif op in RECVS:
+            peer, other = self.ends.peers[rank][index], self.ends.partner[rank][index]
+            end = max(now, self._arrives[peer][other])
+        else:
+            end = now + self._seconds[rank][index]
+        self._record(rank, end)
+
+    def norm(self, index: list[int]) -> None:
+        end = max(self._now) + self._norm_s
+        for rank in range(len(index)):
+            self._record(rank, end)
+
+    def _send(self, rank: int, index: int, now: float) -> None:
+        way = rank, self.ends.peers[rank][index]
+        arrives = max(now, self._link_free.get(way, 0.0)) + self._seconds[rank][index]
+        self._arrives[rank][index] = self._link_free[way] = arrives
+
+    def _record(self, rank: int, end: float) -> None:
+        self.starts[rank].append(self._now[rank])
+        self.stops[rank].append(end)
+        self._now[rank] = end

@@ -1,0 +1,53 @@
+"""metrics.jsonl: one JSON object per line, on disk as soon as it is said."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class Metrics:
+    """Appends to `path`. A last line that a kill cut off is dropped first, so every line parses."""
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        if path.exists():
+            whole, newline, _ = path.read_bytes().rpartition(b"\n")
+            path.write_bytes(whole + newline)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, **values: Any) -> None:
+        """One line, such as write(step=3, loss=2.5). JSON has no NaN: it is written as "nan"."""
+        self._file.write(json.dumps(_plain(values)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; one that a kill cut off at the end is left out."""
+    whole, _, _ = Path(path).read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]

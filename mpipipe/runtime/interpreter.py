@@ -1,0 +1,286 @@
+"""The loop: one rank runs its instructions, in order, and times each.
+
+Everything parallel was decided before (schedule, lower, prove); here is one handler per op. The same
+loop trains, evaluates and predicts, over MPI or over threads.
+
+    values in flight, by (stage, micro-batch):
+      act    received or handed over, waiting for F        out   made by F, waiting for SEND_ACT
+      grad   received or handed over, waiting for B        back  made by B, waiting for SEND_GRAD
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.graph.capture import Batch, Mode
+from mpipipe.graph.cut import Code, Leaf
+from mpipipe.graph.source import TRACING
+from mpipipe.graph.variants import Variants
+from mpipipe.runtime.optimizer import OptimizerSettings, clip_coefficient, norms, update
+from mpipipe.runtime.stage import Stage
+from mpipipe.runtime.ties import Ties, take_gradients
+from mpipipe.runtime.transport import Form, Mailbox, Outbox, Pool
+from mpipipe.runtime.weights import BlockSums
+from mpipipe.values import COMPUTE, RECVS, Float64, Instr, Numerics, Op, Program
+
+Key = tuple[int, int]  # (stage, micro-batch)
+
+
+@dataclass
+class Job:
+    """What one run of a program is about.
+
+    bounds: samples [start, stop) of each micro-batch; load(start, stop, keys) gives them.
+    """
+
+    mode: Mode
+    step: int
+    bounds: Sequence[tuple[int, int]]
+    load: Callable[[int, int, frozenset[str]], Batch]
+    stop: bool = False  # this rank was asked to stop
+
+    def rows(self, micro: int) -> int:
+        start, stop = self.bounds[micro]
+        return stop - start
+
+
+@dataclass
+class Outcome:
+    """loss, weight: sums over the step, on every rank in training, else on the last stage's."""
+
+    times: Float64  # (instructions, 2): start and end, perf_counter seconds
+    loss: float = 0.0
+    weight: float = 0.0
+    norm: float = 0.0
+    stop: bool = False  # some rank was asked to stop
+    worst: str = ""  # a parameter whose gradient is not finite, if any
+    predictions: list[list[Tensor]] = field(default_factory=list)
+
+
+class Interpreter:
+    """One rank. `stages` are its own; the rest is the same on every rank."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        variants: Variants,
+        cuts: Sequence[str],
+        stages: dict[int, Stage],
+        ties: Ties,
+        numerics: Numerics,
+        settings: OptimizerSettings,
+    ) -> None:
+        self.comm, self.variants, self.cuts, self.stages, self.ties = comm, variants, tuple(cuts), stages, ties
+        self.numerics, self.settings = numerics, settings
+        self.n_stages = len(cuts) + 1
+        self.pool, self.outbox = Pool(), Outbox(comm)
+        self.blocks = {s: BlockSums(stage.weights.accumulators()) for s, stage in stages.items()}
+        trained = [name for stage in stages.values() for name in stage.weights.grad]
+        self.position = {name: i for i, name in enumerate(variants.source.params)}
+        self.trained_at = {name: self.position[name] for name in trained}
+        self.current: Instr | None = None  # for the message of an error
+        self._handlers = {
+            Op.F: self._forward, Op.B: self._backward, Op.NORM: self._norm, Op.STEP: self._step,
+            Op.SEND_ACT: self._send_act, Op.RECV_ACT: self._recv_act,
+            Op.SEND_GRAD: self._send_grad, Op.RECV_GRAD: self._recv_grad,
+            Op.SEND_TIED: self._send_tied, Op.RECV_TIED: self._recv_tied,
+            Op.SEND_COPY: self._send_copy, Op.RECV_COPY: self._recv_copy,
+        }  # fmt: skip
+
+    def run(self, program: Program, job: Job) -> Outcome:
+        """Runs this rank's part of `program`; collective over the ranks of the program."""
+        instrs = program.instrs(self.comm.rank)
+        self.job, self.program = job, program
+        self.outcome = Outcome(np.zeros((len(instrs), 2)))
+        self.act: dict[Key, list[Tensor]] = {}
+        self.out: dict[Key, list[Tensor]] = {}
+        self.grad: dict[Key, list[Tensor]] = {}
+        self.back: dict[Key, list[Tensor]] = {}
+        self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
+        self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
+        self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
+        self.factor: float | None = None
+        self._start_weights()
+        receives = [i for i in instrs if i.op in RECVS]
+        self.mailbox = Mailbox(self.comm, receives, program.receive_window, self._targets)
+        for i, instr in enumerate(instrs):
+            self.current = instr
+            self.outcome.times[i, 0] = time.perf_counter()
+            with TRACING if instr.op in COMPUTE else nullcontext():
+                self._handlers[instr.op](instr)
+            self.outcome.times[i, 1] = time.perf_counter()
+        self.outbox.wait_all()
+        self.current = None
+        return self.outcome
+
+    def code(self, stage: int, micro: int) -> Code:
+        return self.variants.code(self.job.mode, self.job.rows(micro), self.cuts, stage)
+
+    def _load(self, micro: int, keys: Sequence[str]) -> Batch:
+        start, stop = self.job.bounds[micro]
+        return self.job.load(start, stop, frozenset(keys)) if keys else {}
+
+    # -- compute -------------------------------------------------------------------------------
+
+    def _start_weights(self) -> None:
+        """The total weight of the step, known from the batch alone, where the loss is."""
+        if self.n_stages - 1 not in self.stages or self.job.mode == "predict":
+            return
+        for micro in range(len(self.job.bounds)):
+            code = self.variants.weight(self.job.mode, self.job.rows(micro))
+            if isinstance(code, Code):
+                batch = self._load(micro, code.inputs)
+                (value,), _ = code.forward(*(batch[k] for k in code.inputs))
+                self.outcome.weight += float(value)
+            else:
+                self.outcome.weight += code
+        weight = torch.tensor(self.outcome.weight, dtype=torch.float32)
+        self._seed = torch.ones(()) / weight
+
+    def _forward(self, i: Instr) -> None:
+        key, code, train = (i.stage, i.micro), self.code(i.stage, i.micro), self.job.mode == "train"
+        received = self.act.pop(key, [])
+        sent = self.stages[i.stage].forward(
+            code, i.micro, received, self._load(i.micro, code.inputs), self.job.step, train
+        )
+        if i.stage < self.n_stages - 1:
+            self._hand_over(self.act, self.out, (i.stage, i.micro), i.stage + 1, sent)
+        elif self.job.mode == "predict":
+            self.outcome.predictions.append([t.clone() for t in sent])
+        else:
+            self.outcome.loss += float(sent[0])
+            self.grad[key] = [self._seed.to(sent[0].dtype).reshape(sent[0].shape)]
+        if not train and key not in self.out:
+            self._release(key)
+
+    def _backward(self, i: Instr) -> None:
+        key, stage = (i.stage, i.micro), self.stages[i.stage]
+        grads = self.grad.pop(key)
+        back = stage.backward(i.micro, grads)
+        if i.stage < self.n_stages - 1 and self.program.rank_of_stage[i.stage + 1] != self.comm.rank:
+            for g in grads:
+                self.pool.give(g)
+        self._release(key)
+        if i.stage > 0:
+            wanted = [Form.of(p) for p in self.code(i.stage, i.micro).received if p.needs_grad]
+            back = [form.shape_like(g) for form, g in zip(wanted, back, strict=True)]
+            self._hand_over(self.grad, self.back, key, i.stage - 1, back)
+        if self.numerics.tied == "eager":
+            self._merge_eager(key)
+        self._end_of_block(i)
+
+    def _hand_over(
+        self, local: dict[Key, list[Tensor]], remote: dict[Key, list[Tensor]], key: Key, to: int, tensors: list[Tensor]
+    ) -> None:
+        same_rank = self.program.rank_of_stage[to] == self.comm.rank
+        (local if same_rank else remote)[(to, key[1]) if same_rank else key] = tensors
+
+    def _merge_eager(self, key: Key) -> None:
+        stage, micro = key
+        taken = take_gradients(self.stages[stage].weights)
+        self.tied_out[key] = {leaf: g for leaf, g in taken.items() if self.ties.owner[leaf[0]] != stage}
+        parts = {**self.arrived, **taken}
+        for other in self.stages:  # uses on other stages of this rank
+            parts.update(self.tied_out.get((other, micro), {}) if other != stage else {})
+        self.ties.merge_micro(self.stages[stage].weights, parts)
+        self._return_arrived(stage)
+
+    def _end_of_block(self, i: Instr) -> None:
+        n_blocks, done = self.numerics.blocks, i.micro + 1
+        if n_blocks > 1 and done % (self.program.n_micro // n_blocks) == 0:
+            self.blocks[i.stage].end_of_block()
+            if done == self.program.n_micro:
+                self.blocks[i.stage].finish()
+
+    def _norm(self, _: Instr) -> None:
+        if self.numerics.tied == "per_use":
+            parts = dict(self.arrived)
+            for stage in self.stages.values():
+                parts.update(stage.weights.extra)
+            for s, stage in self.stages.items():
+                self.ties.merge_step(stage.weights, parts)
+                self._return_arrived(s)
+        row = np.zeros(3 + len(self.position))
+        row[:3] = self.outcome.loss, self.outcome.weight, self.job.stop
+        for stage in self.stages.values():
+            for name, value in norms(stage.weights).items():
+                row[3 + self.trained_at[name]] = value
+        self._agree(self.comm.allgather_array(row))
+
+    def _agree(self, rows: Float64) -> None:
+        """Every rank reads the same loss, norm and wish to stop out of the one collective."""
+        total = np.sum(rows, axis=0)  # exact: at most one rank has a value in each column but "stop"
+        self.outcome.loss, self.outcome.weight, self.outcome.stop = float(total[0]), float(total[1]), total[2] > 0
+        all_norms = total[3:]
+        if not np.isfinite(all_norms).all():
+            self.outcome.worst = list(self.position)[int(np.argmin(np.isfinite(all_norms)))]
+        self.outcome.norm, factor = clip_coefficient(all_norms.tolist(), self.settings.clip or np.inf)
+        self.factor = factor if self.settings.clip is not None else None
+
+    def _step(self, i: Instr) -> None:
+        stage = self.stages[i.stage]
+        update(stage.weights, self.settings, self.job.step, self.factor)
+        stage.apply_statistics()
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _targets(self, i: Instr) -> list[Tensor]:
+        """What a receive fills."""
+        if i.op == Op.RECV_COPY:
+            data = self.stages[i.stage].weights.data
+            return [data[name] for name in self.ties.params_between(i.stage, i.other)]
+        if i.op == Op.RECV_TIED:
+            data = self.stages[i.stage].weights.data
+            return [self.pool.take(Form.of(data[name])) for name, _ in self.ties.between(i.other, i.stage)]
+        code = self.code(i.stage, i.micro)
+        ports = code.received if i.op == Op.RECV_ACT else [p for p in code.sent if p.needs_grad]
+        return [self.pool.take(Form.of(port)) for port in ports]
+
+    def _recv_act(self, i: Instr) -> None:
+        tensors = self.mailbox.take(i)
+        self.act[i.stage, i.micro] = tensors
+        self.held[i.stage, i.micro] = tensors
+
+    def _recv_grad(self, i: Instr) -> None:
+        self.grad[i.stage, i.micro] = self.mailbox.take(i)
+
+    def _recv_tied(self, i: Instr) -> None:
+        self.arrived.update(zip(self.ties.between(i.other, i.stage), self.mailbox.take(i), strict=True))
+
+    def _recv_copy(self, i: Instr) -> None:
+        self.mailbox.take(i)
+
+    def _send_act(self, i: Instr) -> None:
+        key, train = (i.stage, i.micro), self.job.mode == "train"
+        forms = [Form.of(port) for port in self.code(i.stage, i.micro).sent]
+        tensors = [form.shape_like(t) for form, t in zip(forms, self.out.pop(key), strict=True)]
+        self.outbox.send(tensors, i, None if train else lambda: self._release(key))
+
+    def _send_grad(self, i: Instr) -> None:
+        self.outbox.send(self.back.pop((i.stage, i.micro)), i)
+
+    def _send_tied(self, i: Instr) -> None:
+        weights, uses = self.stages[i.stage].weights, self.ties.between(i.stage, i.other)
+        parts = weights.extra if i.micro < 0 else self.tied_out[i.stage, i.micro]
+        self.outbox.send([parts[use].contiguous() for use in uses], i)
+
+    def _send_copy(self, i: Instr) -> None:
+        data = self.stages[i.stage].weights.data
+        self.outbox.send([data[name] for name in self.ties.params_between(i.other, i.stage)], i)
+
+    def _release(self, key: Key) -> None:
+        """Gives received activations back; the messages that show their memory have left by then."""
+        for t in self.held.pop(key, []):
+            self.pool.give(t)
+
+    def _return_arrived(self, stage: int) -> None:
+        for leaf in [leaf for leaf in self.arrived if self.ties.owner[leaf[0]] == stage]:
+            self.pool.give(self.arrived.pop(leaf))

@@ -1,0 +1,98 @@
+"""The only owner of updates: clip, learning rate, AdamW and SGD over the flat buffers of a stage.
+
+    STEP = norm of each parameter -> gathered in canonical order -> clip coefficient -> update
+
+Norms and updates run parameter by parameter with torch's own single-tensor code: a vectorised
+kernel rounds the tail of a buffer differently from its body, so bits would depend on where a
+parameter lies if whole buffers were updated at once.
+
+AdamW: Loshchilov and Hutter 2019. Clipping as torch.nn.utils.clip_grad_norm_ (Pascanu et al. 2013).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from mpipipe.runtime.weights import ParamGroup, StageWeights
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    kind: Literal["adamw", "sgd"]
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    momentum: float
+    weight_decay: float
+    warmup: int
+    min_lr_ratio: float
+    steps: int
+    clip: float | None
+
+    @property
+    def state_buffers(self) -> int:
+        """Buffers of the size of the weights that the optimizer keeps."""
+        return 2 if self.kind == "adamw" else int(self.momentum > 0)
+
+    def lr_at(self, step: int) -> float:
+        """Linear warm-up over `warmup` steps, then a cosine down to `min_lr_ratio * lr` at the end."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine)
+
+
+def add_state(weights: StageWeights, settings: OptimizerSettings) -> None:
+    for group in weights.groups:
+        group.state = [group.data.sibling() for _ in range(settings.state_buffers)]
+
+
+@torch.no_grad()
+def norms(weights: StageWeights) -> dict[str, float]:
+    """2-norm of the gradient of each owned, trained parameter, rounded as torch rounds it."""
+    return {name: float(torch.linalg.vector_norm(g)) for name, g in weights.grad.items()}
+
+
+def clip_coefficient(all_norms: list[float], clip: float) -> tuple[float, float]:
+    """(total norm, factor of all gradients); `all_norms` in canonical order."""
+    total = torch.linalg.vector_norm(torch.tensor(all_norms, dtype=torch.float32))
+    factor = torch.clamp(clip / (total + 1e-6), max=1.0)
+    return float(total), float(factor)
+
+
+@torch.no_grad()
+def update(weights: StageWeights, settings: OptimizerSettings, step: int, factor: float | None) -> None:
+    """Scales the gradients by `factor`, updates the owned weights, zeroes every accumulator."""
+    lr = settings.lr_at(step)
+    for group in weights.groups:
+        if factor is not None:
+            group.grad.buffer.mul_(torch.tensor(factor, dtype=torch.float32))
+        _update_group(group, settings, lr)
+    for accumulator in weights.accumulators():
+        accumulator.zero_()
+
+
+def _update_group(group: ParamGroup, settings: OptimizerSettings, lr: float) -> None:
+    params, grads = list(group.data.views.values()), list(group.grad.views.values())
+    state = [list(s.views.values()) for s in group.state]
+    decay = settings.weight_decay if group.decay else 0.0
+    if settings.kind == "adamw":
+        adamw(
+            params, grads, state[0], state[1], [], list(group.steps.unbind()),
+            foreach=False, capturable=False, differentiable=False, fused=False, has_complex=False, amsgrad=False,
+            beta1=settings.betas[0], beta2=settings.betas[1], lr=lr, weight_decay=decay, eps=settings.eps, maximize=False,
+        )  # fmt: skip
+        return
+    momentum: list[Tensor | None] = list(state[0]) if state else [None] * len(params)
+    sgd(
+        params, grads, momentum, foreach=False, fused=False, weight_decay=decay,
+        momentum=settings.momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
+    )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Tensors over a Communicator: receives posted ahead, sends tracked, buffers used again.
+
+    Mailbox   posts the next k receives of a program in its order; `take` waits for one of them
+    Outbox    keeps a sent tensor alive until its message has left
+    Pool      receive buffers by shape, dtype and strides
+
+A tensor travels as its bytes in memory order (bf16 as bf16), so both ends have the same strides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpipipe.cluster.comm import Bytes, Communicator, Request
+from mpipipe.graph.cut import Port
+from mpipipe.values import Instr, TensorSpec
+
+
+class Form(NamedTuple):
+    """Shape, dtype and strides of a dense tensor."""
+
+    spec: TensorSpec
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, t: Tensor | Port) -> Form:
+        if isinstance(t, Port):
+            return cls(t.spec, t.stride)
+        return cls(TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")), tuple(t.stride()))
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.spec.shape, self.stride, dtype=getattr(torch, self.spec.dtype))
+
+    def shape_like(self, t: Tensor) -> Tensor:
+        """`t` itself if it has these strides, else a copy that has."""
+        if tuple(t.stride()) == self.stride or t.numel() <= 1:
+            return t
+        return self.empty().copy_(t)
+
+
+def as_bytes(t: Tensor) -> Bytes:
+    """The memory of a dense tensor, without a copy."""
+    flat = torch.as_strided(t.detach(), (t.numel(),), (1,))
+    return flat.view(torch.uint8).numpy()
+
+
+class Pool:
+    def __init__(self) -> None:
+        self._free: dict[Form, list[Tensor]] = {}
+        self.nbytes = 0
+
+    def take(self, form: Form) -> Tensor:
+        free = self._free.get(form)
+        if free:
+            return free.pop()
+        self.nbytes += form.spec.nbytes
+        return form.empty()
+
+    def give(self, t: Tensor) -> None:
+        self._free.setdefault(Form.of(t), []).append(t.detach())
+
+
+class Mailbox:
+    """Receives of one program run. `targets(instr)` gives the tensors that an instruction fills."""
+
+    def __init__(
+        self, comm: Communicator, instrs: Sequence[Instr], window: int, targets: Callable[[Instr], list[Tensor]]
+    ) -> None:
+        self._comm, self._window, self._targets = comm, max(1, window), targets
+        self._waiting = deque(instrs)
+        self._posted: dict[Instr, list[tuple[Tensor, Request]]] = {}
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._posted) < self._window:
+            instr = self._waiting.popleft()
+            tensors = self._targets(instr)
+            self._posted[instr] = [(t, self._comm.irecv(as_bytes(t), instr.peer, instr.tag)) for t in tensors]
+
+    def take(self, instr: Instr) -> list[Tensor]:
+        """The tensors of a receive, waited for; the next receive is posted in its place."""
+        for _, request in self._posted[instr]:
+            self._comm.wait(request)
+        tensors = [t for t, _ in self._posted.pop(instr)]
+        self._fill()
+        return tensors
+
+
+class Outbox:
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._sent: deque[tuple[Request, Tensor, Callable[[], None] | None]] = deque()
+
+    def send(self, tensors: Sequence[Tensor], instr: Instr, then: Callable[[], None] | None = None) -> None:
+        """Sends without waiting; `then` runs when the last tensor has left."""
+        for i, t in enumerate(tensors):
+            request = self._comm.isend(as_bytes(t), instr.peer, instr.tag)
+            self._sent.append((request, t, then if i == len(tensors) - 1 else None))
+        while self._sent and self._sent[0][0].done():
+            self._leave()
+
+    def wait_all(self) -> None:
+        while self._sent:
+            self._comm.wait(self._sent[0][0])
+            self._leave()
+
+    def _leave(self) -> None:
+        _, _, then = self._sent.popleft()
+        if then is not None:
+            then()

@@ -1,0 +1,184 @@
+"""The tensors of one stage: flat weights, gradients and optimizer state, and what autograd sees.
+
+    flat data   |--- wte.weight ---|-- qkv.weight --|...   one buffer per (dtype, decay)
+    flat grad   |------------------|----------------|...   same offsets
+    flat state  |------------------|----------------|...   one or two of them
+
+A *leaf* is what the stage's code takes as an argument: a view of the flat data for one use of a
+parameter. Its `.grad` is a view of the flat gradient, so autograd accumulates in place, in
+micro-batch order. A tied parameter has one leaf per use:
+
+    per_use   each use accumulates on its own; merged in the order of the uses, once per step
+    eager     each micro-batch is merged, last use first, as autograd does within one process
+
+Invariants
+  1. Views are aligned to 64 bytes and lie in canonical (registration) order.
+  2. The owner of a parameter is the stage of its first use; other stages hold a copy of the data
+     and accumulators for their own uses, but no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mpipipe.graph.cut import Leaf
+from mpipipe.graph.source import ModelSource
+from mpipipe.values import Graph
+
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Some tensors in one buffer."""
+
+    buffer: Tensor  # 1-D
+    views: dict[str, Tensor]
+
+    @classmethod
+    def like(cls, shapes: dict[str, torch.Size], dtype: torch.dtype) -> Flat:
+        step = _ALIGN_BYTES // dtype.itemsize
+        offsets, end = {}, 0
+        for name, shape in shapes.items():
+            offsets[name] = end
+            end += -(-shape.numel() // step) * step
+        buffer = torch.zeros(end, dtype=dtype)
+        return cls(buffer, {n: buffer[o : o + shapes[n].numel()].view(shapes[n]) for n, o in offsets.items()})
+
+    def sibling(self) -> Flat:
+        """A zeroed buffer with the same names, shapes and offsets."""
+        return Flat.like({n: v.shape for n, v in self.views.items()}, self.buffer.dtype)
+
+
+@dataclass
+class ParamGroup:
+    """Owned parameters that are trained alike."""
+
+    decay: bool
+    data: Flat
+    grad: Flat
+    state: list[Flat] = field(default_factory=list)
+    steps: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+class StageWeights:
+    """owner: parameter or buffer -> owning stage (`Variants.stage_of_param`);
+    leaves: every (parameter, use) that the training code of this stage reads."""
+
+    def __init__(
+        self, source: ModelSource, graph: Graph, stage: int, owner: dict[str, int], leaves: Sequence[Leaf], tied: str
+    ) -> None:
+        self.stage, self.tied = stage, tied
+        used = {name for node in graph.nodes for name in node.params if node.group >= 0}
+        trained = [n for n, p in source.params.items() if p.requires_grad and n in used and owner[n] == stage]
+        self.groups = self._groups(source, trained)
+        self.data: dict[str, Tensor] = {n: v for g in self.groups for n, v in g.data.views.items()}
+        self.grad: dict[str, Tensor] = {n: v for g in self.groups for n, v in g.grad.views.items()}
+        for name in self.data:
+            self.data[name].copy_(source.materialise([name])[name])
+        rest = [n for n in source.params if n not in self.data and owner[n] == stage]
+        copies = {n for n, _ in leaves if owner[n] != stage}
+        for name in [*rest, *(n for n in source.params if n in copies)]:
+            self.data[name] = source.materialise([name])[name]
+        self.owned = [n for n in [*source.params, *source.buffers] if owner[n] == stage]
+        self.buffers: dict[str, Tensor] = {}
+        self._source = source
+
+        tied_groups = {tie.param: tie.groups for tie in graph.ties}
+        self.uses = {n: tied_groups[n] for n, _ in leaves if n in tied_groups and source.params[n].requires_grad}
+        self.leaves: dict[Leaf, Tensor] = {}
+        self.extra = self._make_leaves(source, leaves, owner)
+
+    def _groups(self, source: ModelSource, names: Iterable[str]) -> list[ParamGroup]:
+        by_key: dict[tuple[torch.dtype, bool], dict[str, torch.Size]] = {}
+        for name in names:
+            p = source.params[name]
+            by_key.setdefault((p.dtype, p.dim() >= 2), {})[name] = p.shape  # no decay on norms and biases
+        groups = []
+        for (dtype, decay), shapes in by_key.items():
+            data = Flat.like(shapes, dtype)
+            groups.append(ParamGroup(decay, data, data.sibling(), steps=torch.zeros(len(shapes))))
+        return groups
+
+    def _make_leaves(self, source: ModelSource, leaves: Sequence[Leaf], owner: dict[str, int]) -> dict[Leaf, Tensor]:
+        """Fills `self.leaves`; returns the accumulators of uses other than an owner's first."""
+        extra: dict[Leaf, Tensor] = {}
+        for name, use in leaves:
+            leaf = self.data[name].detach()
+            self.leaves[name, use] = leaf
+            if not source.params[name].requires_grad:
+                continue
+            leaf.requires_grad_()
+            if name not in self.uses:
+                leaf.grad = self.grad[name]
+            elif self.tied == "per_use":
+                first = owner[name] == self.stage and use == self.uses[name][0]
+                if not first:
+                    extra[name, use] = torch.zeros_like(leaf)
+                leaf.grad = self.grad[name] if first else extra[name, use]
+        return extra
+
+    def leaf(self, name: str, use: int) -> Tensor:
+        """The leaf of a use; a variant's node that training does not have takes any of them."""
+        found = self.leaves.get((name, use))
+        if found is None:
+            found = next((t for (n, _), t in self.leaves.items() if n == name), None)
+        return self.data[name] if found is None else found
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer of the model; made when first asked for, constants on every stage that reads them."""
+        if name not in self.buffers:
+            self.buffers[name] = self._source.materialise([name])[name]
+        return self.buffers[name]
+
+    def accumulators(self) -> list[Tensor]:
+        """Every tensor that backward adds into, block by block."""
+        return [*(g.grad.buffer for g in self.groups), *self.extra.values()]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Owned parameters and buffers by canonical name."""
+        return {n: self.data[n] if n in self.data else self.buffer(n) for n in self.owned}
+
+
+class BlockSums:
+    """Micro-batches in order inside a block, blocks by a fixed binary tree.
+
+    A binary counter: level i holds the sum of 2^i blocks. With one block there is nothing to keep.
+    """
+
+    def __init__(self, accumulators: Sequence[Tensor]) -> None:
+        self.accumulators = accumulators
+        self.levels: list[list[Tensor]] = []
+        self.full: list[bool] = []
+
+    @torch.no_grad()
+    def end_of_block(self) -> None:
+        """Moves the accumulators into the tree and zeroes them."""
+        level = 0
+        while level < len(self.full) and self.full[level]:
+            self._add(self.levels[level])
+            self.full[level] = False
+            level += 1
+        if level == len(self.full):
+            self.levels.append([torch.empty_like(a) for a in self.accumulators])
+            self.full.append(False)
+        for kept, a in zip(self.levels[level], self.accumulators, strict=True):
+            kept.copy_(a)
+            a.zero_()
+        self.full[level] = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The sum of all blocks, into the accumulators; the tree is empty again."""
+        for level, kept in enumerate(self.levels):
+            if self.full[level]:
+                self._add(kept)
+                self.full[level] = False
+
+    def _add(self, kept: list[Tensor]) -> None:
+        for k, a in zip(kept, self.accumulators, strict=True):
+            torch.add(k, a, out=a)

@@ -1,0 +1,1 @@
+"""What survives a run: its folder, its weights."""

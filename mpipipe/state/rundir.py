@@ -1,0 +1,60 @@
+"""The run folder: everything a run leaves behind.
+
+runs/20261121-004717-gpt/   config.yaml plan.json metrics.jsonl train.log summary.json ...
+runs/latest -> 20261121-004717-gpt
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mpipipe.config import Config, to_yaml
+from mpipipe.errors import ConfigError
+from mpipipe.state.files import link_whole, write_text
+
+CONFIG = "config.yaml"
+
+
+def create(config: Config, base: str | Path = "runs", now: datetime | None = None) -> Path:
+    """Makes the folder of a new run, on one rank only, with the resolved configuration in it:
+    `run.dir`, or `base`/<UTC time>-<name> with `base`/latest pointing at it. Raises ConfigError."""
+    try:
+        if config.run.dir is not None:
+            folder = _claim(Path(config.run.dir))
+        else:
+            folder = _claim_new(Path(base), f"{now or datetime.now(UTC):%Y%m%d-%H%M%S}-{run_name(config)}")
+            link_whole(Path(base) / "latest", folder.name)
+        write_text(folder / CONFIG, to_yaml(config))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: cannot make {error.filename} ({error.strerror}); name a folder of yours"
+        ) from error
+    return folder
+
+
+def run_name(config: Config) -> str:
+    """`run.name` or the model's name, in characters that every file system takes."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", config.run.name or config.model.name).strip("-.") or "run"
+
+
+def _claim(folder: Path) -> Path:
+    if (folder / CONFIG).exists():
+        raise ConfigError(
+            f"run.dir = '{folder}': holds an earlier run; name another folder, or remove that one"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _claim_new(base: Path, name: str) -> Path:
+    """Two runs that start within one second get different folders: mkdir decides who was first."""
+    for attempt in range(1, 1000):
+        folder = base / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise ConfigError(f"{base}: a thousand runs are called {name}; set run.dir")

@@ -1,0 +1,415 @@
+"""Every value that crosses a room: frozen, plain, comparable, JSON.
+
+    Graph -> Costs -> Plan -> Schedule -> Program -> Timeline -> Report
+
+Units: seconds (`_s`), bytes (`_bytes`). Indices: `stage`, `rank`, `micro` (micro-batch).
+No torch, no MPI, no files: a value made on a cluster can be read and compared on a laptop.
+
+Invariants
+  1. Bits are a function of `Numerics` alone; a `Layout` never changes them.
+  2. A `Schedule` is order only: no times, no messages. A `Program` is a schedule with its
+     messages written in. A `Timeline` is a program with times, predicted or measured alike.
+  3. `from_json(type, to_json(value)) == value` for every value that is saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter
+
+T = TypeVar("T")
+
+DTYPE_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
+
+
+class Value:
+    """Base of the saved values: an unknown or missing key in their JSON is an error."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+def to_json(value: object, indent: int | None = 1) -> str:
+    """Text form of any value below; floats keep every bit."""
+    return TypeAdapter(type(value)).dump_json(value, indent=indent).decode()
+
+
+def from_json(kind: type[T], text: str | bytes) -> T:
+    """Inverse of `to_json`. Raises pydantic.ValidationError that names the exact place."""
+    return TypeAdapter(kind).validate_json(text)
+
+
+def digest(*parts: str) -> str:
+    """sha256 of some texts, as hex; what ranks compare before the first message."""
+    h = hashlib.sha256()
+    for part in parts:
+        h.update(f"{len(part)}:".encode() + part.encode())
+    return h.hexdigest()
+
+
+# -- what the model is ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorSpec(Value):
+    shape: tuple[int, ...]
+    dtype: str  # a key of DTYPE_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Node(Value):
+    """One operator of the captured graph. Its name is canonical: module path, operator and
+    ordinal, so it does not change with the machine, the mode or the batch size."""
+
+    name: str  # "blocks.0.attn/linear.1"
+    op: str  # "aten.linear.default"
+    inputs: tuple[str, ...]  # names of nodes and of batch inputs
+    outputs: tuple[TensorSpec, ...]
+    params: tuple[str, ...]  # canonical names of the parameters and buffers it reads
+    group: int  # index of its atomic group; -1 = replicated on every stage that needs it
+    module_path: str
+
+
+@dataclass(frozen=True)
+class Tie(Value):
+    """A parameter that several groups use. Its owner is the stage of the first use."""
+
+    param: str
+    nbytes: int
+    groups: tuple[int, ...]  # one entry per use, ascending
+
+
+@dataclass(frozen=True)
+class Graph(Value):
+    """The model with its loss, for ONE micro-batch, in topological order."""
+
+    nodes: tuple[Node, ...]
+    groups: tuple[str, ...]  # name of each atomic group; a cut falls between groups only
+    inputs: dict[str, TensorSpec]  # the batch, by key
+    params: dict[str, TensorSpec]  # canonical order: the order of registration
+    buffers: dict[str, TensorSpec]
+    ties: tuple[Tie, ...]
+
+    @property
+    def hash(self) -> str:
+        return digest(to_json(self, indent=None))
+
+
+# -- what the machine is, and what the model costs on it ---------------------------------------
+
+
+@dataclass(frozen=True)
+class Link(Value):
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
+
+
+@dataclass(frozen=True)
+class Device(Value):
+    """What one rank computes on."""
+
+    kind: str  # "cpu:<instruction set>"
+    speed: float  # relative to the device on which the costs were taken; 1.0 = the same
+    memory_bytes: int  # this rank's share
+    threads: int
+
+
+@dataclass(frozen=True)
+class Cluster(Value):
+    devices: tuple[Device, ...]  # by rank
+    node_of_rank: tuple[int, ...]
+    links: dict[str, Link]  # "node": two ranks of one node; "switch": two nodes
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between ranks `a` and `b`; free within one rank."""
+        if a == b:
+            return Link(0.0, math.inf)
+        return self.links["node" if self.node_of_rank[a] == self.node_of_rank[b] else "switch"]
+
+
+@dataclass(frozen=True)
+class GroupCost(Value):
+    """One atomic group, for one micro-batch, on a device of speed 1."""
+
+    name: str
+    fwd_s: float
+    bwd_input_s: float
+    bwd_weight_s: float
+    param_bytes: int  # its parameters alone; gradients and state follow from `Costs`
+    stash_bytes: int  # kept from F to B, not counting parameters
+    workspace_bytes: int  # live only while the group runs
+    act_bytes: int  # crosses forward when the cut is after this group
+    grad_bytes: int  # crosses backward there
+
+    @property
+    def seconds(self) -> float:
+        return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
+
+
+@dataclass(frozen=True)
+class Costs(Value):
+    groups: tuple[GroupCost, ...]
+    cluster: Cluster
+    ties: tuple[Tie, ...]
+    bytes_per_param_byte: float  # weight + gradient (+ block sums) + optimizer state, per weight byte
+    step_s_per_byte: float  # clip, update and zero, per byte of weights
+    source: Literal["measured", "modelled"]
+    spread: float  # relative spread of the repeated timings
+
+
+@dataclass(frozen=True)
+class StageCost(Value):
+    """What `simulate` needs to know of one stage on its rank."""
+
+    fwd_s: float
+    bwd_input_s: float
+    bwd_weight_s: float
+    step_s: float
+    fixed_bytes: int  # weights, gradients, optimizer state
+    stash_bytes: int  # per live micro-batch, the received inputs included
+    workspace_bytes: int
+    act_bytes: int  # sent to the next stage per micro-batch
+    grad_bytes: int  # sent to the previous stage per micro-batch
+
+
+# -- what to do --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Numerics(Value):
+    """All that decides the bits of losses and weights. Resolved once, before step 0."""
+
+    batch: int  # samples per step
+    micro_batch: int  # samples per micro-batch; the last one may be smaller
+    micro_batches: int
+    blocks: int  # accumulation: micro-batches in order inside a block, blocks by a fixed tree
+    threads: int  # per rank
+    bits: Literal["torch"]
+    gemm: Literal["mkl", "onednn"]
+    precision: Literal["fp32", "bf16"]
+    tied: Literal["per_use", "eager"]
+    op_table: dict[str, str]  # "op shape dtype" -> "torch" or a kernel; empty = all torch
+    torch: str
+    instruction_set: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Layout(Value):
+    """Where and in which order. Never changes the bits."""
+
+    cuts: tuple[str, ...]  # the first group of each stage but stage 0
+    ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it
+    schedule: str
+    receive_window: int  # receives posted ahead, per rank
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Prediction(Value):
+    step_s: float
+    bubble: float  # idle share of the makespan, first to last instruction of a step
+    bubble_rank: float  # idle share of a rank's own span, mean over ranks
+    peak_bytes: tuple[int, ...]  # per rank, above what is resident after the imports
+    lower_bound_s: float  # no layout of the stated problem has a shorter step
+    gap: float  # step_s / lower_bound_s - 1
+
+
+@dataclass(frozen=True)
+class Plan(Value):
+    numerics: Numerics
+    layout: Layout
+    prediction: Prediction
+
+    @property
+    def hash(self) -> str:
+        """Of what is executed; a prediction may differ."""
+        return digest(to_json(self.numerics, None), to_json(self.layout, None))
+
+
+# -- in what order -----------------------------------------------------------------------------
+
+
+class Op(IntEnum):
+    """F forward, B full backward, I input gradient, W weight gradient (Qi et al. 2023); the rest
+    is written in by `lower`. ACT and GRAD pass the cut, TIED carries the gradient of a tied
+    parameter to its owner, COPY the updated weight back, NORM is the one collective of a step."""
+
+    F = 0
+    B = 1
+    I = 2  # noqa: E741 - the field's letter
+    W = 3
+    SEND_ACT = 4
+    RECV_ACT = 5
+    SEND_GRAD = 6
+    RECV_GRAD = 7
+    SEND_TIED = 8
+    RECV_TIED = 9
+    SEND_COPY = 10
+    RECV_COPY = 11
+    NORM = 12
+    STEP = 13
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP})
+SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD, Op.SEND_TIED, Op.SEND_COPY})
+RECVS = frozenset({Op.RECV_ACT, Op.RECV_GRAD, Op.RECV_TIED, Op.RECV_COPY})
+
+
+class Action(NamedTuple):
+    kind: Op  # F, B, I or W
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.name}{self.micro}"
+
+
+class Instr(NamedTuple):
+    op: Op
+    stage: int  # -1: of the whole rank (NORM)
+    micro: int  # -1: once per step
+    other: int = -1  # the stage at the other end of a message
+    peer: int = -1  # its rank
+    tag: int = -1
+
+    def __str__(self) -> str:
+        micro = "" if self.micro < 0 else str(self.micro)
+        to = "" if self.peer < 0 else f"{'->' if self.op in SENDS else '<-'}r{self.peer}"
+        return f"{self.stage if self.stage >= 0 else ''}{self.op.name}{micro}{to}"
+
+
+Int32 = NDArray[np.int32]
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Per rank an (n, 3) array of kind, stage, micro: a thousand stages stay small."""
+
+    rank_of_stage: tuple[int, ...]
+    n_micro: int
+    codes: tuple[Int32, ...]
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        return (Action(Op(k), s, m) for k, s, m in self.codes[rank].tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Per rank an (n, 6) array: the fields of `Instr`."""
+
+    rank_of_stage: tuple[int, ...]
+    n_micro: int
+    receive_window: int
+    codes: tuple[Int32, ...]
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    def instrs(self, rank: int) -> list[Instr]:
+        return [Instr(Op(row[0]), *row[1:]) for row in self.codes[rank].tolist()]
+
+    @property
+    def hash(self) -> str:
+        h = hashlib.sha256(repr((self.rank_of_stage, self.n_micro, self.receive_window)).encode())
+        for code in self.codes:
+            h.update(np.ascontiguousarray(code).tobytes())
+        return h.hexdigest()
+
+
+# -- what happened -----------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    rank: int
+    instr: Instr
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One step: per rank an (n, 2) array of start and end, row i for instruction i."""
+
+    program: Program
+    times: tuple[Float64, ...]  # seconds since the first instruction of the step
+    peak_bytes: tuple[int, ...]
+
+    def spans(self, rank: int) -> list[Span]:
+        pairs = zip(self.program.instrs(rank), self.times[rank].tolist(), strict=True)
+        return [Span(rank, instr, start, end) for instr, (start, end) in pairs]
+
+    @property
+    def makespan_s(self) -> float:
+        ends = [t[:, 1].max() for t in self.times if len(t)]
+        starts = [t[:, 0].min() for t in self.times if len(t)]
+        return float(max(ends) - min(starts)) if ends else 0.0
+
+    def busy_s(self, rank: int) -> float:
+        """Seconds of compute (F, B, I, W, STEP) of one rank."""
+        mask = np.isin(self.program.codes[rank][:, 0], [int(op) for op in COMPUTE])
+        t = self.times[rank][mask]
+        return float((t[:, 1] - t[:, 0]).sum())
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the makespan, mean over ranks."""
+        n, span = len(self.times), self.makespan_s
+        return 1.0 - sum(map(self.busy_s, range(n))) / (n * span) if span else 0.0
+
+    @property
+    def bubble_rank(self) -> float:
+        """Idle share of each rank's own span, mean over ranks (as in Qi et al. 2023)."""
+        shares = []
+        for rank, t in enumerate(self.times):
+            span = float(t[:, 1].max() - t[:, 0].min()) if len(t) else 0.0
+            shares.append(1.0 - self.busy_s(rank) / span if span else 0.0)
+        return float(np.mean(shares)) if shares else 0.0
+
+
+@dataclass(frozen=True)
+class Report(Value):
+    """The end of a run: `summary.json`. Lists are per rank, in rank order."""
+
+    val_loss: float | None
+    unigram_entropy: float | None
+    step_s: float
+    predicted_step_s: float
+    peak_bytes: tuple[int, ...]
+    predicted_peak_bytes: tuple[int, ...]
+    tensor_peak_bytes: tuple[int, ...]
+    bubble: float
+    predicted_bubble: float
+    tokens_per_s: float
+    weights_sha256: str
+    steps: int
+    final_loss: float
+    plan_hash: str
+    stopped_by: str | None
+    extra: dict[str, Any]

@@ -1,0 +1,92 @@
+"""Processes that are alone though several were started are found out, legal launches are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpipipe.cluster.comm import Communicator, number_nodes
+from mpipipe.cluster.launch import check_world, default_threads, launcher_rank, needs_sharing, ranks_per_node
+from mpipipe.cluster.local import run_local
+from mpipipe.errors import LaunchError
+
+OPEN_MPI, MPICH = "Open MPI v5.0.11, package: ...", "MPICH Version: 5.0.1"
+
+ALONE = {
+    "srun, wrong --mpi": (
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"},
+        OPEN_MPI,
+        "srun --mpi=pmix -n 4",
+    ),
+    "srun, MPICH": ({"SLURM_STEP_NUM_TASKS": "4"}, MPICH, "srun --mpi=pmi2 -n 4"),
+    "srun --mpi=pmi2": (
+        {"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4", "PMI_RANK": "0"},
+        OPEN_MPI,
+        "--mpi=pmix -n 4",
+    ),
+    "mpirun of Open MPI": ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}, MPICH, "mpiexec -n 3"),
+    "mpiexec of MPICH": ({"PMI_SIZE": "2", "PMI_RANK": "1"}, OPEN_MPI, "mpirun -n 2"),
+}
+LEGAL = {
+    "no launcher": (1, {}),
+    "mpirun -n 1 in a job of four tasks": (1, {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "4"}),
+    "mpirun -n 1 whose daemon came from srun": (
+        1,
+        {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"},
+    ),
+    "the batch script itself": (1, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}),
+    "srun -n 1": (1, {"SLURM_STEP_NUM_TASKS": "1"}),
+    "srun --mpi=pmix": (4, {"SLURM_STEP_NUM_TASKS": "4"}),
+    "mpirun -n 4 on two nodes": (4, {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_n_processes_of_size_1_are_refused_with_the_line_that_fixes_it(name: str) -> None:
+    environ, library, fix = ALONE[name]
+    with pytest.raises(LaunchError) as caught:
+        check_world(1, environ, library)
+    text = str(caught.value)
+    assert "fix: " in text
+    assert fix in text
+    assert library.split()[0] in text
+    assert "size 1" in text
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal_launches_pass(name: str) -> None:
+    check_world(*LEGAL[name], OPEN_MPI)
+
+
+def test_the_rank_of_the_launcher_is_that_of_the_innermost() -> None:
+    assert launcher_rank({}) == 0
+    assert launcher_rank({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}) == 3
+    assert (
+        launcher_rank({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "PMI_SIZE": "4", "PMI_RANK": "3"})
+        == 3
+    )
+    assert launcher_rank({"SLURM_NTASKS": "4", "SLURM_PROCID": "3"}) == 0  # not started by srun
+    under_mpirun = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+    assert launcher_rank({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", **under_mpirun}) == 2
+
+
+def test_cores_are_shared_when_ranks_outnumber_them() -> None:
+    both = frozenset({0, 1})
+    assert not needs_sharing([both, both])
+    assert needs_sharing([both, both, both])
+    assert not needs_sharing([frozenset({0}), frozenset({1})])  # bound to one core each
+
+
+def test_threads_fill_the_fullest_node_and_are_the_same_everywhere() -> None:
+    def threads(comm: Communicator) -> int:
+        return default_threads(comm, frozenset(range(8)))
+
+    assert run_local(3, threads, node_of_rank=(0, 0, 1)) == [4, 4, 4]
+    assert run_local(1, threads) == [8]
+    assert run_local(9, threads) == [1] * 9
+    bound = run_local(2, lambda comm: default_threads(comm, frozenset({2 * comm.rank, 2 * comm.rank + 1})))
+    assert bound == [2, 2]
+
+
+def test_nodes_are_numbered_by_their_lowest_rank() -> None:
+    assert number_nodes([7, 7, 3, 7, 3]) == (0, 0, 1, 0, 1)
+    assert run_local(3, ranks_per_node, node_of_rank=(0, 1, 0)) == [(2, 1)] * 3

@@ -1,0 +1,78 @@
+"""Limits of cores and memory, on nodes drawn as a folder of proc and cgroup files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpipipe.cluster.node import cores_available, memory_available_bytes
+
+GIB = 1 << 30
+
+
+def node(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    text = {"proc/self/cgroup": cgroup, "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {8 << 20} kB\n"}
+    for name, content in {**text, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content + "\n")
+    return root
+
+
+def test_without_limits_all_cores_and_the_free_memory(tmp_path: Path) -> None:
+    root = node(tmp_path, "0::/", {})
+    assert cores_available(root) == os.sched_getaffinity(0)
+    assert memory_available_bytes({}, root) == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "file", "content"),
+    [
+        ("0::/job/step", "sys/fs/cgroup/job/cpu.max", "150000 100000"),  # of a group above
+        ("4:cpu,cpuacct:/job", "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "150000"),
+    ],
+)
+def test_a_quota_of_one_and_a_half_cores_leaves_one(
+    tmp_path: Path, cgroup: str, file: str, content: str
+) -> None:
+    period = {"sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000"}
+    root = node(tmp_path, cgroup, {file: content, **period})
+    assert cores_available(root) == {min(os.sched_getaffinity(0))}
+
+
+def test_no_quota_is_no_limit(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/job/cpu.max": "max 100000", "sys/fs/cgroup/job/memory.max": "max"}
+    root = node(tmp_path, "0::/job", files)
+    assert cores_available(root) == os.sched_getaffinity(0)
+    assert memory_available_bytes({}, root) == 8 * GIB
+
+
+def test_the_tightest_control_group_decides_and_page_cache_does_not_count(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/job"
+    stat = f"anon 5\ninactive_file {GIB}"
+    files = {
+        f"{group}/memory.max": str(4 * GIB),
+        f"{group}/memory.current": str(3 * GIB),
+        f"{group}/memory.stat": stat,
+    }
+    root = node(tmp_path, "0::/job/step", files)
+    assert memory_available_bytes({}, root) == 2 * GIB
+
+
+def test_version_1_control_groups(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory/a"
+    limits = {f"{group}/memory.limit_in_bytes": str(5 * GIB), f"{group}/memory.usage_in_bytes": str(GIB)}
+    root = node(tmp_path, "7:memory:/a\n3:cpu:/", limits)
+    assert memory_available_bytes({}, root) == 4 * GIB
+
+
+def test_slurm_s_limit_counts_and_0_means_the_whole_node(tmp_path: Path) -> None:
+    root = node(tmp_path, "0::/", {})
+    assert memory_available_bytes({"SLURM_MEM_PER_NODE": "1024"}, root) == GIB
+    assert memory_available_bytes({"SLURM_MEM_PER_NODE": "0"}, root) == 8 * GIB
+
+
+def test_this_machine_has_a_core_and_some_memory() -> None:
+    assert cores_available()
+    assert memory_available_bytes({}) > 1 << 20

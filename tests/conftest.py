@@ -1,0 +1,183 @@
+"""Rules that hold for every test: markers, hypothesis, no network, and pytest as one of many MPI ranks.
+
+mpi     runs under `mpirun -n 1..4` (make test-mpi): collected and run by every rank in one order
+slurm   needs the test bed that MPIPIPE_TESTBED names; with it a skip counts as a failure
+full    takes minutes (make test-full)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TESTBED = os.environ.get("MPIPIPE_TESTBED")
+MEETING_S = 120.0  # how long a rank waits for the others after a test
+
+# Deadlines would measure the machine, not the code. Ranks must draw the same examples in one order.
+settings.register_profile("alone", deadline=None)
+settings.register_profile("same", deadline=None, derandomize=True, database=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with_mpi = config.getoption("--with-mpi")
+    settings.load_profile("same" if with_mpi or os.environ.get("CI") else "alone")
+    _forbid_network()
+    if with_mpi:
+        config.pluginmanager.register(Ranks(config), "mpipipe-ranks")
+
+
+# -- markers -----------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if TESTBED is None:
+        for item in items:
+            if item.get_closest_marker("slurm"):
+                item.add_marker(pytest.mark.skip(reason="needs MPIPIPE_TESTBED"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Where the test bed was promised, a test that skips has not been run: a failure."""
+    report: Any = yield
+    if report.skipped and TESTBED is not None and item.get_closest_marker("slurm"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped although MPIPIPE_TESTBED={TESTBED} is given: {report.longrepr}"
+    return report
+
+
+# -- network -----------------------------------------------------------------------------------
+
+
+def _forbid_network() -> None:
+    """Connections of Python sockets stay on this machine (MPI has its own)."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        local = self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost")
+        if not local:
+            raise RuntimeError(
+                f"a test connects to {address}: tests use no network; make the data in the test"
+            )
+        connect(self, address)
+
+    socket.socket.connect = guarded  # type: ignore[method-assign, assignment]
+
+
+# -- one launch, many ranks --------------------------------------------------------------------
+
+
+class Ranks:
+    """Makes many pytest processes behave as one: rank 0 speaks, a failure anywhere is everyone's, and a
+    rank that is stuck because another one failed ends the job instead of hanging."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        import mpi4py
+
+        mpi4py.rc.thread_level = os.environ.get("MPIPIPE_THREAD_LEVEL", "multiple")
+        from mpi4py import MPI
+
+        self.world = MPI.COMM_WORLD.Dup()
+        self.highest = MPI.MAX
+        if self.world.rank:
+            config.pluginmanager.unregister(name="terminalreporter")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        result: Any = yield
+        self._meet(item.nodeid)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._speak(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._speak(report)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        self._meet("the last test")
+        worst = self.world.allreduce(int(session.exitstatus), self.highest)
+        result = yield  # rank 0 prints its summary
+        self._meet("the summary")  # a launcher ends all ranks at the first one that fails
+        session.exitstatus = worst
+        return result
+
+    def _speak(self, report: Any) -> None:
+        """At once, not in a summary: the other ranks may hang in this test."""
+        if report.failed and self.world.size > 1:
+            text = f"[rank {self.world.rank}] {report.nodeid} failed\n{report.longreprtext}"
+            print(text, file=sys.stderr, flush=True)
+
+    def _meet(self, where: str) -> None:
+        arrived, deadline = self.world.Ibarrier(), time.monotonic() + MEETING_S
+        while not arrived.Test():
+            time.sleep(0.001)  # ranks may outnumber cores
+            if time.monotonic() > deadline:
+                text = (
+                    f"[rank {self.world.rank}] waited {MEETING_S:.0f} s after {where}: another rank is stuck"
+                )
+                print(text, file=sys.stderr, flush=True)
+                self.world.Abort(1)
+
+
+# -- starting ranks from a test ----------------------------------------------------------------
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def launch() -> Launch:
+    """`launch(n, "-m", "mpipipe.train", ..., timeout_s=60, cwd=..., env={...})` runs this Python on n ranks
+    and returns exit code, stdout and stderr. On timeout the whole job is ended and the test fails."""
+
+    def run(
+        n: int, *args: str, timeout_s: float = 60.0, cwd: Path = REPOSITORY, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        command = [str(REPOSITORY / ".ci" / "launch"), str(n), sys.executable, *map(str, args)]
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        environ = {
+            **os.environ,
+            "VENV": sys.prefix,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        }
+        with subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environ,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that launcher and ranks can be ended together
+        ) as job:
+            try:
+                out, err = job.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGTERM)  # the launcher passes it on to its ranks
+                out, err = _last_words(job)
+                pytest.fail(f"{' '.join(command)}: no end after {timeout_s} s\n{out[-4000:]}\n{err[-4000:]}")
+        return subprocess.CompletedProcess(command, job.returncode, out, err)
+
+    return run
+
+
+def _last_words(job: subprocess.Popen[str]) -> tuple[str, str]:
+    try:
+        return job.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        return job.communicate()

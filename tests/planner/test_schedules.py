@@ -1,0 +1,96 @@
+"""Orders: complete, ascending, within the stash that the papers give, and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipipe.errors import PlanError
+from mpipipe.planner import SCHEDULES, check, forward_only, live_micro_batches
+from mpipipe.values import Op, Schedule
+
+STAGES, MICROS = st.integers(1, 9), st.integers(1, 12)
+
+
+def text(schedule: Schedule) -> str:
+    ranks = range(len(schedule.codes))
+    return "\n".join(" ".join(f"{a.kind.name}{a.micro}" for a in schedule.actions(r)) for r in ranks)
+
+
+def test_1f1b_looks_like_its_picture():
+    assert text(SCHEDULES["1f1b"](4, 6)) == (
+        "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5\n"
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5\n"
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5\n"
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5"
+    )
+
+
+def test_gpipe_looks_like_its_picture():
+    assert text(SCHEDULES["gpipe"](2, 3)) == "F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2"
+
+
+@given(STAGES, MICROS)
+def test_every_schedule_is_valid_and_keeps_its_stash_limit(n_stages, n_micro):
+    for build in (*SCHEDULES.values(), forward_only):
+        check(build(n_stages, n_micro))
+    assert live_micro_batches(SCHEDULES["gpipe"](n_stages, n_micro)) == (n_micro,) * n_stages
+    assert live_micro_batches(SCHEDULES["1f1b"](n_stages, n_micro)) == tuple(
+        min(n_stages - s, n_micro) for s in range(n_stages)
+    )
+    assert live_micro_batches(forward_only(n_stages, n_micro)) == (1,) * n_stages
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(STAGES, STAGES, MICROS)
+def test_the_stash_depends_on_the_stages_after_only(name, n_stages, fewer, n_micro):
+    """What the partitioner's advice on the number of stages rests on."""
+    short, long = sorted((n_stages, fewer))
+    assert (
+        live_micro_batches(SCHEDULES[name](long, n_micro))[long - short :]
+        == live_micro_batches(SCHEDULES[name](short, n_micro))
+    )  # fmt: skip
+
+
+def broken(rows: dict[int, list[tuple[Op, int, int]]]) -> Schedule:
+    """1F1B of 2 stages and 2 micro-batches with some ranks replaced."""
+    good = SCHEDULES["1f1b"](2, 2)
+    codes = tuple(np.array(rows.get(r, good.codes[r]), np.int32) for r in range(2))
+    return dataclasses.replace(good, codes=codes)
+
+
+F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({1: [(F, 1, 0), (B, 1, 0), (F, 1, 1)]}, "stage 1, micro-batch 1 has F; it needs F and B"),
+        ({1: [(F, 1, 0), (F, 1, 0), (B, 1, 0)]}, "1F0 on rank 1 comes twice"),
+        ({1: [(F, 0, 0)]}, "0F0 is on rank 1, its stage on rank 0"),
+        ({1: [(F, 1, 2)]}, "1F2 on rank 1 is outside the 2 stages and 2 micro-batches"),
+        ({1: [(F, 1, 0), (F, 1, 1), (B, 1, 1), (B, 1, 0)]}, "backward of micro-batch 0 comes after"),
+        ({1: [(B, 1, 0), (F, 1, 0), (F, 1, 1), (B, 1, 1)]}, "1B0 comes before 1F0"),
+        ({1: [(F, 1, 0), (W, 1, 0), (I, 1, 0), (F, 1, 1), (B, 1, 1)]}, "1W0 comes before 1I0"),
+        ({1: [(F, 1, 0), (I, 1, 0), (F, 1, 1), (B, 1, 1)]}, "micro-batch 0 has F I; it needs"),
+        ({1: [(F, 1, 0), (I, 1, 0), (F, 1, 1), (B, 1, 1), (W, 1, 0)]}, "backward of micro-batch 0 comes"),
+        ({1: [(Op.NORM, 1, 0)]}, "is a NORM"),
+    ],
+)
+def test_a_wrong_order_is_named(rows, words):
+    with pytest.raises(PlanError, match=words):
+        check(broken(rows))
+
+
+def test_a_split_backward_is_valid():
+    check(broken({1: [(F, 1, 0), (I, 1, 0), (F, 1, 1), (I, 1, 1), (W, 1, 0), (W, 1, 1)]}))
+
+
+def test_two_stages_of_one_rank_need_their_order():
+    rows = [(F, 1, 0), (F, 0, 0), (B, 1, 0), (B, 0, 0)]
+    with pytest.raises(PlanError, match="1F0 comes before 0F0"):
+        check(Schedule((0, 0), 1, (np.array(rows, np.int32),)))

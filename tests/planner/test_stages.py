@@ -1,0 +1,65 @@
+"""Group costs to stage costs, against the definitions written out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_cases import HUGE, all_cuts, cluster, group, naive_fixed_bytes, problems
+
+from mpipipe.errors import PlanError
+from mpipipe.planner import StageTie, stage_costs, stage_ties
+from mpipipe.values import Costs, StageCost, Tie
+
+
+def test_a_tied_gpt_on_two_stages_by_hand():
+    groups = (
+        group("wte", 1, 0, 1, param_bytes=100, stash_bytes=8, act_bytes=32, grad_bytes=33, workspace_bytes=5),
+        group("block", 2, 2, 2, param_bytes=60, stash_bytes=16, act_bytes=34, grad_bytes=35),
+        group("head", 4, 4, 4, param_bytes=100, stash_bytes=64, workspace_bytes=7),
+    )
+    machine = cluster([1.0, 2.0], [HUGE] * 2)
+    costs = Costs(groups, machine, (Tie("wte", 100, (0, 2)),), 4.0, 0.01, "modelled", 0.0)
+    first, last = stage_costs(costs, (1,))
+    assert first == StageCost(1, 0, 1, 1.0, 400, 8, 5, 32, 0)
+    assert last == StageCost(3, 3, 3, 0.3, 640, 16 + 64 + 32, 7, 0, 33)
+    assert stage_ties(costs.ties, (1,)) == (StageTie(0, (1,), 100),)
+    (whole,) = stage_costs(costs, ())
+    assert whole.fixed_bytes == 4 * 160 + 100  # the weight once, a gradient for each of its two uses
+    assert whole.step_s == 1.6
+    assert stage_ties(costs.ties, ()) == ()
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(memory="huge"), st.data())
+def test_against_plain_sums(problem, data):
+    costs, n_stages, _ = problem
+    cuts = data.draw(st.sampled_from(list(all_cuts(len(costs.groups), n_stages))))
+    edges = (0, *cuts, len(costs.groups))
+    stages = stage_costs(costs, cuts)
+    for s, stage in enumerate(stages):
+        mine, speed = costs.groups[edges[s] : edges[s + 1]], costs.cluster.devices[s].speed
+        assert stage.fwd_s == sum(g.fwd_s for g in mine) / speed
+        assert stage.bwd_input_s == sum(g.bwd_input_s for g in mine) / speed
+        assert stage.bwd_weight_s == sum(g.bwd_weight_s for g in mine) / speed
+        assert stage.fixed_bytes == naive_fixed_bytes(costs, edges[s], edges[s + 1])
+        assert stage.workspace_bytes == max(g.workspace_bytes for g in mine)
+        received = stages[s - 1].act_bytes if s else 0
+        assert stage.stash_bytes == sum(g.stash_bytes for g in mine) + received
+    updated = sum(stage.step_s * d.speed for stage, d in zip(stages, costs.cluster.devices, strict=True))
+    distinct = sum(g.param_bytes for g in costs.groups)
+    distinct -= sum(tie.nbytes * (len(set(tie.groups)) - 1) for tie in costs.ties)
+    assert updated == distinct * costs.step_s_per_byte  # every weight is updated once, wherever the cuts
+
+
+def test_ties_are_stages_each_once():
+    ties = (Tie("a", 8, (0, 3, 4, 9)), Tie("b", 4, (3, 3)), Tie("c", 2, (4, 5)))
+    assert stage_ties(ties, (3, 5, 8)) == (StageTie(0, (1, 3), 8), StageTie(1, (2,), 2))
+
+
+@pytest.mark.parametrize("cuts", [(0,), (2, 2), (3,), (2, 1)])
+def test_an_empty_stage_is_refused(cuts):
+    costs = Costs(tuple(group(f"g{i}") for i in range(3)), cluster([1.0] * 3, [HUGE] * 3), (), 4.0, 0.0,
+                  "modelled", 0.0)  # fmt: skip
+    with pytest.raises(PlanError, match="is empty"):
+        stage_costs(costs, cuts)

@@ -1,0 +1,112 @@
+"""Summary, progress and metrics: what is said is what was measured."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpipipe.report import Metrics, Progress, read_metrics, summary
+from mpipipe.report.progress import number
+from mpipipe.values import Report
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def row(text: str, head: str) -> list[str]:
+    return next(line.removeprefix(head).split() for line in text.splitlines() if line.startswith(head))
+
+
+def test_summary_puts_predicted_next_to_measured(report: Report) -> None:
+    text = summary(report)
+    assert row(text, "time, ms") == ["500", "550", "1.10"]
+    assert row(text, "idle share (bubble)") == ["0.1", "0.125", "1.25"]
+    assert row(text, "rank 0") == ["200", "300", "1.50", "150"]
+    assert row(text, "rank 1") == ["250", "250", "1.00", "125"]
+    assert "validation loss 2.25 = 0.750 of the unigram entropy 3\n" in text
+    assert "200 steps, final training loss 2.2, 7448 tokens/s\n" in text
+    assert f"weights {report.weights_sha256}\n" in text
+    assert f"plan {report.plan_hash}\n" in text
+    assert "gap 0.03" in text
+
+
+def test_summary_fits_the_screen_and_has_colours_only_when_asked(report: Report) -> None:
+    plain = summary(report, width=80)
+    assert all(len(line) <= 80 for line in plain.splitlines())
+    assert "\x1b" not in plain
+    assert "\x1b" in summary(report, colour=True)
+
+
+def test_summary_of_a_run_without_validation_or_prediction(report: Report) -> None:
+    bare = replace(report, val_loss=None, unigram_entropy=None, predicted_bubble=0.0, stopped_by="SIGTERM")
+    text = summary(bare)
+    assert "validation" not in text
+    assert row(text, "idle share (bubble)") == ["0", "0.125", "-"]
+    assert "stopped by SIGTERM" in text
+    assert "entropy" not in summary(replace(report, unigram_entropy=None))
+
+
+def test_progress_writes_plain_lines_to_a_pipe_and_to_the_log(tmp_path: Path) -> None:
+    out, log = io.StringIO(), tmp_path / "train.log"
+    with Progress(25, 10, log, out) as progress:
+        progress.say("starting [bold]")
+        for step in range(1, 26):
+            progress.step(step, {"loss": 2.0 / step, "tokens/s": 12345.6})
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "starting [bold]",
+        "step  1/25  loss 2  tokens/s 12346",
+        "step 10/25  loss 0.2  tokens/s 12346",
+        "step 20/25  loss 0.1  tokens/s 12346",
+        "step 25/25  loss 0.08  tokens/s 12346",
+    ]
+    assert log.read_text() == out.getvalue()
+
+
+def test_progress_draws_a_bar_on_a_terminal_and_plain_lines_in_the_log(tmp_path: Path) -> None:
+    out, log = Terminal(), tmp_path / "train.log"
+    with Progress(20, 10, log, out) as progress:
+        for step in range(1, 21):
+            progress.step(step, {"loss": 1.5})
+        progress.say("done [bold]")
+    assert "20/20" in out.getvalue()
+    assert "done [bold]" in out.getvalue()
+    assert log.read_text().splitlines() == [
+        "step  1/20  loss 1.5", "step 10/20  loss 1.5", "step 20/20  loss 1.5", "done [bold]",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (2.34567, "2.346"), (1234.56, "1235"), (3e-4, "0.0003"), (1.2345e-5, "1.23e-05"),
+     (0.00123456, "0.001235"), (123456.0, "123456"), (2e9, "2e+09"), (-5.5, "-5.5"), (math.nan, "nan")],
+)  # fmt: skip
+def test_numbers_read_well(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_metrics_are_on_disk_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path) as metrics:
+        metrics.write(step=1, loss=2.5)
+        assert read_metrics(path) == [{"step": 1, "loss": 2.5}]
+        metrics.write(step=2, loss=math.nan, norms=[1.0, math.inf], eval={"loss": -math.inf})
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert lines[1] == {"step": 2, "loss": "nan", "norms": [1.0, "inf"], "eval": {"loss": "-inf"}}
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 3, "lo', "\u00e9"])
+def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n' + torn)
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    with Metrics(path) as metrics:
+        metrics.write(step=3)
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]

@@ -1,0 +1,49 @@
+"""The run folder: its own each time, the newest findable, the configuration inside."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from mpipipe.config import load, parse
+from mpipipe.errors import ConfigError
+from mpipipe.state.rundir import create, run_name
+
+NOON = datetime(2026, 1, 2, 12, 0, 5, tzinfo=UTC)
+
+
+def test_default_folder_is_named_by_time_and_run_and_latest_points_at_it(tmp_path: Path) -> None:
+    config = parse("run: {name: my job}")
+    folder = create(config, tmp_path, NOON)
+    assert folder == tmp_path / "20260102-120005-my-job"
+    assert load(folder / "config.yaml") == config
+    assert os.readlink(tmp_path / "latest") == folder.name
+    second = create(config, tmp_path, NOON)
+    assert second.name == folder.name + "-2"
+    assert (tmp_path / "latest").resolve() == second.resolve()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, second.name, "latest"]
+
+
+def test_a_named_folder_is_used_once(tmp_path: Path) -> None:
+    config = parse("", overrides=[f"run.dir={tmp_path / 'a' / 'b'}"])
+    assert create(config, tmp_path / "runs") == tmp_path / "a" / "b"
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        create(config, tmp_path / "runs")
+
+
+def test_a_place_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file.*name a folder of yours"):
+        create(parse("", overrides=[f"run.dir={tmp_path / 'file'}"]))
+    with pytest.raises(ConfigError, match="file"):
+        create(parse(""), tmp_path / "file")
+
+
+def test_names_are_safe_file_names() -> None:
+    names = {"../../evil": "evil", "a b/c": "a-b-c", "...": "run", "v1.2_x": "v1.2_x"}
+    assert {name: run_name(parse("run: {}", overrides=[f"run.name='{name}'"])) for name in names} == names
+    assert run_name(parse("")) == "gpt"

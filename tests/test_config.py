@@ -1,0 +1,150 @@
+"""The border: what is accepted, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from mpipipe.config import Config, GptConfig, MlpConfig, SyntheticConfig, load, parse, to_yaml
+from mpipipe.errors import ConfigError
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.yaml"))
+MLP = "model: {name: mlp}\ndata: {name: synthetic}\n"
+
+
+def message(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "job.yaml", overrides)
+    return str(caught.value)
+
+
+def test_every_default_constructs() -> None:
+    assert parse("") == Config()
+    assert isinstance(parse("model: {layers: 2}").model, GptConfig)
+    assert isinstance(parse(MLP).model, MlpConfig)
+    assert isinstance(parse(MLP).data, SyntheticConfig)
+    assert parse("train:\n") == Config()
+
+
+@pytest.mark.parametrize("text", ["", MLP, "train: {lr: 3e-4, clip: null}\npipeline: {threads: auto}\n"])
+def test_written_and_read_again(text: str) -> None:
+    config = parse(text)
+    assert parse(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_examples_are_valid_and_survive_writing(path: Path) -> None:
+    config = load(path)
+    assert parse(to_yaml(config)) == config
+
+
+def test_the_main_examples_exist() -> None:
+    assert {"gpt.yaml", "gpt10m.yaml", "gpt85m.yaml", "mlp.yaml"} <= {path.name for path in EXAMPLES}
+
+
+def test_it_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(ValidationError):
+        parse("").train.steps = 3
+
+
+def test_numbers_without_a_dot_are_numbers() -> None:
+    assert parse("train: {lr: 3e-4}").train.lr == 3e-4
+    assert parse("", overrides=["train.lr=1E-2"]).train.lr == 1e-2
+    assert parse("train: {lr: 1}").train.lr == 1.0
+
+
+def test_overrides_win_and_leave_the_rest() -> None:
+    config = parse(
+        "train: {steps: 5, batch: 32}", overrides=["train.steps=7", "run.name=x", "train.clip=null"]
+    )
+    assert (config.train.steps, config.train.batch, config.run.name, config.train.clip) == (7, 32, "x", None)
+    assert parse(
+        "", overrides=["model.name=mlp", "model.hidden=[3, 4]", "data.name=synthetic"]
+    ).model == MlpConfig(hidden=(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "parts"),
+    [
+        ("train:\n  step: 5\n", [], ["job.yaml, line 2", "'train.step'", "'train.steps'"]),
+        ("modle: {}", [], ["line 1", "'modle'", "'model'"]),
+        ("model:\n  d_modle: 3\n", [], ["line 2", "'model.d_modle'", "'model.d_model'"]),
+        ("train: {micro_batches: 3}", [], ["'train.micro_batches'", "'pipeline.micro_batches'"]),
+        (
+            "model: {name: mlp, layers: 3}",
+            ["data.name=synthetic"],
+            ["'model.layers'", "valid here: name, inputs"],
+        ),
+        ("train:\n\n  steps: many\n", [], ["line 3", "train.steps = 'many' (str)", "integer"]),
+        ("train: {steps: 3.0}", [], ["train.steps = 3.0 (float)", "integer"]),
+        ("train: {steps: true}", [], ["train.steps = True (bool)", "integer"]),
+        ("train: {lr: .nan}", [], ["train.lr = nan", "finite"]),
+        ("train: {betas: [0.9, 2]}", [], ["train.betas.1 = 2", "less than 1"]),
+        ("train: {betas: [0.9]}", [], ["train.betas", "one value more"]),
+        ("train: 5", [], ["train = 5 (int)", "keys with values"]),
+        ("train: {1: 5}", [], ["train.1", "text"]),
+        ("model: {name: gtp}", [], ["model.name = 'gtp'", "'gpt', 'mlp'"]),
+        ("model: gpt", [], ["model = 'gpt' (str)", "keys with values"]),
+        ("pipeline: {threads: all}", [], ["pipeline.threads = 'all'", "integer or 'auto'"]),
+        ("pipeline: {schedule: 2f2b}", [], ["pipeline.schedule = '2f2b'", "'1f1b' or 'gpipe'"]),
+        ("train: {steps: 5}", ["train.lr=-1"], ["override 'train.lr=-1'", "train.lr = -1", "greater than 0"]),
+        ("", ["train.steps.x=1"], ["override 'train.steps.x=1'", "train.steps = {'x': 1}"]),
+        ("train: {steps: 5}", ["train.steps.x=1"], ["override 'train.steps.x=1'", "'steps' is 5"]),
+        ("", ["train.steps"], ["override 'train.steps'", "section.key=value"]),
+        ("a: [", [], ["job.yaml", "not valid YAML", "line 1"]),
+        ("train: {lr: 1, lr: 2}", [], ["'lr' occurs twice", "line 1"]),
+        ("? [1, 2]\n: 3", [], ["not valid YAML", "unhashable"]),
+        ("- 1", [], ["job.yaml", "list", "sections"]),
+    ],
+)
+def test_messages_name_the_place_the_value_and_what_is_expected(
+    text: str, overrides: list[str], parts: list[str]
+) -> None:
+    said = message(text, *overrides)
+    assert all(part in said for part in parts), said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["model.d_model=100", "model.heads=3"], ["100", "3"]),
+        (["model.name=mlp"], ["model.name = mlp", "synthetic"]),
+        (["train.batch=9"], ["train.batch = 9", "micro_batches = 8", "16"]),
+        (["train.batch=4"], ["train.batch = 4", "8"]),
+        (["pipeline.blocks=3"], ["blocks = 3", "micro_batches = 8"]),
+    ],
+)
+def test_values_that_do_not_fit_each_other(overrides: list[str], parts: list[str]) -> None:
+    said = message("", *overrides)
+    assert all(part in said for part in parts), said
+
+
+def test_a_ragged_last_micro_batch_is_legal_and_an_empty_one_is_not() -> None:
+    assert parse("", overrides=["train.batch=15"]).micro_batch == 2  # 7 of 2 and 1 of 1
+    for batch in range(1, 40):
+        for parts in range(1, 12):
+            full = -(-batch // parts)
+            legal = full * (parts - 1) < batch
+            settings = [f"train.batch={batch}", f"pipeline.micro_batches={parts}"]
+            assert legal == _accepts(settings), settings
+
+
+def _accepts(overrides: list[str]) -> bool:
+    try:
+        parse("", overrides=overrides)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_two_wrong_keys_are_both_named() -> None:
+    said = message("train: {stepz: 1}\nevil: {}\n")
+    assert "train.stepz" in said
+    assert "evil" in said
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load(tmp_path / "nowhere.yaml")
