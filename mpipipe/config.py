@@ -147,7 +147,7 @@ class Config(Section):
 
     @property
     def micro_batch(self) -> int:
-        """Samples per training micro-batch; the last one may be smaller, never empty."""
+        """Samples per training micro-batch; where they do not divide, later ones have one less."""
         return math.ceil(self.train.batch / self.pipeline.micro_batches)
 
     @property
@@ -168,11 +168,10 @@ def _misfits(c: Config) -> Iterator[str]:
         yield f"model.d_model = {m.d_model} is not a multiple of model.heads = {m.heads}; change one"
     if m.name == "mlp" and c.data.name == "text":
         yield "model.name = mlp cannot read data.name = text; set data.name to synthetic"
-    if -(-c.train.batch // c.micro_batch) != p.micro_batches:
-        good = -(-c.train.batch // p.micro_batches) * p.micro_batches
+    if c.train.batch < p.micro_batches:
         yield (
-            f"train.batch = {c.train.batch} cannot fill pipeline.micro_batches = {p.micro_batches} "
-            f"(of {c.micro_batch} each); set train.batch to {good} or fewer micro_batches"
+            f"train.batch = {c.train.batch} is smaller than pipeline.micro_batches = {p.micro_batches}; "
+            "a micro-batch needs a sample: raise the one or lower the other"
         )
     if p.micro_batches % p.blocks:
         yield f"pipeline.blocks = {p.blocks} does not divide pipeline.micro_batches = {p.micro_batches}"

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -403,7 +403,6 @@ class Report(Value):
     predicted_step_s: float
     peak_bytes: tuple[int, ...]
     predicted_peak_bytes: tuple[int, ...]
-    tensor_peak_bytes: tuple[int, ...]
     bubble: float
     predicted_bubble: float
     tokens_per_s: float
@@ -412,4 +411,3 @@ class Report(Value):
     final_loss: float
     plan_hash: str
     stopped_by: str | None
-    extra: dict[str, Any]

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Where the test bed was promised, a test that skips has not been run: a failure."""
     report: Any = yield
     if report.skipped and TESTBED is not None and item.get_closest_marker("slurm"):
@@ -90,11 +90,12 @@ class Ranks:
 
         self.world = MPI.COMM_WORLD.Dup()
         self.highest = MPI.MAX
+        self.failed: list[tuple[str, str]] = []  # of this rank: test, text
         if self.world.rank:
-            config.pluginmanager.unregister(name="terminalreporter")
+            config.pluginmanager.set_blocked("terminalreporter")
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         result: Any = yield
         self._meet(item.nodeid)
         return result
@@ -106,9 +107,12 @@ class Ranks:
         self._speak(report)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, Any, Any]:
         self._meet("the last test")
         worst = self.world.allreduce(int(session.exitstatus), self.highest)
+        by_rank = self.world.gather(self.failed)
+        if by_rank is not None:
+            self._count(session, by_rank)
         result = yield  # rank 0 prints its summary
         self._meet("the summary")  # a launcher ends all ranks at the first one that fails
         session.exitstatus = worst
@@ -116,9 +120,19 @@ class Ranks:
 
     def _speak(self, report: Any) -> None:
         """At once, not in a summary: the other ranks may hang in this test."""
-        if report.failed and self.world.size > 1:
+        if report.failed and self.world.rank:
+            self.failed.append((report.nodeid, report.longreprtext))
             text = f"[rank {self.world.rank}] {report.nodeid} failed\n{report.longreprtext}"
             print(text, file=sys.stderr, flush=True)
+
+    def _count(self, session: pytest.Session, by_rank: list[list[tuple[str, str]]]) -> None:
+        """Failures of other ranks enter the summary of rank 0, whose own tests may all have passed."""
+        reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+        for rank, failures in enumerate(by_rank):
+            for test, text in failures:
+                name = f"{test} [rank {rank}]"
+                report = pytest.TestReport(name, (test, None, name), {}, "failed", text, "call")
+                reporter.stats.setdefault("failed", []).append(report)
 
     def _meet(self, where: str) -> None:
         arrived, deadline = self.world.Ibarrier(), time.monotonic() + MEETING_S

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,10 @@ spec.loader.exec_module(downloads)
 def report(*packages: str) -> dict:
     """In the shape of `pip install --report`; a package is "name version", the project itself a folder."""
     items = [
-        {
-            "metadata": dict(zip(("name", "version"), p.split(), strict=True)),
-            "download_info": {"archive_info": {}},
-        }
+        {"metadata": dict(zip(("name", "version"), p.split(), strict=True)), "download_info": {}}
         for p in packages
     ]
-    project = {
-        "metadata": {"name": "mpipipe", "version": "0.1.0"},
-        "download_info": {"dir_info": {"editable": True}},
-    }
+    project = {"metadata": {"name": "mpipipe", "version": "0.1.0"}, "download_info": {"dir_info": {}}}
     return {"install": [project, *items]}
 
 
@@ -38,14 +34,46 @@ def report(*packages: str) -> dict:
         ([], []),
     ],
 )
-def test_gpu_builds_are_seen(tmp_path, capsys, packages, refused):
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(report(*packages)))
-    assert downloads.gpu_parts(downloads.packages(report(*packages))) == refused
-    assert downloads.main(str(path), cuda=False) == bool(refused)
+def test_the_list_and_the_refusal(monkeypatch, capsys, packages, refused):
+    def pip(command, cuda):
+        path = next(a for a in command if a.startswith("--report=")).removeprefix("--report=")
+        Path(path).write_text(json.dumps(report(*packages)))
+        return None, ""
+
+    monkeypatch.setattr(downloads, "dry_run", pip)
+    assert downloads.main(["torch"], cuda=False) == bool(refused)
     said = capsys.readouterr()
     assert all(f"  {p}\n" in said.out for p in packages)
     assert "mpipipe 0.1.0" not in said.out
     assert all(p in said.err for p in refused)
     assert ("TORCH_INDEX" in said.err) == bool(refused)
-    assert downloads.main(str(path), cuda=True) == 0
+    assert downloads.main(["torch"], cuda=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        ("  Downloading torch-2.15.0-cp311-cp311-manylinux_2_28_x86_64.whl (530.2 MB)", True),
+        ("  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (0.9 GB)", True),
+        ("  Downloading torch-2.13.0+cu130-cp311-cp311-linux_x86_64.whl.metadata (30 kB)", True),
+        ("Collecting nvidia-cublas==13.4.1.3.* (from cuda-toolkit[cublas,cudart]==13.2.2)", True),
+        ("  Using cached nvidia_cufft-12.2.0.57-py3-none-manylinux2014_x86_64.whl (218.3 MB)", True),
+        ("Collecting triton==3.9.0 (from torch)", True),
+        ("  Downloading torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl (191.8 MB)", False),
+        ("Processing /wheels/torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl (from mpipipe)", False),
+        ("Collecting torch>=2.13", False),
+        ("Requirement already satisfied: numpy in /x (from torch)", False),
+        ("  Downloading numpy-2.4.6-cp311-cp311-manylinux_2_28_x86_64.whl (16.6 MB)", False),
+    ],
+)
+def test_signs_of_a_gpu_build_in_the_output_of_pip(line, seen):
+    assert (downloads.sign_of_gpu(line) is not None) == seen
+
+
+def test_the_dry_run_ends_at_the_first_sign():
+    endless = "import time; print('Collecting nvidia-cublas', flush=True); time.sleep(60)"
+    sign, _ = downloads.dry_run([sys.executable, "-c", endless], cuda=False)
+    assert sign == "nvidia-cublas"
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        downloads.dry_run([sys.executable, "-c", "print('no such version'); raise SystemExit(3)"], cuda=False)
+    assert error.value.output == "no such version\n"

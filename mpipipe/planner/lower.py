@@ -7,7 +7,7 @@ Around each action, on the rank of its stage (nothing is sent within one rank):
 
 and at the end of every rank's step
 
-    [SEND_TIED .. RECV_TIED ..]  NORM  STEP ..  [SEND_COPY .. RECV_COPY ..]
+    [SEND_TIED | RECV_TIED ..]  NORM  STEP ..  [SEND_COPY | RECV_COPY ..]
 
 with TIED here for tied="per_use". A split backward is I then W: GRAD messages stand around I, TIED
 around W. SEND_GRAD comes before SEND_TIED, it is what the other ranks wait for.
@@ -138,20 +138,19 @@ def _with_messages(action: Action, n_stages: int, wires: _Wires, eager: bool) ->
 
 
 def _end_of_step(rank: int, wires: _Wires, merge_tied: bool) -> Iterator[Instr]:
+    """Every rank goes through the pairs in the same order, sending or receiving: the first message
+    that is not done can always go on, so no circle of waits can close."""
     stages = [stage for stage, r in enumerate(wires.rank_of_stage) if r == rank]
-    if merge_tied:
-        for user, owner in wires.pairs:
-            if user in stages:
-                yield from wires.message(Op.SEND_TIED, user, -1, owner)
-        for user, owner in wires.pairs:
-            if owner in stages:
-                yield from wires.message(Op.RECV_TIED, owner, -1, user)
+    for user, owner in wires.pairs if merge_tied else ():
+        if user in stages:
+            yield from wires.message(Op.SEND_TIED, user, -1, owner)
+        if owner in stages:
+            yield from wires.message(Op.RECV_TIED, owner, -1, user)
     yield Instr(Op.NORM, -1, -1)
     for stage in stages:
         yield Instr(Op.STEP, stage, -1)
     for user, owner in wires.pairs:
         if owner in stages:
             yield from wires.message(Op.SEND_COPY, owner, -1, user)
-    for user, owner in wires.pairs:
         if user in stages:
             yield from wires.message(Op.RECV_COPY, user, -1, owner)

@@ -35,10 +35,10 @@ def _step_table(r: Report) -> Table:
 
 
 def _rank_table(r: Report) -> Table:
-    table = _table("peak memory, MiB", "predicted", "measured", "measured / predicted", "live tensors")
-    rows = zip(r.predicted_peak_bytes, r.peak_bytes, r.tensor_peak_bytes, strict=True)
-    for rank, (predicted, measured, tensors) in enumerate(rows):
-        table.add_row(f"rank {rank}", *_pair(predicted / _MIB, measured / _MIB), number(tensors / _MIB))
+    table = _table("peak memory, MiB", "predicted", "measured", "measured / predicted")
+    rows = zip(r.predicted_peak_bytes, r.peak_bytes, strict=True)
+    for rank, (predicted, measured) in enumerate(rows):
+        table.add_row(f"rank {rank}", *_pair(predicted / _MIB, measured / _MIB))
     return table
 
 
@@ -53,7 +53,6 @@ def _lines(r: Report) -> list[str]:
         if r.unigram_entropy:
             share = r.val_loss / r.unigram_entropy
             lines[-1] += f" = {share:.3f} of the unigram entropy {number(r.unigram_entropy)}"
-    lines += [f"{name} {value}" for name, value in r.extra.items()]
     return [*lines, f"plan {r.plan_hash}", f"weights {r.weights_sha256}"]
 
 

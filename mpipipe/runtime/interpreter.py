@@ -227,7 +227,9 @@ class Interpreter:
 
     def _step(self, i: Instr) -> None:
         stage = self.stages[i.stage]
-        update(stage.weights, self.settings, self.job.step, self.factor)
+        update(stage.weights.groups, self.settings, self.job.step, self.factor)
+        for accumulator in stage.weights.accumulators():
+            accumulator.zero_()
         stage.apply_statistics()
 
     # -- messages ------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ class OptimizerSettings:
         return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine)
 
 
-def add_state(weights: StageWeights, settings: OptimizerSettings) -> None:
-    for group in weights.groups:
+def add_state(groups: list[ParamGroup], settings: OptimizerSettings) -> None:
+    for group in groups:
         group.state = [group.data.sibling() for _ in range(settings.state_buffers)]
 
 
@@ -69,15 +69,13 @@ def clip_coefficient(all_norms: list[float], clip: float) -> tuple[float, float]
 
 
 @torch.no_grad()
-def update(weights: StageWeights, settings: OptimizerSettings, step: int, factor: float | None) -> None:
-    """Scales the gradients by `factor`, updates the owned weights, zeroes every accumulator."""
+def update(groups: list[ParamGroup], settings: OptimizerSettings, step: int, factor: float | None) -> None:
+    """Scales the gradients by `factor` and updates the weights; the gradients are left to be zeroed."""
     lr = settings.lr_at(step)
-    for group in weights.groups:
+    for group in groups:
         if factor is not None:
             group.grad.buffer.mul_(torch.tensor(factor, dtype=torch.float32))
         _update_group(group, settings, lr)
-    for accumulator in weights.accumulators():
-        accumulator.zero_()
 
 
 def _update_group(group: ParamGroup, settings: OptimizerSettings, lr: float) -> None:

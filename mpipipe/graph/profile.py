@@ -1,0 +1,223 @@
+"""What each group costs: every distinct group timed once, warm, on the ranks that will run it.
+
+A GPT of any depth has about ten distinct groups, so this takes seconds. Groups are timed as the
+stage will run them (same code, same autocast, gradients accumulated in place) and alone; the sum
+over a stage predicts a GPT within a few per cent.
+
+Memory kept for backward is read off torch's saved-tensor hooks, by storage, so that a tensor saved
+by two groups counts once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from mpipipe.graph.anatomy import Anatomy, output_specs
+from mpipipe.graph.capture import autocast
+from mpipipe.graph.cut import Code, Port, extract
+from mpipipe.graph.groups import group_of
+from mpipipe.graph.source import TRACING
+from mpipipe.values import Graph, GroupCost, TensorSpec, digest
+
+REPEATS = 3
+LONG_S = 1.0  # a group that takes longer is timed once, after its warm-up
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One distinct group, measured. saved_values: indices of its received tensors that backward needs."""
+
+    fwd_s: float
+    bwd_input_s: float
+    bwd_weight_s: float
+    spread: float
+    saved_bytes: int  # of its own making
+    saved_received: tuple[int, ...]
+    saved_sent: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A group as code, with the key that is equal for equal work."""
+
+    name: str
+    code: Code
+    received: tuple[fx.Node, ...]
+    sent: tuple[fx.Node, ...]
+    key: str
+    workspace_bytes: int
+    params: tuple[str, ...]
+
+
+def pieces(anatomy: Anatomy, graph: Graph, uses: dict[str, int]) -> list[Piece]:
+    groups = group_of(anatomy)
+    bodies: list[list[fx.Node]] = [[] for _ in graph.groups]
+    for node, g in groups.items():
+        bodies[g].append(node)
+    return [_piece(anatomy, name, body, groups, uses) for name, body in zip(graph.groups, bodies, strict=True)]
+
+
+def _piece(
+    anatomy: Anatomy, name: str, body: list[fx.Node], groups: dict[fx.Node, int], uses: dict[str, int]
+) -> Piece:
+    inside = set(body)
+    received = list(dict.fromkeys(n for op in body for n in op.all_input_nodes if n in groups and n not in inside))
+    outputs = anatomy.captured.outputs
+    sent = [n for n in body if n in outputs or any(u in groups and u not in inside for u in n.users)]
+    code = extract(anatomy, body, received, sent, [], uses)
+    sizes = [sum(s.nbytes for s in output_specs(n)) for n in body]
+    params = tuple(dict.fromkeys(leaf[0] for leaf in code.leaves))
+    largest = max((_param_spec(anatomy, p).nbytes for p in params), default=0)
+    # one output and its gradient, and a weight gradient before it is added
+    return Piece(name, code, tuple(received), tuple(sent), _key(anatomy, code), 2 * max(sizes) + largest, params)
+
+
+def _param_spec(anatomy: Anatomy, name: str) -> TensorSpec:
+    node = next(n for n, p in anatomy.captured.param.items() if p == name)
+    value = node.meta["val"]
+    return TensorSpec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def _key(anatomy: Anatomy, code: Code) -> str:
+    """Operators, wiring, constants, shapes and dtypes; without names."""
+    index: dict[fx.Node, int] = {}
+    lines = [repr([(p.spec, p.stride, p.needs_grad) for p in code.received])]
+    lines.append(repr([_param_spec(anatomy, name) for name, _ in code.leaves]))
+    for node in code.forward.graph.nodes:
+        index[node] = len(index)
+        args = fx.node.map_arg(node.args, lambda n: f"%{index[n]}")
+        kwargs = fx.node.map_arg({k: v for k, v in node.kwargs.items() if k != "key"}, lambda n: f"%{index[n]}")
+        shapes = output_specs(node) if "val" in node.meta and node.op == "call_function" else ()
+        target = node.target if node.op == "call_function" else node.op
+        lines.append(f"{target} {args} {kwargs} {shapes}")
+    return digest(*lines)
+
+
+class Profiler:
+    """Times pieces with made-up inputs. `clock`: seconds; `load` makes a batch of the primary size."""
+
+    def __init__(self, anatomy: Anatomy, precision: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.anatomy, self.precision, self.clock = anatomy, precision, clock
+
+    def sample(self, piece: Piece) -> Sample:
+        with TRACING:
+            return self._sample(piece)
+
+    def _sample(self, piece: Piece) -> Sample:
+        code = piece.code
+        received, rest = [_fill(p.spec, p) for p in code.received], self._rest(code)
+        saved = self._saved(piece, received, rest)
+        both = [self._once(code, received, rest, True)]
+        repeats = REPEATS if sum(both[0]) < LONG_S else 1
+        both = [self._once(code, received, rest, True) for _ in range(repeats)]
+        forward, backward = (float(np.median(column)) for column in zip(*both, strict=True))
+        total = [f + b for f, b in both]
+        into = backward
+        if code.leaves and any(p.needs_grad for p in code.received):
+            into = float(np.median([self._once(code, received, rest, False)[1] for _ in range(repeats)]))
+        elif not any(p.needs_grad for p in code.received):
+            into = 0.0
+        into = min(into, backward)
+        spread = (max(total) - min(total)) / max(min(total), 1e-9) if len(total) > 1 else 0.0
+        return Sample(forward, into, backward - into, spread, *saved)
+
+    def _rest(self, code: Code) -> list[object]:
+        """Every argument after the received tensors: batch, parameters, buffers, step and micro."""
+        c = self.anatomy.captured
+        specs = {key: n.meta["val"] for n, key in c.inputs.items()}
+        inputs = [torch.zeros(specs[key].shape, dtype=specs[key].dtype) for key in code.inputs]
+        leaves = []
+        for name, _ in code.leaves:
+            spec = _param_spec(self.anatomy, name)
+            leaf = _fill(spec).mul_(0.02)
+            trained = next(n for n, p in c.param.items() if p == name).meta["val"].requires_grad
+            leaves.append(leaf.requires_grad_(trained))
+            if trained:
+                leaf.grad = torch.zeros_like(leaf)
+        values = {name: n.meta["val"] for n, name in c.buffer.items()}
+        buffers = [torch.zeros(values[n].shape, dtype=values[n].dtype) for n in code.buffers]
+        return [*inputs, *leaves, *buffers, *((0, 0) if code.random else ())]
+
+    def _once(self, code: Code, received: list[Tensor], rest: list[object], weights: bool) -> tuple[float, float]:
+        """Seconds of one forward and one backward; `weights=False`: input gradients alone."""
+        inputs = [t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)]
+        if not weights:
+            rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
+        start = self.clock()
+        with torch.enable_grad(), autocast(self.precision):
+            sent, _ = code.forward(*inputs, *rest)
+        middle = self.clock()
+        heads = [t for t in sent if t.requires_grad]
+        grads = [torch.ones_like(t) for t in heads]
+        begin = self.clock()
+        if heads:
+            torch.autograd.backward(heads, grads)
+        return middle - start, self.clock() - begin
+
+    def _saved(
+        self, piece: Piece, received: Sequence[Tensor], rest: Sequence[object]
+    ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """(bytes saved of its own making, indices of received and of sent tensors that are saved)."""
+        storages: dict[int, Tensor] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            storages.setdefault(t.untyped_storage().data_ptr(), t)
+            return t
+
+        code = piece.code
+        inputs = [t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)]
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with torch.enable_grad(), hooks, autocast(self.precision):
+            sent, _ = code.forward(*inputs, *rest)
+        params = {t.untyped_storage().data_ptr() for t in rest if isinstance(t, Tensor) and t.requires_grad}
+        of_received = [t.untyped_storage().data_ptr() for t in inputs]
+        of_sent = [t.untyped_storage().data_ptr() for t in sent]
+        known = params | set(of_received) | set(of_sent)
+        own = sum(t.untyped_storage().nbytes() for p, t in storages.items() if p not in known)
+        return (
+            own,
+            tuple(i for i, p in enumerate(of_received) if p in storages),
+            tuple(i for i, p in enumerate(of_sent) if p in storages and p not in of_received),
+        )
+
+
+def _fill(spec: TensorSpec, port: Port | None = None) -> Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=dtype)
+    t = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return t if port is None else torch.empty_strided(spec.shape, port.stride, dtype=dtype).copy_(t)
+
+
+def group_costs(anatomy: Anatomy, parts: Sequence[Piece], samples: dict[str, Sample]) -> tuple[GroupCost, ...]:
+    """Puts the samples of distinct groups back on every group, in order."""
+    crossing, starts, position = anatomy.crossings(), [], 0
+    groups = group_of(anatomy)
+    for i, node in enumerate(anatomy.order):
+        if groups[node] >= len(starts):
+            starts.append(i)
+    ends = [*starts[1:], len(anatomy.order)]
+    seen: set[fx.Node] = set()
+    out = []
+    for piece, position in zip(parts, ends, strict=True):
+        s = samples[piece.key]
+        values = [piece.received[i] for i in s.saved_received] + [piece.sent[i] for i in s.saved_sent]
+        new = {anatomy.root(n): n for n in values if anatomy.root(n) not in seen}
+        seen |= set(new)
+        stash = s.saved_bytes + sum(sum(x.nbytes for x in output_specs(n)) for n in new.values())
+        cut = [n for n in crossing[position] if isinstance(n.meta["val"], torch.Tensor)]
+        sizes = {n: sum(x.nbytes for x in output_specs(n)) for n in cut}
+        param_bytes = sum(_param_spec(anatomy, p).nbytes for p in piece.params)
+        out.append(
+            GroupCost(
+                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s, param_bytes, stash, piece.workspace_bytes,
+                sum(sizes.values()), sum(b for n, b in sizes.items() if n.meta["val"].requires_grad),
+            )
+        )  # fmt: skip
+    return tuple(out)

@@ -1,0 +1,303 @@
+"""`mpirun -n N python -m mpipipe.train config.yaml [key=value ...]`: the arrows, in order.
+
+    config -> model -> graph -> costs -> plan -> program -> run -> summary
+
+Every rank runs this file with the same arguments. Rank 0 decides (plan) and speaks; the ranks
+compare what they are about to run before the first message, and an error on any of them ends all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.export
+
+from mpipipe import ops
+from mpipipe.cluster.agree import agree, code_version
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.launch import default_threads, launcher_rank
+from mpipipe.cluster.mpi import connect
+from mpipipe.cluster.node import cores_available
+from mpipipe.config import Config, load
+from mpipipe.data import Dataset, open_dataset, prepare
+from mpipipe.errors import MpipipeError
+from mpipipe.graph.source import ModelSource
+from mpipipe.graph.variants import Variants
+from mpipipe.models import build
+from mpipipe.planner.search import make_plan, predict, program_for
+from mpipipe.report.draw import draw_png, draw_text
+from mpipipe.report.metrics import Metrics
+from mpipipe.report.plan import describe
+from mpipipe.report.progress import Progress
+from mpipipe.report.summary import summary
+from mpipipe.runtime.costing import measure
+from mpipipe.runtime.interpreter import Outcome
+from mpipipe.cluster.memory import PeakMemory
+from mpipipe.runtime.optimizer import OptimizerSettings
+from mpipipe.runtime.sample import generate
+from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
+from mpipipe.runtime.trainer import Trainer
+from mpipipe.state.files import write_text
+from mpipipe.state.gather import save, weights_hash
+from mpipipe.state.rundir import create
+from mpipipe.values import Costs, Numerics, Plan, Report, Timeline, from_json, to_json
+
+SPEAK_FIRST_S = 2.0  # an error that all ranks meet is printed by rank 0, before the others end the job
+KEPT_STEPS = 50  # of which the timeline is remembered
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code; on an error, ends every rank of the job with a non-zero one."""
+    comm: Communicator | None = None
+    try:
+        if not argv or argv[0].startswith("-"):
+            raise MpipipeError("usage: mpirun -n N python -m mpipipe.train config.yaml [key=value ...]")
+        comm = connect()
+        train(comm, load(argv[0], argv[1:]))
+        comm.close()
+        return 0
+    except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
+        return _end(comm, error)
+
+
+def _end(comm: Communicator | None, error: BaseException) -> int:
+    rank = launcher_rank(os.environ) if comm is None else comm.rank
+    if rank != 0:
+        if comm is None:
+            return 1
+        time.sleep(SPEAK_FIRST_S)
+    if isinstance(error, MpipipeError):
+        text = f"mpipipe: error: {error}"
+    else:
+        text = f"mpipipe: rank {rank} failed\n" + "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
+    if comm is not None and comm.size > 1:
+        comm.abort(1)
+    return 1
+
+
+def train(comm: Communicator, config: Config) -> Report:
+    """Trains as configured; the report is the same on every rank. Collective."""
+    memory = PeakMemory()
+    numerics = resolve_numerics(comm, config)
+    set_threads(numerics.threads)
+    set_gemm_route(numerics.gemm)
+    run_dir = Path(comm.bcast_object(create(config) if comm.rank == 0 else Path()))
+    prepare(config, run_dir, comm.rank == 0)
+    comm.barrier()
+    dataset = open_dataset(config, run_dir)
+    with Progress(config.train.steps, config.run.log_every, run_dir / "train.log") if comm.rank == 0 else _Silent() as log:
+        log.say(f"mpipipe: {comm.size} ranks x {numerics.threads} threads, run folder {run_dir}")
+        run = _Run(comm, config, numerics, dataset, run_dir, log, memory)
+        return run.all()
+
+
+def resolve_numerics(comm: Communicator, config: Config) -> Numerics:
+    """All that decides bits, settled once. Collective."""
+    p = config.pipeline
+    threads = default_threads(comm, cores_available()) if p.threads == "auto" else p.threads
+    return Numerics(
+        batch=config.train.batch,
+        micro_batch=config.micro_batch,
+        micro_batches=p.micro_batches,
+        blocks=p.blocks,
+        threads=threads,
+        bits="torch",
+        gemm=config.kernels.gemm,
+        precision=config.train.precision,
+        tied=p.tied,
+        op_table={},
+        torch=torch.__version__,
+        instruction_set=instruction_set(),
+        seed=config.train.seed,
+    )
+
+
+def optimizer_settings(config: Config) -> OptimizerSettings:
+    t = config.train
+    return OptimizerSettings(
+        kind=t.optimizer, lr=t.lr, betas=t.betas, eps=t.eps, momentum=t.momentum, weight_decay=t.weight_decay,
+        warmup=t.warmup, min_lr_ratio=t.min_lr_ratio, steps=t.steps, clip=t.clip,
+    )  # fmt: skip
+
+
+class _Silent:
+    """The progress of a rank that does not speak."""
+
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def step(self, step: int, values: dict[str, float]) -> None: ...
+
+
+class _Run:
+    """One training run on one rank: plan, loop, end."""
+
+    def __init__(
+        self, comm: Communicator, config: Config, numerics: Numerics, dataset: Dataset, run_dir: Path,
+        log: Progress | _Silent, memory: PeakMemory,
+    ) -> None:  # fmt: skip
+        self.comm, self.config, self.numerics, self.dataset = comm, config, numerics, dataset
+        self.run_dir, self.log, self.memory = run_dir, log, memory
+        self.settings = optimizer_settings(config)
+        factory, loss = build(config, dataset)
+        source = ModelSource(factory, numerics.seed)
+        self.variants = Variants(source, loss, dataset.specs, numerics.micro_batch, numerics.precision)
+        self.done = 0
+        self.times: deque[np.ndarray[Any, Any]] = deque(maxlen=KEPT_STEPS)
+        self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
+
+    def all(self) -> Report:
+        started = time.perf_counter()
+        costs = measure(self.comm, self.variants, self.numerics, self.settings, self.config.pipeline.memory_bytes)
+        plan, predicted = self.plan(costs)
+        self.log.say(describe(plan, costs, time.perf_counter() - started))
+        trainer = Trainer(self.comm, self.variants, plan, self.settings, self.dataset.batch)
+        with _stop_signals() as asked, Metrics(self.run_dir / "metrics.jsonl") as metrics:
+            last, val_loss = self.loop(trainer, metrics, asked)
+        return self.end(trainer, plan, predicted, last, val_loss, asked)
+
+    def plan(self, costs: Costs) -> tuple[Plan, Timeline]:
+        """Rank 0 plans; all ranks prove that they hold the same plan, code and settings."""
+        graph, comm, pipeline = self.variants.graph, self.comm, self.config.pipeline
+        text = ""
+        if comm.rank == 0:
+            plan, _ = make_plan(
+                costs, self.numerics, pipeline.schedule, pipeline.receive_window, graph.groups, comm.size
+            )
+            text = to_json(plan)
+            write_text(self.run_dir / "plan.json", text)
+        plan = from_json(Plan, comm.bcast_object(text))
+        facts = {
+            "code": code_version(ops.KERNELS_VERSION),
+            "torch": self.numerics.torch,
+            "instruction set": self.numerics.instruction_set,
+            "threads": str(torch.get_num_threads()),
+            "graph": graph.hash,
+            "plan": plan.hash,
+        }
+        agree(comm, facts)
+        program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
+        return plan, predict(costs, plan.layout, program, graph.groups)[1]
+
+    def loop(self, trainer: Trainer, metrics: Metrics, asked: list[str]) -> tuple[Outcome, float | None]:
+        """Steps and evaluations; ends early, on every rank at the same step, when one was asked to."""
+        c, val_loss = self.config, None
+        for step in range(c.train.steps):
+            start = time.perf_counter()
+            outcome = trainer.step(step, stop=bool(asked))
+            self.times.append(outcome.times)
+            self.done = step + 1
+            values = self._values(step, outcome, time.perf_counter() - start)
+            last = step + 1 == c.train.steps or outcome.stop
+            if last or (c.eval.every and (step + 1) % c.eval.every == 0):
+                val_loss = values["val_loss"] = trainer.evaluate(c.eval.batches, c.eval_batch)
+            if self.comm.rank == 0:
+                metrics.write(step=step + 1, **values)
+                self.log.step(step + 1, values)
+            if outcome.stop:
+                break
+        return outcome, val_loss
+
+    def _values(self, step: int, outcome: Outcome, seconds: float) -> dict[str, float]:
+        self.step_s.append(seconds)
+        values = {"loss": outcome.loss / outcome.weight, "lr": self.settings.lr_at(step)}
+        if self.settings.clip is not None:
+            values["grad_norm"] = outcome.norm
+        return values | {"step_s": seconds, "tokens_per_s": self._tokens_per_s(seconds)}
+
+    def _tokens_per_s(self, step_s: float) -> float:
+        return self.config.train.batch * self.dataset.tokens_per_sample / step_s
+
+    def end(
+        self, trainer: Trainer, plan: Plan, predicted: Timeline, last: Outcome, val_loss: float | None, asked: list[str]
+    ) -> Report:
+        """Checkpoint, sample and summary."""
+        comm, order = self.comm, [*self.variants.source.params, *self.variants.source.buffers]
+        state = trainer.state_dict()
+        save(comm, self.run_dir / "checkpoint", state, order)
+        sha = weights_hash(comm, state, order)
+        measured = self._measured(trainer)
+        peaks = tuple(comm.allgather_object(self.memory.nbytes))
+        text = generate(trainer, self.dataset, self.config.sample, self.numerics.seed)
+        step_s = float(np.median(list(self.step_s)[1:] or self.step_s))
+        report = Report(
+            val_loss=val_loss,
+            unigram_entropy=comm.bcast_object(self.dataset.unigram_entropy if comm.rank == 0 else None),
+            step_s=step_s,
+            predicted_step_s=plan.prediction.step_s,
+            peak_bytes=peaks,
+            predicted_peak_bytes=plan.prediction.peak_bytes,
+            bubble=measured.bubble,
+            predicted_bubble=plan.prediction.bubble,
+            tokens_per_s=self._tokens_per_s(step_s),
+            weights_sha256=sha,
+            steps=self.done,
+            final_loss=last.loss / last.weight,
+            plan_hash=plan.hash,
+            stopped_by=asked[0] if asked else None,
+        )
+        if comm.rank == 0:
+            self._write(report, predicted, measured, text)
+        return report
+
+    def _measured(self, trainer: Trainer) -> Timeline:
+        """The step whose makespan is the median of those remembered."""
+        mine = [t - self.comm.clock_offset_s for t in self.times]
+        by_rank = self.comm.allgather_object(mine)
+        steps = [_timeline(trainer, times) for times in zip(*by_rank, strict=True)]
+        return sorted(steps, key=lambda t: t.makespan_s)[len(steps) // 2]
+
+    def _write(self, report: Report, predicted: Timeline, measured: Timeline, text: str | None) -> None:
+        write_text(self.run_dir / "summary.json", to_json(report))
+        draw_png({"predicted": predicted, "measured": measured}, self.run_dir / "timeline.png")
+        if text is not None:
+            write_text(self.run_dir / "sample.txt", text)
+            self.log.say(f"\nsample:\n{text}\n")
+        self.log.say(f"measured step:\n{draw_text(measured)}\n\n{summary(report)}")
+        self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
+
+
+def _timeline(trainer: Trainer, times: Sequence[np.ndarray[Any, Any]]) -> Timeline:
+    start = min(float(t.min()) for t in times)
+    return Timeline(trainer.program, tuple(t - start for t in times), ())
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[str]]:
+    """SIGTERM and Ctrl-C ask for a stop after the current step; the list then holds the name.
+
+    A second Ctrl-C interrupts at once.
+    """
+    asked: list[str] = []
+
+    def ask(number: int, _: object) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(signal.Signals(number).name)
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
