@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.export
 
 from mpipipe import ops
 from mpipipe.cluster.agree import agree, code_version
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.launch import default_threads, launcher_rank
+from mpipipe.cluster.launch import default_threads, launcher_on_terminal, launcher_rank
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import cores_available
 from mpipipe.config import Config, load
 from mpipipe.data import Dataset, open_dataset, prepare
 from mpipipe.errors import MpipipeError
+from mpipipe.graph.capture import warm_up_tracer
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import build
@@ -89,6 +89,7 @@ def _end(comm: Communicator | None, error: BaseException) -> int:
 
 def train(comm: Communicator, config: Config) -> Report:
     """Trains as configured; the report is the same on every rank. Collective."""
+    warm_up_tracer()
     memory = PeakMemory()
     numerics = resolve_numerics(comm, config)
     set_threads(numerics.threads)
@@ -97,7 +98,7 @@ def train(comm: Communicator, config: Config) -> Report:
     prepare(config, run_dir, comm.rank == 0)
     comm.barrier()
     dataset = open_dataset(config, run_dir)
-    with Progress(config.train.steps, config.run.log_every, run_dir / "train.log") if comm.rank == 0 else _Silent() as log:
+    with _progress(comm, config, run_dir) as log:
         log.say(f"mpipipe: {comm.size} ranks x {numerics.threads} threads, run folder {run_dir}")
         run = _Run(comm, config, numerics, dataset, run_dir, log, memory)
         return run.all()
@@ -132,6 +133,13 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
     )  # fmt: skip
 
 
+def _progress(comm: Communicator, config: Config, run_dir: Path) -> Progress | _Silent:
+    if comm.rank != 0:
+        return _Silent()
+    bar = launcher_on_terminal()
+    return Progress(config.train.steps, config.run.log_every, run_dir / "train.log", bar=bar)
+
+
 class _Silent:
     """The progress of a rank that does not speak."""
 
@@ -164,7 +172,9 @@ class _Run:
 
     def all(self) -> Report:
         started = time.perf_counter()
-        costs = measure(self.comm, self.variants, self.numerics, self.settings, self.config.pipeline.memory_bytes)
+        costs = measure(
+            self.comm, self.variants, self.numerics, self.settings, self.memory, self.config.pipeline.memory_bytes
+        )
         plan, predicted = self.plan(costs)
         self.log.say(describe(plan, costs, time.perf_counter() - started))
         trainer = Trainer(self.comm, self.variants, plan, self.settings, self.dataset.batch)

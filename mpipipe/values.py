@@ -129,6 +129,7 @@ class Device(Value):
     speed: float  # relative to the device on which the costs were taken; 1.0 = the same
     memory_bytes: int  # this rank's share
     threads: int
+    base_bytes: int = 0  # of it resident before any weight: code and buffers of the libraries, the graph
 
 
 @dataclass(frozen=True)

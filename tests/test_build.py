@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,23 @@ def test_the_dry_run_ends_at_the_first_sign():
     with pytest.raises(subprocess.CalledProcessError) as error:
         downloads.dry_run([sys.executable, "-c", "print('no such version'); raise SystemExit(3)"], cuda=False)
     assert error.value.output == "no such version\n"
+
+
+def test_ranks_are_started_together(launch):
+    program = "from mpi4py import MPI; w = MPI.COMM_WORLD; print('rank', w.rank, 'of', w.size)"
+    done = launch(2, "-c", program)
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    assert done.returncode == 0
+    assert launch(1, "-c", "raise SystemExit(3)").returncode == 3
+
+
+def test_ranks_that_hang_are_ended_together(launch, tmp_path):
+    hang = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(100)"
+    with pytest.raises(pytest.fail.Exception, match=r"no end after 3\.0 s"):
+        launch(2, "-c", hang, timeout_s=3.0)
+    started = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(started) == 2
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < deadline, f"still alive: {started}"
+        time.sleep(0.05)

@@ -7,6 +7,7 @@ the wrong --mpi) starts N processes that each believe to be alone: N full traini
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections import Counter
@@ -95,3 +96,12 @@ def default_threads(comm: Communicator, cores: frozenset[int]) -> int:
         by_node.setdefault(node, set()).update(own)
     ranks = ranks_per_node(comm)
     return max(1, min(len(by_node[node]) // ranks[node] for node in by_node))
+
+
+def launcher_on_terminal(proc: Path = Path("/proc")) -> bool:
+    """Whether what started this process writes to a terminal. mpirun gives its ranks a terminal of
+    their own and copies it to wherever it writes itself, so their own `isatty` says nothing."""
+    try:
+        return os.readlink(proc / f"{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False

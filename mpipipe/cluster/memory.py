@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from pathlib import Path
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -15,7 +17,7 @@ def _kib(field: str) -> int:
 
 
 class PeakMemory:
-    """Made after all imports; `nbytes` is the highest resident memory since, above that point."""
+    """Resident memory above what it was when this was made: after all imports."""
 
     def __init__(self) -> None:
         _CLEAR.write_text("5")  # resets the high-water mark to what is resident now
@@ -23,4 +25,12 @@ class PeakMemory:
 
     @property
     def nbytes(self) -> int:
+        """The highest since."""
         return max(0, _kib("VmHWM:") - self._baseline) * 1024
+
+    @property
+    def now_bytes(self) -> int:
+        """After giving freed memory back to the system."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        return max(0, _kib("VmRSS:") - self._baseline) * 1024

@@ -100,6 +100,12 @@ def capture(
     return Captured(mode, graph, name, param, buffer, inputs, rng, outputs, weight, tuple(updates))
 
 
+def warm_up_tracer() -> None:
+    """Loads what torch's tracer imports at its first use (about 100 MB), so that it counts as imports."""
+    source = ModelSource(lambda: nn.Linear(1, 1), 0)
+    capture(source, lambda y, batch: (y.sum(), 1.0), {"input": TensorSpec((1, 1), "float32")}, "train")
+
+
 def _export(module: nn.Module, source: ModelSource, specs: dict[str, TensorSpec]) -> fx.GraphModule:
     try:
         with TRACING, source.fake_mode:

@@ -67,7 +67,7 @@ class _Problem:
     def __init__(self, costs: Costs, ranges: Ranges, live: np.ndarray) -> None:
         devices = costs.cluster.devices[: len(live)]
         self.costs, self.ranges, self.live = costs, ranges, live
-        self.memory = np.array([device.memory_bytes for device in devices], np.int64)
+        self.memory = np.array([device.memory_bytes - device.base_bytes for device in devices], np.int64)
         self._speed = np.array([device.speed for device in devices])
         no_link = np.zeros(len(costs.groups) + 1)
         links = [no_link, *(crossing_s(costs, s) for s in range(len(live) - 1)), no_link]

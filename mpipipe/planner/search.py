@@ -76,14 +76,16 @@ def predict(
     norm_s = norm_seconds(costs.cluster, layout.n_stages)
     ties = stage_ties(costs.ties, cuts)
     timeline = simulate(program, stage_costs(costs, cuts), costs.cluster, norm_s, ties)
-    _check_memory(timeline, costs.cluster)
     bound = step_bound_s(costs, program.n_micro, layout.n_stages, norm_s)
     step = timeline.makespan_s
+    base = [device.base_bytes for device in costs.cluster.devices]
+    peaks = tuple(peak + own for peak, own in zip(timeline.peak_bytes, base, strict=True))
+    _check_memory(peaks, costs.cluster)
     prediction = Prediction(
         step_s=step,
         bubble=timeline.bubble,
         bubble_rank=timeline.bubble_rank,
-        peak_bytes=timeline.peak_bytes,
+        peak_bytes=peaks,
         lower_bound_s=bound,
         gap=step / bound - 1.0 if bound else 0.0,
     )
@@ -116,8 +118,8 @@ def norm_seconds(cluster: Cluster, n_ranks: int) -> float:
     return math.ceil(math.log2(n_ranks)) * max((link.latency_s for link in links), default=0.0)
 
 
-def _check_memory(timeline: Timeline, cluster: Cluster) -> None:
-    for rank, peak in enumerate(timeline.peak_bytes):
+def _check_memory(peaks: Sequence[int], cluster: Cluster) -> None:
+    for rank, peak in enumerate(peaks):
         has = cluster.devices[rank].memory_bytes
         if peak > has:
             raise PlanError(

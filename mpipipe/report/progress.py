@@ -14,14 +14,17 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """`steps` in total; a line for step 1, every `log_every`-th and the last."""
+    """`steps` in total; a line for step 1, every `log_every`-th and the last. `bar`: draw a bar if
+    the stream is a terminal."""
 
-    def __init__(self, steps: int, log_every: int, log: str | Path, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, steps: int, log_every: int, log: str | Path, stream: TextIO | None = None, bar: bool = True
+    ) -> None:
         self._steps, self._log_every = steps, log_every
         path = Path(log)
         self._log = path.open("a", encoding="utf-8")
         self._stream = stream or sys.stdout
-        self._bar = self._make_bar() if self._stream.isatty() else None
+        self._bar = self._make_bar() if self._stream.isatty() and bar else None
         self._task = self._bar.add_task("", total=steps) if self._bar else None
 
     def step(self, step: int, values: dict[str, float]) -> None:

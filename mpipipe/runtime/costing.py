@@ -11,6 +11,7 @@ import torch
 
 from mpipipe.cluster.calibrate import measure_links, memory_share
 from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.memory import PeakMemory
 from mpipipe.cluster.node import cores_available
 from mpipipe.graph.profile import Profiler, Sample, group_costs, pieces
 from mpipipe.graph.variants import Variants
@@ -23,8 +24,9 @@ _UPDATE_ELEMENTS = 1 << 20
 
 
 def measure(
-    comm: Communicator, variants: Variants, numerics: Numerics, settings: OptimizerSettings, memory_bytes: int | None
-) -> Costs:
+    comm: Communicator, variants: Variants, numerics: Numerics, settings: OptimizerSettings,
+    memory: PeakMemory, memory_bytes: int | None,
+) -> Costs:  # fmt: skip
     """Times every distinct group on one rank each, the ranks sharing the work, and gathers all.
 
     memory_bytes: limit per rank; None = its share of what the node has.
@@ -44,8 +46,9 @@ def measure(
     step_s = max(comm.allgather_object(_update_s_per_byte(settings, clock) * slower))
 
     kind = f"cpu:{numerics.instruction_set}"
-    limits = comm.allgather_object(memory_bytes or memory_share(comm))
-    devices = tuple(Device(kind, s, m, threads) for s, m in zip(speed, limits, strict=True))
+    base = memory.now_bytes  # every kernel has run by now: what is left is not weights
+    limits = comm.allgather_object(((memory_bytes or memory_share(comm) + base), base))
+    devices = tuple(Device(kind, s, m, threads, b) for s, (m, b) in zip(speed, limits, strict=True))
     levels = numerics.blocks.bit_length() if numerics.blocks > 1 else 0
     return Costs(
         groups=group_costs(variants.primary, parts, samples),
