@@ -26,6 +26,7 @@ from mpipipe import ops
 from mpipipe.cluster.agree import agree, code_version
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import default_threads, launcher_on_terminal, launcher_rank
+from mpipipe.cluster.memory import PeakMemory
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import cores_available
 from mpipipe.config import Config, load
@@ -43,7 +44,6 @@ from mpipipe.report.progress import Progress
 from mpipipe.report.summary import summary
 from mpipipe.runtime.costing import measure
 from mpipipe.runtime.interpreter import Outcome
-from mpipipe.cluster.memory import PeakMemory
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.sample import generate
 from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         train(comm, load(argv[0], argv[1:]))
         comm.close()
         return 0
-    except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
+    except BaseException as error:
         return _end(comm, error)
 
 
@@ -173,7 +173,12 @@ class _Run:
     def all(self) -> Report:
         started = time.perf_counter()
         costs = measure(
-            self.comm, self.variants, self.numerics, self.settings, self.memory, self.config.pipeline.memory_bytes
+            self.comm,
+            self.variants,
+            self.numerics,
+            self.settings,
+            self.memory,
+            self.config.pipeline.memory_bytes,
         )
         plan, predicted = self.plan(costs)
         self.log.say(describe(plan, costs, time.perf_counter() - started))
@@ -235,7 +240,13 @@ class _Run:
         return self.config.train.batch * self.dataset.tokens_per_sample / step_s
 
     def end(
-        self, trainer: Trainer, plan: Plan, predicted: Timeline, last: Outcome, val_loss: float | None, asked: list[str]
+        self,
+        trainer: Trainer,
+        plan: Plan,
+        predicted: Timeline,
+        last: Outcome,
+        val_loss: float | None,
+        asked: list[str],
     ) -> Report:
         """Checkpoint, sample and summary."""
         comm, order = self.comm, [*self.variants.source.params, *self.variants.source.buffers]

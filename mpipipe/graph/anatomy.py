@@ -33,7 +33,9 @@ def output_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else [value]
     return tuple(
-        TensorSpec(tuple(v.shape), str(v.dtype).removeprefix("torch.")) for v in values if isinstance(v, torch.Tensor)
+        TensorSpec(tuple(v.shape), str(v.dtype).removeprefix("torch."))
+        for v in values
+        if isinstance(v, torch.Tensor)
     )
 
 
@@ -85,7 +87,10 @@ class Anatomy:
         free: set[fx.Node] = set()
         for node in self.operators:
             sources = [n for n in node.all_input_nodes if n not in free]
-            pure = all(n in c.buffer or (n in c.inputs and not spec_of(n).dtype.startswith(("float", "bf"))) for n in sources)
+            pure = all(
+                n in c.buffer or (n in c.inputs and not spec_of(n).dtype.startswith(("float", "bf")))
+                for n in sources
+            )
             if pure and self.root(node) not in mutated:
                 free.add(node)
         return frozenset(free - set(c.outputs))
@@ -123,7 +128,8 @@ class Anatomy:
     def last_use(self) -> dict[fx.Node, int]:
         outputs = {n: len(self.order) - 1 for n in self.captured.outputs}
         return {
-            n: max([self.index[u] for u in n.users if u in self.index] + [outputs.get(n, -1)]) for n in self.order
+            n: max([self.index[u] for u in n.users if u in self.index] + [outputs.get(n, -1)])
+            for n in self.order
         }
 
     def crossings(self) -> list[tuple[fx.Node, ...]]:

@@ -111,12 +111,12 @@ def _export(module: nn.Module, source: ModelSource, specs: dict[str, TensorSpec]
         with TRACING, source.fake_mode:
             batch = {k: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for k, s in specs.items()}
             program = torch.export.export(module, (batch,), strict=False)
-        return program.module(check_guards=False)  # type: ignore[no-any-return]
+        return program.module(check_guards=False)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise CaptureError(
-            f"{_user_frame(error)}\n  cannot be captured: {type(error).__name__}: {reason}\n  if it branches on the "
-            "values of a tensor, write the branch with torch.where, or make it a constant of the model"
+            f"{_user_frame(error)}\n  cannot be captured: {type(error).__name__}: {reason}\n"
+            "  if it branches on the values of a tensor, write the branch with torch.where, or make it a constant of the model"
         ) from error
 
 
@@ -192,8 +192,8 @@ def _outputs(graph: fx.Graph, mode: Mode) -> tuple[tuple[fx.Node, ...], fx.Node 
     pair = result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], fx.Node):
         raise CaptureError(
-            "the loss returned something else than (sum, weight): return the summed loss and the weight it is "
-            "divided by, for example `F.cross_entropy(..., reduction='sum'), labels.numel()`"
+            "the loss returned something else than (sum, weight): return the summed loss and the weight it "
+            "is divided by, for example `F.cross_entropy(..., reduction='sum'), labels.numel()`"
         )
     total, weight = pair
     value = total.meta["val"]

@@ -62,7 +62,9 @@ def stage_table(graph: Graph, cuts: Sequence[str]) -> dict[str, int]:
             )
         starts.append(graph.groups.index(cut))
     if starts != sorted(set(starts)) or 0 in starts:
-        raise PlanError(f"the cuts of the plan are at groups {starts}; they must ascend and none may be the first group")
+        raise PlanError(
+            f"the cuts of the plan are at groups {starts}; they must ascend and none may be the first group"
+        )
     return {n.name: sum(start <= n.group for start in starts) for n in graph.nodes if n.group >= 0}
 
 
@@ -80,8 +82,10 @@ def crossing(anatomy: Anatomy, stages: dict[fx.Node, int], n_stages: int, stage:
     outputs = anatomy.captured.outputs
     if stage == n_stages - 1:
         return list(outputs)
+
     def used_later(n: fx.Node) -> bool:
         return any(stages.get(u, -1) > stage for u in n.users) or n in outputs
+
     return [n for n in anatomy.order if stages[n] <= stage and used_later(n)]
 
 
@@ -109,7 +113,7 @@ def extract(
     c, graph = anatomy.captured, fx.Graph()
     copied = [*_free_before(anatomy, [*body, *sent]), *body]
     reads = {n: None for op in copied for n in op.all_input_nodes}
-    reads.update({n: None for n in sent})
+    reads.update(dict.fromkeys(sent))
 
     env: dict[fx.Node, fx.Node] = {}
     leaves: dict[Leaf, fx.Node] = {}
@@ -132,10 +136,12 @@ def extract(
     _clone_what_is_written(anatomy, graph, env, body, [*received, *inputs])
 
     for op in copied:
+
         def argument(n: fx.Node, op: fx.Node = op) -> fx.Node:
             if n in c.param:
                 return leaves[c.param[n], uses.get(c.name[op], -1)]
             return of_buffer[c.buffer[n]] if n in c.buffer else env[n]
+
         env[op] = graph.node_copy(op, argument)
     statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
     graph.output((tuple(env[n] for n in sent), statistics))
@@ -168,7 +174,11 @@ def _free_before(anatomy: Anatomy, nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _clone_what_is_written(
-    anatomy: Anatomy, graph: fx.Graph, env: dict[fx.Node, fx.Node], body: Sequence[fx.Node], given: Sequence[fx.Node]
+    anatomy: Anatomy,
+    graph: fx.Graph,
+    env: dict[fx.Node, fx.Node],
+    body: Sequence[fx.Node],
+    given: Sequence[fx.Node],
 ) -> None:
     """A received leaf or a batch tensor must not be changed in place: the writer gets a copy."""
     written = {anatomy.root(target) for op in body for target in mutated_inputs(op)}
@@ -188,7 +198,7 @@ def weight_code(anatomy: Anatomy) -> Code | float:
     code_of = set(anatomy.captured.inputs) | anatomy.free
     if weight not in code_of:
         raise PlanError(
-            "the weight of the loss depends on the model's outputs; it must be known before the first backward: "
-            "compute it from the batch (the labels) alone"
+            "the weight of the loss depends on the model's outputs; it must be known before the first "
+            "backward: compute it from the batch (the labels) alone"
         )
     return extract(anatomy, [], [], [weight], [], {})

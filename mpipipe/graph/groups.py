@@ -30,7 +30,7 @@ _HEADS = {"aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::conv
 def _joins_previous(anatomy: Anatomy, i: int) -> bool:
     node, before = anatomy.order[i], anatomy.order[i - 1]
     op = schema_name(node).removeprefix("aten::")
-    if aliased_inputs(node) and op != "dropout" or op in _ACTIVATIONS or op == "dropout":
+    if (aliased_inputs(node) and op != "dropout") or op in _ACTIVATIONS or op == "dropout":
         return any(anatomy.index.get(a, -1) >= 0 for a in node.all_input_nodes)
     return op in ("add", "add_") and before in node.all_input_nodes
 
@@ -76,7 +76,9 @@ def make_graph(anatomy: Anatomy, source: ModelSource) -> Graph:
     for node in anatomy.operators:
         if node not in anatomy.needed:
             continue
-        reads = tuple(c.param.get(n) or c.buffer[n] for n in node.all_input_nodes if n in c.param or n in c.buffer)
+        reads = tuple(
+            c.param.get(n) or c.buffer[n] for n in node.all_input_nodes if n in c.param or n in c.buffer
+        )
         group = groups.get(node, -1)
         for name in reads:
             if name in source.params and group >= 0:
@@ -89,8 +91,9 @@ def make_graph(anatomy: Anatomy, source: ModelSource) -> Graph:
         first.setdefault(group, c.name[node])
     params = {n: _spec(source, n) for n in source.params}
     ties = tuple(Tie(n, params[n].nbytes, tuple(sorted(uses[n]))) for n in params if len(uses.get(n, ())) > 1)
-    inputs = {key: spec_of(n) for n, key in c.inputs.items()}
-    return Graph(tuple(nodes), tuple(first.values()), inputs, params, {n: _spec(source, n) for n in source.buffers}, ties)
+    batch = {key: spec_of(n) for n, key in c.inputs.items()}
+    buffers = {n: _spec(source, n) for n in source.buffers}
+    return Graph(tuple(nodes), tuple(first.values()), batch, params, buffers, ties)
 
 
 def _spec(source: ModelSource, name: str) -> TensorSpec:

@@ -60,14 +60,18 @@ def pieces(anatomy: Anatomy, graph: Graph, uses: dict[str, int]) -> list[Piece]:
     bodies: list[list[fx.Node]] = [[] for _ in graph.groups]
     for node, g in groups.items():
         bodies[g].append(node)
-    return [_piece(anatomy, name, body, groups, uses) for name, body in zip(graph.groups, bodies, strict=True)]
+    return [
+        _piece(anatomy, name, body, groups, uses) for name, body in zip(graph.groups, bodies, strict=True)
+    ]
 
 
 def _piece(
     anatomy: Anatomy, name: str, body: list[fx.Node], groups: dict[fx.Node, int], uses: dict[str, int]
 ) -> Piece:
     inside = set(body)
-    received = list(dict.fromkeys(n for op in body for n in op.all_input_nodes if n in groups and n not in inside))
+    received = list(
+        dict.fromkeys(n for op in body for n in op.all_input_nodes if n in groups and n not in inside)
+    )
     outputs = anatomy.captured.outputs
     sent = [n for n in body if n in outputs or any(u in groups and u not in inside for u in n.users)]
     code = extract(anatomy, body, received, sent, [], uses)
@@ -75,7 +79,9 @@ def _piece(
     params = tuple(dict.fromkeys(leaf[0] for leaf in code.leaves))
     largest = max((_param_spec(anatomy, p).nbytes for p in params), default=0)
     # one output and its gradient, and a weight gradient before it is added
-    return Piece(name, code, tuple(received), tuple(sent), _key(anatomy, code), 2 * max(sizes) + largest, params)
+    return Piece(
+        name, code, tuple(received), tuple(sent), _key(anatomy, code), 2 * max(sizes) + largest, params
+    )
 
 
 def _param_spec(anatomy: Anatomy, name: str) -> TensorSpec:
@@ -92,7 +98,9 @@ def _key(anatomy: Anatomy, code: Code) -> str:
     for node in code.forward.graph.nodes:
         index[node] = len(index)
         args = fx.node.map_arg(node.args, lambda n: f"%{index[n]}")
-        kwargs = fx.node.map_arg({k: v for k, v in node.kwargs.items() if k != "key"}, lambda n: f"%{index[n]}")
+        kwargs = fx.node.map_arg(
+            {k: v for k, v in node.kwargs.items() if k != "key"}, lambda n: f"%{index[n]}"
+        )
         shapes = output_specs(node) if "val" in node.meta and node.op == "call_function" else ()
         target = node.target if node.op == "call_function" else node.op
         lines.append(f"{target} {args} {kwargs} {shapes}")
@@ -102,7 +110,9 @@ def _key(anatomy: Anatomy, code: Code) -> str:
 class Profiler:
     """Times pieces with made-up inputs. `clock`: seconds; `load` makes a batch of the primary size."""
 
-    def __init__(self, anatomy: Anatomy, precision: str, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, anatomy: Anatomy, precision: str, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.anatomy, self.precision, self.clock = anatomy, precision, clock
 
     def sample(self, piece: Piece) -> Sample:
@@ -144,9 +154,13 @@ class Profiler:
         buffers = [torch.zeros(values[n].shape, dtype=values[n].dtype) for n in code.buffers]
         return [*inputs, *leaves, *buffers, *((0, 0) if code.random else ())]
 
-    def _once(self, code: Code, received: list[Tensor], rest: list[object], weights: bool) -> tuple[float, float]:
+    def _once(
+        self, code: Code, received: list[Tensor], rest: list[object], weights: bool
+    ) -> tuple[float, float]:
         """Seconds of one forward and one backward; `weights=False`: input gradients alone."""
-        inputs = [t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)]
+        inputs = [
+            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
+        ]
         if not weights:
             rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
         start = self.clock()
@@ -171,7 +185,9 @@ class Profiler:
             return t
 
         code = piece.code
-        inputs = [t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)]
+        inputs = [
+            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
+        ]
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with torch.enable_grad(), hooks, autocast(self.precision):
             sent, _ = code.forward(*inputs, *rest)
@@ -195,9 +211,12 @@ def _fill(spec: TensorSpec, port: Port | None = None) -> Tensor:
     return t if port is None else torch.empty_strided(spec.shape, port.stride, dtype=dtype).copy_(t)
 
 
-def group_costs(anatomy: Anatomy, parts: Sequence[Piece], samples: dict[str, Sample]) -> tuple[GroupCost, ...]:
+def group_costs(
+    anatomy: Anatomy, parts: Sequence[Piece], samples: dict[str, Sample]
+) -> tuple[GroupCost, ...]:
     """Puts the samples of distinct groups back on every group, in order."""
-    crossing, starts, position = anatomy.crossings(), [], 0
+    crossing = anatomy.crossings()
+    starts: list[int] = []
     groups = group_of(anatomy)
     for i, node in enumerate(anatomy.order):
         if groups[node] >= len(starts):

@@ -59,7 +59,9 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     if schema is None:
         return []
     pairs = zip(schema.arguments, node.args, strict=False)
-    return [v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write and isinstance(v, fx.Node)]
+    return [
+        v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write and isinstance(v, fx.Node)
+    ]
 
 
 def batch_norm_with_statistics(
@@ -75,7 +77,9 @@ def batch_norm_with_statistics(
     return y, mean, var
 
 
-def make_random_ops_ours(graph: fx.Graph, names: dict[fx.Node, str], seed: int) -> tuple[fx.Node, fx.Node] | None:
+def make_random_ops_ours(
+    graph: fx.Graph, names: dict[fx.Node, str], seed: int
+) -> tuple[fx.Node, fx.Node] | None:
     """Replaces random operators by their twins.
 
     Returns the placeholders of (step, global micro-batch), or None where nothing is random.
@@ -91,8 +95,8 @@ def make_random_ops_ours(graph: fx.Graph, names: dict[fx.Node, str], seed: int) 
         twin = ops.replacement(node.target)
         if twin is None:
             raise CaptureError(
-                f"{source_line(node)}\n  uses the random operator {node.target}, which has no reproducible twin; "
-                "use dropout, rand, randn, randint or bernoulli instead, or draw the numbers in the data set"
+                f"{source_line(node)}\n  uses the random operator {node.target}, which has no reproducible "
+                "twin; use dropout, rand, randn, randint or bernoulli instead, or draw the numbers in the data set"
             )
         node.meta["torch_op"] = node.target
         node.target = twin
@@ -119,8 +123,9 @@ def make_buffers_functional(
 def _counter(node: fx.Node, buffer: str) -> BufferUpdate:
     if schema_name(node) != "aten::add_" or node.args[1] != 1 or node.users:
         raise CaptureError(
-            f"{source_line(node)}\n  changes the buffer {buffer!r} in place by {node.target}; only BatchNorm statistics "
-            "and counters (`buffer.add_(1)`) are supported: return it as an output, or keep it outside of forward"
+            f"{source_line(node)}\n  changes the buffer {buffer!r} in place by {node.target}; only "
+            "BatchNorm statistics and counters (`buffer.add_(1)`) are supported: return it as an output, "
+            "or keep it outside of forward"
         )
     user = node.next
     while user.op != "call_function":  # a counter belongs to the operator that follows it

@@ -130,7 +130,8 @@ class ModelSource:
             if not isinstance(fake, FakeTensor):  # made outside torch's dispatcher: already real
                 out[name] = fake.detach().clone()
                 continue
-            real = self._replay(self._slice(name), fake)
+            with TRACING:  # it computes, and reads fake tensors that ranks in one process may share
+                real = self._replay(self._slice(name), fake)
             out[name] = real if real.is_contiguous() else real.contiguous()
         return out
 
@@ -147,15 +148,17 @@ class ModelSource:
                     "make it inside the factory"
                 )
             base = torch.empty(0, dtype=x.dtype)
-            return base.set_(storage, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+            return base.set_(storage, x.storage_offset(), x.shape, x.stride())
 
         for i in entries:
             func, args, kwargs, out = self._tape[i]
             args, kwargs = tree_map(real, args), tree_map(real, kwargs)
-            result = _seeded(func, args, kwargs, self._seeds()[i]) if _is_random(func) else func(*args, **kwargs)
+            result = (
+                _seeded(func, args, kwargs, self._seeds()[i]) if _is_random(func) else func(*args, **kwargs)
+            )
             for fake, value in zip(_tensors(out), _tensors(result), strict=True):
                 storages[_storage(fake)] = value.untyped_storage()
-        return real(target.detach())  # type: ignore[no-any-return]
+        return real(target.detach())
 
 
 def _is_random(func: Any) -> bool:

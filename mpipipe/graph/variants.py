@@ -21,7 +21,12 @@ class Variants:
     """specs(rows) gives the shapes of a batch of `rows` samples; `rows` is the full micro-batch."""
 
     def __init__(
-        self, source: ModelSource, loss: Loss, specs: Callable[[int], dict[str, TensorSpec]], rows: int, precision: str
+        self,
+        source: ModelSource,
+        loss: Loss,
+        specs: Callable[[int], dict[str, TensorSpec]],
+        rows: int,
+        precision: str,
     ) -> None:
         self.source, self.loss, self.specs, self.rows, self.precision = source, loss, specs, rows, precision
         self._anatomies: dict[tuple[Mode, int], Anatomy] = {}
@@ -76,4 +81,3 @@ class Variants:
         updates = {u.buffer: table[self.primary.captured.name[u.node]] for u in self.primary.captured.updates}
         names = [*self.graph.params, *self.graph.buffers]
         return {name: updates.get(name, owner.get(name, 0)) for name in names}
-

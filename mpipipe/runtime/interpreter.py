@@ -78,7 +78,13 @@ class Interpreter:
         numerics: Numerics,
         settings: OptimizerSettings,
     ) -> None:
-        self.comm, self.variants, self.cuts, self.stages, self.ties = comm, variants, tuple(cuts), stages, ties
+        self.comm, self.variants, self.cuts, self.stages, self.ties = (
+            comm,
+            variants,
+            tuple(cuts),
+            stages,
+            ties,
+        )
         self.numerics, self.settings = numerics, settings
         self.n_stages = len(cuts) + 1
         self.pool, self.outbox = Pool(), Outbox(comm)
@@ -178,7 +184,12 @@ class Interpreter:
         self._end_of_block(i)
 
     def _hand_over(
-        self, local: dict[Key, list[Tensor]], remote: dict[Key, list[Tensor]], key: Key, to: int, tensors: list[Tensor]
+        self,
+        local: dict[Key, list[Tensor]],
+        remote: dict[Key, list[Tensor]],
+        key: Key,
+        to: int,
+        tensors: list[Tensor],
     ) -> None:
         same_rank = self.program.rank_of_stage[to] == self.comm.rank
         (local if same_rank else remote)[(to, key[1]) if same_rank else key] = tensors
@@ -218,7 +229,11 @@ class Interpreter:
     def _agree(self, rows: Float64) -> None:
         """Every rank reads the same loss, norm and wish to stop out of the one collective."""
         total = np.sum(rows, axis=0)  # exact: at most one rank has a value in each column but "stop"
-        self.outcome.loss, self.outcome.weight, self.outcome.stop = float(total[0]), float(total[1]), total[2] > 0
+        self.outcome.loss, self.outcome.weight, self.outcome.stop = (
+            float(total[0]),
+            float(total[1]),
+            total[2] > 0,
+        )
         all_norms = total[3:]
         if not np.isfinite(all_norms).all():
             self.outcome.worst = list(self.position)[int(np.argmin(np.isfinite(all_norms)))]

@@ -85,8 +85,9 @@ def _update_group(group: ParamGroup, settings: OptimizerSettings, lr: float) -> 
     if settings.kind == "adamw":
         adamw(
             params, grads, state[0], state[1], [], list(group.steps.unbind()),
-            foreach=False, capturable=False, differentiable=False, fused=False, has_complex=False, amsgrad=False,
-            beta1=settings.betas[0], beta2=settings.betas[1], lr=lr, weight_decay=decay, eps=settings.eps, maximize=False,
+            foreach=False, fused=False, capturable=False, differentiable=False, has_complex=False,
+            beta1=settings.betas[0], beta2=settings.betas[1], lr=lr, weight_decay=decay, eps=settings.eps,
+            amsgrad=False, maximize=False,
         )  # fmt: skip
         return
     momentum: list[Tensor | None] = list(state[0]) if state else [None] * len(params)

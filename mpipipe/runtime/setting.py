@@ -5,6 +5,8 @@ Part of `Numerics`: the same on every rank, and recorded, because each of them d
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mpipipe.errors import ConfigError
@@ -21,12 +23,13 @@ def set_gemm_route(route: str) -> None:
     torch reaches oneDNN for fp32 through its bf16 switch; on processors with matrix units (AMX) that
     really rounds to bf16, so the route is refused there. Raises ConfigError.
     """
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if route == "onednn" else "none"
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    matmul.fp32_precision = "bf16" if route == "onednn" else "none"
     if route != "onednn":
         return
     error, allowed = _relative_error(), 1e-5  # bf16 operands give 1e-3 to 1e-2
     if error > allowed:
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        matmul.fp32_precision = "none"
         raise ConfigError(
             f"kernels.gemm = onednn: oneDNN's product on this processor has a relative error of {error:.1e}, "
             f"fp32 allows {allowed:.0e} (it rounds to bf16 here); set kernels.gemm to mkl"

@@ -55,7 +55,9 @@ class Stage:
             edges = [get_gradient_edge(t) for t, p in zip(sent, code.sent, strict=True) if p.needs_grad]
             self._stash[micro] = _Stash([t for t in inputs if t.requires_grad], edges)
             for update, value in zip(code.updates, statistics, strict=True):
-                self._statistics.append((update.buffer, update.momentum, None if value is None else value.detach()))
+                self._statistics.append(
+                    (update.buffer, update.momentum, None if value is None else value.detach())
+                )
         return [t.detach() for t in sent]
 
     def backward(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:

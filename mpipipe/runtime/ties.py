@@ -18,10 +18,14 @@ from mpipipe.values import Graph
 
 
 class Ties:
-    def __init__(self, graph: Graph, cuts: Sequence[str], owner: dict[str, int], trained: frozenset[str]) -> None:
+    def __init__(
+        self, graph: Graph, cuts: Sequence[str], owner: dict[str, int], trained: frozenset[str]
+    ) -> None:
         starts = [0, *(graph.groups.index(c) for c in cuts)]
+
         def stage(group: int) -> int:
             return sum(start <= group for start in starts) - 1
+
         self.owner = owner
         self.uses: dict[str, tuple[int, ...]] = {t.param: t.groups for t in graph.ties if t.param in trained}
         self.stage_of_use = {(n, g): stage(g) for n, groups in self.uses.items() for g in groups}

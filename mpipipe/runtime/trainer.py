@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -19,7 +20,8 @@ from mpipipe.runtime.ties import Ties
 from mpipipe.runtime.weights import StageWeights
 from mpipipe.values import Plan, Program
 
-Load = Callable[[str, int, int, int, frozenset[str]], Batch]  # split, step, start, stop, keys
+Split = Literal["train", "val"]
+Load = Callable[[Split, int, int, int, frozenset[str]], Batch]  # split, step, start, stop, keys
 Bounds = tuple[tuple[int, int], ...]
 
 
@@ -111,7 +113,13 @@ class Trainer:
         return self._evaluations[n_micro]
 
     def _run(
-        self, program: Program, mode: Mode, split: str, step: int, bounds: Sequence[tuple[int, int]], stop: bool = False
+        self,
+        program: Program,
+        mode: Mode,
+        split: Split,
+        step: int,
+        bounds: Sequence[tuple[int, int]],
+        stop: bool = False,
     ) -> Outcome:
         def load(start: int, end: int, keys: frozenset[str]) -> Batch:
             return self.load(split, step, start, end, keys)

@@ -69,7 +69,11 @@ class Mailbox:
     """Receives of one program run. `targets(instr)` gives the tensors that an instruction fills."""
 
     def __init__(
-        self, comm: Communicator, instrs: Sequence[Instr], window: int, targets: Callable[[Instr], list[Tensor]]
+        self,
+        comm: Communicator,
+        instrs: Sequence[Instr],
+        window: int,
+        targets: Callable[[Instr], list[Tensor]],
     ) -> None:
         self._comm, self._window, self._targets = comm, max(1, window), targets
         self._waiting = deque(instrs)

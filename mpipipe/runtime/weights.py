@@ -70,7 +70,13 @@ class StageWeights:
     leaves: every (parameter, use) that the training code of this stage reads."""
 
     def __init__(
-        self, source: ModelSource, graph: Graph, stage: int, owner: dict[str, int], leaves: Sequence[Leaf], tied: str
+        self,
+        source: ModelSource,
+        graph: Graph,
+        stage: int,
+        owner: dict[str, int],
+        leaves: Sequence[Leaf],
+        tied: str,
     ) -> None:
         self.stage, self.tied = stage, tied
         used = {name for node in graph.nodes for name in node.params if node.group >= 0}
@@ -89,7 +95,9 @@ class StageWeights:
         self._source = source
 
         tied_groups = {tie.param: tie.groups for tie in graph.ties}
-        self.uses = {n: tied_groups[n] for n, _ in leaves if n in tied_groups and source.params[n].requires_grad}
+        self.uses = {
+            n: tied_groups[n] for n, _ in leaves if n in tied_groups and source.params[n].requires_grad
+        }
         self.leaves: dict[Leaf, Tensor] = {}
         self.extra = self._make_leaves(source, leaves, owner)
 
@@ -104,7 +112,9 @@ class StageWeights:
             groups.append(ParamGroup(decay, data, data.sibling(), steps=torch.zeros(len(shapes))))
         return groups
 
-    def _make_leaves(self, source: ModelSource, leaves: Sequence[Leaf], owner: dict[str, int]) -> dict[Leaf, Tensor]:
+    def _make_leaves(
+        self, source: ModelSource, leaves: Sequence[Leaf], owner: dict[str, int]
+    ) -> dict[Leaf, Tensor]:
         """Fills `self.leaves`; returns the accumulators of uses other than an owner's first."""
         extra: dict[Leaf, Tensor] = {}
         for name, use in leaves:

@@ -20,7 +20,9 @@ def save(comm: Communicator, folder: Path, tensors: Mapping[str, Tensor], order:
     mine = {key: (name, t.nbytes) for key, t in tensors.items()}
     where = {key: place for part in comm.allgather_object(mine) for key, place in part.items()}
     if comm.rank == 0:
-        write_index(folder, {key: where[key][0] for key in order}, sum(nbytes for _, nbytes in where.values()))
+        write_index(
+            folder, {key: where[key][0] for key in order}, sum(nbytes for _, nbytes in where.values())
+        )
     comm.barrier()
 
 
