@@ -116,7 +116,8 @@ def _export(module: nn.Module, source: ModelSource, specs: dict[str, TensorSpec]
         reason = str(error).strip().split("\n")[0]
         raise CaptureError(
             f"{_user_frame(error)}\n  cannot be captured: {type(error).__name__}: {reason}\n"
-            "  if it branches on the values of a tensor, write the branch with torch.where, or make it a constant of the model"
+            "  if it branches on the values of a tensor, write the branch with torch.where, or make it a "
+            "constant of the model"
         ) from error
 
 

@@ -96,7 +96,7 @@ def make_random_ops_ours(
         if twin is None:
             raise CaptureError(
                 f"{source_line(node)}\n  uses the random operator {node.target}, which has no reproducible "
-                "twin; use dropout, rand, randn, randint or bernoulli instead, or draw the numbers in the data set"
+                "twin; use dropout, rand, randn, randint or bernoulli, or draw the numbers in the data set"
             )
         node.meta["torch_op"] = node.target
         node.target = twin

@@ -56,6 +56,12 @@ class Variants:
         """Node name -> group; says which use of a parameter a node is."""
         return {n.name: n.group for n in self.graph.nodes}
 
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """Parameters that get a gradient, in canonical order: neither frozen nor unused."""
+        used = {name for node in self.graph.nodes for name in node.params if node.group >= 0}
+        return tuple(n for n, p in self.source.params.items() if p.requires_grad and n in used)
+
     def code(self, mode: Mode, rows: int, cuts: Sequence[str], stage: int) -> Code:
         """The code of one stage of one variant, under the cut of the plan."""
         key = mode, rows, tuple(cuts), stage

@@ -2,15 +2,18 @@
 
     Costs -> partition -> Layout -> program_for (schedule, check, lower, prove) -> predict -> Plan
 
-A plan that is given (resume, `--plan`) enters at `program_for`. The cuts are the exact minimum of
-the bottleneck; that this is also the shortest step is not claimed, `gap` bounds what is missing.
+A plan that is given (resume, `--plan`) enters at `program_for`. The search starts from
+the exact minimum of the bottleneck and goes on by simulated step time; that the result is the
+shortest step is not claimed, `gap` bounds what is missing.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import step_bound_s
@@ -22,6 +25,9 @@ from mpipipe.planner.simulate import simulate
 from mpipipe.planner.stages import bounds, stage_costs, stage_ties
 from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Tie, Timeline
 
+REFINE_WORK = 512  # stages x micro-batches up to which neighbouring cuts are simulated
+Cuts = tuple[int, ...]
+
 
 def make_plan(
     costs: Costs,
@@ -32,16 +38,63 @@ def make_plan(
     n_ranks: int,
 ) -> tuple[Plan, Program]:
     """Plan `n_ranks` stages, one per rank. Raises PlanError if no cut fits (see `partition`)."""
-    found = partition(costs, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied)
-    layout = Layout(
-        cuts=tuple(group_names[cut] for cut in found.cuts),
-        ranks=tuple((rank,) for rank in range(n_ranks)),
-        schedule=schedule,
-        receive_window=receive_window,
-    )
-    program = program_for(layout, numerics, costs.ties, group_names)
-    prediction, _ = predict(costs, layout, program, group_names)
-    return Plan(numerics, layout, prediction), program
+    program: Program | None = None
+
+    def plan(cuts: Cuts) -> Plan:
+        nonlocal program
+        layout = Layout(
+            cuts=tuple(group_names[cut] for cut in cuts),
+            ranks=tuple((rank,) for rank in range(n_ranks)),
+            schedule=schedule,
+            receive_window=receive_window,
+        )
+        if program is None or costs.ties:  # the order depends on the cuts through tied parameters alone
+            program = program_for(layout, numerics, costs.ties, group_names)
+        return Plan(numerics, layout, predict(costs, layout, program, group_names)[0])
+
+    starts = [
+        partition(c, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied).cuts
+        for c in (costs, _with_updates(costs, numerics.micro_batches))
+    ]
+    best = _refine(plan, starts, len(group_names), n_ranks * numerics.micro_batches)
+    return best, program_for(best.layout, numerics, costs.ties, group_names)
+
+
+def _with_updates(costs: Costs, n_micro: int) -> Costs:
+    """Costs whose backward carries its share of the step's one update: the bottleneck of these
+    balances m * (F + B) + STEP."""
+    share = costs.step_s_per_byte / n_micro
+    groups = [replace(g, bwd_weight_s=g.bwd_weight_s + share * g.param_bytes) for g in costs.groups]
+    return replace(costs, groups=tuple(groups))
+
+
+def _refine(plan: Callable[[Cuts], Plan], starts: Sequence[Cuts], n_groups: int, work: int) -> Plan:
+    """The best of some cuts by simulated step, then better ones one group away while there are any.
+
+    The bottleneck leaves out how a pipeline fills and the update; a simulation does not. `work`:
+    stages x micro-batches; a large program keeps the best start.
+    """
+    tried: dict[Cuts, Plan] = {}
+
+    def attempt(cuts: Cuts) -> Plan | None:
+        inside = all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
+        if inside and cuts not in tried:
+            try:
+                tried[cuts] = plan(cuts)
+            except PlanError:  # it does not fit into memory
+                return None
+        return tried.get(cuts)
+
+    best = min(dict.fromkeys(starts), key=lambda cuts: plan(cuts).prediction.step_s)
+    chosen = plan(best)
+    while work <= REFINE_WORK:
+        near = [(*best[:i], best[i] + d, *best[i + 1 :]) for i in range(len(best)) for d in (-1, 1)]
+        found = [(p.prediction.step_s, cuts) for cuts in near if (p := attempt(cuts)) is not None]
+        if not found or min(found)[0] >= chosen.prediction.step_s * (1 - 1e-9):
+            break
+        best = min(found)[1]
+        chosen = tried[best]
+    return chosen
 
 
 def program_for(
@@ -78,8 +131,8 @@ def predict(
     timeline = simulate(program, stage_costs(costs, cuts), costs.cluster, norm_s, ties)
     bound = step_bound_s(costs, program.n_micro, layout.n_stages, norm_s)
     step = timeline.makespan_s
-    base = [device.base_bytes for device in costs.cluster.devices]
-    peaks = tuple(peak + own for peak, own in zip(timeline.peak_bytes, base, strict=True))
+    devices = costs.cluster.devices
+    peaks = tuple(peak + devices[rank].base_bytes for rank, peak in enumerate(timeline.peak_bytes))
     _check_memory(peaks, costs.cluster)
     prediction = Prediction(
         step_s=step,

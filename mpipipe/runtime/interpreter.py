@@ -89,9 +89,8 @@ class Interpreter:
         self.n_stages = len(cuts) + 1
         self.pool, self.outbox = Pool(), Outbox(comm)
         self.blocks = {s: BlockSums(stage.weights.accumulators()) for s, stage in stages.items()}
-        trained = [name for stage in stages.values() for name in stage.weights.grad]
-        self.position = {name: i for i, name in enumerate(variants.source.params)}
-        self.trained_at = {name: self.position[name] for name in trained}
+        # only of what has a gradient, as torch does it: a zero between norms changes how their sum is rounded
+        self.position = {name: i for i, name in enumerate(variants.trained)}
         self.current: Instr | None = None  # for the message of an error
         self._handlers = {
             Op.F: self._forward, Op.B: self._backward, Op.NORM: self._norm, Op.STEP: self._step,
@@ -223,7 +222,7 @@ class Interpreter:
         row[:3] = self.outcome.loss, self.outcome.weight, self.job.stop
         for stage in self.stages.values():
             for name, value in norms(stage.weights).items():
-                row[3 + self.trained_at[name]] = value
+                row[3 + self.position[name]] = value
         self._agree(self.comm.allgather_array(row))
 
     def _agree(self, rows: Float64) -> None:
