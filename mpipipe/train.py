@@ -25,9 +25,9 @@ import torch
 from mpipipe import ops
 from mpipipe.cluster.agree import agree, code_version
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.launch import default_threads, launcher_on_terminal, launcher_rank
+from mpipipe.cluster.launch import binding_advice, default_threads, launcher_on_terminal, launcher_rank
 from mpipipe.cluster.memory import PeakMemory
-from mpipipe.cluster.mpi import connect
+from mpipipe.cluster.mpi import SPEAK_FIRST_S, connect
 from mpipipe.cluster.node import cores_available
 from mpipipe.config import Config, load
 from mpipipe.data import Dataset, open_dataset, prepare
@@ -53,7 +53,6 @@ from mpipipe.state.gather import save, weights_hash
 from mpipipe.state.rundir import create
 from mpipipe.values import Costs, Numerics, Plan, Report, Timeline, from_json, to_json
 
-SPEAK_FIRST_S = 2.0  # an error that all ranks meet is printed by rank 0, before the others end the job
 KEPT_STEPS = 50  # of which the timeline is remembered
 
 
@@ -100,6 +99,8 @@ def train(comm: Communicator, config: Config) -> Report:
     dataset = open_dataset(config, run_dir)
     with _progress(comm, config, run_dir) as log:
         log.say(f"mpipipe: {comm.size} ranks x {numerics.threads} threads, run folder {run_dir}")
+        if advice := _advice(comm, numerics.threads):
+            log.say(f"note: {advice}")
         run = _Run(comm, config, numerics, dataset, run_dir, log, memory)
         return run.all()
 
@@ -131,6 +132,13 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
         kind=t.optimizer, lr=t.lr, betas=t.betas, eps=t.eps, momentum=t.momentum, weight_decay=t.weight_decay,
         warmup=t.warmup, min_lr_ratio=t.min_lr_ratio, steps=t.steps, clip=t.clip,
     )  # fmt: skip
+
+
+def _advice(comm: Communicator, threads: int) -> str | None:
+    """About threads and cores of the first node. Collective."""
+    cores = comm.allgather_object(cores_available())
+    on_first = [c for c, node in zip(cores, comm.node_of_rank, strict=True) if node == 0]
+    return binding_advice(len(frozenset().union(*on_first)), len(on_first), threads, len(cores[0]))
 
 
 def _progress(comm: Communicator, config: Config, run_dir: Path) -> Progress | _Silent:

@@ -98,6 +98,24 @@ def default_threads(comm: Communicator, cores: frozenset[int]) -> int:
     return max(1, min(len(by_node[node]) // ranks[node] for node in by_node))
 
 
+def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> str | None:
+    """What is amiss with threads and cores, with the next move; None when nothing is.
+
+    cores: of the node's ranks together; bound: that this rank may use.
+    """
+    if threads > bound:
+        return (
+            f"{threads} threads per rank share {bound} cores: the launcher bound this rank; start with "
+            f"`mpirun --bind-to none` or `--map-by slot:PE={threads}`, or set pipeline.threads={bound}"
+        )
+    if ranks_on_node * threads < cores:
+        return (
+            f"{ranks_on_node} ranks x {threads} threads leave {cores - ranks_on_node * threads} of {cores} cores "
+            "idle; start more ranks, or set pipeline.threads (changes the bits of the run)"
+        )
+    return None
+
+
 def launcher_on_terminal(proc: Path = Path("/proc")) -> bool:
     """Whether what started this process writes to a terminal. mpirun gives its ranks a terminal of
     their own and copies it to wherever it writes itself, so their own `isatty` says nothing."""

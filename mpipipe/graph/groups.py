@@ -19,7 +19,7 @@ from __future__ import annotations
 from torch import fx
 
 from mpipipe.graph.anatomy import Anatomy, aliased_inputs, output_specs, spec_of
-from mpipipe.graph.rewrite import schema_name
+from mpipipe.graph.rewrite import op_text, schema_name
 from mpipipe.graph.source import ModelSource
 from mpipipe.values import Graph, Node, TensorSpec, Tie
 
@@ -85,7 +85,7 @@ def make_graph(anatomy: Anatomy, source: ModelSource) -> Graph:
                 uses.setdefault(name, set()).add(group)
         inputs = tuple(names[n] for n in node.all_input_nodes if n in names)
         path = c.name[node].rsplit("/", 1)[0]
-        nodes.append(Node(c.name[node], str(node.target), inputs, output_specs(node), reads, group, path))
+        nodes.append(Node(c.name[node], op_text(node), inputs, output_specs(node), reads, group, path))
     first: dict[int, str] = {}
     for node, group in groups.items():
         first.setdefault(group, c.name[node])

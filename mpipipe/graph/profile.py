@@ -22,6 +22,7 @@ from mpipipe.graph.anatomy import Anatomy, output_specs
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Port, extract
 from mpipipe.graph.groups import group_of
+from mpipipe.graph.rewrite import op_text
 from mpipipe.graph.source import TRACING
 from mpipipe.values import Graph, GroupCost, TensorSpec, digest
 
@@ -102,8 +103,8 @@ def _key(anatomy: Anatomy, code: Code) -> str:
             {k: v for k, v in node.kwargs.items() if k != "key"}, lambda n: f"%{index[n]}"
         )
         shapes = output_specs(node) if "val" in node.meta and node.op == "call_function" else ()
-        target = node.target if node.op == "call_function" else node.op
-        lines.append(f"{target} {args} {kwargs} {shapes}")
+        op = op_text(node) if node.op == "call_function" else node.op
+        lines.append(f"{op} {args} {kwargs} {shapes}")
     return digest(*lines)
 
 

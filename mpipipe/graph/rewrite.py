@@ -53,6 +53,12 @@ def schema_name(node: fx.Node) -> str:
     return schema.name if schema is not None else getattr(node.target, "__name__", str(node.target))
 
 
+def op_text(node: fx.Node) -> str:
+    """`aten.linear.default`, or the name of a plain function: the same text in every process."""
+    target = node.meta.get("torch_op", node.target)
+    return str(target) if schema_of(node) is not None else getattr(target, "__name__", str(target))
+
+
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes whose tensors an in-place operator writes."""
     schema = schema_of(node)

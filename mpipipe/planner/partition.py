@@ -98,7 +98,8 @@ def _check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> N
 def _explain(problem: _Problem, best: Float64, schedule: str, n_micro: int) -> str:
     """Which stage cannot begin or finish, what it lacks at the least, and what would do."""
     stage, first, end, short = _misfit(problem, best)
-    names, has = problem.costs.groups, problem.memory[stage]
+    names, device = problem.costs.groups, problem.costs.cluster.devices[stage]
+    taken = f", of which {device.base_bytes} are taken before any weight" if device.base_bytes else ""
     what = f"group {first} {names[first].name!r}" + (
         f" to group {end - 1} {names[end - 1].name!r}" if end - first > 1 else ""
     )
@@ -109,8 +110,9 @@ def _explain(problem: _Problem, best: Float64, schedule: str, n_micro: int) -> s
         else "no number of stages would do: give more memory or use smaller micro-batches"
     )
     return (
-        f"stage {stage} of {len(problem.live)} (rank {stage}, {has} bytes) cannot hold {what}: "
-        f"{short} bytes short with schedule {schedule!r} and {n_micro} micro-batches; {move}"
+        f"stage {stage} of {len(problem.live)} (rank {stage}, {device.memory_bytes} bytes{taken}) "
+        f"cannot hold {what}: {short} bytes short with schedule {schedule!r} and {n_micro} micro-batches; "
+        f"{move}"
     )
 
 

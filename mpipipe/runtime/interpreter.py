@@ -91,7 +91,6 @@ class Interpreter:
         self.blocks = {s: BlockSums(stage.weights.accumulators()) for s, stage in stages.items()}
         # only of what has a gradient, as torch does it: a zero between norms changes how their sum is rounded
         self.position = {name: i for i, name in enumerate(variants.trained)}
-        self.current: Instr | None = None  # for the message of an error
         self._handlers = {
             Op.F: self._forward, Op.B: self._backward, Op.NORM: self._norm, Op.STEP: self._step,
             Op.SEND_ACT: self._send_act, Op.RECV_ACT: self._recv_act,
@@ -117,13 +116,16 @@ class Interpreter:
         receives = [i for i in instrs if i.op in RECVS]
         self.mailbox = Mailbox(self.comm, receives, program.receive_window, self._targets)
         for i, instr in enumerate(instrs):
-            self.current = instr
             self.outcome.times[i, 0] = time.perf_counter()
-            with TRACING if instr.op in COMPUTE else nullcontext():
-                self._handlers[instr.op](instr)
+            try:
+                with TRACING if instr.op in COMPUTE else nullcontext():
+                    self._handlers[instr.op](instr)
+            except Exception as error:
+                where = f"rank {self.comm.rank}, stage {instr.stage}, instruction {instr}"
+                error.add_note(f"in {where} ({i + 1} of {len(instrs)}), {job.mode} step {job.step}")
+                raise
             self.outcome.times[i, 1] = time.perf_counter()
         self.outbox.wait_all()
-        self.current = None
         return self.outcome
 
     def code(self, stage: int, micro: int) -> Code:

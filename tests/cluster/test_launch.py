@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from mpipipe.cluster.comm import Communicator, number_nodes
-from mpipipe.cluster.launch import check_world, default_threads, launcher_rank, needs_sharing, ranks_per_node
+from mpipipe.cluster.launch import (
+    binding_advice,
+    check_world,
+    default_threads,
+    launcher_rank,
+    needs_sharing,
+    ranks_per_node,
+)
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import LaunchError
 
@@ -90,3 +97,9 @@ def test_threads_fill_the_fullest_node_and_are_the_same_everywhere() -> None:
 def test_nodes_are_numbered_by_their_lowest_rank() -> None:
     assert number_nodes([7, 7, 3, 7, 3]) == (0, 0, 1, 0, 1)
     assert run_local(3, ranks_per_node, node_of_rank=(0, 1, 0)) == [(2, 1)] * 3
+
+
+def test_threads_that_share_a_core_and_idle_cores_are_named_with_the_next_move() -> None:
+    assert binding_advice(cores=8, ranks_on_node=2, threads=4, bound=4) is None
+    assert "--map-by slot:PE=4" in str(binding_advice(cores=8, ranks_on_node=2, threads=4, bound=1))
+    assert "leave 4 of 8 cores idle" in str(binding_advice(cores=8, ranks_on_node=4, threads=1, bound=2))
