@@ -21,6 +21,7 @@ import pytest
 from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.append(str(Path(__file__).parent))  # for `import tiny`: pytest's importlib mode adds no folder
 TESTBED = os.environ.get("MPIPIPE_TESTBED")
 MEETING_S = 120.0  # how long a rank waits for the others after a test
 

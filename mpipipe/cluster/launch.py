@@ -108,11 +108,9 @@ def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> 
             f"{threads} threads per rank share {bound} cores: the launcher bound this rank; start with "
             f"`mpirun --bind-to none` or `--map-by slot:PE={threads}`, or set pipeline.threads={bound}"
         )
-    if ranks_on_node * threads < cores:
-        return (
-            f"{ranks_on_node} ranks x {threads} threads leave {cores - ranks_on_node * threads} of {cores} cores "
-            "idle; start more ranks, or set pipeline.threads (changes the bits of the run)"
-        )
+    idle = cores - ranks_on_node * threads
+    if idle > 0:
+        return f"{ranks_on_node} ranks x {threads} threads leave {idle} of {cores} cores idle; start more ranks, or set pipeline.threads (changes the bits of the run)"
     return None
 
 
