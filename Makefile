@@ -18,6 +18,8 @@ ARGS ?=#                 more arguments: ARGS="train.steps=100 pipeline.micro_ba
 MPI_SIZES ?= 1 2 3 4#    numbers of ranks for test-mpi
 MPI_TIMEOUT ?= 600#      seconds for each
 K ?=#                    pytest arguments for any test target: K="-k dropout -x"
+# -- choices of `make bench` ---------------------------------------------------------------------
+BENCH ?= bench#          bench, overhead or memory_1b; its options: ARGS="--rounds 3"
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -81,8 +83,8 @@ format: setup ## lay the code out as lint wants it
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: setup ## the benchmarks, with the machine's own figures beside them
-	$(PY) -m benchmarks $(ARGS)
+bench: setup ## one benchmark, BENCH, a JSON line for each result; see benchmarks/README.md
+	@$(PY) -m benchmarks.$(strip $(BENCH)) $(ARGS)
 
 clean: ## remove all that was built; runs/ stays
 	rm -rf $(VENV) build *.egg-info mpipipe/_kernels.*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -110,7 +110,8 @@ def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> 
         )
     idle = cores - ranks_on_node * threads
     if idle > 0:
-        return f"{ranks_on_node} ranks x {threads} threads leave {idle} of {cores} cores idle; start more ranks, or set pipeline.threads (changes the bits of the run)"
+        use = f"{ranks_on_node} ranks x {threads} threads leave {idle} of {cores} cores idle"
+        return f"{use}; start more ranks, or set pipeline.threads (changes the bits of the run)"
     return None
 
 
