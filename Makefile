@@ -56,9 +56,10 @@ train: setup ## train CONFIG on N ranks of this machine
 test: setup lint test-fast test-slurm test-mpi ## all of the checks below but test-full
 
 test-fast: setup ## tests without MPI, under a minute
-	$(PY) -m pytest -m "not mpi and not slurm and not full" $(K)
+	$(PY) -m pytest -m "not mpi and not jobs and not slurm and not full" $(K)
 
-test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI
+test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of how its jobs end
+	$(PY) -m pytest -m jobs $(K)
 	@for n in $(MPI_SIZES); do \
 		OMP_NUM_THREADS=1 timeout -k 10 $(MPI_TIMEOUT) .ci/launch $$n $(PY) -m pytest \
 			tests/mpi --with-mpi -m "mpi$(if $(FULL),, and not full)" $(K) </dev/null || \
@@ -70,7 +71,7 @@ test-slurm: setup ## tests under Slurm, when MPIPIPE_TESTBED names the test bed
 		"test-slurm: no MPIPIPE_TESTBED, not run")
 
 test-full: setup lint ## everything, the slow tests included
-	$(PY) -m pytest -m "not mpi and not slurm" $(K)
+	$(PY) -m pytest -m "not mpi and not jobs and not slurm" $(K)
 	$(MAKE) test-slurm test-mpi FULL=1
 
 lint: setup ## ruff, mypy, and the rules on who may import whom

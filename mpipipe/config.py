@@ -75,7 +75,7 @@ class SyntheticConfig(Section):
 class TrainConfig(Section):
     steps: Positive = 200  # optimizer steps
     batch: Positive = 16  # samples per step, over all micro-batches
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd keeps less state, adamw needs less tuning
     lr: Above0 = 3e-4  # highest learning rate; adamw 3e-4 to 3e-3, sgd 1e-2 to 1e-1
     betas: Annotated[tuple[Share, Share], Strict(False)] = (0.9, 0.95)  # decays of adamw's two means
     eps: Above0 = 1e-8  # adamw's guard against division by zero

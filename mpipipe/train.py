@@ -50,7 +50,7 @@ from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.files import write_text
 from mpipipe.state.gather import save, weights_hash
-from mpipipe.state.rundir import create
+from mpipipe.state.rundir import METRICS, create
 from mpipipe.values import Costs, Numerics, Plan, Report, Timeline, from_json, to_json
 
 KEPT_STEPS = 50  # of which the timeline is remembered
@@ -191,7 +191,7 @@ class _Run:
         plan, predicted = self.plan(costs)
         self.log.say(describe(plan, costs, time.perf_counter() - started))
         trainer = Trainer(self.comm, self.variants, plan, self.settings, self.dataset.batch)
-        with _stop_signals() as asked, Metrics(self.run_dir / "metrics.jsonl") as metrics:
+        with _stop_signals() as asked, Metrics(self.run_dir / METRICS) as metrics:
             last, val_loss = self.loop(trainer, metrics, asked)
         return self.end(trainer, plan, predicted, last, val_loss, asked)
 
@@ -265,6 +265,7 @@ class _Run:
         peaks = tuple(comm.allgather_object(self.memory.nbytes))
         text = generate(trainer, self.dataset, self.config.sample, self.numerics.seed)
         step_s = float(np.median(list(self.step_s)[1:] or self.step_s))
+        signals = [name for names in comm.allgather_object(asked) for name in names[:1]]
         report = Report(
             val_loss=val_loss,
             unigram_entropy=comm.bcast_object(self.dataset.unigram_entropy if comm.rank == 0 else None),
@@ -279,7 +280,7 @@ class _Run:
             steps=self.done,
             final_loss=last.loss / last.weight,
             plan_hash=plan.hash,
-            stopped_by=asked[0] if asked else None,
+            stopped_by=signals[0] if last.stop else None,
         )
         if comm.rank == 0:
             self._write(report, predicted, measured, text)
@@ -309,7 +310,9 @@ def _timeline(trainer: Trainer, times: Sequence[np.ndarray[Any, Any]]) -> Timeli
 
 @contextmanager
 def _stop_signals() -> Iterator[list[str]]:
-    """SIGTERM and Ctrl-C ask for a stop after the current step; the list then holds the name.
+    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop after the current step; the list then holds the name.
+
+    SIGUSR1 because it is what mpirun hands on without killing its ranks a second later.
 
     A second Ctrl-C interrupts at once.
     """
@@ -320,7 +323,7 @@ def _stop_signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         asked.append(signal.Signals(number).name)
 
-    before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
+    before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         yield asked
     finally:

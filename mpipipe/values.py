@@ -125,7 +125,7 @@ class Link(Value):
 class Device(Value):
     """What one rank computes on."""
 
-    kind: str  # "cpu:<instruction set>"
+    kind: str  # "AMD EPYC 9654, AVX512"
     speed: float  # relative to the device on which the costs were taken; 1.0 = the same
     memory_bytes: int  # this rank's share
     threads: int

@@ -40,4 +40,7 @@ echo "train.sh: $env has $mpi; $n ranks on $SLURM_JOB_NUM_NODES nodes start with
 
 export PRTE_MCA_hwloc_default_binding_policy=none # ranks have threads, and a node may claim cores it has not
 [ "$(id -u)" != 0 ] || export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-exec "${launch[@]}" -n "$n" "$env/bin/python" -m mpipipe.train "$@" # exec: Slurm's signals reach the launcher
+# mpirun kills its ranks within a second of a SIGTERM, but hands SIGUSR1 on: they stop after the current step.
+"${launch[@]}" -n "$n" "$env/bin/python" -m mpipipe.train "$@" & child=$!
+trap 'kill -USR1 $child' TERM INT USR1
+while wait "$child" && rc=0 || rc=$?; do kill -0 "$child" 2>/dev/null || exit "$rc"; done

@@ -1,6 +1,7 @@
 """Rules that hold for every test: markers, hypothesis, no network, and pytest as one of many MPI ranks.
 
 mpi     runs under `mpirun -n 1..4` (make test-mpi): collected and run by every rank in one order
+jobs    starts ranks by itself, from one process (make test-mpi)
 slurm   needs the test bed that MPIPIPE_TESTBED names; with it a skip counts as a failure
 full    takes minutes (make test-full)
 """

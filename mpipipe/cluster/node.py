@@ -24,6 +24,15 @@ def cores_available(root: Path = ROOT) -> frozenset[int]:
     return frozenset(cores[: max(1, math.floor(min(quota, len(cores))))])
 
 
+def processor(root: Path = ROOT) -> str:
+    """The processor's model name, or its architecture where the kernel gives none."""
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return os.uname().machine
+
+
 def memory_available_bytes(environ: Mapping[str, str], root: Path = ROOT) -> int:
     """Bytes that this node can still give to this process's job: free memory, the limits of its
     control groups and of Slurm (which it may enforce by a kill instead of a control group)."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 POKE_S = 0.0005  # between two pokes: 4 MB take about 1 ms, so a transfer loses half a period at most
+POKE_MAX_S, POKE_GROWTH = 0.005, 1.3  # what was not moved soon after its post waits for a busy peer
 SPIN_S = 0.05  # a free core is not slept on before: no wake-up delay on the way of a step
 YIELDS = 20  # a shared core is slept on after as many turns
 LATE = 0.01  # a sleep is at most this share of the time already waited
@@ -36,20 +37,22 @@ def spin_until(done: Callable[[], bool], share_core: bool) -> None:
 
 
 class Progress:
-    """A daemon thread that calls `poke` every `POKE_S` while `busy()`; asleep otherwise.
+    """A daemon thread that calls `poke` while `busy()`: every `POKE_S` after a post, then ever more
+    seldom, since each poke takes the core from the computing thread; asleep otherwise.
 
     `poke` must not touch the requests of the main thread: two threads may not test one request.
     """
 
     def __init__(self, poke: Callable[[], object], busy: Callable[[], bool]) -> None:
         self._poke, self._busy = poke, busy
-        self._wake, self._ended = threading.Event(), False
+        self._wake, self._ended, self._period_s = threading.Event(), False, POKE_S
         self._thread = threading.Thread(target=self._run, name="mpipipe-progress", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # before MPI_Finalize, which must not meet a poke
 
     def wake(self) -> None:
         """There is something to move now. Cheap when awake."""
+        self._period_s = POKE_S
         if not self._wake.is_set():
             self._wake.set()
 
@@ -63,7 +66,8 @@ class Progress:
         while not self._ended:
             if self._busy():
                 self._poke()
-                time.sleep(POKE_S)
+                time.sleep(self._period_s)
+                self._period_s = min(self._period_s * POKE_GROWTH, POKE_MAX_S)
             else:
                 self._wake.clear()
                 # a post between the question and clear() must not be slept through: ask again

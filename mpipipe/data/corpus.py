@@ -44,10 +44,20 @@ def _stdlib_files() -> Iterator[Path]:
 
 
 def _folder_files(folder: Path) -> Iterator[Path]:
-    """All visible files under `folder` in name order, without caches, installed packages and tests."""
+    """All visible text files under `folder` in name order, without caches, installed packages, tests."""
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in _SKIPPED and not f.startswith("."))
-        yield from (Path(root) / f for f in sorted(files) if not f.startswith("."))
+        visible = (Path(root) / f for f in sorted(files) if not f.startswith("."))
+        yield from (f for f in visible if _is_text(f))
+
+
+def _is_text(file: Path) -> bool:
+    """As git and grep decide it: no zero byte near the start."""
+    try:
+        with file.open("rb") as start:
+            return b"\0" not in start.read(8192)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); mend or remove it") from error
 
 
 def _join(files: list[Path], target: Path) -> None:

@@ -17,11 +17,8 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from mpipipe.graph.capture import Captured
-from mpipipe.graph.rewrite import mutated_inputs, schema_name, schema_of
+from mpipipe.graph.rewrite import aliased_inputs, mutated_inputs
 from mpipipe.values import TensorSpec
-
-# operators that may return their input itself, though their schema does not say so
-_MAYBE_ALIAS = {"aten::contiguous", "aten::reshape", "aten::to", "aten::flatten", "aten::dropout"}
 
 
 def spec_of(node: fx.Node) -> TensorSpec:
@@ -42,20 +39,6 @@ def output_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
 def needs_grad(node: fx.Node) -> bool:
     value = node.meta["val"]
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs that a node's result may share memory with."""
-    if getattr(node.target, "__name__", "") in ("getitem", "_item"):
-        return [node.args[0]]  # type: ignore[list-item]
-    schema = schema_of(node)
-    if schema is None:
-        return []
-    pairs = zip(schema.arguments, node.args, strict=False)
-    found = [v for a, v in pairs if a.alias_info is not None and isinstance(v, fx.Node)]
-    if not found and schema_name(node) in _MAYBE_ALIAS and isinstance(node.args[0], fx.Node):
-        found.append(node.args[0])
-    return found
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ by torch itself at run time and every operator keeps torch's own bits.
 from __future__ import annotations
 
 import inspect
-import sysconfig
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,7 +27,7 @@ from mpipipe.graph.rewrite import (
     schema_name,
     source_line,
 )
-from mpipipe.graph.source import TRACING, ModelSource
+from mpipipe.graph.source import TRACING, ModelSource, user_frame
 from mpipipe.values import TensorSpec
 
 Mode = Literal["train", "eval", "predict"]
@@ -108,27 +106,39 @@ def warm_up_tracer() -> None:
 
 def _export(module: nn.Module, source: ModelSource, specs: dict[str, TensorSpec]) -> fx.GraphModule:
     try:
-        with TRACING, source.fake_mode:
+        with TRACING, source.fake_mode, _no_assignments(source.module):
             batch = {k: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for k, s in specs.items()}
             program = torch.export.export(module, (batch,), strict=False)
         return program.module(check_guards=False)
+    except CaptureError as error:
+        raise CaptureError(f"{user_frame(error)}\n  {error}") from error
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise CaptureError(
-            f"{_user_frame(error)}\n  cannot be captured: {type(error).__name__}: {reason}\n"
+            f"{user_frame(error)}\n  cannot be captured: {type(error).__name__}: {reason}\n"
             "  if it branches on the values of a tensor, write the branch with torch.where, or make it a "
             "constant of the model"
         ) from error
 
 
-def _user_frame(error: Exception) -> str:
-    """The innermost line of the traceback that is neither torch's, Python's nor ours."""
-    ours, python = str(Path(__file__).parent), sysconfig.get_path("stdlib")
-    user = [
-        f for f in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in f.filename and not f.filename.startswith((ours, python, "<"))
-    ]  # fmt: skip
-    return f'File "{user[-1].filename}", line {user[-1].lineno}: {user[-1].line}' if user else "the model"
+@contextmanager
+def _no_assignments(model: nn.Module) -> Iterator[None]:
+    """Refuses `self.buffer = value` in forward: torch's tracer drops it, for any module but the outermost."""
+    modules = {id(m) for m in model.modules()}
+
+    def check(module: nn.Module, name: str, value: Tensor) -> None:
+        if id(module) in modules and value is not module._buffers.get(name, value):
+            raise CaptureError(
+                f"assigns the buffer {name!r} of {type(module).__name__}; only BatchNorm statistics and "
+                "counters (`buffer.add_(1)`) are supported: return it as an output, or keep it outside of "
+                "forward"
+            )
+
+    hook = nn.modules.module.register_module_buffer_registration_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _drop_checks(graph: fx.Graph) -> None:
@@ -174,7 +184,15 @@ class _Propagate(fx.Interpreter):
     """Runs the graph on fake tensors and keeps each result: shape, dtype, strides, requires_grad."""
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise CaptureError(
+                f"{source_line(n)}\n  cannot be captured: {n.target} needs the values of a tensor, or does "
+                f"not fit its inputs ({type(error).__name__}: {reason}); compute with tensors instead of "
+                "`.item()`"
+            ) from error
         n.meta["val"] = result
         return result
 

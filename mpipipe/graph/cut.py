@@ -195,10 +195,22 @@ def weight_code(anatomy: Anatomy) -> Code | float:
     weight = anatomy.captured.weight
     if not isinstance(weight, fx.Node):
         return float(weight or 0.0)
-    code_of = set(anatomy.captured.inputs) | anatomy.free
-    if weight not in code_of:
+    made_by = _ancestors(weight)
+    model = {*anatomy.captured.param, *anatomy.captured.buffer, *(anatomy.captured.rng or ())}
+    if not made_by.isdisjoint(model):
         raise PlanError(
             "the weight of the loss depends on the model's outputs; it must be known before the first "
             "backward: compute it from the batch (the labels) alone"
         )
-    return extract(anatomy, [], [], [weight], [], {})
+    body = [n for n in anatomy.operators if n in made_by and n not in anatomy.free]
+    return extract(anatomy, body, [], [weight], [], {})
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is made of."""
+    seen, todo = {node}, [node]
+    while todo:
+        new = [n for n in todo.pop().all_input_nodes if n not in seen]
+        seen.update(new)
+        todo += new
+    return seen

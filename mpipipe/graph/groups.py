@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from mpipipe.graph.anatomy import Anatomy, aliased_inputs, output_specs, spec_of
-from mpipipe.graph.rewrite import op_text, schema_name
+from mpipipe.graph.anatomy import Anatomy, output_specs, spec_of
+from mpipipe.graph.rewrite import aliased_inputs, op_text, schema_name
 from mpipipe.graph.source import ModelSource
 from mpipipe.values import Graph, Node, TensorSpec, Tie
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -26,8 +25,8 @@ from mpipipe.graph.rewrite import op_text
 from mpipipe.graph.source import TRACING
 from mpipipe.values import Graph, GroupCost, TensorSpec, digest
 
-REPEATS = 3
-LONG_S = 1.0  # a group that takes longer is timed once, after its warm-up
+REPEATS = 7  # the shortest counts: what else runs on the machine only ever adds
+LONG_S = 0.5  # seconds for all repeats of a group; one that takes longer is timed once, after its warm-up
 
 
 @dataclass(frozen=True)
@@ -124,18 +123,18 @@ class Profiler:
         code = piece.code
         received, rest = [_fill(p.spec, p) for p in code.received], self._rest(code)
         saved = self._saved(piece, received, rest)
-        both = [self._once(code, received, rest, True)]
-        repeats = REPEATS if sum(both[0]) < LONG_S else 1
+        cold = sum(self._once(code, received, rest, True))  # dropped: 5 to 100 % slower
+        repeats = min(REPEATS, max(1, round(LONG_S / max(cold, 1e-9))))
         both = [self._once(code, received, rest, True) for _ in range(repeats)]
-        forward, backward = (float(np.median(column)) for column in zip(*both, strict=True))
-        total = [f + b for f, b in both]
+        forward, backward = (min(column) for column in zip(*both, strict=True))
+        total = sorted(f + b for f, b in both)
         into = backward
         if code.leaves and any(p.needs_grad for p in code.received):
-            into = float(np.median([self._once(code, received, rest, False)[1] for _ in range(repeats)]))
+            into = min(self._once(code, received, rest, False)[1] for _ in range(repeats))
         elif not any(p.needs_grad for p in code.received):
             into = 0.0
         into = min(into, backward)
-        spread = (max(total) - min(total)) / max(min(total), 1e-9) if len(total) > 1 else 0.0
+        spread = total[len(total) // 2] / max(total[0], 1e-9) - 1.0
         return Sample(forward, into, backward - into, spread, *saved)
 
     def _rest(self, code: Code) -> list[object]:
@@ -179,24 +178,24 @@ class Profiler:
         self, piece: Piece, received: Sequence[Tensor], rest: Sequence[object]
     ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """(bytes saved of its own making, indices of received and of sent tensors that are saved)."""
-        storages: dict[int, Tensor] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
 
-        def pack(t: Tensor) -> Tensor:
-            storages.setdefault(t.untyped_storage().data_ptr(), t)
-            return t
+        def pack(t: Tensor) -> None:  # a tensor kept here would keep its graph, and so itself, for ever
+            storage = t.untyped_storage()
+            storages.setdefault(storage.data_ptr(), storage)
 
         code = piece.code
         inputs = [
             t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
         ]
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.empty(0))
         with torch.enable_grad(), hooks, autocast(self.precision):
             sent, _ = code.forward(*inputs, *rest)
         params = {t.untyped_storage().data_ptr() for t in rest if isinstance(t, Tensor) and t.requires_grad}
         of_received = [t.untyped_storage().data_ptr() for t in inputs]
         of_sent = [t.untyped_storage().data_ptr() for t in sent]
         known = params | set(of_received) | set(of_sent)
-        own = sum(t.untyped_storage().nbytes() for p, t in storages.items() if p not in known)
+        own = sum(storage.nbytes() for p, storage in storages.items() if p not in known)
         return (
             own,
             tuple(i for i, p in enumerate(of_received) if p in storages),

@@ -13,6 +13,7 @@ recomputation may run it as often as they like.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from torch import Tensor, fx
 
 from mpipipe import ops
 from mpipipe.errors import CaptureError
+
+_HERE = str(Path(__file__).parent)
+# operators that may return their input itself, though their schema does not say so
+_MAYBE_ALIAS = {"aten::contiguous", "aten::reshape", "aten::to", "aten::flatten", "aten::dropout"}
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,13 @@ class BufferUpdate:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line that made a node: the innermost frame outside of torch."""
+    """The user's line that made a node: the innermost frame outside of torch and of capture itself,
+    which calls the loss; torch keeps the frames of modules only."""
     frames = [f.strip() for f in (node.stack_trace or "").split("File ") if f.strip()]
-    user = [f for f in frames if "/torch/" not in f.split(",")[0]] or frames
-    return "File " + " ".join(user[-1].split()) if user else "(source line unknown)"
+    user = [f for f in frames if "/torch/" not in f.split(",")[0] and not f.startswith(f'"{_HERE}')]
+    if not user:
+        return "in the loss" if frames else "(source line unknown)"
+    return "File " + " ".join(user[-1].split())
 
 
 def schema_of(node: fx.Node) -> Any:
@@ -57,6 +65,27 @@ def op_text(node: fx.Node) -> str:
     """`aten.linear.default`, or the name of a plain function: the same text in every process."""
     target = node.meta.get("torch_op", node.target)
     return str(target) if schema_of(node) is not None else getattr(target, "__name__", str(target))
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a node's result may share memory with."""
+    if getattr(node.target, "__name__", "") in ("getitem", "_item"):
+        return [node.args[0]]  # type: ignore[list-item]
+    schema = schema_of(node)
+    if schema is None:
+        return []
+    pairs = zip(schema.arguments, node.args, strict=False)
+    found = [v for a, v in pairs if a.alias_info is not None and isinstance(v, fx.Node)]
+    if not found and schema_name(node) in _MAYBE_ALIAS and isinstance(node.args[0], fx.Node):
+        found.append(node.args[0])
+    return found
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory this one shows: itself, or what it is a view of."""
+    while sources := aliased_inputs(node):
+        node = sources[0]
+    return node
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
@@ -120,23 +149,25 @@ def make_buffers_functional(
             updates += _split_batch_norm(graph, node, names, buffer_of)
     for node in list(graph.nodes):
         for target in mutated_inputs(node):
-            if target in buffer_of:
-                updates.append(_counter(node, buffer_of[target]))
+            if memory_of(target).op == "get_attr":
+                updates.append(_counter(node, target, buffer_of))
                 graph.erase_node(node)
     return updates
 
 
-def _counter(node: fx.Node, buffer: str) -> BufferUpdate:
-    if schema_name(node) != "aten::add_" or node.args[1] != 1 or node.users:
+def _counter(node: fx.Node, target: fx.Node, buffer_of: dict[fx.Node, str]) -> BufferUpdate:
+    counts = schema_name(node) == "aten::add_" and node.args[1] == 1 and not node.users
+    if target not in buffer_of or not counts:
+        name = str(memory_of(target).target).removeprefix("model.")
         raise CaptureError(
-            f"{source_line(node)}\n  changes the buffer {buffer!r} in place by {node.target}; only "
+            f"{source_line(node)}\n  changes {name!r} of the model in place by {node.target}; only "
             "BatchNorm statistics and counters (`buffer.add_(1)`) are supported: return it as an output, "
             "or keep it outside of forward"
         )
     user = node.next
     while user.op != "call_function":  # a counter belongs to the operator that follows it
         user = user.next
-    return BufferUpdate(buffer, None, None, user)
+    return BufferUpdate(buffer_of[target], None, None, user)
 
 
 def _split_batch_norm(

@@ -16,13 +16,16 @@ by the first parameter (in canonical order) that depends on it and its ordinal t
 from __future__ import annotations
 
 import hashlib
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -40,6 +43,16 @@ def _storage(t: torch.Tensor) -> int:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
+
+
+def user_frame(error: Exception) -> str:
+    """The innermost line of the traceback that is neither torch's, Python's nor ours."""
+    ours, python = str(Path(__file__).parent), sysconfig.get_path("stdlib")
+    user = [
+        f for f in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in f.filename and not f.filename.startswith((ours, python, "<"))
+    ]  # fmt: skip
+    return f'File "{user[-1].filename}", line {user[-1].lineno}: {user[-1].line}' if user else "the model"
 
 
 class _Tape(TorchDispatchMode):
@@ -67,8 +80,15 @@ class ModelSource:
         self.seed = seed
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         tape = _Tape()
-        with TRACING, self.fake_mode, tape:
-            self.module = factory()
+        try:
+            with TRACING, self.fake_mode, tape:
+                self.module = factory()
+        except DataDependentOutputException as error:
+            raise CaptureError(
+                f"{user_frame(error)}\n  reads the values of a tensor while the model is made, and weights "
+                "have none yet; draw them without a look at the result (instead of nn.init.trunc_normal_: "
+                "normal_ and clamp_)"
+            ) from error
         if not isinstance(self.module, nn.Module):
             raise CaptureError(
                 f"the model factory returned {type(self.module).__name__}, not a torch.nn.Module; "

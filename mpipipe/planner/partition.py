@@ -105,7 +105,8 @@ def _explain(problem: _Problem, best: Float64, schedule: str, n_micro: int) -> s
     )
     enough = _enough_stages(problem, schedule, n_micro)
     move = (
-        f"plan {enough} stages, they would do with the {problem.memory.min()} bytes of the smallest rank each"
+        f"plan {enough} stages, they would do with the {problem.memory.min()} bytes each that the "
+        "smallest rank has for them"
         if enough
         else "no number of stages would do: give more memory or use smaller micro-batches"
     )

@@ -2,7 +2,7 @@
 
     Costs -> partition -> Layout -> program_for (schedule, check, lower, prove) -> predict -> Plan
 
-A plan that is given (resume, `--plan`) enters at `program_for`. The search starts from
+A plan that is given enters at `program_for`. The search starts from
 the exact minimum of the bottleneck and goes on by simulated step time; that the result is the
 shortest step is not claimed, `gap` bounds what is missing.
 """

@@ -12,14 +12,13 @@ import torch
 from mpipipe.cluster.calibrate import measure_links, memory_share
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.memory import PeakMemory
-from mpipipe.cluster.node import cores_available
+from mpipipe.cluster.node import cores_available, processor
 from mpipipe.graph.profile import Profiler, Sample, group_costs, pieces
 from mpipipe.graph.variants import Variants
 from mpipipe.runtime.optimizer import OptimizerSettings, add_state, update
 from mpipipe.runtime.weights import Flat, ParamGroup
 from mpipipe.values import Cluster, Costs, Device, Numerics
 
-SAME_SPEED = 0.15  # ranks closer than this are called equally fast: it is noise more often than not
 _UPDATE_ELEMENTS = 1 << 20
 
 
@@ -33,22 +32,20 @@ def measure(
     """
     threads = numerics.threads
     clock, slower = _clock(comm, threads)
-    reference = _reference_s(clock)
-    references = comm.allgather_object(reference)
-    speed = [_round_speed(references[0] / r) for r in references]
+    kind = f"{processor()}, {numerics.instruction_set}"
+    kinds, speeds = _speeds(comm, kind, _reference_s(clock))
 
     parts = pieces(variants.primary, variants.graph, variants.uses)
     distinct = {p.key: p for p in parts}
     mine = sorted(distinct, key=lambda k: (-distinct[k].workspace_bytes, k))[comm.rank :: comm.size]
     profiler = Profiler(variants.primary, numerics.precision, clock)
-    found = {key: _scale(profiler.sample(distinct[key]), speed[comm.rank] * slower) for key in mine}
+    found = {key: _scale(profiler.sample(distinct[key]), speeds[comm.rank] * slower) for key in mine}
     samples = {key: s for part in comm.allgather_object(found) for key, s in part.items()}
-    step_s = max(comm.allgather_object(_update_s_per_byte(settings, clock) * slower))
+    step_s = min(comm.allgather_object(_update_s_per_byte(settings, clock) * slower))
 
-    kind = f"cpu:{numerics.instruction_set}"
     base = memory.now_bytes  # every kernel has run by now: what is left is not weights
     limits = comm.allgather_object(((memory_bytes or memory_share(comm) + base), base))
-    devices = tuple(Device(kind, s, m, threads, b) for s, (m, b) in zip(speed, limits, strict=True))
+    devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
     levels = numerics.blocks.bit_length() if numerics.blocks > 1 else 0
     return Costs(
         groups=group_costs(variants.primary, parts, samples),
@@ -77,11 +74,15 @@ def _reference_s(clock: Callable[[], float]) -> float:
         start = clock()
         torch.mm(a, a)
         seconds.append(clock() - start)
-    return float(np.median(seconds[1:]))
+    return min(seconds[1:])
 
 
-def _round_speed(ratio: float) -> float:
-    return 1.0 if abs(ratio - 1.0) < SAME_SPEED else ratio
+def _speeds(comm: Communicator, kind: str, reference_s: float) -> tuple[list[str], list[float]]:
+    """Kind and relative speed of every rank: 1 for the kind of rank 0. Ranks of one kind are equally
+    fast, and the fastest of them tells how fast, because what differs between them is noise."""
+    seen = comm.allgather_object((kind, reference_s))
+    fastest = {k: min(s for other, s in seen if other == k) for k, _ in seen}
+    return [k for k, _ in seen], [fastest[seen[0][0]] / fastest[k] for k, _ in seen]
 
 
 def _scale(s: Sample, factor: float) -> Sample:
@@ -95,13 +96,13 @@ def _scale(s: Sample, factor: float) -> Sample:
 def _update_s_per_byte(settings: OptimizerSettings, clock: Callable[[], float]) -> float:
     """Norm, clip, update and zero of a block of weights, per byte of weights."""
     data = Flat.like({"w": torch.Size([_UPDATE_ELEMENTS])}, torch.float32)
-    group = ParamGroup(True, data, data.sibling(), steps=torch.zeros(1))
+    group = ParamGroup(True, data, data.sibling())
     add_state([group], settings)
     seconds = []
-    for _ in range(3):
+    for _ in range(6):
         start = clock()
         torch.linalg.vector_norm(group.grad.buffer)
         update([group], settings, 0, 1.0 if settings.clip else None)
         group.grad.buffer.zero_()
         seconds.append(clock() - start)
-    return float(np.median(seconds[1:])) / data.buffer.nbytes
+    return min(seconds[1:]) / data.buffer.nbytes

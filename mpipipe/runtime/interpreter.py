@@ -214,12 +214,11 @@ class Interpreter:
 
     def _norm(self, _: Instr) -> None:
         if self.numerics.tied == "per_use":
-            parts = dict(self.arrived)
             for stage in self.stages.values():
-                parts.update(stage.weights.extra)
-            for s, stage in self.stages.items():
-                self.ties.merge_step(stage.weights, parts)
-                self._return_arrived(s)
+                self.arrived.update(stage.weights.extra)
+            for stage in self.stages.values():
+                self.ties.merge_step(stage.weights, self.arrived)
+            self.arrived.clear()  # not pooled: the size of an embedding, and the update needs room
         row = np.zeros(3 + len(self.position))
         row[:3] = self.outcome.loss, self.outcome.weight, self.job.stop
         for stage in self.stages.values():

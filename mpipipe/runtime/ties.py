@@ -40,12 +40,12 @@ class Ties:
 
     @torch.no_grad()
     def merge_step(self, weights: StageWeights, arrived: dict[Leaf, Tensor]) -> None:
-        """per_use: adds the sums of the other uses to the owner's gradient, in the order of uses."""
+        """per_use: adds the sums of the other uses (`arrived`, local ones too) to the owner's
+        gradient, in the order of uses."""
         for name, groups in self.uses.items():
             if self.owner[name] == weights.stage:
                 for group in groups[1:]:
-                    local = weights.extra.get((name, group))
-                    weights.grad[name].add_(arrived[name, group] if local is None else local)
+                    weights.grad[name].add_(arrived[name, group])
 
     @torch.no_grad()
     def merge_micro(self, weights: StageWeights, arrived: dict[Leaf, Tensor]) -> None:

@@ -62,7 +62,7 @@ class ParamGroup:
     data: Flat
     grad: Flat
     state: list[Flat] = field(default_factory=list)
-    steps: Tensor = field(default_factory=lambda: torch.zeros(0))
+    updates: int = 0
 
 
 class StageWeights:
@@ -109,7 +109,7 @@ class StageWeights:
         groups = []
         for (dtype, decay), shapes in by_key.items():
             data = Flat.like(shapes, dtype)
-            groups.append(ParamGroup(decay, data, data.sibling(), steps=torch.zeros(len(shapes))))
+            groups.append(ParamGroup(decay, data, data.sibling()))
         return groups
 
     def _make_leaves(

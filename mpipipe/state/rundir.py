@@ -15,6 +15,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.state.files import link_whole, write_text
 
 CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"  # its existence says that training began
 
 
 def create(config: Config, base: str | Path = "runs", now: datetime | None = None) -> Path:
@@ -40,7 +41,7 @@ def run_name(config: Config) -> str:
 
 
 def _claim(folder: Path) -> Path:
-    if (folder / CONFIG).exists():
+    if (folder / METRICS).exists():
         raise ConfigError(
             f"run.dir = '{folder}': holds an earlier run; name another folder, or remove that one"
         )

@@ -30,6 +30,10 @@ def test_default_folder_is_named_by_time_and_run_and_latest_points_at_it(tmp_pat
 def test_a_named_folder_is_used_once(tmp_path: Path) -> None:
     config = parse("", overrides=[f"run.dir={tmp_path / 'a' / 'b'}"])
     assert create(config, tmp_path / "runs") == tmp_path / "a" / "b"
+    assert create(config, tmp_path / "runs") == tmp_path / "a" / "b", (
+        "a run that failed before its first step"
+    )
+    (tmp_path / "a" / "b" / "metrics.jsonl").touch()
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ConfigError, match="holds an earlier run"):
         create(config, tmp_path / "runs")

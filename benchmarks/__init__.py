@@ -1,0 +1,1 @@
+"""What the project costs and gains: measured, against what an expert would write by hand."""

@@ -1,0 +1,206 @@
+"""Where a model may be cut, and what crosses the cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny import SHAPES, captured, cross_entropy, even_cuts
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mpipipe.errors import PlanError
+from mpipipe.graph.anatomy import Anatomy
+from mpipipe.graph.cut import Code, stage_table, stages_of
+from mpipipe.graph.groups import boundaries, group_of
+from mpipipe.graph.rewrite import mutated_inputs
+from mpipipe.graph.source import ModelSource
+from mpipipe.graph.variants import Variants
+from mpipipe.values import Graph, TensorSpec
+
+VARIANTS = [("train", 2), ("train", 3), ("train", 5), ("eval", 3), ("predict", 1)]
+
+
+def some_cuts(groups: tuple[str, ...], n: int = 12) -> Iterator[tuple[str, ...]]:
+    """All stages but one as small as can be, at either end; then some at random."""
+    yield groups[1:4]
+    yield groups[-3:]
+    draw = random.Random(3)
+    for _ in range(n):
+        places = draw.sample(range(1, len(groups)), min(draw.randint(1, 3), len(groups) - 1))
+        yield tuple(groups[i] for i in sorted(places))
+
+
+def codes(variants: Variants, cuts: tuple[str, ...], mode: str = "train", rows: int = 2) -> list[Code]:
+    return [variants.code(mode, rows, cuts, s) for s in range(len(cuts) + 1)]  # type: ignore[arg-type]
+
+
+# -- groups --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_no_boundary_parts_tuples_views_or_later_writes(model: str) -> None:
+    """Stated anew over the operators: what is alive at a boundary, and who touches its memory later."""
+    anatomy = captured(model, 2).primary
+    starts = boundaries(anatomy)
+    assert starts[0] == 0
+    assert len(starts) > 3
+    for start in starts[1:]:
+        before, after = anatomy.order[:start], set(anatomy.order[start:])
+        alive = [n for n in before if not after.isdisjoint(n.users)]
+        written_later = {anatomy.root(t) for n in after for t in mutated_inputs(n)}
+        assert alive
+        for node in alive:
+            name = anatomy.captured.name[node]
+            assert isinstance(node.meta["val"], Tensor), f"{name} is a tuple"
+            assert anatomy.root(node) not in written_later, f"{name} is written after the cut"
+
+
+def test_what_a_kernel_may_fuse_stays_together() -> None:
+    anatomy = captured("gpt", 2).primary
+    group = {anatomy.captured.name[n]: g for n, g in group_of(anatomy).items()}
+    together = [
+        ("blocks.0.mlp.fc/linear.0", "blocks.0.mlp.act/gelu.0"),
+        ("blocks.0.mlp.proj/linear.0", "blocks.0.mlp.drop/dropout.0"),
+        ("blocks.0.mlp.proj/linear.0", "blocks.0/add.1"),
+        ("head/linear.0", "loss/cross_entropy_loss.0"),
+    ]
+    assert [pair for pair in together if group[pair[0]] != group[pair[1]]] == []
+    assert group["blocks.0/add.1"] < group["blocks.1.ln_1/layer_norm.0"]
+
+
+def test_groups_are_the_same_for_any_batch_size() -> None:
+    assert captured("gpt", 5).graph.groups == captured("gpt", 2).graph.groups
+
+
+# -- cuts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_one_statement_of_a_cut_means_the_same_in_every_variant(model: str) -> None:
+    variants = captured(model, 2)
+    for cuts in some_cuts(variants.graph.groups, 4):
+        table = stage_table(variants.graph, cuts)
+        for mode, rows in VARIANTS:
+            anatomy = variants.anatomy(mode, rows)  # type: ignore[arg-type]
+            found = {anatomy.captured.name[n]: s for n, s in stages_of(anatomy, table).items()}
+            assert {n: s for n, s in found.items() if table.get(n, s) != s} == {}, (mode, rows)
+            parts = codes(variants, cuts, mode, rows)
+            for before, after in pairwise(parts):
+                assert before.sent == after.received
+            assert parts[0].received == ()
+
+
+def live(graph: Graph, first_group: int) -> set[str]:
+    """Made before a group and used in it or later: brute force over the plain value."""
+    made = {n.name for n in graph.nodes if 0 <= n.group < first_group}
+    return {name for n in graph.nodes if n.group >= first_group for name in n.inputs if name in made}
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_what_crosses_is_what_is_alive(model: str) -> None:
+    variants = captured(model, 2)
+    graph, anatomy = variants.graph, variants.primary
+    name_of = {n.name: anatomy.captured.name[n] for n in anatomy.order}
+    for cuts in some_cuts(graph.groups):
+        for code, cut in zip(codes(variants, cuts)[1:], cuts, strict=True):
+            assert {name_of[p.name] for p in code.received} == live(graph, graph.groups.index(cut))
+
+
+def test_a_skip_is_relayed_through_the_stages_between() -> None:
+    variants = captured("skips", 2)
+    parts = codes(variants, even_cuts(variants.graph.groups, 5))
+    passed_on = [{p.name for p in code.received} & {p.name for p in code.sent} for code in parts[1:-1]]
+    assert passed_on[0] & passed_on[1], "one passes two stages that do not use it"
+
+
+def test_batch_inputs_never_cross_each_stage_loads_its_own() -> None:
+    for model in SHAPES:
+        variants = captured(model, 2)
+        keys = {n.name for n in variants.primary.captured.inputs}
+        for cuts in some_cuts(variants.graph.groups, 4):
+            for code in codes(variants, cuts):
+                assert not keys & {p.name for p in code.received + code.sent}
+    parts = codes(captured("skips", 2), even_cuts(captured("skips", 2).graph.groups, 4))
+    assert [code.inputs for code in parts] == [("x",), (), (), ("x", "y")]
+
+
+class Masked(nn.Module):
+    """A mask of integers and constants, used by two layers that a cut may part: it is T x T, what
+    crosses otherwise T x 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)
+        self.embed = nn.Embedding(8, 4)
+        self.register_buffer("window", torch.tensor(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, 8)
+        place = torch.arange(tokens.shape[1])
+        mask = (place[:, None] >= place) & (place[:, None] - place < self.window)
+        mask = mask & (tokens != 0)[:, None, :]
+        x = self.embed(tokens)
+        for layer in (self.one, self.two):
+            y = layer(x)
+            x = x + functional.scaled_dot_product_attention(y, y, y, attn_mask=mask)
+        return self.head(x)
+
+
+def masked() -> Variants:
+    def specs(rows: int) -> dict[str, TensorSpec]:
+        return {key: TensorSpec((rows, 16), "int64") for key in ("tokens", "labels")}
+
+    return Variants(ModelSource(Masked, 0), cross_entropy, specs, 2, "fp32")
+
+
+def test_integers_and_constants_are_made_again_where_they_are_needed() -> None:
+    variants = masked()
+    graph = variants.graph
+    free = {n.name for n in graph.nodes if n.group == -1}
+    assert {"/arange.0", "/ge.0", "/sub.0", "/__and__.0", "/ne.0"} <= free
+    assert not any(s.dtype.startswith("float") for n in graph.nodes if n.group == -1 for s in n.outputs)
+    cut = next(g for g in graph.groups if g.startswith("two/"))
+    before, after = codes(variants, (cut,))
+    for code in (before, after):
+        assert "aten.arange.default" in {str(n.target) for n in code.forward.graph.nodes}
+        assert code.buffers == ("window",)
+        assert "tokens" in code.inputs
+    assert {p.spec.dtype for p in before.sent} == {"float32"}
+    assert all(p.spec.shape == (2, 16, 4) for p in before.sent)
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_the_stages_together_are_the_model(model: str) -> None:
+    """Every operator that exists once is in one stage, every parameter use in one leaf."""
+    variants = captured(model, 2)
+    anatomy: Anatomy = variants.primary
+    free = {n.name for n in anatomy.free}
+    for cuts in some_cuts(variants.graph.groups, 4):
+        parts = codes(variants, cuts)
+        found = [
+            n.name for code in parts for n in code.forward.graph.nodes
+            if n.op == "call_function" and n.name not in free and n.target is not torch.clone
+        ]  # fmt: skip
+        assert sorted(found) == sorted(n.name for n in anatomy.order)
+        leaves = [leaf for code in parts for leaf in code.leaves]
+        assert len(set(leaves)) == len(leaves)
+        owner = variants.stage_of_param(cuts)
+        used = {name: s for s, code in reversed(list(enumerate(parts))) for name, _ in code.leaves}
+        assert {n: s for n, s in used.items() if owner[n] != s} == {}, "the owner is the first user"
+
+
+@pytest.mark.parametrize(
+    ("cuts", "says"),
+    [
+        (("blocks.7/add.0",), "no such group"),
+        (("head/linear.0", "ln_f/layer_norm.0"), "must ascend"),
+        (("ln_f/layer_norm.0", "ln_f/layer_norm.0"), "must ascend"),
+        (("wte/embedding.0",), "none may be the first group"),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused(cuts: tuple[str, ...], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        stage_table(captured("gpt", 2).graph, cuts)

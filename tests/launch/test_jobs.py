@@ -1,0 +1,161 @@
+"""How jobs end: real launches of two ranks, started from here (make test-mpi), each with its own fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpipipe.state.checkpoint import load
+
+pytestmark = pytest.mark.jobs
+REPOSITORY = Path(__file__).resolve().parents[2]
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+CONFIG = """\
+model: {name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}
+data: {name: synthetic, samples: 64}
+train: {steps: 9, batch: 8, warmup: 1}
+eval: {every: 0, batches: 1}
+pipeline: {micro_batches: 4}
+run: {dir: run}
+"""
+
+FAILS = """
+import pathlib, sys, time
+from mpipipe import train
+from mpipipe.runtime.stage import Stage
+
+forward = Stage.forward
+
+def fails(self, code, micro, *rest):
+    if self.weights.stage == 1 and micro == 2:
+        pathlib.Path("failed_at").write_text(str(time.time()))
+        raise ZeroDivisionError("made to fail")
+    return forward(self, code, micro, *rest)
+
+Stage.forward = fails
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+IS_STOPPED = """
+import os, signal, sys
+from mpipipe import train
+from mpipipe.runtime.trainer import Trainer
+
+step = Trainer.step
+
+def stops(self, number, **how):
+    if number == 3 and self.comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, number, **how)
+
+Trainer.step = stops
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+SAYS_THREAD_LEVEL = """
+import sys
+from mpipipe import train
+code = train.main(sys.argv[1:])
+from mpi4py import MPI
+print("level", MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def script(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return "script.py"
+
+
+def test_an_error_on_one_rank_is_told_once_and_ends_all(launch: Launch, folder: Path) -> None:
+    job = launch(2, script(folder, FAILS), "config.yaml", cwd=folder)
+    took_s = time.time() - float((folder / "failed_at").read_text())
+    assert job.returncode != 0
+    assert job.stderr.count("Traceback (most recent call last)") == 1, job.stderr
+    assert job.stderr.count("ZeroDivisionError: made to fail") == 1
+    assert "mpipipe: rank 1 failed" in job.stderr
+    assert "rank 1, stage 1, instruction 1F2" in job.stderr
+    assert took_s < 20  # 2 to speak, the rest to end two processes of a busy machine
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [("train.stepz=3", "train.steps"), ("data={name: text, path: missing}", "missing")],
+    ids=["seen by all ranks", "seen by rank 0 alone"],
+)
+def test_an_error_of_the_user_s_is_told_once_without_a_traceback(
+    launch: Launch, folder: Path, override: str, says: str
+) -> None:
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", "model={name: gpt}", override, cwd=folder)
+    assert job.returncode != 0
+    assert job.stderr.count("mpipipe: error:") == 1, job.stderr
+    assert says in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch: Launch, folder: Path) -> None:
+    job = launch(2, script(folder, IS_STOPPED), "config.yaml", cwd=folder)
+    assert job.returncode == 0, job.stderr
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 5)
+    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 5
+    assert len(load(folder / "run" / "checkpoint")) == 8  # weight and bias of four layers
+
+
+def test_the_thread_level_of_mpi_changes_no_bits(launch: Launch, folder: Path) -> None:
+    def weights(level: str) -> str:
+        job = launch(
+            2, script(folder, SAYS_THREAD_LEVEL), "config.yaml", f"run.dir={level}", cwd=folder,
+            env={"MPIPIPE_THREAD_LEVEL": level},
+        )  # fmt: skip
+        assert job.returncode == 0, job.stderr
+        assert job.stdout.count(f"level {level == 'multiple'}") == 2
+        summary = json.loads((folder / level / "summary.json").read_text())
+        assert (summary["stopped_by"], summary["steps"]) == (None, 9)
+        return str(summary["weights_sha256"])
+
+    assert weights("multiple") == weights("funneled")
+
+
+@pytest.mark.parametrize("launcher", ["PMI", "OMPI_COMM_WORLD"], ids=["MPICH's", "Open MPI's"])
+def test_processes_that_are_alone_do_not_train(folder: Path, launcher: str) -> None:
+    """As when a launcher that does not fit the MPI starts two of them: one says so, both end."""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mpipipe.train", "config.yaml"],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(REPOSITORY),
+                f"{launcher}_SIZE": "2",
+                f"{launcher}_RANK": str(rank),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    texts = [job.communicate(timeout=60) for job in jobs]
+    assert [job.returncode for job in jobs] == [1, 1]
+    said = texts[0][1]
+    assert said.count("mpipipe: error:") == 1
+    assert "started 2 processes" in said
+    assert "fix: " in said
+    assert "mpipipe" not in texts[1][1]
+    assert not (folder / "run").exists()

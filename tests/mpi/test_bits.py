@@ -1,0 +1,123 @@
+"""N ranks under a real MPI train to the bits of one: every loss and norm, every weight and buffer.
+
+The launch with one rank leaves its results in build/bits/<key>/, those with 2, 3 and 4 compare with them;
+where they are missing, rank 0 computes them itself. The key is made of all that may change the bits of a
+case, so an old file is never believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from tiny import BITS, Case, Result, differences
+
+from mpipipe import ops
+from mpipipe import train as product
+from mpipipe.cluster.agree import code_version
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.cluster.mpi import MpiCommunicator, connect
+from mpipipe.config import Config, parse
+from mpipipe.runtime.setting import instruction_set
+from mpipipe.state.checkpoint import load, tensor_digest
+from mpipipe.state.files import write_text
+
+pytestmark = pytest.mark.mpi
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "bits"
+Run = Callable[[Communicator], Result]
+
+
+@pytest.fixture(scope="module")
+def comm() -> Iterator[MpiCommunicator]:
+    communicator = connect()
+    yield communicator
+    communicator.close()
+
+
+def key() -> str:
+    """Of the package, of torch, of the processor and of the tests themselves."""
+    tests = [Path(tiny.__file__).read_text(), Path(__file__).read_text()]
+    parts = [code_version(ops.KERNELS_VERSION), torch.__version__, instruction_set(), *tests]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def expect_bits_of_one_rank(comm: Communicator, name: str, got: Result, run: Run, keep: bool = True) -> None:
+    """Compares `got` with what `run` gives on one rank; there, keeps it for the launches to come."""
+    file = FOLDER / key() / f"{name}.json"
+    if comm.size == 1 and keep:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(got, indent=1))
+        return
+    expected: Result = {}
+    if comm.rank == 0:
+        expected = json.loads(file.read_text()) if file.exists() else run_local(1, run)[0]
+    assert differences(comm.bcast_object(expected), got) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_the_bits_of_one_rank(comm: MpiCommunicator, case: Case, schedule: str) -> None:
+    """The cuts are even; with one rank, both schedules must agree."""
+    got = tiny.train(comm, case, schedule)
+    expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), schedule == "1f1b")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("case", [Case("gpt", tied="eager"), Case("gpt, untied")], ids=str)
+def test_any_cut(comm: MpiCommunicator, case: Case) -> None:
+    """All stages but one as small as can be, at either end."""
+    groups, n = case.variants.graph.groups, comm.size - 1
+    for cuts in (groups[1 : n + 1], groups[-n:]):
+        got = tiny.train(comm, case, cuts=cuts)
+        expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
+
+
+# -- the product as it is called -----------------------------------------------------------------------
+
+CONFIG = """
+model: {layers: 2, d_model: 32, heads: 2, context: 16, dropout: 0.1}
+train: {steps: 4, batch: 7, lr: 0.01, warmup: 2, clip: 0.1}
+eval: {every: 2, batches: 2, batch: 5}
+pipeline: {micro_batches: 4}
+sample: {length: 6, prompt: "def "}
+"""
+
+
+def train(comm: Communicator, config: Config) -> Result:
+    """The whole way, costs and cuts measured; results as the files of the run tell them."""
+    report = product.train(comm, config)
+    comm.barrier()  # rank 0 is the one that writes
+    run = Path(config.run.dir or "")
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    weights = load(run / "checkpoint")
+    assert report.steps == len(steps) == config.train.steps
+    assert report.val_loss == steps[-1]["val_loss"]
+    assert report.final_loss == steps[-1]["loss"]
+    return {
+        "losses": [step["loss"].hex() for step in steps],
+        "norms": [step["grad_norm"].hex() for step in steps],
+        "validation": [step.get("val_loss", 0.0).hex() for step in steps],
+        "weights": {name: tensor_digest(name, t) for name, t in weights.items()}
+        | {"all": report.weights_sha256, "sample": (run / "sample.txt").read_text()},
+    }
+
+
+def config(run_dir: Path) -> Config:
+    return parse(CONFIG, overrides=[f"run.dir={run_dir}", f"data.path={tiny.__file__}"])
+
+
+def test_the_product_with_measured_costs(
+    comm: MpiCommunicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = comm.bcast_object(tmp_path)  # one run folder for all ranks
+    got = train(comm, config(folder / "run"))
+    # a thread may not set signal handlers: for the reference, should it have to be made here
+    monkeypatch.setattr(product, "_stop_signals", lambda: nullcontext([]))
+    expect_bits_of_one_rank(comm, "product", got, lambda one: train(one, config(folder / "one")))

@@ -1,0 +1,101 @@
+"""The bits of a run do not depend on the cut or the schedule: threads as ranks, no MPI.
+
+tests/mpi/test_bits.py says the same of real ranks. Here are many cuts, there is the real carrier.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from tiny import BITS, SEED, Case, capture, differences, plan_of, train, train_local, warm
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.runtime.trainer import Trainer
+from mpipipe.state.checkpoint import tensor_digest
+
+one_stage = cache(train_local)
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_any_number_of_stages_gives_the_bits_of_one(case: Case) -> None:
+    expected = one_stage(case, 1)
+    assert len(set(expected["losses"])) == len(expected["losses"]), "something is learned"
+    for n_stages, schedule in [(2, "gpipe"), (3, "1f1b"), (4, "gpipe")]:
+        assert differences(expected, train_local(case, n_stages, schedule)) == [], (n_stages, schedule)
+
+
+@pytest.mark.parametrize("window", [1, 16])
+def test_the_receive_window_changes_no_bits(window: int) -> None:
+    case = Case("gpt", tied="eager")
+    assert differences(one_stage(case, 1), train_local(case, 4, window=window)) == []
+
+
+def test_what_decides_bits_can_be_seen_to_do_so() -> None:
+    """The comparison above is able to fail: every field of a case changes the result."""
+    base = one_stage(Case("gpt"), 1)
+    for other in (
+        Case("gpt", tied="eager"),
+        Case("gpt", precision="bf16"),
+        Case("gpt", batch=7),
+        Case("gpt", micro_batches=2),
+        Case("gpt", blocks=2),
+        Case("gpt", clip=0.06),
+        Case("gpt", optimizer="sgd"),
+    ):
+        assert differences(base, one_stage(other, 1)) != [], str(other)
+
+
+# -- random cuts ---------------------------------------------------------------------------------------
+
+
+def first_step(comm: Communicator, case: Case, cuts: tuple[str, ...]) -> dict[str, str]:
+    """Loss, every gradient (SGD's momentum buffer holds it after one step) and every weight."""
+    trainer = Trainer(comm, case.variants, plan_of(case, "1f1b", cuts), case.settings, case.dataset.batch)
+    outcome = trainer.step(0)
+    found = {name: tensor_digest(name, t) for name, t in trainer.state_dict().items()}
+    for stage in trainer.interpreter.stages.values():
+        for group in stage.weights.groups:
+            found |= {f"gradient of {n}": tensor_digest(n, g) for n, g in group.state[0].views.items()}
+    found["loss"] = (outcome.loss / outcome.weight).hex()
+    return {k: v for part in comm.allgather_object(found) for k, v in part.items()}
+
+
+@pytest.mark.parametrize("model", ["gpt", "gpt, untied", "skips", "thrice"])
+def test_random_cuts_give_the_loss_and_gradients_of_one_stage(model: str) -> None:
+    case = Case(model, optimizer="sgd", clip=None, batch=4, micro_batches=2)
+    groups, draw = case.variants.graph.groups, random.Random(SEED)
+    warm(case)
+    expected = run_local(1, lambda comm: first_step(comm, case, ()))[0]
+    trained = [n for n, p in case.variants.source.params.items() if p.requires_grad and "unused" not in n]
+    assert {f"gradient of {n}" for n in trained} < set(expected)
+    for _ in range(20):
+        n_stages = draw.randint(2, 4)
+        cuts = tuple(groups[i] for i in sorted(draw.sample(range(1, len(groups)), n_stages - 1)))
+        got = run_local(n_stages, lambda comm, cuts=cuts: first_step(comm, case, cuts))[0]
+        assert {k for k in expected | got if expected.get(k) != got.get(k)} == set(), cuts
+
+
+def test_ranks_that_capture_for_themselves_agree() -> None:
+    """As real ranks do: nothing is shared between the threads but the messages."""
+    case = Case("gpt, no dropout")
+
+    def body(comm: Communicator) -> tuple[str, dict[str, object]]:
+        variants = capture(case.model, case.rows)
+        return variants.graph.hash, train(comm, case, variants=variants)
+
+    (hash_0, result), (hash_1, _) = run_local(2, body)
+    assert hash_0 == hash_1 == case.variants.graph.hash
+    assert differences(one_stage(case, 1), result) == []
+
+
+def test_frozen_and_unused_parameters_keep_their_first_bits() -> None:
+    source = Case("thrice").variants.source
+    names = ["unused.weight", "unused.bias", "frozen.weight", "frozen.bias", "head.bias"]
+    before = {n: tensor_digest(n, t) for n, t in source.materialise(names).items()}
+    after = one_stage(Case("thrice"), 1)["weights"]
+    assert [n for n in names if before[n] != after[n]] == ["head.bias"]
+    assert torch.get_num_threads() == 1
