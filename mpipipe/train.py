@@ -26,7 +26,7 @@ from mpipipe import ops
 from mpipipe.cluster.agree import agree, code_version
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import binding_advice, default_threads, launcher_on_terminal, launcher_rank
-from mpipipe.cluster.memory import PeakMemory
+from mpipipe.cluster.memory import PeakMemory, keep_freed_memory
 from mpipipe.cluster.mpi import SPEAK_FIRST_S, connect
 from mpipipe.cluster.node import cores_available
 from mpipipe.config import Config, load
@@ -88,6 +88,7 @@ def _end(comm: Communicator | None, error: BaseException) -> int:
 
 def train(comm: Communicator, config: Config) -> Report:
     """Trains as configured; the report is the same on every rank. Collective."""
+    keep_freed_memory()
     warm_up_tracer()
     memory = PeakMemory()
     numerics = resolve_numerics(comm, config)

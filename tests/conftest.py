@@ -183,17 +183,20 @@ def launch() -> Launch:
             try:
                 out, err = job.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGTERM)  # the launcher passes it on to its ranks
-                out, err = _last_words(job)
+                out, err = _end(job)
                 pytest.fail(f"{' '.join(command)}: no end after {timeout_s} s\n{out[-4000:]}\n{err[-4000:]}")
         return subprocess.CompletedProcess(command, job.returncode, out, err)
 
     return run
 
 
-def _last_words(job: subprocess.Popen[str]) -> tuple[str, str]:
-    try:
-        return job.communicate(timeout=10)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        return job.communicate()
+def _end(job: subprocess.Popen[str]) -> tuple[str, str]:
+    """Ends a job and its ranks: .ci/launch takes a first SIGTERM as a wish, the second as an order."""
+    for _ in range(2):
+        os.killpg(job.pid, signal.SIGTERM)
+        try:
+            return job.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            continue
+    os.killpg(job.pid, signal.SIGKILL)
+    return job.communicate()

@@ -95,25 +95,28 @@ class Thrice(nn.Module):
 
 
 class Traps(nn.Module):
-    """What a cut must not part: tuples, views that are written later, writes into what was received."""
+    """What a cut must not part, tuples and what is written later, and what it must carry over: strides,
+    and a batch that forward itself has changed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(SIDE * SIDE, 24), nn.Linear(24, 24)
         self.act, self.norm = nn.ReLU(inplace=True), nn.LayerNorm(24)
-        self.head = nn.Linear(24, CLASSES)
+        self.mix, self.head = nn.Linear(4, 4), nn.Linear(24, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 64) -> (B, classes)
-        y = self.act(self.first(x))
+        x[:, :32].mul_(0.5)
+        y = self.act(self.first(torch.sigmoid(x)))
         a, b, c = y.split(8, 1)
         largest, where = torch.max(self.second(y), 1, keepdim=True)
         y = torch.cat([c, a * largest.expand(-1, 8), b + where], 1)
         z = self.second(y) * 2.0
-        half, w = z[:, :12], self.norm(z + 1.0)
-        half.mul_(0.5)  # so z is another one from here on
+        flat, w = z.flatten(), self.norm(self.second(z + 1.0))
+        flat.mul_(0.5)  # so z is another one from here on
         w[:, 4:] += torch.tanh(z)[:, 4:]
-        y = self.act(torch.cat([half, half], 1) + y)
-        return self.head(w * y)
+        y = self.act(flat.view_as(z) + y)
+        y = (w * y).view(-1, 4, 6).transpose(1, 2)  # dense, not contiguous
+        return self.head(self.mix(y).flatten(1) + x[:, 20:44])
 
 
 def gpt(tied: bool, dropout: float) -> Callable[[], nn.Module]:
@@ -291,6 +294,8 @@ BITS = [  # what the promise of equal bits is tested on
     Case("conv and norm", batch=10, optimizer="sgd"),
     Case("skips", evaluate=True),
     Case("thrice"),
+    Case("thrice", precision="bf16"),
+    Case("traps", precision="bf16", optimizer="sgd"),
     Case("thrice", tied="eager", batch=11),
 ]
 

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from mpipipe.errors import CaptureError
 from mpipipe.graph.rewrite import (
     BufferUpdate,
+    copy_written_inputs,
     make_buffers_functional,
     make_random_ops_ours,
     schema_name,
@@ -89,6 +90,7 @@ def capture(
     graph = exported.graph
     inputs = dict(zip([n for n in graph.nodes if n.op == "placeholder"], specs, strict=True))
     _drop_checks(graph)
+    copy_written_inputs(graph)
     param, buffer = _attributes(graph, source)
     name = _canonical_names(graph)
     updates = make_buffers_functional(graph, name, buffer)

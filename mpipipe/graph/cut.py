@@ -133,7 +133,6 @@ def extract(
     for n in c.rng or ():
         if random:
             env[n] = graph.placeholder(n.name)
-    _clone_what_is_written(anatomy, graph, env, body, [*received, *inputs])
 
     for op in copied:
 
@@ -173,20 +172,6 @@ def _free_before(anatomy: Anatomy, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in anatomy.operators if n in wanted or (n in anatomy.free and n in nodes)]
 
 
-def _clone_what_is_written(
-    anatomy: Anatomy,
-    graph: fx.Graph,
-    env: dict[fx.Node, fx.Node],
-    body: Sequence[fx.Node],
-    given: Sequence[fx.Node],
-) -> None:
-    """A received leaf or a batch tensor must not be changed in place: the writer gets a copy."""
-    written = {anatomy.root(target) for op in body for target in mutated_inputs(op)}
-    for n in given:
-        if anatomy.root(n) in written:
-            env[n] = graph.call_function(torch.clone, (env[n],))
-
-
 def weight_code(anatomy: Anatomy) -> Code | float:
     """The weight of the loss as a function of the batch alone, or the number that it is.
 
@@ -195,7 +180,7 @@ def weight_code(anatomy: Anatomy) -> Code | float:
     weight = anatomy.captured.weight
     if not isinstance(weight, fx.Node):
         return float(weight or 0.0)
-    made_by = _ancestors(weight)
+    made_by = _made_by(anatomy, weight)
     model = {*anatomy.captured.param, *anatomy.captured.buffer, *(anatomy.captured.rng or ())}
     if not made_by.isdisjoint(model):
         raise PlanError(
@@ -206,11 +191,16 @@ def weight_code(anatomy: Anatomy) -> Code | float:
     return extract(anatomy, body, [], [weight], [], {})
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it is made of."""
-    seen, todo = {node}, [node]
+def _made_by(anatomy: Anatomy, node: fx.Node) -> set[fx.Node]:
+    """A node, all that it is made of, and all that writes into the memory of these."""
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for n in anatomy.operators:
+        for target in mutated_inputs(n):
+            writers.setdefault(anatomy.root(target), []).append(n)
+    seen, todo = set(), [node]
     while todo:
-        new = [n for n in todo.pop().all_input_nodes if n not in seen]
-        seen.update(new)
-        todo += new
+        n = todo.pop()
+        if n not in seen:
+            seen.add(n)
+            todo += [*n.all_input_nodes, *writers.get(anatomy.root(n), ())]
     return seen

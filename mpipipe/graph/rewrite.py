@@ -4,6 +4,7 @@
   BatchNorm          -> a pure normalisation that also returns its statistics; the owner of the
                         buffers applies them at STEP, in micro-batch order
   counter.add_(1)    -> an update of the same kind
+  a change of the batch -> made on a copy
   any other mutation -> refused, with the user's source line
 
 So forward is a pure function of (weights, batch, step, micro-batch): evaluation, profiling and
@@ -110,6 +111,18 @@ def batch_norm_with_statistics(
     mean, var = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
     y = torch.batch_norm(x, weight, bias, mean, var, True, 1.0, eps, False)
     return y, mean, var
+
+
+def copy_written_inputs(graph: fx.Graph) -> None:
+    """A batch tensor that forward changes in place is copied first. The copy is an operator like any other,
+    so stages after the write get what was written, and not their own load of the batch."""
+    written = {memory_of(target) for n in graph.nodes for target in mutated_inputs(n)}
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n in written]:
+        first = next(n for n in graph.nodes if n in node.users)
+        with graph.inserting_before(first):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = {k: v for k, v in first.meta.items() if k != "val"}
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
 def make_random_ops_ours(

@@ -14,6 +14,7 @@ from tiny import BITS, SEED, Case, capture, differences, plan_of, train, train_l
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
+from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import tensor_digest
 
@@ -24,7 +25,7 @@ one_stage = cache(train_local)
 def test_any_number_of_stages_gives_the_bits_of_one(case: Case) -> None:
     expected = one_stage(case, 1)
     assert len(set(expected["losses"])) == len(expected["losses"]), "something is learned"
-    for n_stages, schedule in [(2, "gpipe"), (3, "1f1b"), (4, "gpipe")]:
+    for n_stages, schedule in [(2, "gpipe"), (4, "1f1b")]:
         assert differences(expected, train_local(case, n_stages, schedule)) == [], (n_stages, schedule)
 
 
@@ -54,6 +55,7 @@ def test_what_decides_bits_can_be_seen_to_do_so() -> None:
 
 def first_step(comm: Communicator, case: Case, cuts: tuple[str, ...]) -> dict[str, str]:
     """Loss, every gradient (SGD's momentum buffer holds it after one step) and every weight."""
+    set_threads(1)
     trainer = Trainer(comm, case.variants, plan_of(case, "1f1b", cuts), case.settings, case.dataset.batch)
     outcome = trainer.step(0)
     found = {name: tensor_digest(name, t) for name, t in trainer.state_dict().items()}
@@ -64,15 +66,17 @@ def first_step(comm: Communicator, case: Case, cuts: tuple[str, ...]) -> dict[st
     return {k: v for part in comm.allgather_object(found) for k, v in part.items()}
 
 
-@pytest.mark.parametrize("model", ["gpt", "gpt, untied", "skips", "thrice"])
-def test_random_cuts_give_the_loss_and_gradients_of_one_stage(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "n"), [("gpt", 20), ("gpt, untied", 5), ("skips", 20), ("thrice", 10), ("traps", 10)]
+)
+def test_random_cuts_give_the_loss_and_gradients_of_one_stage(model: str, n: int) -> None:
     case = Case(model, optimizer="sgd", clip=None, batch=4, micro_batches=2)
     groups, draw = case.variants.graph.groups, random.Random(SEED)
     warm(case)
     expected = run_local(1, lambda comm: first_step(comm, case, ()))[0]
     trained = [n for n, p in case.variants.source.params.items() if p.requires_grad and "unused" not in n]
     assert {f"gradient of {n}" for n in trained} < set(expected)
-    for _ in range(20):
+    for _ in range(n):
         n_stages = draw.randint(2, 4)
         cuts = tuple(groups[i] for i in sorted(draw.sample(range(1, len(groups)), n_stages - 1)))
         got = run_local(n_stages, lambda comm, cuts=cuts: first_step(comm, case, cuts))[0]

@@ -6,11 +6,12 @@ clip_grad_norm_, torch's own optimizers. Without dropout, whose random stream is
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
-from tiny import MODELS, Case, Result, differences, tensors_after, train_local
+from tiny import MODELS, Case, Result, Thrice, differences, tensors_after, train_local
 from torch import nn
 
 from mpipipe.models import cross_entropy
@@ -106,6 +107,34 @@ def test_tied_per_use_is_the_plain_sum_in_another_order() -> None:
     assert differences(expected, got) != []
     for a, b in zip(expected["losses"], got["losses"], strict=True):
         assert float.fromhex(a) == pytest.approx(float.fromhex(b), rel=1e-6)
+
+
+class Copies(nn.Module):
+    """`Thrice` with a matrix of its own for each use."""
+
+    def __init__(self, model: Thrice) -> None:
+        super().__init__()
+        self.model, self.uses = model, nn.ModuleList(copy.deepcopy(model.shared) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = [self.model.shrink, *self.model.between]
+        for layer, shared in zip(layers, self.uses, strict=True):
+            x = torch.tanh(shared(layer(x)))
+        return self.model.head(self.model.frozen(x))
+
+
+def test_tied_per_use_adds_up_each_use_first_and_then_the_uses_in_order() -> None:
+    case = Case("thrice", optimizer="sgd", clip=None, steps=1)
+    model = Copies(plain_model(case))  # type: ignore[arg-type]
+    batch = case.dataset.batch("train", 0, 0, case.batch, frozenset({"x", "y"}))
+    for start, stop in bounds(case.batch, case.micro_batches):
+        part = {k: v[start:stop] for k, v in batch.items()}
+        (cross_entropy(model(part["x"]), part)[0] / float(case.batch)).backward()
+    one, two, three = (use.weight for use in model.uses)
+    one.grad += two.grad
+    one.grad += three.grad
+    torch.optim.SGD([one], lr=0.1 / 2, momentum=0.9, weight_decay=0.1, foreach=False).step()
+    assert torch.equal(tensors_after(case)["shared.weight"], one)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
