@@ -41,6 +41,7 @@ def measure(
     profiler = Profiler(variants.primary, numerics.precision, clock)
     found = {key: _scale(profiler.sample(distinct[key]), speeds[comm.rank] * slower) for key in mine}
     samples = {key: s for part in comm.allgather_object(found) for key, s in part.items()}
+    del profiler  # and the memory that it chills the caches with
     step_s = min(comm.allgather_object(_update_s_per_byte(settings, clock) * slower))
 
     base = memory.now_bytes  # every kernel has run by now: what is left is not weights

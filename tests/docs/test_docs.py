@@ -222,7 +222,7 @@ def weights_sha256(run_dir: Path) -> str:
     return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
 
 
-@pytest.mark.mpi
+@pytest.mark.jobs
 @pytest.mark.parametrize("block", of("bash", "console", note="run"))
 def test_marked_commands_train_to_the_same_weights(block: Block, launch: Launch, folder: Path) -> None:
     hashes = set()
@@ -241,14 +241,14 @@ def finished(folder: Path, launch: Launch) -> Path:
     return folder
 
 
-@pytest.mark.mpi
+@pytest.mark.jobs
 @pytest.mark.parametrize("block", of("python", note="after a run"))
 def test_python_that_reads_a_run(block: Block, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(finished)
     printed(block)
 
 
-@pytest.mark.mpi
+@pytest.mark.jobs
 def test_the_run_folder_holds_what_the_readme_lists(finished: Path) -> None:
     there = {path.name for path in (finished / "runs" / "latest").iterdir()}
     assert run_files() - {"sample.txt"} == there  # SHORT asks for no sample

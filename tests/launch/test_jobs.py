@@ -60,6 +60,25 @@ Trainer.step = stops
 sys.exit(train.main(sys.argv[1:]))
 """
 
+STOPS_ITS_LAUNCHER = """
+import os, pathlib, signal, sys, time
+from mpipipe import train
+from mpipipe.runtime.trainer import Trainer
+
+step = Trainer.step
+
+def stops(self, number, **how):
+    if number == 3 and self.comm.rank == 1:
+        mpirun = os.getppid()
+        script = int(pathlib.Path(f"/proc/{mpirun}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(script, signal.SIGTERM)
+        time.sleep(2)  # the signal takes its way while this step lasts
+    return step(self, number, **how)
+
+Trainer.step = stops
+sys.exit(train.main(sys.argv[1:]))
+"""
+
 SAYS_THREAD_LEVEL = """
 import sys
 from mpipipe import train
@@ -114,6 +133,15 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch: Launch, fold
     assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 5)
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 5
     assert len(load(folder / "run" / "checkpoint")) == 8  # weight and bias of four layers
+
+
+def test_a_sigterm_to_the_launch_script_ends_cleanly(launch: Launch, folder: Path) -> None:
+    job = launch(2, script(folder, STOPS_ITS_LAUNCHER), "config.yaml", cwd=folder)
+    assert job.returncode == 0, job.stderr
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["stopped_by"] == "SIGUSR1"
+    assert summary["steps"] in (4, 5)
+    assert len(load(folder / "run" / "checkpoint")) == 8
 
 
 def test_the_thread_level_of_mpi_changes_no_bits(launch: Launch, folder: Path) -> None:
