@@ -61,7 +61,7 @@ test-fast: setup ## tests without MPI, under a minute
 test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of how its jobs end
 	$(PY) -m pytest -m jobs $(K)
 	@for n in $(MPI_SIZES); do \
-		OMP_NUM_THREADS=1 timeout -k 10 $(MPI_TIMEOUT) .ci/launch $$n $(PY) -m pytest \
+		OMP_NUM_THREADS=1 .ci/launch $$n timeout -k 10 $(MPI_TIMEOUT) $(PY) -m pytest \
 			tests/mpi --with-mpi -m "mpi$(if $(FULL),, and not full)" $(K) </dev/null || \
 			{ echo "test-mpi: failed or took over $(strip $(MPI_TIMEOUT)) s with $$n ranks" >&2; exit 1; }; \
 	done

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,8 @@ def _end(comm: Communicator | None, error: BaseException) -> int:
 
 def train(comm: Communicator, config: Config) -> Report:
     """Trains as configured; the report is the same on every rank. Collective."""
+    settings = config.model_dump()  # first of all: later collectives depend on them
+    agree(comm, {f"{s}.{k}": repr(v) for s, keys in settings.items() for k, v in keys.items()})
     keep_freed_memory()
     warm_up_tracer()
     memory = PeakMemory()
@@ -192,9 +194,10 @@ class _Run:
         plan, predicted = self.plan(costs)
         self.log.say(describe(plan, costs, time.perf_counter() - started))
         trainer = Trainer(self.comm, self.variants, plan, self.settings, self.dataset.batch)
-        with _stop_signals() as asked, Metrics(self.run_dir / METRICS) as metrics:
-            last, val_loss = self.loop(trainer, metrics, asked)
-        return self.end(trainer, plan, predicted, last, val_loss, asked)
+        with _stop_signals() as asked:  # to the very end: a late signal must not kill the save
+            with Metrics(self.run_dir / METRICS) if self.comm.rank == 0 else nullcontext() as metrics:
+                last, val_loss = self.loop(trainer, metrics, asked)
+            return self.end(trainer, plan, predicted, last, val_loss, asked)
 
     def plan(self, costs: Costs) -> tuple[Plan, Timeline]:
         """Rank 0 plans; all ranks prove that they hold the same plan, code and settings."""
@@ -219,7 +222,9 @@ class _Run:
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
         return plan, predict(costs, plan.layout, program, graph.groups)[1]
 
-    def loop(self, trainer: Trainer, metrics: Metrics, asked: list[str]) -> tuple[Outcome, float | None]:
+    def loop(
+        self, trainer: Trainer, metrics: Metrics | None, asked: list[str]
+    ) -> tuple[Outcome, float | None]:
         """Steps and evaluations; ends early, on every rank at the same step, when one was asked to."""
         c, val_loss = self.config, None
         for step in range(c.train.steps):
@@ -228,12 +233,12 @@ class _Run:
             self.times.append(outcome.times)
             self.done = step + 1
             values = self._values(step, outcome, time.perf_counter() - start)
-            last = step + 1 == c.train.steps or outcome.stop
-            if last or (c.eval.every and (step + 1) % c.eval.every == 0):
+            due = step + 1 == c.train.steps or (c.eval.every and (step + 1) % c.eval.every == 0)
+            if due and not outcome.stop:  # who asked to stop may not wait: save first
                 val_loss = values["val_loss"] = trainer.evaluate(c.eval.batches, c.eval_batch)
-            if self.comm.rank == 0:
+            if metrics is not None:
                 metrics.write(step=step + 1, **values)
-                self.log.step(step + 1, values)
+            self.log.step(step + 1, values)
             if outcome.stop:
                 break
         return outcome, val_loss
@@ -264,7 +269,7 @@ class _Run:
         sha = weights_hash(comm, state, order)
         measured = self._measured(trainer)
         peaks = tuple(comm.allgather_object(self.memory.nbytes))
-        text = generate(trainer, self.dataset, self.config.sample, self.numerics.seed)
+        text = None if last.stop else generate(trainer, self.dataset, self.config.sample, self.numerics.seed)
         step_s = float(np.median(list(self.step_s)[1:] or self.step_s))
         signals = [name for names in comm.allgather_object(asked) for name in names[:1]]
         report = Report(

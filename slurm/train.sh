@@ -19,10 +19,11 @@ repo=$(dirname "$(dirname "$script")")
 
 # The first environment that has both mpi4py and mpipipe. Asking for the version does not start MPI.
 probe='import mpi4py, importlib.util as u; mpi4py.rc.initialize = False; from mpi4py import MPI
-assert u.find_spec("mpipipe"); print(" ".join(MPI.Get_library_version().split()[:3]).strip(" ,\0"))'
+assert u.find_spec("mpipipe") and u.find_spec("torch"); print(" ".join(MPI.Get_library_version().split()[:3]).strip(" ,\0"))'
 mpi='' tried=()
 for env in "${MPIPIPE_VENV:-}" "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$SLURM_SUBMIT_DIR/.venv" "$repo/.venv"; do
-    [ -z "$env" ] || tried+=("$env")
+    [ -n "$env" ] || continue
+    tried+=("$env")
     [ -x "$env/bin/python" ] && mpi=$("$env/bin/python" -c "$probe" 2>/dev/null) && break
 done
 [ -n "$mpi" ] || fail "none of these has mpi4py and mpipipe: ${tried[*]}" "run make setup, or set MPIPIPE_VENV"

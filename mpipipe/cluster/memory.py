@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 from pathlib import Path
@@ -34,8 +35,13 @@ class PeakMemory:
     """Resident memory above what it was when this was made: after all imports."""
 
     def __init__(self) -> None:
-        _CLEAR.write_text("5")  # resets the high-water mark to what is resident now
+        self.restart()
         self._baseline = _kib("VmRSS:")
+
+    def restart(self) -> None:
+        """Forgets the highest so far."""
+        with contextlib.suppress(OSError):  # some kernels have no such file: the peak is then an upper bound
+            _CLEAR.write_text("5")
 
     @property
     def nbytes(self) -> int:

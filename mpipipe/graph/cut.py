@@ -1,6 +1,6 @@
 """From a cut, stated in canonical names, to the code of one's own stage.
 
-    Graph + cuts --stage_table--> {node name: stage} --stage_code--> StageCode
+    Graph + cuts --stage_table--> {node name: stage} --stage_code--> Code
 
 A stage is a pure function
 
@@ -97,7 +97,7 @@ def stage_code(
     received = crossing(anatomy, stages, n_stages, stage - 1) if stage else []
     sent = crossing(anatomy, stages, n_stages, stage)
     body = [n for n in anatomy.order if stages[n] == stage]
-    updates = [u for u in anatomy.captured.updates if stages[u.node] == stage]
+    updates = [u for u in anatomy.captured.updates if stages.get(u.node, 0) == stage]
     return extract(anatomy, body, received, sent, updates, uses)
 
 

@@ -32,7 +32,8 @@ LONG_S = 0.5  # seconds for all repeats of a group; one that takes longer is tim
 
 @dataclass(frozen=True)
 class Sample:
-    """One distinct group, measured. saved_values: indices of its received tensors that backward needs."""
+    """One distinct group, measured. saved_received, saved_sent: indices of the tensors that
+    backward needs."""
 
     fwd_s: float
     bwd_input_s: float
@@ -109,7 +110,7 @@ def _key(anatomy: Anatomy, code: Code) -> str:
 
 
 class Profiler:
-    """Times pieces with made-up inputs. `clock`: seconds; `load` makes a batch of the primary size."""
+    """Times pieces with made-up inputs. `clock`: seconds."""
 
     def __init__(
         self, anatomy: Anatomy, precision: str, clock: Callable[[], float] = time.perf_counter

@@ -170,7 +170,8 @@ def make_buffers_functional(
 
 def _counter(node: fx.Node, target: fx.Node, buffer_of: dict[fx.Node, str]) -> BufferUpdate:
     counts = schema_name(node) == "aten::add_" and node.args[1] == 1 and not node.users
-    if target not in buffer_of or not counts:
+    read = any(user is not node and not mutated_inputs(user) for user in target.users)
+    if target not in buffer_of or not counts or read:  # each stage that reads it would count on its own
         name = str(memory_of(target).target).removeprefix("model.")
         raise CaptureError(
             f"{source_line(node)}\n  changes {name!r} of the model in place by {node.target}; only "
@@ -178,7 +179,7 @@ def _counter(node: fx.Node, target: fx.Node, buffer_of: dict[fx.Node, str]) -> B
             "or keep it outside of forward"
         )
     user = node.next
-    while user.op != "call_function":  # a counter belongs to the operator that follows it
+    while user.op != "call_function" or mutated_inputs(user):  # a counter belongs to what follows it
         user = user.next
     return BufferUpdate(buffer_of[target], None, None, user)
 

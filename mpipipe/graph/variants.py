@@ -84,6 +84,8 @@ class Variants:
             for name in node.params:
                 if node.group >= 0:
                     owner.setdefault(name, table[node.name])
-        updates = {u.buffer: table[self.primary.captured.name[u.node]] for u in self.primary.captured.updates}
+        updates = {
+            u.buffer: table.get(self.primary.captured.name[u.node], 0) for u in self.primary.captured.updates
+        }
         names = [*self.graph.params, *self.graph.buffers]
         return {name: updates.get(name, owner.get(name, 0)) for name in names}

@@ -26,8 +26,8 @@ class HasVocab(Protocol):
 
 
 def build(config: Config, dataset: HasVocab) -> tuple[Factory, Loss]:
-    """What makes the configured model, and its loss. The factory draws from torch's default
-    generator: seed that before the call. The parameters of `forward` are keys of the batch.
+    """What makes the configured model, and its loss. Under `ModelSource` the draws of the factory are
+    seeded by `train.seed` and the parameter's name. The parameters of `forward` are keys of the batch.
     Raises ConfigError when the data has more token ids than the model."""
     m = config.model
     if m.name == "mlp":

@@ -2,9 +2,8 @@
 
     Costs -> partition -> Layout -> program_for (schedule, check, lower, prove) -> predict -> Plan
 
-A plan that is given enters at `program_for`. The search starts from
-the exact minimum of the bottleneck and goes on by simulated step time; that the result is the
-shortest step is not claimed, `gap` bounds what is missing.
+The search starts from the exact minimum of the bottleneck and goes on by simulated step time; that
+the result is the shortest step is not claimed, `gap` bounds what is missing.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _refine(plan: Callable[[Cuts], Plan], starts: Sequence[Cuts], n_groups: int,
     The bottleneck leaves out how a pipeline fills and the update; a simulation does not. `work`:
     stages x micro-batches; a large program keeps the best start.
     """
-    tried: dict[Cuts, Plan] = {}
+    tried = {cuts: plan(cuts) for cuts in dict.fromkeys(starts)}
 
     def attempt(cuts: Cuts) -> Plan | None:
         inside = all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
@@ -85,8 +84,8 @@ def _refine(plan: Callable[[Cuts], Plan], starts: Sequence[Cuts], n_groups: int,
                 return None
         return tried.get(cuts)
 
-    best = min(dict.fromkeys(starts), key=lambda cuts: plan(cuts).prediction.step_s)
-    chosen = plan(best)
+    best = min(tried, key=lambda cuts: tried[cuts].prediction.step_s)
+    chosen = tried[best]
     while work <= REFINE_WORK:
         near = [(*best[:i], best[i] + d, *best[i + 1 :]) for i in range(len(best)) for d in (-1, 1)]
         found = [(p.prediction.step_s, cuts) for cuts in near if (p := attempt(cuts)) is not None]

@@ -175,7 +175,10 @@ class Interpreter:
         if i.stage < self.n_stages - 1 and self.program.rank_of_stage[i.stage + 1] != self.comm.rank:
             for g in grads:
                 self.pool.give(g)
-        self._release(key)
+        if grads:
+            self._release(key)
+        else:  # nothing came back for it, so what was relayed may still be on its way: not into the pool
+            self.held.pop(key, None)
         if i.stage > 0:
             wanted = [Form.of(p) for p in self.code(i.stage, i.micro).received if p.needs_grad]
             back = [form.shape_like(g) for form, g in zip(wanted, back, strict=True)]
@@ -285,9 +288,12 @@ class Interpreter:
         self.outbox.send(self.back.pop((i.stage, i.micro)), i)
 
     def _send_tied(self, i: Instr) -> None:
-        weights, uses = self.stages[i.stage].weights, self.ties.between(i.stage, i.other)
-        parts = weights.extra if i.micro < 0 else self.tied_out[i.stage, i.micro]
-        self.outbox.send([parts[use].contiguous() for use in uses], i)
+        uses = self.ties.between(i.stage, i.other)
+        if i.micro < 0:
+            parts = [self.stages[i.stage].weights.extra[use] for use in uses]
+        else:  # sent once each; kept, they would all live to the end of the step
+            parts = [self.tied_out[i.stage, i.micro].pop(use) for use in uses]
+        self.outbox.send([g.contiguous() for g in parts], i)
 
     def _send_copy(self, i: Instr) -> None:
         data = self.stages[i.stage].weights.data

@@ -32,7 +32,6 @@ class Stage:
         self.weights, self.precision = weights, precision
         self._stash: dict[int, _Stash] = {}
         self._statistics: list[tuple[str, float | None, Tensor | None]] = []
-        self._tied: dict[str, Tensor] = {}
 
     def forward(
         self, code: Code, micro: int, received: Sequence[Tensor], batch: Batch, step: int, train: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -78,7 +79,11 @@ class Trainer:
         Raises MpipipeError on every rank when the loss or a gradient is not finite.
         """
         outcome = self._run(self.program, "train", "train", step, self.bounds, stop)
-        if outcome.worst or outcome.loss != outcome.loss:
+        if outcome.weight == 0:
+            raise MpipipeError(
+                f"step {step}: the weight of the loss is 0, so it has no mean; check the labels"
+            )
+        if outcome.worst or not math.isfinite(outcome.loss):
             place = f"the gradient of {outcome.worst!r}" if outcome.worst else "the loss"
             where = f" (stage {self.owner[outcome.worst]})" if outcome.worst else ""
             raise MpipipeError(

@@ -52,13 +52,11 @@ def as_bytes(t: Tensor) -> Bytes:
 class Pool:
     def __init__(self) -> None:
         self._free: dict[Form, list[Tensor]] = {}
-        self.nbytes = 0
 
     def take(self, form: Form) -> Tensor:
         free = self._free.get(form)
         if free:
             return free.pop()
-        self.nbytes += form.spec.nbytes
         return form.empty()
 
     def give(self, t: Tensor) -> None:
