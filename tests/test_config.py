@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from mpipipe.config import Config, GptConfig, MlpConfig, SyntheticConfig, load, parse, to_yaml
 from mpipipe.errors import ConfigError
+from mpipipe.runtime.trainer import split_evenly
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.yaml"))
 MLP = "model: {name: mlp}\ndata: {name: synthetic}\n"
@@ -111,7 +112,6 @@ def test_messages_name_the_place_the_value_and_what_is_expected(
     [
         (["model.d_model=100", "model.heads=3"], ["100", "3"]),
         (["model.name=mlp"], ["model.name = mlp", "synthetic"]),
-        (["train.batch=9"], ["train.batch = 9", "micro_batches = 8", "16"]),
         (["train.batch=4"], ["train.batch = 4", "8"]),
         (["pipeline.blocks=3"], ["blocks = 3", "micro_batches = 8"]),
     ],
@@ -121,14 +121,16 @@ def test_values_that_do_not_fit_each_other(overrides: list[str], parts: list[str
     assert all(part in said for part in parts), said
 
 
-def test_a_ragged_last_micro_batch_is_legal_and_an_empty_one_is_not() -> None:
-    assert parse("", overrides=["train.batch=15"]).micro_batch == 2  # 7 of 2 and 1 of 1
+def test_every_batch_divides_into_micro_batches_of_a_sample_or_more() -> None:
     for batch in range(1, 40):
         for parts in range(1, 12):
-            full = -(-batch // parts)
-            legal = full * (parts - 1) < batch
             settings = [f"train.batch={batch}", f"pipeline.micro_batches={parts}"]
-            assert legal == _accepts(settings), settings
+            assert _accepts(settings) == (batch >= parts), settings
+            if batch >= parts:
+                sizes = [stop - start for start, stop in split_evenly(batch, parts)]
+                assert (sum(sizes), len(sizes)) == (batch, parts)
+                assert sizes[0] == max(sizes) == parse("", overrides=settings).micro_batch
+                assert sizes[-1] >= sizes[0] - 1 > -1
 
 
 def _accepts(overrides: list[str]) -> bool:

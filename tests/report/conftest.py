@@ -34,7 +34,6 @@ def report() -> Report:
     return Report(
         val_loss=2.25, unigram_entropy=3.0, step_s=0.55, predicted_step_s=0.5,
         peak_bytes=(300 << 20, 250 << 20), predicted_peak_bytes=(200 << 20, 250 << 20),
-        tensor_peak_bytes=(150 << 20, 125 << 20), bubble=0.125, predicted_bubble=0.1, tokens_per_s=7447.5,
+        bubble=0.125, predicted_bubble=0.1, tokens_per_s=7447.5,
         weights_sha256="ab" * 32, steps=200, final_loss=2.2, plan_hash="cd" * 32, stopped_by=None,
-        extra={"gap": 0.03},
     )  # fmt: skip
