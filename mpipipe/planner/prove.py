@@ -4,7 +4,8 @@ The model is the least that MPI promises:
 
 1. A SEND blocks its rank until the peer has posted the matching RECV.
 2. A rank has posted its next `receive_window` RECVs in program order, and the one it stands at.
-   The window moves on when the rank passes a RECV, not earlier.
+   The window moves on when the rank passes a RECV, not earlier. A RECV of once per step (micro -1)
+   is posted when the rank reaches it, because its buffer may be as large as an embedding.
 3. A RECV blocks until the matching SEND is reached. NORM blocks until every rank is at its NORM.
 
 Each rule asks only how far other ranks have come, and ranks never go back: one walk decides for
@@ -39,6 +40,7 @@ class _NoBuffering:
         n_ranks = len(ends.ops)
         self.ends, self.at, self.received = ends, [0] * n_ranks, [0] * n_ranks
         self._ordinals = [_ordinals(codes) for codes in ends.program.codes]
+        self._once = [(codes[:, 2] < 0).tolist() for codes in ends.program.codes]
 
     def waits_for(self, rank: int, index: int) -> int:
         op, peer, other = self._end(rank, index)
@@ -59,8 +61,9 @@ class _NoBuffering:
         return ends.ops[rank][index], ends.peers[rank][index], ends.partner[rank][index]
 
     def _is_posted(self, rank: int, recv: int) -> bool:
-        ahead = self._ordinals[rank][recv] - self.received[rank]
-        return ahead < self.ends.program.receive_window or self.at[rank] >= recv
+        if self.at[rank] >= recv or self._once[rank][recv]:
+            return self.at[rank] >= recv
+        return self._ordinals[rank][recv] - self.received[rank] < self.ends.program.receive_window
 
     def report(self) -> str:
         program = self.ends.program

@@ -64,7 +64,11 @@ class Pool:
 
 
 class Mailbox:
-    """Receives of one program run. `targets(instr)` gives the tensors that an instruction fills."""
+    """Receives of one program run. `targets(instr)` gives the tensors that an instruction fills.
+
+    Those of once per step (micro -1: tied gradients, copies) are posted when they are taken, as the
+    proof assumes: their buffers are large, and would stand beside the last backward's.
+    """
 
     def __init__(
         self,
@@ -74,18 +78,22 @@ class Mailbox:
         targets: Callable[[Instr], list[Tensor]],
     ) -> None:
         self._comm, self._window, self._targets = comm, max(1, window), targets
-        self._waiting = deque(instrs)
+        self._waiting = deque(i for i in instrs if i.micro >= 0)
         self._posted: dict[Instr, list[tuple[Tensor, Request]]] = {}
         self._fill()
 
     def _fill(self) -> None:
         while self._waiting and len(self._posted) < self._window:
-            instr = self._waiting.popleft()
-            tensors = self._targets(instr)
-            self._posted[instr] = [(t, self._comm.irecv(as_bytes(t), instr.peer, instr.tag)) for t in tensors]
+            self._post(self._waiting.popleft())
+
+    def _post(self, instr: Instr) -> None:
+        tensors = self._targets(instr)
+        self._posted[instr] = [(t, self._comm.irecv(as_bytes(t), instr.peer, instr.tag)) for t in tensors]
 
     def take(self, instr: Instr) -> list[Tensor]:
         """The tensors of a receive, waited for; the next receive is posted in its place."""
+        if instr not in self._posted:
+            self._post(instr)
         for _, request in self._posted[instr]:
             self._comm.wait(request)
         tensors = [t for t, _ in self._posted.pop(instr)]
