@@ -26,7 +26,7 @@ from mpipipe import ops
 from mpipipe.cluster.agree import agree, code_version
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import binding_advice, default_threads, launcher_on_terminal, launcher_rank
-from mpipipe.cluster.memory import PeakMemory, keep_freed_memory
+from mpipipe.cluster.memory import PeakMemory, give_back_freed_memory, keep_freed_memory
 from mpipipe.cluster.mpi import SPEAK_FIRST_S, connect
 from mpipipe.cluster.node import cores_available
 from mpipipe.config import Config, load
@@ -194,6 +194,7 @@ class _Run:
         plan, predicted = self.plan(costs)
         self.log.say(describe(plan, costs, time.perf_counter() - started))
         trainer = Trainer(self.comm, self.variants, plan, self.settings, self.dataset.batch)
+        give_back_freed_memory()  # of the first weights, which were made one by one
         with _stop_signals() as asked:  # to the very end: a late signal must not kill the save
             with Metrics(self.run_dir / METRICS) if self.comm.rank == 0 else nullcontext() as metrics:
                 last, val_loss = self.loop(trainer, metrics, asked)

@@ -31,6 +31,14 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def give_back_freed_memory() -> None:
+    """What a phase that is over has left behind; for between phases, not within a step."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 class PeakMemory:
     """Resident memory above what it was when this was made: after all imports."""
 
@@ -51,8 +59,5 @@ class PeakMemory:
     @property
     def now_bytes(self) -> int:
         """After giving freed memory back to the system."""
-        gc.collect()
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
+        give_back_freed_memory()
         return max(0, _kib("VmRSS:") - self._baseline) * 1024
