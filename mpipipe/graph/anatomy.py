@@ -21,19 +21,18 @@ from mpipipe.graph.rewrite import aliased_inputs, mutated_inputs
 from mpipipe.values import TensorSpec
 
 
+def spec(t: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
+
+
 def spec_of(node: fx.Node) -> TensorSpec:
-    value = node.meta["val"]
-    return TensorSpec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+    return spec(node.meta["val"])
 
 
 def output_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else [value]
-    return tuple(
-        TensorSpec(tuple(v.shape), str(v.dtype).removeprefix("torch."))
-        for v in values
-        if isinstance(v, torch.Tensor)
-    )
+    return tuple(spec(v) for v in values if isinstance(v, torch.Tensor))
 
 
 def needs_grad(node: fx.Node) -> bool:

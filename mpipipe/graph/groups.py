@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from mpipipe.graph.anatomy import Anatomy, output_specs, spec_of
+from mpipipe.graph.anatomy import Anatomy, output_specs, spec, spec_of
 from mpipipe.graph.rewrite import aliased_inputs, op_text, schema_name
 from mpipipe.graph.source import ModelSource
-from mpipipe.values import Graph, Node, TensorSpec, Tie
+from mpipipe.values import Graph, Node, Tie
 
 _ACTIVATIONS = {"gelu", "relu", "relu_", "silu", "silu_", "tanh", "sigmoid", "leaky_relu", "elu", "hardtanh"}
 _HEADS = {"aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::convolution", "aten::conv2d"}
@@ -89,13 +89,8 @@ def make_graph(anatomy: Anatomy, source: ModelSource) -> Graph:
     first: dict[int, str] = {}
     for node, group in groups.items():
         first.setdefault(group, c.name[node])
-    params = {n: _spec(source, n) for n in source.params}
+    params = {n: spec(source.tensor(n)) for n in source.params}
     ties = tuple(Tie(n, params[n].nbytes, tuple(sorted(uses[n]))) for n in params if len(uses.get(n, ())) > 1)
     batch = {key: spec_of(n) for n, key in c.inputs.items()}
-    buffers = {n: _spec(source, n) for n in source.buffers}
+    buffers = {n: spec(source.tensor(n)) for n in source.buffers}
     return Graph(tuple(nodes), tuple(first.values()), batch, params, buffers, ties)
-
-
-def _spec(source: ModelSource, name: str) -> TensorSpec:
-    t = source.tensor(name)
-    return TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))

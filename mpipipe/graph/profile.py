@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from mpipipe.graph.anatomy import Anatomy, output_specs
+from mpipipe.graph.anatomy import Anatomy, output_specs, spec_of
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Port, extract
 from mpipipe.graph.groups import group_of
@@ -88,8 +88,7 @@ def _piece(
 
 def _param_spec(anatomy: Anatomy, name: str) -> TensorSpec:
     node = next(n for n, p in anatomy.captured.param.items() if p == name)
-    value = node.meta["val"]
-    return TensorSpec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+    return spec_of(node)
 
 
 def _key(anatomy: Anatomy, code: Code) -> str:

@@ -59,8 +59,7 @@ class Trainer:
             weights = StageWeights(variants.source, graph, s, self.owner, leaves, numerics.tied)
             add_state(weights.groups, settings)
             stages[s] = Stage(weights, numerics.precision)
-        trained = frozenset(n for n, p in variants.source.params.items() if p.requires_grad)
-        ties = Ties(graph, layout.cuts, self.owner, trained)
+        ties = Ties(graph, layout.cuts, self.owner, frozenset(variants.trained))
         self.interpreter = Interpreter(comm, variants, layout.cuts, stages, ties, numerics, settings)
 
     def _program(self, n_micro: int, train: bool) -> Program:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.cluster.comm import Bytes, Communicator, Request
+from mpipipe.graph.anatomy import spec
 from mpipipe.graph.cut import Port
 from mpipipe.values import Instr, TensorSpec
 
@@ -31,7 +32,7 @@ class Form(NamedTuple):
     def of(cls, t: Tensor | Port) -> Form:
         if isinstance(t, Port):
             return cls(t.spec, t.stride)
-        return cls(TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")), tuple(t.stride()))
+        return cls(spec(t), tuple(t.stride()))
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.spec.shape, self.stride, dtype=getattr(torch, self.spec.dtype))
