@@ -36,7 +36,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.common import ROOT, environment
 from mpipipe.cluster.memory import PeakMemory
-from mpipipe.config import Config, GptConfig, load
+from mpipipe.config import Config, load
+from mpipipe.config.sections import GptConfig
 from mpipipe.data import open_dataset, prepare
 from mpipipe.graph.source import ModelSource
 from mpipipe.models import GPT, build, cross_entropy

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from mpipipe.config import Config, GptConfig, MlpConfig, SyntheticConfig, load, parse, to_yaml
+from mpipipe.config import Config, load, parse, to_yaml
+from mpipipe.config.sections import GptConfig, HfConfig, MlpConfig, SyntheticConfig
 from mpipipe.errors import ConfigError
 from mpipipe.runtime.trainer import split_evenly
 
@@ -27,6 +28,9 @@ def test_every_default_constructs() -> None:
     assert isinstance(parse(MLP).model, MlpConfig)
     assert isinstance(parse(MLP).data, SyntheticConfig)
     assert parse("train:\n") == Config()
+    assert parse("model: llama") == parse("model: {name: llama}")
+    assert parse("model: my.models:Net\ndata: my.data:load").model.args == {}
+    assert isinstance(parse("model: hf:folder\ndata: synthetic").model, HfConfig)
 
 
 @pytest.mark.parametrize("text", ["", MLP, "train: {lr: 3e-4, clip: null}\npipeline: {threads: auto}\n"])
@@ -86,8 +90,18 @@ def test_overrides_win_and_leave_the_rest() -> None:
         ("train: {betas: [0.9]}", [], ["train.betas", "one value more"]),
         ("train: 5", [], ["train = 5 (int)", "keys with values"]),
         ("train: {1: 5}", [], ["train.1", "text"]),
-        ("model: {name: gtp}", [], ["model.name = 'gtp'", "'gpt', 'mlp'"]),
-        ("model: gpt", [], ["model = 'gpt' (str)", "keys with values"]),
+        ("model: {name: gtp}", [], ["model.name = 'gtp'", "'gpt', 'llama'", "'hf:path'"]),
+        ("model: 7", [], ["model = 7 (int)", "keys with values"]),
+        ("model: a b:c", [], ["model = 'a b:c' (str)", "package.module:name"]),
+        ("model: resnet", [], ["model.name = resnet", "data.name = text", "images or digits or synthetic"]),
+        ("model: {name: llama, kv_heads: 3}", [], ["model.heads = 4", "model.kv_heads = 3"]),
+        ("data: tokens", [], ["data lacks the key 'path'"]),
+        (
+            "data:\n  name: mixture\n  sources: [text, {name: tokens, pth: b}]\n  weights: [1, 1]",
+            [],
+            ["line 3: data.sources.1 lacks", "did you mean 'data.sources.1.path'", "val_path"],
+        ),
+        ("data: {name: mixture, sources: [text], weights: [1, 2]}", [], ["1 entries and data.weights 2"]),
         ("pipeline: {threads: all}", [], ["pipeline.threads = 'all'", "integer or 'auto'"]),
         ("pipeline: {schedule: 2f2b}", [], ["pipeline.schedule = '2f2b'", "'1f1b' or 'gpipe'"]),
         ("train: {steps: 5}", ["train.lr=-1"], ["override 'train.lr=-1'", "train.lr = -1", "greater than 0"]),

@@ -2,7 +2,7 @@
 
 MPI           mpipipe/cluster/mpi.py
 environment   cluster, and the arrows (train.py, __main__.py)
-files         config.py, cluster, data, state, report, and the arrows
+files         config, cluster, data, state, report, and the arrows
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mpipipe"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 ARROWS = ("train.py", "__main__.py")
 ENVIRONMENT = ("cluster/", *ARROWS)
-FILES = ("config.py", "cluster/", "data/", "state/", "report/", *ARROWS)
+FILES = ("config/", "cluster/", "data/", "state/", "report/", *ARROWS)
 PURE = ("errors", "values", "config", "planner", "cluster", "report")
 
 FILE_MODULES = {"shutil", "tempfile", "glob", "mmap", "fileinput"}

@@ -1,7 +1,7 @@
-"""The configuration: YAML in, one frozen `Config` out, checked once at the border.
+"""From YAML to the frozen `Config`, with one message per wrong key.
 
 Invariants
-  1. Every default constructs; `parse(to_yaml(config)) == config`.
+  1. `parse(to_yaml(config)) == config`.
   2. An unknown key, a wrong type and two values that do not fit are each one `ConfigError` that
      names the file, the line, the key, what stands there and what should.
 """
@@ -9,175 +9,17 @@ Invariants
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Strict,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from mpipipe.config.whole import Config
 from mpipipe.errors import ConfigError
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Above0 = Annotated[float, Field(gt=0.0)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: no unknown keys, no silent conversions, no changes afterwards."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class GptConfig(Section):
-    name: Literal["gpt"] = "gpt"
-    vocab: Positive | None = None  # number of token ids; null = what the data needs
-    layers: Positive = 4  # transformer blocks
-    d_model: Positive = 256  # width of the residual stream; a multiple of heads
-    heads: Positive = 4  # attention heads; 32 to 64 channels each is good
-    context: Positive = 128  # tokens per sample
-    tied: bool = True  # the head uses the token embedding's weight
-    dropout: Share = 0.0  # share of activations dropped in training; 0 for short runs
-
-
-class MlpConfig(Section):
-    name: Literal["mlp"] = "mlp"
-    inputs: Positive = 32  # features per sample
-    hidden: Annotated[tuple[Positive, ...], Strict(False)] = (64, 64)  # width of each hidden layer
-    classes: Annotated[int, Field(ge=2)] = 10  # number of labels
-    dropout: Share = 0.0  # share of activations dropped in training
-
-
-class TextConfig(Section):
-    name: Literal["text"] = "text"
-    path: str | None = None  # file or folder; null = the Python standard library's source
-    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05  # share kept for validation
-
-
-class SyntheticConfig(Section):
-    name: Literal["synthetic"] = "synthetic"
-    samples: Positive = 4096  # size of an mlp's training set; a gpt's is endless
-
-
-class TrainConfig(Section):
-    steps: Positive = 200  # optimizer steps
-    batch: Positive = 16  # samples per step, over all micro-batches
-    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd keeps less state, adamw needs less tuning
-    lr: Above0 = 3e-4  # highest learning rate; adamw 3e-4 to 3e-3, sgd 1e-2 to 1e-1
-    betas: Annotated[tuple[Share, Share], Strict(False)] = (0.9, 0.95)  # decays of adamw's two means
-    eps: Above0 = 1e-8  # adamw's guard against division by zero
-    momentum: Share = 0.9  # sgd's; 0 = none
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1  # adamw: per unit of lr; sgd: in the gradient
-    warmup: Count = 20  # steps from rate 0 to lr; a tenth of steps is good
-    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # last rate / lr, reached by a cosine
-    clip: Above0 | None = 1.0  # largest gradient norm; null = no limit
-    precision: Literal["fp32", "bf16"] = "fp32"  # of the matrix products
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of weights, data order and dropout
-
-
-class EvalConfig(Section):
-    every: Count = 50  # steps between evaluations; 0 = at the end only
-    batches: Positive = 8  # batches per evaluation
-    batch: Positive | None = None  # samples per evaluation batch; null = train.batch
-
-
-class PipelineConfig(Section):
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"  # 1f1b holds fewer activations
-    micro_batches: Positive = 8  # parts of a batch; 4 per stage or more keeps ranks busy
-    blocks: Positive = 1  # equal accumulation blocks; 1 = plain order of additions
-    tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
-    threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
-    receive_window: Positive = 4  # receives posted ahead per rank
-    memory_bytes: Positive | None = None  # limit per rank; null = its share of the node
-
-
-class KernelsConfig(Section):
-    gemm: Literal["mkl", "onednn"] = "mkl"  # library of fp32 matrix products; changes bits
-
-
-class RunConfig(Section):
-    dir: str | None = None  # run folder; null = runs/<UTC time>-<name>
-    name: str | None = None  # short name of the run; null = the model's
-    log_every: Positive = 10  # steps between lines of the log
-
-
-class SampleConfig(Section):
-    length: Count = 200  # tokens written at the end; 0 = none
-    temperature: Annotated[float, Field(ge=0.0)] = 0.8  # 0 = the likeliest token each time
-    prompt: Annotated[str, Field(min_length=1)] = "\n"  # what the sample starts from
-
-
-def _named(default: str) -> Discriminator:
-    """Chooses a section's kind by its `name`; `default` has the say about all else."""
-    return Discriminator(lambda v: v.get("name", default) if isinstance(v, dict) else _name_of(v, default))
-
-
-def _name_of(section: object, default: str) -> object:
-    return getattr(section, "name", default)
-
-
-ModelConfig = Annotated[Annotated[GptConfig, Tag("gpt")] | Annotated[MlpConfig, Tag("mlp")], _named("gpt")]
-DataConfig = Annotated[
-    Annotated[TextConfig, Tag("text")] | Annotated[SyntheticConfig, Tag("synthetic")], _named("text")
-]
-
-
-class Config(Section):
-    model: ModelConfig = GptConfig()
-    data: DataConfig = TextConfig()
-    train: TrainConfig = TrainConfig()
-    eval: EvalConfig = EvalConfig()
-    pipeline: PipelineConfig = PipelineConfig()
-    kernels: KernelsConfig = KernelsConfig()
-    run: RunConfig = RunConfig()
-    sample: SampleConfig = SampleConfig()
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples per training micro-batch; where they do not divide, later ones have one less."""
-        return math.ceil(self.train.batch / self.pipeline.micro_batches)
-
-    @property
-    def eval_batch(self) -> int:
-        return self.eval.batch or self.train.batch
-
-    @model_validator(mode="after")
-    def _values_fit(self) -> Config:
-        for problem in _misfits(self):
-            raise ValueError(problem)
-        return self
-
-
-def _misfits(c: Config) -> Iterator[str]:
-    """Pairs of values that are each legal and do not go together."""
-    m, p = c.model, c.pipeline
-    if m.name == "gpt" and m.d_model % m.heads:
-        yield f"model.d_model = {m.d_model} is not a multiple of model.heads = {m.heads}; change one"
-    if m.name == "mlp" and c.data.name == "text":
-        yield "model.name = mlp cannot read data.name = text; set data.name to synthetic"
-    if c.train.batch < p.micro_batches:
-        yield (
-            f"train.batch = {c.train.batch} is smaller than pipeline.micro_batches = {p.micro_batches}; "
-            "a micro-batch needs a sample: raise the one or lower the other"
-        )
-    if p.micro_batches % p.blocks:
-        yield f"pipeline.blocks = {p.blocks} does not divide pipeline.micro_batches = {p.micro_batches}"
-
-
-# -- reading ----------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
@@ -313,6 +155,7 @@ _EXPECTED = {
     "missing": "one value more",
     "too_long": "fewer values",
     "invalid_key": "a key that is text",
+    "string_pattern_mismatch": "package.module:name",
 }
 
 
@@ -327,6 +170,8 @@ def _complaint(key: str, path: tuple[str, ...], details: list[ErrorDetails]) -> 
     if first["type"] == "union_tag_invalid":
         ctx = first["ctx"]
         return f"{key} = {ctx['tag']!r}; expected one of {ctx['expected_tags']}"
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        return f"{key} lacks the key '{first['loc'][-1]}'; write it below"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     wanted = " or ".join(_EXPECTED.get(d["type"], d["msg"].removeprefix("Input should be ")) for d in details)
@@ -344,6 +189,12 @@ def _valid_keys(loc: tuple[str | int, ...]) -> list[str]:
     member of a union ("model", "gpt", "layer"), so the last name before it decides."""
     if len(loc) == 1:
         return list(Config.model_fields)
-    kinds: dict[str, type[BaseModel]] = {"gpt": GptConfig, "mlp": MlpConfig}
-    kinds |= {"text": TextConfig, "synthetic": SyntheticConfig, **_sections()}
-    return list(kinds[str(loc[-2])].model_fields)
+    if str(loc[-2]) in _sections():
+        return list(_sections()[str(loc[-2])].model_fields)
+    return list(_kinds(str(loc[0]))[str(loc[-2])].model_fields)
+
+
+def _kinds(section: str) -> dict[str, type[BaseModel]]:
+    """The kinds of a section that has several, by the tag that a location names."""
+    members = [get_args(member) for member in get_args(Config.model_fields[section].annotation)]
+    return {tag.tag: kind for kind, tag in members}

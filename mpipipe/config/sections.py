@@ -1,0 +1,372 @@
+"""Every key of the configuration: its type, its default and what it means.
+
+Invariants
+  1. Every default constructs.
+  2. A name with a colon is somebody's own: `package.module:name` is imported, `hf:<path>` is a
+     configuration or a folder of Hugging Face. Nothing else in a config can name code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, Tag
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0.0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+Classes = Annotated[int, Field(ge=2)]
+Sizes = Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1)]
+Dotted = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]  # package.module:name
+
+
+class Section(BaseModel):
+    """Base of all sections: no unknown keys, no silent conversions, no changes afterwards."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def misfits(self) -> Iterator[str]:
+        """Values of this section that are each legal and do not go together."""
+        yield from ()
+
+
+# -- model ------------------------------------------------------------------------------------
+
+
+class GptConfig(Section):
+    name: Literal["gpt"] = "gpt"
+    vocab: Positive | None = None  # number of token ids; null = what the data needs
+    layers: Positive = 4  # transformer blocks
+    d_model: Positive = 256  # width of the residual stream; a multiple of heads
+    heads: Positive = 4  # attention heads; 32 to 64 channels each is good
+    context: Positive = 128  # tokens per sample
+    tied: bool = True  # the head uses the token embedding's weight
+    dropout: Share = 0.0  # share of activations dropped in training; 0 for short runs
+
+    def misfits(self) -> Iterator[str]:
+        if self.d_model % self.heads:
+            yield (
+                f"model.d_model = {self.d_model} is not a multiple of model.heads = {self.heads}; change one"
+            )
+
+
+class LlamaConfig(Section):
+    name: Literal["llama"] = "llama"
+    vocab: Positive | None = None  # number of token ids; null = what the data needs
+    layers: Positive = 4  # transformer blocks
+    d_model: Positive = 256  # width of the residual stream; a multiple of heads
+    heads: Positive = 4  # attention heads; a multiple of kv_heads
+    kv_heads: Positive = 2  # heads of keys and values, shared by groups of queries
+    d_ff: Positive = 704  # width inside the SwiGLU; 8/3 d_model is usual
+    context: Positive = 128  # tokens per sample
+    rope_base: Above0 = 10000.0  # of the rotary positions' wave lengths
+    norm_eps: Above0 = 1e-5  # RMSNorm's guard against division by zero
+    tied: bool = False  # the head uses the token embedding's weight
+
+    def misfits(self) -> Iterator[str]:
+        if self.d_model % self.heads:
+            yield (
+                f"model.d_model = {self.d_model} is not a multiple of model.heads = {self.heads}; change one"
+            )
+        if self.heads % self.kv_heads:
+            yield (
+                f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}; "
+                "change one"
+            )
+
+
+class LstmConfig(Section):
+    name: Literal["lstm"] = "lstm"
+    vocab: Positive | None = None  # number of token ids; null = what the data needs
+    layers: Positive = 2  # stacked LSTM layers
+    width: Positive = 128  # of the token embedding
+    hidden: Positive = 256  # of the state of each layer
+    context: Positive = 64  # tokens per sample
+    tied: bool = False  # the head uses the embedding's weight; needs hidden = width
+    dropout: Share = 0.0  # share of activations dropped between layers in training
+
+    def misfits(self) -> Iterator[str]:
+        if self.tied and self.hidden != self.width:
+            yield (
+                f"model.tied needs model.hidden = {self.hidden} to equal model.width = {self.width}; "
+                "change one, or set model.tied to false"
+            )
+
+
+class EncoderDecoderConfig(Section):
+    name: Literal["encoder_decoder"] = "encoder_decoder"
+    vocab: Positive = 64  # number of token ids; 0 is padding
+    layers: Positive = 2  # blocks in the encoder, and in the decoder
+    d_model: Positive = 128  # width of the residual streams; a multiple of heads
+    heads: Positive = 4  # attention heads
+    context: Positive = 32  # tokens of the source, and of the target
+    tied: bool = True  # source, target and head share one embedding
+    dropout: Share = 0.0  # share of activations dropped in training
+
+    def misfits(self) -> Iterator[str]:
+        if self.d_model % self.heads:
+            yield (
+                f"model.d_model = {self.d_model} is not a multiple of model.heads = {self.heads}; change one"
+            )
+
+
+class MlpConfig(Section):
+    name: Literal["mlp"] = "mlp"
+    inputs: Positive = 32  # features per sample
+    hidden: Annotated[tuple[Positive, ...], Strict(False)] = (64, 64)  # width of each hidden layer
+    classes: Classes = 10  # number of labels
+    dropout: Share = 0.0  # share of activations dropped in training
+
+
+def _levels(blocks: tuple[int, ...], widths: tuple[int, ...]) -> Iterator[str]:
+    if len(blocks) != len(widths):
+        yield f"model.blocks has {len(blocks)} values and model.widths {len(widths)}; give one each per level"
+
+
+class VggConfig(Section):
+    name: Literal["vgg"] = "vgg"
+    channels: Positive = 1  # of the images; grey = 1, colour = 3
+    size: Positive = 8  # side of the images in pixels
+    classes: Classes = 10  # number of labels
+    blocks: Sizes = (1, 1, 2)  # convolutions per block; a block ends by halving the side
+    widths: Sizes = (32, 64, 128)  # channels in each block
+    hidden: Positive = 256  # width of the two layers before the head
+    dropout: Share = 0.0  # share of activations dropped in training
+
+    def misfits(self) -> Iterator[str]:
+        yield from _levels(self.blocks, self.widths)
+
+
+class ResnetConfig(Section):
+    name: Literal["resnet"] = "resnet"
+    channels: Positive = 1  # of the images; grey = 1, colour = 3
+    size: Positive = 8  # side of the images in pixels
+    classes: Classes = 10  # number of labels
+    blocks: Sizes = (2, 2, 2)  # residual blocks per level; a level after the first halves the side
+    widths: Sizes = (32, 64, 128)  # channels in each level
+    bottleneck: bool = False  # blocks of three convolutions, the output four times as wide
+    stem: Literal["small", "imagenet"] = "small"  # imagenet starts with 7x7, stride 2 and pooling
+
+    def misfits(self) -> Iterator[str]:
+        yield from _levels(self.blocks, self.widths)
+
+
+class UnetConfig(Section):
+    name: Literal["unet"] = "unet"
+    channels: Positive = 1  # of the images; grey = 1, colour = 3
+    size: Positive = 32  # side of the images in pixels; a multiple of 2**depth
+    classes: Classes = 3  # number of labels of a pixel
+    width: Positive = 16  # channels at full size; doubled by each level down
+    depth: Positive = 2  # levels below full size, each with a skip
+
+    def misfits(self) -> Iterator[str]:
+        if self.size % 2**self.depth:
+            yield (
+                f"model.size = {self.size} is not a multiple of 2**model.depth = {2**self.depth}; change one"
+            )
+
+
+class DlrmConfig(Section):
+    name: Literal["dlrm"] = "dlrm"
+    dense: Positive = 13  # numeric features per sample
+    tables: Sizes = (1000, 1000, 100, 100)  # rows of each embedding table
+    bag: Positive = 1  # categories per table and sample, summed
+    width: Positive = 16  # of an embedding
+    bottom: Sizes = (64, 32)  # hidden layers below the interactions
+    top: Sizes = (64, 32)  # hidden layers above them
+
+
+class HfConfig(Section):
+    name: Annotated[str, Field(pattern=r"^hf:.")]  # hf:config.json, or hf:folder of a saved model
+    task: str | None = None  # class of transformers; null = the first of `architectures`
+    freeze: Annotated[tuple[str, ...], Strict(False)] = ()  # patterns of parameters not trained
+    context: Positive = 128  # tokens per sample; at most the model's positions
+
+
+class CustomModelConfig(Section):
+    name: Dotted  # package.module:factory, which returns an nn.Module or a list of layers
+    args: dict[str, Any] = {}  # keyword arguments of the factory
+    loss: Dotted | None = None  # package.module:loss; null = cross entropy
+    context: Positive = 128  # tokens per sample, where the data are tokens
+
+
+# -- data -------------------------------------------------------------------------------------
+
+
+class TextConfig(Section):
+    name: Literal["text"] = "text"
+    path: str | None = None  # file or folder; null = the Python standard library's source
+    val_fraction: Fraction = 0.05  # share kept for validation
+
+
+class TokensConfig(Section):
+    name: Literal["tokens"] = "tokens"
+    path: str  # token file: out.bin of tokenize or nanoGPT, or Megatron's .bin beside its .idx
+    val_path: str | None = None  # token file for validation; null = a share of path
+    val_fraction: Fraction = 0.05  # share kept for validation where val_path is null
+    dtype: Literal["auto", "uint16", "uint32"] = "auto"  # of a file that does not say so itself
+    tokenizer: str | None = None  # tokenizer.json or its folder, for the sample at the end
+
+
+class SyntheticConfig(Section):
+    name: Literal["synthetic"] = "synthetic"
+    samples: Positive = 4096  # size of the training set; tokens are endless
+    varying: bool = False  # encoder_decoder: micro-batches of different length
+
+
+class ImagesConfig(Section):
+    name: Literal["images"] = "images"
+    path: str  # .npz file, or folder with the four IDX files of MNIST
+    val_fraction: Fraction = 0.2  # share kept for validation where the file has no test set
+
+
+class DigitsConfig(Section):
+    name: Literal["digits"] = "digits"  # 1,797 grey images of 8x8 pixels; needs scikit-learn
+    val_fraction: Fraction = 0.2  # share kept for validation
+
+
+class CustomDataConfig(Section):
+    name: Dotted  # package.module:factory, which returns a data set
+    args: dict[str, Any] = {}  # keyword arguments of the factory
+
+
+# -- the rest ---------------------------------------------------------------------------------
+
+
+class TrainConfig(Section):
+    steps: Positive = 200  # optimizer steps
+    batch: Positive = 16  # samples per step, over all micro-batches
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd keeps less state, adamw needs less tuning
+    lr: Above0 = 3e-4  # highest learning rate; adamw 3e-4 to 3e-3, sgd 1e-2 to 1e-1
+    betas: Annotated[tuple[Share, Share], Strict(False)] = (0.9, 0.95)  # decays of adamw's two means
+    eps: Above0 = 1e-8  # adamw's guard against division by zero
+    momentum: Share = 0.9  # sgd's; 0 = none
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1  # adamw: per unit of lr; sgd: in the gradient
+    warmup: Count = 20  # steps from rate 0 to lr; a tenth of steps is good
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # last rate / lr, reached by a cosine
+    clip: Above0 | None = 1.0  # largest gradient norm; null = no limit
+    precision: Literal["fp32", "bf16"] = "fp32"  # of the matrix products
+    unused: Literal["error", "keep"] = "error"  # parameters that the loss does not depend on
+    save_every: Count = 0  # steps between checkpoints; 0 = at the end only
+    keep: Positive = 2  # newest checkpoints that are kept
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of weights, data order and dropout
+
+
+class EvalConfig(Section):
+    every: Count = 50  # steps between evaluations; 0 = at the end only
+    batches: Positive | None = None  # per evaluation; null = the validation set, of endless data 8
+    batch: Positive | None = None  # samples per evaluation batch; null = train.batch
+
+
+class CaptureConfig(Section):
+    max_shapes: Positive = 8  # shapes of micro-batches, each of which is captured once
+
+
+class PipelineConfig(Section):
+    schedule: Literal["1f1b", "gpipe"] | Dotted = "1f1b"  # or package.module:function of your own
+    micro_batches: Positive = 8  # parts of a batch; 4 per stage or more keeps ranks busy
+    blocks: Positive = 1  # equal accumulation blocks; 1 = plain order of additions
+    tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
+    threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
+    receive_window: Positive = 4  # receives posted ahead per rank
+    memory_bytes: Positive | None = None  # limit per rank; null = its share of the node
+
+    def misfits(self) -> Iterator[str]:
+        if self.micro_batches % self.blocks:
+            yield (
+                f"pipeline.blocks = {self.blocks} does not divide "
+                f"pipeline.micro_batches = {self.micro_batches}"
+            )
+
+
+class KernelsConfig(Section):
+    gemm: Literal["mkl", "onednn"] = "mkl"  # library of fp32 matrix products; changes bits
+
+
+class RunConfig(Section):
+    dir: str | None = None  # run folder; null = runs/<UTC time>-<name>
+    name: str | None = None  # short name of the run; null = the model's
+    log_every: Positive = 10  # steps between lines of the log
+    time_limit: Above0 | None = None  # minutes, then a checkpoint and the end; null = the job's own
+
+
+class SampleConfig(Section):
+    length: Count = 200  # tokens written at the end; 0 = none
+    temperature: Annotated[float, Field(ge=0.0)] = 0.8  # 0 = the likeliest token each time
+    prompt: Annotated[str, Field(min_length=1)] = "\n"  # what the sample starts from
+
+
+def _as_section(value: object) -> object:
+    """`model: resnet` means its name."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _kind(default: str) -> Discriminator:
+    """Chooses a section's kind by its `name`; `default` has the say about all else."""
+
+    def tag(section: object) -> object:
+        if not isinstance(section, dict):
+            name = getattr(section, "name", default)
+        else:
+            name = section.get("name", default)
+        if isinstance(name, str) and ":" in name:
+            return "hf:path" if name.startswith("hf:") else "package.module:name"
+        return name
+
+    return Discriminator(tag)
+
+
+ModelConfig = Annotated[
+    Annotated[GptConfig, Tag("gpt")]
+    | Annotated[LlamaConfig, Tag("llama")]
+    | Annotated[LstmConfig, Tag("lstm")]
+    | Annotated[EncoderDecoderConfig, Tag("encoder_decoder")]
+    | Annotated[MlpConfig, Tag("mlp")]
+    | Annotated[VggConfig, Tag("vgg")]
+    | Annotated[ResnetConfig, Tag("resnet")]
+    | Annotated[UnetConfig, Tag("unet")]
+    | Annotated[DlrmConfig, Tag("dlrm")]
+    | Annotated[HfConfig, Tag("hf:path")]
+    | Annotated[CustomModelConfig, Tag("package.module:name")],
+    _kind("gpt"),
+    BeforeValidator(_as_section),
+]
+SourceConfig = Annotated[
+    Annotated[TextConfig, Tag("text")]
+    | Annotated[TokensConfig, Tag("tokens")]
+    | Annotated[SyntheticConfig, Tag("synthetic")]
+    | Annotated[ImagesConfig, Tag("images")]
+    | Annotated[DigitsConfig, Tag("digits")]
+    | Annotated[CustomDataConfig, Tag("package.module:name")],
+    _kind("text"),
+    BeforeValidator(_as_section),
+]
+
+
+class MixtureConfig(Section):
+    name: Literal["mixture"] = "mixture"
+    sources: Annotated[tuple[SourceConfig, ...], Strict(False), Field(min_length=1)]  # data sections
+    weights: Annotated[tuple[Above0, ...], Strict(False)]  # share of the samples of each source
+
+    def misfits(self) -> Iterator[str]:
+        if len(self.sources) != len(self.weights):
+            yield (
+                f"data.sources has {len(self.sources)} entries and data.weights {len(self.weights)}; "
+                "give one weight per source"
+            )
+
+
+DataConfig = Annotated[
+    Annotated[TextConfig, Tag("text")]
+    | Annotated[TokensConfig, Tag("tokens")]
+    | Annotated[SyntheticConfig, Tag("synthetic")]
+    | Annotated[ImagesConfig, Tag("images")]
+    | Annotated[DigitsConfig, Tag("digits")]
+    | Annotated[MixtureConfig, Tag("mixture")]
+    | Annotated[CustomDataConfig, Tag("package.module:name")],
+    _kind("text"),
+    BeforeValidator(_as_section),
+]

@@ -1,0 +1,77 @@
+"""The whole configuration, and which legal values do not go together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pydantic import model_validator
+
+from mpipipe.config.sections import (
+    CaptureConfig,
+    DataConfig,
+    EvalConfig,
+    GptConfig,
+    KernelsConfig,
+    ModelConfig,
+    PipelineConfig,
+    RunConfig,
+    SampleConfig,
+    Section,
+    TextConfig,
+    TrainConfig,
+)
+
+# what each kind of built-in data can feed, by the name of the model
+_TOKENS = ("gpt", "llama", "lstm")
+_IMAGES = ("vgg", "resnet")
+_FEEDS = {"text": _TOKENS, "tokens": _TOKENS, "images": _IMAGES, "digits": _IMAGES}
+
+
+class Config(Section):
+    model: ModelConfig = GptConfig()
+    data: DataConfig = TextConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    capture: CaptureConfig = CaptureConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    run: RunConfig = RunConfig()
+    sample: SampleConfig = SampleConfig()
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per training micro-batch; where they do not divide, later ones have one less."""
+        return math.ceil(self.train.batch / self.pipeline.micro_batches)
+
+    @property
+    def eval_batch(self) -> int:
+        return self.eval.batch or self.train.batch
+
+    @property
+    def eval_batches(self) -> int:
+        """Of data without an end."""
+        return self.eval.batches or 8
+
+    @model_validator(mode="after")
+    def _values_fit(self) -> Config:
+        for problem in _misfits(self):
+            raise ValueError(problem)
+        return self
+
+
+def _misfits(c: Config) -> Iterator[str]:
+    for section in (c.model, c.data, c.pipeline):
+        yield from section.misfits()
+    model, data, p = c.model.name, c.data.name, c.pipeline
+    if ":" not in model and model not in _FEEDS.get(data, (model,)):
+        kinds = [name for name, models in _FEEDS.items() if model in models]
+        yield (
+            f"model.name = {model} cannot read data.name = {data}; "
+            f"set data.name to {' or '.join([*kinds, 'synthetic'])}"
+        )
+    if c.train.batch < p.micro_batches:
+        yield (
+            f"train.batch = {c.train.batch} is smaller than pipeline.micro_batches = {p.micro_batches}; "
+            "a micro-batch needs a sample: raise the one or lower the other"
+        )
