@@ -1,135 +1,131 @@
-"""`mpirun -n N python -m mpipipe.train config.yaml [key=value ...]`: the arrows, in order.
+"""`mpirun -n N python -m mpipipe.train config.yaml [key=value ...] [--resume]`: a whole run.
 
-    config -> model -> graph -> costs -> plan -> program -> run -> summary
+    config -> model, data -> Pipeline -> steps, evaluations, checkpoints -> summary
 
-Every rank runs this file with the same arguments. Rank 0 decides (plan) and speaks; the ranks
-compare what they are about to run before the first message, and an error on any of them ends all.
+Every rank runs this file with the same arguments. Rank 0 decides and speaks; an error on any rank
+ends all.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from mpipipe import ops
-from mpipipe.cluster.agree import agree, code_version
+from mpipipe.cluster.agree import agree
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.launch import binding_advice, default_threads, launcher_on_terminal, launcher_rank
-from mpipipe.cluster.memory import PeakMemory, give_back_freed_memory, keep_freed_memory
-from mpipipe.cluster.mpi import SPEAK_FIRST_S, connect
+from mpipipe.cluster.ending import TimeLimit, end, stop_signals
+from mpipipe.cluster.launch import binding_advice, launcher_on_terminal
+from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import cores_available
 from mpipipe.config import Config, load
-from mpipipe.data import Dataset, open_dataset, prepare
-from mpipipe.errors import MpipipeError
-from mpipipe.graph.capture import warm_up_tracer
-from mpipipe.graph.source import ModelSource
-from mpipipe.graph.variants import Variants
-from mpipipe.models import build
-from mpipipe.planner.search import make_plan, predict, program_for
+from mpipipe.config.dotted import resolve
+from mpipipe.data import open_dataset, prepare
+from mpipipe.errors import CheckpointError, MpipipeError
+from mpipipe.models import Built, build
+from mpipipe.pipeline import Pipeline, Step, resident_memory
+from mpipipe.planner.schedules import register
 from mpipipe.report.draw import draw_png, draw_text
-from mpipipe.report.metrics import Metrics
+from mpipipe.report.metrics import Metrics, cut_metrics
 from mpipipe.report.plan import describe
 from mpipipe.report.progress import Progress
 from mpipipe.report.summary import summary
-from mpipipe.runtime.costing import measure
-from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.sample import generate
-from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
-from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.files import write_text
-from mpipipe.state.gather import save, weights_hash
-from mpipipe.state.rundir import METRICS, create
-from mpipipe.values import Costs, Numerics, Plan, Report, Timeline, from_json, to_json
+from mpipipe.state.gather import weights_hash
+from mpipipe.state.resume import newest, prune, read_state, step_folder, survey
+from mpipipe.state.rundir import METRICS, create, renew, reopen
+from mpipipe.values import Report, Timeline, to_json
 
 KEPT_STEPS = 50  # of which the timeline is remembered
+USAGE = "usage: mpirun -n N python -m mpipipe.train config.yaml [key=value ...] [--resume] [--new-numerics]"
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit code; on an error, ends every rank of the job with a non-zero one."""
     comm: Communicator | None = None
     try:
-        if not argv or argv[0].startswith("-"):
-            raise MpipipeError("usage: mpirun -n N python -m mpipipe.train config.yaml [key=value ...]")
+        flags = {a for a in argv if a.startswith("-")}
+        given = [a for a in argv if a not in flags]
+        if not given or flags - {"--resume", "--new-numerics"}:
+            raise MpipipeError(USAGE)
         comm = connect()
-        train(comm, load(argv[0], argv[1:]))
+        train(comm, load(given[0], given[1:]), "--resume" in flags, "--new-numerics" in flags)
         comm.close()
         return 0
     except BaseException as error:
-        return _end(comm, error)
+        return end(comm, error)
 
 
-def _end(comm: Communicator | None, error: BaseException) -> int:
-    rank = launcher_rank(os.environ) if comm is None else comm.rank
-    if rank != 0:
-        if comm is None:
-            return 1
-        time.sleep(SPEAK_FIRST_S)
-    if isinstance(error, MpipipeError):
-        text = f"mpipipe: error: {error}"
-    else:
-        text = f"mpipipe: rank {rank} failed\n" + "".join(traceback.format_exception(error))
-    print(text, file=sys.stderr, flush=True)
-    if comm is not None and comm.size > 1:
-        comm.abort(1)
-    return 1
+def train(comm: Communicator, config: Config, resume: bool = False, new_numerics: bool = False) -> Report:
+    """Trains as configured; the report is the same on every rank. Collective.
 
-
-def train(comm: Communicator, config: Config) -> Report:
-    """Trains as configured; the report is the same on every rank. Collective."""
-    settings = config.model_dump()  # first of all: later collectives depend on them
+    resume: goes on from the newest whole checkpoint of the run in `run.dir`, or of the latest run.
+    """
+    settings = {**config.model_dump(), "command": {"--resume": resume, "--new-numerics": new_numerics}}
     agree(comm, {f"{s}.{k}": repr(v) for s, keys in settings.items() for k, v in keys.items()})
-    keep_freed_memory()
-    warm_up_tracer()
-    memory = PeakMemory()
-    numerics = resolve_numerics(comm, config)
-    set_threads(numerics.threads)
-    set_gemm_route(numerics.gemm)
-    run_dir = Path(comm.bcast_object(create(config) if comm.rank == 0 else Path()))
+    resident_memory()  # from here on it counts
+    place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
+    assert place is not None
+    run_dir, checkpoint, said, resumed = place
     prepare(config, run_dir, comm.rank == 0)
     comm.barrier()
-    dataset = open_dataset(config, run_dir)
+    opened = open_dataset(config, run_dir)
+    data, val = opened if isinstance(opened, tuple) else (opened, None)
+    built = build(config, data)
     with _progress(comm, config, run_dir) as log:
-        log.say(f"mpipipe: {comm.size} ranks x {numerics.threads} threads, run folder {run_dir}")
-        if advice := _advice(comm, numerics.threads):
-            log.say(f"note: {advice}")
-        run = _Run(comm, config, numerics, dataset, run_dir, log, memory)
-        return run.all()
+        for line in said:
+            log.say(line)
+        c, t, p = config, config.train, config.pipeline
+        pipe = Pipeline(
+            built.model, built.loss, built.data, _optimizer(config), batch=t.batch, val=val,
+            val_batch=c.eval_batch,
+            micro_batches=p.micro_batches, metrics=built.metrics, schedule=_schedule(config), precision=t.precision,
+            threads=p.threads, blocks=p.blocks, tied=p.tied, gemm=c.kernels.gemm, seed=t.seed, unused=t.unused,
+            max_shapes=c.capture.max_shapes, receive_window=p.receive_window, memory_bytes=p.memory_bytes,
+            initial=built.initial, resume=checkpoint, new_numerics=new_numerics, comm=comm, say=log.say,
+        )  # fmt: skip
+        if resumed and comm.rank == 0:
+            renew(run_dir, config, pipe.steps_done)
+            cut_metrics(run_dir / METRICS, pipe.steps_done)
+        return _Run(config, pipe, built, run_dir, log).all()
 
 
-def resolve_numerics(comm: Communicator, config: Config) -> Numerics:
-    """All that decides bits, settled once. Collective."""
-    p = config.pipeline
-    threads = default_threads(comm, cores_available()) if p.threads == "auto" else p.threads
-    return Numerics(
-        batch=config.train.batch,
-        micro_batch=config.micro_batch,
-        micro_batches=p.micro_batches,
-        blocks=p.blocks,
-        threads=threads,
-        bits="torch",
-        gemm=config.kernels.gemm,
-        precision=config.train.precision,
-        tied=p.tied,
-        op_table={},
-        torch=torch.__version__,
-        instruction_set=instruction_set(),
-        seed=config.train.seed,
-    )
+def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], bool]:
+    """(run folder, checkpoint to go on from, what to say of it, whether it was there); on one rank."""
+    run_dir = reopen(config) if resume else None
+    if run_dir is None:
+        run_dir = create(config)
+        said = ["note: there is no run to resume, a new one begins"] if resume else []
+        return run_dir, None, said, False
+    passed_over = [f"note: passed over {folder}: {wrong}" for folder, wrong in survey(run_dir) if wrong]
+    checkpoint = newest(run_dir)
+    step = 0 if checkpoint is None else read_state(checkpoint).step
+    if step >= config.train.steps:
+        raise CheckpointError(
+            f"{checkpoint}: all of the {config.train.steps} steps are done; raise train.steps to go on"
+        )
+    return run_dir, checkpoint, [*passed_over, f"mpipipe: resuming {run_dir} after {step} steps"], True
 
 
-def optimizer_settings(config: Config) -> OptimizerSettings:
+def _schedule(config: Config) -> str:
+    """The name of the schedule; one of the user's own is made known under its dotted path."""
+    name = config.pipeline.schedule
+    if ":" in name:
+        register(name, resolve("pipeline.schedule", name))
+    return name
+
+
+def _optimizer(config: Config) -> OptimizerSettings:
     t = config.train
     return OptimizerSettings(
         kind=t.optimizer, lr=t.lr, betas=t.betas, eps=t.eps, momentum=t.momentum, weight_decay=t.weight_decay,
@@ -165,177 +161,145 @@ class _Silent:
 
 
 class _Run:
-    """One training run on one rank: plan, loop, end."""
+    """The steps of one run on one rank, and its end."""
 
     def __init__(
-        self, comm: Communicator, config: Config, numerics: Numerics, dataset: Dataset, run_dir: Path,
-        log: Progress | _Silent, memory: PeakMemory,
-    ) -> None:  # fmt: skip
-        self.comm, self.config, self.numerics, self.dataset = comm, config, numerics, dataset
-        self.run_dir, self.log, self.memory = run_dir, log, memory
-        self.settings = optimizer_settings(config)
-        factory, loss = build(config, dataset)
-        source = ModelSource(factory, numerics.seed)
-        self.variants = Variants(source, loss, dataset.specs, numerics.micro_batch, numerics.precision)
-        self.done = 0
+        self, config: Config, pipe: Pipeline, built: Built, run_dir: Path, log: Progress | _Silent
+    ) -> None:
+        self.config, self.pipe, self.built, self.run_dir, self.log = config, pipe, built, run_dir, log
+        self.data, self.comm = pipe.data, pipe.comm
         self.times: deque[np.ndarray[Any, Any]] = deque(maxlen=KEPT_STEPS)
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
+        self.save_s, self.saved = 0.0, -1
+        self.values: dict[str, float] = {}  # of the last evaluation
+        self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
 
     def all(self) -> Report:
-        started = time.perf_counter()
-        costs = measure(
-            self.comm,
-            self.variants,
-            self.numerics,
-            self.settings,
-            self.memory,
-            self.config.pipeline.memory_bytes,
-        )
-        plan, predicted = self.plan(costs)
-        self.log.say(describe(plan, costs, time.perf_counter() - started))
-        trainer = Trainer(self.comm, self.variants, plan, self.settings, self.dataset.batch)
-        give_back_freed_memory()  # of the first weights, which were made one by one
-        with _stop_signals() as asked:  # to the very end: a late signal must not kill the save
-            with Metrics(self.run_dir / METRICS) if self.comm.rank == 0 else nullcontext() as metrics:
-                last, val_loss = self.loop(trainer, metrics, asked)
-            return self.end(trainer, plan, predicted, last, val_loss, asked)
+        pipe, threads = self.pipe, self.pipe.numerics.threads
+        self.log.say(f"mpipipe: {pipe.size} ranks x {threads} threads, run folder {self.run_dir}")
+        if advice := _advice(self.comm, threads):
+            self.log.say(f"note: {advice}")
+        self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s))
+        if pipe.rank == 0:
+            write_text(self.run_dir / "plan.json", to_json(pipe.plan))
+        with stop_signals() as asked:  # to the very end: a late signal must not kill the save
+            with Metrics(self.run_dir / METRICS) if pipe.rank == 0 else nullcontext() as metrics:
+                last = self.loop(metrics, asked)
+            return self.end(last, asked)
 
-    def plan(self, costs: Costs) -> tuple[Plan, Timeline]:
-        """Rank 0 plans; all ranks prove that they hold the same plan, code and settings."""
-        graph, comm, pipeline = self.variants.graph, self.comm, self.config.pipeline
-        text = ""
-        if comm.rank == 0:
-            plan, _ = make_plan(
-                costs, self.numerics, pipeline.schedule, pipeline.receive_window, graph.groups, comm.size
-            )
-            text = to_json(plan)
-            write_text(self.run_dir / "plan.json", text)
-        plan = from_json(Plan, comm.bcast_object(text))
-        facts = {
-            "code": code_version(ops.KERNELS_VERSION),
-            "torch": self.numerics.torch,
-            "instruction set": self.numerics.instruction_set,
-            "threads": str(torch.get_num_threads()),
-            "graph": graph.hash,
-            "plan": plan.hash,
-        }
-        agree(comm, facts)
-        program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
-        return plan, predict(costs, plan.layout, program, graph.groups)[1]
-
-    def loop(
-        self, trainer: Trainer, metrics: Metrics | None, asked: list[str]
-    ) -> tuple[Outcome, float | None]:
-        """Steps and evaluations; ends early, on every rank at the same step, when one was asked to."""
-        c, val_loss = self.config, None
-        for step in range(c.train.steps):
-            start = time.perf_counter()
-            outcome = trainer.step(step, stop=bool(asked))
+    def loop(self, metrics: Metrics | None, asked: list[str]) -> Step:
+        """Steps, evaluations and checkpoints; ends early, on every rank at the same step, when one was
+        asked to, or when the time or the data has ended."""
+        t, limit = self.config.train, TimeLimit(self.config.run.time_limit, os.environ)
+        last: Step | None = None
+        while True:
+            if self.pipe.rank == 0 and limit.reached(max(self.step_s, default=0.0), self.save_s):
+                asked.append("the time limit")
+            try:
+                step, outcome = self.pipe.timed_step(bool(asked))
+            except StopIteration:
+                if last is None:
+                    raise
+                asked.append("the end of the data")
+                self.save()
+                return replace(last, stop=True)
+            last = step
             self.times.append(outcome.times)
-            self.done = step + 1
-            values = self._values(step, outcome, time.perf_counter() - start)
-            due = step + 1 == c.train.steps or (c.eval.every and (step + 1) % c.eval.every == 0)
-            if due and not outcome.stop:  # who asked to stop may not wait: save first
-                val_loss = values["val_loss"] = trainer.evaluate(c.eval.batches, c.eval_batch)
+            self.step_s.append(step.seconds)
+            values, end = self._values(step), step.step >= t.steps
+            if self._due(self.config.eval.every, step.step) and not step.stop:  # who asked may not wait: save
+                self.values = self._evaluate()
+                values |= self.values
             if metrics is not None:
-                metrics.write(step=step + 1, **values)
-            self.log.step(step + 1, values)
-            if outcome.stop:
-                break
-        return outcome, val_loss
+                metrics.write(step=step.step, **values)
+            self.log.step(step.step, values)
+            if end or step.stop or self._due(t.save_every, step.step):
+                self.save()
+            if end or step.stop:
+                return step
 
-    def _values(self, step: int, outcome: Outcome, seconds: float) -> dict[str, float]:
-        self.step_s.append(seconds)
-        values = {"loss": outcome.loss / outcome.weight, "lr": self.settings.lr_at(step)}
-        if self.settings.clip is not None:
-            values["grad_norm"] = outcome.norm
-        return values | {"step_s": seconds, "tokens_per_s": self._tokens_per_s(seconds)}
+    def _due(self, every: int, step: int) -> bool:
+        return step >= self.config.train.steps or bool(every and step % every == 0)
 
-    def _tokens_per_s(self, step_s: float) -> float:
-        return self.config.train.batch * self.dataset.tokens_per_sample / step_s
+    def _values(self, step: Step) -> dict[str, float]:
+        values = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm, "step_s": step.seconds}
+        found = {name: value for name, value in values.items() if value is not None}
+        return found | {f"{self.unit}_per_s": self._per_second(step.seconds)}
 
-    def end(
-        self,
-        trainer: Trainer,
-        plan: Plan,
-        predicted: Timeline,
-        last: Outcome,
-        val_loss: float | None,
-        asked: list[str],
-    ) -> Report:
-        """Checkpoint, sample and summary."""
-        comm, order = self.comm, [*self.variants.source.params, *self.variants.source.buffers]
-        state = trainer.state_dict()
-        save(comm, self.run_dir / "checkpoint", state, order)
-        sha = weights_hash(comm, state, order)
-        measured = self._measured(trainer)
-        peaks = tuple(comm.allgather_object(self.memory.nbytes))
-        text = None if last.stop else generate(trainer, self.dataset, self.config.sample, self.numerics.seed)
+    def _per_second(self, step_s: float) -> float:
+        return self.config.train.batch * self.data.tokens_per_sample / step_s
+
+    def _evaluate(self) -> dict[str, float]:
+        c = self.config
+        if self.data.val_samples == 0:
+            return {}
+        found = self.pipe.evaluate(c.eval.batches)
+        return {f"val_{name}": value for name, value in found.items()}
+
+    def save(self) -> None:
+        """A checkpoint, then fewer of the old ones."""
+        start, folder = time.perf_counter(), step_folder(self.run_dir, self.pipe.steps_done)
+        if self.pipe.rank == 0:
+            self.built.export(folder)
+        self.pipe.save(folder)
+        if self.pipe.rank == 0:
+            prune(self.run_dir, self.config.train.keep)
+        self.save_s = max(self.save_s, time.perf_counter() - start)
+
+    def end(self, last: Step, asked: list[str]) -> Report:
+        """Sample and summary."""
+        comm, pipe, source = self.comm, self.pipe, self.pipe.variants.source
+        sha = weights_hash(comm, pipe.trainer.state_dict(), source.persistent)
+        measured = self._measured()
+        peaks = tuple(comm.allgather_object(pipe.memory.nbytes))
+        text = None
+        if not last.stop:
+            text = generate(pipe.trainer, self.data, self.config.sample, pipe.numerics.seed)
         step_s = float(np.median(list(self.step_s)[1:] or self.step_s))
         signals = [name for names in comm.allgather_object(asked) for name in names[:1]]
+        prediction = pipe.plan.prediction
         report = Report(
-            val_loss=val_loss,
-            unigram_entropy=comm.bcast_object(self.dataset.unigram_entropy if comm.rank == 0 else None),
+            val_loss=self.values.get("val_loss"),
+            unigram_entropy=comm.bcast_object(self.data.unigram_entropy if comm.rank == 0 else None),
+            metrics={k.removeprefix("val_"): v for k, v in self.values.items() if k != "val_loss"},
             step_s=step_s,
-            predicted_step_s=plan.prediction.step_s,
+            predicted_step_s=prediction.step_s,
             peak_bytes=peaks,
-            predicted_peak_bytes=plan.prediction.peak_bytes,
+            predicted_peak_bytes=prediction.peak_bytes,
             bubble=measured.bubble,
-            predicted_bubble=plan.prediction.bubble,
-            tokens_per_s=self._tokens_per_s(step_s),
+            predicted_bubble=prediction.bubble,
+            per_s=self._per_second(step_s),
+            unit=self.unit,
             weights_sha256=sha,
-            steps=self.done,
-            final_loss=last.loss / last.weight,
-            plan_hash=plan.hash,
+            steps=pipe.steps_done,
+            final_loss=last.loss,
+            plan_hash=pipe.plan.hash,
             stopped_by=signals[0] if last.stop else None,
+            exact_resume=self.data.exact,
         )
         if comm.rank == 0:
-            self._write(report, predicted, measured, text)
+            self._write(report, measured, text)
         return report
 
-    def _measured(self, trainer: Trainer) -> Timeline:
+    def _measured(self) -> Timeline:
         """The step whose makespan is the median of those remembered, the first one left out."""
         mine = [t - self.comm.clock_offset_s for t in list(self.times)[1:] or self.times]
         by_rank = self.comm.allgather_object(mine)
-        steps = [_timeline(trainer, times) for times in zip(*by_rank, strict=True)]
+        steps = [self._timeline(times) for times in zip(*by_rank, strict=True)]
         return sorted(steps, key=lambda t: t.makespan_s)[len(steps) // 2]
 
-    def _write(self, report: Report, predicted: Timeline, measured: Timeline, text: str | None) -> None:
+    def _timeline(self, times: Sequence[np.ndarray[Any, Any]]) -> Timeline:
+        start = min(float(t.min()) for t in times)
+        return Timeline(self.pipe.program, tuple(t - start for t in times), ())
+
+    def _write(self, report: Report, measured: Timeline, text: str | None) -> None:
         write_text(self.run_dir / "summary.json", to_json(report))
-        draw_png({"predicted": predicted, "measured": measured}, self.run_dir / "timeline.png")
+        draw_png({"predicted": self.pipe.predicted, "measured": measured}, self.run_dir / "timeline.png")
         if text is not None:
             write_text(self.run_dir / "sample.txt", text)
             self.log.say(f"\nsample:\n{text}\n")
         self.log.say(f"measured step:\n{draw_text(measured)}\n\n{summary(report)}")
         self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
-
-
-def _timeline(trainer: Trainer, times: Sequence[np.ndarray[Any, Any]]) -> Timeline:
-    start = min(float(t.min()) for t in times)
-    return Timeline(trainer.program, tuple(t - start for t in times), ())
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[str]]:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop after the current step; the list then holds the name.
-
-    SIGUSR1 because it is what mpirun hands on without killing its ranks a second later.
-
-    A second Ctrl-C interrupts at once.
-    """
-    asked: list[str] = []
-
-    def ask(number: int, _: object) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(signal.Signals(number).name)
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
 
 
 if __name__ == "__main__":

@@ -400,15 +400,18 @@ class Report(Value):
 
     val_loss: float | None
     unigram_entropy: float | None
+    metrics: dict[str, float]  # of the last evaluation, without the loss
     step_s: float
     predicted_step_s: float
     peak_bytes: tuple[int, ...]
     predicted_peak_bytes: tuple[int, ...]
     bubble: float
     predicted_bubble: float
-    tokens_per_s: float
+    per_s: float  # of `unit`
+    unit: str  # "tokens" or "samples"
     weights_sha256: str
     steps: int
     final_loss: float
     plan_hash: str
     stopped_by: str | None
+    exact_resume: bool  # False: the data is a plain iterable, which a resumed run reads from its start

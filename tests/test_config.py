@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from mpipipe.config import Config, load, parse, to_yaml
 from mpipipe.config.sections import GptConfig, HfConfig, MlpConfig, SyntheticConfig
 from mpipipe.errors import ConfigError
-from mpipipe.runtime.trainer import split_evenly
+from mpipipe.runtime.feed import split_evenly
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.yaml"))
 MLP = "model: {name: mlp}\ndata: {name: synthetic}\n"

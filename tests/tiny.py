@@ -26,9 +26,10 @@ from mpipipe.data.synthetic import SyntheticTokens, SyntheticVectors
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import GPT, MLP, cross_entropy
+from mpipipe.runtime.feed import split_evenly
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.setting import set_threads
-from mpipipe.runtime.trainer import Trainer, split_evenly
+from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.values import Layout, Numerics, Plan, Prediction
 
@@ -220,16 +221,16 @@ def train(
     if cuts is None:
         cuts = even_cuts(variants.graph.groups, comm.size)
     plan = plan_of(case, schedule, cuts, window)
-    trainer = Trainer(comm, variants, plan, case.settings, case.dataset.batch)
+    trainer = Trainer(comm, variants, plan, case.settings, case.dataset)
     outcomes = [trainer.step(step) for step in range(case.steps)]
     mine = {name: tensor_digest(name, t) for name, t in trainer.state_dict().items()}
     result = {
         "losses": [(o.loss / o.weight).hex() for o in outcomes],
         "norms": [o.norm.hex() for o in outcomes],
-        "validation": trainer.evaluate(2, case.batch - 1).hex() if case.evaluate else None,
+        "validation": trainer.evaluate(2, case.batch - 1)["loss"].hex() if case.evaluate else None,
         "weights": {k: v for part in comm.allgather_object(mine) for k, v in part.items()},
     }
-    names = {*variants.source.params, *variants.source.buffers}
+    names = set(variants.source.persistent)
     assert set(result["weights"]) == names, "every tensor has one owner"
     assert all(r == result for r in comm.allgather_object(result)), "all ranks know the same"
     if case.clip is not None:
@@ -243,7 +244,7 @@ def tensors_after(case: Case) -> dict[str, Tensor]:
 
     def body(comm: Communicator) -> dict[str, Tensor]:
         set_threads(1)
-        trainer = Trainer(comm, case.variants, plan_of(case, "1f1b", ()), case.settings, case.dataset.batch)
+        trainer = Trainer(comm, case.variants, plan_of(case, "1f1b", ()), case.settings, case.dataset)
         for step in range(case.steps):
             trainer.step(step)
         return trainer.state_dict()
@@ -264,10 +265,10 @@ def warm(case: Case) -> None:
     assert variants.uses
     sizes = {stop - start for start, stop in split_evenly(case.batch, case.micro_batches)}
     for rows in sizes:
-        variants.weight("train", rows)
+        variants.weight("train", variants.specs(rows))
     if case.evaluate:
         for rows in {case.rows, (case.batch - 1) % case.rows or case.rows}:
-            variants.weight("eval", rows)
+            variants.weight("eval", variants.specs(rows))
 
 
 def differences(expected: Result, got: Result) -> list[str]:

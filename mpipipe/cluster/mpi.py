@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpipipe.cluster.comm import Bytes, Request, check_buffer, mismatch, number_nodes
+from mpipipe.cluster.ending import SPEAK_FIRST_S
 from mpipipe.cluster.launch import check_world, launcher_rank, needs_sharing
 from mpipipe.cluster.node import cores_available
 from mpipipe.cluster.progress import Progress, spin_until
@@ -34,7 +35,6 @@ T = TypeVar("T")
 THREAD_LEVEL = "MPIPIPE_THREAD_LEVEL"  # multiple (default) | funneled
 PART_BYTES = 1 << 30  # counts end at 2**31 - 1 before MPI 4, and in Open MPI 5's non-blocking calls
 CLOCK_PINGS = 16  # per node; the shortest round trip counts
-SPEAK_FIRST_S = 2.0  # a launcher ends all at the first non-zero exit: let rank 0 say why
 
 
 def connect(environ: Mapping[str, str] | None = None) -> MpiCommunicator:

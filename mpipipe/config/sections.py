@@ -20,6 +20,8 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Classes = Annotated[int, Field(ge=2)]
 Sizes = Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1)]
+Patterns = Annotated[tuple[str, ...], Strict(False)]
+Task = Literal["causal", "masked", "seq2seq", "image", "sequence"]
 Dotted = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]  # package.module:name
 
 
@@ -181,8 +183,9 @@ class DlrmConfig(Section):
 
 class HfConfig(Section):
     name: Annotated[str, Field(pattern=r"^hf:.")]  # hf:config.json, or hf:folder of a saved model
-    task: str | None = None  # class of transformers; null = the first of `architectures`
-    freeze: Annotated[tuple[str, ...], Strict(False)] = ()  # patterns of parameters not trained
+    task: Task | None = None  # what it learns; null = as the config's `architectures` says
+    freeze: Patterns = ()  # patterns of parameters that are not trained, such as "*.embed_tokens.*"
+    fresh: Patterns = ()  # patterns of those that start from random values though the folder has them
     context: Positive = 128  # tokens per sample; at most the model's positions
 
 
@@ -214,7 +217,8 @@ class TokensConfig(Section):
 class SyntheticConfig(Section):
     name: Literal["synthetic"] = "synthetic"
     samples: Positive = 4096  # size of the training set; tokens are endless
-    varying: bool = False  # encoder_decoder: micro-batches of different length
+    varying: bool = False  # encoder_decoder: micro-batches of different lengths
+    bucket: Positive = 8  # of which these lengths are multiples
 
 
 class ImagesConfig(Section):

@@ -1,32 +1,109 @@
-"""The built-in data sets. Rank 0 calls `prepare`, all wait, then each calls `open_dataset`."""
+"""The data sets. Rank 0 calls `prepare`, all wait, then each calls `open_dataset`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mpipipe.config import Config
-from mpipipe.data.base import Dataset, Split
+from mpipipe.config.dotted import resolve
+from mpipipe.config.sections import CustomDataConfig
+from mpipipe.data.base import Dataset, DatasetBase, Specs, Split
 from mpipipe.data.corpus import corpus_path, write_corpus
-from mpipipe.data.synthetic import SyntheticTokens, SyntheticVectors
+from mpipipe.data.image_files import read_digits, read_images
+from mpipipe.data.images import Images
+from mpipipe.data.mixture import Mixture
+from mpipipe.data.pairs import Pairs
+from mpipipe.data.synthetic import Clicks, SyntheticTokens, SyntheticVectors
+from mpipipe.data.synthetic_images import Shapes, SyntheticImages
 from mpipipe.data.text import VOCAB, Text
+from mpipipe.data.tokenizer import open_tokenizer
+from mpipipe.data.tokens import Tokens
 
-__all__ = ["Dataset", "Split", "open_dataset", "prepare"]
+__all__ = ["Dataset", "DatasetBase", "Specs", "Split", "open_dataset", "prepare"]
 
 
 def prepare(config: Config, run_dir: str | Path, is_root: bool) -> None:
     """On the root rank: writes the corpus into the run folder where one must be gathered. The
     others must not open it before the root is done. Raises DataError."""
-    if is_root and config.data.name == "text":
-        write_corpus(config.data.path, Path(run_dir))
+    if is_root:
+        _prepare(config.data, Path(run_dir))
 
 
-def open_dataset(config: Config, run_dir: str | Path) -> Dataset:
-    """The configured data set, the same on every rank. Raises DataError."""
-    model, seed = config.model, config.train.seed
-    if config.data.name == "text":
-        context = model.context if model.name == "gpt" else 1
-        path = corpus_path(config.data.path, Path(run_dir))
-        return Text(path, context, config.data.val_fraction, config.eval_batch, config.eval.batches, seed)
-    if model.name == "gpt":
-        return SyntheticTokens(model.vocab or VOCAB, model.context, seed)
-    return SyntheticVectors(model.inputs, model.classes, config.data.samples, seed)
+def _prepare(data: Any, folder: Path) -> None:
+    if data.name == "text":
+        write_corpus(data.path, folder)
+    for i, source in enumerate(data.sources if data.name == "mixture" else ()):
+        _prepare(source, _source_folder(folder, i))
+
+
+def _source_folder(folder: Path, i: int) -> Path:
+    """Where the corpus of source `i` of a mixture is gathered."""
+    return folder / f"source-{i}"
+
+
+def open_dataset(config: Config, run_dir: str | Path) -> Any:
+    """The configured data set, the same on every rank: a `Dataset`, or of a dotted path what its factory
+    returned, perhaps a pair of training and validation data. Raises ConfigError, DataError."""
+    data = config.data
+    if isinstance(data, CustomDataConfig):
+        return resolve("data.name", data.name)(**data.args)
+    return _open(data, config, Path(run_dir))
+
+
+def _open(data: Any, config: Config, folder: Path) -> Dataset:
+    model: Any = config.model
+    batch, val_batch, seed = config.train.batch, config.eval_batch, config.train.seed
+    val = val_batch, config.eval_batches
+    context, vocab = getattr(model, "context", 1), getattr(model, "vocab", None)
+    match data.name:
+        case "text":
+            return Text(corpus_path(data.path, folder), context, data.val_fraction, *val, seed)
+        case "tokens":
+            tokenizer = open_tokenizer(data.tokenizer) if data.tokenizer else None
+            val_path = Path(data.val_path) if data.val_path else None
+            return Tokens(
+                Path(data.path),
+                val_path,
+                data.dtype,
+                context,
+                data.val_fraction,
+                *val,
+                vocab,
+                seed,
+                tokenizer,
+            )
+        case "images":
+            sets = read_images(Path(data.path), data.val_fraction)
+            return Images(*sets, batch, val_batch, seed, getattr(model, "classes", None))
+        case "digits":
+            return Images(
+                *read_digits(data.val_fraction), batch, val_batch, seed, getattr(model, "classes", None)
+            )
+        case "synthetic":
+            return _synthetic(data, model, batch, val_batch, seed)
+        case "mixture":
+            sources = [_open(s, config, _source_folder(folder, i)) for i, s in enumerate(data.sources)]
+            called = [f"data.sources.{i} ({s.name})" for i, s in enumerate(data.sources)]
+            return Mixture(sources, data.weights, seed, called)
+        case path:  # of a mixture: one of ours, by dotted path
+            made: Dataset = resolve("data.sources.name", path)(**data.args)
+            return made
+
+
+def _synthetic(data: Any, model: Any, batch: int, val_batch: int, seed: int) -> Dataset:
+    """Made-up data in the form that the model takes."""
+    finite = data.samples, batch, val_batch, seed
+    match model.name:
+        case "mlp":
+            return SyntheticVectors(model.inputs, model.classes, data.samples, seed)
+        case "vgg" | "resnet":
+            return SyntheticImages(model.channels, model.size, model.classes, *finite)
+        case "unet":
+            return Shapes(model.channels, model.size, model.classes, *finite)
+        case "encoder_decoder":
+            return Pairs(model.vocab or VOCAB, model.context, *finite, data.varying)
+        case "dlrm":
+            return Clicks(model.dense, model.tables, model.bag, *finite)
+        case _:
+            return SyntheticTokens(getattr(model, "vocab", None) or VOCAB, model.context, seed)

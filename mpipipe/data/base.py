@@ -7,7 +7,9 @@ step without a message, a sampler's state or a worker process, and a resumed run
 from __future__ import annotations
 
 import hashlib
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from numpy.typing import NDArray
 from mpipipe.values import TensorSpec
 
 Split = Literal["train", "val"]
+Batch = dict[str, torch.Tensor]
+Specs = dict[str, TensorSpec]
 
 
 class Dataset(Protocol):
@@ -35,13 +39,31 @@ class Dataset(Protocol):
         context. None when it means nothing."""
         ...
 
-    def specs(self, rows: int) -> dict[str, TensorSpec]:
+    @property
+    def val_samples(self) -> int | None:
+        """Size of the validation set, 0 where there is none; None when it has no natural end."""
+        ...
+
+    @property
+    def varying(self) -> bool:
+        """The shapes of micro-batches may differ from `specs`, but for the number of samples."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Loading some keys of a batch takes as long as loading all."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """False: a plain iterable, which a resumed run reads from its start again."""
+        ...
+
+    def specs(self, rows: int) -> Specs:
         """Keys, shapes and dtypes of a batch of `rows` samples."""
         ...
 
-    def batch(
-        self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]
-    ) -> dict[str, torch.Tensor]:
+    def batch(self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]) -> Batch:
         """Samples [start, stop) of the batch of `step`, only the asked `keys`; keys that the data
         does not have are left out."""
         ...
@@ -53,6 +75,65 @@ class Dataset(Protocol):
     def decode(self, ids: list[int]) -> str | None:
         """Inverse of `encode`; None when the data is not text."""
         ...
+
+
+class DatasetBase:
+    """What most data sets have in common: one states only what differs, `sample` and `batch`."""
+
+    vocab: int | None = None
+    tokens_per_sample: int = 1
+    val_samples: int | None = None
+    varying: bool = False
+    exact: bool = True
+    whole: bool = False
+    sample: Specs  # of one sample, without the dimension of the batch
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        return None
+
+    def specs(self, rows: int) -> Specs:
+        return {key: TensorSpec((rows, *s.shape), s.dtype) for key, s in self.sample.items()}
+
+    def encode(self, text: str) -> list[int] | None:
+        return None
+
+    def decode(self, ids: list[int]) -> str | None:
+        return None
+
+
+def pick(arrays: Mapping[str, NDArray[Any]], keys: frozenset[str]) -> Batch:
+    return {key: torch.from_numpy(array) for key, array in arrays.items() if key in keys}
+
+
+# -- order -------------------------------------------------------------------------------------
+
+
+class Order:
+    """Which of `n` samples stand in which batch: sample i of step s is number s * batch + i of an
+    endless list of epochs, each of which visits every sample once, shuffled in its own way or as
+    they stand."""
+
+    def __init__(self, n: int, batch: int, seed: int = 0, shuffle: bool = False) -> None:
+        self.n, self.batch, self._shuffle = n, batch, shuffle
+        # Two: a batch may end one epoch and begin the next.
+        self._permutation = lru_cache(maxsize=2)(partial(_permutation, n, seed))
+
+    def indices(self, step: int, start: int, stop: int) -> NDArray[np.int64]:
+        first = step * self.batch
+        epoch, place = np.divmod(np.arange(first + start, first + stop, dtype=np.int64), self.n)
+        if self._shuffle:
+            for e in np.unique(epoch).tolist():
+                place[epoch == e] = self._permutation(e)[place[epoch == e]]
+        return place
+
+
+def _permutation(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Sorted draws and not numpy's shuffle, whose order numpy may change."""
+    return np.argsort(draws(seed, "order", epoch, 0, n), kind="stable")
+
+
+# -- draws -------------------------------------------------------------------------------------
 
 
 def _philox(seed: int, stream: str, step: int) -> np.random.Philox:

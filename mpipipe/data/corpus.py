@@ -26,7 +26,7 @@ def write_corpus(path: str | None, run_dir: Path) -> Path:
     target = corpus_path(path, run_dir)
     if target != run_dir / CORPUS:
         return target
-    files = list(_stdlib_files() if path is None else _folder_files(Path(path)))
+    files = list(_stdlib_files() if path is None else text_files(Path(path)))
     if not files:
         raise DataError(
             f"data.path = '{path or _stdlib()}': holds no file; name a folder with text, or a file"
@@ -40,10 +40,10 @@ def _stdlib() -> Path:
 
 
 def _stdlib_files() -> Iterator[Path]:
-    return (f for f in _folder_files(_stdlib()) if f.suffix == ".py")
+    return (f for f in text_files(_stdlib()) if f.suffix == ".py")
 
 
-def _folder_files(folder: Path) -> Iterator[Path]:
+def text_files(folder: Path) -> Iterator[Path]:
     """All visible text files under `folder` in name order, without caches, installed packages, tests."""
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in _SKIPPED and not f.startswith("."))

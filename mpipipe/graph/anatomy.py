@@ -9,6 +9,7 @@ Batch inputs never cross a cut: each rank loads the keys that its own stage read
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +19,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from mpipipe.graph.capture import Captured
 from mpipipe.graph.rewrite import aliased_inputs, mutated_inputs
+from mpipipe.graph.source import TRACING
 from mpipipe.values import TensorSpec
 
 
@@ -37,7 +39,8 @@ def output_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
 
 def needs_grad(node: fx.Node) -> bool:
     value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,14 @@ class Anatomy:
         for node in self.operators:
             sources = [n for n in node.all_input_nodes if n not in free]
             pure = all(
-                n in c.buffer or (n in c.inputs and not spec_of(n).dtype.startswith(("float", "bf")))
+                n in c.buffer
+                or n in c.constant
+                or (n in c.inputs and not spec_of(n).dtype.startswith(("float", "bf")))
                 for n in sources
             )
-            if pure and self.root(node) not in mutated:
+            if pure and self.root(node) not in mutated and node not in c.outputs:
                 free.add(node)
-        return frozenset(free - set(c.outputs))
+        return frozenset(free)
 
     @cached_property
     def order(self) -> tuple[fx.Node, ...]:
@@ -96,6 +101,52 @@ class Anatomy:
     def root(self, node: fx.Node) -> fx.Node:
         """The node whose memory this one shows, as far as the schemas tell."""
         return self._roots.get(node, node)
+
+    def made_by(self, node: fx.Node, through: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
+        """A node, all that it is made of, and all that writes into the memory of these; as far as
+        `through` lets pass."""
+        seen: set[fx.Node] = set()
+        todo = [node]
+        while todo:
+            n = todo.pop()
+            if n not in seen and through(n):
+                seen.add(n)
+                todo += [*n.all_input_nodes, *self._writers.get(self.root(n), ())]
+        return seen
+
+    @cached_property
+    def _writers(self) -> dict[fx.Node, list[fx.Node]]:
+        writers: dict[fx.Node, list[fx.Node]] = {}
+        for n in self.operators:
+            for target in mutated_inputs(n):
+                writers.setdefault(self.root(target), []).append(n)
+        return writers
+
+    @cached_property
+    def learning(self) -> frozenset[str]:
+        """Parameters to which the loss has a gradient."""
+        found = self.made_by(self.captured.outputs[0], needs_grad)
+        return frozenset(name for n, name in self.captured.param.items() if n in found)
+
+    @cached_property
+    def grad_strides(self) -> dict[fx.Node, tuple[int, ...]]:
+        """Strides in which the gradient of each operator's result arrives where nothing is cut, if dense.
+
+        Kernels, so bits, may depend on them: a message must not change them. Found by one backward over
+        fake tensors.
+        """
+        loss = self.captured.outputs[0].meta["val"]
+        if self.captured.mode != "train" or not loss.requires_grad:
+            return {}
+        nodes = [n for n in self.order if isinstance(n.meta["val"], torch.Tensor) and needs_grad(n)]
+        with TRACING, loss.fake_mode:
+            values = [n.meta["val"] for n in nodes]
+            grads = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
+        return {
+            n: tuple(g.stride())
+            for n, g in zip(nodes, grads, strict=True)
+            if g is not None and is_non_overlapping_and_dense_or_false(g)
+        }
 
     @cached_property
     def last_write(self) -> dict[fx.Node, int]:

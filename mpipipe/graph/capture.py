@@ -10,19 +10,29 @@ by torch itself at run time and every operator keeps torch's own bits.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from mpipipe.errors import CaptureError
+from mpipipe.graph.layers import Tail, append, chain
+from mpipipe.graph.means import refuse_mean
+from mpipipe.graph.program import Batch as Batch
+from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs, is_list
+from mpipipe.graph.regions import apply_regions, inline_regions
 from mpipipe.graph.rewrite import (
     BufferUpdate,
+    Untraceable,
+    copy_bare_outputs,
     copy_written_inputs,
+    keep_lifted_tensors_apart,
     make_buffers_functional,
     make_random_ops_ours,
     schema_name,
@@ -30,10 +40,6 @@ from mpipipe.graph.rewrite import (
 )
 from mpipipe.graph.source import TRACING, ModelSource, user_frame
 from mpipipe.values import TensorSpec
-
-Mode = Literal["train", "eval", "predict"]
-Batch = dict[str, Tensor]
-Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | float]]
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,12 @@ class Captured:
     graph    fx graph; call_function nodes only, `meta["val"]` is the fake result under autocast
     name     node -> canonical name, for call_function nodes
     param    get_attr node -> canonical parameter name;  buffer: likewise
+    constant   get_attr node -> a tensor that forward makes from Python values
     inputs   placeholder node -> batch key;  rng: the placeholders of step and global micro-batch
-    outputs  train, eval: (loss sum,);  predict: the tensors that the model returns
+    outputs  train: (loss sum,);  eval: (loss sum, metric 1 sum, metric 1 weight, metric 2 sum, ...),
+             scalars all;  predict: the tensors that the model returns
     weight   the loss weight: a node that depends on the batch alone, or a number
+    structure   predict: tree_unflatten(outputs, structure) is what the model returns
     """
 
     mode: Mode
@@ -53,23 +62,14 @@ class Captured:
     name: dict[fx.Node, str]
     param: dict[fx.Node, str]
     buffer: dict[fx.Node, str]
+    constant: dict[fx.Node, Tensor]
     inputs: dict[fx.Node, str]
     rng: tuple[fx.Node, fx.Node] | None
     outputs: tuple[fx.Node, ...]
     weight: fx.Node | float | None
     updates: tuple[BufferUpdate, ...]
-
-
-class _WithLoss(nn.Module):
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-
-    def forward(self, batch: Batch) -> Any:
-        wanted = inspect.signature(self.model.forward).parameters
-        outputs = self.model(**{k: v for k, v in batch.items() if k in wanted})
-        return outputs if self.loss is None else self.loss(outputs, batch)
+    structure: TreeSpec | None = None
+    by_layer: bool = False  # each layer is one operator, which runs as it is written
 
 
 def autocast(precision: str) -> torch.autocast:
@@ -78,26 +78,55 @@ def autocast(precision: str) -> torch.autocast:
 
 
 def capture(
-    source: ModelSource, loss: Loss, specs: dict[str, TensorSpec], mode: Mode, precision: str = "fp32"
+    source: ModelSource,
+    loss: Loss,
+    specs: Specs,
+    mode: Mode,
+    precision: str = "fp32",
+    metrics: Mapping[str, Metric] | None = None,
+    by_layer: bool | None = None,
 ) -> Captured:
     """Captures `source` for one micro-batch of the given shapes.
 
+    by_layer: whether each layer of an nn.Sequential is one opaque operator; None: if nothing else does.
     Raises CaptureError with the user's source line where the model cannot be captured.
     """
-    module = _WithLoss(source.module, None if mode == "predict" else loss)
-    module.train(mode == "train")
-    exported = _export(module, source, specs)
-    graph = exported.graph
-    inputs = dict(zip([n for n in graph.nodes if n.op == "placeholder"], specs, strict=True))
-    _drop_checks(graph)
-    copy_written_inputs(graph)
-    param, buffer = _attributes(graph, source)
-    name = _canonical_names(graph)
-    updates = make_buffers_functional(graph, name, buffer)
-    rng = make_random_ops_ours(graph, name, source.seed)
-    _propagate(exported, source, precision)
-    outputs, weight = _outputs(graph, mode)
-    return Captured(mode, graph, name, param, buffer, inputs, rng, outputs, weight, tuple(updates))
+    try:
+        return _capture(source, loss, specs, mode, precision, metrics or {}, bool(by_layer))
+    except Untraceable:
+        if by_layer is not None or not is_list(source.module):
+            raise
+    return _capture(source, loss, specs, mode, precision, metrics or {}, True)
+
+
+def _capture(
+    source: ModelSource, loss: Loss, specs: Specs, mode: Mode, precision: str,
+    metrics: Mapping[str, Metric], by_layer: bool,
+) -> Captured:  # fmt: skip
+    program = (Tail if by_layer else Program)(source.module, loss, metrics, mode)
+    program.train(mode == "train")
+    with TRACING:
+        with source.fake_mode:
+            batch = {k: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for k, s in specs.items()}
+        trace = _trace_layers if by_layer else _trace
+        exported, updates = trace(program, source, batch, precision)
+        graph = exported.graph
+        inputs = dict(zip([n for n in graph.nodes if n.op == "placeholder"], specs, strict=True))
+        _drop_checks(graph)
+        copy_written_inputs(graph)
+        copy_bare_outputs(graph)
+        keep_lifted_tensors_apart(graph)
+        param, buffer, constant = _attributes(exported, source)
+        name = _canonical_names(graph)
+        updates += make_buffers_functional(graph, name, buffer)
+        rng = make_random_ops_ours(graph, name, source.seed)
+        apply_regions(graph)
+        _propagate(exported, source, precision)
+    outputs, weight = _outputs(graph, program)
+    return Captured(
+        mode, graph, name, param, buffer, constant, inputs, rng, outputs, weight, tuple(updates),
+        program.found.structure, by_layer,
+    )  # fmt: skip
 
 
 def warm_up_tracer() -> None:
@@ -106,21 +135,59 @@ def warm_up_tracer() -> None:
     capture(source, lambda y, batch: (y.sum(), 1.0), {"input": TensorSpec((1, 1), "float32")}, "train")
 
 
-def _export(module: nn.Module, source: ModelSource, specs: dict[str, TensorSpec]) -> fx.GraphModule:
+def _trace(
+    program: Program, source: ModelSource, batch: Batch, precision: str
+) -> tuple[fx.GraphModule, list[BufferUpdate]]:
+    return _export(program, (batch,), source, precision), []
+
+
+def _trace_layers(
+    program: Program, source: ModelSource, batch: Batch, precision: str
+) -> tuple[fx.GraphModule, list[BufferUpdate]]:
+    """The layers as they are, and behind them the traced loss."""
+    with autocast(precision):
+        graph, outputs, structure, updates = chain(source, batch, program.mode == "train")
+    given = tree_unflatten([n.meta["val"] for n in outputs], structure)
+    tail = _export(program, (batch, given), source, precision)
+    batch_nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    append(graph, tail.graph, [*batch_nodes, *outputs])
+    return fx.GraphModule(tail, graph), updates
+
+
+def _export(
+    program: Program, arguments: tuple[Any, ...], source: ModelSource, precision: str
+) -> fx.GraphModule:
     try:
-        with TRACING, source.fake_mode, _no_assignments(source.module):
-            batch = {k: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for k, s in specs.items()}
-            program = torch.export.export(module, (batch,), strict=False)
-        return program.module(check_guards=False)
+        with _no_assignments(source.module), autocast(precision):
+            # autocast is not recorded, but what the model asks about it is true
+            exported = torch.export.export(program, arguments, strict=False).module(check_guards=False)
     except CaptureError as error:
-        raise CaptureError(f"{user_frame(error)}\n  {error}") from error
+        raise type(error)(f"{user_frame(error)}\n  {error}") from error
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CaptureError(
-            f"{user_frame(error)}\n  cannot be captured: {type(error).__name__}: {reason}\n"
-            "  if it branches on the values of a tensor, write the branch with torch.where, or make it a "
-            "constant of the model"
-        ) from error
+        raise Untraceable(_cannot(user_frame(error), error)) from error
+    inline_regions(exported)
+    return exported
+
+
+_MANUALLY = (
+    "give the model as a list of layers or an nn.Sequential: a layer that cannot be captured then runs as it "
+    "is written"
+)
+
+
+def _cannot(where: str, error: Exception) -> str:
+    """What to say of a model that torch's tracer gives up on."""
+    reason = str(error).strip().split("\n")[0]
+    if "data-dependent" not in reason.lower() and "DataDependent" not in type(error).__name__:
+        return (
+            f"{where}\n  cannot be captured: {type(error).__name__}: {reason}\n"
+            f"  forward was traced with tensors that have no values; if it runs without mpipipe, {_MANUALLY}"
+        )
+    return (
+        f"{where}\n  cannot be captured: it decides on the values of a tensor (if, while, int(), .item(), a "
+        f"size), and a graph has none\n  compute with tensors instead of `.item()`, write a branch with "
+        f"torch.where, or {_MANUALLY}"
+    )
 
 
 @contextmanager
@@ -150,20 +217,29 @@ def _drop_checks(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _attributes(graph: fx.Graph, source: ModelSource) -> tuple[dict[fx.Node, str], dict[fx.Node, str]]:
+def _attributes(
+    exported: fx.GraphModule, source: ModelSource
+) -> tuple[dict[fx.Node, str], dict[fx.Node, str], dict[fx.Node, Tensor]]:
+    """Parameters, buffers and constants."""
     param: dict[fx.Node, str] = {}
     buffer: dict[fx.Node, str] = {}
-    for node in graph.nodes:
+    constant: dict[fx.Node, Tensor] = {}
+    for node in exported.graph.nodes:
         if node.op != "get_attr":
             continue
         name = source.alias.get(str(node.target).removeprefix("model."))
-        if name is None:
+        if name is not None:
+            (param if name in source.params else buffer)[node] = name
+            continue
+        value = attrgetter(str(node.target))(exported)
+        if isinstance(value, FakeTensor):
             raise CaptureError(
-                f"{source_line(next(iter(node.users)))}\n  uses a tensor made in forward from Python values "
-                f"({node.target}); register it as a buffer of the module"
+                f"{source_line(next(iter(node.users)))}\n  uses {str(node.target).removeprefix('model.')!r}, "
+                "which is a tensor and neither parameter nor buffer; register it: "
+                "self.register_buffer(name, tensor, persistent=False)"
             )
-        (param if name in source.params else buffer)[node] = name
-    return param, buffer
+        constant[node] = value.detach()
+    return param, buffer, constant
 
 
 def _canonical_names(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -189,38 +265,35 @@ class _Propagate(fx.Interpreter):
         try:
             result = super().run_node(n)
         except Exception as error:
-            reason = str(error).strip().split("\n")[0]
-            raise CaptureError(
-                f"{source_line(n)}\n  cannot be captured: {n.target} needs the values of a tensor, or does "
-                f"not fit its inputs ({type(error).__name__}: {reason}); compute with tensors instead of "
-                "`.item()`"
-            ) from error
+            raise Untraceable(_cannot(source_line(n), error)) from error
         n.meta["val"] = result
         return result
 
 
 def _propagate(module: fx.GraphModule, source: ModelSource, precision: str) -> None:
     values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    with TRACING, source.fake_mode, torch.enable_grad(), autocast(precision):
+    with source.fake_mode, torch.enable_grad(), autocast(precision):
         _Propagate(module, garbage_collect_values=False).run(*values, enable_io_processing=False)
 
 
-def _outputs(graph: fx.Graph, mode: Mode) -> tuple[tuple[fx.Node, ...], fx.Node | float | None]:
-    result = next(n for n in graph.nodes if n.op == "output").args[0]
-    if mode == "predict":
-        flat = [n for n in torch.utils._pytree.tree_leaves(result) if isinstance(n, fx.Node)]
-        return tuple(flat), None
-    pair = result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], fx.Node):
-        raise CaptureError(
-            "the loss returned something else than (sum, weight): return the summed loss and the weight it "
-            "is divided by, for example `F.cross_entropy(..., reduction='sum'), labels.numel()`"
-        )
-    total, weight = pair
-    value = total.meta["val"]
-    if value.numel() != 1 or not value.is_floating_point():
-        raise CaptureError(
-            f"{source_line(total)}\n  the loss sum has shape {tuple(value.shape)} and dtype {value.dtype}, "
-            "a floating-point scalar is needed; sum over tokens or samples"
-        )
-    return (total,), weight if isinstance(weight, fx.Node) else float(weight)
+def _outputs(graph: fx.Graph, module: Program) -> tuple[tuple[fx.Node, ...], fx.Node | float | None]:
+    """Outputs and weight; scalars, where they are sums."""
+    results = tuple(next(n for n in graph.nodes if n.op == "output").args[0])
+    if module.mode == "predict":
+        return results, None
+    weight = results[-1] if module.found.weight is None else module.found.weight
+    if isinstance(weight, fx.Node):
+        refuse_mean(results[0])
+    outputs = results[:-1] if module.found.weight is None else results
+    for what, node in zip(["loss sum", *_sums_of(module.metrics)], outputs, strict=True):
+        value = node.meta["val"]
+        if value.numel() != 1 or (what == "loss sum" and not value.is_floating_point()):
+            raise CaptureError(
+                f"{source_line(node)}\n  the {what} has shape {tuple(value.shape)} and dtype {value.dtype}, "
+                "a floating-point scalar is needed; sum over tokens or samples"
+            )
+    return outputs, weight
+
+
+def _sums_of(metrics: Mapping[str, Metric]) -> list[str]:
+    return [f"{part} of the metric {name!r}" for name in metrics for part in ("sum", "weight")]

@@ -13,15 +13,15 @@ training graph once and serves every variant (evaluation, ragged micro-batch, pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-import torch
 from torch import fx
 
 from mpipipe.errors import PlanError
 from mpipipe.graph.anatomy import Anatomy, needs_grad, spec_of
-from mpipipe.graph.rewrite import BufferUpdate, mutated_inputs
+from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.values import Graph, TensorSpec
 
 Leaf = tuple[str, int]  # (canonical parameter name, index of the group that uses it)
@@ -29,12 +29,14 @@ Leaf = tuple[str, int]  # (canonical parameter name, index of the group that use
 
 @dataclass(frozen=True)
 class Port:
-    """One tensor that crosses a cut; strides are kept, because kernels (so bits) may depend on them."""
+    """One tensor that crosses a cut, and its gradient that comes back; the strides of both are kept, because
+    kernels (so bits) may depend on them."""
 
     name: str
     spec: TensorSpec
     stride: tuple[int, ...]
     needs_grad: bool
+    grad_stride: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,10 @@ def stage_table(graph: Graph, cuts: Sequence[str]) -> dict[str, int]:
 def stages_of(anatomy: Anatomy, table: dict[str, int]) -> dict[fx.Node, int]:
     """Operator of this variant -> stage; one that training does not have follows its inputs."""
     stages: dict[fx.Node, int] = {}
+    last, outputs = max(table.values(), default=0), set(anatomy.captured.outputs)
     for node in anatomy.order:
-        latest = max((stages[n] for n in node.all_input_nodes if n in stages), default=0)
+        alone = last if node in outputs else 0  # the weight of a metric: made of the batch, where the loss is
+        latest = max((stages[n] for n in node.all_input_nodes if n in stages), default=alone)
         stages[node] = max(table.get(anatomy.captured.name[node], latest), latest)
     return stages
 
@@ -98,7 +102,8 @@ def stage_code(
     sent = crossing(anatomy, stages, n_stages, stage)
     body = [n for n in anatomy.order if stages[n] == stage]
     updates = [u for u in anatomy.captured.updates if stages.get(u.node, 0) == stage]
-    return extract(anatomy, body, received, sent, updates, uses)
+    strides = anatomy.grad_strides if n_stages > 1 else {}
+    return extract(anatomy, body, received, sent, updates, uses, strides)
 
 
 def extract(
@@ -108,6 +113,7 @@ def extract(
     sent: Sequence[fx.Node],
     updates: Sequence[BufferUpdate],
     uses: dict[str, int],
+    grad_strides: Mapping[fx.Node, tuple[int, ...]] = MappingProxyType({}),
 ) -> Code:
     """Copies some operators, and the free ones that they need, into a function of their own."""
     c, graph = anatomy.captured, fx.Graph()
@@ -134,6 +140,8 @@ def extract(
         if random:
             env[n] = graph.placeholder(n.name)
 
+    constants = {n: f"constant_{i}" for i, n in enumerate(n for n in reads if n in c.constant)}
+    env.update((n, graph.get_attr(name)) for n, name in constants.items())
     for op in copied:
 
         def argument(n: fx.Node, op: fx.Node = op) -> fx.Node:
@@ -145,20 +153,20 @@ def extract(
     statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
     graph.output((tuple(env[n] for n in sent), statistics))
     return Code(
-        fx.GraphModule(torch.nn.Module(), graph),
-        tuple(map(_port, received)),
+        fx.GraphModule({name: c.constant[n] for n, name in constants.items()}, graph),
+        tuple(_port(n, grad_strides) for n in received),
         tuple(c.inputs[n] for n in inputs),
         tuple(leaves),
         tuple(buffers),
         random,
-        tuple(map(_port, sent)),
+        tuple(_port(n, grad_strides) for n in sent),
         tuple(updates),
     )
 
 
-def _port(node: fx.Node) -> Port:
-    value = node.meta["val"]
-    return Port(node.name, spec_of(node), tuple(value.stride()), needs_grad(node))
+def _port(node: fx.Node, grad_strides: Mapping[fx.Node, tuple[int, ...]]) -> Port:
+    stride = tuple(node.meta["val"].stride())
+    return Port(node.name, spec_of(node), stride, needs_grad(node), grad_strides.get(node, stride))
 
 
 def _free_before(anatomy: Anatomy, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -180,7 +188,7 @@ def weight_code(anatomy: Anatomy) -> Code | float:
     weight = anatomy.captured.weight
     if not isinstance(weight, fx.Node):
         return float(weight or 0.0)
-    made_by = _made_by(anatomy, weight)
+    made_by = anatomy.made_by(weight)
     model = {*anatomy.captured.param, *anatomy.captured.buffer, *(anatomy.captured.rng or ())}
     if not made_by.isdisjoint(model):
         raise PlanError(
@@ -189,18 +197,3 @@ def weight_code(anatomy: Anatomy) -> Code | float:
         )
     body = [n for n in anatomy.operators if n in made_by and n not in anatomy.free]
     return extract(anatomy, body, [], [weight], [], {})
-
-
-def _made_by(anatomy: Anatomy, node: fx.Node) -> set[fx.Node]:
-    """A node, all that it is made of, and all that writes into the memory of these."""
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for n in anatomy.operators:
-        for target in mutated_inputs(n):
-            writers.setdefault(anatomy.root(target), []).append(n)
-    seen, todo = set(), [node]
-    while todo:
-        n = todo.pop()
-        if n not in seen:
-            seen.add(n)
-            todo += [*n.all_input_nodes, *writers.get(anatomy.root(n), ())]
-    return seen

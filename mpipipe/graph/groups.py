@@ -16,7 +16,10 @@ else in the block two, and a kernel that fuses both gives the same bits as the t
 
 from __future__ import annotations
 
-from torch import fx
+import hashlib
+
+import torch
+from torch import Tensor, fx
 
 from mpipipe.graph.anatomy import Anatomy, output_specs, spec, spec_of
 from mpipipe.graph.rewrite import aliased_inputs, op_text, schema_name
@@ -67,10 +70,18 @@ def group_of(anatomy: Anatomy) -> dict[fx.Node, int]:
     return groups
 
 
+def _digest(t: Tensor) -> str:
+    """Of a constant's values: they are part of the model, as its operators are."""
+    kind = f"{t.dtype} {tuple(t.shape)} ".encode()
+    return hashlib.sha256(kind + t.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[
+        :16
+    ]
+
+
 def make_graph(anatomy: Anatomy, source: ModelSource) -> Graph:
     """The plain value of a captured graph, for the planner, for reports and for the hash."""
     c, groups = anatomy.captured, group_of(anatomy)
-    names = {**c.name, **c.inputs}
+    names = {**c.name, **c.inputs, **{n: f"constant {_digest(t)}" for n, t in c.constant.items()}}
     nodes = []
     uses: dict[str, set[int]] = {}
     for node in anatomy.operators:

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from mpipipe import ops
 from mpipipe.errors import CaptureError
+from mpipipe.graph.regions import Region
 
 _HERE = str(Path(__file__).parent)
 # operators that may return their input itself, though their schema does not say so
@@ -39,6 +40,10 @@ class BufferUpdate:
     momentum: float | None
     statistic: fx.Node | None
     node: fx.Node  # the stage of this node owns the buffer
+
+
+class Untraceable(CaptureError):
+    """What a model computes cannot be a graph; layers that run as they are written may do."""
 
 
 def source_line(node: fx.Node) -> str:
@@ -59,18 +64,22 @@ def schema_of(node: fx.Node) -> Any:
 def schema_name(node: fx.Node) -> str:
     """`aten::linear`, or the name of a plain function."""
     schema = schema_of(node)
-    return schema.name if schema is not None else getattr(node.target, "__name__", str(node.target))
+    target = node.meta.get("torch_op", node.target)
+    return schema.name if schema is not None else getattr(target, "__name__", str(target))
 
 
 def op_text(node: fx.Node) -> str:
-    """`aten.linear.default`, or the name of a plain function: the same text in every process."""
+    """`aten.linear.default`, or the name of a plain function, and the region it runs in: the same text in
+    every process."""
     target = node.meta.get("torch_op", node.target)
-    return str(target) if schema_of(node) is not None else getattr(target, "__name__", str(target))
+    plain = getattr(target, "text", getattr(target, "__name__", ""))
+    name = str(target) if schema_of(node) is not None else plain
+    return name + node.meta.get("region", Region()).text
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node's result may share memory with."""
-    if getattr(node.target, "__name__", "") in ("getitem", "_item"):
+    if getattr(node.meta.get("torch_op", node.target), "__name__", "") in ("getitem", "item"):
         return [node.args[0]]  # type: ignore[list-item]
     schema = schema_of(node)
     if schema is None:
@@ -125,6 +134,24 @@ def copy_written_inputs(graph: fx.Graph) -> None:
         node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
+def copy_bare_outputs(graph: fx.Graph) -> None:
+    """A model may return a batch input or a weight itself; the last stage then returns a copy."""
+    output = next(n for n in graph.nodes if n.op == "output")
+    for node in [n for n in output.all_input_nodes if n.op != "call_function"]:
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        output.replace_input_with(node, copy)
+
+
+def keep_lifted_tensors_apart(graph: fx.Graph) -> None:
+    """`torch.tensor([1.0])` in forward is a constant and a copy of it, detached in place: the copy is
+    enough, and without the write it is made again on every stage that needs it."""
+    for node in list(graph.nodes):
+        if schema_name(node) == "aten::detach_" and schema_name(node.args[0]) == "aten::lift_fresh_copy":
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
 def make_random_ops_ours(
     graph: fx.Graph, names: dict[fx.Node, str], seed: int
 ) -> tuple[fx.Node, fx.Node] | None:
@@ -132,7 +159,10 @@ def make_random_ops_ours(
 
     Returns the placeholders of (step, global micro-batch), or None where nothing is random.
     """
-    random = [n for n in graph.nodes if n.op == "call_function" and ops.draws(n.target, n.args, n.kwargs)]
+    random = [
+        n for n in graph.nodes
+        if n.op == "call_function" and (_takes_stream(n) or ops.draws(n.target, n.args, n.kwargs))
+    ]  # fmt: skip
     if not random:
         return None
     with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
@@ -140,9 +170,9 @@ def make_random_ops_ours(
         micro.prepend(step := graph.placeholder("step"))
     step.meta["val"] = micro.meta["val"] = 0
     for node in random:
-        twin = ops.replacement(node.target)
+        twin = node.target if _takes_stream(node) else ops.replacement(node.target)
         if twin is None:
-            raise CaptureError(
+            raise Untraceable(
                 f"{source_line(node)}\n  uses the random operator {node.target}, which has no reproducible "
                 "twin; use dropout, rand, randn, randint or bernoulli, or draw the numbers in the data set"
             )
@@ -150,6 +180,11 @@ def make_random_ops_ours(
         node.target = twin
         node.kwargs = {**node.kwargs, "key": ops.stream_key(seed, names[node]), "step": step, "micro": micro}
     return step, micro
+
+
+def _takes_stream(node: fx.Node) -> bool:
+    """Whether its target is ours already (a layer that runs as it is written)."""
+    return getattr(node.target, "takes_stream", False)
 
 
 def make_buffers_functional(
@@ -190,7 +225,7 @@ def _split_batch_norm(
     x, weight, bias, running_mean, running_var, _, momentum, eps, *_ = node.args
     with graph.inserting_before(node):
         pure = graph.call_function(batch_norm_with_statistics, (x, weight, bias, eps))
-        parts = [graph.call_function(_item, (pure, i)) for i in range(3)]
+        parts = [graph.call_function(item, (pure, i)) for i in range(3)]
     path = names.pop(node)
     for new, name in zip([pure, *parts], [path, f"{path}.y", f"{path}.mean", f"{path}.var"], strict=True):
         new.meta = {k: v for k, v in node.meta.items() if k != "val"}
@@ -201,5 +236,6 @@ def _split_batch_norm(
     return [BufferUpdate(buffer_of[b], float(momentum), s, pure) for b, s in buffers]  # type: ignore[arg-type,index]
 
 
-def _item(values: tuple[Any, ...], index: int) -> Any:
+def item(values: tuple[Any, ...], index: int) -> Any:
+    """`values[index]`."""
     return values[index]

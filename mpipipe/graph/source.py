@@ -5,27 +5,39 @@ Nothing is allocated, so a model of any size is captured and planned on a laptop
 replays the slice of the tape that leads to its own parameters, and only that.
 
     factory() --fake--> module + tape          (every rank, no memory)
+    instance  --twin--> module + its tensors   (the user's own object is left alone)
                           |
-                          '-- materialise(["blocks.3.mlp.weight", ...])  (own stage only)
+       values on disk ----+-- materialise(["blocks.3.mlp.weight", ...])  (own stage only)
 
 Invariant: a parameter's first bits are a function of (seed, canonical name), never of the cut or
 of what else is built. Each random operator of the tape draws from a generator of its own, seeded
-by the first parameter (in canonical order) that depends on it and its ordinal there.
+by the first parameter (in canonical order) that depends on it and its ordinal there. What the user
+made (an instance) or what lies on disk (`initial`) are its values as they are.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -35,14 +47,34 @@ from mpipipe.errors import CaptureError
 # thread traces at a time, and none computes meanwhile (ranks are threads in the in-process carrier)
 TRACING = threading.RLock()
 _DEFAULT_GENERATOR = threading.Lock()  # only for operators that take no generator of their own
+# The one initialiser of torch whose code looks at what it drew (it draws again what falls outside). The
+# name is that of its body, which is found at each call: `from torch.nn.init import trunc_normal_` works.
+_LOOKS_AT_DRAWS = "_no_grad_trunc_normal_"
+_LAZY = "has no shape yet (a lazy layer); give its layer the number of input features"
+
+Layers = Sequence[nn.Module]
+Model = nn.Module | Layers | Callable[[], nn.Module | Layers]
 
 
-def _storage(t: torch.Tensor) -> int:
+class Initial(Protocol):
+    """First values that lie elsewhere, for example on disk."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters and buffers that it has, by any of their names."""
+        ...
+
+    def read(self, name: str, out: Tensor) -> None:
+        """Fills `out` with the values of one of `names`."""
+        ...
+
+
+def _storage(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
 
 
 def user_frame(error: Exception) -> str:
@@ -61,63 +93,45 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._writers: dict[int, list[int]] = {}
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        for t in _tensors(out):
+            self._writers.setdefault(_storage(t), []).append(len(self.entries))
+        self.entries.append((func, args, kwargs, out))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        try:
+            out = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default or self.draws(args[0]):
+                raise
+            with unset_fake_temporarily(), torch.no_grad():  # nothing random in it: its value is known
+                return self.replay(args[0], {}).item()
         if _tensors(out):
-            self.entries.append((func, args, dict(kwargs or {}), out))
+            self.record(func, tuple(args), dict(kwargs or {}), out)
         return out
 
+    @contextmanager
+    def whole_initialisers(self) -> Iterator[None]:
+        """Makes an initialiser that looks at its draws one random operator of the tape."""
+        body = getattr(nn.init, _LOOKS_AT_DRAWS)
 
-class ModelSource:
-    """A model under fake tensors, with the recipe of its weights.
+        def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return body(tensor, *args, **kwargs)
+            self.record(body, (tensor, *args), kwargs, tensor)
+            return tensor
 
-    params, buffers  canonical name -> fake tensor, in order of registration
-    alias            every name of a parameter or buffer -> its canonical name
-    """
-
-    def __init__(self, factory: Callable[[], nn.Module], seed: int) -> None:
-        self.seed = seed
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        tape = _Tape()
+        setattr(nn.init, _LOOKS_AT_DRAWS, recorded)
         try:
-            with TRACING, self.fake_mode, tape:
-                self.module = factory()
-        except DataDependentOutputException as error:
-            raise CaptureError(
-                f"{user_frame(error)}\n  reads the values of a tensor while the model is made, and weights "
-                "have none yet; draw them without a look at the result (instead of nn.init.trunc_normal_: "
-                "normal_ and clamp_)"
-            ) from error
-        if not isinstance(self.module, nn.Module):
-            raise CaptureError(
-                f"the model factory returned {type(self.module).__name__}, not a torch.nn.Module; "
-                "return the module itself"
-            )
-        self._tape = tape.entries
-        self._writers: dict[int, list[int]] = {}
-        for i, (_, _, _, out) in enumerate(self._tape):
-            for t in _tensors(out):
-                self._writers.setdefault(_storage(t), []).append(i)
-        self.params = dict(self.module.named_parameters())
-        self.buffers = dict(self.module.named_buffers())
-        canonical = {id(t): n for n, t in [*self.params.items(), *self.buffers.items()]}
-        self.alias = {
-            name: canonical[id(t)]
-            for name, t in [
-                *self.module.named_parameters(remove_duplicate=False),
-                *self.module.named_buffers(remove_duplicate=False),
-            ]
-        }
-        self._seed_of: dict[int, int] | None = None
+            yield
+        finally:
+            setattr(nn.init, _LOOKS_AT_DRAWS, body)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The fake parameter or buffer of a canonical name."""
-        return self.params[name] if name in self.params else self.buffers[name]
-
-    def _slice(self, name: str) -> list[int]:
-        """Indices of the tape entries that lead to one tensor, ascending."""
-        todo, storages, keep = [_storage(self.tensor(name))], set(), set()
+    def slice(self, target: Tensor) -> list[int]:
+        """Indices of the entries that lead to one tensor, ascending."""
+        todo, storages, keep = [_storage(target)], set(), set()
         while todo:
             storage = todo.pop()
             if storage in storages:
@@ -126,36 +140,16 @@ class ModelSource:
             for i in self._writers.get(storage, ()):
                 if i not in keep:
                     keep.add(i)
-                    _, args, kwargs, out = self._tape[i]
+                    _, args, kwargs, out = self.entries[i]
                     todo += [_storage(t) for t in _tensors((args, kwargs, out))]
         return sorted(keep)
 
-    def _seeds(self) -> dict[int, int]:
-        """Tape index of each random operator -> the seed of its generator."""
-        if self._seed_of is None:
-            self._seed_of = {}
-            for name in [*self.params, *self.buffers]:
-                draws = [i for i in self._slice(name) if _is_random(self._tape[i][0])]
-                for ordinal, i in enumerate(draws):
-                    key = hashlib.blake2b(f"{self.seed}/{name}/{ordinal}".encode(), digest_size=8)
-                    self._seed_of.setdefault(i, int.from_bytes(key.digest(), "little") >> 1)
-        return self._seed_of
+    def draws(self, target: Tensor) -> list[int]:
+        """The random entries among them."""
+        return [i for i in self.slice(target) if _is_random(self.entries[i][0])]
 
-    @torch.no_grad()
-    def materialise(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Real, initialised tensors of the named parameters and buffers, and of nothing else."""
-        out: dict[str, torch.Tensor] = {}
-        for name in names:
-            fake = self.tensor(name)
-            if not isinstance(fake, FakeTensor):  # made outside torch's dispatcher: already real
-                out[name] = fake.detach().clone()
-                continue
-            with TRACING:  # it computes, and reads fake tensors that ranks in one process may share
-                real = self._replay(self._slice(name), fake)
-            out[name] = real if real.is_contiguous() else real.contiguous()
-        return out
-
-    def _replay(self, entries: list[int], target: torch.Tensor) -> torch.Tensor:
+    def replay(self, target: Tensor, seeds: dict[int, int]) -> Tensor:
+        """The real tensor. seeds: index of a random entry -> seed of its generator."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def real(x: Any) -> Any:
@@ -170,24 +164,164 @@ class ModelSource:
             base = torch.empty(0, dtype=x.dtype)
             return base.set_(storage, x.storage_offset(), x.shape, x.stride())
 
-        for i in entries:
-            func, args, kwargs, out = self._tape[i]
+        for i in self.slice(target):
+            func, args, kwargs, out = self.entries[i]
             args, kwargs = tree_map(real, args), tree_map(real, kwargs)
-            result = (
-                _seeded(func, args, kwargs, self._seeds()[i]) if _is_random(func) else func(*args, **kwargs)
-            )
+            result = _seeded(func, args, kwargs, seeds[i]) if _is_random(func) else func(*args, **kwargs)
             for fake, value in zip(_tensors(out), _tensors(result), strict=True):
                 storages[_storage(fake)] = value.untyped_storage()
         return real(target.detach())
 
 
 def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+    return not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _seeded(func: Any, args: Any, kwargs: Any, seed: int) -> Any:
-    if any(a.name == "generator" for a in func._schema.arguments):
+    known = isinstance(func, OpOverload)
+    names = [a.name for a in func._schema.arguments] if known else inspect.signature(func).parameters
+    if "generator" in names:
         return func(*args, **{**kwargs, "generator": torch.Generator().manual_seed(seed)})
     with _DEFAULT_GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return func(*args, **kwargs)
+
+
+class ModelSource:
+    """A model under fake tensors, with the recipe of its weights.
+
+    model            a callable that makes a module or a list of layers (run as nn.Sequential); or such an
+                     object itself: then its own tensors are the first values, and it is never changed
+    initial          first values that replace those of the model, for the names that it has
+    params, buffers  canonical name -> fake tensor, in order of registration
+    alias            every name of a parameter or buffer -> its canonical name
+
+    Raises CaptureError when what is made is no model, or cannot be made without values.
+    """
+
+    def __init__(self, model: Model, seed: int, initial: Initial | None = None) -> None:
+        self.seed, self.initial = seed, initial
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._tape = _Tape()
+        made = self._made(model)
+        self.module, self._real = _twin(made, self.fake_mode)
+        self.params = dict(self.module.named_parameters())
+        self.buffers = dict(self.module.named_buffers())
+        canonical = {id(t): n for n, t in [*self.params.items(), *self.buffers.items()]}
+        self.alias = {
+            name: canonical[id(t)]
+            for name, t in [
+                *self.module.named_parameters(remove_duplicate=False),
+                *self.module.named_buffers(remove_duplicate=False),
+            ]
+        }
+        found = () if initial is None else initial.names
+        self._initial_name = {self.alias[name]: name for name in found if name in self.alias}
+        self._seed_of: dict[int, int] | None = None
+
+    def _made(self, model: Model) -> nn.Module:
+        if isinstance(model, nn.Module) or not callable(model):
+            return _checked(model)
+        try:
+            with TRACING, self.fake_mode, self._tape, self._tape.whole_initialisers():
+                return _checked(model())
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"{user_frame(error)}\n  reads the values of random weights while the model is made, and "
+                "they have none yet; draw them without a look at the result, or give the model itself, not "
+                "the function that makes it"
+            ) from error
+        except RuntimeError as error:
+            if "UninitializedParameter" not in str(error):
+                raise
+            raise CaptureError(f"{user_frame(error)}\n  a weight {_LAZY}") from error
+
+    @property
+    def persistent(self) -> tuple[str, ...]:
+        """Parameters, then persistent buffers: what a state dict and a checkpoint hold."""
+        kept = {
+            self.alias[f"{path}.{name}".removeprefix(".")]
+            for path, module in self.module.named_modules(remove_duplicate=False)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+        return (*self.params, *(n for n in self.buffers if n in kept))
+
+    def tensor(self, name: str) -> Tensor:
+        """The fake parameter or buffer of a canonical name."""
+        return self.params[name] if name in self.params else self.buffers[name]
+
+    def _seeds(self) -> dict[int, int]:
+        """Tape index of each random operator -> the seed of its generator."""
+        if self._seed_of is None:
+            self._seed_of = {}
+            for name in [*self.params, *self.buffers]:
+                for ordinal, i in enumerate(self._tape.draws(self.tensor(name))):
+                    key = hashlib.blake2b(f"{self.seed}/{name}/{ordinal}".encode(), digest_size=8)
+                    self._seed_of.setdefault(i, int.from_bytes(key.digest(), "little") >> 1)
+        return self._seed_of
+
+    @torch.no_grad()
+    def materialise(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Real, initialised tensors of the named parameters and buffers, and of nothing else."""
+        out: dict[str, Tensor] = {}
+        for name in names:
+            fake = self.tensor(name)
+            if name in self._initial_name:
+                out[name] = torch.empty(fake.shape, dtype=fake.dtype)
+                self.fill(name, out[name])
+            elif id(fake) in self._real:
+                out[name] = self._real[id(fake)].detach().to("cpu", copy=True).contiguous()
+            else:
+                with TRACING:  # it computes, and reads fake tensors that ranks in one process may share
+                    real = self._tape.replay(fake, self._seeds())
+                out[name] = real if real.is_contiguous() else real.contiguous()
+        return out
+
+    @torch.no_grad()
+    def fill(self, name: str, out: Tensor) -> None:
+        """Writes the first values of one parameter or buffer into `out`, of its shape and dtype; those on
+        disk are read straight into it. Raises what `initial` raises."""
+        if name in self._initial_name and self.initial is not None:
+            self.initial.read(self._initial_name[name], out)
+        else:
+            out.copy_(self.materialise([name])[name])
+
+
+def _checked(made: Any) -> nn.Module:
+    listed = isinstance(made, list | tuple)
+    layers = list(made) if listed else [made]
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            place = f"layer {i} of the list of layers" if listed else "the model, or what makes it,"
+            raise CaptureError(
+                f"{place} is of type {type(layer).__name__}, not a torch.nn.Module; give the module itself, "
+                "a list of modules, or a function that returns either"
+            )
+        for name, t in [*layer.named_parameters(), *layer.named_buffers()]:
+            if nn.parameter.is_lazy(t):
+                raise CaptureError(f"{name!r} {_LAZY}")
+            if t.device.type != "cpu":
+                raise CaptureError(
+                    f"{name!r} is on the device {t.device}, not on the CPU; give the function that makes the "
+                    "model, without a device, or move the model by .to('cpu')"
+                )
+    return nn.Sequential(*layers) if listed else made
+
+
+def _twin(module: nn.Module, fake_mode: FakeTensorMode) -> tuple[nn.Module, dict[int, Tensor]]:
+    """The module with fake tensors in place of real ones, shared where they were, a copy where it has any;
+    and id of each such fake tensor -> the real one."""
+    tensors = {id(t): t for t in [*module.parameters(), *module.buffers()]}
+    real = {key: t for key, t in tensors.items() if not isinstance(t, FakeTensor)}
+    if not real:
+        return module, {}
+    fakes = {key: fake_mode.from_tensor(t) for key, t in real.items()}
+    try:
+        twin = copy.deepcopy(module, {**tensors, **fakes})
+    except Exception as error:
+        raise CaptureError(
+            f"the model, a {type(module).__name__}, cannot be copied ({type(error).__name__}: {error}); give "
+            "the function that makes it instead"
+        ) from error
+    return twin, {id(fake): real[key] for key, fake in fakes.items()}

@@ -1,50 +1,82 @@
 """Every form of one model that a run needs, captured when first asked for.
 
 The training graph of a full micro-batch is the primary one: groups, costs and cuts speak of it.
-Evaluation, a ragged micro-batch and prediction are variants; they follow its cut by node name.
+Evaluation, prediction and micro-batches of other shapes are variants; they follow its cut by node name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
+from mpipipe.errors import CaptureError
 from mpipipe.graph.anatomy import Anatomy
-from mpipipe.graph.capture import Captured, Loss, Mode, capture
+from mpipipe.graph.capture import capture
 from mpipipe.graph.cut import Code, stage_code, stage_table, weight_code
 from mpipipe.graph.groups import make_graph
+from mpipipe.graph.program import Loss, Metric, Mode, Specs, is_list
 from mpipipe.graph.source import ModelSource
 from mpipipe.values import Graph, TensorSpec
 
+Shapes = tuple[tuple[str, TensorSpec], ...]  # Specs, sorted
+
 
 class Variants:
-    """specs(rows) gives the shapes of a batch of `rows` samples; `rows` is the full micro-batch."""
+    """specs(rows) gives the shapes of a batch of `rows` samples; `rows` is the full micro-batch.
+
+    metrics   name -> (outputs, batch) -> (sum, weight), for evaluation
+    max_shapes   how many shapes of micro-batches one mode may have; each is captured anew
+    """
 
     def __init__(
         self,
         source: ModelSource,
         loss: Loss,
-        specs: Callable[[int], dict[str, TensorSpec]],
+        specs: Callable[[int], Specs],
         rows: int,
         precision: str,
+        metrics: Mapping[str, Metric] | None = None,
+        max_shapes: int = 8,
     ) -> None:
         self.source, self.loss, self.specs, self.rows, self.precision = source, loss, specs, rows, precision
-        self._anatomies: dict[tuple[Mode, int], Anatomy] = {}
-        self._codes: dict[tuple[Mode, int, tuple[str, ...], int], Code] = {}
-        self._weights: dict[int, Code | float] = {}
+        self.metrics, self.max_shapes = dict(metrics or {}), max_shapes
+        self._anatomies: dict[Mode, dict[Shapes, Anatomy]] = {}
+        self._codes: dict[tuple[Mode, Shapes, tuple[str, ...], int], Code] = {}
+        self._weights: dict[tuple[Mode, Shapes], Code | float] = {}
 
-    def anatomy(self, mode: Mode, rows: int) -> Anatomy:
-        if (mode, rows) not in self._anatomies:
-            captured = self._capture(mode, rows)
-            self._anatomies[mode, rows] = Anatomy(captured)
-        return self._anatomies[mode, rows]
-
-    def _capture(self, mode: Mode, rows: int) -> Captured:
-        return capture(self.source, self.loss, self.specs(rows), mode, self.precision)
+    def anatomy(self, mode: Mode, specs: Specs) -> Anatomy:
+        """Raises CaptureError where a mode has more than `max_shapes` shapes."""
+        known, shapes = self._anatomies.setdefault(mode, {}), _shapes(specs)
+        if shapes not in known:
+            if len(known) >= self.max_shapes:
+                seen = "\n".join(f"    {_describe(s)}" for s in [*known, shapes])
+                raise CaptureError(
+                    f"micro-batches of {len(known) + 1} shapes in mode {mode}, and each is captured on its "
+                    f"own; at most capture.max_shapes = {self.max_shapes} are:\n{seen}\n"
+                    "  pad the batches to a few lengths (buckets: multiples of 64, say), or raise "
+                    "capture.max_shapes"
+                )
+            how = self._by_layer(mode, shapes)
+            known[shapes] = Anatomy(
+                capture(self.source, self.loss, specs, mode, self.precision, self.metrics, how)
+            )
+        return known[shapes]
 
     @property
+    def first(self) -> Specs:
+        """The shapes of the primary graph."""
+        return self.specs(self.rows)
+
+    def _by_layer(self, mode: Mode, shapes: Shapes) -> bool | None:
+        """The primary graph decides: a cut is stated in its names."""
+        primary = mode == "train" and shapes == _shapes(self.specs(self.rows))
+        if primary or not is_list(self.source.module):
+            return None
+        return self.primary.captured.by_layer
+
+    @cached_property
     def primary(self) -> Anatomy:
-        return self.anatomy("train", self.rows)
+        return self.anatomy("train", self.specs(self.rows))
 
     @cached_property
     def graph(self) -> Graph:
@@ -59,22 +91,29 @@ class Variants:
     @cached_property
     def trained(self) -> tuple[str, ...]:
         """Parameters that get a gradient, in canonical order: neither frozen nor unused."""
-        used = {name for node in self.graph.nodes for name in node.params if node.group >= 0}
-        return tuple(n for n, p in self.source.params.items() if p.requires_grad and n in used)
+        return tuple(n for n in self.source.params if n in self.primary.learning)
 
-    def code(self, mode: Mode, rows: int, cuts: Sequence[str], stage: int) -> Code:
+    @cached_property
+    def unused(self) -> tuple[str, ...]:
+        """Parameters that are not frozen, but the loss does not depend on them: never read, or only under
+        `no_grad` or `detach`."""
+        wanted = (n for n, p in self.source.params.items() if p.requires_grad)
+        return tuple(n for n in wanted if n not in self.primary.learning)
+
+    def code(self, mode: Mode, specs: Specs, cuts: Sequence[str], stage: int) -> Code:
         """The code of one stage of one variant, under the cut of the plan."""
-        key = mode, rows, tuple(cuts), stage
+        key = mode, _shapes(specs), tuple(cuts), stage
         if key not in self._codes:
-            anatomy, table = self.anatomy(mode, rows), stage_table(self.graph, cuts)
+            anatomy, table = self.anatomy(mode, specs), stage_table(self.graph, cuts)
             self._codes[key] = stage_code(anatomy, table, self.uses, len(cuts) + 1, stage)
         return self._codes[key]
 
-    def weight(self, mode: Mode, rows: int) -> Code | float:
+    def weight(self, mode: Mode, specs: Specs) -> Code | float:
         """The loss weight of a micro-batch as a function of the batch alone."""
-        if rows not in self._weights:
-            self._weights[rows] = weight_code(self.anatomy(mode, rows))
-        return self._weights[rows]
+        key = mode, _shapes(specs)
+        if key not in self._weights:
+            self._weights[key] = weight_code(self.anatomy(mode, specs))
+        return self._weights[key]
 
     def stage_of_param(self, cuts: Sequence[str]) -> dict[str, int]:
         """Parameter or buffer -> the stage that owns it: that of its first use, else stage 0."""
@@ -89,3 +128,11 @@ class Variants:
         }
         names = [*self.graph.params, *self.graph.buffers]
         return {name: updates.get(name, owner.get(name, 0)) for name in names}
+
+
+def _shapes(specs: Specs) -> Shapes:
+    return tuple(sorted(specs.items()))
+
+
+def _describe(shapes: Shapes) -> str:
+    return ", ".join(f"{key} {s.dtype}{list(s.shape)}" for key, s in shapes)

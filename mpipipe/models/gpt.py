@@ -82,7 +82,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(d_model, vocab, bias=False)
         if tied:
             self.head.weight = self.wte.weight
-        self.apply(_init)
+        self.apply(init_normal)
         for name, weight in self.named_parameters():
             if name.endswith("proj.weight"):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
@@ -96,7 +96,8 @@ class GPT(nn.Module):
         return logits
 
 
-def _init(module: nn.Module) -> None:
+def init_normal(module: nn.Module) -> None:
+    """Weights of linear layers and embeddings from N(0, 0.02), biases from 0 (Radford et al. 2019)."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

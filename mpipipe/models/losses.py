@@ -2,24 +2,73 @@
 
 The weight must depend on the batch alone: the total of a step is then known before the first
 backward, and the step's loss, sum of sums / sum of weights, is the mean over the whole batch for
-every number of micro-batches.
+every number of micro-batches. Sums are float32 also under bf16. Labels are batch["labels"], or
+batch["y"]; ConfigError where the batch has neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mpipipe.errors import ConfigError
+
 IGNORED = -100  # a label that counts for nothing, as in torch
 
+Batch = Mapping[str, Tensor]
 
-def cross_entropy(outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Sum of the negative log-likelihoods in nats, in float32 also under bf16, and the number of
-    labels that count. outputs: logits (..., V); batch["labels"] or batch["y"]: int64 (...)."""
-    labels = (batch["labels"] if "labels" in batch else batch["y"]).reshape(-1)
+
+def labels_of(batch: Batch) -> Tensor:
+    """The labels of a batch. Raises ConfigError where it has none."""
+    for key in ("labels", "y"):
+        if key in batch:
+            return batch[key]
+    raise ConfigError(f"the loss needs the key 'labels' (or 'y'); the batch has {sorted(batch)}")
+
+
+def cross_entropy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sum of the negative log-likelihoods in nats and the number of labels that count.
+    outputs: logits (..., V); labels: int64 (...), -100 counts for nothing."""
+    labels = labels_of(batch).reshape(-1)
     logits = outputs.reshape(-1, outputs.shape[-1]).float()
     total = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     return total, (labels != IGNORED).sum().to(torch.float32)
+
+
+def pixel_cross_entropy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """`cross_entropy` with a label for each pixel. outputs: logits (B, K, H, W) for K classes;
+    labels: int64 (B, H, W), -100 counts for nothing."""
+    labels = labels_of(batch)
+    total = functional.cross_entropy(outputs.float(), labels, ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum().to(torch.float32)
+
+
+def binary_cross_entropy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sum of the negative log-likelihoods in nats and the number of samples. outputs: logit (B,);
+    labels: float (B,), 0 or 1, or the probability of 1."""
+    labels = labels_of(batch).float()
+    total = functional.binary_cross_entropy_with_logits(outputs.float(), labels, reduction="sum")
+    return total, torch.full((), labels.numel(), dtype=torch.float32, device=labels.device)
+
+
+def from_mean(
+    loss: Callable[[Any, Batch], Tensor], weight_of: Callable[[Batch], Tensor | float]
+) -> Callable[[Any, Batch], tuple[Tensor, Tensor | float]]:
+    """The project's form of a loss that is a mean: (mean * weight, weight).
+
+    loss(outputs, batch) is the mean over weight_of(batch) items, 0-d. A micro-batch of weight 0, whose
+    mean may be NaN, counts as a sum of 0.
+    """
+
+    def summed(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
+        mean, weight = loss(outputs, batch), weight_of(batch)
+        if isinstance(weight, Tensor):
+            weight = weight.to(torch.float32)
+            mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
+        return mean.float() * weight, weight
+
+    return summed

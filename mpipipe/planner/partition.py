@@ -139,7 +139,8 @@ def _enough_stages(problem: _Problem, schedule: str, n_micro: int) -> int | None
     """Smallest number of stages that fits when every rank has the smallest rank's memory.
 
     Stages are counted from the end, where the live stash does not depend on how many come before
-    (true of every schedule in SCHEDULES, and tested), so that one sweep answers for all counts.
+    (true of the built-in schedules, and tested; for others the answer is an estimate), so that one
+    sweep answers for all counts.
     """
     n_groups, memory = len(problem.costs.groups), problem.memory.min()
     live = live_micro_batches(SCHEDULES[schedule](n_groups, n_micro))[::-1]

@@ -14,6 +14,7 @@ the order in which gradients are added, and so it decides the bits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -58,6 +59,39 @@ def forward_only(n_stages: int, n_micro: int) -> Schedule:
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+_ACTION = re.compile(r"([FB])(\d+)")
+
+
+def register(name: str, order: Callable[[int, int], Sequence[str]]) -> None:
+    """Makes a schedule of one's own known to the planner, on every rank.
+
+    order(n_stages, n_micro) -> one line per stage, such as "F0 F1 B0 B1": F and B of each micro-batch once,
+    B in ascending order. What cannot run is refused when a plan is made (PlanError).
+    """
+
+    def build(n_stages: int, n_micro: int) -> Schedule:
+        lines = list(order(n_stages, n_micro))
+        if len(lines) != n_stages:
+            raise PlanError(
+                f"schedule {name!r} gives {len(lines)} lines for {n_stages} stages; one line each"
+            )
+        schedule = _schedule(n_micro, [_parse(name, stage, line) for stage, line in enumerate(lines)])
+        check(schedule)
+        return schedule
+
+    SCHEDULES[name] = build
+
+
+def _parse(name: str, stage: int, line: str) -> Int32:
+    found = [_ACTION.fullmatch(word) for word in line.split()]
+    for word, match in zip(line.split(), found, strict=True):
+        if match is None:
+            raise PlanError(
+                f"schedule {name!r}, stage {stage}: {word!r} is no action; write F or B and the number of "
+                "the micro-batch, such as F0"
+            )
+    kinds = np.array([Op[match[1]] for match in found if match])
+    return _codes(kinds, stage, np.array([int(match[2]) for match in found if match]))
 
 
 def _codes(kinds: np.ndarray, stage: int, micros: np.ndarray) -> Int32:

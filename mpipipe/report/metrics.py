@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,8 +18,7 @@ class Metrics:
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         if path.exists():
-            whole, newline, _ = path.read_bytes().rpartition(b"\n")
-            path.write_bytes(whole + newline)
+            _keep(path, _whole_lines(path))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
@@ -49,5 +50,24 @@ def _plain(value: Any) -> Any:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a metrics file; one that a kill cut off at the end is left out."""
-    whole, _, _ = Path(path).read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [json.loads(line) for line in _whole_lines(Path(path))]
+
+
+def cut_metrics(path: str | Path, step: int) -> None:
+    """Forgets the first line beyond `step` and all that follow: a run that resumes there says them anew.
+
+    In one system call, so that a kill leaves the old file or the new one. No file: nothing to forget.
+    """
+    path = Path(path)
+    if path.exists():
+        lines = _whole_lines(path)
+        _keep(path, list(takewhile(lambda line: json.loads(line).get("step", step) <= step, lines)))
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    whole, newline, _ = path.read_bytes().rpartition(b"\n")
+    return (whole + newline).splitlines(keepends=True)
+
+
+def _keep(path: Path, first_lines: list[bytes]) -> None:
+    os.truncate(path, sum(map(len, first_lines)))

@@ -44,7 +44,7 @@ def _rank_table(r: Report) -> Table:
 
 def _lines(r: Report) -> list[str]:
     lines = [
-        f"{r.steps} steps, final training loss {number(r.final_loss)}, {number(r.tokens_per_s)} tokens/s"
+        f"{r.steps} steps, final training loss {number(r.final_loss)}, {number(r.per_s)} {r.unit}/s"
     ]
     if r.stopped_by is not None:
         lines[0] += f", stopped by {r.stopped_by}"
@@ -53,6 +53,9 @@ def _lines(r: Report) -> list[str]:
         if r.unigram_entropy:
             share = r.val_loss / r.unigram_entropy
             lines[-1] += f" = {share:.3f} of the unigram entropy {number(r.unigram_entropy)}"
+    lines += [f"validation {name} {number(value)}" for name, value in r.metrics.items()]
+    if not r.exact_resume:
+        lines.append("a resume of this run is not exact: its data is a plain iterable, read from the start")
     return [*lines, f"plan {r.plan_hash}", f"weights {r.weights_sha256}"]
 
 

@@ -15,7 +15,7 @@ from mpipipe.cluster.memory import PeakMemory
 from mpipipe.cluster.node import cores_available, processor
 from mpipipe.graph.profile import Profiler, Sample, group_costs, pieces
 from mpipipe.graph.variants import Variants
-from mpipipe.runtime.optimizer import OptimizerSettings, add_state, update
+from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings
 from mpipipe.runtime.weights import Flat, ParamGroup
 from mpipipe.values import Cluster, Costs, Device, Numerics
 
@@ -23,7 +23,7 @@ _UPDATE_ELEMENTS = 1 << 20
 
 
 def measure(
-    comm: Communicator, variants: Variants, numerics: Numerics, settings: OptimizerSettings,
+    comm: Communicator, variants: Variants, numerics: Numerics, optimizer: Optimizer,
     memory: PeakMemory, memory_bytes: int | None,
 ) -> Costs:  # fmt: skip
     """Times every distinct group on one rank each, the ranks sharing the work, and gathers all.
@@ -42,7 +42,7 @@ def measure(
     found = {key: _scale(profiler.sample(distinct[key]), speeds[comm.rank] * slower) for key in mine}
     samples = {key: s for part in comm.allgather_object(found) for key, s in part.items()}
     del profiler  # and the memory that it chills the caches with
-    step_s = min(comm.allgather_object(_update_s_per_byte(settings, clock) * slower))
+    step_s = min(comm.allgather_object(_update_s_per_byte(optimizer, clock) * slower))
 
     base = memory.now_bytes  # every kernel has run by now: what is left is not weights
     limits = comm.allgather_object(((memory_bytes or memory_share(comm) + base), base))
@@ -52,7 +52,7 @@ def measure(
         groups=group_costs(variants.primary, parts, samples),
         cluster=Cluster(devices, comm.node_of_rank, measure_links(comm)),
         ties=variants.graph.ties,
-        bytes_per_param_byte=2.0 + settings.state_buffers + levels,
+        bytes_per_param_byte=2.0 + optimizer.state_buffers + levels,
         step_s_per_byte=step_s,
         source="measured",
         spread=float(np.median([s.spread for s in samples.values()])),
@@ -94,16 +94,20 @@ def _scale(s: Sample, factor: float) -> Sample:
 
 
 @torch.no_grad()
-def _update_s_per_byte(settings: OptimizerSettings, clock: Callable[[], float]) -> float:
-    """Norm, clip, update and zero of a block of weights, per byte of weights."""
+def _update_s_per_byte(optimizer: Optimizer, clock: Callable[[], float]) -> float:
+    """Norm, clip, update and zero of a block of weights, per byte of weights. A user's own optimizer,
+    which may want the model's parameters and no others, counts as AdamW."""
+    settings = (
+        optimizer if isinstance(optimizer, OptimizerSettings) else OptimizerSettings(clip=optimizer.clip)
+    )
     data = Flat.like({"w": torch.Size([_UPDATE_ELEMENTS])}, torch.float32)
     group = ParamGroup(True, data, data.sibling())
-    add_state([group], settings)
+    updater = FlatUpdater([group], settings)
     seconds = []
     for _ in range(6):
         start = clock()
         torch.linalg.vector_norm(group.grad.buffer)
-        update([group], settings, 0, 1.0 if settings.clip else None)
+        updater.update(0, 1.0 if settings.clip else None)
         group.grad.buffer.zero_()
         seconds.append(clock() - start)
     return min(seconds[1:]) / data.buffer.nbytes

@@ -11,7 +11,7 @@ loop trains, evaluates and predicts, over MPI or over threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.graph.capture import Batch, Mode
 from mpipipe.graph.cut import Code, Leaf
+from mpipipe.graph.program import Mode
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.variants import Variants
-from mpipipe.runtime.optimizer import OptimizerSettings, clip_coefficient, norms, update
+from mpipipe.runtime.feed import Source
+from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norms
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties, take_gradients
 from mpipipe.runtime.transport import Form, Mailbox, Outbox, Pool
@@ -36,25 +37,18 @@ Key = tuple[int, int]  # (stage, micro-batch)
 
 @dataclass
 class Job:
-    """What one run of a program is about.
-
-    bounds: samples [start, stop) of each micro-batch; load(start, stop, keys) gives them.
-    """
+    """What one run of a program is about."""
 
     mode: Mode
     step: int
-    bounds: Sequence[tuple[int, int]]
-    load: Callable[[int, int, frozenset[str]], Batch]
+    source: Source  # of its micro-batches
     stop: bool = False  # this rank was asked to stop
-
-    def rows(self, micro: int) -> int:
-        start, stop = self.bounds[micro]
-        return stop - start
 
 
 @dataclass
 class Outcome:
-    """loss, weight: sums over the step, on every rank in training, else on the last stage's."""
+    """loss, weight: sums over the step, on every rank in training, else on the last stage's.
+    metrics: in evaluation, the sums of `Captured.outputs[1:]` on the last stage's rank."""
 
     times: Float64  # (instructions, 2): start and end, perf_counter seconds
     loss: float = 0.0
@@ -62,6 +56,7 @@ class Outcome:
     norm: float = 0.0
     stop: bool = False  # some rank was asked to stop
     worst: str = ""  # a parameter whose gradient is not finite, if any
+    metrics: list[float] = field(default_factory=list)
     predictions: list[list[Tensor]] = field(default_factory=list)
 
 
@@ -76,7 +71,7 @@ class Interpreter:
         stages: dict[int, Stage],
         ties: Ties,
         numerics: Numerics,
-        settings: OptimizerSettings,
+        optimizer: Optimizer,
     ) -> None:
         self.comm, self.variants, self.cuts, self.stages, self.ties = (
             comm,
@@ -85,7 +80,8 @@ class Interpreter:
             stages,
             ties,
         )
-        self.numerics, self.settings = numerics, settings
+        self.numerics, self.clip = numerics, optimizer.clip
+        self.updaters = {s: optimizer.attach(stage.weights) for s, stage in stages.items()}
         self.n_stages = len(cuts) + 1
         self.pool, self.outbox = Pool(), Outbox(comm)
         self.blocks = {s: BlockSums(stage.weights.accumulators()) for s, stage in stages.items()}
@@ -129,11 +125,7 @@ class Interpreter:
         return self.outcome
 
     def code(self, stage: int, micro: int) -> Code:
-        return self.variants.code(self.job.mode, self.job.rows(micro), self.cuts, stage)
-
-    def _load(self, micro: int, keys: Sequence[str]) -> Batch:
-        start, stop = self.job.bounds[micro]
-        return self.job.load(start, stop, frozenset(keys)) if keys else {}
+        return self.variants.code(self.job.mode, self.job.source.specs[micro], self.cuts, stage)
 
     # -- compute -------------------------------------------------------------------------------
 
@@ -141,10 +133,10 @@ class Interpreter:
         """The total weight of the step, known from the batch alone, where the loss is."""
         if self.n_stages - 1 not in self.stages or self.job.mode == "predict":
             return
-        for micro in range(len(self.job.bounds)):
-            code = self.variants.weight(self.job.mode, self.job.rows(micro))
+        for micro, specs in enumerate(self.job.source.specs):
+            code = self.variants.weight(self.job.mode, specs)
             if isinstance(code, Code):
-                batch = self._load(micro, code.inputs)
+                batch = self.job.source.peek(micro, frozenset(code.inputs))
                 (value,), _ = code.forward(*(batch[k] for k in code.inputs))
                 self.outcome.weight += float(value)
             else:
@@ -154,16 +146,17 @@ class Interpreter:
 
     def _forward(self, i: Instr) -> None:
         key, code, train = (i.stage, i.micro), self.code(i.stage, i.micro), self.job.mode == "train"
+        batch = self.job.source.take(i.micro, frozenset(code.inputs)) if code.inputs else {}
         received = self.act.pop(key, [])
-        sent = self.stages[i.stage].forward(
-            code, i.micro, received, self._load(i.micro, code.inputs), self.job.step, train
-        )
+        sent = self.stages[i.stage].forward(code, i.micro, received, batch, self.job.step, train)
         if i.stage < self.n_stages - 1:
             self._hand_over(self.act, self.out, (i.stage, i.micro), i.stage + 1, sent)
         elif self.job.mode == "predict":
             self.outcome.predictions.append([t.clone() for t in sent])
         else:
             self.outcome.loss += float(sent[0])
+            before = self.outcome.metrics or [0.0] * (len(sent) - 1)
+            self.outcome.metrics = [m + float(t) for m, t in zip(before, sent[1:], strict=True)]
             self.grad[key] = [self._seed.to(sent[0].dtype).reshape(sent[0].shape)]
         if not train and key not in self.out:
             self._release(key)
@@ -180,7 +173,7 @@ class Interpreter:
         else:  # nothing came back for it, so what was relayed may still be on its way: not into the pool
             self.held.pop(key, None)
         if i.stage > 0:
-            wanted = [Form.of(p) for p in self.code(i.stage, i.micro).received if p.needs_grad]
+            wanted = [Form.of_grad(p) for p in self.code(i.stage, i.micro).received if p.needs_grad]
             back = [form.shape_like(g) for form, g in zip(wanted, back, strict=True)]
             self._hand_over(self.grad, self.back, key, i.stage - 1, back)
         if self.numerics.tied == "eager":
@@ -240,12 +233,12 @@ class Interpreter:
         all_norms = total[3:]
         if not np.isfinite(all_norms).all():
             self.outcome.worst = list(self.position)[int(np.argmin(np.isfinite(all_norms)))]
-        self.outcome.norm, factor = clip_coefficient(all_norms.tolist(), self.settings.clip or np.inf)
-        self.factor = factor if self.settings.clip is not None else None
+        self.outcome.norm, factor = clip_coefficient(all_norms.tolist(), self.clip or np.inf)
+        self.factor = factor if self.clip is not None else None
 
     def _step(self, i: Instr) -> None:
         stage = self.stages[i.stage]
-        update(stage.weights.groups, self.settings, self.job.step, self.factor)
+        self.updaters[i.stage].update(self.job.step, self.factor)
         for accumulator in stage.weights.accumulators():
             accumulator.zero_()
         stage.apply_statistics()
@@ -261,8 +254,11 @@ class Interpreter:
             data = self.stages[i.stage].weights.data
             return [self.pool.take(Form.of(data[name])) for name, _ in self.ties.between(i.other, i.stage)]
         code = self.code(i.stage, i.micro)
-        ports = code.received if i.op == Op.RECV_ACT else [p for p in code.sent if p.needs_grad]
-        return [self.pool.take(Form.of(port)) for port in ports]
+        if i.op == Op.RECV_ACT:
+            forms = [Form.of(port) for port in code.received]
+        else:
+            forms = [Form.of_grad(port) for port in code.sent if port.needs_grad]
+        return [self.pool.take(form) for form in forms]
 
     def _recv_act(self, i: Instr) -> None:
         tensors = self.mailbox.take(i)

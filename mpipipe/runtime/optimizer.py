@@ -2,6 +2,9 @@
 
     STEP = norm of each parameter -> gathered in canonical order -> clip coefficient -> update
 
+What a run is given (`Optimizer`) makes an `Updater` for the weights of each stage: the built-in one
+here, or that of a torch optimizer (`foreign.py`).
+
 Norms and updates run parameter by parameter with torch's own single-tensor code: a vectorised
 kernel may round the tail of a buffer differently from its body, so bits would depend on where a
 parameter lies if whole buffers were updated at once. An update goes over a parameter in pieces that
@@ -14,8 +17,9 @@ AdamW: Loshchilov and Hutter 2019. Clipping as torch.nn.utils.clip_grad_norm_ (P
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,22 +27,70 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from mpipipe.runtime.weights import Flat, ParamGroup, StageWeights
+from mpipipe.values import TensorSpec
 
 PIECE = 1 << 17  # elements
 
 
+class Updater(Protocol):
+    """Updates the weights of one stage and keeps what it needs for that."""
+
+    def update(self, step: int, factor: float | None) -> None:
+        """Scales the gradients by `factor` and updates the weights; the gradients are left to be zeroed."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, as "parameter/name": the tensors themselves, not copies."""
+        ...
+
+    def load(self, saved: Saved, step: int) -> None:
+        """Takes up the state that was saved after `step` steps."""
+        ...
+
+
+class Saved(Protocol):
+    """Tensors on disk, by name."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def spec(self, name: str) -> TensorSpec: ...
+
+    def read(self, name: str, out: Tensor) -> None: ...
+
+
+class Optimizer(Protocol):
+    """What a run knows of its optimizer before there is a weight."""
+
+    @property
+    def clip(self) -> float | None: ...
+
+    @property
+    def state_buffers(self) -> int:
+        """Buffers of the size of the weights that it keeps."""
+        ...
+
+    def lr_at(self, step: int) -> float | None:
+        """The learning rate of a step; None where only the optimizer itself knows."""
+        ...
+
+    def attach(self, weights: StageWeights) -> Updater: ...
+
+
 @dataclass(frozen=True)
 class OptimizerSettings:
-    kind: Literal["adamw", "sgd"]
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    momentum: float
-    weight_decay: float
-    warmup: int
-    min_lr_ratio: float
-    steps: int
-    clip: float | None
+    """The built-in optimizers; the defaults are those of the configuration, at a constant rate."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    weight_decay: float = 0.1
+    warmup: int = 0
+    min_lr_ratio: float = 1.0
+    steps: int = 1
+    clip: float | None = 1.0
 
     @property
     def state_buffers(self) -> int:
@@ -53,10 +105,8 @@ class OptimizerSettings:
         cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
         return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine)
 
-
-def add_state(groups: list[ParamGroup], settings: OptimizerSettings) -> None:
-    for group in groups:
-        group.state = [group.data.sibling() for _ in range(settings.state_buffers)]
+    def attach(self, weights: StageWeights) -> Updater:
+        return FlatUpdater(weights.groups, self)
 
 
 @torch.no_grad()
@@ -72,34 +122,52 @@ def clip_coefficient(all_norms: list[float], clip: float) -> tuple[float, float]
     return float(total), float(factor)
 
 
-@torch.no_grad()
-def update(groups: list[ParamGroup], settings: OptimizerSettings, step: int, factor: float | None) -> None:
-    """Scales the gradients by `factor` and updates the weights; the gradients are left to be zeroed."""
-    lr = settings.lr_at(step)
-    for group in groups:
-        if factor is not None:
-            group.grad.buffer.mul_(torch.tensor(factor, dtype=torch.float32))
-        _update_group(group, settings, lr)
+class FlatUpdater:
+    """AdamW or SGD over flat buffers: one more buffer of the same form per state."""
 
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
+        self.groups, self.settings = groups, settings
+        names = ("exp_avg", "exp_avg_sq") if settings.kind == "adamw" else ("momentum_buffer",)
+        self.names = names[: settings.state_buffers]
+        self.buffers = [[group.data.sibling() for _ in self.names] for group in groups]
 
-def _update_group(group: ParamGroup, settings: OptimizerSettings, lr: float) -> None:
-    params, grads, *state = (_pieces(flat) for flat in (group.data, group.grad, *group.state))
-    decay = settings.weight_decay if group.decay else 0.0
-    if settings.kind == "adamw":
-        steps = [torch.tensor(float(group.updates)) for _ in params]  # torch counts each up in place
-        adamw(
-            params, grads, state[0], state[1], [], steps,
-            foreach=False, fused=False, capturable=False, differentiable=False, has_complex=False,
-            beta1=settings.betas[0], beta2=settings.betas[1], lr=lr, weight_decay=decay, eps=settings.eps,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
-    else:
-        momentum: list[Tensor | None] = list(state[0]) if state else [None] * len(params)
-        sgd(
-            params, grads, momentum, foreach=False, fused=False, weight_decay=decay,
-            momentum=settings.momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
-        )  # fmt: skip
-    group.updates += 1
+    @torch.no_grad()
+    def update(self, step: int, factor: float | None) -> None:
+        for group, state in zip(self.groups, self.buffers, strict=True):
+            if factor is not None:
+                group.grad.buffer.mul_(torch.tensor(factor, dtype=torch.float32))
+            self._update_group(group, state, step)
+
+    def _update_group(self, group: ParamGroup, flats: list[Flat], step: int) -> None:
+        settings, lr = self.settings, self.settings.lr_at(step)
+        params, grads, *state = (_pieces(flat) for flat in (group.data, group.grad, *flats))
+        decay = settings.weight_decay if group.decay else 0.0
+        if settings.kind == "adamw":
+            steps = [torch.tensor(float(step)) for _ in params]  # torch counts each up in place
+            adamw(
+                params, grads, state[0], state[1], [], steps,
+                foreach=False, fused=False, capturable=False, differentiable=False, has_complex=False,
+                beta1=settings.betas[0], beta2=settings.betas[1], lr=lr, weight_decay=decay,
+                eps=settings.eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+        else:
+            momentum: list[Tensor | None] = list(state[0]) if state else [None] * len(params)
+            sgd(
+                params, grads, momentum, foreach=False, fused=False, weight_decay=decay,
+                momentum=settings.momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
+            )  # fmt: skip
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"{name}/{kind}": view
+            for flats in self.buffers
+            for kind, flat in zip(self.names, flats, strict=True)
+            for name, view in flat.views.items()
+        }
+
+    def load(self, saved: Saved, step: int) -> None:
+        for name, view in self.state().items():
+            saved.read(name, view)
 
 
 def _pieces(flat: Flat) -> list[Tensor]:

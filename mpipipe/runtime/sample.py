@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from mpipipe import ops
+from mpipipe.graph.program import LABELS
 from mpipipe.runtime.trainer import Trainer
 
 
@@ -25,20 +26,21 @@ class SampleSettings(Protocol):
 
 
 def generate(trainer: Trainer, codec: Codec, settings: SampleSettings, seed: int) -> str | None:
-    """`settings.length` tokens after the prompt, one forward pass each; None where data is no text.
+    """`settings.length` tokens after the prompt, one forward pass each; None where data is no text, or the
+    model reads more than tokens.
 
     The same text for every layout: drawn from the stream "sample" of the run's seed. Collective.
     """
-    ids = codec.encode(settings.prompt)
-    if ids is None or settings.length == 0 or "tokens" not in trainer.variants.graph.inputs:
+    ids, name = codec.encode(settings.prompt), _tokens_key(trainer)
+    if ids is None or settings.length == 0 or name is None:
         return None
-    context = trainer.variants.graph.inputs["tokens"].shape[1]
+    context = trainer.variants.first[name].shape[1]
     key = ops.stream_key(seed, "sample")
     for position in range(settings.length):
         window = ids[-context:]
         tokens = torch.zeros(1, context, dtype=torch.int64)
         tokens[0, : len(window)] = torch.tensor(window)
-        outputs = trainer.predict({"tokens": tokens}, 1)
+        outputs = trainer.predict({name: tokens})
         chosen = 0
         if outputs is not None:
             logits = outputs[0][0][0, len(window) - 1].float()  # (vocab,)
@@ -46,6 +48,12 @@ def generate(trainer: Trainer, codec: Codec, settings: SampleSettings, seed: int
             chosen = _choose(logits, settings.temperature, draw)
         ids.append(trainer.comm.bcast_object(chosen, trainer.last_rank))
     return codec.decode(ids)
+
+
+def _tokens_key(trainer: Trainer) -> str | None:
+    """The batch key of the tokens of a causal language model."""
+    reads = {key for key in trainer.variants.graph.inputs if key not in LABELS}
+    return reads.pop() if reads in ({"tokens"}, {"input_ids"}) else None
 
 
 def _choose(logits: torch.Tensor, temperature: float, draw: float) -> int:

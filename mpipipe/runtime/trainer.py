@@ -3,81 +3,84 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import MpipipeError
-from mpipipe.graph.capture import Batch, Mode
+from mpipipe.graph.cut import Code
+from mpipipe.graph.program import Batch, Mode, Specs
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.lower import max_tag
 from mpipipe.planner.search import program_for
+from mpipipe.runtime.feed import Data, Feed, Given, rows_of, slices, specs_of, split_by, split_evenly
 from mpipipe.runtime.interpreter import Interpreter, Job, Outcome
-from mpipipe.runtime.optimizer import OptimizerSettings, add_state
+from mpipipe.runtime.optimizer import Optimizer, Saved
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties
 from mpipipe.runtime.weights import StageWeights
 from mpipipe.values import Plan, Program
 
-Split = Literal["train", "val"]
-Load = Callable[[Split, int, int, int, frozenset[str]], Batch]  # split, step, start, stop, keys
-Bounds = tuple[tuple[int, int], ...]
-
-
-def split_evenly(batch: int, parts: int) -> Bounds:
-    """`parts` micro-batches that differ by one sample at most, larger ones first."""
-    small, larger = divmod(batch, parts)
-    stops = [small * (i + 1) + min(i + 1, larger) for i in range(parts)]
-    return tuple(zip([0, *stops[:-1]], stops, strict=True))
-
-
-def split_by(batch: int, rows: int) -> Bounds:
-    """Micro-batches of `rows` samples; the last one takes what is left."""
-    return tuple((i, min(i + rows, batch)) for i in range(0, batch, rows))
-
 
 class Trainer:
-    """Collective: every rank makes one with the same arguments.
-
-    load(split, step, start, stop, keys) gives samples [start, stop) of a batch.
-    """
+    """Collective: every rank makes one with the same arguments."""
 
     def __init__(
-        self, comm: Communicator, variants: Variants, plan: Plan, settings: OptimizerSettings, load: Load
+        self, comm: Communicator, variants: Variants, plan: Plan, optimizer: Optimizer, data: Data
     ) -> None:
-        self.comm, self.variants, self.plan, self.load = comm, variants, plan, load
+        self.comm, self.variants, self.plan, self.data = comm, variants, plan, data
         numerics, layout, graph = plan.numerics, plan.layout, variants.graph
         self.bounds = split_evenly(numerics.batch, numerics.micro_batches)
+        if data.exact and not data.varying:  # what cannot be captured is refused now, not within a step
+            for rows in {stop - start for start, stop in self.bounds}:
+                variants.anatomy("train", data.specs(rows))
+        self._programs: dict[tuple[int, bool], Program] = {}
         self.program = self._program(len(self.bounds), train=True)
-        self._evaluations: dict[int, Program] = {}
         self.owner = variants.stage_of_param(layout.cuts)
         stages = {}
-        for s in (s for s, ranks in enumerate(layout.ranks) if comm.rank in ranks):
-            leaves = variants.code("train", numerics.micro_batch, layout.cuts, s).leaves
-            weights = StageWeights(variants.source, graph, s, self.owner, leaves, numerics.tied)
-            add_state(weights.groups, settings)
+        for s in self._stages_of(comm.rank):
+            leaves = variants.code("train", variants.first, layout.cuts, s).leaves
+            weights = StageWeights(
+                variants.source, graph, s, self.owner, leaves, variants.trained, numerics.tied
+            )
             stages[s] = Stage(weights, numerics.precision)
         ties = Ties(graph, layout.cuts, self.owner, frozenset(variants.trained))
-        self.interpreter = Interpreter(comm, variants, layout.cuts, stages, ties, numerics, settings)
+        self.interpreter = Interpreter(comm, variants, layout.cuts, stages, ties, numerics, optimizer)
+        self.feed = Feed(comm, data, self._reads, variants.first)
+
+    def _stages_of(self, rank: int) -> list[int]:
+        return [s for s, ranks in enumerate(self.plan.layout.ranks) if rank in ranks]
+
+    def _reads(self, mode: Mode, specs: Specs, rank: int) -> tuple[frozenset[str], frozenset[str]]:
+        """The batch keys that a rank reads before the step, for the loss weight, and at its forwards."""
+        cuts = self.plan.layout.cuts
+        codes = [self.variants.code(mode, specs, cuts, stage) for stage in self._stages_of(rank)]
+        weight = self.variants.weight(mode, specs) if rank == self.last_rank and mode != "predict" else 0.0
+        before = weight.inputs if isinstance(weight, Code) else ()
+        return frozenset(before), frozenset(key for code in codes for key in code.inputs)
 
     def _program(self, n_micro: int, train: bool) -> Program:
-        graph, plan = self.variants.graph, self.plan
-        program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups, train, n_micro)
-        if max_tag(program) > self.comm.tag_ub:
-            raise MpipipeError(
-                f"the plan needs message tags up to {max_tag(program)}, this MPI allows {self.comm.tag_ub}; "
-                "lower pipeline.receive_window"
-            )
-        return program
+        if (n_micro, train) not in self._programs:
+            graph, plan = self.variants.graph, self.plan
+            program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups, train, n_micro)
+            if max_tag(program) > self.comm.tag_ub:
+                raise MpipipeError(
+                    f"the plan needs message tags up to {max_tag(program)}, this MPI allows "
+                    f"{self.comm.tag_ub}; lower pipeline.receive_window"
+                )
+            self._programs[n_micro, train] = program
+        return self._programs[n_micro, train]
 
-    def step(self, step: int, stop: bool = False) -> Outcome:
-        """One optimizer step; the same outcome on every rank but for its times.
+    def step(self, step: int, stop: bool = False) -> Outcome | None:
+        """One optimizer step; the same outcome on every rank but for its times. None: the data has ended.
 
         Raises MpipipeError on every rank when the loss or a gradient is not finite.
         """
-        outcome = self._run(self.program, "train", "train", step, self.bounds, stop)
+        source = self.feed.begin("train", "train", step, self.bounds)
+        if source is None:
+            return None
+        outcome = self.interpreter.run(self.program, Job("train", step, source, stop))
         if outcome.weight == 0:
             raise MpipipeError(
                 f"step {step}: the weight of the loss is 0, so it has no mean; check the labels"
@@ -91,46 +94,56 @@ class Trainer:
             )
         return outcome
 
-    def evaluate(self, batches: int, batch: int) -> float:
-        """Mean validation loss over `batches` batches of `batch` samples, weighted as the loss says."""
-        bounds, loss, weight = split_by(batch, self.plan.numerics.micro_batch), 0.0, 0.0
-        for i in range(batches):
-            outcome = self._run(self._forward_program(len(bounds)), "eval", "val", i, bounds)
-            loss, weight = loss + outcome.loss, weight + outcome.weight
-        loss, weight = self.comm.bcast_object((loss, weight), self.last_rank)
-        return loss / weight
+    def evaluate(self, batches: int, batch: int, samples: int | None = None) -> dict[str, float]:
+        """Mean loss and metrics over validation batches, each weighted as it says; on every rank.
 
-    def predict(self, batch: Batch, rows: int) -> list[list[Tensor]] | None:
-        """The model's outputs for each micro-batch of a given batch; on the last stage's rank alone."""
-        bounds = split_by(rows, self.plan.numerics.micro_batch)
-        job = Job("predict", 0, bounds, lambda a, b, keys: {k: batch[k][a:b] for k in keys})
-        outcome = self.interpreter.run(self._forward_program(len(bounds)), job)
+        batches: how many, of `batch` samples each; samples: the last batch ends there.
+        """
+        no_metrics = [0.0] * 2 * len(self.variants.metrics)
+        totals = [0.0, 0.0, *no_metrics]
+        for i in range(batches):
+            rows = batch if samples is None else min(batch, samples - i * batch)
+            bounds = split_by(rows, self.plan.numerics.micro_batch)
+            source = self.feed.begin("eval", "val", i, bounds)
+            if source is None:
+                break
+            program = self._program(len(source.specs), train=False)
+            o = self.interpreter.run(program, Job("eval", i, source))
+            found = [o.loss, o.weight, *(o.metrics or no_metrics)]  # which the last stage's rank has alone
+            totals = [a + b for a, b in zip(totals, found, strict=True)]
+        totals = self.comm.bcast_object(totals, self.last_rank)
+        pairs = zip(["loss", *self.variants.metrics], totals[::2], totals[1::2], strict=True)
+        return {name: total / weight if weight else math.nan for name, total, weight in pairs}
+
+    def predict(self, batch: Batch) -> list[list[Tensor]] | None:
+        """The tensors that the model returns for each micro-batch of a given batch; on the last stage's
+        rank alone. `structure` says what they were in."""
+        micros = slices(batch, split_by(rows_of(batch), self.plan.numerics.micro_batch))
+        source = Given(micros, [specs_of(m) for m in micros])
+        outcome = self.interpreter.run(self._program(len(micros), train=False), Job("predict", 0, source))
         return outcome.predictions if self.comm.rank == self.last_rank else None
+
+    def structure(self, batch: Batch) -> pytree.TreeSpec:
+        """Of the model's outputs for the first micro-batch of a batch."""
+        first = slices(batch, split_by(rows_of(batch), self.plan.numerics.micro_batch))[0]
+        structure = self.variants.anatomy("predict", specs_of(first)).captured.structure
+        assert structure is not None, "prediction has one"
+        return structure
 
     @property
     def last_rank(self) -> int:
         return self.plan.layout.ranks[-1][0]
 
-    def _forward_program(self, n_micro: int) -> Program:
-        if n_micro not in self._evaluations:
-            self._evaluations[n_micro] = self._program(n_micro, train=False)
-        return self._evaluations[n_micro]
-
-    def _run(
-        self,
-        program: Program,
-        mode: Mode,
-        split: Split,
-        step: int,
-        bounds: Sequence[tuple[int, int]],
-        stop: bool = False,
-    ) -> Outcome:
-        def load(start: int, end: int, keys: frozenset[str]) -> Batch:
-            return self.load(split, step, start, end, keys)
-
-        return self.interpreter.run(program, Job(mode, step, bounds, load, stop))
-
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers that this rank owns, by canonical name."""
         stages = self.interpreter.stages.values()
         return {name: t for stage in stages for name, t in stage.weights.state_dict().items()}
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """What the optimizer keeps for the parameters that this rank owns, as "parameter/name"."""
+        return {name: t for u in self.interpreter.updaters.values() for name, t in u.state().items()}
+
+    def resume(self, saved: Saved, step: int) -> None:
+        """Takes up the optimizer state that was saved after `step` steps; weights come with the source."""
+        for updater in self.interpreter.updaters.values():
+            updater.load(saved, step)

@@ -34,6 +34,10 @@ class Form(NamedTuple):
             return cls(t.spec, t.stride)
         return cls(spec(t), tuple(t.stride()))
 
+    @classmethod
+    def of_grad(cls, port: Port) -> Form:
+        return cls(port.spec, port.grad_stride)
+
     def empty(self) -> Tensor:
         return torch.empty_strided(self.spec.shape, self.stride, dtype=getattr(torch, self.spec.dtype))
 

@@ -1,8 +1,8 @@
-"""The tensors of one stage: flat weights, gradients and optimizer state, and what autograd sees.
+"""The tensors of one stage: flat weights and gradients, and what autograd sees.
 
     flat data   |--- wte.weight ---|-- qkv.weight --|...   one buffer per (dtype, decay)
     flat grad   |------------------|----------------|...   same offsets
-    flat state  |------------------|----------------|...   one or two of them
+    flat state  |------------------|----------------|...   those of the optimizer
 
 A *leaf* is what the stage's code takes as an argument: a view of the flat data for one use of a
 parameter. Its `.grad` is a view of the flat gradient, so autograd accumulates in place, in
@@ -20,7 +20,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,13 +61,12 @@ class ParamGroup:
     decay: bool
     data: Flat
     grad: Flat
-    state: list[Flat] = field(default_factory=list)
-    updates: int = 0
 
 
 class StageWeights:
     """owner: parameter or buffer -> owning stage (`Variants.stage_of_param`);
-    leaves: every (parameter, use) that the training code of this stage reads."""
+    leaves: every (parameter, use) that the training code of this stage reads; trained: all parameters with a
+    gradient, in canonical order."""
 
     def __init__(
         self,
@@ -76,28 +75,26 @@ class StageWeights:
         stage: int,
         owner: dict[str, int],
         leaves: Sequence[Leaf],
+        trained: Sequence[str],
         tied: str,
     ) -> None:
         self.stage, self.tied = stage, tied
-        used = {name for node in graph.nodes for name in node.params if node.group >= 0}
-        trained = [n for n, p in source.params.items() if p.requires_grad and n in used and owner[n] == stage]
-        self.groups = self._groups(source, trained)
+        self._trained = frozenset(trained)
+        self.groups = self._groups(source, [n for n in trained if owner[n] == stage])
         self.data: dict[str, Tensor] = {n: v for g in self.groups for n, v in g.data.views.items()}
         self.grad: dict[str, Tensor] = {n: v for g in self.groups for n, v in g.grad.views.items()}
         for name in self.data:
-            self.data[name].copy_(source.materialise([name])[name])
+            source.fill(name, self.data[name])
         rest = [n for n in source.params if n not in self.data and owner[n] == stage]
         copies = {n for n, _ in leaves if owner[n] != stage}
         for name in [*rest, *(n for n in source.params if n in copies)]:
             self.data[name] = source.materialise([name])[name]
-        self.owned = [n for n in [*source.params, *source.buffers] if owner[n] == stage]
+        self.owned = [n for n in source.persistent if owner[n] == stage]
         self.buffers: dict[str, Tensor] = {}
         self._source = source
 
         tied_groups = {tie.param: tie.groups for tie in graph.ties}
-        self.uses = {
-            n: tied_groups[n] for n, _ in leaves if n in tied_groups and source.params[n].requires_grad
-        }
+        self.uses = {n: tied_groups[n] for n, _ in leaves if n in tied_groups and n in self._trained}
         self.leaves: dict[Leaf, Tensor] = {}
         self.extra = self._make_leaves(source, leaves, owner)
 
@@ -120,7 +117,7 @@ class StageWeights:
         for name, use in leaves:
             leaf = self.data[name].detach()
             self.leaves[name, use] = leaf
-            if not source.params[name].requires_grad:
+            if name not in self._trained:
                 continue
             leaf.requires_grad_()
             if name not in self.uses:
@@ -150,7 +147,7 @@ class StageWeights:
         return [*(g.grad.buffer for g in self.groups), *self.extra.values()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Owned parameters and buffers by canonical name."""
+        """Owned parameters and persistent buffers by canonical name."""
         return {n: self.data[n] if n in self.data else self.buffer(n) for n in self.owned}
 
 

@@ -1,45 +1,58 @@
-"""Weights on disk: safetensors shards with an index, in the Hugging Face layout.
+"""Tensors on disk: safetensors shards with an index, in the Hugging Face layout.
 
-    model-00001-of-00003.safetensors ...   one per stage, written by its rank
-    model.safetensors.index.json           {"metadata": {"total_size"}, "weight_map": {name: file}}
+    model-00001-of-00003.safetensors ...       one per rank that owns something, written by it
+    model.safetensors.index.json               {"metadata": {"total_size"}, "weight_map": {name: file}}
+    optimizer-00001-of-00003.safetensors ...   the same for the optimizer, by "<parameter>/<state>"
 
 Invariants
   1. Tensors are keyed by canonical parameter name, never by rank: any number of ranks opens them.
-  2. A folder is a checkpoint from the moment its index exists. The index is written last, and no
-     shard is written into a folder that has one: a kill at any byte corrupts nothing.
+  2. An index is written when all of its shards are on disk, and no shard is written into a folder
+     that has one: a kill at any byte corrupts nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mpipipe.errors import CheckpointError
 from mpipipe.state.files import write_text, write_whole
-from mpipipe.values import digest
+from mpipipe.state.names import compare_names
+from mpipipe.state.resume import way_out
+from mpipipe.state.shards import Shard
+from mpipipe.values import TensorSpec, digest
 
-INDEX = "model.safetensors.index.json"
+Kind = Literal["model", "optimizer"]
 
 
-def shard_name(shard_index: int, n_shards: int) -> str:
+def index_name(kind: Kind = "model") -> str:
+    return f"{kind}.safetensors.index.json"
+
+
+def shard_name(shard_index: int, n_shards: int, kind: Kind = "model") -> str:
     """File name of shard `shard_index`, counted from 0."""
-    return f"model-{shard_index + 1:05d}-of-{n_shards:05d}.safetensors"
+    return f"{kind}-{shard_index + 1:05d}-of-{n_shards:05d}.safetensors"
 
 
 def save_shard(
-    folder: str | Path, shard_index: int, n_shards: int, tensors: Mapping[str, torch.Tensor]
+    folder: str | Path,
+    shard_index: int,
+    n_shards: int,
+    tensors: Mapping[str, torch.Tensor],
+    kind: Kind = "model",
 ) -> str:
     """Writes one shard and gives its file name. A tied parameter goes under one name only.
     Raises CheckpointError."""
-    folder, name = Path(folder), shard_name(shard_index, n_shards)
-    if (folder / INDEX).exists():
+    folder, name = Path(folder), shard_name(shard_index, n_shards, kind)
+    if (folder / index_name(kind)).exists():
         raise CheckpointError(f"{folder}: already holds a whole checkpoint; save to another folder")
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     try:
@@ -50,10 +63,12 @@ def save_shard(
     return name
 
 
-def write_index(folder: str | Path, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Makes the folder a checkpoint, once every shard is there. weight_map: parameter -> file name;
-    total_size: bytes of all tensors. Raises CheckpointError when a shard is missing."""
-    folder = Path(folder)
+def write_index(
+    folder: str | Path, weight_map: Mapping[str, str], total_size: int, kind: Kind = "model"
+) -> None:
+    """Names the shards, once every one is there. weight_map: name -> file; total_size: bytes of all
+    tensors. Raises CheckpointError when a shard is missing."""
+    folder, path = Path(folder), Path(folder) / index_name(kind)
     for file in sorted(set(weight_map.values())):
         if not (folder / file).is_file():
             raise CheckpointError(
@@ -61,14 +76,14 @@ def write_index(folder: str | Path, weight_map: Mapping[str, str], total_size: i
             )
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
     try:
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        write_text(path, json.dumps(index, indent=2) + "\n")
     except OSError as error:
-        raise CheckpointError(f"{folder / INDEX}: cannot be written ({error})") from error
+        raise CheckpointError(f"{path}: cannot be written ({error})") from error
 
 
-def read_index(folder: str | Path) -> dict[str, str]:
-    """Parameter name -> shard file, in the order written. Raises CheckpointError."""
-    path = Path(folder) / INDEX
+def read_index(folder: str | Path, kind: Kind = "model") -> dict[str, str]:
+    """Name -> shard file, in the order written. Raises CheckpointError."""
+    path = Path(folder) / index_name(kind)
     try:
         index: Any = json.loads(path.read_text(encoding="utf-8"))
         return {str(key): str(file) for key, file in index["weight_map"].items()}
@@ -80,27 +95,75 @@ def read_index(folder: str | Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: is not an index of safetensors shards ({error!r})") from error
 
 
-def load(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors called `names`, or all, in the index's order; reads only those.
+class Reader:
+    """Reads single tensors of a checkpoint; a rank reads what it owns and nothing else.
+
+    names: what the checkpoint holds, in canonical order. Raises CheckpointError, here and below, with the
+    file and the next move. The folder is settled here: a link that moves on later does not mix two steps.
+    """
+
+    def __init__(self, folder: str | Path, kind: Kind = "model") -> None:
+        self.folder = Path(folder).resolve()
+        self._index = read_index(self.folder, kind)
+        self._shards: dict[str, Shard] = {}
+        self.names: Collection[str] = self._index.keys()
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of every tensor; reads the header of every shard."""
+        return {name: self.spec(name) for name in self.names}
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._shard(name).specs[name]
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Fills `out`, which has the shape and dtype of the tensor, with its bits."""
+        shard = self._shard(name)
+        try:
+            shard.read(name, out)
+        except OSError as error:
+            raise self._damaged(f"{shard.path}: cannot be read ({error})") from error
+
+    def check(self, wanted: Mapping[str, TensorSpec]) -> None:
+        """Raises CheckpointError unless names, shapes and dtypes are exactly those wanted."""
+        compare_names(self.specs, wanted, str(self.folder), dtypes=True)
+
+    def _shard(self, name: str) -> Shard:
+        if name not in self._index:
+            raise CheckpointError(f"{self.folder}: has no tensor '{name}', among {len(self._index)} others")
+        file = self._index[name]
+        if file not in self._shards:
+            try:
+                self._shards[file] = Shard(self.folder / file)
+            except (OSError, ValueError) as error:
+                raise self._damaged(f"{self.folder / file}: cannot be read ({error})") from error
+        if name not in self._shards[file].specs:
+            raise self._damaged(f"{self.folder / file}: lacks '{name}', which the index promises")
+        return self._shards[file]
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{what}; the checkpoint is damaged\n  {way_out(self.folder)}")
+
+
+def reader(folder: str | Path, kind: Kind = "model") -> Reader:
+    """Opens the weights or the optimizer of a checkpoint. Raises CheckpointError."""
+    return Reader(folder, kind)
+
+
+def load(folder: str | Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """The parameters and buffers called `names`, or all, in the index's order; reads only those.
     Raises CheckpointError for a name, a shard or a tensor that is not there."""
-    index = read_index(folder)
-    asked = set(index if names is None else names)
-    unknown = sorted(asked - set(index))
+    source = Reader(folder)
+    asked = set(source.names if names is None else names)
+    unknown = sorted(asked - set(source.names))
     if unknown:
         raise CheckpointError(f"{folder}: has no parameter '{unknown[0]}' ({len(unknown)} names are missing)")
-    wanted = [key for key in index if key in asked]
-    found: dict[str, torch.Tensor] = {}
-    for file in dict.fromkeys(index[key] for key in wanted):
-        found |= _read_shard(Path(folder) / file, [key for key in wanted if index[key] == file])
-    return {key: found[key] for key in wanted}
-
-
-def _read_shard(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(path, framework="pt") as shard:
-            return {name: shard.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
+    found = {}
+    for name in (name for name in source.names if name in asked):
+        spec = source.spec(name)
+        found[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        source.read(name, found[name])
+    return found
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     write(partial)
     _sync(partial, os.O_RDWR)
     partial.replace(path)
-    _sync(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -31,6 +31,11 @@ def link_whole(link: Path, target: str) -> None:
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
     partial.replace(link)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts on disk which names are in the folder. Raises OSError."""
+    _sync(folder, os.O_RDONLY)
 
 
 def _sync(path: Path, flags: int) -> None:

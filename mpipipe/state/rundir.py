@@ -1,6 +1,6 @@
 """The run folder: everything a run leaves behind.
 
-runs/20261121-004717-gpt/   config.yaml plan.json metrics.jsonl train.log summary.json ...
+runs/20261121-004717-gpt/   config.yaml plan.json metrics.jsonl train.log summary.json checkpoints/ ...
 runs/latest -> 20261121-004717-gpt
 """
 
@@ -35,6 +35,34 @@ def create(config: Config, base: str | Path = "runs", now: datetime | None = Non
     return folder
 
 
+def reopen(config: Config, base: str | Path = "runs") -> Path | None:
+    """The folder of the run to continue: `run.dir`, or the one that `base`/latest points at; None when no
+    run has begun there. Changes nothing."""
+    if config.run.dir is not None:
+        folder = Path(config.run.dir)
+    else:
+        latest = Path(base) / "latest"
+        folder = latest.parent / latest.readlink() if latest.is_symlink() else latest
+    return folder if (folder / CONFIG).is_file() else None
+
+
+def renew(folder: Path, config: Config, step: int) -> None:
+    """Makes `config` the settings of a run that goes on after `step` steps, on one rank only. Earlier
+    settings stay as config.before-step-<step>.yaml where they differ. Raises ConfigError."""
+    path, kept = folder / CONFIG, folder / f"config.before-step-{step}.yaml"
+    try:
+        before, now = path.read_text(encoding="utf-8"), to_yaml(config)
+        if before == now:
+            return
+        if not kept.exists():  # else no checkpoint was made under the settings of a run resumed here before
+            write_text(kept, before)
+        write_text(path, now)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: cannot be written ({error.strerror}); resume as the run's owner"
+        ) from error
+
+
 def run_name(config: Config) -> str:
     """`run.name` or the model's name, in characters that every file system takes."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", config.run.name or config.model.name).strip("-.") or "run"
@@ -43,7 +71,8 @@ def run_name(config: Config) -> str:
 def _claim(folder: Path) -> Path:
     if (folder / METRICS).exists():
         raise ConfigError(
-            f"run.dir = '{folder}': holds an earlier run; name another folder, or remove that one"
+            f"run.dir = '{folder}': holds an earlier run; continue it with --resume, name another folder, "
+            "or remove that one"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder

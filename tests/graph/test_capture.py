@@ -5,25 +5,29 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from tiny import MODELS, SHAPES, capture, captured
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_unflatten
 
 from mpipipe.errors import CaptureError, PlanError
 from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import Batch
 from mpipipe.graph.capture import capture as capture_one
-from mpipipe.graph.cut import Code, weight_code
+from mpipipe.graph.cut import Code, extract, weight_code
 from mpipipe.graph.profile import pieces
 from mpipipe.graph.source import ModelSource
+from mpipipe.graph.variants import Variants
 from mpipipe.values import TensorSpec, from_json, to_json
 
 
 def names(model: str, mode: Any, rows: int) -> list[str]:
-    anatomy = captured(model, 2).anatomy(mode, rows)
+    variants = captured(model, 2)
+    anatomy = variants.anatomy(mode, variants.specs(rows))
     return [anatomy.captured.name[n] for n in anatomy.order]
 
 
@@ -135,9 +139,13 @@ class WritesWeights(Base):
         return self.lin(x)
 
 
-class Constant(Base):
+class Attribute(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.lin(x) + torch.tensor([1.0, 2.0, 3.0, 4.0])  # here
+        return self.lin(x) * self.scale  # here
 
 
 class Poisson(Base):
@@ -155,7 +163,7 @@ REFUSED: dict[type[nn.Module], str] = {
     WritesElements: "'seen'.* in place by aten.copy_",
     Assigns: "assigns the buffer 'seen' of Assigns",
     WritesWeights: "'lin.weight'.* in place by aten.mul_",
-    Constant: "register it as a buffer",
+    Attribute: "'scale'.*register_buffer",
     Poisson: "aten.poisson.default, which has no reproducible twin",
 }
 
@@ -181,8 +189,14 @@ def test_a_counter_is_an_update_and_no_operator() -> None:
     assert [found.name[n] for n in Anatomy(found).operators] == ["lin/linear.0", "loss/sum.0"]
 
 
+CE = nn.functional.cross_entropy
 BAD_LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
-    "a mean": (lambda out, _: out.mean(), r"return the summed loss and the weight"),
+    "no pair": (lambda out, _: out.mean(), r"return the summed loss and the weight"),
+    "three": (lambda out, _: (out.sum(), 1.0, 2.0), rf'loss \(File "{__file__}", line \d+\) returned'),
+    "a mean": (lambda out, b: (out.mean(), b["y"].sum() * 1.0), "aten::mean takes a mean"),
+    "a mean over all dimensions": (lambda out, b: (out.mean((0, 1)).double(), b["y"].sum()), "takes a mean"),
+    "a loss with its default": (lambda out, b: (CE(out, b["y"]), (b["y"] > 0).sum()), "from_mean"),
+    "a sum of means": (lambda out, b: (out.sum() - CE(out, b["y"]).view(()), (b["y"] > 0).sum()), "a mean"),
     "a vector": (lambda out, _: (out.sum(1), 1.0), r"in the loss\n  the loss sum has shape \(2,\)"),
     "an integer": (lambda out, _: ((out > 0).sum(), 1.0), "dtype torch.int64"),
 }
@@ -193,6 +207,21 @@ def test_a_loss_of_another_form_is_refused(what: str) -> None:
     loss, says = BAD_LOSSES[what]
     with pytest.raises(CaptureError, match=says):
         capture_one(ModelSource(Base, 0), loss, SPECS, "train")
+
+
+GOOD_LOSSES: dict[str, Callable[..., Any]] = {
+    "a mean times its weight": lambda out, b: (CE(out, b["y"]) * b["y"].sum(), b["y"].sum()),
+    "a mean per sample": lambda out, b: (out.mean(-1).sum(), (b["y"] >= 0).sum()),
+    "a plain mean of micro-batches": lambda out, b: (CE(out, b["y"]), 1.0),
+    "a sum": lambda out, b: (CE(out, b["y"], reduction="sum"), (b["y"] >= 0).sum()),
+}
+
+
+@pytest.mark.parametrize("what", GOOD_LOSSES)
+def test_a_sum_may_have_means_inside(what: str) -> None:
+    one_row = {k: TensorSpec((1, *s.shape[1:]), s.dtype) for k, s in SPECS.items()}
+    for specs in (SPECS, one_row):
+        capture_one(ModelSource(Base, 0), GOOD_LOSSES[what], specs, "train")
 
 
 def weight_of(loss: Callable[..., Any]) -> Code | float:
@@ -218,3 +247,175 @@ def test_a_weight_is_a_number_or_a_function_of_the_batch() -> None:
         assert code.inputs == keys
         (value,), _ = code.forward(*(batch[k] for k in code.inputs))
         assert float(value) == expected
+
+
+# -- what a forward takes and gives --------------------------------------------------------------------
+
+
+class TakesTwo(Base):
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self.lin(x) * mask if scale is None else self.lin(x) * scale
+
+
+class TakesAny(Base):
+    def forward(self, x: Tensor, **rest: Tensor) -> Tensor:
+        assert set(rest) == {"y"}
+        return self.lin(x)
+
+
+class OnlyDefaults(Base):
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        assert input_ids is not None
+        return self.lin(input_ids)
+
+
+class Starred(Base):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.lin(inputs[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (TakesTwo, r"TakesTwo.forward needs \['mask'\], but the batch has the keys \['x', 'y'\]"),
+        (OnlyDefaults, r"takes \['input_ids', 'attention_mask'\], but the batch has the keys"),
+        (Starred, "takes arguments without a name"),
+    ],
+)
+def test_a_batch_that_does_not_fit_forward_is_refused(model: type[nn.Module], says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
+
+
+def test_batch_keys_are_parameters_of_forward() -> None:
+    with_mask = {**SPECS, "mask": TensorSpec((2, 4), "float32")}
+    found = capture_one(ModelSource(TakesTwo, 0), sum_and_count, with_mask, "train")
+    assert {key for n, key in found.inputs.items() if n.users} == {"x", "mask"}
+    capture_one(ModelSource(TakesAny, 0), sum_and_count, SPECS, "train")
+    layers = ModelSource(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 0)  # its parameter is "input"
+    found = capture_one(layers, sum_and_count, SPECS, "train")
+    assert {key for n, key in found.inputs.items() if n.users} == {"x"}
+
+
+@dataclass
+class Inner:
+    logits: Tensor
+    note: str
+
+
+@dataclass
+class Outer:
+    inner: Inner
+    rest: tuple[Tensor, int]
+
+
+class Answers(Base):
+    kind = "dict"
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.lin(x)
+        return {
+            "dict": {"b": y, "a": [y * 2, None], "x": x, "n": 3},
+            "tuple": (y, (x, y)),
+            "dataclass": Outer(Inner(y, "as it is"), (y.sum(), 7)),
+        }[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "dataclass"])
+def test_predictions_have_the_structure_that_the_model_returns(kind: str) -> None:
+    Answers.kind = kind
+    variants = Variants(ModelSource(Answers, 0), sum_and_count, lambda rows: SPECS, 2, "fp32")
+    captured = variants.anatomy("predict", SPECS).captured
+    first = variants.source.materialise(variants.source.params)
+    model, x = Answers(), torch.randn(2, 4)
+    model.load_state_dict(first, strict=False)
+    code = extract(Anatomy(captured), Anatomy(captured).order, [], captured.outputs, [], {})
+    arguments = [x, *(first[name] for name, _ in code.leaves)]
+    tensors, _ = code.forward(*arguments)
+    got = tree_unflatten(tensors, captured.structure)
+    wanted = model(x)
+    assert repr(tree_map(lambda t: t.tolist() if isinstance(t, Tensor) else t, got)) == repr(
+        tree_map(lambda t: t.tolist() if isinstance(t, Tensor) else t, wanted)
+    )
+    assert type(got) is type(wanted)
+
+
+def test_a_model_without_a_tensor_is_refused() -> None:
+    class Nothing(Base):
+        def forward(self, x: Tensor) -> Any:
+            return {"a": 1}
+
+    with pytest.raises(CaptureError, match="returns dict without a tensor in it"):
+        capture_one(ModelSource(Nothing, 0), sum_and_count, SPECS, "predict")
+
+
+def test_metrics_are_outputs_of_evaluation_alone() -> None:
+    metrics = {
+        "right": lambda out, b: ((out.argmax(-1) == b["y"]).sum(), (b["y"] >= 0).sum()),
+        "size": lambda out, b: (out.abs().sum(), 2),
+    }
+    variants = Variants(ModelSource(Base, 0), sum_and_count, lambda rows: SPECS, 2, "fp32", metrics=metrics)
+    assert len(variants.primary.captured.outputs) == 1
+    batch = {"x": torch.randn(2, 4), "y": torch.tensor([1, -3])}
+    first = variants.source.materialise(["lin.weight", "lin.bias"])
+    out = nn.functional.linear(batch["x"], *first.values())
+    wanted = [out.sum(), (out.argmax(-1) == batch["y"]).sum(), 1, out.abs().sum(), 2]
+    cuts = variants.graph.groups[1:2]
+    code = variants.code("eval", SPECS, (), 0)
+    got, _ = code.forward(*(batch[k] for k in code.inputs), *(first[n] for n, _ in code.leaves))
+    assert [float(t) for t in got] == [float(t) for t in wanted]
+    parts = [variants.code("eval", SPECS, cuts, s) for s in range(len(cuts) + 1)]
+    assert "y" not in parts[0].inputs or len(parts) == 1, "labels are loaded where the loss is"
+
+
+def test_a_metric_that_is_no_scalar_is_refused() -> None:
+    metrics = {"m": lambda outputs, _: (outputs.sum(1), 1.0)}
+    with pytest.raises(CaptureError, match=r"the sum of the metric 'm' has shape \(2,\)"):
+        capture_one(ModelSource(Base, 0), sum_and_count, SPECS, "eval", metrics=metrics)
+
+
+def test_too_many_shapes_propose_padding() -> None:
+    def of(length: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((2, length, 4), "float32"), "y": TensorSpec((2,), "int64")}
+
+    variants = Variants(ModelSource(Base, 0), sum_and_count, lambda rows: of(8), 2, "fp32", max_shapes=3)
+    for length in (8, 5, 6, 5, 8):
+        variants.anatomy("train", of(length))
+    variants.anatomy("eval", of(7))  # counted by mode
+    with pytest.raises(
+        CaptureError, match=r"(?s)4 shapes in mode train.*max_shapes = 3.*\[2, 6, 4\].*buckets"
+    ):
+        variants.anatomy("train", of(7))
+
+
+# -- what is learned -----------------------------------------------------------------------------------
+
+
+class Learns(nn.Module):
+    """Each layer is named by how the loss depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned, self.written = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.never, self.detached, self.no_grad = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.dropped, self.counted = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.frozen(self.learned(x)) + self.detached(x).detach()
+        y[:, :2] += self.written(x)[:, :2]
+        self.dropped(y).sum()
+        with torch.no_grad():
+            z = self.no_grad(x) + y
+        return y + z + self.counted(x).argmax(-1, keepdim=True)
+
+
+def test_unused_parameters_are_those_without_a_gradient() -> None:
+    variants = Variants(ModelSource(Learns, 0), sum_and_count, lambda rows: SPECS, 2, "fp32")
+    model = Learns()
+    outputs = model(torch.ones(2, 4))
+    outputs.sum().backward()
+    wanted = [n for n, p in model.named_parameters() if p.grad is not None]
+    assert list(variants.trained) == wanted
+    assert {n.split(".")[0] for n in wanted} == {"learned", "written"}
+    assert set(variants.unused) == {n for n, p in model.named_parameters() if p.requires_grad} - set(wanted)

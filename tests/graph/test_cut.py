@@ -35,7 +35,7 @@ def some_cuts(groups: tuple[str, ...], n: int = 12) -> Iterator[tuple[str, ...]]
 
 
 def codes(variants: Variants, cuts: tuple[str, ...], mode: str = "train", rows: int = 2) -> list[Code]:
-    return [variants.code(mode, rows, cuts, s) for s in range(len(cuts) + 1)]  # type: ignore[arg-type]
+    return [variants.code(mode, variants.specs(rows), cuts, s) for s in range(len(cuts) + 1)]  # type: ignore[arg-type]
 
 
 # -- groups --------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_one_statement_of_a_cut_means_the_same_in_every_variant(model: str) -> N
     for cuts in some_cuts(variants.graph.groups, 4):
         table = stage_table(variants.graph, cuts)
         for mode, rows in VARIANTS:
-            anatomy = variants.anatomy(mode, rows)  # type: ignore[arg-type]
+            anatomy = variants.anatomy(mode, variants.specs(rows))  # type: ignore[arg-type]
             found = {anatomy.captured.name[n]: s for n, s in stages_of(anatomy, table).items()}
             assert {n: s for n, s in found.items() if table.get(n, s) != s} == {}, (mode, rows)
             parts = codes(variants, cuts, mode, rows)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import random
+import threading
 
 import pytest
 import torch
 from tiny import MODELS, Case, capture, even_cuts, plan_of
 from torch import Tensor, nn
+from torch.nn.init import trunc_normal_
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
@@ -23,6 +25,11 @@ class ManyInits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.orthogonal = nn.Parameter(nn.init.orthogonal_(torch.empty(6, 6)))
+        self.between = nn.Parameter(nn.init.trunc_normal_(torch.empty(40, 25), std=0.02, a=-0.03, b=0.03))
+        self.far = nn.Parameter(trunc_normal_(torch.empty(64, dtype=torch.bfloat16), 0.0, 1.0, 2.0, 3.0))
+        self.sparse = nn.Parameter(nn.init.sparse_(torch.empty(6, 4), 0.5))
+        rates = [float(rate) for rate in torch.linspace(0, 0.5, 3)]  # reads values, but none that are random
+        self.rates = nn.Parameter(torch.tensor(rates) + (torch.ones(2, 2).sum() > 3.0).int())
         self.cut_off = nn.Parameter(torch.empty(5, 7).normal_(std=0.02).clamp_(-0.04, 0.04))
         self.uniform = nn.Parameter(nn.init.xavier_uniform_(torch.empty(4, 8), gain=2.0))
         self.copy = nn.Parameter(self.uniform.detach().clone() * 2.0 + 1.0)
@@ -82,6 +89,7 @@ def test_what_depends_on_another_is_built_with_it() -> None:
     torch.testing.assert_close(orthogonal @ orthogonal.t(), torch.eye(6))
     assert not torch.equal(made["left"], made["right"])
     assert made["zeroed.weight"][2].abs().sum() == 0
+    assert torch.equal(source.materialise(["rates"])["rates"], torch.tensor([1.0, 1.25, 1.5]))
     assert torch.equal(made["frequencies"], 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
 
 
@@ -95,6 +103,18 @@ def test_weights_are_drawn_as_the_author_wrote() -> None:
     assert (norm == 1).all()
 
 
+def test_truncated_normals_are_drawn_by_torch_itself() -> None:
+    """One operator of the tape, so its draws are those that torch makes from the same generator."""
+    source, _ = build(ManyInits)
+    between, far = source.materialise(["between", "far"]).values()
+    assert float(between.min()) >= -0.03 < 0.03 >= float(between.max())
+    assert 0.012 < float(between.std()) < 0.018  # of the normal distribution cut at 1.5 deviations: 0.0149
+    assert far.dtype == torch.bfloat16
+    assert 2.0 <= float(far.min()) <= float(far.max()) <= 3.0
+    assert not torch.equal(between, build(ManyInits, seed=8)[0].materialise(["between"])["between"])
+    assert nn.init.trunc_normal_(torch.empty(3)).isfinite().all()  # as ever, outside of a factory
+
+
 @pytest.mark.parametrize("model", ["gpt", "conv and norm", "thrice"])
 def test_first_weights_do_not_depend_on_the_cut(model: str) -> None:
     case = Case(model)
@@ -104,7 +124,7 @@ def test_first_weights_do_not_depend_on_the_cut(model: str) -> None:
     def body(comm: Communicator) -> dict[str, Tensor]:
         variants = capture(model)  # as a real rank: nothing shared
         plan = plan_of(case, "1f1b", even_cuts(variants.graph.groups, comm.size))
-        return Trainer(comm, variants, plan, case.settings, case.dataset.batch).state_dict()
+        return Trainer(comm, variants, plan, case.settings, case.dataset).state_dict()
 
     whole = source.materialise(names)
     for n_stages in (1, 3):
@@ -112,11 +132,6 @@ def test_first_weights_do_not_depend_on_the_cut(model: str) -> None:
         assert sum(map(len, parts)) == len(names)  # each is built by its owner alone
         for name, t in (item for part in parts for item in part.items()):
             assert torch.equal(t, whole[name]), (n_stages, name)
-
-
-def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"returned int, not a torch\.nn\.Module"):
-        ModelSource(lambda: 3, 0)  # type: ignore[arg-type, return-value]
 
 
 class Foreign(nn.Module):
@@ -139,8 +154,122 @@ def test_weights_made_from_a_tensor_of_outside_are_its_values() -> None:
     assert torch.equal(made["weight"], outside)
 
 
-def test_an_initialisation_that_reads_values_is_refused_with_the_user_s_line() -> None:
+# -- a model that is there already, and a list of layers -----------------------------------------------
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a frozen layer, flat LSTM weights, a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(5, 4), nn.LSTM(4, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(4).requires_grad_(False)
+        self.register_buffer("scratch", torch.rand(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.lstm(self.embed(tokens))[0]))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["instance", "function that returns an instance"])
+def test_an_instance_keeps_its_values_and_is_not_touched(wrapped: bool) -> None:
+    model = Tied().eval()
+    before = {name: (id(t), t.clone(), t._version) for name, t in model.state_dict(keep_vars=True).items()}
+    source = ModelSource((lambda: model) if wrapped else model, 0)
+    assert source.module is not model
+    assert type(source.module) is Tied
+    assert source.alias["head.weight"] == "embed.weight" == next(iter(source.params))
+    assert source.module.head.weight is source.module.embed.weight
+    assert not source.params["norm.weight"].requires_grad
+    made = source.materialise([*source.params, *source.buffers])
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert list(made) == list(values)
+    for name, t in made.items():
+        assert torch.equal(t, values[name]), name
+        t.add_(1)  # its own memory
+    assert all(p.device.type == "cpu" and p.untyped_storage().data_ptr() for p in model.parameters())
+    for name, t in model.state_dict(keep_vars=True).items():
+        assert (id(t), t._version) == (before[name][0], before[name][2])
+        assert torch.equal(t, before[name][1])
+    assert not model.training
+
+
+def test_what_is_saved_is_what_torch_saves() -> None:
+    for model in (Tied(), ManyInits(), nn.Sequential(Tied(), nn.BatchNorm1d(3))):
+        source, saved = ModelSource(model, 0), model.state_dict()
+        assert set(source.persistent) == {source.alias[name] for name in saved}
+        assert "scratch" not in "".join(source.persistent)
+    assert list(ModelSource(Tied(), 0).persistent)[-3:] == [
+        "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_list_of_layers_is_a_sequential(as_function: bool) -> None:
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)]
+
+    source = ModelSource(layers if as_function else layers(), 0)
+    assert type(source.module) is nn.Sequential
+    assert list(source.params) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+class OnDisk:
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self.values = values
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.values)
+
+    def read(self, name: str, out: Tensor) -> None:
+        out.copy_(self.values[name])
+
+
+@pytest.mark.parametrize("model", [Tied, Tied()], ids=["factory", "instance"])
+def test_initial_values_replace_those_it_has_by_any_name(model: object) -> None:
+    plain = ModelSource(model, 3).materialise(["lstm.bias_hh_l0"])  # type: ignore[arg-type]
+    initial = OnDisk({"head.weight": torch.ones(5, 4), "norm.running_mean": torch.full((4,), 2.0)})
+    source = ModelSource(model, 3, initial)  # type: ignore[arg-type]
+    made = source.materialise(["embed.weight", "norm.running_mean", "lstm.bias_hh_l0"])
+    assert torch.equal(made["embed.weight"], torch.ones(5, 4))
+    assert torch.equal(made["norm.running_mean"], torch.full((4,), 2.0))
+    assert torch.equal(made["lstm.bias_hh_l0"], plain["lstm.bias_hh_l0"])
+    for name, t in made.items():
+        out = torch.zeros(t.numel() + 1)[1:].view(t.shape)
+        source.fill(name, out)
+        assert torch.equal(out, t)
+
+
+# -- what is refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: 3, r"the model, or what makes it, is of type int, not a torch\.nn\.Module"),
+        (3, r"is of type int, not a torch\.nn\.Module"),
+        ([nn.ReLU(), torch.relu], "layer 1 of the list of layers is of type builtin_function"),
+        (lambda: [nn.Linear(2, 2), nn.Linear], "layer 1 of the list of layers is of type type"),
+        (lambda: nn.LazyLinear(3), "a weight has no shape yet.*number of input features"),
+        (nn.LazyLinear(3), "'weight' has no shape yet.*number of input features"),
+        (nn.Linear(2, 3, device="meta"), r"'weight' is on the device meta, not on the CPU.*\.to\('cpu'\)"),
+    ],
+)
+def test_what_is_no_model_is_refused(model: object, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        ModelSource(model, 0)  # type: ignore[arg-type]
+
+
+def test_an_instance_that_cannot_be_copied_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=r"a Linear, cannot be copied .* give the function that makes it"):
+        ModelSource(model, 0)
+
+
+def test_an_initialisation_that_reads_draws_is_refused_with_the_user_s_line() -> None:
     line = inspect.getsourcelines(Looks)[1] + 4
-    with pytest.raises(CaptureError, match="reads the values of a tensor while the model is made") as caught:
+    with pytest.raises(CaptureError, match="reads the values of random weights while the model") as caught:
         ModelSource(Looks, 0)
     assert f'File "{__file__}", line {line}' in str(caught.value)

@@ -34,6 +34,6 @@ def report() -> Report:
     return Report(
         val_loss=2.25, unigram_entropy=3.0, step_s=0.55, predicted_step_s=0.5,
         peak_bytes=(300 << 20, 250 << 20), predicted_peak_bytes=(200 << 20, 250 << 20),
-        bubble=0.125, predicted_bubble=0.1, tokens_per_s=7447.5,
+        bubble=0.125, predicted_bubble=0.1, metrics={}, per_s=7447.5, unit="tokens", exact_resume=True,
         weights_sha256="ab" * 32, steps=200, final_loss=2.2, plan_hash="cd" * 32, stopped_by=None,
     )  # fmt: skip

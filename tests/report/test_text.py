@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpipipe.report import Metrics, Progress, read_metrics, summary
+from mpipipe.report import Metrics, Progress, cut_metrics, read_metrics, summary
 from mpipipe.report.progress import number
 from mpipipe.values import Report
 
@@ -109,3 +109,21 @@ def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path, torn: str) -> None:
     with Metrics(path) as metrics:
         metrics.write(step=3)
     assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_a_run_that_resumes_forgets_the_steps_beyond(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    cut_metrics(path, 3)
+    assert not path.exists()
+    for step, kept in ((9, 5), (3, 3), (3, 3), (0, 0)):
+        if step == 9:
+            path.write_text(
+                "".join(f'{{"step": {n}, "loss": 1.5}}\n' for n in range(1, 6)) + '{"step": 6, "l'
+            )
+        inode = path.stat().st_ino
+        cut_metrics(path, step)
+        assert [line["step"] for line in read_metrics(path)] == list(range(1, kept + 1))
+        assert path.stat().st_ino == inode
+    path.write_text('{"note": 1}\n{"step": 1}\n{"note": 2}\n{"step": 2}\n{"note": 3}\n')
+    cut_metrics(path, 1)
+    assert read_metrics(path) == [{"note": 1}, {"step": 1}, {"note": 2}]

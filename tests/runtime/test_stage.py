@@ -16,9 +16,11 @@ def middle_stage() -> tuple[Stage, list[Tensor], list[Tensor]]:
     """A stage between two others after its forward, a relayed skip through it; received and sent."""
     variants = captured("skips", 2)
     cuts = even_cuts(variants.graph.groups, 5)
-    code = variants.code("train", 2, cuts, 1)
+    code = variants.code("train", variants.specs(2), cuts, 1)
     owner = variants.stage_of_param(cuts)
-    weights = StageWeights(variants.source, variants.graph, 1, owner, code.leaves, "per_use")
+    weights = StageWeights(
+        variants.source, variants.graph, 1, owner, code.leaves, variants.trained, "per_use"
+    )
     stage = Stage(weights, "fp32")
     received = [torch.randn(port.spec.shape) for port in code.received]
     return stage, received, stage.forward(code, 0, received, {}, 0, True)
@@ -45,7 +47,8 @@ def test_gradients_are_added_to_those_of_earlier_micro_batches() -> None:
     stage.backward(0, first)
     before = {n: g.clone() for n, g in stage.weights.grad.items()}
     assert any(g.abs().sum() > 0 for g in before.values())
-    code = captured("skips", 2).code("train", 2, even_cuts(captured("skips", 2).graph.groups, 5), 1)
+    variants = captured("skips", 2)
+    code = variants.code("train", variants.specs(2), even_cuts(variants.graph.groups, 5), 1)
     stage.forward(code, 1, received, {}, 0, True)
     stage.backward(1, first)
     for name, g in stage.weights.grad.items():

@@ -8,19 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mpipipe.errors import CheckpointError
 from mpipipe.state import files
 from mpipipe.state.checkpoint import (
-    INDEX,
+    index_name,
     load,
     read_index,
+    reader,
     save_shard,
     shard_name,
     tensor_digest,
     weights_sha256,
     write_index,
 )
+from mpipipe.state.shards import DTYPES, Shard
+from mpipipe.values import TensorSpec
 
 WEIGHTS = {
     "wte.weight": torch.randn(7, 3),
@@ -62,10 +66,12 @@ def test_the_layout_is_that_of_hugging_face(tmp_path: Path) -> None:
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ]
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = json.loads((tmp_path / index_name()).read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in WEIGHTS.values())
     assert index["weight_map"]["wte.weight"] == shard_name(0, 2)
     assert list(read_index(tmp_path)) == list(WEIGHTS)
+    theirs = load_file(tmp_path / shard_name(0, 2)) | load_file(tmp_path / shard_name(1, 2))
+    assert same({name: theirs[name] for name in WEIGHTS}, WEIGHTS)
 
 
 def test_views_of_one_flat_buffer_and_strided_tensors_are_saved(tmp_path: Path) -> None:
@@ -131,12 +137,107 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     second.unlink()
     with pytest.raises(CheckpointError, match="00002-of-00002"):
         load(tmp_path)
-    (tmp_path / INDEX).write_text("[]")
+    (tmp_path / index_name()).write_text("[]")
     with pytest.raises(CheckpointError, match="is not an index"):
         load(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):
         save_shard(tmp_path / "file", 0, 1, {})
+
+
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES.values()], ids=str)
+def test_every_dtype_of_the_format_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (3, 5 * dtype.itemsize), dtype=torch.uint8)
+    save_file({"a": torch.ones(3), "x": bits.view(dtype)}, tmp_path / "f.safetensors")
+    shard = Shard(tmp_path / "f.safetensors")
+    assert shard.specs["x"] == TensorSpec((3, 5), str(dtype).removeprefix("torch."))
+    out = torch.empty(3, 5, dtype=dtype)
+    shard.read("x", out)
+    assert torch.equal(out.view(torch.uint8), bits)
+
+
+def test_a_tensor_is_read_into_its_place_and_nothing_beside_it(tmp_path: Path) -> None:
+    save(tmp_path, WEIGHTS, 2)
+    source = reader(tmp_path)
+    assert list(source.names) == list(WEIGHTS)
+    assert source.specs["blocks.0.bias"] == TensorSpec((5,), "bfloat16")
+    flat = torch.full((24,), 7.0)
+    view, columns = flat[1:22].view(7, 3), torch.zeros(3, 7).t()
+    for out in (view, columns, torch.nn.Parameter(torch.zeros(7, 3))):
+        source.read("wte.weight", out)
+        assert torch.equal(out, WEIGHTS["wte.weight"])
+    assert flat[[0, 22, 23]].tolist() == [7.0] * 3
+    for name, tensor in WEIGHTS.items():  # scalars, booleans and empty tensors among them
+        out = torch.empty_like(tensor)
+        source.read(name, out)
+        assert tensor_digest(name, out) == tensor_digest(name, tensor)
+
+
+def test_reading_takes_the_memory_of_the_tensor_not_of_the_file(tmp_path: Path) -> None:
+    save(tmp_path, {f"{i}": torch.ones(1 << 20) for i in range(32)}, 1)  # 128 MiB
+    out, source = torch.zeros(1 << 20), reader(tmp_path)
+    before, most = resident_bytes(), 0
+    for name in source.names:
+        source.read(name, out)
+        most = max(most, resident_bytes())
+    assert most - before < 16 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_a_tensor_that_does_not_fit_its_place_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, WEIGHTS, 2)
+    source = reader(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'wte.weight' is float32 \[7, 3\].*float32 \[3, 7\] is asked"):
+        source.read("wte.weight", torch.empty(3, 7))
+    with pytest.raises(CheckpointError, match=r"'blocks.0.bias' is bfloat16 \[5\].*float32 \[5\] is asked"):
+        source.read("blocks.0.bias", torch.empty(5))
+    with pytest.raises(CheckpointError, match="has no tensor 'head'"):
+        source.read("head", torch.empty(5))
+    source.check(source.specs)
+    wanted = {n: s for n, s in source.specs.items() if n != "mask"} | {"steps": TensorSpec((), "int32")}
+    with pytest.raises(CheckpointError, match=r"(?s)mask.*steps.*int64.*int32"):
+        source.check(wanted)
+
+
+def test_a_damaged_shard_is_noticed_wherever_it_was_cut(tmp_path: Path) -> None:
+    save(tmp_path, WEIGHTS, 1)
+    path = tmp_path / shard_name(0, 1)
+    whole = path.read_bytes()
+    header_bytes = int.from_bytes(whole[:8], "little")
+    header = whole[8 : 8 + header_bytes]
+    damaged = [whole[:n] for n in (0, 4, 8, 60, 8 + header_bytes, len(whole) - 1)] + [
+        whole + b"x",
+        b"\xff" * 8 + whole[8:],
+        whole.replace(b'"F32"', b'"Q32"'),
+        whole.replace(b"[7,3]", b"[7,4]"),
+        whole[:8] + b"[" + header[1:] + whole[8 + header_bytes :],
+        header_bytes.to_bytes(8, "little") + b"[]".ljust(header_bytes) + whole[8 + header_bytes :],
+    ]
+    for content in damaged:
+        assert content != whole
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"00001-of-00001.*damaged\n  .*restore the file"):
+            reader(tmp_path).read("wte.weight", torch.empty(7, 3))
+    path.write_bytes(whole)
+    source, last = reader(tmp_path), "ln.weight"
+    assert source.spec(last).dtype == "float64"  # the header is read, then the file is cut
+    os.truncate(path, 8 + header_bytes)
+    with pytest.raises(CheckpointError, match=r"ends 32 bytes too soon.*damaged"):
+        source.read(last, torch.empty_like(WEIGHTS[last]))
+
+
+def test_a_link_that_moves_on_does_not_mix_two_checkpoints(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"{step}", {"a": torch.tensor([step]), "b": torch.tensor([step])}, 2)
+    (tmp_path / "link").symlink_to("1")
+    source, out = reader(tmp_path / "link"), torch.zeros(2, dtype=torch.int64)
+    source.read("a", out[:1])
+    files.link_whole(tmp_path / "link", "2")
+    source.read("b", out[1:])
+    assert out.tolist() == [1, 1]
 
 
 def test_digests_tell_name_shape_dtype_and_bits_apart() -> None:

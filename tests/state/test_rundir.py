@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mpipipe.config import load, parse
+from mpipipe.config import Config, load, parse
 from mpipipe.errors import ConfigError
-from mpipipe.state.rundir import create, run_name
+from mpipipe.state.rundir import create, renew, reopen, run_name
 
 NOON = datetime(2026, 1, 2, 12, 0, 5, tzinfo=UTC)
 
@@ -51,3 +51,31 @@ def test_names_are_safe_file_names() -> None:
     names = {"../../evil": "evil", "a b/c": "a-b-c", "...": "run", "v1.2_x": "v1.2_x"}
     assert {name: run_name(parse("run: {}", overrides=[f"run.name='{name}'"])) for name in names} == names
     assert run_name(parse("")) == "gpt"
+
+
+def test_the_run_to_continue_is_the_named_or_the_latest_one(tmp_path: Path) -> None:
+    base = tmp_path / "runs"
+    assert reopen(parse(""), base) is None
+    first, second = (create(parse(""), base, NOON) for _ in range(2))
+    assert reopen(parse(""), base) == second
+    assert reopen(parse("", overrides=[f"run.dir={first}"]), base) == first
+    assert reopen(parse("", overrides=[f"run.dir={tmp_path / 'none'}"]), base) is None
+    (second / "config.yaml").unlink()
+    assert reopen(parse(""), base) is None
+
+
+def test_settings_of_a_run_that_goes_on_replace_the_earlier_ones_which_stay(tmp_path: Path) -> None:
+    def config(steps: int) -> Config:
+        return parse("", overrides=[f"run.dir={tmp_path / 'a'}", f"train.steps={steps}"])
+
+    folder = create(config(10), tmp_path)
+    renew(folder, config(10), 5)
+    assert [p.name for p in folder.iterdir()] == ["config.yaml"]
+    renew(folder, config(20), 5)
+    renew(folder, config(30), 5)  # again from step 5: nothing was kept of what 20 did
+    renew(folder, config(40), 25)
+    found = {p.name: load(p).train.steps for p in folder.iterdir()}
+    assert found == {"config.yaml": 40, "config.before-step-5.yaml": 10, "config.before-step-25.yaml": 30}
+    (folder / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"config.yaml: cannot be .*No such file"):
+        renew(folder, config(50), 30)

@@ -1,0 +1,25 @@
+"""`python -m mpipipe <command>`: the sub-commands, each a module with `main(argv) -> int`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": ("mpipipe.train", "train as a config says; under mpirun, on as many ranks as it starts"),
+    "tokenize": ("mpipipe.data.tokenize", "make a token file of text, on all cores; without mpirun"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] not in COMMANDS:
+        lines = [f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()]
+        print("usage: python -m mpipipe <command> ...\n" + "\n".join(lines), file=sys.stderr)
+        return 2
+    code: int = importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

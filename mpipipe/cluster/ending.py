@@ -1,0 +1,82 @@
+"""How a job ends when something is wrong: one rank speaks, all stop, the exit code is not zero."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.launch import launcher_rank
+from mpipipe.errors import MpipipeError
+
+SPEAK_FIRST_S = 2.0  # a launcher ends all at the first non-zero exit: let rank 0 say why
+
+
+def end(comm: Communicator | None, error: BaseException) -> int:
+    """Says what went wrong and ends every rank of the job; alone, returns the exit code."""
+    rank = launcher_rank(os.environ) if comm is None else comm.rank
+    if rank != 0:
+        if comm is None:
+            return 1
+        time.sleep(SPEAK_FIRST_S)
+    if isinstance(error, MpipipeError):
+        text = f"mpipipe: error: {error}"
+    else:
+        text = f"mpipipe: rank {rank} failed\n" + "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
+    if comm is not None and comm.size > 1:
+        comm.abort(1)
+    return 1
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[str]]:
+    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop after the current step; the list then holds the name.
+
+    SIGUSR1 because it is what mpirun hands on without killing its ranks a second later.
+
+    A second Ctrl-C interrupts at once.
+    """
+    asked: list[str] = []
+
+    def ask(number: int, _: object) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(signal.Signals(number).name)
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+class TimeLimit:
+    """Whether to stop now: after `minutes`, or early enough before the end of the Slurm job to save.
+
+    >>> TimeLimit(None, {"SLURM_JOB_END_TIME": "1000"}, lambda: 930.0).reached(step_s=1.0, save_s=2.0)
+    False
+    >>> TimeLimit(None, {"SLURM_JOB_END_TIME": "1000"}, lambda: 930.0).reached(step_s=30.0, save_s=2.0)
+    True
+    """
+
+    def __init__(
+        self, minutes: float | None, environ: Mapping[str, str], now: Callable[[], float] = time.time
+    ) -> None:
+        end = environ.get("SLURM_JOB_END_TIME", "")
+        self.now = now
+        self.own_end = None if minutes is None else now() + 60.0 * minutes
+        self.job_end = float(end) if end.isdigit() else None
+
+    def reached(self, step_s: float, save_s: float) -> bool:
+        """step_s, save_s: seconds of the longest step and of the longest save so far."""
+        if self.own_end is not None and self.now() >= self.own_end:
+            return True
+        reserve = max(60.0, 3.0 * (step_s + save_s))
+        return self.job_end is not None and self.now() >= self.job_end - reserve

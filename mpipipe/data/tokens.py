@@ -1,0 +1,163 @@
+"""Token files, memory-mapped: ids as `python -m mpipipe tokenize` and nanoGPT write them, and Megatron's.
+
+name.bin               uint16 or uint32, little-endian, nothing else
+name.json              beside it, of ours: {"dtype": "uint16", "vocab": 50257, "tokens": 301966}
+name.bin + name.idx    Megatron's indexed data set; its documents are taken as one line of ids
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpipipe.data.tokenizer import Tokenizer
+from mpipipe.data.windows import Part, Windows
+from mpipipe.errors import DataError
+from mpipipe.values import Value, from_json
+
+Dtype = Literal["uint16", "uint32"]
+Kind = Literal["auto", Dtype]
+DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of documents, of their boundaries
+_MEGATRON = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+@dataclass(frozen=True)
+class Sidecar(Value):
+    """What the bytes of a token file do not tell."""
+
+    dtype: Dtype
+    vocab: int  # ids are below this
+    tokens: int
+
+
+class Tokens(Windows):
+    """`Windows` of a token file. Validation: `val_path`, or else the last `val_fraction` of `path`.
+
+    vocab: number of ids of the model; None = what the sidecar or the tokenizer says.
+    Raises DataError when a file is missing, damaged or too short, or has ids beyond the vocabulary.
+    """
+
+    def __init__(
+        self, path: Path, val_path: Path | None, dtype: Kind, context: int, val_fraction: float,
+        val_batch: int, val_batches: int, vocab: int | None, seed: int, tokenizer: Tokenizer | None = None,
+    ) -> None:  # fmt: skip
+        self._tokenizer = tokenizer
+        train, known = open_tokens(path, dtype)
+        if val_path is None:
+            train, val = train.split(val_fraction)
+        else:
+            val, val_known = open_tokens(val_path, dtype)
+            if None not in (known, val_known) and known != val_known:
+                raise DataError(
+                    f"{path} has {known} ids in its vocabulary, {val_path} has {val_known}; "
+                    "write both with one tokenizer"
+                )
+            known = known or val_known
+        vocab = _agreed(path, known, tokenizer, vocab)
+        super().__init__(train, val, vocab, context, val_batch, val_batches, seed)
+
+    def encode(self, text: str) -> list[int] | None:
+        return self._tokenizer.encode(text) if self._tokenizer else None
+
+    def decode(self, ids: list[int]) -> str | None:
+        return self._tokenizer.decode(ids) if self._tokenizer else None
+
+
+def _agreed(path: Path, known: int | None, tokenizer: Tokenizer | None, model: int | None) -> int:
+    if known is not None and tokenizer is not None and tokenizer.vocab != known:
+        raise DataError(
+            f"{path}: its sidecar says {known} ids, data.tokenizer has {tokenizer.vocab}; give the "
+            "tokenizer that wrote the file"
+        )
+    known = known or (tokenizer.vocab if tokenizer else None)
+    if known is not None and model is not None and known > model:
+        raise DataError(
+            f"{path}: its vocabulary has {known} ids, model.vocab = {model}; set model.vocab to null or to "
+            f"{known} or more"
+        )
+    if (vocab := known or model) is None:
+        raise DataError(f"{path}: nothing says how many ids there are; set model.vocab (GPT-2's: 50257)")
+    return vocab
+
+
+def open_tokens(path: Path, dtype: Kind) -> tuple[Part, int | None]:
+    """The ids of a token file, and the size of the vocabulary where its sidecar tells it."""
+    prefix = path.name.removesuffix(".bin")  # Megatron names the pair by it
+    if (index := path.with_name(f"{prefix}.idx")).is_file():
+        path = path.with_name(f"{prefix}.bin")
+        return Part(path, _megatron(path, index)), None
+    sidecar = read_sidecar(path)
+    written: Dtype = sidecar.dtype if sidecar else "uint16"
+    kind: Dtype = written if dtype == "auto" else dtype
+    if sidecar and kind != written:
+        raise DataError(f"{path}: data.dtype = {dtype}, its sidecar says {written}; set data.dtype to auto")
+    ids = _map(path, DTYPES[kind])
+    if sidecar and sidecar.tokens != len(ids):
+        raise DataError(
+            f"{path}: holds {len(ids)} tokens, its sidecar says {sidecar.tokens}; write the file again, or "
+            f"rename {sidecar_path(path).name} if it belongs to another"
+        )
+    return Part(path, ids), sidecar.vocab if sidecar else None
+
+
+def sidecar_path(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def read_sidecar(path: Path) -> Sidecar | None:
+    """What is known of the token file `path`; None where nothing stands beside it. Raises DataError."""
+    if not (beside := sidecar_path(path)).is_file():
+        return None
+    try:
+        return from_json(Sidecar, beside.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{beside}: does not describe a token file ({error}); rename it") from error
+
+
+def _map(path: Path, dtype: str) -> NDArray[Any]:
+    try:
+        raw = np.memmap(path, dtype=np.uint8, mode="r")
+    except ValueError as error:  # numpy cannot map an empty file
+        raise DataError(f"{path}: is empty; make it with: python -m mpipipe tokenize") from error
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); name a token file that every node sees, or make one "
+            "with: python -m mpipipe tokenize"
+        ) from error
+    if len(raw) % (size := np.dtype(dtype).itemsize):
+        raise DataError(
+            f"{path}: {len(raw)} bytes are not a multiple of the {size} of a token; the file is cut off, or "
+            "data.dtype is wrong"
+        )
+    return raw.view(dtype)
+
+
+def _megatron(path: Path, index: Path) -> NDArray[Any]:
+    """The ids of Megatron-LM's indexed data set (Shoeybi et al. 2019), format version 1."""
+    raw = index.read_bytes()
+    magic, version, code, n, _ = _HEAD.unpack_from(raw.ljust(_HEAD.size, b"\0"))
+    if magic != _MAGIC or version != 1 or code not in _MEGATRON:
+        raise DataError(
+            f"{index}: starts with {magic!r}, version {version}, dtype {code}; expected {_MAGIC!r}, 1 and "
+            f"an integer type ({', '.join(map(str, _MEGATRON))}); give Megatron's index, or remove it if "
+            f"{path.name} holds bare tokens"
+        )
+    if len(raw) < _HEAD.size + 12 * n:
+        raise DataError(f"{index}: {len(raw)} bytes are too few for its {n} documents; copy the file again")
+    lengths = np.frombuffer(raw, "<i4", n, _HEAD.size).astype(np.int64)
+    starts = np.frombuffer(raw, "<i8", n, _HEAD.size + 4 * n)
+    ids = _map(path, _MEGATRON[code])
+    ends = np.cumsum(lengths)
+    if not np.array_equal(starts, (ends - lengths) * ids.itemsize) or ends[-1:].sum() != len(ids):
+        raise DataError(
+            f"{index}: its documents hold {lengths.sum()} tokens, {path.name} holds {len(ids)}, and they "
+            "must stand there without gaps; give the pair that was written together"
+        )
+    return ids

@@ -1,0 +1,291 @@
+"""A list of layers that torch.export cannot trace: each layer is one operator that runs as it is written.
+
+    x -> [Layer 0] -> tensors -> [Layer 1] -> ... -> tensors -> loss, traced as always
+
+What a layer does with values (loops, `if`, `.item()`) is its own business. What it must keep:
+
+    outputs   their number, shapes, dtypes and strides follow from the shapes of its inputs
+    buffers   it changes none but BatchNorm's, whose statistics leave as outputs (see rewrite)
+    random    torch's generator is seeded by (key of the layer, step, micro-batch) while it runs
+
+So its bits do not depend on the layout. Shapes are found by running each layer once, its weights alone in
+memory, on made-up numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from mpipipe.errors import CaptureError
+from mpipipe.graph.program import Batch, Program, first_call, flat_outputs, layers_of
+from mpipipe.graph.rewrite import BufferUpdate, item
+from mpipipe.graph.source import ModelSource, user_frame
+
+_Form = tuple[torch.Size, torch.dtype, tuple[int, ...]]
+
+
+def _form(t: Tensor) -> _Form:
+    return t.shape, t.dtype, t.stride()
+
+
+class Layer:
+    """One layer as a pure function
+
+        (input tensors, weights, buffers, key, step, micro) -> (output tensors..., statistics...)
+
+    weights, buffers: in the order of their names within the layer. Raises CaptureError when it does not
+    keep what the head of this file says.
+    """
+
+    takes_stream = True
+
+    def __init__(self, path: str, module: nn.Module, inputs: pytree.TreeSpec, train: bool) -> None:
+        self.path, self.module, self.inputs, self.train = path, module, inputs, train
+        self.params = [n for n, _ in module.named_parameters(remove_duplicate=False)]
+        self.buffers = [n for n, _ in module.named_buffers(remove_duplicate=False)]
+        kind = type(module).__name__
+        self.__name__ = re.sub(r"\W", "_", kind)
+        settings = re.sub(r"0x[0-9a-f]+", "", repr(module)).encode()
+        self.text = f"{kind} {hashlib.sha256(settings).hexdigest()[:8]}"  # equal for equal work
+        self.norms = [(n, m) for n, m in module.named_modules() if train and _has_statistics(m)]
+        self.writes_input = False
+        self.structure: pytree.TreeSpec | None = None  # of the outputs, found by `probe`
+        self.forms: list[_Form] = []
+        self.counted: list[str] = []  # norms that ran
+        self.learns = False
+
+    @property
+    def what(self) -> str:
+        return f"layer {self.path} ({type(self.module).__name__})"
+
+    def probe(self, inputs: Sequence[Tensor], weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Finds what the outputs are; the numbers of the inputs do not matter."""
+        versions = [t._version for t in inputs]
+        try:
+            with _seeded(0, 0, 0):
+                outputs, statistics = self._run(inputs, weights, buffers)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{user_frame(error)}\n  {self.what} cannot be run on made-up numbers, of shapes "
+                f"{[tuple(t.shape) for t in inputs]}: {type(error).__name__}: {error}"
+            ) from error
+        self.writes_input = versions != [t._version for t in inputs]
+        flat, self.structure = flat_outputs(outputs)
+        self.forms = [_form(t) for t in flat]
+        self.counted = list(statistics)
+        self.learns = any(t.requires_grad for t in [*inputs, *weights])
+
+    def __call__(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], buffers: Sequence[Tensor],
+        key: int, step: int, micro: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        if any(isinstance(t, FakeTensor) for t in [*inputs, *weights]):
+            return self.fakes()
+        if self.writes_input:
+            inputs = [t.clone() for t in inputs]
+        with _seeded(key, step, micro):
+            outputs, statistics = self._run(inputs, weights, buffers)
+        flat, structure = flat_outputs(outputs)
+        found = [_form(t) for t in flat]
+        if found != self.forms or structure != self.structure:
+            raise CaptureError(
+                f"{self.what} returned {_words(found)}, at capture {_words(self.forms)}; what crosses a cut "
+                "is planned: outputs must follow from the shapes of the inputs alone (pad, or use a mask)"
+            )
+        if list(statistics) != self.counted:
+            raise CaptureError(
+                f"{self.what} ran the BatchNorms {list(statistics)}, at capture {self.counted}; a layer must "
+                "run each in every micro-batch"
+            )
+        return (*self._same_gradient(flat), *(t for pair in statistics.values() for t in pair))
+
+    def _same_gradient(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Whether an output needs a gradient is planned too; where this time it has none, it passes none."""
+        wanted = self.learns and torch.is_grad_enabled()
+        return [
+            t.detach().requires_grad_() if wanted and t.is_floating_point() and not t.requires_grad else t
+            for t in tensors
+        ]
+
+    def fakes(self) -> tuple[Tensor, ...]:
+        """Results without values, inside a fake mode."""
+        outputs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, dtype, stride in self.forms]
+        for t in outputs:
+            t.requires_grad_(self.learns and t.is_floating_point() and torch.is_grad_enabled())
+        of_norm = dict(self.norms)
+        statistics = [torch.empty(of_norm[n].num_features) for n in self.counted for _ in range(2)]
+        return (*outputs, *statistics)
+
+    def _run(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
+        """Outputs, and mean and variance of each BatchNorm that ran, by name."""
+        self.module.train(self.train)
+        state = dict(zip(self.params, weights, strict=True))
+        state |= {n: t.clone() for n, t in zip(self.buffers, buffers, strict=True)}
+        for norm, _ in self.norms:
+            state.update((n, torch.zeros_like(state[n])) for n in _statistics(norm))
+        before = {n: t._version for n, t in state.items()}
+        args, kwargs = pytree.tree_unflatten(list(inputs), self.inputs)
+        with _momentum_one([m for _, m in self.norms]):
+            outputs = functional_call(self.module, state, args, kwargs)
+        own = {n for norm, _ in self.norms for n in _statistics(norm)}
+        if changed := [n for n, t in state.items() if n not in own and t._version != before[n]]:
+            raise CaptureError(
+                f"{self.what} changes {changed} in place; only BatchNorm statistics are supported: return "
+                "it as an output, or keep it outside of forward"
+            )
+        return outputs, self._counted(state)
+
+    def _counted(self, state: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        found = {}
+        for norm, _ in self.norms:
+            mean, var, count = (state[n] for n in _statistics(norm))
+            if count > 1:
+                raise CaptureError(
+                    f"{self.what} runs the BatchNorm {norm!r} {int(count)} times; its statistics of one "
+                    "micro-batch would have no meaning: make one BatchNorm for each place"
+                )
+            if count:
+                found[norm] = mean, var
+        return found
+
+    def updates(self, alias: dict[str, str], node: fx.Node, items: Sequence[fx.Node]) -> list[BufferUpdate]:
+        """items: the nodes of the statistics. alias: a name within the model -> its canonical name."""
+        found = []
+        for i, norm in enumerate(self.counted):
+            mean, var, count = (alias[f"{self.path}.{n}"] for n in _statistics(norm))
+            momentum = dict(self.norms)[norm].momentum
+            assert momentum is not None
+            found += [
+                BufferUpdate(mean, momentum, items[2 * i], node),
+                BufferUpdate(var, momentum, items[2 * i + 1], node),
+                BufferUpdate(count, None, None, node),
+            ]
+        return found
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    found = isinstance(module, _BatchNorm) and module.running_mean is not None
+    if found and module.momentum is None:
+        raise CaptureError(
+            "a BatchNorm has momentum=None (a plain average over all batches), which depends on how often it "
+            "ran; give it a number"
+        )
+    return found
+
+
+def _statistics(norm: str) -> tuple[str, str, str]:
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return tuple(f"{norm}.{n}".removeprefix(".") for n in names)  # type: ignore[return-value]
+
+
+@contextmanager
+def _momentum_one(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Makes BatchNorm write its plain statistics."""
+    before = [m.momentum for m in norms]
+    for m in norms:
+        m.momentum = 1.0  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for m, momentum in zip(norms, before, strict=True):
+            m.momentum = momentum
+
+
+@contextmanager
+def _seeded(key: int, step: int, micro: int) -> Iterator[None]:
+    seed = hashlib.blake2b(f"{key}/{step}/{micro}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(seed, "little") >> 1)
+        yield
+
+
+def _words(forms: Sequence[_Form]) -> list[str]:
+    return [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype, _ in forms]
+
+
+# -- the graph -----------------------------------------------------------------------------------------
+
+
+class Tail(Program):
+    """Loss and metrics of a model whose outputs are given."""
+
+    def forward(self, batch: Batch, outputs: Any = None) -> tuple[Tensor, ...]:
+        return self.results(outputs, batch)
+
+
+def chain(
+    source: ModelSource, batch: Batch, train: bool
+) -> tuple[fx.Graph, list[fx.Node], pytree.TreeSpec, list[BufferUpdate]]:
+    """The layers as a graph: its placeholders are the batch. Returns also the nodes of the model's outputs
+    and their structure.
+
+    batch: fake tensors. Raises CaptureError where a layer cannot be run on made-up numbers.
+    """
+    graph, updates = fx.Graph(), []
+    nodes = {key: graph.placeholder(key) for key in batch}
+    for key, node in nodes.items():
+        node.meta["val"] = batch[key]
+    of_tensor: dict[str, fx.Node] = {}
+    for name in [*source.params, *source.buffers]:
+        of_tensor[name] = graph.get_attr(f"model.{name}")
+        of_tensor[name].meta["val"] = source.tensor(name)
+    layers = layers_of(source.module)
+    given = first_call(layers[0][1], nodes)
+    for path, module in layers:
+        flat, inputs = pytree.tree_flatten(given)
+        layer = Layer(path, module, inputs, train)
+        names = [[source.alias[f"{path}.{n}"] for n in part] for part in (layer.params, layer.buffers)]
+        first = source.materialise(dict.fromkeys(n for part in names for n in part))
+        for name, t in first.items():
+            t.requires_grad_(source.tensor(name).requires_grad)
+        with torch.enable_grad():
+            layer.probe([_made_up(n.meta["val"]) for n in flat], *([first[n] for n in p] for p in names))
+        weights, buffers = ([of_tensor[n] for n in part] for part in names)
+        node = graph.call_function(layer, (flat, weights, buffers))
+        with source.fake_mode:
+            node.meta["val"] = layer.fakes()
+        node.meta["nn_module_stack"] = {path: (f"model.{path}", type(module))}
+        items = [graph.call_function(item, (node, i)) for i in range(len(node.meta["val"]))]
+        for i, n in enumerate(items):
+            n.meta = {**node.meta, "val": node.meta["val"][i]}
+        n_outputs = len(layer.forms)
+        updates += layer.updates(source.alias, node, items[n_outputs:])
+        assert layer.structure is not None
+        given = (pytree.tree_unflatten(items[:n_outputs], layer.structure),), {}
+        last = items[:n_outputs], layer.structure
+    return graph, *last, updates
+
+
+def _made_up(like: Tensor) -> Tensor:
+    """Normal numbers, or zeros where they are integers: valid ids."""
+    t = torch.zeros(like.shape, dtype=like.dtype)
+    if t.is_floating_point():
+        t.normal_(generator=torch.Generator().manual_seed(0))
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(t).requires_grad_(
+        like.requires_grad
+    )  # fmt: skip
+
+
+def append(graph: fx.Graph, tail: fx.Graph, inputs: Sequence[fx.Node]) -> None:
+    """Puts the graph of the loss behind; inputs: what its placeholders are."""
+    env = dict(zip([n for n in tail.nodes if n.op == "placeholder"], inputs, strict=True))
+    for n in tail.nodes:
+        if n.op == "output":
+            graph.output(fx.node.map_arg(n.args[0], env.__getitem__))
+        elif n.op != "placeholder":
+            env[n] = graph.node_copy(n, env.__getitem__)

@@ -1,0 +1,47 @@
+"""A loss that promises (sum, weight) and returns a mean: the step would divide by the weight twice."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mpipipe.errors import CaptureError
+from mpipipe.graph.rewrite import aliased_inputs, schema_name, schema_of, source_line
+
+_MEAN = 1  # of torch's losses: 0 none, 1 mean, 2 sum
+_SUMS = {"aten::add", "aten::add_", "aten::sub", "aten::sub_", "aten::rsub", "aten::neg", "aten::stack"}
+_CASTS = {"aten::to", "aten::_to_copy", "aten::clone", "aten::squeeze", "aten::sum"}
+
+
+def refuse_mean(total: fx.Node) -> None:
+    """Raises CaptureError where a mean reaches the loss sum with nothing but views, casts, + and - between.
+
+    A mean times a weight is a sum; so is a sum of means over something that is no sample (`mean(-1).sum()`).
+    """
+    todo, seen = [total], set()
+    while todo:
+        node = todo.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if _is_mean(node):
+            raise CaptureError(
+                f"{source_line(node)}\n  the loss promises a sum and its weight, but {schema_name(node)} "
+                "takes a mean: use reduction='sum', return the mean with the weight 1.0, or wrap it: "
+                "mpipipe.models.losses.from_mean(loss, weight_of)"
+            )
+        if schema_name(node) in _SUMS:
+            todo += node.all_input_nodes
+        elif schema_name(node) in _CASTS or aliased_inputs(node):
+            todo += node.all_input_nodes[:1]
+
+
+def _is_mean(node: fx.Node) -> bool:
+    """Over every dimension: one number."""
+    schema = schema_of(node)
+    if schema is None:
+        return False
+    given = {a.name: a.default_value for a in schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    if schema.name == "aten::mean":
+        return len(given.get("dim") or ()) in (0, node.args[0].meta["val"].dim())  # type: ignore[union-attr]
+    return given.get("reduction") == _MEAN

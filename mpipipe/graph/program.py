@@ -1,0 +1,179 @@
+"""What is traced: the user's model and loss as one function from a batch to a flat tuple of tensors.
+
+    batch --arguments--> model.forward --outputs--> loss, metrics --> (loss sum, metrics..., weight)
+                                           '------> predict: its tensors, and the structure around them
+
+Batch keys are the parameter names of `model.forward`; keys that it does not name are for the loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mpipipe.errors import CaptureError
+from mpipipe.values import TensorSpec
+
+Mode = Literal["train", "eval", "predict"]
+Batch = dict[str, Tensor]
+Specs = dict[str, TensorSpec]  # the shapes of a batch, by key
+Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | float]]
+Metric = Loss  # (sum, weight) of one micro-batch, as a loss
+
+LABELS = ("labels", "y")
+
+
+@dataclass
+class Found:
+    """What a trace finds out beside tensors."""
+
+    weight: float | None = None  # of the loss, where it is a number
+    structure: pytree.TreeSpec | None = None  # of the model's outputs
+
+
+class Program(nn.Module):
+    """`found` is filled by `forward`; an object of its own, because a tracer puts attributes back."""
+
+    def __init__(self, model: nn.Module, loss: Loss, metrics: Mapping[str, Metric], mode: Mode) -> None:
+        super().__init__()
+        self.model = model
+        self.loss, self.metrics, self.mode = loss, metrics if mode == "eval" else {}, mode
+        self.found = Found()
+
+    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
+        return self.results(call_model(self.model, batch), batch)
+
+    def results(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
+        if self.mode == "predict":
+            tensors, self.found.structure = flat_outputs(outputs)
+            return tensors
+        total, weight = _pair(self.loss, outputs, batch, "loss")
+        measured = [_pair(m, outputs, batch, f"metric {name!r}") for name, m in self.metrics.items()]
+        flat = [t if isinstance(t, Tensor) else torch.full((), float(t)) for pair in measured for t in pair]
+        if isinstance(weight, Tensor):
+            return total, *flat, weight
+        self.found.weight = float(weight)
+        return total, *flat
+
+
+def is_list(model: nn.Module) -> bool:
+    """Whether it runs its children one after the other, and does nothing else."""
+    return type(model).forward is nn.Sequential.forward
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of an nn.Sequential by path, those of one inside another included."""
+    found = []
+    for name, child in model.named_children():
+        inner = [(f"{name}.{path}", m) for path, m in layers_of(child)] if is_list(child) else [(name, child)]
+        found += inner
+    return found
+
+
+def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """What `model` makes of a batch."""
+    if not is_list(model):
+        return model(**arguments(model, batch))
+    layers = layers_of(model)
+    if not layers:
+        raise CaptureError("the model is an empty list of layers; give it at least one")
+    args, kwargs = first_call(layers[0][1], batch)
+    outputs = layers[0][1](*args, **kwargs)
+    for _, layer in layers[1:]:
+        outputs = layer(outputs)
+    return outputs
+
+
+def first_call(layer: nn.Module, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the first of a list of layers: by the names of its forward; where none of them is a
+    key, as for a nn.Linear ("input"), the only key that is no label."""
+    data = [key for key in batch if key not in LABELS]
+    if len(data) == 1 and not set(inspect.signature(layer.forward).parameters) & set(batch):
+        return (batch[data[0]],), {}
+    return (), arguments(layer, batch)
+
+
+def arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a batch that `model.forward` takes, by parameter name.
+
+    One with `**kwargs` takes every key; a transformers model only those it names, as it hands the rest on
+    to its layers. Raises CaptureError where a parameter has no key.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = {p.kind for p in parameters}
+    what, keys = f"{type(model).__name__}.forward", sorted(batch)
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
+        raise CaptureError(
+            f"{what} takes arguments without a name, and the batch has the keys {keys}; name its "
+            "parameters after them"
+        )
+    named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in batch]
+    whole = inspect.Parameter.VAR_KEYWORD in kinds and not _of_transformers(model)
+    given = {k: v for k, v in batch.items() if whole or any(k == p.name for p in named)}
+    if missing or not given:
+        lacks = f"needs {missing}" if missing else f"takes {[p.name for p in named]}"
+        raise CaptureError(
+            f"{what} {lacks}, but the batch has the keys {keys}; give the data the names of forward's "
+            "parameters, or give the parameter a default"
+        )
+    return given
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    return any(c.__name__ == "PreTrainedModel" for c in type(model).__mro__)
+
+
+def _pair(function: Loss, outputs: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:
+    pair = function(outputs, batch)
+    fits = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], Tensor)
+    if not fits or not isinstance(pair[1], (Tensor, int, float)):
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        where = f' (File "{code.co_filename}", line {code.co_firstlineno})' if code else ""
+        found = [type(x).__name__ for x in pair] if isinstance(pair, (tuple, list)) else type(pair).__name__
+        raise CaptureError(
+            f"the {what}{where} returned {found} instead of (sum, weight): return the summed loss and the "
+            "weight it is divided by, for example `F.cross_entropy(..., reduction='sum'), labels.numel()`"
+        )
+    return pair[0], pair[1]
+
+
+# -- what a model returns ------------------------------------------------------------------------------
+
+
+class _Constant:
+    """A leaf that is no tensor, as a part of the structure."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(_Constant, lambda c: ([], c.value), lambda _, value: value)
+
+
+def flat_outputs(outputs: Any) -> tuple[tuple[Tensor, ...], pytree.TreeSpec]:
+    """The tensors of a tree, and what puts them back: `tree_unflatten(tensors, structure)`.
+
+    Dicts, tuples, lists, named tuples and dataclasses, nested in any way; other leaves are kept as they
+    are. Raises CaptureError where there is no tensor at all.
+    """
+    for leaf in pytree.tree_leaves(outputs):
+        kind = type(leaf)
+        if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
+            torch.export.register_dataclass(kind)  # and once more, for those inside
+            return flat_outputs(outputs)
+    leaves, structure = pytree.tree_flatten(
+        pytree.tree_map(lambda x: x if isinstance(x, Tensor) else _Constant(x), outputs)
+    )
+    if not leaves:
+        raise CaptureError(
+            f"the model returns {type(outputs).__name__} without a tensor in it; return tensors, in a tuple, "
+            "a dict or a dataclass"
+        )
+    return tuple(leaves), structure

@@ -1,0 +1,208 @@
+"""From a path to a model of transformers: its class, its config, its first weights, its shapes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from mpipipe.errors import ConfigError
+from mpipipe.graph.source import Initial
+from mpipipe.models.hf.forward import Kind, loss_of, metrics_of, with_batch_keys
+from mpipipe.models.hf.weights import Mapped, matches
+from mpipipe.state.pretrained import CONFIG, Pretrained, find, write_files
+
+_TABLES: dict[Kind, str] = {  # the library's lists of classes, by what they learn
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """What a run needs of a transformers model; the shapes are None where they mean nothing to it.
+
+    factory, loss, metrics   as everywhere; batch keys are the library's names
+    initial                  weights on disk, or None: random ones
+    config_json              config.json as the run writes it
+    vocab                    token ids; mask: the id that hides a token
+    image_size, channels     of pixel_values, (height, width)
+    labels                   classes, of kinds image and sequence
+    max_positions            tokens of a sample at most
+    """
+
+    factory: Callable[[], nn.Module]
+    loss: Callable[..., Any]
+    metrics: dict[str, Callable[..., Any]]
+    initial: Initial | None
+    config_json: str
+    kind: Kind
+    vocab: int | None
+    mask: int | None
+    image_size: tuple[int, int] | None
+    channels: int | None
+    labels: int | None
+    max_positions: int | None
+    texts: dict[str, str]  # files that go with every checkpoint: name -> content
+    companions: tuple[Path, ...]  # and those that are copied
+
+
+def build(
+    path: str | Path,
+    task: str | None = None,
+    freeze: Sequence[str] = (),
+    vocab: int | None = None,
+    fresh: Sequence[str] = (),
+) -> HfModel:
+    """The model described at `path`: a config.json (random weights), or a folder with it and safetensors.
+
+    task: a kind, where the config does not name a class with a loss; freeze: patterns (fnmatch) of
+    parameters that are not trained; vocab: token ids of the data; fresh: patterns of names that start from
+    random values though the folder has weights. Weights are float32, whatever type they are on disk.
+    Raises ConfigError, and CheckpointError where weights and config do not fit.
+    """
+    transformers, found = _library(), find(path)
+    config = _config(transformers, found)
+    kind, model_class = _class_of(transformers, config, task, path)
+    config.architectures = [model_class.__name__]
+    if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id  # as T5 was trained
+    factory = partial(_make, model_class, config, kind, tuple(freeze))
+    with torch.device("meta"):
+        model: Any = factory()
+    known = [n for n, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in freeze:
+        if not any(matches(name, [pattern]) for name in known):
+            raise ConfigError(
+                f"model.freeze: the pattern {pattern!r} fits no parameter; their names run from {known[0]!r} "
+                f"to {known[-1]!r}"
+            )
+    text_config = config.get_text_config()
+    ids = getattr(text_config, "vocab_size", None) if kind != "image" else None
+    if vocab is not None and ids is not None and vocab > ids:
+        raise ConfigError(
+            f"hf:{path}: vocab_size = {ids}, but the data has {vocab} token ids; use the model's own "
+            "tokenizer, or a config with a larger vocab_size"
+        )
+    texts = {CONFIG: model.config.to_json_string()}
+    if model.can_generate() and not any(f.name == _GENERATION for f in found.companions):
+        texts[_GENERATION] = model.generation_config.to_json_string()
+    return HfModel(
+        factory=factory,
+        loss=loss_of(kind),
+        metrics=metrics_of(kind),
+        initial=None if found.weights is None else Mapped(found.weights, model, fresh),
+        config_json=texts[CONFIG],
+        kind=kind,
+        vocab=ids,
+        mask=_mask(transformers, config, found) if kind == "masked" else None,
+        image_size=_image_size(config) if kind == "image" else None,
+        channels=getattr(config, "num_channels", None) if kind == "image" else None,
+        labels=config.num_labels if kind in ("image", "sequence") else None,
+        max_positions=_max_positions(text_config, model) if kind != "image" else None,
+        texts=texts,
+        companions=found.companions,
+    )
+
+
+def export(model: HfModel, folder: str | Path) -> None:
+    """Writes what belongs beside the weights, so that `from_pretrained(folder)` opens them: config.json,
+    generation_config.json, and the tokenizer's files where the model came with them. On one rank.
+    Raises CheckpointError."""
+    write_files(folder, model.texts, model.companions)
+
+
+def _library() -> Any:
+    try:
+        import transformers
+        from transformers import core_model_loading  # noqa: F401  since version 5
+    except ImportError as error:
+        raise ConfigError(
+            f"model hf: needs transformers 5 or newer ({error}); install it by pip install "
+            "mpipipe[transformers]"
+        ) from error
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # every rank would say the same
+    return transformers
+
+
+def _config(transformers: Any, found: Pretrained) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            str(found.config), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"{found.config}: is not a model that transformers {transformers.__version__} knows ({reason}); "
+            "models with code of their own are given as package.module:factory"
+        ) from error
+
+
+def _class_of(transformers: Any, config: Any, task: str | None, path: str | Path) -> tuple[Kind, Any]:
+    """The kind and the class: that of `task`, else the one that the config names."""
+    from transformers.models.auto import modeling_auto
+
+    tables = {kind: getattr(modeling_auto, table) for kind, table in _TABLES.items()}
+    if task is not None and task not in tables:
+        raise ConfigError(f"model.task = {task!r}; expected one of {', '.join(tables)}")
+    named = (getattr(config, "architectures", None) or [None])[0]
+    for kind, table in tables.items():
+        listed = table.get(config.model_type)
+        names = [listed] if isinstance(listed, str) else list(listed or ())
+        if kind == task or (task is None and named in names):
+            if not names:
+                raise ConfigError(
+                    f"hf:{path}: transformers has no {task} model of the type {config.model_type}; choose "
+                    "another model.task"
+                )
+            return kind, getattr(transformers, named if named in names else names[0])
+    raise ConfigError(
+        f"hf:{path}: the config names the class {named}, which has no loss that is known here; set "
+        f"model.task to one of {', '.join(tables)}"
+    )
+
+
+def _make(model_class: Any, config: Any, kind: Kind, freeze: tuple[str, ...]) -> nn.Module:
+    model = model_class._from_config(copy.deepcopy(config), dtype=torch.float32)
+    experts = getattr(model.config, "_experts_implementation", None)
+    if experts == "grouped_mm" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        model.set_experts_implementation("batched_mm")  # the other one looks at addresses in memory
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if matches(name, freeze):
+            p.requires_grad_(False)
+    return with_batch_keys(cast(nn.Module, model), kind)
+
+
+def _mask(transformers: Any, config: Any, found: Pretrained) -> int | None:
+    """The id of the mask token, from the config or from the tokenizer that came along."""
+    mask = getattr(config, "mask_token_id", None)
+    if mask is None and any("tokenizer" in f.name or f.name == "vocab.txt" for f in found.companions):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(found.config.parent), local_files_only=True, trust_remote_code=False
+        )
+        mask = tokenizer.mask_token_id
+    return mask
+
+
+def _image_size(config: Any) -> tuple[int, int] | None:
+    size = getattr(config, "image_size", None)
+    return (size, size) if isinstance(size, int) else None if size is None else (size[0], size[1])
+
+
+def _max_positions(config: Any, model: nn.Module) -> int | None:
+    limit = getattr(config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(limit) - module.padding_idx - 1  # type: ignore[arg-type]  # as RoBERTa counts
+    return limit

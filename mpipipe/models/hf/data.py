@@ -1,0 +1,157 @@
+"""A data set in the words of a transformers model: input_ids, labels, pixel_values.
+
+causal     input_ids = labels = tokens (the model itself shifts them)
+masked     15 % of the tokens are to be found again (Devlin et al. 2019)
+seq2seq    the first half of a sample is the source, the second the target
+sequence   tokens with one label per sample
+image      x as pixel_values
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpipipe.data.base import Dataset, DatasetBase, Split, uniforms
+from mpipipe.errors import ConfigError, DataError
+from mpipipe.models.hf.build import HfModel
+from mpipipe.models.losses import IGNORED
+from mpipipe.values import TensorSpec
+
+_MASKED, _HIDDEN, _REPLACED = 0.15, 0.8, 0.9  # of all tokens; of these: mask token, else random, else kept
+
+
+def adapt(data: Dataset, model: HfModel, seed: int) -> Dataset:
+    """`data` for `model`; itself where it already speaks the model's words. seed: of the masked tokens.
+    Raises DataError or ConfigError where the two do not fit."""
+    specs = data.specs(1)
+    if "input_ids" in specs or "pixel_values" in specs:
+        return data
+    adapted = _Adapted(data, model, seed)
+    adapted.check(specs)
+    return adapted
+
+
+class _Adapted(DatasetBase):
+    def __init__(self, data: Dataset, model: HfModel, seed: int) -> None:
+        self._data, self._model, self._seed = data, model, seed
+        self.vocab, self.tokens_per_sample = data.vocab, data.tokens_per_sample
+        self.val_samples, self.varying, self.exact = data.val_samples, data.varying, data.exact
+        self._label = next((k for k in ("labels", "y") if k in data.specs(1)), "labels")
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        return self._data.unigram_entropy
+
+    def encode(self, text: str) -> list[int] | None:
+        return self._data.encode(text)
+
+    def decode(self, ids: list[int]) -> str | None:
+        return self._data.decode(ids)
+
+    def check(self, specs: dict[str, TensorSpec]) -> None:
+        m = self._model
+        if not self.exact:
+            raise DataError(
+                f"data that is read only once must give the model's own keys, not {sorted(specs)}; rename "
+                "them to input_ids, labels and so on"
+            )
+        wanted = "x" if m.kind == "image" else "tokens"
+        if wanted not in specs:
+            raise DataError(
+                f"a model of kind {m.kind} reads {wanted!r}, but the data gives {sorted(specs)}; choose "
+                "other data"
+            )
+        shape = specs[wanted].shape[1:]
+        if m.kind == "image":
+            size = (m.channels, *(m.image_size or ()))
+            if len(shape) != 3 or (m.image_size is not None and shape != size):
+                raise DataError(
+                    f"the model reads images of {list(size)} (channels, height, width), the data gives "
+                    f"{list(shape)}; change num_channels and image_size of the config"
+                )
+            return
+        longest = shape[0] if m.kind != "seq2seq" else shape[0] - shape[0] // 2
+        if m.max_positions is not None and longest > m.max_positions:
+            raise ConfigError(
+                f"samples of {longest} tokens, but the model has {m.max_positions} positions; shorten the "
+                "context of the data"
+            )
+        if self.vocab is not None and m.vocab is not None and self.vocab > m.vocab:
+            raise ConfigError(
+                f"the data has {self.vocab} token ids, the model {m.vocab}; use the model's tokenizer"
+            )
+        if m.kind == "masked" and self._mask is None:
+            raise ConfigError(
+                f"the model needs a mask token, and its {m.vocab} ids are all in use by the data; set "
+                "mask_token_id in its config.json, or bring its tokenizer along"
+            )
+        if m.kind == "sequence" and len(specs.get(self._label, specs[wanted]).shape) != 1:
+            raise DataError("a model of kind sequence needs one label per sample; choose other data")
+
+    @property
+    def _mask(self) -> int | None:
+        m = self._model
+        unused = self.vocab is not None and m.vocab is not None and self.vocab < m.vocab
+        return m.mask if m.mask is not None else self.vocab if unused else None
+
+    def specs(self, rows: int) -> dict[str, TensorSpec]:
+        specs = self._data.specs(rows)
+        if self._model.kind in ("image", "sequence"):
+            source = specs["x" if self._model.kind == "image" else "tokens"]
+            return {self._input: source, "labels": specs[self._label]}
+        tokens = specs["tokens"]
+        if self._model.kind != "seq2seq":
+            return {"input_ids": tokens, "labels": tokens}
+        half = tokens.shape[1] // 2
+        return {
+            "input_ids": TensorSpec((rows, half), tokens.dtype),
+            "labels": TensorSpec((rows, tokens.shape[1] - half), tokens.dtype),
+        }
+
+    @property
+    def _input(self) -> str:
+        return "pixel_values" if self._model.kind == "image" else "input_ids"
+
+    def batch(
+        self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]
+    ) -> dict[str, Tensor]:
+        made = self._made(split, step, start, stop, keys)
+        return {key: t for key, t in made.items() if key in keys}
+
+    def _made(
+        self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]
+    ) -> dict[str, Tensor]:
+        kind = self._model.kind
+        if kind in ("image", "sequence"):
+            names = {"x" if kind == "image" else "tokens": self._input, self._label: "labels"}
+            asked = frozenset(name for name, ours in names.items() if ours in keys)
+            found = self._data.batch(split, step, start, stop, asked)
+            return {names[name]: t for name, t in found.items()}
+        if not keys & {"input_ids", "labels"}:
+            return {}
+        tokens = self._data.batch(split, step, start, stop, frozenset({"tokens"}))["tokens"]
+        if kind == "causal":
+            return {"input_ids": tokens, "labels": tokens}
+        if kind == "seq2seq":
+            half = tokens.shape[1] // 2
+            return {"input_ids": tokens[:, :half].contiguous(), "labels": tokens[:, half:].contiguous()}
+        return self._hide(tokens, split, step, start, stop)
+
+    def _hide(self, tokens: Tensor, split: Split, step: int, start: int, stop: int) -> dict[str, Tensor]:
+        """Every number is drawn for a place in the data, so a sample is masked alike in any micro-batch."""
+        width = self._data.specs(1)["tokens"].shape[1]
+
+        def draw(stream: str) -> Tensor:
+            u = uniforms(self._seed, f"{stream}/{split}", step, start * width, stop * width)
+            return torch.from_numpy(u).view(-1, width)[:, : tokens.shape[1]]
+
+        chosen, how, other = draw("masked") < _MASKED, draw("how"), draw("other")
+        ids: Any = torch.where(
+            how < _HIDDEN,
+            self._mask or 0,
+            torch.where(how < _REPLACED, (other * (self.vocab or 1)).long(), tokens),
+        )
+        return {"input_ids": torch.where(chosen, ids, tokens), "labels": torch.where(chosen, tokens, IGNORED)}

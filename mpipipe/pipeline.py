@@ -1,0 +1,363 @@
+"""The Python interface: any module, any data, on as many ranks as the script was started with.
+
+    pipe = Pipeline(Net, loss, data, batch=64)     model -> graph -> costs -> plan -> program
+    pipe.step(), pipe.evaluate(), pipe.predict(batch), pipe.state_dict(), pipe.save(folder)
+
+Every rank runs the same script with the same arguments; each call is made by all of them. In a
+notebook, or started without mpirun, there is one rank. `mpipipe.train` is a user of this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mpipipe import ops
+from mpipipe.cluster.agree import agree, code_version
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.ending import end
+from mpipipe.cluster.launch import default_threads
+from mpipipe.cluster.memory import PeakMemory, give_back_freed_memory, keep_freed_memory
+from mpipipe.cluster.mpi import connect
+from mpipipe.cluster.node import cores_available
+from mpipipe.data.base import Dataset
+from mpipipe.data.user import as_batch, from_user
+from mpipipe.errors import MpipipeError
+from mpipipe.graph.capture import warm_up_tracer
+from mpipipe.graph.program import LABELS, Batch, Loss, Metric
+from mpipipe.graph.source import Initial, ModelSource
+from mpipipe.graph.variants import Variants
+from mpipipe.models.losses import from_mean
+from mpipipe.planner.search import make_plan, predict, program_for
+from mpipipe.runtime.costing import measure
+from mpipipe.runtime.foreign import Factory, UserOptimizer
+from mpipipe.runtime.interpreter import Outcome
+from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings
+from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
+from mpipipe.runtime.trainer import Trainer
+from mpipipe.state.checkpoint import reader
+from mpipipe.state.gather import collect, save
+from mpipipe.state.resume import RunState, check_numerics, read_state
+from mpipipe.values import Numerics, Plan, Program, Timeline, from_json, to_json
+
+Model = nn.Module | Callable[[], nn.Module | Sequence[nn.Module]] | Sequence[nn.Module]
+Callback = Callable[["Pipeline", int, dict[str, float]], object]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step came to; the same on every rank but for its seconds."""
+
+    step: int  # steps done, this one included
+    loss: float  # mean over the batch, by the weights of the loss
+    grad_norm: float | None  # before clipping; None where nothing clips
+    lr: float | None  # None where only the optimizer itself knows
+    seconds: float
+    stop: bool  # a rank was asked to stop
+
+
+class Pipeline:
+    """A model in training, cut over the ranks. Collective, as all its methods are.
+
+    model      a module, a function that makes one (each rank then builds its own part only), or a list
+               of layers
+    loss       loss(outputs, batch) -> (sum, weight), both scalars; or the mean, with `weight_of`
+    data       map-style (len, getitem), or with batch(step, micro), or any iterable of batches; elements
+               of a tuple are named after the parameters of forward, the one left over "labels"
+    optimizer  factory(named parameters) -> torch optimizer, or (optimizer, scheduler); or
+               OptimizerSettings; None = AdamW with a constant rate
+    batch      samples per step, over all micro-batches
+    val        as data, for `evaluate`, in batches of `val_batch` samples (None = batch)
+    weight_of  weight_of(batch) -> number of labels, say, that a mean loss was divided by
+    metrics    name -> function like the loss, for `evaluate`
+    clip       largest norm of the gradient; None = that of OptimizerSettings, or no limit
+    initial    first values of the weights, such as `mpipipe.hf_model(folder).initial`
+    resume     folder of a checkpoint that `save` has written, on any number of ranks
+    say        takes the lines that are meant for people, on rank 0
+
+    Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: Callable[[Any, Batch], Any],
+        data: Any,
+        optimizer: Factory | OptimizerSettings | None = None,
+        *,
+        batch: int,
+        micro_batches: int = 8,
+        val: Any = None,
+        val_batch: int | None = None,
+        weight_of: Callable[[Any], Tensor | float] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
+        varying: bool | None = None,
+        schedule: str = "1f1b",
+        precision: Literal["fp32", "bf16"] = "fp32",
+        clip: float | None = None,
+        threads: int | Literal["auto"] = 1,
+        blocks: int = 1,
+        tied: Literal["per_use", "eager"] = "per_use",
+        gemm: Literal["mkl", "onednn"] = "mkl",
+        seed: int = 0,
+        unused: Literal["error", "keep"] = "error",
+        max_shapes: int = 8,
+        receive_window: int = 4,
+        memory_bytes: int | None = None,
+        initial: Initial | None = None,
+        resume: str | Path | None = None,
+        new_numerics: bool = False,
+        comm: Communicator | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        self.comm = comm = world() if comm is None else comm
+        self.val_batch = val_batch or batch
+        self.rank, self.size = comm.rank, comm.size
+        self._say = say if say is not None else print
+        self.memory = resident_memory()
+        saved = None if resume is None else read_state(resume)
+        self.numerics = Numerics(
+            batch=batch,
+            micro_batch=-(-batch // micro_batches),
+            micro_batches=micro_batches,
+            blocks=blocks,
+            threads=_threads(comm, threads, saved),
+            bits="torch",
+            gemm=gemm,
+            precision=precision,
+            tied=tied,
+            op_table={},
+            torch=torch.__version__,
+            instruction_set=instruction_set(),
+            seed=seed,
+        )
+        if saved is not None and not new_numerics:
+            check_numerics(saved.numerics, self.numerics)
+        set_threads(self.numerics.threads)
+        set_gemm_route(gemm)
+
+        first = reader(resume, "model") if resume is not None else initial
+        source = ModelSource(model, seed, first)
+        self._names = [*inspect.signature(source.module.forward).parameters, LABELS[0]]
+        self.data: Dataset = from_user(
+            data, val, batch=batch, micro_batches=micro_batches, names=self._names, collate=collate,
+            shuffle=shuffle, seed=seed, varying=varying, val_batch=val_batch, comm=comm,
+        )  # fmt: skip
+        full_loss: Loss = loss if weight_of is None else from_mean(loss, weight_of)
+        self.variants = Variants(
+            source, full_loss, self.data.specs, self.numerics.micro_batch, precision, metrics, max_shapes
+        )
+        _check_trained(self.variants, unused)
+        self.optimizer = _optimizer(optimizer, clip)
+        started = time.perf_counter()
+        self.costs = measure(comm, self.variants, self.numerics, self.optimizer, self.memory, memory_bytes)
+        self.plan, self.predicted = self._plan(schedule, receive_window)
+        self.planning_s = time.perf_counter() - started
+        self.trainer = Trainer(comm, self.variants, self.plan, self.optimizer, self.data)
+        give_back_freed_memory()  # of the first weights, which were made one by one
+        self.steps_done = 0
+        if saved is not None and resume is not None:
+            self._resume(Path(resume), saved)
+
+    def _plan(self, schedule: str, receive_window: int) -> tuple[Plan, Timeline]:
+        """Rank 0 plans; all ranks prove that they hold the same plan, code and settings."""
+        graph, comm = self.variants.graph, self.comm
+        text = ""
+        if comm.rank == 0:
+            plan, _ = make_plan(self.costs, self.numerics, schedule, receive_window, graph.groups, comm.size)
+            text = to_json(plan)
+        plan = from_json(Plan, comm.bcast_object(text))
+        facts = {
+            "code": code_version(ops.KERNELS_VERSION),
+            "torch": self.numerics.torch,
+            "instruction set": self.numerics.instruction_set,
+            "threads": str(torch.get_num_threads()),
+            "graph": graph.hash,
+            "plan": plan.hash,
+        }
+        agree(comm, facts)
+        program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
+        return plan, predict(self.costs, plan.layout, program, graph.groups)[1]
+
+    # -- training ------------------------------------------------------------------------------
+
+    @property
+    def program(self) -> Program:
+        """The instructions of one training step."""
+        return self.trainer.program
+
+    def say(self, text: str) -> None:
+        """For people: one rank speaks."""
+        if self.rank == 0:
+            self._say(text)
+
+    def step(self, stop: bool = False) -> Step:
+        """One optimizer step on the next batch. `stop`: this rank was asked to stop, say so to all.
+
+        Raises MpipipeError on every rank when the loss or a gradient is not finite, StopIteration where
+        the data has ended.
+        """
+        return self.timed_step(stop)[0]
+
+    def timed_step(self, stop: bool = False) -> tuple[Step, Outcome]:
+        """As `step`, with the times of this rank's instructions."""
+        start = time.perf_counter()
+        outcome = self.trainer.step(self.steps_done, stop)
+        if outcome is None:
+            raise StopIteration(f"the data ended after {self.steps_done} steps")
+        step = Step(
+            step=self.steps_done + 1,
+            loss=outcome.loss / outcome.weight,
+            grad_norm=None if self.optimizer.clip is None else outcome.norm,
+            lr=self.optimizer.lr_at(self.steps_done),
+            seconds=time.perf_counter() - start,
+            stop=outcome.stop,
+        )
+        self.steps_done += 1
+        return step, outcome
+
+    def fit(self, steps: int, callbacks: Iterable[Callback] = (), eval_every: int = 0) -> None:
+        """Trains until `steps` steps are done in all, or the data has ended.
+
+        callbacks: each is called by every rank after each step, with this pipeline, the number of
+        steps done and the step's values: loss, grad_norm, lr, seconds, after an evaluation val_*.
+        """
+        calls = list(callbacks)
+        while self.steps_done < steps:
+            try:
+                done = self.step()
+            except StopIteration:
+                return
+            values = {k: v for k, v in vars(done).items() if isinstance(v, float)}
+            if eval_every and done.step % eval_every == 0:
+                values |= {f"val_{k}": v for k, v in self.evaluate().items()}
+            for call in calls:
+                call(self, done.step, values)
+            if done.stop:
+                return
+
+    def evaluate(self, batches: int | None = None) -> dict[str, float]:
+        """Mean loss and metrics over the validation data, by name; the same on every rank.
+
+        batches: how many; None = all of them, 8 where the data has no end. Dropout is off, BatchNorm uses
+        its running statistics.
+        """
+        batch, samples = self.val_batch, self.data.val_samples
+        if samples == 0:
+            raise MpipipeError("there is no validation data; give Pipeline(..., val=...)")
+        if batches is None:
+            batches = 8 if samples is None else -(-samples // batch)
+        return self.trainer.evaluate(batches, batch, samples)
+
+    def predict(self, batch: Any) -> Any:
+        """What the model returns for a batch (a dict, a tuple, or the one tensor that it takes), in the
+        structure that it returns; on every rank. Tensors are joined along their first dimension."""
+        given = as_batch(batch, self._names, "predict")
+        found = self.trainer.predict(given)
+        found = self.comm.bcast_object(found, self.trainer.last_rank) or []
+        joined = [torch.cat(ts) if ts[0].dim() else torch.stack(ts) for ts in zip(*found, strict=True)]
+        return pytree.tree_unflatten(joined, self.trainer.structure(given))
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self, full: bool = True) -> dict[str, Tensor]:
+        """Parameters and persistent buffers under the names of the model's own state_dict.
+
+        full: all of them on rank 0, nothing on the others; else those that this rank holds.
+        """
+        mine, alias = self.trainer.state_dict(), self.variants.source.alias
+        if full:
+            mine = collect(self.comm, mine, self.variants.source.persistent)
+        return {name: mine[canonical] for name, canonical in alias.items() if canonical in mine}
+
+    def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> RunState:
+        """Writes a checkpoint: weights in the Hugging Face layout, optimizer state, and where the run is.
+
+        The folder appears whole or not at all. Raises CheckpointError on every rank.
+        """
+        facts = RunState(
+            self.steps_done, self.steps_done, self.numerics, self.variants.graph.hash, dict(extra or {})
+        )
+        trainer = self.trainer
+        return save(
+            self.comm, Path(folder), trainer.state_dict(), trainer.optimizer_state(),
+            self.variants.source.persistent, facts,
+        )  # fmt: skip
+
+    def _resume(self, folder: Path, saved: RunState) -> None:
+        self.trainer.resume(reader(folder, "optimizer"), saved.step)
+        self.steps_done = saved.step
+        if not self.data.exact:
+            self.say("note: this resume is not exact: the data is a plain iterable, read from its start")
+
+
+# -- the parts -----------------------------------------------------------------------------------
+
+
+_world: Communicator | None = None
+_memory: PeakMemory | None = None
+
+
+def resident_memory() -> PeakMemory:
+    """What this process holds above its imports, the tracer's too; counted from the first call."""
+    global _memory
+    if _memory is None:
+        keep_freed_memory()
+        warm_up_tracer()
+        _memory = PeakMemory()
+    return _memory
+
+
+def world() -> Communicator:
+    """The communicator of this process, made once. From here on an error on one rank ends all of them."""
+    global _world
+    if _world is None:
+        _world = connect()
+        if _world.size > 1:
+            comm, before = _world, sys.excepthook
+
+            def hook(kind: type[BaseException], error: BaseException, at: Any) -> None:
+                before(kind, error, at) if comm.size == 1 else end(comm, error)
+
+            sys.excepthook = hook
+    return _world
+
+
+def _threads(comm: Communicator, threads: int | Literal["auto"], saved: RunState | None) -> int:
+    """What "auto" means is decided once: a resumed run keeps it, on any machine."""
+    if threads != "auto":
+        return threads
+    return default_threads(comm, cores_available()) if saved is None else saved.numerics.threads
+
+
+def _optimizer(given: Factory | OptimizerSettings | None, clip: float | None) -> Optimizer:
+    if given is None:
+        return OptimizerSettings(clip=clip)
+    return given if isinstance(given, OptimizerSettings) else UserOptimizer(given, clip)
+
+
+def _check_trained(variants: Variants, unused: str) -> None:
+    if not variants.trained:
+        raise MpipipeError(
+            "no parameter gets a gradient: the loss depends on none, or all are frozen; "
+            "unfreeze some with requires_grad_(True)"
+        )
+    left = variants.unused
+    if left and unused == "error":
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        raise MpipipeError(
+            f"the loss does not depend on {', '.join(map(repr, left[:5]))}{more}: no stage uses them, so "
+            "they would stay as they are; freeze them with requires_grad_(False), use them, or set "
+            "train.unused to keep"
+        )

@@ -1,0 +1,259 @@
+"""What the stages of one rank read: the micro-batches of a step, and the shapes that all ranks must know.
+
+    fixed     every micro-batch of so many rows has the shapes `data.specs(rows)`; nothing to agree on
+    varying   rank 0 looks, and tells the others the shapes of the step
+    stream    rank 0 reads (data that can be read once only) and sends to those whose stages read
+
+Labels are read before the first forward, for the weight of the loss, and kept until their forward. What
+comes next is loaded by a thread meanwhile (a fork beside MPI would be unsafe).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.errors import DataError
+from mpipipe.graph.anatomy import spec
+from mpipipe.graph.program import Batch, Mode, Specs
+from mpipipe.runtime.prefetch import Prefetch
+from mpipipe.runtime.transport import as_bytes
+from mpipipe.values import TensorSpec
+
+Split = Literal["train", "val"]
+AHEAD = 2  # micro-batches that are loaded before they are asked for
+Bounds = tuple[tuple[int, int], ...]
+Request = tuple[Split, int, int, int, frozenset[str]]  # split, step, start, stop, keys
+Keys = frozenset[str]
+# (mode, specs, rank) -> the keys that a rank reads before the step, and those at its forwards
+Reads = Callable[[Mode, Specs, int], tuple[Keys, Keys]]
+
+
+class Data(Protocol):
+    """The part of a data set that training needs (`mpipipe.data.base.Dataset`)."""
+
+    @property
+    def varying(self) -> bool: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def whole(self) -> bool:
+        """Loading some keys takes as long as loading all."""
+        ...
+
+    def specs(self, rows: int) -> Specs: ...
+    def batch(self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]) -> Batch: ...
+
+
+class Stream(Protocol):
+    """Data that is read in order, once."""
+
+    def next_batch(self, split: Split, step: int) -> Batch | None:
+        """The whole batch of a step; None at the end."""
+        ...
+
+
+class Source(Protocol):
+    """Where a job gets its micro-batches from."""
+
+    specs: Sequence[Specs]
+
+    def peek(self, micro: int, keys: frozenset[str]) -> Batch:
+        """Some keys of a micro-batch, which will be asked for again."""
+        ...
+
+    def take(self, micro: int, keys: frozenset[str]) -> Batch: ...
+
+
+class Given:
+    """Micro-batches that are already here."""
+
+    def __init__(self, micros: Sequence[Batch], specs: Sequence[Specs]) -> None:
+        self.micros, self.specs = micros, specs
+
+    def peek(self, micro: int, keys: frozenset[str]) -> Batch:
+        return {k: self.micros[micro][k] for k in keys}
+
+    take = peek
+
+
+def specs_of(batch: Batch) -> Specs:
+    return {key: spec(t) for key, t in batch.items()}
+
+
+def rows_of(batch: Batch) -> int:
+    """Samples of a batch: the first size of its tensors. Raises DataError where they differ."""
+    rows = {key: t.shape[0] if t.dim() else 0 for key, t in batch.items()}
+    if len(set(rows.values())) != 1:
+        raise DataError(
+            f"the tensors of a batch have different numbers of samples: {rows}; "
+            "the first dimension of each is the sample"
+        )
+    return next(iter(rows.values()))
+
+
+def slices(batch: Batch, bounds: Bounds) -> list[Batch]:
+    return [{key: t[start:stop] for key, t in batch.items()} for start, stop in bounds]
+
+
+class Feed:
+    """One for each rank. first: specs of the primary graph."""
+
+    def __init__(self, comm: Communicator, data: Data, reads: Reads, first: Specs) -> None:
+        self.comm, self.data, self.reads, self.first = comm, data, reads, first
+        self.ahead: Prefetch[Request, Batch] = Prefetch(partial(_load, data), AHEAD)
+        weakref.finalize(self, self.ahead.close)
+
+    def begin(self, mode: Mode, split: Split, step: int, bounds: Bounds) -> Source | None:
+        """The micro-batches of a step; None where the data has ended. Collective unless the data is fixed.
+
+        bounds: samples [start, stop) of each micro-batch; of a stream, only their number counts.
+        """
+        if not self.data.exact:
+            return self._stream(mode, split, step, len(bounds))
+        if not self.data.varying:
+            specs = [self.data.specs(stop - start) for start, stop in bounds]
+            loaded = _Loaded(self, mode, split, step, bounds, specs)
+            loaded.expect()
+            return loaded
+        found: list[Specs] = []
+        kept: list[Batch] = []
+        if self.comm.rank == 0:
+            every = frozenset(self.first)
+            requests = [(split, step, *part, every) for part in bounds]
+            self.ahead.expect(requests)
+            kept = [self.ahead.get(request) for request in requests]
+            found = [self.checked(specs_of(b), f"step {step}, micro-batch {i}") for i, b in enumerate(kept)]
+            if split == "train":
+                self.ahead.expect([(split, step + 1, *part, every) for part in bounds])
+        source = _Loaded(self, mode, split, step, bounds, self.comm.bcast_object(found))
+        source.kept.update(enumerate(kept))
+        return source
+
+    def checked(self, specs: Specs, place: str) -> Specs:
+        """`specs`, if it has the keys, dtypes and dimensions of the first batch. Raises DataError."""
+        for key in [*self.first, *specs]:
+            had, has = self.first.get(key), specs.get(key)
+            if had is None or has is None or had.dtype != has.dtype or len(had.shape) != len(has.shape):
+                raise DataError(
+                    f"{place}: the structure of the batch changes: {key!r} is {_text(has)}, in the first "
+                    f"batch it is {_text(had)}; give every batch the same keys, dtypes and numbers of "
+                    "dimensions"
+                )
+        return specs
+
+    def _stream(self, mode: Mode, split: Split, step: int, n_micro: int) -> Source | None:
+        micros: list[Batch] = []
+        if self.comm.rank == 0:
+            batch = self.ahead.get((split, step, 0, 0, frozenset()))
+            if split == "train":
+                self.ahead.expect([(split, step + 1, 0, 0, frozenset())])
+            if batch:
+                rows = rows_of(batch)
+                if rows < n_micro and mode == "train":
+                    raise DataError(
+                        f"step {step}: a batch of {rows} samples for {n_micro} micro-batches; "
+                        "give larger batches, or lower micro_batches"
+                    )
+                micros = slices(batch, split_evenly(rows, min(rows, n_micro)))
+        found = [self.checked(specs_of(m), f"step {step}, micro-batch {i}") for i, m in enumerate(micros)]
+        specs = self.comm.bcast_object(found)
+        if self.comm.rank == 0:
+            self._send(mode, micros, specs)
+        else:
+            micros = self._receive(mode, specs)
+        return Given(micros, specs) if specs else None
+
+    def _send(self, mode: Mode, micros: Sequence[Batch], specs: Sequence[Specs]) -> None:
+        """One message at a time to each rank: nothing else is under way between two steps."""
+        for rank in range(1, self.comm.size):
+            for micro, shapes in zip(micros, specs, strict=True):
+                for key in sorted(frozenset.union(*self.reads(mode, shapes, rank))):
+                    self.comm.wait(self.comm.isend(as_bytes(micro[key].contiguous()), rank, 0))
+
+    def _receive(self, mode: Mode, specs: Sequence[Specs]) -> list[Batch]:
+        micros = []
+        for shapes in specs:
+            micro = {}
+            for key in sorted(frozenset.union(*self.reads(mode, shapes, self.comm.rank))):
+                micro[key] = torch.empty(shapes[key].shape, dtype=getattr(torch, shapes[key].dtype))
+                self.comm.wait(self.comm.irecv(as_bytes(micro[key]), 0, 0))
+            micros.append(micro)
+        return micros
+
+
+def _load(data: Data, request: Request) -> Batch:
+    """On the thread that loads; without a reference to the feed, so that both can end."""
+    if not data.exact:
+        stream: Stream = data  # type: ignore[assignment]
+        return stream.next_batch(request[0], request[1]) or {}
+    return data.batch(*request)
+
+
+class _Loaded:
+    """Micro-batches that this rank loads for itself."""
+
+    def __init__(
+        self, feed: Feed, mode: Mode, split: Split, step: int, bounds: Bounds, specs: Sequence[Specs]
+    ) -> None:
+        self.feed, self.split, self.step, self.bounds, self.specs = feed, split, step, bounds, specs
+        self.kept: dict[int, Batch] = {}
+        before, later = zip(*(feed.reads(mode, s, feed.comm.rank) for s in specs), strict=True)
+        if feed.data.whole:  # what costs the same is loaded once
+            before = tuple(b | t if b else b for b, t in zip(before, later, strict=True))
+        self.before = before
+        self.later = tuple(t - b for b, t in zip(before, later, strict=True))
+
+    def expect(self) -> None:
+        """Lets the first of this step, and of the next, be loaded ahead."""
+        steps = [self.step, self.step + 1] if self.split == "train" else [self.step]
+        parts = [
+            (micro, keys) for plan in (self.before, self.later) for micro, keys in enumerate(plan) if keys
+        ]
+        self.feed.ahead.expect(self._request(step, m, keys) for step in steps for m, keys in parts)
+
+    def peek(self, micro: int, keys: Keys) -> Batch:
+        if micro not in self.kept:
+            self.kept[micro] = self._load(micro, self.before[micro])
+        return {key: self.kept[micro][key] for key in keys}
+
+    def take(self, micro: int, keys: Keys) -> Batch:
+        found = self.kept.pop(micro, {})
+        if missing := frozenset(keys - found.keys()):
+            found |= self._load(micro, self.later[micro] if missing <= self.later[micro] else missing)
+        return {key: found[key] for key in keys}
+
+    def _request(self, step: int, micro: int, keys: Keys) -> Request:
+        return self.split, step, *self.bounds[micro], keys
+
+    def _load(self, micro: int, keys: Keys) -> Batch:
+        batch = self.feed.ahead.get(self._request(self.step, micro, keys))
+        for key in keys:
+            has, said = spec(batch[key]) if key in batch else None, self.specs[micro][key]
+            if has != said:
+                raise DataError(
+                    f"{self.split} step {self.step}, micro-batch {micro}: {key!r} is {_text(has)}, the data "
+                    f"set promised {_text(said)}; make its specs() and batch() agree"
+                )
+        return dict(batch)
+
+
+def split_evenly(batch: int, parts: int) -> Bounds:
+    """`parts` micro-batches that differ by one sample at most, larger ones first."""
+    small, larger = divmod(batch, parts)
+    stops = [small * (i + 1) + min(i + 1, larger) for i in range(parts)]
+    return tuple(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def split_by(batch: int, rows: int) -> Bounds:
+    """Micro-batches of `rows` samples; the last one takes what is left."""
+    return tuple((i, min(i + rows, batch)) for i in range(0, batch, rows))
+
+
+def _text(s: TensorSpec | None) -> str:
+    return "not there" if s is None else f"{s.dtype}{list(s.shape)}"

@@ -1,0 +1,95 @@
+"""Batches loaded while others are computed, by one thread: nothing forks beside MPI."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from types import TracebackType
+from typing import Generic, TypeVar
+
+R = TypeVar("R", bound=Hashable)  # what names a batch, such as (split, step, start, stop, keys)
+B = TypeVar("B")
+
+
+class _Failed:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Prefetch(Generic[R, B]):
+    """`expect` says what will be asked for; up to `depth` batches of it are loaded ahead, in that order.
+    `get` gives any batch, expected or not. Every call of `load` is made by the one thread, so it need
+    not be thread-safe. At most depth + 1 batches are held."""
+
+    def __init__(self, load: Callable[[R], B], depth: int) -> None:
+        self._load, self._depth = load, depth
+        self._order: list[R] = []  # expected and not yet given
+        self._wanted: list[R] = []  # what `get` waits for: none or one
+        self._ready: dict[R, B | _Failed] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="mpipipe-prefetch", daemon=True)
+        self._thread.start()
+
+    def expect(self, requests: Iterable[R]) -> None:
+        """What comes next, in order, in place of what was expected before. Loaded batches that still
+        are expected stay."""
+        with self._changed:
+            self._order = list(requests)
+            self._ready = {r: batch for r, batch in self._ready.items() if r in self._order}
+            self._changed.notify_all()
+
+    def get(self, request: R) -> B:
+        """The batch; waits for it. Raises what `load` raised, with the request as a note."""
+        with self._changed:
+            self._wanted = [request]
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: request in self._ready or self._closed)
+            self._wanted = []
+            if request not in self._ready:
+                raise RuntimeError(f"{request} is asked of a Prefetch that is closed")
+            batch = self._ready.pop(request)
+            if request in self._order:
+                self._order.remove(request)
+            self._changed.notify_all()
+        if isinstance(batch, _Failed):
+            raise batch.error
+        return batch
+
+    def close(self) -> None:
+        """Ends the thread, after the batch that it is loading."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetch[R, B]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _due(self) -> list[R]:
+        """What to load now, the most urgent first."""
+        return [r for r in self._wanted + self._order[: self._depth] if r not in self._ready]
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._due())
+                if self._closed:
+                    return
+                request = self._due()[0]
+            batch: B | _Failed
+            try:
+                batch = self._load(request)
+            except BaseException as error:
+                error.add_note(f"while loading {request}")
+                batch = _Failed(error)
+            with self._changed:
+                if request in self._wanted + self._order:  # it may have been called off meanwhile
+                    self._ready[request] = batch
+                    self._changed.notify_all()
+            del batch  # held by who asked for it, and not until the next one

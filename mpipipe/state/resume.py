@@ -1,0 +1,186 @@
+"""Which checkpoints a run has, which of them are whole, and what was true when they were written.
+
+runs/X/checkpoints/step-00000100/   model-*.safetensors, optimizer-*.safetensors, their indexes, and
+                                    run.json: written last, with the size of every other file
+runs/X/checkpoint -> checkpoints/step-00000100     the newest
+
+Invariants
+  1. A checkpoint is whole when its run.json is there and every file has the size that it names.
+  2. run.json appears last and goes first: a kill at any point leaves a whole checkpoint, or one
+     that `newest` passes over and `prune` removes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpipipe.errors import CheckpointError, ConfigError
+from mpipipe.state.files import link_whole, sync_folder
+from mpipipe.values import Numerics, Value, from_json
+
+RUN = "run.json"
+FOLDER, LINK = "checkpoints", "checkpoint"
+_STEP = re.compile(r"step-(\d{8,})")
+_OURS = re.compile(r"((model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|run\.json)(\.part)?")
+
+
+@dataclass(frozen=True)
+class RunState(Value):
+    """What a run needs, beside its tensors, to go on as if nothing had happened."""
+
+    step: int  # optimizer steps done
+    samples: int  # position in the training data: the number of the next batch
+    numerics: Numerics
+    graph: str  # hash of the model's graph
+    extra: dict[str, Any] = field(default_factory=dict)  # the caller's own, plain JSON
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes of every other file; `save` fills it in
+    weights_sha256: str = ""  # of parameters and buffers; `save` fills it in
+
+
+def step_folder(run_dir: str | Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps belongs."""
+    return Path(run_dir) / FOLDER / f"step-{step:08d}"
+
+
+def read_state(folder: str | Path) -> RunState:
+    """Raises CheckpointError when the folder is no checkpoint, or one that was cut off."""
+    path = Path(folder) / RUN
+    try:
+        return from_json(RunState, path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: not found; the folder is no checkpoint of a run, or one that was cut off"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error}); damaged, or written by another version of mpipipe"
+        ) from error
+
+
+def damage(folder: str | Path) -> str:
+    """What keeps a folder from being a whole checkpoint; empty when nothing does. Reads no tensor."""
+    try:
+        sizes = read_state(folder).sizes
+    except CheckpointError as error:
+        return str(error)
+    for file, nbytes in sizes.items():
+        path = Path(folder) / file
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            return f"{path}: cannot be read ({error.strerror})"
+        if found != nbytes:
+            return f"{path}: has {found} bytes, {RUN} says {nbytes}"
+    return ""
+
+
+def survey(run_dir: str | Path) -> list[tuple[Path, str]]:
+    """The checkpoints of a run, newest first, each with its `damage`."""
+    found = [path for path in (Path(run_dir) / FOLDER).glob("*") if _step(path) >= 0]
+    return [(path, damage(path)) for path in sorted(found, key=_step, reverse=True)]
+
+
+def _step(path: Path) -> int:
+    """The step of a checkpoint's folder; -1 for anything else."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match and path.is_dir() and not path.is_symlink() else -1
+
+
+def newest(run_dir: str | Path) -> Path | None:
+    """The newest whole checkpoint, or None. `survey` says what is wrong with those passed over."""
+    return next((folder for folder, wrong in survey(run_dir) if not wrong), None)
+
+
+def prune(run_dir: str | Path, keep: int) -> list[Path]:
+    """Points `checkpoint` at the newest whole checkpoint, then removes all whole ones but the newest
+    `keep` (1 or more) and what saves that were cut off left behind. For one rank, after a save.
+
+    Gives the folders that could not be removed: the next call tries again. While no checkpoint is
+    whole it changes nothing. Raises CheckpointError when the link cannot be made.
+    """
+    if keep < 1:
+        raise ValueError(f"keep = {keep}: a run keeps at least its newest checkpoint")
+    run_dir, all_of_it = Path(run_dir), survey(run_dir)
+    whole = [folder for folder, wrong in all_of_it if not wrong]
+    if not whole:
+        return []
+    try:
+        link_whole(run_dir / LINK, f"{FOLDER}/{whole[0].name}")
+    except OSError as error:
+        raise CheckpointError(
+            f"{run_dir / LINK}: cannot be made a link to {whole[0]} ({error.strerror}); "
+            "move away what is there"
+        ) from error
+    cut_off = [folder for folder, wrong in all_of_it if wrong and not os.path.lexists(folder / RUN)]
+    return [folder for folder in [*whole[keep:], *cut_off] if not _remove(folder)]
+
+
+def _remove(folder: Path) -> bool:
+    try:
+        (folder / RUN).unlink(missing_ok=True)
+        sync_folder(folder)
+        shutil.rmtree(folder)
+    except OSError:
+        return False
+    return True
+
+
+def make_room(folder: Path) -> None:
+    """Makes an empty place for a checkpoint; what a save that was cut off left in a step's folder goes.
+
+    Raises CheckpointError where another checkpoint is in the way, OSError.
+    """
+    if not damage(folder):
+        raise CheckpointError(f"{folder}: already holds a whole checkpoint; save to another folder")
+    in_the_way = _ours(folder)
+    if in_the_way and _step(folder) < 0:
+        raise CheckpointError(
+            f"{in_the_way[0]}: in the way, and not of a checkpoint of this run; save to another folder"
+        )
+    for path in in_the_way:
+        path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def discard(folder: Path) -> None:
+    """Removes the files of a save that failed, run.json first, as far as that goes."""
+    for path in _ours(folder):
+        with suppress(OSError):  # the next save or `prune` sees to what is left
+            path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _ours(folder: Path) -> list[Path]:
+    """The files of a checkpoint, run.json first."""
+    found = [path for path in folder.glob("*") if _OURS.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (path.name != RUN, path.name))
+
+
+def way_out(folder: Path) -> str:
+    """The next move of somebody whose checkpoint turns out to be damaged."""
+    others = survey(folder.parent.parent) if _step(folder) >= 0 else []
+    older = next((path for path, wrong in others if not wrong and _step(path) < _step(folder)), None)
+    if older is None:
+        return "no older checkpoint is whole: restore the file, or start the run anew"
+    return f"{older} is whole: remove {folder}, and --resume goes on from there"
+
+
+def check_numerics(saved: Numerics, now: Numerics) -> None:
+    """Raises ConfigError with every field that differs: the run would go on with other bits."""
+    fields = [f.name for f in dataclasses.fields(Numerics)]
+    pairs = [(name, getattr(saved, name), getattr(now, name)) for name in fields]
+    lines = "\n".join(f"  {name}: {a!r} in the checkpoint, {b!r} now" for name, a, b in pairs if a != b)
+    if lines:
+        raise ConfigError(
+            f"--resume: what decides the bits of this run has changed\n{lines}\n"
+            "  set it back, or start a new numerical history from this checkpoint with --new-numerics"
+        )

@@ -1,0 +1,171 @@
+"""Token files: ours, nanoGPT's and Megatron's; what is wrong with one is said with its place."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpipipe.config import parse
+from mpipipe.data import open_dataset
+from mpipipe.data.tokenizer import open_tokenizer
+from mpipipe.data.tokens import Tokens
+from mpipipe.errors import DataError
+
+BOTH = frozenset(["tokens", "labels"])
+
+
+def write(path: Path, ids: Any, stored: str = "<u2", **sidecar: Any) -> Path:
+    np.asarray(ids).astype(stored).tofile(path)
+    if sidecar:
+        path.with_suffix(".json").write_text(json.dumps(sidecar))
+    return path
+
+
+def megatron(path: Path, documents: list[list[int]], code: int, dtype: str, **change: Any) -> Path:
+    lengths = [len(d) for d in documents]
+    starts = np.cumsum([0, *lengths[:-1]]) * np.dtype(dtype).itemsize
+    np.concatenate(documents).astype(dtype).tofile(path)
+    head = (change.get("magic", b"MMIDIDX\0\0"), 1, code, len(documents), len(documents) + 1)
+    boundaries = np.arange(len(documents) + 1, dtype="<i8")
+    parts = [np.array(lengths, "<i4"), (starts + change.get("gap", 0)).astype("<i8"), boundaries]
+    path.with_suffix(".idx").write_bytes(struct.pack("<9sQBQQ", *head) + b"".join(p.tobytes() for p in parts))
+    return path
+
+
+def tokens(path: Path, **change: Any) -> Tokens:
+    given: dict[str, Any] = {
+        "val_path": None, "dtype": "auto", "context": 4, "val_fraction": 0.25, "val_batch": 4,
+        "val_batches": 2, "vocab": None, "seed": 0,
+    }  # fmt: skip
+    return Tokens(path, **(given | change))
+
+
+def rows(data: Tokens, split: Any, steps: int = 20) -> list[list[int]]:
+    """Windows of context + 1, as they were loaded."""
+    found = []
+    for step in range(steps):
+        batch = data.batch(split, step, 0, 4, BOTH)
+        pairs = zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True)
+        found += [[*row, labels[-1]] for row, labels in pairs]
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "name", "high"), [("<u2", "uint16", 60000), ("<u4", "uint32", 3_000_000)])
+def test_a_token_file_says_what_it_is(tmp_path: Path, dtype: str, name: str, high: int) -> None:
+    line = np.arange(40) + high - 40
+    path = write(tmp_path / "a.bin", line, dtype, dtype=name, vocab=high, tokens=40)
+    data = tokens(path)
+    assert (data.vocab, data.tokens_per_sample, data.val_samples) == (high, 4, None)
+    assert {row[0] - line[0] for row in rows(data, "train", 60)} == set(range(30 - 4))
+    assert {row[0] - line[0] for row in rows(data, "val")} <= set(range(30, 36))
+    for split in ("train", "val"):
+        assert all(row == list(range(row[0], row[0] + 5)) for row in rows(data, split))
+
+
+def test_without_a_sidecar_it_is_as_the_configuration_says(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.bin", np.arange(40), "<u4")
+    model = "model: {vocab: 40, context: 4}\n"
+    data = open_dataset(
+        parse(f"{model}data: {{name: tokens, path: {path}, dtype: uint32, val_fraction: 0.2}}"), tmp_path
+    )
+    assert data.vocab == 40
+    assert data.batch("train", 0, 0, 3, BOTH)["labels"].dtype == torch.int64
+    with pytest.raises(DataError, match=r"a\.bin: nothing says how many ids.*model\.vocab"):
+        tokens(path, dtype="uint32")
+
+
+def test_a_file_of_its_own_for_validation(tmp_path: Path) -> None:
+    train, val = write(tmp_path / "t.bin", [1] * 20), write(tmp_path / "v.bin", [2] * 5)
+    data = tokens(train, val_path=val, vocab=3)
+    assert {i for row in rows(data, "train") for i in row} == {1}
+    assert {i for row in rows(data, "val") for i in row} == {2}
+    assert data.unigram_entropy == pytest.approx(-0.8 * np.log(0.8) - 0.2 * np.log(0.2))
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4"), (5, "<i8"), (1, "<u1")])
+def test_megatron_documents_are_one_line(tmp_path: Path, code: int, dtype: str) -> None:
+    documents = [list(range(7)), list(range(7, 9)), list(range(9, 30))]
+    path = megatron(tmp_path / "a.1.bin", documents, code, dtype)
+    for given in (path, tmp_path / "a.1"):  # Megatron names the pair by its prefix
+        data = tokens(given, vocab=30)
+        assert all(row == list(range(row[0], row[0] + 5)) for row in rows(data, "train"))
+
+
+def test_damaged_megatron_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    for change, message in (
+        ({"magic": b"TNTIDX\0\0\0"}, r"a\.idx: starts with b'TNTIDX.*expected b'MMIDIDX"),
+        ({"code": 7}, r"a\.idx: .*dtype 7; expected .* an integer type \(1, 2, 3, 4, 5, 8\)"),
+        ({"gap": 2}, r"a\.idx: its documents hold 9 tokens, a\.bin holds 9.*without gaps"),
+    ):
+        megatron(path, [[1, 2, 3], [4] * 6], change.pop("code", 8), "<u2", **change)
+        with pytest.raises(DataError, match=message):
+            tokens(path, vocab=9)
+    megatron(path, [[1, 2, 3], [4] * 6], 8, "<u2")
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"hold 9 tokens, a\.bin holds 8"):
+        tokens(path, vocab=9)
+    path.with_suffix(".idx").write_bytes(path.with_suffix(".idx").read_bytes()[:40])
+    with pytest.raises(DataError, match=r"a\.idx: 40 bytes are too few for its 2 documents"):
+        tokens(path, vocab=9)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
+    line = [1] * 40
+    line[33] = 7
+    data = tokens(write(tmp_path / "a.bin", line), vocab=5)
+    rows(data, "train")
+    with pytest.raises(
+        DataError, match=r"a\.bin: token 33 is 7, but the vocabulary has 5 ids; .*model\.vocab"
+    ):
+        rows(data, "val")
+    assert data.unigram_entropy == 0.0
+    below = tokens(megatron(tmp_path / "b.bin", [[1] * 19 + [-1] + [1] * 20], 4, "<i4"), vocab=5)
+    with pytest.raises(DataError, match=r"b\.bin: token 19 is -1"):
+        rows(below, "train")
+
+
+def test_what_contradicts_is_refused_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.bin", range(40), dtype="uint16", vocab=40, tokens=40)
+    other = write(tmp_path / "b.bin", range(40), dtype="uint16", vocab=41, tokens=40)
+    cut = write(tmp_path / "c.bin", range(39), dtype="uint16", vocab=40, tokens=40)
+    for change, message in (
+        ({"vocab": 39}, r"a\.bin: its vocabulary has 40 ids, model\.vocab = 39"),
+        ({"dtype": "uint32"}, r"a\.bin: data\.dtype = uint32, its sidecar says uint16"),
+        ({"val_path": other}, r"a\.bin has 40 ids in its vocabulary, .*b\.bin has 41"),
+        ({"tokenizer": open_tokenizer("bytes")}, r"a\.bin: its sidecar says 40 ids, data\.tokenizer has 256"),
+        ({"context": 10}, r"a\.bin: 10 of its 40 tokens are for validation.*needs 11"),
+    ):
+        with pytest.raises(DataError, match=message):
+            tokens(path, **change)
+    with pytest.raises(DataError, match=r"c\.bin: holds 39 tokens, its sidecar says 40"):
+        tokens(cut)
+
+
+def test_files_that_are_no_token_files_are_refused(tmp_path: Path) -> None:
+    odd, empty, strange = tmp_path / "odd.bin", tmp_path / "empty.bin", tmp_path / "strange.bin"
+    odd.write_bytes(b"abc")
+    empty.touch()
+    write(strange, range(40)).with_suffix(".json").write_text("[1]")
+    for path, message in (
+        (tmp_path / "none.bin", r"none\.bin: cannot be read"),
+        (odd, r"odd\.bin: 3 bytes are not a multiple of the 2"),
+        (empty, r"empty\.bin: is empty"),
+        (strange, r"strange\.json: does not describe a token file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            tokens(path, vocab=9)
+
+
+def test_a_tokenizer_gives_vocabulary_encoding_and_decoding(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.bin", range(40))
+    data = tokens(path, tokenizer=open_tokenizer("bytes"))
+    assert data.vocab == 256
+    assert data.decode(data.encode("naïve") or []) == "naïve"
+    assert tokens(path, vocab=40).encode("a") is None

@@ -1,0 +1,277 @@
+"""Lists of layers that cannot be traced: each runs as it is written, cut anywhere, to the same bits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from by_hand import differences, every_cut, plain, specs_of, staged, variants_of
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from mpipipe.errors import CaptureError
+from mpipipe.graph.profile import Profiler, group_costs, pieces
+
+DRAW = torch.Generator().manual_seed(3)
+BATCH = {"x": torch.randn(6, 8, generator=DRAW), "y": torch.randint(4, (6,), generator=DRAW)}
+
+
+def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    return nn.functional.cross_entropy(outputs, batch["y"], reduction="sum"), 6.0
+
+
+class Branch(nn.Module):
+    """Decides on values, as no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 + int(x.abs().sum()) % 3):
+            x = torch.tanh(self.up(x)) if x.mean() > 0 else self.down(x)  # here
+        return x
+
+
+class Pair(nn.Module):
+    """Gives its next a tuple and something that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return {"both": (self.lin(x), x), "factor": 0.5}
+
+
+class Unpair(nn.Module):
+    def forward(self, given: Any) -> Tensor:
+        a, b = given["both"]
+        return a * given["factor"] + b
+
+
+def layers() -> list[nn.Module]:
+    return [
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)),
+        Branch(),
+        nn.Sequential(nn.BatchNorm1d(8), nn.Flatten()),
+        Pair(),
+        Unpair(),
+        nn.Linear(8, 4),
+    ]
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*layers())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bits_are_those_of_eager_torch_wherever_it_is_cut(precision: str) -> None:
+    variants = variants_of(layers, loss, BATCH, precision)  # type: ignore[arg-type]
+    assert variants.primary.captured.by_layer
+    expected = plain(variants, model, BATCH)
+    for cuts in every_cut(variants):
+        got = staged(variants, cuts, BATCH)
+        idle = {n for n, g in got.items() if n not in expected and not g.any()}
+        assert differences(expected, {n: g for n, g in got.items() if n not in idle}) == [], cuts
+
+
+def test_a_layer_is_a_group_and_has_costs() -> None:
+    variants = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
+    assert variants.graph.groups[:4] == ("0.0/Linear.0", "0.1/ReLU.0", "1/Branch.0", "2.0/BatchNorm1d.0")
+    parts = pieces(variants.primary, variants.graph, variants.uses)
+    profiler = Profiler(variants.primary, "fp32")
+    samples = {p.key: profiler.sample(p) for p in parts}
+    assert len(samples) == len(parts), "no two of them do equal work"
+    costs = group_costs(variants.primary, parts, samples)
+    assert [c.param_bytes for c in costs][:3] == [288, 0, 576]
+    other = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
+    assert other.graph.hash == variants.graph.hash
+
+
+def test_batch_norm_statistics_leave_as_outputs() -> None:
+    variants = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
+    assert [(u.buffer, u.momentum) for u in variants.primary.captured.updates] == [
+        ("2.0.running_mean", 0.1), ("2.0.running_var", 0.1), ("2.0.num_batches_tracked", None),
+    ]  # fmt: skip
+    code = variants.code("train", specs_of(BATCH), (), 0)
+    first = variants.source.materialise([*variants.source.params, *variants.source.buffers])
+    eager = model()
+    eager.load_state_dict(first)
+    eager(BATCH["x"])
+    before = {n: t.clone() for n, t in first.items()}
+    leaves = [first[n] for n, _ in code.leaves]
+    _, statistics = code.forward(
+        *(BATCH[k] for k in code.inputs), *leaves, *(first[n] for n in code.buffers), 0, 0
+    )
+    assert all(torch.equal(first[n], before[n]) for n in first), "forward changes nothing"
+    for update, value in zip(code.updates[:2], statistics, strict=False):
+        buffer = first[update.buffer].mul_(0.9).add_(value, alpha=0.1)
+        assert torch.equal(buffer, eager.state_dict()[update.buffer])
+    assert statistics[2] is None
+
+
+def test_evaluation_and_prediction_follow_the_cut() -> None:
+    variants = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
+    first = variants.source.materialise([*variants.source.params, *variants.source.buffers])
+    eager = model()
+    eager.load_state_dict(first)
+    wanted = eager.eval()(BATCH["x"])
+    cuts = variants.graph.groups[2:5]
+    for mode in ("eval", "predict"):
+        sent: Any = ()
+        for stage in range(len(cuts) + 1):
+            code = variants.code(mode, specs_of(BATCH), cuts, stage)  # type: ignore[arg-type]
+            tensors = [BATCH[k] for k in code.inputs] + [first[n] for n, _ in code.leaves]
+            tensors += [first[n] for n in code.buffers]
+            sent, _ = code.forward(*sent, *tensors, *((0, 0) if code.random else ()))
+        structure = variants.anatomy(mode, specs_of(BATCH)).captured.structure  # type: ignore[arg-type]
+        got = sent[0] if structure is None else tree_unflatten(sent, structure)
+        assert torch.equal(got, loss(wanted, BATCH)[0] if mode == "eval" else wanted)
+
+
+class Noisy(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5) + torch.poisson(x.abs())
+
+
+def test_random_numbers_follow_step_micro_batch_and_layer_alone() -> None:
+    variants = variants_of(lambda: [Noisy(), Noisy(), nn.Linear(8, 4)], loss, BATCH)  # type: ignore[arg-type]
+    first = variants.source.materialise(variants.source.params)
+    code = variants.code("train", specs_of(BATCH), (), 0)
+    tensors = [*(BATCH[k] for k in code.inputs), *(first[n] for n, _ in code.leaves)]
+
+    def run(step: int, micro: int) -> float:
+        torch.manual_seed(int(1000 * torch.rand(())))
+        return float(code.forward(*tensors, step, micro)[0][0])
+
+    found = [run(*where) for where in [(0, 0), (0, 1), (1, 0), (0, 0), (1, 0)]]
+    assert found[0] == found[3]
+    assert found[2] == found[4]
+    assert len(set(found)) == 3
+    state = torch.get_rng_state()
+    code.forward(*tensors, 0, 0)
+    assert torch.equal(state, torch.get_rng_state()), "torch's own generator is as before"
+    one = staged(variants, (), BATCH)
+    for cuts in every_cut(variants):
+        assert differences(one, staged(variants, cuts, BATCH)) == []
+
+
+class Two(Branch):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(left) * right
+
+
+def test_the_first_layer_takes_its_inputs_by_name() -> None:
+    batch = {"right": BATCH["x"] + 1.0, "left": BATCH["x"], "y": BATCH["y"]}
+    make: Callable[[], Any] = lambda: nn.Sequential(Two(), nn.Linear(8, 4))  # noqa: E731
+    variants = variants_of(make, loss, batch)
+    expected = plain(variants, make, batch)
+    assert differences(expected, staged(variants, variants.graph.groups[1:2], batch)) in (
+        [],
+        ["0.down.weight"],
+    )
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+class Remembers(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+
+
+class Writes(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.detach().sum(0))
+        return super().forward(x)
+
+
+class Assigns(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + x.detach().sum(0)
+        return super().forward(x)
+
+
+class TwoNorms(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(self.norm(x)))
+
+
+class NoMomentum(TwoNorms):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=None)
+
+
+class Fails(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(5, -1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (Writes, r"layer 0 \(Writes\) changes \['seen'\] in place"),
+        (Assigns, r"assigns the buffer 'seen' of Assigns"),
+        (TwoNorms, r"runs the BatchNorm 'norm' 2 times"),
+        (NoMomentum, "momentum=None"),
+        (Fails, r"(?s)test_layers.py.*layer 0 \(Fails\) cannot be run on made-up numbers"),
+    ],
+)
+def test_what_a_layer_may_not_do(layer: type[nn.Module], says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        _ = variants_of(lambda: nn.Sequential(layer(), nn.Linear(8, 4)), loss, BATCH).graph
+
+
+class Shrinks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[: 3 + (int(x.abs().sum()) % 7 == 5)] if x.abs().sum() > 0 else x
+
+
+class Skips(TwoNorms):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if x.sum() < 1e3 else x * (1 if x.sum() > 0 else 2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [(lambda: Shrinks(), r"layer 0 \(Shrinks\) returned .*, at capture"), (Skips, "ran the BatchNorms")],
+)
+def test_what_changes_after_capture_is_refused_when_it_happens(layer: Callable, says: str) -> None:
+    variants = variants_of(lambda: nn.Sequential(layer(), nn.Linear(8, 4)), summed, BATCH)
+    with pytest.raises(CaptureError, match=says):
+        for scale in (1.0, 2.0, 3.0, 5.0, 7.0, 1e4):
+            staged(variants, (), {**BATCH, "x": BATCH["x"].abs() * scale})
+
+
+def summed(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    return outputs.sum(), 1.0
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Branch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)[:, :4]
+
+
+def test_any_other_model_is_refused_and_told_the_manual_way() -> None:
+    with pytest.raises(
+        CaptureError, match=r"(?s)decides on the values.*a list of layers or an nn.Sequential"
+    ) as e:
+        _ = variants_of(Wrapped, loss, BATCH).graph
+    source, start = inspect.getsourcelines(Branch)
+    assert f'File "{__file__}", line {start + len(source) - 3}' in str(e.value)
+    with pytest.raises(CaptureError, match="layer 1 of the list of layers"):
+        variants_of(lambda: [nn.Linear(8, 4), torch.relu], loss, BATCH)  # type: ignore[arg-type,list-item,return-value]

@@ -1,0 +1,115 @@
+"""`no_grad`, `enable_grad`, `autocast` and constants inside forward: bits and gradients of eager torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import differences, every_cut, plain, specs_of, staged, variants_of
+from torch import Tensor, nn
+
+from mpipipe.graph.capture import Batch
+
+
+def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    return outputs.float().square().sum(), 1.0
+
+
+BATCH = {"x": torch.randn(3, 8, generator=torch.Generator().manual_seed(1))}
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("inv", 1.0 / torch.arange(1.0, 5.0), persistent=False)
+
+
+class NoGrad(Base):
+    """One parameter only ever seen under no_grad, results used again outside, a view among them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            scale = self.second(y).sigmoid()
+            same, view = y, y[:, :4]
+            with torch.enable_grad():
+                z = self.third(y)
+        return z * scale + same + torch.cat([view, view], 1)
+
+
+class Rotary(Base):
+    """Tables as HF makes them: no_grad, autocast off, from positions and a buffer."""
+
+    @torch.no_grad()
+    def table(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        position = torch.arange(x.shape[0])
+        with torch.autocast(device_type="cpu", enabled=False):
+            angle = position.float()[:, None] @ self.inv[None, :].float()
+            angle = torch.cat((angle, angle), dim=-1)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second, self.third):
+            cos, sin = self.table(x)
+            y = layer(x)
+            x = y * cos + y.flip(-1) * sin
+        return x
+
+
+class Mixed(Base):
+    """A region without autocast and one with it, whatever the run does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            y = self.second(y.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.third(y)
+        return y if torch.is_autocast_enabled("cpu") else y * 2.0
+
+
+class Constants(Base):
+    """From lists and numbers; one is written; one decides an index."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0])
+        shift = torch.tensor([0.5] * 8)
+        shift[2:4] = x[0, :2].detach()
+        y = self.first(x) * scale + shift
+        y = self.second(y)[:, torch.tensor([3, 1, 2, 0, 7, 6, 5, 4])]
+        return self.third(y) * scale * torch.tensor(0.25)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", [NoGrad, Rotary, Mixed, Constants])
+def test_bits_and_gradients_are_those_of_eager_torch(model: type[nn.Module], precision: str) -> None:
+    variants = variants_of(model, loss, BATCH, precision)
+    expected = plain(variants, model, BATCH)
+    for cuts in every_cut(variants):
+        assert differences(expected, staged(variants, cuts, BATCH)) == [], cuts
+
+
+def test_tables_and_constants_are_made_again_where_they_are_needed() -> None:
+    for model, width in ((Rotary, 1), (Constants, 1)):
+        variants = variants_of(model, loss, BATCH)
+        for cuts in every_cut(variants):
+            for stage in range(len(cuts)):
+                code = variants.code("train", specs_of(BATCH), cuts, stage)
+                crosses = [p for p in code.sent if not p.needs_grad]
+                assert len(crosses) < width + (model is Constants), [p.name for p in crosses]
+
+
+def test_the_graph_s_hash_knows_regions_and_the_values_of_constants() -> None:
+    class Scaled(Base):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(self.factor != 3.0):
+                y = torch.cos(x)
+            return self.first(y) * torch.tensor([self.factor] * 8)
+
+    hashes = []
+    for Scaled.factor in (1.0, 1.0, 2.0, 3.0):
+        hashes.append(variants_of(Scaled, loss, BATCH).graph.hash)
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3

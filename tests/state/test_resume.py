@@ -1,0 +1,397 @@
+"""Checkpoints of a run: written together, whole or passed over, on any number of ranks, through kills."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.errors import CheckpointError, ConfigError
+from mpipipe.state import gather
+from mpipipe.state.checkpoint import load, read_index, reader, tensor_digest, weights_sha256
+from mpipipe.state.gather import save, together, weights_hash
+from mpipipe.state.resume import (
+    RunState,
+    check_numerics,
+    damage,
+    newest,
+    prune,
+    read_state,
+    step_folder,
+    survey,
+)
+from mpipipe.values import Numerics
+
+NUMERICS = Numerics(
+    batch=8, micro_batch=2, micro_batches=4, blocks=1, threads=1, bits="torch", gemm="mkl", precision="fp32",
+    tied="per_use", op_table={}, torch="2.13.0", instruction_set="avx2", seed=0,
+)  # fmt: skip
+ORDER = ["wte.weight", "blocks.0.weight", "blocks.1.weight", "norm.mean"]
+HERE = (Path(__file__).parent, Path(__file__).parents[2])  # where a subprocess finds this file and mpipipe
+Named = dict[str, Tensor]
+
+
+def facts(step: int) -> RunState:
+    return RunState(step=step, samples=step, numerics=NUMERICS, graph="g", extra={"note": [1, "a", None]})
+
+
+def tensors(step: int) -> tuple[Named, Named]:
+    """A model and its optimizer, other bits for each step."""
+    g = torch.Generator().manual_seed(step)
+    model = {name: torch.randn(4, 3, generator=g) for name in ORDER}
+    state = {f"{n}/{s}": torch.randn(4, 3, generator=g) for n in ORDER[:3] for s in ("exp_avg", "exp_avg_sq")}
+    return model, state | {f"{n}/step": torch.tensor(float(step)) for n in ORDER[:3]}
+
+
+def share(named: Named, comm: Communicator) -> Named:
+    """What one rank owns: every size-th parameter with its state; ranks beyond the fourth have nothing."""
+    return {n: t for n, t in named.items() if ORDER.index(n.partition("/")[0]) % comm.size == comm.rank}
+
+
+def save_step(run_dir: Path, step: int, ranks: int = 2) -> RunState:
+    def body(comm: Communicator) -> RunState:
+        model, optimizer = (share(t, comm) for t in tensors(step))
+        return save(comm, step_folder(run_dir, step), model, optimizer, ORDER, facts(step))
+
+    states = run_local(ranks, body)
+    assert all(state == states[0] for state in states)
+    return states[0]
+
+
+def read_all(folder: Path) -> tuple[Named, Named]:
+    found = []
+    for source in (reader(folder, "model"), reader(folder, "optimizer")):
+        named = {n: torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for n, s in source.specs.items()}
+        for name, out in named.items():
+            source.read(name, out)
+        found.append(named)
+    return found[0], found[1]
+
+
+def digests(*parts: Named) -> dict[str, str]:
+    return {name: tensor_digest(name, t) for part in parts for name, t in part.items()}
+
+
+# -- writing and reading ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_what_some_ranks_save_any_number_reads(tmp_path: Path, ranks: int) -> None:
+    state = save_step(tmp_path, 100, ranks)
+    folder = newest(tmp_path)
+    assert folder == tmp_path / "checkpoints" / "step-00000100"
+    assert digests(*read_all(folder)) == digests(*tensors(100))
+    assert digests(load(folder)) == digests(tensors(100)[0])
+    assert read_state(folder) == state
+    assert replace(state, sizes={}, weights_sha256="") == facts(100)
+    sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != "run.json"}
+    assert state.sizes == sizes
+    assert len(sizes) == min(ranks, 4) + min(ranks, 3) + 2  # norm.mean is a buffer: no optimizer state
+    model = tensors(100)[0]
+    assert state.weights_sha256 == weights_sha256([tensor_digest(n, model[n]) for n in ORDER])
+    assert run_local(ranks, lambda comm: weights_hash(comm, share(model, comm), ORDER)) == (
+        [state.weights_sha256] * ranks
+    )
+    assert list(read_index(folder)) == ORDER
+    assert list(read_index(folder, "optimizer"))[:4] == [
+        *(f"{ORDER[0]}/{s}" for s in ("exp_avg", "exp_avg_sq", "step")),
+        f"{ORDER[1]}/exp_avg",
+    ]
+
+
+def test_an_optimizer_without_state_and_replicas_are_saved(tmp_path: Path) -> None:
+    model, _ = tensors(1)
+    folder = step_folder(tmp_path, 1)
+    run_local(3, lambda comm: save(comm, folder, model if comm.rank else {}, {}, ORDER, facts(1)))
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "optimizer.safetensors.index.json",
+        "run.json",
+    ]
+    assert digests(*read_all(newest(tmp_path) or folder)) == digests(model)
+
+
+def test_names_that_ranks_and_model_do_not_share_stop_the_save_before_it_begins(tmp_path: Path) -> None:
+    model, folder = tensors(1)[0], step_folder(tmp_path, 1)
+    for order, says in (([*ORDER, "zz"], "'zz' is held by no rank"), (ORDER[:3], "'norm.mean' is unknown")):
+        with pytest.raises(CheckpointError, match=says):
+            run_local(2, lambda comm, o=order: save(comm, folder, share(model, comm), {}, o, facts(1)))
+    assert not folder.exists()
+
+
+def test_a_whole_checkpoint_and_foreign_files_are_never_written_over(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"step-00000001: already holds a whole checkpoint"):
+        save_step(tmp_path, 1)
+    assert digests(*read_all(step_folder(tmp_path, 1))) == digests(*tensors(1))
+    theirs = tmp_path / "pretrained"
+    theirs.mkdir()
+    (theirs / "model.safetensors").write_bytes(b"years of work")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: in the way"):
+        run_local(1, lambda comm: save(comm, theirs, tensors(1)[0], {}, ORDER, facts(1)))
+    assert (theirs / "model.safetensors").read_bytes() == b"years of work"
+    (theirs / "model.safetensors").rename(theirs / "config.json")
+    run_local(1, lambda comm: save(comm, theirs, tensors(1)[0], {}, ORDER, facts(1)))
+    assert damage(theirs) == ""
+    assert (theirs / "config.json").read_bytes() == b"years of work"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_rank_0_collects_the_tensors_of_all(ranks: int) -> None:
+    model = tensors(1)[0] | {"wte.weight": torch.randn(3, 4).t(), "norm.mean": torch.tensor(True)}
+    model["blocks.0.weight"] = torch.randn(0, 3).bfloat16()
+    found, *others = run_local(ranks, lambda comm: gather.collect(comm, share(model, comm), ORDER))
+    assert list(found) == ORDER
+    assert digests(found) == digests(model)
+    assert others == [{}] * (ranks - 1)
+    found["wte.weight"].zero_()
+    assert model["wte.weight"].any(), "a copy"
+    with pytest.raises(CheckpointError, match="'head' is held by no rank"):
+        run_local(ranks, lambda comm: gather.collect(comm, share(model, comm), [*ORDER, "head"]))
+
+
+# -- which one is whole -------------------------------------------------------------------------------
+
+
+def test_only_whole_checkpoints_count_and_the_others_are_explained(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    for step in (5, 10, 100_000_000, 20, 30):
+        save_step(tmp_path, step)
+    shutil.copytree(step_folder(tmp_path, 5), tmp_path / "checkpoints" / "step-best")  # a user's
+    assert newest(tmp_path) == step_folder(tmp_path, 100_000_000)
+    shard = "optimizer-00002-of-00002.safetensors"
+    (step_folder(tmp_path, 100_000_000) / "run.json").unlink()
+    os.truncate(step_folder(tmp_path, 30) / shard, 10)
+    (step_folder(tmp_path, 20) / "model.safetensors.index.json").unlink()
+    assert newest(tmp_path) == step_folder(tmp_path, 10)
+    reasons = {folder.name: wrong for folder, wrong in survey(tmp_path)}
+    assert list(reasons) == [f"step-{n:08d}" for n in (100_000_000, 30, 20, 10, 5)]
+    assert "run.json: not found" in reasons["step-100000000"]
+    assert f"{shard}: has 10 bytes, run.json says " in reasons["step-00000030"]
+    assert "index.json: cannot be read (No such file" in reasons["step-00000020"]
+    assert reasons["step-00000010"] == ""
+    (step_folder(tmp_path, 10) / "run.json").write_text('{"step": 10}')
+    assert "another version" in damage(step_folder(tmp_path, 10))
+    with pytest.raises(CheckpointError, match="another version"):
+        read_state(step_folder(tmp_path, 10))
+
+
+def test_a_damaged_shard_names_the_older_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    for step in (5, 10, 20):
+        save_step(tmp_path, step)
+    os.truncate(step_folder(tmp_path, 10) / "run.json", 3)
+    content = bytearray((step_folder(tmp_path, 20) / "model-00001-of-00002.safetensors").read_bytes())
+    content[0] ^= 1  # as long as before: only reading it tells
+    (step_folder(tmp_path, 20) / "model-00001-of-00002.safetensors").write_bytes(content)
+    assert newest(tmp_path) == step_folder(tmp_path, 20)
+    for step, older in ((20, r"step-00000005 is whole: remove .*step-00000020"), (5, "no older .* anew")):
+        os.truncate(step_folder(tmp_path, step) / "optimizer-00001-of-00002.safetensors", 99)
+        kind = "model" if step == 20 else "optimizer"
+        with pytest.raises(CheckpointError, match=rf"{kind}-00001-of-00002.*damaged\n  .*{older}"):
+            _ = reader(step_folder(tmp_path, step), kind).specs
+
+
+def test_prune_keeps_the_newest_and_takes_what_was_cut_off(tmp_path: Path) -> None:
+    cut_off = step_folder(tmp_path, 3)
+    cut_off.mkdir(parents=True)
+    (cut_off / "model-00001-of-00002.safetensors.part").touch()
+    assert prune(tmp_path, 1) == []
+    assert cut_off.exists(), "nothing goes while nothing is whole"
+    for step in (10, 20, 30):
+        save_step(tmp_path, step)
+        assert prune(tmp_path, 2) == []
+        assert os.readlink(tmp_path / "checkpoint") == f"checkpoints/step-{step:08d}"
+    assert [folder.name for folder, _ in survey(tmp_path)] == ["step-00000030", "step-00000020"]
+    assert digests(load(tmp_path / "checkpoint")) == digests(tensors(30)[0])
+    os.truncate(step_folder(tmp_path, 30) / "model-00001-of-00002.safetensors", 0)
+    assert prune(tmp_path, 1) == []
+    assert (tmp_path / "checkpoint").resolve() == step_folder(tmp_path, 20).resolve()
+    assert step_folder(tmp_path, 30).exists(), "damaged after it was whole: for the user to look at"
+    save_step(tmp_path, 30)  # the run comes by again
+    assert newest(tmp_path) == step_folder(tmp_path, 30)
+    with pytest.raises(ValueError, match="keep = 0"):
+        prune(tmp_path, 0)
+
+
+def test_what_cannot_be_removed_is_told_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(tmp_path, 1)
+    save_step(tmp_path, 2)
+    real = os.unlink
+
+    def stubborn(path: str, *args: object, **kwargs: object) -> None:
+        if "optimizer" in os.fspath(path):
+            raise OSError(16, "Device or resource busy", path)
+        real(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "unlink", stubborn)
+    assert prune(tmp_path, 1) == [step_folder(tmp_path, 1)]
+    monkeypatch.undo()
+    assert newest(tmp_path) == step_folder(tmp_path, 2)
+    assert "not found" in damage(step_folder(tmp_path, 1)), "its run.json went first"
+    assert prune(tmp_path, 1) == []
+    assert not step_folder(tmp_path, 1).exists()
+
+
+# -- errors and kills ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """As a disk or quota that is full: a file that grows beyond `nbytes` cannot be written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def errors_of(ranks: int, run_dir: Path, step: int, large: int | None) -> list[str]:
+    """What each rank gets to hear when it saves; the rank `large` has more than the disk takes."""
+    model, optimizer = tensors(step)
+
+    def body(comm: Communicator) -> str:
+        more = {"large": torch.ones(1 << 18)} if comm.rank == large else {}
+        order = ORDER if large is None else [*ORDER, "large"]
+        mine = share(model, comm) | more
+        try:
+            save(comm, step_folder(run_dir, step), mine, share(optimizer, comm), order, facts(step))
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    return run_local(ranks, body)
+
+
+@pytest.mark.parametrize(("ranks", "large"), [(1, 0), (2, 1), (3, 0), (3, 2)])
+def test_a_full_disk_is_told_on_every_rank_and_costs_no_older_checkpoint(
+    tmp_path: Path, ranks: int, large: int
+) -> None:
+    save_step(tmp_path, 1, ranks)
+    with largest_file(1 << 19):
+        said = errors_of(ranks, tmp_path, 2, large)
+    assert len(set(said)) == 1
+    assert f"step-00000002: failed on 1 of {ranks} ranks\n  rank {large}: " in said[0]
+    assert "cannot be written" in said[0]
+    assert "File too large" in said[0]
+    assert said[0].endswith("make room, then go on with --resume")
+    assert not step_folder(tmp_path, 2).exists()
+    assert newest(tmp_path) == step_folder(tmp_path, 1)
+    assert digests(*read_all(step_folder(tmp_path, 1))) == digests(*tensors(1))
+    assert errors_of(ranks, tmp_path, 2, None) == [""] * ranks  # there is room again
+    assert newest(tmp_path) == step_folder(tmp_path, 2)
+
+
+@pytest.mark.parametrize("what", ["write_index", "write_text", "make_room"])
+def test_what_fails_on_rank_0_alone_is_told_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    save_step(tmp_path, 1, 3)
+    monkeypatch.setattr(gather, what, fail)
+    said = errors_of(3, tmp_path, 2, None)
+    monkeypatch.undo()
+    assert len(set(said)) == 1
+    assert "rank 0: OSError(28, 'No space left on device')" in said[0]
+    assert not step_folder(tmp_path, 2).exists()
+    assert newest(tmp_path) == step_folder(tmp_path, 1)
+
+
+def test_an_error_of_any_kind_on_some_ranks_is_one_error_of_all() -> None:
+    def body(comm: Communicator) -> str:
+        assert together(comm, "here", lambda: comm.rank * 2) == [0, 2, 4]
+        try:
+            together(comm, "here", lambda: 1 // (comm.rank % 2 or comm.rank))
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    said = run_local(3, body)
+    assert len(set(said)) == 1
+    assert said[0].startswith("here: failed on 1 of 3 ranks\n  rank 0: ZeroDivisionError")
+
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import test_resume as t
+
+run_dir, draw, cut_off, steps = Path(sys.argv[1]), random.Random(int(sys.argv[2])), 0, []
+
+def save_on(first):
+    for step in range(first, 10**6):
+        t.save_step(run_dir, step)
+        t.prune(run_dir, 2)
+
+deadline = time.monotonic() + 4
+while len(steps) < 30 and time.monotonic() < deadline:
+    done = steps[-1] if steps else 0
+    child = os.fork()
+    if child == 0:
+        save_on(done + 1)
+    time.sleep(draw.uniform(0.0, 0.12))
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    folder = t.newest(run_dir)
+    if folder is None:
+        assert not steps
+        continue
+    steps.append(t.read_state(folder).step)
+    assert steps[-1] >= done, (steps, done)
+    assert t.digests(*t.read_all(folder)) == t.digests(*t.tensors(steps[-1])), folder
+    assert t.digests(t.load(run_dir / "checkpoint")) == t.digests(t.load((run_dir / "checkpoint").resolve()))
+    cut_off += any(wrong for _, wrong in t.survey(run_dir))
+t.save_step(run_dir, steps[-1] + 1)
+t.prune(run_dir, 2)
+print(len(steps), steps[-1], cut_off, len(t.survey(run_dir)))
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Real ones: a process that saves and prunes in a loop is killed, goes on, is killed again, ..."""
+    seed = random.randrange(1000)
+    job = subprocess.run(
+        [sys.executable, "-c", KILLS, str(tmp_path), str(seed)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, HERE)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert job.returncode == 0, f"seed {seed}\n{job.stderr}"
+    kills, last, cut_off, left = map(int, job.stdout.split())
+    assert kills >= 5
+    assert last >= 5
+    assert cut_off > 0, "no kill fell into a save: nothing was tested"
+    assert left == 2, "prune removes what the kills left behind"
+
+
+# -- going on as before -------------------------------------------------------------------------------
+
+
+def test_other_numerics_are_refused_with_every_difference() -> None:
+    check_numerics(NUMERICS, replace(NUMERICS))
+    with pytest.raises(ConfigError) as caught:
+        check_numerics(NUMERICS, replace(NUMERICS, threads=4, precision="bf16"))
+    assert "  threads: 1 in the checkpoint, 4 now\n" in str(caught.value)
+    assert "  precision: 'fp32' in the checkpoint, 'bf16' now\n" in str(caught.value)
+    assert "--new-numerics" in str(caught.value)
+    assert str(caught.value).count(" in the checkpoint, ") == 2
