@@ -28,7 +28,7 @@ SOURCES := pyproject.toml setup.py $(shell find kernels -name '*.cpp' -o -name '
 chosen = $(foreach c,$(CHOICES),$(c)=$(strip $($(c))))
 export VENV
 
-.PHONY: help setup train test test-fast test-mpi test-slurm test-full lint format bench clean choices-changed
+.PHONY: help setup train test test-fast test-mpi test-slurm test-torch test-full lint format bench clean choices-changed
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # the tests measure times, and the last lines are those of the last test
 
@@ -69,6 +69,9 @@ test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of ho
 test-slurm: setup ## tests under Slurm, when MPIPIPE_TESTBED names the test bed
 	$(if $(MPIPIPE_TESTBED),$(PY) -m pytest -m "slurm$(if $(FULL),, and not full)" $(K),@echo \
 		"test-slurm: no MPIPIPE_TESTBED, not run")
+
+test-torch: setup ## capture and bits on the oldest and newest torch that is allowed, where they can be had
+	@MAKE='$(MAKE)' .ci/torch-range
 
 test-full: setup lint ## everything, the slow tests included
 	$(PY) -m pytest -m "not mpi and not jobs and not slurm" $(K)

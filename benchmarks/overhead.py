@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+import mpipipe.pipeline
 import mpipipe.train
 from benchmarks.common import config_of, launch, machine
 from mpipipe.cluster.mpi import connect
@@ -53,12 +54,13 @@ class RecordingTrainer(Trainer):
     kept: list[Recorded]
     made: list[RecordingTrainer] = []  # noqa: RUF012 - one per process
 
-    def step(self, step: int, stop: bool = False) -> Outcome:
+    def step(self, step: int, stop: bool = False) -> Outcome | None:
         self.made[:] = [self]
         self.kept = self.kept if step else []
         start = time.perf_counter()
         outcome = super().step(step, stop)
-        self.kept.append(Recorded(start, time.perf_counter(), outcome.times))
+        if outcome is not None:
+            self.kept.append(Recorded(start, time.perf_counter(), outcome.times))
         return outcome
 
 
@@ -159,7 +161,7 @@ def _shares(program: Program, steps: Sequence[Sequence[Recorded]], rank: int) ->
 
 def rank_main(config: str, overrides: Sequence[str], out: Path) -> None:
     """One rank of the recorded run; rank 0 writes the result."""
-    mpipipe.train.Trainer = RecordingTrainer  # type: ignore[attr-defined]
+    mpipipe.pipeline.Trainer = RecordingTrainer  # type: ignore[misc]
     comm = connect()
     report = mpipipe.train.train(comm, load(config, overrides))
     trainer = RecordingTrainer.made[0]

@@ -109,7 +109,7 @@ class Peer:
         assert config.train.batch % config.pipeline.micro_batches == 0, "tensor_split would pad nothing"
         self.config, self.settings, self.rank = config, optimizer_settings(config), rank
         self.dataset = open_dataset(config, os.environ["BENCH_DATA"])
-        factory, _ = build(config, self.dataset)
+        factory = build(config, self.dataset).model
         self.stage = build_stage(factory, split, rank)
         if same_weights:
             take_our_weights(self.stage, ModelSource(factory, config.train.seed))
@@ -247,7 +247,7 @@ def layer_seconds(config: Config) -> list[float]:
     set_threads(1)
     set_gemm_route(config.kernels.gemm)
     data = open_dataset(config, os.environ["BENCH_DATA"])
-    model = build(config, data)[0]()
+    model = build(config, data).model()
     assert isinstance(model, GPT)
     batch = data.batch("train", 0, 0, config.micro_batch, frozenset(["tokens", "labels"]))
     x = torch.randn(config.micro_batch, model.wpe.num_embeddings, model.wte.embedding_dim)

@@ -44,7 +44,7 @@ from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings
 from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.state.checkpoint import reader
+from mpipipe.state.checkpoint import reader, tensor_digest, weights_sha256
 from mpipipe.state.gather import collect, save
 from mpipipe.state.resume import RunState, check_numerics, read_state
 from mpipipe.values import Numerics, Plan, Program, Timeline, from_json, to_json
@@ -126,6 +126,11 @@ class Pipeline:
         self.rank, self.size = comm.rank, comm.size
         self._say = say if say is not None else print
         self.memory = resident_memory()
+        if batch < micro_batches:
+            raise MpipipeError(
+                f"batch = {batch} is smaller than micro_batches = {micro_batches}; a micro-batch needs a "
+                "sample: raise the one or lower the other"
+            )
         saved = None if resume is None else read_state(resume)
         self.numerics = Numerics(
             batch=batch,
@@ -149,6 +154,7 @@ class Pipeline:
 
         first = reader(resume, "model") if resume is not None else initial
         source = ModelSource(model, seed, first)
+        _check_given(comm, source)
         self._names = [*inspect.signature(source.module.forward).parameters, LABELS[0]]
         self.data: Dataset = from_user(
             data, val, batch=batch, micro_batches=micro_batches, names=self._names, collate=collate,
@@ -222,7 +228,7 @@ class Pipeline:
             grad_norm=None if self.optimizer.clip is None else outcome.norm,
             lr=self.optimizer.lr_at(self.steps_done),
             seconds=time.perf_counter() - start,
-            stop=outcome.stop,
+            stop=bool(outcome.stop),
         )
         self.steps_done += 1
         return step, outcome
@@ -345,6 +351,17 @@ def _optimizer(given: Factory | OptimizerSettings | None, clip: float | None) ->
     if given is None:
         return OptimizerSettings(clip=clip)
     return given if isinstance(given, OptimizerSettings) else UserOptimizer(given, clip)
+
+
+def _check_given(comm: Communicator, source: ModelSource) -> None:
+    """A model that each rank made for itself must be one and the same. Collective."""
+    digests = comm.allgather_object(weights_sha256([tensor_digest(n, t) for n, t in source.given.items()]))
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise MpipipeError(
+            f"the model of rank {other} has other values than that of rank 0 (sha256 {digests[other][:8]} and "
+            f"{digests[0][:8]}); call torch.manual_seed before it is made, or give the function that makes it"
+        )
 
 
 def _check_trained(variants: Variants, unused: str) -> None:

@@ -10,9 +10,12 @@ by torch itself at run time and every operator keeps torch's own bits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
+from io import StringIO
 from operator import attrgetter
 from typing import Any
 
@@ -108,8 +111,9 @@ def _capture(
     with TRACING:
         with source.fake_mode:
             batch = {k: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for k, s in specs.items()}
-        trace = _trace_layers if by_layer else _trace
-        exported, updates = trace(program, source, batch, precision)
+        with _norms_that_fit(source.module):
+            trace = _trace_layers if by_layer else _trace
+            exported, updates = trace(program, source, batch, precision)
         graph = exported.graph
         inputs = dict(zip([n for n in graph.nodes if n.op == "placeholder"], specs, strict=True))
         _drop_checks(graph)
@@ -158,7 +162,7 @@ def _export(
     program: Program, arguments: tuple[Any, ...], source: ModelSource, precision: str
 ) -> fx.GraphModule:
     try:
-        with _no_assignments(source.module), autocast(precision):
+        with _no_assignments(source.module), autocast(precision), _quiet():
             # autocast is not recorded, but what the model asks about it is true
             exported = torch.export.export(program, arguments, strict=False).module(check_guards=False)
     except CaptureError as error:
@@ -167,6 +171,40 @@ def _export(
         raise Untraceable(_cannot(user_frame(error), error)) from error
     inline_regions(exported)
     return exported
+
+
+@contextmanager
+def _norms_that_fit(model: nn.Module) -> Iterator[None]:
+    """Refuses a micro-batch that is too small for a BatchNorm, by its name."""
+
+    def check(path: str, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0]
+        if norm.training and x.dim() > 1 and x.numel() == x.shape[1]:
+            raise CaptureError(
+                f"{path!r}, a {type(norm).__name__}, gets a micro-batch of shape {list(x.shape)}: one value "
+                "for each channel has no variance. Make the smallest micro-batch larger (a larger train.batch "
+                "or fewer train.micro_batches, so that each has 2 rows or more), or use LayerNorm or GroupNorm"
+            )
+
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    hooks = [m.register_forward_pre_hook(partial(check, n)) for n, m in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """When the tracer gives up it prints the graph so far; our error says what matters, and layers may do."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before, log.disabled = log.disabled, True
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        log.disabled = before
 
 
 _MANUALLY = (
@@ -233,11 +271,11 @@ def _attributes(
             continue
         value = attrgetter(str(node.target))(exported)
         if isinstance(value, FakeTensor):
-            raise CaptureError(
-                f"{source_line(next(iter(node.users)))}\n  uses {str(node.target).removeprefix('model.')!r}, "
-                "which is a tensor and neither parameter nor buffer; register it: "
-                "self.register_buffer(name, tensor, persistent=False)"
-            )
+            try:
+                value = source.constant(value)
+            except CaptureError as error:
+                what = str(node.target).removeprefix("model.")
+                raise CaptureError(f"{source_line(next(iter(node.users)))}\n  {what!r} {error}") from error
         constant[node] = value.detach()
     return param, buffer, constant
 

@@ -8,6 +8,7 @@ used or not without a cut ever falling inside it. Kept together with the operato
     dropout and what adds it    projection + dropout + residual add
     attention's reshapes        scaled_dot_product_attention + transpose + reshape
     head + loss                 the last linear up to the loss: its logits are the largest tensor
+    uses of one BatchNorm       its statistics are one sequence of updates
     illegal cut positions       tuples, overlapping views, memory written later (anatomy.legal)
 
 The residual add and the norm that follows may be parted: between them one tensor crosses, anywhere
@@ -49,12 +50,25 @@ def _head_start(anatomy: Anatomy) -> int:
     return len(anatomy.order)
 
 
+def _shared_statistics(anatomy: Anatomy) -> list[tuple[int, int]]:
+    """First and last place of each buffer that several operators update: one stage must do it in order."""
+    places: dict[str, list[int]] = {}
+    for update in anatomy.captured.updates:
+        places.setdefault(update.buffer, []).append(anatomy.index[update.node])
+    return [(min(found), max(found)) for found in places.values() if len(found) > 1]
+
+
 def boundaries(anatomy: Anatomy) -> list[int]:
     """Positions in `anatomy.order` where a group starts; the first is 0."""
-    crossing, head = anatomy.crossings(), _head_start(anatomy)
+    crossing, head, shared = anatomy.crossings(), _head_start(anatomy), _shared_statistics(anatomy)
     starts = [0]
     for i in range(1, len(anatomy.order)):
-        if i > head or _joins_previous(anatomy, i) or not anatomy.legal(i, crossing[i]):
+        if (
+            i > head
+            or any(first < i <= last for first, last in shared)
+            or _joins_previous(anatomy, i)
+            or not anatomy.legal(i, crossing[i])
+        ):
             continue
         if crossing[i]:  # nothing to send: parts that do not depend on each other may be parted too
             starts.append(i)

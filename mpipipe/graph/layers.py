@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from mpipipe.errors import CaptureError
-from mpipipe.graph.program import Batch, Program, first_call, flat_outputs, layers_of
+from mpipipe.graph.program import Batch, Program, first_call, flat_outputs, layers_of, split
 from mpipipe.graph.rewrite import BufferUpdate, item
 from mpipipe.graph.source import ModelSource, user_frame
 
@@ -247,7 +247,7 @@ def chain(
     layers = layers_of(source.module)
     given = first_call(layers[0][1], nodes)
     for path, module in layers:
-        flat, inputs = pytree.tree_flatten(given)
+        flat, inputs = split(given, fx.Node)
         layer = Layer(path, module, inputs, train)
         names = [[source.alias[f"{path}.{n}"] for n in part] for part in (layer.params, layer.buffers)]
         first = source.materialise(dict.fromkeys(n for part in names for n in part))
@@ -273,12 +273,10 @@ def chain(
 
 def _made_up(like: Tensor) -> Tensor:
     """Normal numbers, or zeros where they are integers: valid ids."""
-    t = torch.zeros(like.shape, dtype=like.dtype)
+    t = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
     if t.is_floating_point():
         t.normal_(generator=torch.Generator().manual_seed(0))
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(t).requires_grad_(
-        like.requires_grad
-    )  # fmt: skip
+    return t.requires_grad_(like.requires_grad).clone()  # a layer may write what another has made, no leaf
 
 
 def append(graph: fx.Graph, tail: fx.Graph, inputs: Sequence[fx.Node]) -> None:

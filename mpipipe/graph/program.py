@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from mpipipe.errors import CaptureError
 from mpipipe.values import TensorSpec
 
+T = TypeVar("T")
 Mode = Literal["train", "eval", "predict"]
 Batch = dict[str, Tensor]
 Specs = dict[str, TensorSpec]  # the shapes of a batch, by key
@@ -147,11 +148,11 @@ def _pair(function: Loss, outputs: Any, batch: Batch, what: str) -> tuple[Tensor
 # -- what a model returns ------------------------------------------------------------------------------
 
 
+@dataclass
 class _Constant:
     """A leaf that is no tensor, as a part of the structure."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
 pytree.register_pytree_node(_Constant, lambda c: ([], c.value), lambda _, value: value)
@@ -168,12 +169,15 @@ def flat_outputs(outputs: Any) -> tuple[tuple[Tensor, ...], pytree.TreeSpec]:
         if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
             torch.export.register_dataclass(kind)  # and once more, for those inside
             return flat_outputs(outputs)
-    leaves, structure = pytree.tree_flatten(
-        pytree.tree_map(lambda x: x if isinstance(x, Tensor) else _Constant(x), outputs)
-    )
-    if not leaves:
+    tensors, structure = split(outputs, Tensor)
+    if not tensors:
         raise CaptureError(
             f"the model returns {type(outputs).__name__} without a tensor in it; return tensors, in a tuple, "
             "a dict or a dataclass"
         )
-    return tuple(leaves), structure
+    return tuple(tensors), structure
+
+
+def split(tree: Any, kind: type[T]) -> tuple[list[T], pytree.TreeSpec]:
+    """The leaves of one kind; the others become a part of the structure."""
+    return pytree.tree_flatten(pytree.tree_map(lambda x: x if isinstance(x, kind) else _Constant(x), tree))

@@ -198,6 +198,8 @@ def make_buffers_functional(
     for node in list(graph.nodes):
         for target in mutated_inputs(node):
             if memory_of(target).op == "get_attr":
+                if schema_name(node) == "aten::add_":  # it returns what it wrote: two counts are two updates
+                    node.replace_all_uses_with(target)
                 updates.append(_counter(node, target, buffer_of))
                 graph.erase_node(node)
     return updates

@@ -237,6 +237,12 @@ class ModelSource:
             raise CaptureError(f"{user_frame(error)}\n  a weight {_LAZY}") from error
 
     @property
+    def given(self) -> dict[str, Tensor]:
+        """Of a model that was given as it is: its first values, by canonical name."""
+        names = [*self.params, *self.buffers]
+        return {n: self._real[id(self.tensor(n))] for n in names if id(self.tensor(n)) in self._real}
+
+    @property
     def persistent(self) -> tuple[str, ...]:
         """Parameters, then persistent buffers: what a state dict and a checkpoint hold."""
         kept = {
@@ -250,6 +256,17 @@ class ModelSource:
     def tensor(self, name: str) -> Tensor:
         """The fake parameter or buffer of a canonical name."""
         return self.params[name] if name in self.params else self.buffers[name]
+
+    def constant(self, fake: Tensor) -> Tensor:
+        """The values of a tensor that the model holds beside its parameters and buffers. Raises CaptureError
+        when it was drawn at random: it has no name that could seed it."""
+        if self._tape.draws(fake):
+            raise CaptureError(
+                "is drawn at random when the model is made, and is neither parameter nor buffer; register it "
+                "by self.register_buffer(name, tensor)"
+            )
+        with TRACING, unset_fake_temporarily(), torch.no_grad():
+            return self._tape.replay(fake, {})
 
     def _seeds(self) -> dict[int, int]:
         """Tape index of each random operator -> the seed of its generator."""

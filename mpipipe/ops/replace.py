@@ -26,6 +26,7 @@ from mpipipe.ops.draws import (
     uniform_like,
 )
 from mpipipe.ops.dropout import dropout
+from mpipipe.ops.recurrent import stacked
 
 Tensor = torch.Tensor
 # The stream's name (key, step, micro), and the arguments that no stream depends on: layout, pin_memory.
@@ -48,7 +49,7 @@ def draws(op: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = N
     return not rates or any(rate != 0 for rate in rates)
 
 
-def replacement(op: Any) -> Callable[..., Tensor] | None:
+def replacement(op: Any) -> Callable[..., Any] | None:
     """Our form of a random torch operator, or None when there is none."""
     return REPLACEMENTS.get(str(op))
 
@@ -145,7 +146,7 @@ def _bernoulli_p(x: Tensor, p: float, *, generator: None = None, **stream: int) 
     return bernoulli_like(x, p, **stream)
 
 
-REPLACEMENTS: dict[str, Callable[..., Tensor]] = {
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "aten.dropout.default": _dropout,
     "aten.dropout_.default": _dropout_,
     "aten.feature_dropout.default": _feature_dropout,
@@ -163,4 +164,8 @@ REPLACEMENTS: dict[str, Callable[..., Tensor]] = {
     "aten.normal_.default": _normal_,
     "aten.randint_like.default": _randint_like,
     "aten.randint_like.low_dtype": _randint_like_low,
+    "aten.lstm.input": stacked(torch.ops.aten.lstm.input),
+    "aten.gru.input": stacked(torch.ops.aten.gru.input),
+    "aten.rnn_tanh.input": stacked(torch.ops.aten.rnn_tanh.input),
+    "aten.rnn_relu.input": stacked(torch.ops.aten.rnn_relu.input),
 }

@@ -1,7 +1,7 @@
 """Do the tensors on disk fit the model? One comparison for every kind of checkpoint.
 
-    found (on disk)  vs  wanted (of the model)  ->  nothing, or one error that lists what is missing,
-                                                    what is too much and what has another shape
+found (on disk)  vs  wanted (of the model)  ->  nothing, or one error that lists what is missing,
+                                                what is too much and what has another shape
 """
 
 from __future__ import annotations

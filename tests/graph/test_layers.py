@@ -146,7 +146,7 @@ def test_random_numbers_follow_step_micro_batch_and_layer_alone() -> None:
 
     def run(step: int, micro: int) -> float:
         torch.manual_seed(int(1000 * torch.rand(())))
-        return float(code.forward(*tensors, step, micro)[0][0])
+        return code.forward(*tensors, step, micro)[0][0].item()
 
     found = [run(*where) for where in [(0, 0), (0, 1), (1, 0), (0, 0), (1, 0)]]
     assert found[0] == found[3]
@@ -170,10 +170,8 @@ def test_the_first_layer_takes_its_inputs_by_name() -> None:
     make: Callable[[], Any] = lambda: nn.Sequential(Two(), nn.Linear(8, 4))  # noqa: E731
     variants = variants_of(make, loss, batch)
     expected = plain(variants, make, batch)
-    assert differences(expected, staged(variants, variants.graph.groups[1:2], batch)) in (
-        [],
-        ["0.down.weight"],
-    )
+    got = staged(variants, variants.graph.groups[1:2], batch)
+    assert differences(expected, {n: g for n, g in got.items() if n in expected}) == []
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -234,7 +232,7 @@ def test_what_a_layer_may_not_do(layer: type[nn.Module], says: str) -> None:
 
 class Shrinks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x[: 3 + (int(x.abs().sum()) % 7 == 5)] if x.abs().sum() > 0 else x
+        return x[:3] if x.max() > 1e3 else x
 
 
 class Skips(TwoNorms):
@@ -244,13 +242,13 @@ class Skips(TwoNorms):
 
 @pytest.mark.parametrize(
     ("layer", "says"),
-    [(lambda: Shrinks(), r"layer 0 \(Shrinks\) returned .*, at capture"), (Skips, "ran the BatchNorms")],
+    [(Shrinks, r"layer 0 \(Shrinks\) returned .*, at capture"), (Skips, "ran the BatchNorms")],
 )
-def test_what_changes_after_capture_is_refused_when_it_happens(layer: Callable, says: str) -> None:
+def test_what_changes_after_capture_is_refused_when_it_happens(layer: type[nn.Module], says: str) -> None:
     variants = variants_of(lambda: nn.Sequential(layer(), nn.Linear(8, 4)), summed, BATCH)
+    staged(variants, (), BATCH)
     with pytest.raises(CaptureError, match=says):
-        for scale in (1.0, 2.0, 3.0, 5.0, 7.0, 1e4):
-            staged(variants, (), {**BATCH, "x": BATCH["x"].abs() * scale})
+        staged(variants, (), {**BATCH, "x": BATCH["x"].abs() * 1e4})
 
 
 def summed(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, float]:

@@ -69,7 +69,11 @@ class Mixed(Base):
 
 
 class Constants(Base):
-    """From lists and numbers; one is written; one decides an index."""
+    """From lists and numbers; one is written; one decides an index; one is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = torch.linspace(0.5, 4.0, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0])
@@ -77,7 +81,7 @@ class Constants(Base):
         shift[2:4] = x[0, :2].detach()
         y = self.first(x) * scale + shift
         y = self.second(y)[:, torch.tensor([3, 1, 2, 0, 7, 6, 5, 4])]
-        return self.third(y) * scale * torch.tensor(0.25)
+        return self.third(y) * scale * torch.tensor(0.25) + self.offset * self.offset[0]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -154,6 +154,19 @@ def test_weights_made_from_a_tensor_of_outside_are_its_values() -> None:
     assert torch.equal(made["weight"], outside)
 
 
+def test_a_tensor_that_is_neither_parameter_nor_buffer_has_its_values() -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(2, 3)
+        model.table = torch.arange(6.0).view(2, 3).t() * 2  # type: ignore[assignment]
+        model.drawn = torch.rand(2)  # type: ignore[assignment]
+        return model
+
+    source = ModelSource(make, 0)
+    assert torch.equal(source.constant(source.module.table), torch.tensor([[0.0, 6], [2, 8], [4, 10]]))
+    with pytest.raises(CaptureError, match=r"drawn at random .* register it"):
+        source.constant(source.module.drawn)
+
+
 # -- a model that is there already, and a list of layers -----------------------------------------------
 
 

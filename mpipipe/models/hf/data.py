@@ -38,7 +38,8 @@ class _Adapted(DatasetBase):
     def __init__(self, data: Dataset, model: HfModel, seed: int) -> None:
         self._data, self._model, self._seed = data, model, seed
         self.vocab, self.tokens_per_sample = data.vocab, data.tokens_per_sample
-        self.val_samples, self.varying, self.exact = data.val_samples, data.varying, data.exact
+        self.val_samples, self.varying = data.val_samples, data.varying
+        self.exact, self.whole = data.exact, data.whole
         self._label = next((k for k in ("labels", "y") if k in data.specs(1)), "labels")
 
     @property
@@ -53,11 +54,6 @@ class _Adapted(DatasetBase):
 
     def check(self, specs: dict[str, TensorSpec]) -> None:
         m = self._model
-        if not self.exact:
-            raise DataError(
-                f"data that is read only once must give the model's own keys, not {sorted(specs)}; rename "
-                "them to input_ids, labels and so on"
-            )
         wanted = "x" if m.kind == "image" else "tokens"
         if wanted not in specs:
             raise DataError(
@@ -118,35 +114,48 @@ class _Adapted(DatasetBase):
     def batch(
         self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]
     ) -> dict[str, Tensor]:
-        made = self._made(split, step, start, stop, keys)
+        if self._model.kind in ("image", "sequence"):
+            asked = {theirs for theirs, ours in self._renamed.items() if ours in keys}
+        else:
+            asked = {"tokens"} if keys & {"input_ids", "labels"} else set()
+        made = self._translated(
+            self._data.batch(split, step, start, stop, frozenset(asked)), split, step, start
+        )
         return {key: t for key, t in made.items() if key in keys}
 
-    def _made(
-        self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]
-    ) -> dict[str, Tensor]:
+    def next_batch(self, split: Split, step: int) -> dict[str, Tensor] | None:
+        """Of data that is read in order, once (`exact` is False): the whole batch; None at the end."""
+        found = self._data.next_batch(split, step)  # type: ignore[attr-defined]
+        return None if found is None else self._translated(found, split, step, 0)
+
+    @property
+    def _renamed(self) -> dict[str, str]:
+        return {"x" if self._model.kind == "image" else "tokens": self._input, self._label: "labels"}
+
+    def _translated(self, found: dict[str, Tensor], split: Split, step: int, start: int) -> dict[str, Tensor]:
+        """found: the data's own samples from number `start` on."""
         kind = self._model.kind
         if kind in ("image", "sequence"):
-            names = {"x" if kind == "image" else "tokens": self._input, self._label: "labels"}
-            asked = frozenset(name for name, ours in names.items() if ours in keys)
-            found = self._data.batch(split, step, start, stop, asked)
-            return {names[name]: t for name, t in found.items()}
-        if not keys & {"input_ids", "labels"}:
+            return {ours: found[theirs] for theirs, ours in self._renamed.items() if theirs in found}
+        if "tokens" not in found:
             return {}
-        tokens = self._data.batch(split, step, start, stop, frozenset({"tokens"}))["tokens"]
+        tokens = found["tokens"]
         if kind == "causal":
             return {"input_ids": tokens, "labels": tokens}
         if kind == "seq2seq":
             half = tokens.shape[1] // 2
             return {"input_ids": tokens[:, :half].contiguous(), "labels": tokens[:, half:].contiguous()}
-        return self._hide(tokens, split, step, start, stop)
+        return self._hide(tokens, split, step, start)
 
-    def _hide(self, tokens: Tensor, split: Split, step: int, start: int, stop: int) -> dict[str, Tensor]:
+    def _hide(self, tokens: Tensor, split: Split, step: int, start: int) -> dict[str, Tensor]:
         """Every number is drawn for a place in the data, so a sample is masked alike in any micro-batch."""
-        width = self._data.specs(1)["tokens"].shape[1]
+        rows, width = tokens.shape
 
         def draw(stream: str) -> Tensor:
-            u = uniforms(self._seed, f"{stream}/{split}", step, start * width, stop * width)
-            return torch.from_numpy(u).view(-1, width)[:, : tokens.shape[1]]
+            first, last = start * width, (start + rows) * width
+            return torch.from_numpy(uniforms(self._seed, f"{stream}/{split}", step, first, last)).view(
+                rows, width
+            )
 
         chosen, how, other = draw("masked") < _MASKED, draw("how"), draw("other")
         ids: Any = torch.where(

@@ -1,0 +1,97 @@
+"""BatchNorm: its statistics where it is used twice, and micro-batches that are too small for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import every_cut, specs_of, variants_of
+from torch import Tensor, nn
+
+from mpipipe.errors import CaptureError
+from mpipipe.graph.source import ModelSource
+from mpipipe.graph.variants import Variants
+from mpipipe.values import TensorSpec
+
+BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(5))}
+
+
+def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    return outputs.sum(), 1.0
+
+
+class Shared(nn.Module):
+    """One BatchNorm after each of two layers, one of its own after a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.shared, self.own = nn.BatchNorm1d(8, momentum=0.3), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, [self.shared, None, self.shared, self.own], strict=True):
+            x = torch.tanh(layer(x)) if norm is None else torch.tanh(norm(layer(x)))
+        return x
+
+
+def test_a_batch_norm_used_twice_has_the_statistics_of_eager_torch() -> None:
+    variants = variants_of(Shared, loss, BATCH)
+    source = variants.source
+    first = source.materialise([*source.params, *source.buffers])
+    eager = Shared()
+    eager.load_state_dict(first)
+    batches = [BATCH["x"], BATCH["x"] * 2.0 + 1.0]
+    for x in batches:
+        eager(x)
+    for cuts in every_cut(variants, 8):
+        buffers = {n: first[n].clone() for n in source.buffers}
+        owners: dict[str, set[int]] = {n: set() for n in source.buffers}
+        for x in batches:
+            sent: list[Tensor] = [x]
+            for stage in range(len(cuts) + 1):
+                code = variants.code("train", specs_of(BATCH), cuts, stage)
+                sent, statistics = code.forward(*sent, *(first[n] for n, _ in code.leaves))
+                for update, value in zip(code.updates, statistics, strict=True):
+                    owners[update.buffer].add(stage)
+                    buffer = buffers[update.buffer]
+                    if value is None:
+                        buffer.add_(1)
+                    else:
+                        buffer.mul_(1.0 - update.momentum).add_(value.detach(), alpha=update.momentum)
+        assert all(len(stages) == 1 for stages in owners.values()), "one stage has all updates of a buffer"
+        assert {n: min(stages) for n, stages in owners.items()} == {
+            n: s for n, s in variants.stage_of_param(cuts).items() if n in owners
+        }
+        for name, buffer in buffers.items():
+            assert torch.equal(buffer, eager.state_dict()[name]), (name, cuts)
+    assert len(variants.graph.groups) > 2, "it may be cut before and after"
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 4, 3), nn.Linear(16, 3)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm1d(3)])
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 1, 4, 4) -> (B, 3)
+        x = self.norms[0](self.conv(x)).flatten(1)  # four values for each channel, also of one image
+        return self.norms[1](self.fc(x))
+
+
+def sized(rows: int) -> dict[str, TensorSpec]:
+    return {"x": TensorSpec((rows, 1, 4, 4), "float32")}
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_micro_batch_that_is_too_small_is_refused_by_name(listed: bool) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Images()) if listed else Images()
+
+    variants = Variants(ModelSource(make, 0), loss, sized, 2, "fp32")
+    assert variants.graph.groups
+    path = "0.norms.1" if listed else "norms.1"
+    says = rf"'{path}', a BatchNorm1d, gets a micro-batch of shape \[1, 3\].*train.micro_batches.*LayerNorm"
+    with pytest.raises(CaptureError, match=says):
+        variants.anatomy("train", sized(1))  # a ragged one
+    variants.anatomy("eval", sized(1))
+    with pytest.raises(CaptureError, match=says):
+        _ = Variants(ModelSource(make, 0), loss, sized, 1, "fp32").graph
