@@ -31,7 +31,8 @@ from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import cores_available
 from mpipipe.data.base import Dataset
 from mpipipe.data.user import as_batch, from_user
-from mpipipe.errors import MpipipeError
+from mpipipe.errors import CheckpointError, MpipipeError
+from mpipipe.graph.anatomy import spec
 from mpipipe.graph.capture import warm_up_tracer
 from mpipipe.graph.program import LABELS, Batch, Loss, Metric
 from mpipipe.graph.source import Initial, ModelSource
@@ -152,8 +153,10 @@ class Pipeline:
         set_threads(self.numerics.threads)
         set_gemm_route(gemm)
 
-        first = reader(resume, "model") if resume is not None else initial
-        source = ModelSource(model, seed, first)
+        weights = None if resume is None else reader(resume, "model")
+        source = ModelSource(model, seed, weights or initial)
+        if weights is not None:
+            weights.check({name: spec(source.tensor(name)) for name in source.persistent})
         _check_given(comm, source)
         self._names = [*inspect.signature(source.module.forward).parameters, LABELS[0]]
         self.data: Dataset = from_user(
@@ -165,6 +168,11 @@ class Pipeline:
             source, full_loss, self.data.specs, self.numerics.micro_batch, precision, metrics, max_shapes
         )
         _check_trained(self.variants, unused)
+        if saved is not None and saved.graph != self.variants.graph.hash and not new_numerics:
+            raise CheckpointError(
+                f"{resume}: made by another form of this model or loss (graph {saved.graph[:8]}, now "
+                f"{self.variants.graph.hash[:8]}); go back to it, or go on with --new-numerics"
+            )
         self.optimizer = _optimizer(optimizer, clip)
         started = time.perf_counter()
         self.costs = measure(comm, self.variants, self.numerics, self.optimizer, self.memory, memory_bytes)
@@ -359,8 +367,9 @@ def _check_given(comm: Communicator, source: ModelSource) -> None:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise MpipipeError(
-            f"the model of rank {other} has other values than that of rank 0 (sha256 {digests[other][:8]} and "
-            f"{digests[0][:8]}); call torch.manual_seed before it is made, or give the function that makes it"
+            f"the model of rank {other} has other values than that of rank 0 (sha256 {digests[other][:8]} "
+            f"and {digests[0][:8]}); call torch.manual_seed before it is made, or give the function that "
+            "makes it"
         )
 
 

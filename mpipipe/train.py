@@ -77,7 +77,8 @@ def train(comm: Communicator, config: Config, resume: bool = False, new_numerics
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None
     run_dir, checkpoint, said, resumed = place
-    prepare(config, run_dir, comm.rank == 0)
+    if checkpoint is None:  # else it is there, and must stay as it was
+        prepare(config, run_dir, comm.rank == 0)
     comm.barrier()
     opened = open_dataset(config, run_dir)
     data, val = opened if isinstance(opened, tuple) else (opened, None)
@@ -88,9 +89,9 @@ def train(comm: Communicator, config: Config, resume: bool = False, new_numerics
         c, t, p = config, config.train, config.pipeline
         pipe = Pipeline(
             built.model, built.loss, built.data, _optimizer(config), batch=t.batch, val=val,
-            val_batch=c.eval_batch,
-            micro_batches=p.micro_batches, metrics=built.metrics, schedule=_schedule(config), precision=t.precision,
-            threads=p.threads, blocks=p.blocks, tied=p.tied, gemm=c.kernels.gemm, seed=t.seed, unused=t.unused,
+            val_batch=c.eval_batch, micro_batches=p.micro_batches, metrics=built.metrics,
+            schedule=_schedule(config), precision=t.precision, threads=p.threads, blocks=p.blocks,
+            tied=p.tied, gemm=c.kernels.gemm, seed=t.seed, unused=t.unused,
             max_shapes=c.capture.max_shapes, receive_window=p.receive_window, memory_bytes=p.memory_bytes,
             initial=built.initial, resume=checkpoint, new_numerics=new_numerics, comm=comm, say=log.say,
         )  # fmt: skip

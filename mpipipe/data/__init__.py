@@ -102,7 +102,7 @@ def _synthetic(data: Any, model: Any, batch: int, val_batch: int, seed: int) -> 
         case "unet":
             return Shapes(model.channels, model.size, model.classes, *finite)
         case "encoder_decoder":
-            return Pairs(model.vocab or VOCAB, model.context, *finite, data.varying)
+            return Pairs(model.vocab or VOCAB, model.context, *finite, data.varying, data.bucket)
         case "dlrm":
             return Clicks(model.dense, model.tables, model.bag, *finite)
         case _:

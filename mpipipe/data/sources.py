@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -14,9 +13,9 @@ from torch.utils.data import default_collate
 
 from mpipipe.data.base import Order, Split, draws
 from mpipipe.errors import DataError
+from mpipipe.ops.generators import PROCESS_GENERATORS
 
 Collate = Callable[[list[Any]], Any]
-_GLOBAL_RANDOM = threading.Lock()  # the generators of torch, numpy and Python are the process's
 
 
 class Source(Protocol):
@@ -83,7 +82,7 @@ def _stack(samples: list[Any]) -> Any:
 @contextmanager
 def _borrowed_generators() -> Iterator[None]:
     """The global generators stand afterwards as before."""
-    with _GLOBAL_RANDOM, torch.random.fork_rng(devices=[]):
+    with PROCESS_GENERATORS, torch.random.fork_rng(devices=[]):
         numpy, python = np.random.get_state(), random.getstate()
         try:
             yield

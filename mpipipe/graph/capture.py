@@ -10,12 +10,8 @@ by torch itself at run time and every operator keeps torch's own bits.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from io import StringIO
 from operator import attrgetter
 from typing import Any
 
@@ -29,6 +25,7 @@ from mpipipe.graph.layers import Tail, append, chain
 from mpipipe.graph.means import refuse_mean
 from mpipipe.graph.program import Batch as Batch
 from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs, is_list
+from mpipipe.graph.refusals import cannot, no_assignments, norms_that_fit, quiet
 from mpipipe.graph.regions import apply_regions, inline_regions
 from mpipipe.graph.rewrite import (
     BufferUpdate,
@@ -111,7 +108,7 @@ def _capture(
     with TRACING:
         with source.fake_mode:
             batch = {k: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for k, s in specs.items()}
-        with _norms_that_fit(source.module):
+        with norms_that_fit(source.module):
             trace = _trace_layers if by_layer else _trace
             exported, updates = trace(program, source, batch, precision)
         graph = exported.graph
@@ -162,90 +159,15 @@ def _export(
     program: Program, arguments: tuple[Any, ...], source: ModelSource, precision: str
 ) -> fx.GraphModule:
     try:
-        with _no_assignments(source.module), autocast(precision), _quiet():
+        with no_assignments(source.module), autocast(precision), quiet():
             # autocast is not recorded, but what the model asks about it is true
             exported = torch.export.export(program, arguments, strict=False).module(check_guards=False)
     except CaptureError as error:
         raise type(error)(f"{user_frame(error)}\n  {error}") from error
     except Exception as error:
-        raise Untraceable(_cannot(user_frame(error), error)) from error
+        raise Untraceable(cannot(user_frame(error), error)) from error
     inline_regions(exported)
     return exported
-
-
-@contextmanager
-def _norms_that_fit(model: nn.Module) -> Iterator[None]:
-    """Refuses a micro-batch that is too small for a BatchNorm, by its name."""
-
-    def check(path: str, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x = args[0]
-        if norm.training and x.dim() > 1 and x.numel() == x.shape[1]:
-            raise CaptureError(
-                f"{path!r}, a {type(norm).__name__}, gets a micro-batch of shape {list(x.shape)}: one value "
-                "for each channel has no variance. Make the smallest micro-batch larger (a larger train.batch "
-                "or fewer train.micro_batches, so that each has 2 rows or more), or use LayerNorm or GroupNorm"
-            )
-
-    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    hooks = [m.register_forward_pre_hook(partial(check, n)) for n, m in norms]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """When the tracer gives up it prints the graph so far; our error says what matters, and layers may do."""
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before, log.disabled = log.disabled, True
-    try:
-        with redirect_stderr(StringIO()):
-            yield
-    finally:
-        log.disabled = before
-
-
-_MANUALLY = (
-    "give the model as a list of layers or an nn.Sequential: a layer that cannot be captured then runs as it "
-    "is written"
-)
-
-
-def _cannot(where: str, error: Exception) -> str:
-    """What to say of a model that torch's tracer gives up on."""
-    reason = str(error).strip().split("\n")[0]
-    if "data-dependent" not in reason.lower() and "DataDependent" not in type(error).__name__:
-        return (
-            f"{where}\n  cannot be captured: {type(error).__name__}: {reason}\n"
-            f"  forward was traced with tensors that have no values; if it runs without mpipipe, {_MANUALLY}"
-        )
-    return (
-        f"{where}\n  cannot be captured: it decides on the values of a tensor (if, while, int(), .item(), a "
-        f"size), and a graph has none\n  compute with tensors instead of `.item()`, write a branch with "
-        f"torch.where, or {_MANUALLY}"
-    )
-
-
-@contextmanager
-def _no_assignments(model: nn.Module) -> Iterator[None]:
-    """Refuses `self.buffer = value` in forward: torch's tracer drops it, for any module but the outermost."""
-    modules = {id(m) for m in model.modules()}
-
-    def check(module: nn.Module, name: str, value: Tensor) -> None:
-        if id(module) in modules and value is not module._buffers.get(name, value):
-            raise CaptureError(
-                f"assigns the buffer {name!r} of {type(module).__name__}; only BatchNorm statistics and "
-                "counters (`buffer.add_(1)`) are supported: return it as an output, or keep it outside of "
-                "forward"
-            )
-
-    hook = nn.modules.module.register_module_buffer_registration_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _drop_checks(graph: fx.Graph) -> None:
@@ -303,7 +225,7 @@ class _Propagate(fx.Interpreter):
         try:
             result = super().run_node(n)
         except Exception as error:
-            raise Untraceable(_cannot(source_line(n), error)) from error
+            raise Untraceable(cannot(source_line(n), error)) from error
         n.meta["val"] = result
         return result
 

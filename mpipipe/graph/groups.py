@@ -60,15 +60,11 @@ def _shared_statistics(anatomy: Anatomy) -> list[tuple[int, int]]:
 
 def boundaries(anatomy: Anatomy) -> list[int]:
     """Positions in `anatomy.order` where a group starts; the first is 0."""
-    crossing, head, shared = anatomy.crossings(), _head_start(anatomy), _shared_statistics(anatomy)
+    crossing, head = anatomy.crossings(), _head_start(anatomy)
+    joined = {i for first, last in _shared_statistics(anatomy) for i in range(first + 1, last + 1)}
     starts = [0]
     for i in range(1, len(anatomy.order)):
-        if (
-            i > head
-            or any(first < i <= last for first, last in shared)
-            or _joins_previous(anatomy, i)
-            or not anatomy.legal(i, crossing[i])
-        ):
+        if i > head or i in joined or _joins_previous(anatomy, i) or not anatomy.legal(i, crossing[i]):
             continue
         if crossing[i]:  # nothing to send: parts that do not depend on each other may be parted too
             starts.append(i)

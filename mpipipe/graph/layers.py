@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from mpipipe.errors import CaptureError
 from mpipipe.graph.program import Batch, Program, first_call, flat_outputs, layers_of, split
 from mpipipe.graph.rewrite import BufferUpdate, item
 from mpipipe.graph.source import ModelSource, user_frame
+from mpipipe.ops.generators import seeded
 
 _Form = tuple[torch.Size, torch.dtype, tuple[int, ...]]
 
@@ -206,12 +207,9 @@ def _momentum_one(norms: Sequence[nn.Module]) -> Iterator[None]:
             m.momentum = momentum
 
 
-@contextmanager
-def _seeded(key: int, step: int, micro: int) -> Iterator[None]:
+def _seeded(key: int, step: int, micro: int) -> AbstractContextManager[None]:
     seed = hashlib.blake2b(f"{key}/{step}/{micro}".encode(), digest_size=8).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(seed, "little") >> 1)
-        yield
+    return seeded(int.from_bytes(seed, "little") >> 1)
 
 
 def _words(forms: Sequence[_Form]) -> list[str]:

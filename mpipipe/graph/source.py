@@ -42,11 +42,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from mpipipe.errors import CaptureError
+from mpipipe.ops.generators import seeded
 
 # torch's tracer has process-wide state and, while it runs, turns oneDNN off for the whole process: one
 # thread traces at a time, and none computes meanwhile (ranks are threads in the in-process carrier)
 TRACING = threading.RLock()
-_DEFAULT_GENERATOR = threading.Lock()  # only for operators that take no generator of their own
 # The one initialiser of torch whose code looks at what it drew (it draws again what falls outside). The
 # name is that of its body, which is found at each call: `from torch.nn.init import trunc_normal_` works.
 _LOOKS_AT_DRAWS = "_no_grad_trunc_normal_"
@@ -182,8 +182,7 @@ def _seeded(func: Any, args: Any, kwargs: Any, seed: int) -> Any:
     names = [a.name for a in func._schema.arguments] if known else inspect.signature(func).parameters
     if "generator" in names:
         return func(*args, **{**kwargs, "generator": torch.Generator().manual_seed(seed)})
-    with _DEFAULT_GENERATOR, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return func(*args, **kwargs)
 
 

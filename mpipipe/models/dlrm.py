@@ -30,12 +30,8 @@ class DLRM(nn.Module):
     ) -> None:
         super().__init__()
         self.bottom = _mlp([dense, *bottom, width])
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for rows in tables)
-        for table in self.tables:
-            bound = 1.0 / math.sqrt(table.num_embeddings)
-            nn.init.uniform_(table.weight, -bound, bound)
-        vectors = len(tables) + 1
-        widths = [width + vectors * (vectors - 1) // 2, *top]
+        self.tables = nn.ModuleList(_table(rows, width) for rows in tables)
+        widths = [width + math.comb(1 + len(tables), 2), *top]
         self.top = _mlp(widths)
         self.head = nn.Linear(widths[-1], 1)
 
@@ -52,6 +48,12 @@ def interactions(vectors: Tensor) -> Tensor:  # (B, N, E) -> (B, N (N-1) / 2)
     i, j = torch.tril_indices(n, n, -1, device=vectors.device)
     products = vectors @ vectors.transpose(1, 2)  # (B, N, N)
     return products.flatten(1).index_select(1, i * n + j)
+
+
+def _table(rows: int, width: int) -> nn.EmbeddingBag:
+    table, bound = nn.EmbeddingBag(rows, width, mode="sum"), 1.0 / math.sqrt(rows)
+    nn.init.uniform_(table.weight, -bound, bound)
+    return table
 
 
 def _mlp(widths: Sequence[int]) -> nn.Sequential:

@@ -114,6 +114,8 @@ class EncoderDecoder(nn.Module):
     def _embedded(self, tokens: Tensor, embed: nn.Module, positions: nn.Module) -> Tensor:
         length = tokens.shape[1]
         if length > self.context:
-            raise ConfigError(f"a text of {length} tokens, but context = {self.context}; shorten it or raise it")
+            raise ConfigError(
+                f"a text of {length} tokens, but context = {self.context}; shorten it or raise it"
+            )
         out: Tensor = self.drop(embed(tokens) + positions(torch.arange(length, device=tokens.device)))
         return out

@@ -47,14 +47,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, tables: Tables) -> Tensor:  # (B, T, C) -> (B, T, C)
-        q, k, v = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in self.projections())
+        parts = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in parts)
         q, k = turned(q, tables), turned(k, tables)  # (B, H or K, T, D)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return out
-
-    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.q_proj, self.k_proj, self.v_proj
 
 
 class SwiGLU(nn.Module):
@@ -106,8 +104,8 @@ class Llama(nn.Module):
         super().__init__()
         if d_model % (2 * heads) or heads % kv_heads:
             raise ConfigError(
-                f"d_model = {d_model}, heads = {heads}, kv_heads = {kv_heads}: a head needs an even width, so "
-                "make d_model a multiple of 2 * heads, and heads a multiple of kv_heads"
+                f"d_model = {d_model}, heads = {heads}, kv_heads = {kv_heads}: make d_model a multiple of "
+                "2 * heads (positions turn pairs of a head's channels), and heads a multiple of kv_heads"
             )
         self.context, self.width, self.rope_base = context, d_model // heads, rope_base
         self.embed_tokens = nn.Embedding(vocab, d_model)
@@ -121,7 +119,9 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
         length = tokens.shape[1]
         if length > self.context:
-            raise ConfigError(f"a text of {length} tokens, but context = {self.context}; shorten it or raise it")
+            raise ConfigError(
+                f"a text of {length} tokens, but context = {self.context}; shorten it or raise it"
+            )
         tables = rotary(length, self.width, self.rope_base, tokens.device)
         x = self.embed_tokens(tokens)
         for layer in self.layers:

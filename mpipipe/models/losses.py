@@ -8,7 +8,7 @@ batch["y"]; ConfigError where the batch has neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from mpipipe.errors import ConfigError
+from mpipipe.graph.program import Batch, Loss
 
 IGNORED = -100  # a label that counts for nothing, as in torch
-
-Batch = Mapping[str, Tensor]
 
 
 def labels_of(batch: Batch) -> Tensor:
@@ -55,9 +54,7 @@ def binary_cross_entropy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]
     return total, torch.full((), labels.numel(), dtype=torch.float32, device=labels.device)
 
 
-def from_mean(
-    loss: Callable[[Any, Batch], Tensor], weight_of: Callable[[Batch], Tensor | float]
-) -> Callable[[Any, Batch], tuple[Tensor, Tensor | float]]:
+def from_mean(loss: Callable[[Any, Batch], Any], weight_of: Callable[[Batch], Any]) -> Loss:
     """The project's form of a loss that is a mean: (mean * weight, weight).
 
     loss(outputs, batch) is the mean over weight_of(batch) items, 0-d. A micro-batch of weight 0, whose

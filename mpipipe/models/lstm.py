@@ -27,7 +27,9 @@ class LSTM(nn.Module):
     def __init__(self, vocab: int, layers: int, width: int, hidden: int, tied: bool, dropout: float) -> None:
         super().__init__()
         if tied and hidden != width:
-            raise ConfigError(f"tied = true, but width = {width} and hidden = {hidden}; make them equal or untie")
+            raise ConfigError(
+                f"tied = true, but width = {width} and hidden = {hidden}; make them equal or untie"
+            )
         self.embed = nn.Embedding(vocab, width)
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
         widths = [width, *[hidden] * layers]

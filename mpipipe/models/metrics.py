@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpipipe.models.losses import IGNORED, Batch, labels_of
+from mpipipe.graph.program import Batch
+from mpipipe.models.losses import IGNORED, labels_of
 
 
 def accuracy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

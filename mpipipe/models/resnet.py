@@ -41,8 +41,7 @@ class ResNet(nn.Module):
 
     Level i has `blocks[i]` blocks of `widths[i]` channels; each level after the first halves the side.
     The stem is a 3x3 convolution ("small") or a 7x7 one and a pooling, stride 2 each ("imagenet").
-    Convolutions start as He et al. 2015 (fan out), the head as torch's `nn.Linear`. With `zero_last` the
-    last norm of each block starts from 0, so that each block starts as its short cut (Goyal et al. 2017).
+    Convolutions start as He et al. 2015 (fan out), the head as torch's `nn.Linear`.
     Raises ConfigError when blocks and widths differ in length.
     """
 
@@ -54,7 +53,6 @@ class ResNet(nn.Module):
         widths: Sequence[int],
         bottleneck: bool = False,
         stem: Literal["small", "imagenet"] = "small",
-        zero_last: bool = False,
     ) -> None:
         super().__init__()
         if len(blocks) != len(widths):
@@ -71,9 +69,7 @@ class ResNet(nn.Module):
                 channels = made[-1].out_channels
         self.blocks = nn.Sequential(*made)
         self.head = nn.Linear(channels, classes)
-        self.apply(_init)
-        for block in made if zero_last else []:
-            nn.init.zeros_(block.convs[-1].weight)
+        self.apply(init_he)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, channels, H, W) -> (B, classes)
         logits: Tensor = self.head(self.blocks(self.stem(x)).mean((2, 3)))
@@ -90,6 +86,7 @@ def _convs(channels: int, plan: Sequence[tuple[int, int, int]]) -> Iterator[nn.M
         channels = width
 
 
-def _init(module: nn.Module) -> None:
+def init_he(module: nn.Module) -> None:
+    """Convolutions from N(0, 2 / fan out), the fan out being width * kernel area (He et al. 2015)."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -30,8 +30,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
         self.depth = depth
-        self.down = nn.ModuleList(_convs(a, b) for a, b in pairwise([channels, *widths[:-1]]))
-        self.bottom = _convs(widths[-2] if depth else channels, widths[-1])
+        *down, bottom = (_convs(a, b) for a, b in pairwise([channels, *widths]))
+        self.down, self.bottom = nn.ModuleList(down), bottom
         rising = list(pairwise(reversed(widths)))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, stride=2) for a, b in rising)
         self.join = nn.ModuleList(_convs(2 * b, b) for _, b in rising)

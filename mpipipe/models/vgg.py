@@ -13,14 +13,16 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from mpipipe.errors import ConfigError
+from mpipipe.models.resnet import init_he
 
 
 class VGG(nn.Module):
     """`forward(x)`: float32 (B, channels, size, size) -> logits (B, classes).
 
     Block i has `blocks[i]` convolutions of `widths[i]` channels; two linear layers of `hidden` with
-    ReLU and dropout come before the head. Convolutions start as He et al. 2015 (fan out), linear
-    layers from N(0, 0.01), biases from 0. Raises ConfigError for more blocks than `size` has halves.
+    ReLU and dropout come before the head. Convolutions start as He et al. 2015 (fan out), the rest as
+    torch's layers do: the paper's N(0, 0.01) all but stops a narrow model. Raises ConfigError for more
+    blocks than `size` has halves, and for images of another shape.
     """
 
     def __init__(
@@ -37,18 +39,24 @@ class VGG(nn.Module):
         side = size >> len(blocks)
         if side == 0 or len(blocks) != len(widths):
             raise ConfigError(
-                f"size = {size}, blocks = {tuple(blocks)}, widths = {tuple(widths)}: each block needs a width "
-                f"and halves the side, so {size} pixels allow at most {size.bit_length() - 1} blocks"
+                f"size = {size}, blocks = {tuple(blocks)}, widths = {tuple(widths)}: give a width per block; "
+                f"each halves the side, so {size} pixels allow at most {size.bit_length() - 1} blocks"
             )
+        self.image = (channels, size, size)
         self.features = nn.Sequential(*_blocks(channels, blocks, widths))
         self.classifier = nn.Sequential(
             *(nn.Flatten(), nn.Linear(widths[-1] * side * side, hidden), nn.ReLU(), nn.Dropout(dropout)),
             *(nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(dropout)),
             nn.Linear(hidden, classes),
         )
-        self.apply(_init)
+        self.apply(init_he)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, channels, size, size) -> (B, classes)
+        if x.shape[1:] != self.image:
+            raise ConfigError(
+                f"images of {tuple(x.shape[1:])} (channels, height, width), but the model is made for "
+                f"{self.image}; set channels and size to those of the images"
+            )
         logits: Tensor = self.classifier(self.features(x))
         return logits
 
@@ -59,12 +67,3 @@ def _blocks(channels: int, blocks: Sequence[int], widths: Sequence[int]) -> Iter
             yield from (nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
             channels = width
         yield nn.MaxPool2d(2)
-
-
-def _init(module: nn.Module) -> None:
-    if isinstance(module, nn.Conv2d):
-        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    elif isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=0.01)
-    if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)

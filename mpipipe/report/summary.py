@@ -43,9 +43,7 @@ def _rank_table(r: Report) -> Table:
 
 
 def _lines(r: Report) -> list[str]:
-    lines = [
-        f"{r.steps} steps, final training loss {number(r.final_loss)}, {number(r.per_s)} {r.unit}/s"
-    ]
+    lines = [f"{r.steps} steps, final training loss {number(r.final_loss)}, {number(r.per_s)} {r.unit}/s"]
     if r.stopped_by is not None:
         lines[0] += f", stopped by {r.stopped_by}"
     if r.val_loss is not None:

@@ -7,6 +7,7 @@ bits for every cut; one that mixes parameters (LBFGS) cannot be cut and is not s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -132,5 +133,7 @@ class ForeignUpdater:
                 saved.read(full, value)
                 self.optimizer.state[p][full.rpartition("/")[2]] = value
         if self.scheduler is not None:
-            for _ in range(step):
-                self.scheduler.step()
+            with warnings.catch_warnings():  # that the optimizer has not stepped yet: it has, before the save
+                warnings.simplefilter("ignore", UserWarning)
+                for _ in range(step):
+                    self.scheduler.step()

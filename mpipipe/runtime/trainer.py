@@ -97,8 +97,10 @@ class Trainer:
     def evaluate(self, batches: int, batch: int, samples: int | None = None) -> dict[str, float]:
         """Mean loss and metrics over validation batches, each weighted as it says; on every rank.
 
-        batches: how many, of `batch` samples each; samples: the last batch ends there.
+        batches: how many, of `batch` samples each; samples: there are no more, the last batch ends there.
         """
+        if samples is not None:
+            batches = min(batches, -(-samples // batch))
         no_metrics = [0.0] * 2 * len(self.variants.metrics)
         totals = [0.0, 0.0, *no_metrics]
         for i in range(batches):

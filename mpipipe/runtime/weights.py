@@ -117,9 +117,11 @@ class StageWeights:
         for name, use in leaves:
             leaf = self.data[name].detach()
             self.leaves[name, use] = leaf
+            if not source.params[name].requires_grad:
+                continue
+            leaf.requires_grad_()  # unused ones too: what a cut carries follows the capture
             if name not in self._trained:
                 continue
-            leaf.requires_grad_()
             if name not in self.uses:
                 leaf.grad = self.grad[name]
             elif self.tied == "per_use":

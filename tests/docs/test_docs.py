@@ -2,10 +2,12 @@
 
 An HTML comment on the line before a fenced block says what to do with it:
 
-    <!-- run -->          the block's training commands are run for real, on fewer steps (marker `mpi`),
+    <!-- run -->          the block's training commands are run for real, on fewer steps (marker `jobs`),
                           and all of them must end with the same weights
-    <!-- after a run -->  a Python block that needs runs/latest (marker `mpi`)
-    <!-- file: NAME -->   a YAML block that later commands of the same page call NAME
+    <!-- script -->       Python blocks that are one program, in the order of the page, on one rank and on two
+                          (marker `jobs`); both must print the same
+    <!-- after a run -->  a Python block that needs runs/latest (marker `jobs`)
+    <!-- file: NAME -->   a block that later commands and programs of the same page call NAME
     <!-- prints -->       the text that the Python block before it prints
 
     python tests/docs/test_docs.py      writes the table of config keys in docs/guide.md anew
@@ -16,6 +18,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import re
@@ -29,7 +32,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from mpipipe import config
+from mpipipe.config import sections
+from mpipipe.config.read import _kinds
 from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.pipeline import Pipeline
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -85,9 +91,9 @@ def prose(page: Path) -> str:
 
 
 def test_every_block_has_a_language_that_is_checked() -> None:
-    known = {"yaml", "python", "bash", "console", "text"}
+    known = {"yaml", "json", "python", "bash", "console", "text"}
     assert [b.place for b in blocks() if b.language not in known] == []
-    notes = {"", "run", "after a run", "prints"}
+    notes = {"", "run", "script", "after a run", "prints"}
     assert [b.place for b in blocks() if b.note not in notes and not b.note.startswith("file: ")] == []
 
 
@@ -132,17 +138,16 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def training(words: list[str]) -> tuple[str, list[str]] | None:
-    """(config file, overrides) of a training command, else None."""
-    if "mpipipe.train" in words:
-        first, *rest = words[words.index("mpipipe.train") + 1 :]
-        return first, rest
-    if "slurm/train.sh" in words:
-        first, *rest = words[words.index("slurm/train.sh") + 1 :]
-        return first, rest
+    """(config file, overrides) of a training command, without its flags, else None."""
     variables = dict(w.split("=", 1) for w in words[1:] if "=" in w)
+    given: list[str] = []
+    for program in ("mpipipe.train", "slurm/train.sh"):
+        if program in words:
+            given = words[words.index(program) + 1 :]
     if words[:2] == ["make", "train"]:
-        return variables.get("CONFIG", "examples/gpt.yaml"), shlex.split(variables.get("ARGS", ""))
-    return None
+        given = [variables.get("CONFIG", "examples/gpt.yaml"), *shlex.split(variables.get("ARGS", ""))]
+    first, *overrides = [word for word in given if not word.startswith("--")] or [""]
+    return (first, overrides) if given else None
 
 
 def config_text(page: Path, name: str) -> str:
@@ -198,6 +203,40 @@ def test_errors_of_the_config_are_shown_as_they_are(block: Block) -> None:
 
 
 # -- real runs ---------------------------------------------------------------------------------
+
+
+def scripts() -> list[Any]:
+    """The programs of the pages, as pytest parameters."""
+    parts = [b for b in blocks() if b.note == "script"]
+    pages = dict.fromkeys(b.page for b in parts)
+    return [pytest.param(page, [b for b in parts if b.page == page], id=page.name) for page in pages]
+
+
+@pytest.mark.parametrize(("page", "parts"), scripts())
+def test_programs_are_python(page: Path, parts: list[Block]) -> None:
+    for block in parts:
+        compile(block.text, block.place, "exec")
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("page", "parts"), scripts())
+def test_programs_print_the_same_on_one_rank_and_on_two(
+    page: Path, parts: list[Block], launch: Launch, tmp_path: Path
+) -> None:
+    said = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        for b in blocks():
+            if b.page == page and b.note.startswith("file: "):
+                (folder / b.note.removeprefix("file: ")).write_text(b.text)
+        (folder / "script.py").write_text("\n".join(b.text for b in parts))
+        done = launch(ranks, "script.py", cwd=folder, timeout_s=180)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0]
+    assert said[0] == said[1]
+
 
 SHORT = ("train.steps=2", "eval.batches=1", "sample.length=0")
 
@@ -290,7 +329,7 @@ def exists(word: str) -> bool:
     if word.startswith("make "):
         return wrong_make(shlex.split(word)) == []
     match = re.fullmatch(r"(\w+)\.(\w+)(?:=(.*))?", word)
-    if match and match[1] in config.Config.model_fields and word not in run_files():
+    if match and match[1] in config.Config.model_fields and word not in {*run_files(), "run.json"}:
         return allowed(match[1], match[2], match[3])
     return named(word) if re.fullmatch(r"mpipipe(\.\w+)+", word) else True
 
@@ -307,11 +346,30 @@ def allowed(section: str, key: str, value: str | None) -> bool:
     if (section, key) not in {row[:2] for row in keys()}:
         return False
     given = [] if value is None else [f"{section}.{key}={value}"]
-    for base in ([], ["data.name=synthetic"], ["model.name=mlp", "data.name=synthetic"]):
+    bases = _SMALLEST.get(section, {"": []}).values()
+    for base in bases:
         with contextlib.suppress(ConfigError):
             config.parse("", "config", [*base, "train.batch=64", *given])
             return True
     return False
+
+
+# section -> kind -> settings with which any value of that kind is legal
+_SMALLEST = {
+    "model": {
+        tag: [f"model.name={'a:b' if tag.startswith('package') else tag}", "data.name=synthetic"]
+        for tag in _kinds("model")
+    },
+    "data": {
+        "text": [],
+        "tokens": ["data.name=tokens", "data.path=a"],
+        "synthetic": ["data.name=synthetic"],
+        "images": ["data.name=images", "data.path=a", "model.name=resnet"],
+        "digits": ["data.name=digits", "model.name=resnet"],
+        "mixture": ["data={name: mixture, sources: [text], weights: [1.0]}"],
+        "package.module:name": ["data.name=a:b"],
+    },
+}
 
 
 def named(path: str) -> bool:
@@ -327,9 +385,9 @@ def named(path: str) -> bool:
 
 @cache
 def keys() -> list[tuple[str, str, str, str, str, str]]:
-    """(section, key, kind, default, values, meaning) of every key, from config.py itself: the meaning
-    is the comment on the line of the field."""
-    tree, lines = ast.parse(source := Path(config.__file__).read_text()), source.splitlines()
+    """(section, key, kinds, default, values, meaning) of every key, from the sections themselves: the meaning
+    is the comment on the line of the field. Kinds that have a key in common share its row."""
+    tree, lines = ast.parse(source := Path(sections.__file__).read_text()), source.splitlines()
     meaning = {
         (node.name, field.target.id): lines[(field.end_lineno or 0) - 1].partition("  # ")[2]
         for node in tree.body
@@ -337,29 +395,22 @@ def keys() -> list[tuple[str, str, str, str, str, str]]:
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
-    sections = {
-        "model": (config.GptConfig, config.MlpConfig),
-        "data": (config.TextConfig, config.SyntheticConfig),
-    }
-    rows = []
+    found: dict[tuple[str, str, str, str, str], list[str]] = {}
     for section, field in config.Config.model_fields.items():
-        kinds = sections.get(section) or (field.annotation,)
-        for kind in kinds:
-            properties = kind.model_json_schema()["properties"]
-            of_kind = kind().name if section in sections else ""
-            for key, schema in properties.items():
-                if key == "name" and section in sections:
+        kinds: dict[str, Any] = _kinds(section) if section in _SMALLEST else {"": field.annotation}
+        if section in _SMALLEST:
+            default = json.dumps(getattr(config.Config(), section).name)
+            tags = ", ".join(f"`{tag}`" for tag in kinds)
+            found[section, "name", default, tags, "decides which other keys there are"] = []
+        for tag, kind in kinds.items():
+            for key, schema in kind.model_json_schema()["properties"].items():
+                if key == "name" and section in _SMALLEST:
                     continue
                 text = meaning[kind.__name__, key]
-                assert text or "enum" in schema, f"config.py: {kind.__name__}.{key} has no comment"
-                default = json.dumps(schema["default"])
-                rows.append((section, key, of_kind, default, values(schema), text))
-        if section in sections:
-            names = [kind().name for kind in kinds]
-            either, first = " or ".join(f"`{n}`" for n in names), [r[0] for r in rows].index(section)
-            row = (section, "name", "", json.dumps(names[0]), either, "decides which other keys there are")
-            rows.insert(first, row)
-    return rows
+                assert text or "enum" in schema, f"sections.py: {kind.__name__}.{key} has no comment"
+                default = json.dumps(schema["default"]) if "default" in schema else ""
+                found.setdefault((section, key, default, values(schema), text), []).append(tag)
+    return [(s, k, ", ".join(filter(None, tags)), d, v, text) for (s, k, d, v, text), tags in found.items()]
 
 
 def values(schema: dict[str, Any]) -> str:
@@ -370,10 +421,14 @@ def values(schema: dict[str, Any]) -> str:
         return " or ".join(f"`{v}`" for v in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
+    if "type" not in schema:
+        return "data section"
     if schema["type"] == "array":
         items = schema.get("prefixItems") or [schema["items"]]
         return f"list of {values(items[0])}"
-    words = {"string": "text", "boolean": "`true` or `false`", "null": "`null`"}
+    if "pattern" in schema:
+        return "`package.module:name`"
+    words = {"string": "text", "boolean": "`true` or `false`", "null": "`null`", "object": "keys with values"}
     limits = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     shown = [f"{sign} {schema[k]:g}" for k, sign in limits.items() if k in schema and abs(schema[k]) < 1e9]
     return " ".join([words.get(schema["type"], schema["type"]), ", ".join(shown)]).strip()
@@ -384,14 +439,31 @@ def table() -> str:
     out = ["| key | default | values | meaning |", "|---|---|---|---|"]
     for section, key, kind, default, legal, text in keys():
         only = f" ({kind})" if kind else ""
-        out.append(f"| `{section}.{key}`{only} | `{default}` | {legal} | {text} |")
+        first = f"`{default}`" if default else "none: give one"
+        out.append(f"| `{section}.{key}`{only} | {first} | {legal} | {text} |")
     return "\n".join(out) + "\n"
 
 
-def test_the_table_of_keys_is_that_of_config_py() -> None:
+def test_the_table_of_keys_is_that_of_the_config() -> None:
     shown = TABLE.search(GUIDE.read_text())
     assert shown is not None
     assert shown[0] == table(), "write it anew: python tests/docs/test_docs.py"
+
+
+def test_the_table_of_arguments_is_that_of_pipeline() -> None:
+    page = (REPOSITORY / "docs" / "python.md").read_text()
+    shown = re.findall(
+        r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\|", page.partition("\n## All arguments\n")[2], re.MULTILINE
+    )
+    arguments = inspect.signature(Pipeline).parameters.values()
+    none = inspect.Parameter.empty
+    assert shown == [
+        (p.name, "" if p.default is none else repr(p.default).replace("'", '"')) for p in arguments
+    ]
+    methods = re.findall(
+        r"^\| `(\w+)` \| ", page.partition("\n## Train\n")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    assert [name for name in methods if not callable(getattr(Pipeline, name, None))] == []
 
 
 # -- the messages ------------------------------------------------------------------------------

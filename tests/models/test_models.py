@@ -140,14 +140,14 @@ def test_losses_of_the_parts_add_up_to_the_whole() -> None:
 def test_build_gives_a_model_that_reads_the_data_and_learns(overrides: list[str]) -> None:
     config = parse("data: {name: synthetic}", overrides=overrides)
     data = open_dataset(config, ".")
-    factory, loss = build(config, data)
+    built = build(config, data)
     torch.manual_seed(0)
-    model = factory()
+    model = built.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(40):
         batch = data.batch("train", step, 0, 16, frozenset(data.specs(1)))
-        total, weight = loss(model(batch.get("tokens", batch.get("x"))), batch)
+        total, weight = built.loss(model(batch.get("tokens", batch.get("x"))), batch)
         (total / weight).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -161,13 +161,13 @@ def test_a_vocabulary_too_small_for_the_data_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"model.vocab = 100.*256 token ids"):
         build(parse("model: {vocab: 100}"), Words())
-    assert build(parse("model: {vocab: 300}"), Words())[0]().head.out_features == 300
-    assert build(parse(""), Words())[0]().head.out_features == 256
+    assert build(parse("model: {vocab: 300}"), Words()).model().head.out_features == 300
+    assert build(parse(""), Words()).model().head.out_features == 256
 
 
 def test_the_factory_gives_the_same_weights_for_the_same_seed() -> None:
     config = parse("model: {layers: 1, d_model: 16, heads: 2}\ndata: {name: synthetic}")
-    factory, _ = build(config, open_dataset(config, "."))
+    factory = build(config, open_dataset(config, ".")).model
     models = []
     for _ in range(2):
         torch.manual_seed(5)

@@ -1,0 +1,88 @@
+"""What is refused while a model is traced, and the words for a model that cannot be traced at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import partial
+from io import StringIO
+
+from torch import Tensor, nn
+
+from mpipipe.errors import CaptureError
+
+
+@contextmanager
+def norms_that_fit(model: nn.Module) -> Iterator[None]:
+    """Refuses a micro-batch that is too small for a BatchNorm, by its name."""
+
+    def check(path: str, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0]
+        if norm.training and x.dim() > 1 and x.numel() == x.shape[1]:
+            raise CaptureError(
+                f"{path!r}, a {type(norm).__name__}, gets a micro-batch of shape {list(x.shape)}: one "
+                "value for each channel has no variance. Make the smallest one larger (a larger train.batch "
+                "or fewer train.micro_batches: 2 rows at least), or use LayerNorm or GroupNorm"
+            )
+
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    hooks = [m.register_forward_pre_hook(partial(check, n)) for n, m in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def no_assignments(model: nn.Module) -> Iterator[None]:
+    """Refuses `self.buffer = value` in forward: torch's tracer drops it, for any module but the outermost."""
+    modules = {id(m) for m in model.modules()}
+
+    def check(module: nn.Module, name: str, value: Tensor) -> None:
+        if id(module) in modules and value is not module._buffers.get(name, value):
+            raise CaptureError(
+                f"assigns the buffer {name!r} of {type(module).__name__}; only BatchNorm statistics and "
+                "counters (`buffer.add_(1)`) are supported: return it as an output, or keep it outside of "
+                "forward"
+            )
+
+    hook = nn.modules.module.register_module_buffer_registration_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """When the tracer gives up it prints the graph so far; our error says what matters, and layers may do."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before, log.disabled = log.disabled, True
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        log.disabled = before
+
+
+_MANUALLY = (
+    "give the model as a list of layers or an nn.Sequential: a layer that cannot be captured then runs as it "
+    "is written"
+)
+
+
+def cannot(where: str, error: Exception) -> str:
+    """What to say of a model that torch's tracer gives up on."""
+    reason = str(error).strip().split("\n")[0]
+    if "data-dependent" not in reason.lower() and "DataDependent" not in type(error).__name__:
+        return (
+            f"{where}\n  cannot be captured: {type(error).__name__}: {reason}\n"
+            f"  forward was traced with tensors that have no values; if it runs without mpipipe, {_MANUALLY}"
+        )
+    return (
+        f"{where}\n  cannot be captured: it decides on the values of a tensor (if, while, int(), .item(), a "
+        f"size), and a graph has none\n  compute with tensors instead of `.item()`, write a branch with "
+        f"torch.where, or {_MANUALLY}"
+    )

@@ -1,0 +1,591 @@
+"""The Python interface: what a user may bring, and that none of it depends on the number of ranks.
+
+Ranks are threads, each with a pipeline of its own, as each process has one. Times are made up where a
+test is not about them, so the cuts are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import StepLR
+
+from mpipipe import Pipeline
+from mpipipe.cluster import memory
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.errors import CheckpointError, ConfigError, DataError, MpipipeError
+from mpipipe.graph.profile import Profiler
+from mpipipe.runtime import costing
+from mpipipe.state.checkpoint import tensor_digest
+
+Batch = dict[str, Tensor]
+Result = dict[str, Any]
+REPOSITORY = Path(__file__).resolve().parents[1]
+FEATURES, CLASSES, BATCH = 8, 4, 8
+
+
+@pytest.fixture(autouse=True)
+def made_up_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every group takes equally long, and nobody tidies up the memory of many tests again and again."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(Profiler, "_once", lambda *_: (1e-3, 2e-3))
+    monkeypatch.setattr(costing, "_UPDATE_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(memory, "give_back_freed_memory", lambda: None)
+    monkeypatch.setattr("mpipipe.pipeline.give_back_freed_memory", lambda: None)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- one model and one data set, from which the tests depart --------------------------------------------
+
+
+class Net(nn.Module):
+    """Statistics, dropout, one matrix in two places under two names, and a scale that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(FEATURES, 16), nn.BatchNorm1d(16)
+        self.a, self.drop, self.b = nn.Linear(16, 16, bias=False), nn.Dropout(0.2), nn.Linear(16, 16)
+        self.head = nn.Linear(16, CLASSES)
+        self.b.weight = self.a.weight
+        self.register_buffer("gain", torch.full((), 0.5), persistent=False)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:  # (B, features) -> (B, classes)
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.tanh(self.b(self.drop(torch.tanh(self.a(x))))) * self.gain
+        return self.head(x if scale is None else x * scale[:, None])
+
+
+class Samples:
+    """Map-style; the label is learnable. `form` makes of (x, labels) what an element is."""
+
+    def __init__(self, n: int, seed: int = 1, form: Callable[[Tensor, Tensor], Any] = lambda *pair: pair):
+        draw = torch.Generator().manual_seed(seed)
+        self.x, self.form = torch.randn(n, FEATURES, generator=draw), form
+        self.labels = self.x[:, :CLASSES].argmax(1)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.form(self.x[i], self.labels[i])
+
+
+def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    return functional.cross_entropy(outputs, batch["labels"], reduction="sum"), outputs.shape[0]
+
+
+def accuracy(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    return (outputs.argmax(-1) == batch["labels"]).sum(), outputs.shape[0]
+
+
+def pipeline(comm: Communicator, model: Any = Net, data: Any = None, **how: Any) -> Pipeline:
+    """Four micro-batches of 2 samples, unless told otherwise."""
+    given = {"loss": loss, "batch": BATCH, "micro_batches": 4, "say": lambda _: None, **how}
+    return Pipeline(model, data=Samples(37) if data is None else data, comm=comm, **given)
+
+
+def result(pipe: Pipeline, steps: int = 3) -> Result:
+    """Of some more steps: every loss, every weight and buffer; the same on each rank. Collective."""
+    losses = [pipe.step().loss.hex() for _ in range(steps)]
+    found = {name: tensor_digest(name, t) for name, t in pipe.state_dict(full=False).items()}
+    return {"losses": losses} | {k: v for part in pipe.comm.allgather_object(found) for k, v in part.items()}
+
+
+def trained(ranks: int, model: Any = Net, data: Callable[[], Any] | None = None, **how: Any) -> Result:
+    """data: makes a data set for each rank, as each process would."""
+    return run_local(ranks, lambda comm: result(pipeline(comm, model, data and data(), **how)))[0]
+
+
+def alone(body: Callable[[Communicator], Any]) -> Any:
+    return run_local(1, body)[0]
+
+
+# -- models ---------------------------------------------------------------------------------------------
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, CLASSES)]
+
+
+class Listed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*layers())
+
+
+def test_a_class_a_function_an_instance_and_a_list_are_one_model() -> None:
+    first = alone(lambda comm: pipeline(comm, Listed).state_dict())
+    instance = Listed()
+    instance.load_state_dict(first)
+    kept = {name: t.clone() for name, t in instance.state_dict().items()}
+    expected = trained(1, Listed)
+    assert len(set(expected["losses"])) == 3
+    forms = {"function": lambda: nn.Sequential(*layers()), "function of a list": layers}
+    for name, form in {**forms, "instance": instance, "list": list(instance)}.items():
+        assert trained(2 if name == "instance" else 1, form) == expected, name
+    assert all(torch.equal(t, kept[name]) for name, t in instance.state_dict().items()), "it is left alone"
+
+
+def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(1)
+    monkeypatch.undo()
+    assert trained(2) == expected
+
+
+def test_a_model_that_each_rank_made_for_itself_must_be_the_same() -> None:
+    torch.manual_seed(0)
+    models = [Listed(), Listed()]
+    with pytest.raises(MpipipeError, match=r"model of rank 1 has other values .* rank 0.*manual_seed"):
+        run_local(2, lambda comm: pipeline(comm, models[comm.rank]))
+
+
+# -- losses and batches ---------------------------------------------------------------------------------
+
+
+def test_a_mean_loss_with_its_weight_is_the_sum_loss() -> None:
+    """Labels that are ignored are spread unevenly over the micro-batches, one has no others: a mean of means
+    would be wrong."""
+
+    def ignoring(x: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.where(x[0] > 0.3, -100, label)
+
+    def summed(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        total = functional.cross_entropy(outputs, batch["labels"], reduction="sum")
+        return total, (batch["labels"] != -100).sum()
+
+    def mean(outputs: Tensor, batch: Batch) -> Tensor:
+        return functional.cross_entropy(outputs, batch["labels"])
+
+    def weights(**how: Any) -> Batch:
+        def body(comm: Communicator) -> Batch:
+            pipe = pipeline(comm, data=Samples(37, form=ignoring), **how)
+            pipe.fit(3)
+            return pipe.state_dict()
+
+        return alone(body)
+
+    expected = weights(loss=summed)
+    got = weights(loss=mean, weight_of=lambda batch: (batch["labels"] != -100).sum())
+    for name, t in expected.items():
+        torch.testing.assert_close(got[name], t, rtol=1e-4, atol=1e-5)
+    of_means = weights(loss=mean, weight_of=lambda batch: (batch["labels"] != -100).any())
+    assert not torch.allclose(of_means["head.weight"], expected["head.weight"], rtol=1e-3), "it can be seen"
+
+
+def test_a_mean_where_a_sum_is_promised_is_refused() -> None:
+    def wrong(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(outputs, batch["labels"]), (batch["labels"] != -100).sum()
+
+    with pytest.raises(MpipipeError, match="mean"):
+        alone(lambda comm: pipeline(comm, loss=wrong))
+
+
+def test_elements_without_keys_are_named_after_forward() -> None:
+    expected = trained(1)
+    for form in (lambda x, y: [x, y], lambda x, y: {"x": x, "labels": y}):
+        assert trained(1, data=partial(Samples, 37, form=form)) == expected
+
+
+def test_an_argument_of_forward_that_a_batch_brings_is_used() -> None:
+    ones = trained(1, data=lambda: Samples(37, form=lambda x, y: (x, torch.ones(()), y)))
+    twos = trained(1, data=lambda: Samples(37, form=lambda x, y: (x, torch.tensor(2.0), y)))
+    assert ones["losses"] == trained(1)["losses"] != twos["losses"]
+
+
+class Epochs:
+    """Batches in the order of a map-style set that is not shuffled, for one pass or for ever."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self.samples), BATCH):
+            yield self.samples.x[start : start + BATCH], self.samples.labels[start : start + BATCH]
+
+
+def test_a_plain_iterable_trains_to_the_bits_of_map_style_data() -> None:
+    expected = trained(1, data=lambda: Samples(4 * BATCH), shuffle=False)
+
+    def body(comm: Communicator) -> Result:
+        data = iter(Epochs(Samples(4 * BATCH))) if comm.rank == 0 else iter(())
+        return result(pipeline(comm, data=data))
+
+    for ranks in (1, 2, 3):
+        assert run_local(ranks, body)[0] == expected, ranks
+
+
+def test_training_ends_with_data_that_ends() -> None:
+    def body(comm: Communicator) -> tuple[int, bool]:
+        pipe = pipeline(comm, data=iter(Epochs(Samples(2 * BATCH))))
+        pipe.fit(5)
+        with pytest.raises(StopIteration, match="after 2 steps"):
+            pipe.step()
+        return pipe.steps_done, pipe.data.exact
+
+    assert run_local(2, body) == [(2, False)] * 2
+
+
+def test_batches_of_an_iterable_may_have_other_sizes_later() -> None:
+    """A last batch that is smaller is cut into smaller micro-batches; one that is too small is refused."""
+
+    def body(comm: Communicator, n: int) -> Result:
+        return result(pipeline(comm, data=iter(Epochs(Samples(BATCH + n))), micro_batches=3), steps=2)
+
+    assert run_local(2, lambda comm: body(comm, 6)) == [alone(lambda comm: body(comm, 6))] * 2
+    with pytest.raises(DataError, match=r"step 1: a batch of 2 samples for 3 micro-batches"):
+        run_local(2, lambda comm: body(comm, 2))
+
+
+# -- evaluation, prediction, state ----------------------------------------------------------------------
+
+
+def plain(pipe: Pipeline, model: Callable[[], nn.Module] = Net) -> nn.Module | None:
+    """Rank 0: the model as its author runs it, with the weights of the pipeline, all of them."""
+    weights = pipe.state_dict()
+    if pipe.rank:
+        assert weights == {}
+        return None
+    module = model().eval()
+    module.load_state_dict(weights, strict=True)
+    return module
+
+
+def test_evaluation_equals_a_computation_by_hand() -> None:
+    """11 samples in batches of 4: the last is ragged, and every sample counts the same."""
+
+    def body(comm: Communicator) -> dict[str, float]:
+        val = Samples(11, seed=2)
+        pipe = pipeline(comm, val=val, val_batch=4, metrics={"accuracy": accuracy, "logit": largest})
+        pipe.fit(4)
+        found = pipe.evaluate()
+        model = plain(pipe)
+        if model is not None:
+            with torch.no_grad():
+                outputs = model(val.x)
+            mean = functional.cross_entropy(outputs, val.labels).item()
+            assert found["loss"] == pytest.approx(mean, rel=1e-5)
+            assert found["accuracy"] == (outputs.argmax(1) == val.labels).sum().item() / 11
+            assert found["logit"] == pytest.approx(outputs.amax(1).mean().item(), rel=1e-5)
+        assert pipe.evaluate(batches=3) == found
+        assert pipe.evaluate(batches=9) == found, "there are no more"
+        assert pipe.evaluate(batches=1) != found
+        return found
+
+    def largest(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        return outputs.amax(1).sum(), torch.tensor(float(outputs.shape[0]))
+
+    one = alone(body)
+    assert list(one) == ["loss", "accuracy", "logit"]
+    assert run_local(2, body) == [one] * 2
+
+
+class Structured(nn.Module):
+    """Returns tensors in a dict and a tuple, one of them without samples, and what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.norm(torch.tanh(self.first(x)))
+        return {"logits": self.second(hidden), "pair": (hidden, hidden.square().mean()), "kind": None}
+
+
+def test_prediction_has_the_structure_and_the_bits_of_the_model() -> None:
+    x = Samples(8, seed=3).x[:5]  # micro-batches of 2, 2 and 1
+
+    def of_dict(outputs: dict[str, Any], batch: Batch) -> tuple[Tensor, int]:
+        return loss(outputs["logits"], batch)
+
+    def body(comm: Communicator) -> list[Tensor]:
+        pipe = pipeline(comm, Structured, loss=of_dict)
+        pipe.fit(2)
+        found = pipe.predict(x)
+        assert list(found) == ["logits", "pair", "kind"]
+        assert found["kind"] is None
+        tensors = [found["logits"], *found["pair"]]
+        assert [tuple(t.shape) for t in tensors] == [(5, CLASSES), (5, 6), (3,)]
+        for form in ({"x": x}, (x,), {"x": x, "labels": torch.zeros(5, dtype=torch.int64)}):
+            assert torch.equal(pipe.predict(form)["logits"], found["logits"])
+        model = plain(pipe, Structured)
+        if model is not None:
+            with torch.no_grad():
+                parts = [model(part) for part in x.split(2)]
+            assert torch.equal(found["logits"], torch.cat([part["logits"] for part in parts]))
+            assert torch.equal(found["pair"][0], torch.cat([part["pair"][0] for part in parts]))
+            assert torch.equal(found["pair"][1], torch.stack([part["pair"][1] for part in parts]))
+        return tensors
+
+    ranks = run_local(2, body)
+    assert all(torch.equal(a, b) for other in ranks[1:] for a, b in zip(ranks[0], other, strict=True))
+
+
+def test_state_dicts_speak_the_names_of_the_model() -> None:
+    """Tied names included, buffers that are not persistent left out."""
+    wanted = set(Net().state_dict())
+    assert {"a.weight", "b.weight"} < wanted
+    assert "gain" not in wanted
+
+    def body(comm: Communicator) -> dict[str, Tensor]:
+        pipe = pipeline(comm)
+        pipe.fit(1)
+        full, mine = pipe.state_dict(), pipe.state_dict(full=False)
+        assert set(full) == (wanted if comm.rank == 0 else set())
+        if full:
+            Net().load_state_dict(full, strict=True)
+            assert torch.equal(full["a.weight"], full["b.weight"])
+            assert all(torch.equal(t, mine[name]) for name, t in full.items() if name in mine)
+        return {name: t.clone() for name, t in mine.items()}
+
+    parts = run_local(3, body)
+    assert all(parts), "every rank holds some"
+    assert {name for part in parts for name in part} == wanted
+    together: Batch = {name: t for part in parts for name, t in part.items()}
+    Net().load_state_dict(together, strict=True)
+
+
+# -- fit --------------------------------------------------------------------------------------------------
+
+
+def test_callbacks_see_every_step_with_its_values_on_every_rank() -> None:
+    def body(comm: Communicator) -> list[tuple[int, dict[str, float]]]:
+        seen: list[tuple[int, dict[str, float]]] = []
+
+        def look(pipe: Pipeline, step: int, values: dict[str, float]) -> None:
+            assert pipe.steps_done == step
+            seen.append((step, dict(values)))
+
+        pipe = pipeline(comm, val=Samples(9, seed=2), metrics={"accuracy": accuracy}, clip=0.5)
+        pipe.fit(2, callbacks=[look])
+        pipe.fit(4, callbacks=iter([look]), eval_every=2)
+        assert pipe.steps_done == 4
+        for _, values in seen:
+            assert values.pop("seconds") > 0
+        assert {f"val_{k}": v for k, v in pipe.evaluate().items()}.items() <= seen[-1][1].items()
+        return seen
+
+    ranks = run_local(2, body)
+    assert ranks[0] == ranks[1] == alone(body)
+    assert [step for step, _ in ranks[0]] == [1, 2, 3, 4]
+    always = {"loss", "grad_norm", "lr"}
+    assert [set(values) - always for _, values in ranks[0]] == [set()] * 3 + [{"val_loss", "val_accuracy"}]
+    assert all(always <= set(values) for _, values in ranks[0])
+
+
+def test_what_a_callback_raises_ends_all_ranks() -> None:
+    def fails(pipe: Pipeline, step: int, values: dict[str, float]) -> None:
+        if pipe.rank == 1:
+            raise ZeroDivisionError("of the user")
+
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        run_local(2, lambda comm: pipeline(comm).fit(2, callbacks=[fails]))
+
+
+# -- save and resume --------------------------------------------------------------------------------------
+
+
+def momentum(named: list[tuple[str, nn.Parameter]]) -> Any:
+    optimizer = torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+    return optimizer, StepLR(optimizer, 2, gamma=0.5)
+
+
+def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for _, p in named], lr=1e-2, amsgrad=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "micro_batches", "ranks"),
+    [(None, 3, 3), (adam, 4, 3), (momentum, 4, 1)],
+    ids=["AdamW, ragged", "Adam", "SGD and a scheduler"],
+)
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, optimizer: Any, micro_batches: int, ranks: int
+) -> None:
+    """Saved by 2 ranks after 3 of 6 steps; BatchNorm's statistics included."""
+    start = partial(pipeline, optimizer=optimizer, micro_batches=micro_batches, clip=0.5)
+
+    def saves(comm: Communicator) -> Result:
+        pipe = start(comm)
+        pipe.fit(3)
+        pipe.save(tmp_path / "saved")
+        return result(pipe)
+
+    def resumes(comm: Communicator) -> Result:
+        pipe = start(comm, resume=tmp_path / "saved")
+        assert pipe.steps_done == 3
+        return result(pipe)
+
+    expected = run_local(2, saves)[0]
+    with warnings.catch_warnings():  # of torch: that a scheduler steps before its optimizer
+        if ranks == 1:  # the filters belong to all threads
+            warnings.simplefilter("error", UserWarning)
+        assert run_local(ranks, resumes)[0] == expected
+    if optimizer is None:
+        undisturbed = alone(lambda comm: (pipe := start(comm), pipe.fit(3), result(pipe))[-1])
+        assert undisturbed == expected, "nor does saving disturb"
+
+
+def doubled(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    total, weight = loss(outputs, batch)
+    return 2.0 * total, weight
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after one step, for all to read."""
+    folder = tmp_path_factory.mktemp("run") / "saved"
+
+    def body(comm: Communicator) -> None:
+        pipe = pipeline(comm)
+        pipe.fit(1)
+        pipe.save(folder)
+
+    alone(body)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        ({"seed": 5}, ConfigError, r"seed: 0 in the checkpoint, 5 now"),
+        ({"micro_batches": 3}, ConfigError, r"micro_batches: 4 in the checkpoint, 3 now"),
+        ({"model": Structured}, CheckpointError, r"first\.weight"),
+        ({"model": Listed}, CheckpointError, r"norm\.weight"),
+        ({"loss": doubled}, CheckpointError, r"another form of this model or loss \(graph"),
+    ],
+    ids=["seed", "micro-batches", "shapes", "names", "loss"],
+)
+def test_what_does_not_fit_a_checkpoint_is_refused(
+    saved: Path, changed: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        alone(lambda comm: pipeline(comm, resume=saved, **changed))
+
+
+def test_new_numerics_go_on_from_the_weights_and_the_state(saved: Path) -> None:
+    def body(comm: Communicator) -> int:
+        pipe = pipeline(comm, resume=saved, seed=5, new_numerics=True)
+        pipe.fit(3)
+        return pipe.steps_done
+
+    assert alone(body) == 3
+
+
+def test_a_resume_that_is_not_exact_says_so(tmp_path: Path) -> None:
+    def body(comm: Communicator, **how: Any) -> list[str]:
+        said: list[str] = []
+        pipe = pipeline(comm, data=Epochs(Samples(4 * BATCH)), say=said.append, **how)
+        pipe.fit(2)
+        if not how:
+            pipe.save(tmp_path / "saved")
+        return said
+
+    assert run_local(2, body) == [[], []]
+    first, second = run_local(2, lambda comm: body(comm, resume=tmp_path / "saved"))
+    assert ["not exact" in line for line in first] == [True]
+    assert second == [], "one rank speaks"
+
+
+# -- what is trained ----------------------------------------------------------------------------------------
+
+
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.fixed = nn.Linear(3, 3), nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.fixed(x)))
+
+
+def test_unused_parameters_are_refused_unless_they_may_stay() -> None:
+    with pytest.raises(MpipipeError, match=r"'spare.weight', 'spare.bias': no stage uses them.*to keep"):
+        alone(lambda comm: pipeline(comm, Spare))
+
+    def body(comm: Communicator) -> None:
+        pipe = pipeline(comm, Spare, unused="keep")
+        before = {name: t.clone() for name, t in pipe.state_dict(full=False).items()}
+        pipe.fit(2)
+        after = pipe.state_dict(full=False)
+        assert {name for name, t in before.items() if not torch.equal(t, after[name])} == (
+            {name for name in after if name.startswith("head")}
+        )
+        state = [name.split("/")[0] for name in pipe.trainer.optimizer_state()]
+        assert set(state) == {name for name in after if name.startswith("head")}, "no other has any"
+
+    run_local(2, body)
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(MpipipeError, match="all are frozen"):
+        alone(lambda comm: pipeline(comm, lambda: Net().requires_grad_(False)))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"batch": 2}, r"batch = 2 is smaller than micro_batches = 4"),
+        ({"data": 5}, r"data is a int; expected len"),
+        ({"schedule": "2f2b"}, r"2f2b"),
+    ],
+    ids=["batch", "data", "schedule"],
+)
+def test_bad_arguments_are_named(how: dict[str, Any], says: str) -> None:
+    with pytest.raises(MpipipeError, match=says):
+        alone(lambda comm: pipeline(comm, **how))
+
+
+def test_evaluation_without_data_says_what_to_give() -> None:
+    with pytest.raises(MpipipeError, match=r"no validation data; give Pipeline\(\.\.\., val="):
+        alone(lambda comm: pipeline(comm).evaluate())
+
+
+# -- in a notebook ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.jobs
+def test_a_script_without_mpirun_has_one_rank(tmp_path: Path) -> None:
+    """As a notebook does. An error is one of Python's, which leaves the session alive."""
+    script = """
+        import torch
+        from torch import nn
+        from mpipipe import MpipipeError, Pipeline
+
+        def loss(outputs, batch):
+            return nn.functional.cross_entropy(outputs, batch["labels"], reduction="sum"), len(outputs)
+
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
+        try:
+            Pipeline(net, loss, data, batch=4)
+        except MpipipeError as error:
+            print(error)
+        first = Pipeline(net, loss, data, batch=8)
+        first.fit(2)
+        second = Pipeline(net, loss, data, batch=8)  # another cell
+        second.fit(3)
+        print(first.size, first.steps_done, second.steps_done, tuple(first.predict(torch.zeros(5, 4)).shape))
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    job = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    lines = job.stdout.splitlines()
+    assert "batch = 4 is smaller than micro_batches = 8" in lines[0]
+    assert lines[1] == "1 2 3 (5, 2)"
