@@ -59,7 +59,7 @@ test-fast: setup ## tests without MPI, under a minute
 	$(PY) -m pytest -m "not mpi and not jobs and not slurm and not full" $(K)
 
 test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of how its jobs end
-	$(PY) -m pytest -m jobs $(K)
+	$(PY) -m pytest -m "jobs$(if $(FULL),, and not full)" $(K)
 	@for n in $(MPI_SIZES); do \
 		OMP_NUM_THREADS=1 .ci/launch $$n timeout -k 10 $(MPI_TIMEOUT) $(PY) -m pytest \
 			tests/mpi --with-mpi -m "mpi$(if $(FULL),, and not full)" $(K) </dev/null || \

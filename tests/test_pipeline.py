@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 
-from mpipipe import Pipeline
+from mpipipe import Pipeline, register_schedule
 from mpipipe.cluster import memory
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.errors import CheckpointError, ConfigError, DataError, MpipipeError
+from mpipipe.errors import CheckpointError, ConfigError, DataError, DeadlockError, MpipipeError, PlanError
 from mpipipe.graph.profile import Profiler
+from mpipipe.planner import SCHEDULES
 from mpipipe.runtime import costing
 from mpipipe.state.checkpoint import tensor_digest
 
@@ -551,6 +552,49 @@ def test_bad_arguments_are_named(how: dict[str, Any], says: str) -> None:
 def test_evaluation_without_data_says_what_to_give() -> None:
     with pytest.raises(MpipipeError, match=r"no validation data; give Pipeline\(\.\.\., val="):
         alone(lambda comm: pipeline(comm).evaluate())
+
+
+# -- schedules of one's own ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_schedules() -> Iterator[None]:
+    before = set(SCHEDULES)
+    yield
+    for name in set(SCHEDULES) - before:
+        del SCHEDULES[name]
+
+
+def backwards(n_stages: int, n_micro: int) -> list[str]:
+    """The last micro-batch goes forward first: statistics and losses must not care."""
+    forward = [f"F{micro}" for micro in reversed(range(n_micro))]
+    return [" ".join([*forward, *(f"B{micro}" for micro in range(n_micro))])] * n_stages
+
+
+@pytest.mark.usefixtures("own_schedules")
+def test_a_schedule_of_one_s_own_changes_no_bits() -> None:
+    register_schedule("backwards", backwards)
+    assert trained(2, schedule="backwards") == trained(1)
+
+
+@pytest.mark.usefixtures("own_schedules")
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1 F2 B2 B3 F3"], r"1B3 comes before 1F3"),
+        (["F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3"], r"stage 1, micro-batch 3 has F"),
+        (["F0 F1 F2 F3 B0 B1 B2 B3", "forward backward"], r"stage 1: 'forward' is no action"),
+        (
+            ["F0 B0 F1 B1 F2 F3 B2 B3", "F1 F0 B0 B1 F2 F3 B2 B3"],
+            r"rank 1 at 1RECV_ACT1<-r0 .* waits for rank 0",
+        ),
+    ],
+    ids=["order", "missing", "text", "deadlock"],
+)
+def test_a_schedule_that_cannot_run_is_refused(lines: list[str], says: str) -> None:
+    register_schedule("wrong", lambda n_stages, n_micro: lines)
+    with pytest.raises((PlanError, DeadlockError), match=says):
+        run_local(2, lambda comm: pipeline(comm, schedule="wrong"))
 
 
 # -- in a notebook ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from mpipipe.errors import CaptureError
+from mpipipe.errors import CaptureError, MpipipeError
 from mpipipe.graph.layers import Tail, append, chain
 from mpipipe.graph.means import refuse_mean
 from mpipipe.graph.program import Batch as Batch
@@ -164,6 +164,8 @@ def _export(
             exported = torch.export.export(program, arguments, strict=False).module(check_guards=False)
     except CaptureError as error:
         raise type(error)(f"{user_frame(error)}\n  {error}") from error
+    except MpipipeError as error:  # a model that refuses its input
+        raise CaptureError(f"{user_frame(error)}\n  {error}") from error
     except Exception as error:
         raise Untraceable(cannot(user_frame(error), error)) from error
     inline_regions(exported)
@@ -242,7 +244,7 @@ def _outputs(graph: fx.Graph, module: Program) -> tuple[tuple[fx.Node, ...], fx.
     if module.mode == "predict":
         return results, None
     weight = results[-1] if module.found.weight is None else module.found.weight
-    if isinstance(weight, fx.Node):
+    if weight != 1.0:  # which makes the step's loss the mean of the micro-batches' means
         refuse_mean(results[0])
     outputs = results[:-1] if module.found.weight is None else results
     for what, node in zip(["loss sum", *_sums_of(module.metrics)], outputs, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
@@ -23,7 +24,7 @@ def norms_that_fit(model: nn.Module) -> Iterator[None]:
             raise CaptureError(
                 f"{path!r}, a {type(norm).__name__}, gets a micro-batch of shape {list(x.shape)}: one "
                 "value for each channel has no variance. Make the smallest one larger (a larger train.batch "
-                "or fewer train.micro_batches: 2 rows at least), or use LayerNorm or GroupNorm"
+                "or fewer pipeline.micro_batches: 2 rows at least), or use LayerNorm or GroupNorm"
             )
 
     norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -57,11 +58,13 @@ def no_assignments(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """When the tracer gives up it prints the graph so far; our error says what matters, and layers may do."""
+    """When the tracer gives up it prints the graph so far; our error says what matters, and layers may do. That
+    an LSTM lists its weights anew in forward is of no consequence."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     before, log.disabled = log.disabled, True
     try:
-        with redirect_stderr(StringIO()):
+        with redirect_stderr(StringIO()), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*_flat_weights.* assigned during export")
             yield
     finally:
         log.disabled = before

@@ -61,7 +61,8 @@ class Prefetch(Generic[R, B]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # garbage is collected on any thread
+            self._thread.join()
 
     def __enter__(self) -> Prefetch[R, B]:
         return self

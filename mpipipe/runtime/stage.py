@@ -31,7 +31,7 @@ class Stage:
     def __init__(self, weights: StageWeights, precision: str) -> None:
         self.weights, self.precision = weights, precision
         self._stash: dict[int, _Stash] = {}
-        self._statistics: list[tuple[str, float | None, Tensor | None]] = []
+        self._statistics: dict[int, list[tuple[str, float | None, Tensor | None]]] = {}  # by micro-batch
 
     def forward(
         self, code: Code, micro: int, received: Sequence[Tensor], batch: Batch, step: int, train: bool
@@ -53,10 +53,10 @@ class Stage:
         if train:
             edges = [get_gradient_edge(t) for t, p in zip(sent, code.sent, strict=True) if p.needs_grad]
             self._stash[micro] = _Stash([t for t in inputs if t.requires_grad], edges)
-            for update, value in zip(code.updates, statistics, strict=True):
-                self._statistics.append(
-                    (update.buffer, update.momentum, None if value is None else value.detach())
-                )
+            self._statistics[micro] = [
+                (update.buffer, update.momentum, None if value is None else value.detach())
+                for update, value in zip(code.updates, statistics, strict=True)
+            ]
         return [t.detach() for t in sent]
 
     def backward(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -82,8 +82,9 @@ class Stage:
 
     @torch.no_grad()
     def apply_statistics(self) -> None:
-        """Buffer updates of the step, in micro-batch order."""
-        for name, momentum, value in self._statistics:
+        """Buffer updates of the step, in micro-batch order, whatever the order of the forwards was."""
+        updates = (update for _, of_micro in sorted(self._statistics.items()) for update in of_micro)
+        for name, momentum, value in updates:
             buffer = self.weights.buffer(name)
             if momentum is None or value is None:
                 buffer.add_(1)

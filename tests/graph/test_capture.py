@@ -196,6 +196,7 @@ BAD_LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "a mean": (lambda out, b: (out.mean(), b["y"].sum() * 1.0), "aten::mean takes a mean"),
     "a mean over all dimensions": (lambda out, b: (out.mean((0, 1)).double(), b["y"].sum()), "takes a mean"),
     "a loss with its default": (lambda out, b: (CE(out, b["y"]), (b["y"] > 0).sum()), "from_mean"),
+    "a mean with a number": (lambda out, b: (CE(out, b["y"]), len(b["y"])), "from_mean"),
     "a sum of means": (lambda out, b: (out.sum() - CE(out, b["y"]).view(()), (b["y"] > 0).sum()), "a mean"),
     "a vector": (lambda out, _: (out.sum(1), 1.0), r"in the loss\n  the loss sum has shape \(2,\)"),
     "an integer": (lambda out, _: ((out > 0).sum(), 1.0), "dtype torch.int64"),

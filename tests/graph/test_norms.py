@@ -93,7 +93,9 @@ def test_a_micro_batch_that_is_too_small_is_refused_by_name(listed: bool) -> Non
     variants = Variants(ModelSource(make, 0), loss, sized, 2, "fp32")
     assert variants.graph.groups
     path = "0.norms.1" if listed else "norms.1"
-    says = rf"'{path}', a BatchNorm1d, gets a micro-batch of shape \[1, 3\].*train.micro_batches.*LayerNorm"
+    says = (
+        rf"'{path}', a BatchNorm1d, gets a micro-batch of shape \[1, 3\].*pipeline.micro_batches.*LayerNorm"
+    )
     with pytest.raises(CaptureError, match=says):
         variants.anatomy("train", sized(1))  # a ragged one
     variants.anatomy("eval", sized(1))

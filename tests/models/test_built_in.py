@@ -406,7 +406,6 @@ def test_models_learn_from_the_data_made_up_for_them(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append((total / weight).item())
-    print(name, sum(losses[:30])/30, sum(losses[-30:])/30)
     assert sum(losses[-30:]) < 0.9 * sum(losses[:30])
 
 

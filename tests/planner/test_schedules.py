@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import SCHEDULES, check, forward_only, live_micro_batches
+from mpipipe.planner.schedules import register
 from mpipipe.values import Op, Schedule
 
 STAGES, MICROS = st.integers(1, 9), st.integers(1, 12)
@@ -94,3 +96,57 @@ def test_two_stages_of_one_rank_need_their_order():
     rows = [(F, 1, 0), (F, 0, 0), (B, 1, 0), (B, 0, 0)]
     with pytest.raises(PlanError, match="1F0 comes before 0F0"):
         check(Schedule((0, 0), 1, (np.array(rows, np.int32),)))
+
+
+# -- of one's own ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own() -> Iterator[Callable[[Callable[[int, int], Sequence[str]]], Schedule]]:
+    """Registers an order, and builds it for 2 stages and 2 micro-batches."""
+
+    def build(order):
+        register("mine", order)
+        return SCHEDULES["mine"](2, 2)
+
+    yield build
+    del SCHEDULES["mine"]
+
+
+def test_a_registered_schedule_is_what_its_text_says(own):
+    order = ["F0 F1 B0 B1", "F0 B0 F1 B1"]
+    schedule = own(lambda n_stages, n_micro: order[:n_stages])
+    assert text(schedule) == "\n".join(order)
+    assert schedule.codes[1].tolist() == SCHEDULES["1f1b"](2, 2).codes[1].tolist()
+    assert live_micro_batches(schedule) == (2, 1)
+
+
+@given(STAGES, MICROS)
+def test_the_text_of_any_schedule_makes_it_again(n_stages, n_micro):
+    built = SCHEDULES["1f1b"](n_stages, n_micro)
+    register("again", lambda stages, micros: text(SCHEDULES["1f1b"](stages, micros)).splitlines())
+    try:
+        again = SCHEDULES["again"](n_stages, n_micro)
+    finally:
+        del SCHEDULES["again"]
+    assert all(np.array_equal(a, b) for a, b in zip(again.codes, built.codes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["F0 F1 B0 B1"], r"'mine' gives 1 lines for 2 stages; one line each"),
+        (["F0 F1 B0 B1", "F0 X1 B0 B1"], r"'mine', stage 1: 'X1' is no action; write F or B"),
+        (["F0 F1 B0 B1", "F 0 F1 B0 B1"], r"'mine', stage 1: 'F' is no action"),
+        (["F0 F1 B0 B1", "F0 W0 F1 B1"], r"'W0' is no action"),
+        (["F0 F1 B0 B1", "B0 F0 F1 B1"], r"1B0 comes before 1F0"),
+        (["F0 F1 B0 B1", "F0 F1 B0"], r"stage 1, micro-batch 1 has F; it needs F and B"),
+        (["F0 F1 B0 B1", ""], r"stage 1, micro-batch 0 has nothing; it needs F and B"),
+        (["F0 F1 B0 B1", "F0 F1 F1 B0 B1"], r"1F1 on rank 1 comes twice"),
+        (["F0 F1 B1 B0", "F0 F1 B0 B1"], r"stage 0: the backward of micro-batch 0 comes after that of 1"),
+        (["F0 F1 F2 B0 B1 B2", "F0 F1 B0 B1"], r"0F2 on rank 0 is outside the 2 stages and 2 micro-batches"),
+    ],
+)
+def test_an_order_that_cannot_run_is_refused_with_its_place(own, lines, words):
+    with pytest.raises(PlanError, match=words):
+        own(lambda n_stages, n_micro: lines)

@@ -1,0 +1,90 @@
+"""When a run stops early: its own limit, that of the batch job, and the time that a save needs."""
+
+from __future__ import annotations
+
+import doctest
+import signal
+
+import pytest
+
+from mpipipe.cluster import ending
+from mpipipe.cluster.ending import TimeLimit, stop_signals
+
+
+class Clock:
+    """Seconds since the epoch, as told."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_examples_in_its_documentation() -> None:
+    found = doctest.testmod(ending)
+    assert found.attempted >= 2
+    assert found.failed == 0
+
+
+def test_without_any_limit_there_is_no_end() -> None:
+    clock = Clock()
+    limit = TimeLimit(None, {}, clock)
+    clock.now = 1e12
+    assert not limit.reached(step_s=1e6, save_s=1e6)
+
+
+def test_the_own_limit_counts_from_when_it_is_made() -> None:
+    clock = Clock()
+    limit = TimeLimit(1.5, {}, clock)
+    for seconds, wanted in ((0.0, False), (89.9, False), (90.0, True), (500.0, True)):
+        clock.now = 1000.0 + seconds
+        assert limit.reached(step_s=0.1, save_s=0.0) == wanted, seconds
+    clock.now = 1089.0
+    assert not limit.reached(step_s=50.0, save_s=50.0), "the user's minutes are not shortened"
+
+
+@pytest.mark.parametrize(
+    ("step_s", "save_s", "reserve_s"),
+    [(0.1, 0.1, 60.0), (10.0, 5.0, 60.0), (30.0, 0.0, 90.0), (10.0, 40.0, 150.0)],
+)
+def test_before_the_end_of_the_job_there_is_time_for_three_steps_and_saves(
+    step_s: float, save_s: float, reserve_s: float
+) -> None:
+    """But never less than a minute."""
+    clock = Clock()
+    limit = TimeLimit(None, {"SLURM_JOB_END_TIME": "5000"}, clock)
+    clock.now = 5000.0 - reserve_s - 0.5
+    assert not limit.reached(step_s, save_s)
+    clock.now = 5000.0 - reserve_s
+    assert limit.reached(step_s, save_s)
+
+
+def test_whichever_comes_first() -> None:
+    clock = Clock()
+    job = {"SLURM_JOB_END_TIME": "5000"}
+    own, other = TimeLimit(1.0, job, clock), TimeLimit(1000.0, job, clock)
+    clock.now = 1060.0
+    assert (own.reached(1.0, 1.0), other.reached(1.0, 1.0)) == (True, False)
+    clock.now = 4940.0
+    assert other.reached(1.0, 1.0)
+
+
+@pytest.mark.parametrize("end", ["", "Unknown", "NONE", "-1"])
+def test_a_job_without_a_known_end_has_no_limit(end: str) -> None:
+    assert not TimeLimit(None, {"SLURM_JOB_END_TIME": end}, Clock(1e12)).reached(1.0, 1.0)
+
+
+def test_signals_ask_for_a_stop_and_a_second_ctrl_c_interrupts() -> None:
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    with stop_signals() as asked:
+        assert asked == []
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.raise_signal(number)
+        assert asked == ["SIGTERM", "SIGUSR1"]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert {s: signal.getsignal(s) for s in before} == before, "handed back"
+    with stop_signals() as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked == ["SIGINT"]
