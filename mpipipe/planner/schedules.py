@@ -66,7 +66,7 @@ def register(name: str, order: Callable[[int, int], Sequence[str]]) -> None:
     """Makes a schedule of one's own known to the planner, on every rank.
 
     order(n_stages, n_micro) -> one line per stage, such as "F0 F1 B0 B1": F and B of each micro-batch once,
-    B in ascending order. What cannot run is refused when a plan is made (PlanError).
+    B in ascending order. What cannot run is refused when a plan is made (PlanError, DeadlockError).
     """
 
     def build(n_stages: int, n_micro: int) -> Schedule:
