@@ -193,6 +193,7 @@ class CustomModelConfig(Section):
     name: Dotted  # package.module:factory, which returns an nn.Module or a list of layers
     args: dict[str, Any] = {}  # keyword arguments of the factory
     loss: Dotted | None = None  # package.module:loss; null = cross entropy
+    metrics: dict[str, Dotted] = {}  # name -> package.module:function, for evaluation
     context: Positive = 128  # tokens per sample, where the data are tokens
 
 

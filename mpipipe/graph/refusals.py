@@ -58,8 +58,8 @@ def no_assignments(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """When the tracer gives up it prints the graph so far; our error says what matters, and layers may do. That
-    an LSTM lists its weights anew in forward is of no consequence."""
+    """When the tracer gives up it prints the graph so far; our error says what matters, and layers may do.
+    That an LSTM lists its weights anew in forward is of no consequence."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     before, log.disabled = log.disabled, True
     try:

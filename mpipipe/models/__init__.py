@@ -73,7 +73,8 @@ def build(config: Config, data: Any) -> Built:
     m = config.model
     if isinstance(m, CustomModelConfig):
         loss = cross_entropy if m.loss is None else resolve("model.loss", m.loss)
-        return Built(partial(resolve("model.name", m.name), **m.args), loss, {}, data)
+        metrics = {name: resolve(f"model.metrics.{name}", path) for name, path in m.metrics.items()}
+        return Built(partial(resolve("model.name", m.name), **m.args), loss, metrics, data)
     if isinstance(m, HfConfig):
         from mpipipe.models import hf  # an extra, and slow to import
 

@@ -14,8 +14,8 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """`steps` in total; a line for step 1, every `log_every`-th and the last. `bar`: draw a bar if
-    the stream is a terminal."""
+    """`steps` in total; a line for step 1, every `log_every`-th, those with an evaluation and the last.
+    `bar`: draw a bar if the stream is a terminal."""
 
     def __init__(
         self, steps: int, log_every: int, log: str | Path, stream: TextIO | None = None, bar: bool = True
@@ -32,7 +32,8 @@ class Progress:
         text = "  ".join(f"{name} {number(value)}" for name, value in values.items())
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step, description=text)
-        if step in (1, self._steps) or step % self._log_every == 0:
+        evaluated = any(name.startswith("val_") for name in values)
+        if evaluated or step in (1, self._steps) or step % self._log_every == 0:
             self._write(
                 f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}", plain=self._bar is None
             )

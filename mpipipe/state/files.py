@@ -15,7 +15,10 @@ from pathlib import Path
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a temporary file, then gives it the name `path`. Raises OSError."""
     partial = path.with_name(path.name + ".part")
+    partial.touch()  # with the permissions of any new file: safetensors writes files of its own for us alone
+    mode = partial.stat().st_mode
     write(partial)
+    partial.chmod(mode)
     _sync(partial, os.O_RDWR)
     partial.replace(path)
     sync_folder(path.parent)

@@ -90,6 +90,8 @@ def together(comm: Communicator, place: str, work: Callable[[], T]) -> list[T]:
     by_rank = comm.allgather_object((done, reason))
     failed = [f"  rank {rank}: {why}" for rank, (_, why) in enumerate(by_rank) if why]
     if failed:
+        if comm.size == 1:
+            raise CheckpointError(reason)
         raise CheckpointError(f"{place}: failed on {len(failed)} of {comm.size} ranks\n" + "\n".join(failed))
     return [result for results, _ in by_rank for result in results]
 
