@@ -56,7 +56,8 @@ train: setup ## train CONFIG on N ranks of this machine
 test: setup lint test-fast test-slurm test-mpi ## all of the checks below but test-full
 
 test-fast: setup ## tests without MPI, under a minute
-	$(PY) -m pytest -m "not mpi and not jobs and not slurm and not full" $(K)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal \
+		-m "not mpi and not jobs and not slurm and not full" $(K)
 
 test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of how its jobs end
 	$(PY) -m pytest -m "jobs$(if $(FULL),, and not full)" $(K)

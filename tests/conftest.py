@@ -153,7 +153,7 @@ class Ranks:
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def launch() -> Launch:
     """`launch(n, "-m", "mpipipe.train", ..., timeout_s=60, cwd=..., env={...})` runs this Python on n ranks
     and returns exit code, stdout and stderr. On timeout the whole job is ended and the test fails."""

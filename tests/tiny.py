@@ -155,7 +155,7 @@ class Case:
     blocks: int = 1
     optimizer: str = "adamw"
     clip: float | None = 0.05  # below every gradient norm of these models
-    evaluate: bool = False  # afterwards, on a batch that does not divide either
+    evaluate: bool = False  # after each step, on a batch that does not divide either
     steps: int = STEPS
 
     def __str__(self) -> str:
@@ -222,12 +222,16 @@ def train(
         cuts = even_cuts(variants.graph.groups, comm.size)
     plan = plan_of(case, schedule, cuts, window)
     trainer = Trainer(comm, variants, plan, case.settings, case.dataset)
-    outcomes = [trainer.step(step) for step in range(case.steps)]
+    outcomes, validation = [], []
+    for step in range(case.steps):
+        outcomes.append(trainer.step(step))
+        if case.evaluate:
+            validation.append(trainer.evaluate(2, case.batch - 1)["loss"].hex())
     mine = {name: tensor_digest(name, t) for name, t in trainer.state_dict().items()}
     result = {
         "losses": [(o.loss / o.weight).hex() for o in outcomes],
         "norms": [o.norm.hex() for o in outcomes],
-        "validation": trainer.evaluate(2, case.batch - 1)["loss"].hex() if case.evaluate else None,
+        "validation": validation or None,
         "weights": {k: v for part in comm.allgather_object(mine) for k, v in part.items()},
     }
     names = set(variants.source.persistent)

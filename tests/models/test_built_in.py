@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import cache
 from itertools import combinations
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from built_in_tiny import TINY, BuiltInCase, made
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mpipipe.config import parse
-from mpipipe.data import open_dataset
-from mpipipe.data.base import Dataset
 from mpipipe.errors import ConfigError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
-from mpipipe.models import DLRM, LSTM, VGG, Built, EncoderDecoder, Llama, ResNet, UNet, build
+from mpipipe.models import DLRM, LSTM, VGG, EncoderDecoder, Llama, ResNet, UNet
 from mpipipe.models.losses import binary_cross_entropy, cross_entropy, from_mean, pixel_cross_entropy
 from mpipipe.models.metrics import accuracy, binary_accuracy
 
@@ -333,44 +330,6 @@ def test_a_batch_without_labels_is_refused_with_its_keys(measure: Any) -> None:
 
 
 # -- captured, cut and trained --------------------------------------------------------------------------
-
-TINY = {
-    "llama": "vocab: 32, layers: 2, d_model: 16, heads: 4, kv_heads: 2, d_ff: 24, context: 8, tied: true",
-    "lstm": "vocab: 32, layers: 2, width: 8, hidden: 12, context: 6, dropout: 0.1",
-    "encoder_decoder": "vocab: 16, layers: 1, d_model: 16, heads: 2, context: 8, dropout: 0.1",
-    "vgg": "size: 8, blocks: [1, 1], widths: [8, 16], hidden: 32, dropout: 0.1",
-    "resnet": "size: 16, blocks: [1, 1], widths: [4, 6], stem: imagenet",
-    "unet": "size: 4, width: 4, depth: 1",
-    "dlrm": "dense: 4, tables: [9, 7], bag: 2, width: 4, bottom: [6], top: [6]",
-}
-
-
-@cache
-def made(name: str, settings: str) -> tuple[Built, Dataset]:
-    text = f"model: {{name: {name}, {settings}}}\ndata: synthetic\ntrain: {{batch: 8}}"
-    config = parse(text)
-    data = open_dataset(config, ".")
-    return build(config, data), data
-
-
-@cache
-def captured(name: str, rows: int, precision: str) -> Variants:
-    built, data = made(name, TINY[name])
-    return Variants(
-        ModelSource(built.model, tiny.SEED), built.loss, data.specs, rows, precision, built.metrics
-    )
-
-
-class BuiltInCase(tiny.Case):
-    """A `tiny.Case` whose model is a key of `TINY`, on the made-up data that fit it."""
-
-    @property
-    def dataset(self) -> Dataset:
-        return made(self.model, TINY[self.model])[1]
-
-    @property
-    def variants(self) -> Variants:
-        return captured(self.model, self.rows, self.precision)
 
 
 def assert_same_bits(case: tiny.Case, numbers_of_stages: tuple[int, ...]) -> None:

@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import built_in_tiny
+import hf_tiny
 import pytest
 import tiny
 import torch
+from built_in_tiny import BuiltInCase, tiny_layers, tiny_varying
+from hf_tiny import tiny_moe, tiny_t5
 from tiny import BITS, Case, Result, differences
 
 from mpipipe import ops
@@ -43,7 +47,8 @@ def comm() -> Iterator[MpiCommunicator]:
 
 def key() -> str:
     """Of the package, of torch, of the processor and of the tests themselves."""
-    tests = [Path(tiny.__file__).read_text(), Path(__file__).read_text()]
+    files = [tiny.__file__, built_in_tiny.__file__, hf_tiny.__file__, __file__]
+    tests = [Path(file).read_text() for file in files]
     parts = [code_version(ops.KERNELS_VERSION), torch.__version__, instruction_set(), *tests]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -67,6 +72,28 @@ def test_the_bits_of_one_rank(comm: MpiCommunicator, case: Case, schedule: str) 
     """The cuts are even; with one rank, both schedules must agree."""
     got = tiny.train(comm, case, schedule)
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), schedule == "1f1b")
+
+
+MODELS = [  # two steps each; where there is BatchNorm, on ragged micro-batches and with evaluations between
+    BuiltInCase("resnet", batch=7, evaluate=True, steps=2),
+    BuiltInCase("unet", batch=7, evaluate=True, steps=2),
+    BuiltInCase("lstm", steps=2),
+    BuiltInCase("dlrm", steps=2),
+    BuiltInCase("llama", steps=2),
+    BuiltInCase("encoder_decoder", steps=2),
+    tiny_varying(steps=2),
+    tiny_layers(batch=10, evaluate=True, steps=2),
+    tiny_t5(steps=2),
+    tiny_moe(steps=2),
+]
+
+
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_the_bits_of_one_rank_for_every_kind_of_model(comm: MpiCommunicator, case: Case) -> None:
+    if isinstance(case, hf_tiny.HfCase):
+        pytest.importorskip("transformers")
+    got = tiny.train(comm, case)
+    expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -119,5 +146,5 @@ def test_the_product_with_measured_costs(
     folder = comm.bcast_object(tmp_path)  # one run folder for all ranks
     got = train(comm, config(folder / "run"))
     # a thread may not set signal handlers: for the reference, should it have to be made here
-    monkeypatch.setattr(product, "_stop_signals", lambda: nullcontext([]))
+    monkeypatch.setattr(product, "stop_signals", lambda: nullcontext([]))
     expect_bits_of_one_rank(comm, "product", got, lambda one: train(one, config(folder / "one")))

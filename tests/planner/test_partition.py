@@ -29,7 +29,7 @@ def stage_times(costs: Costs, cuts: tuple[int, ...]) -> list[float]:
     return [naive_stage_s(costs, edges, s) for s in range(len(cuts) + 1)]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(problems(), SCHEDULE, WINDOW, TIED)
 def test_is_the_optimum_of_all_cuts(problem, schedule, window, tied):
     costs, n_stages, n_micro = problem
@@ -48,7 +48,7 @@ def test_is_the_optimum_of_all_cuts(problem, schedule, window, tied):
     assert found.lower_bound_s <= best * (1 + 1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(memory="tight", max_groups=6), SCHEDULE, WINDOW, TIED)
 def test_the_error_names_the_smallest_number_of_stages_that_would_do(problem, schedule, window, tied):
     costs, n_stages, n_micro = problem
@@ -65,7 +65,7 @@ def test_the_error_names_the_smallest_number_of_stages_that_would_do(problem, sc
     assert ([int(said[1])] if said else []) == fits[:1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(memory="tight"), SCHEDULE)
 def test_the_missing_bytes_are_exact(problem, schedule):
     """One byte less than said and the same stage still fails; all of them, and it does not."""

@@ -37,7 +37,7 @@ def planned(costs: Costs, n_ranks: int, n_micro: int, schedule: str = "1f1b", ti
     return make_plan(costs, numerics(n_micro, tied), schedule, 4, names(costs), n_ranks)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(), st.sampled_from(list(SCHEDULES)), st.sampled_from(["per_use", "eager"]))
 def test_a_plan_is_within_memory_above_its_bound_and_comes_back_from_json(problem, schedule, tied):
     costs, n_stages, n_micro = problem

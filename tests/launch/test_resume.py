@@ -1,0 +1,192 @@
+"""Runs that end early and go on: killed, out of time, or asked to with other settings. Real launches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpipipe.state.resume import newest, survey
+
+pytestmark = pytest.mark.jobs
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+STEPS = 8
+
+CONFIG = f"""\
+model: {{name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}}
+data: {{name: synthetic, samples: 64}}
+train: {{steps: {STEPS}, batch: 8, warmup: 2, lr: 0.01, save_every: 3, keep: 5}}
+eval: {{every: 2, batches: 2}}
+pipeline: {{micro_batches: 4}}
+"""
+
+KILLED = """
+import os, signal, sys
+from mpipipe import train
+from mpipipe.runtime.trainer import Trainer
+
+step = Trainer.step
+
+def is_killed(self, number, *rest):
+    if number == 5 and self.comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, number, *rest)
+
+Trainer.step = is_killed
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+SLOW = """
+import sys, time
+from mpipipe import train
+from mpipipe.runtime.trainer import Trainer
+
+step = Trainer.step
+
+def slow(self, number, *rest):
+    time.sleep(0.2)
+    return step(self, number, *rest)
+
+Trainer.step = slow
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+OWN_SCHEDULE = """
+def order(n_stages, n_micro):
+    forward = " ".join(f"F{i}" for i in range(n_micro))
+    return [forward + " " + " ".join(f"B{i}" for i in range(n_micro))] * n_stages
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs below; the first one is undisturbed, the others are compared with it."""
+    path = tmp_path_factory.mktemp("runs")
+    for name, text in {"config.yaml": CONFIG, "killed.py": KILLED, "slow.py": SLOW}.items():
+        (path / name).write_text(text)
+    (path / "mine.py").write_text(OWN_SCHEDULE)
+    return path
+
+
+def train(launch: Launch, folder: Path, n: int, run: str, *args: str, by: str = "") -> Any:
+    program = [by] if by else ["-m", "mpipipe.train"]
+    return launch(n, *program, "config.yaml", f"run.dir={run}", *args, cwd=folder)
+
+
+def told(run: Path) -> dict[str, Any]:
+    """What a run tells of itself, times left out."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if k != "step_s" and not k.endswith("per_s")} for line in lines]
+    return {"steps": kept, "weights": json.loads((run / "summary.json").read_text())["weights_sha256"]}
+
+
+def contents(run: Path) -> dict[str, str]:
+    """All but the log, to which each attempt adds a line."""
+    files = (path for path in sorted(run.rglob("*")) if path.is_file() and path.name != "train.log")
+    return {str(path.relative_to(run)): sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, launch: Launch) -> dict[str, Any]:
+    job = train(launch, folder, 1, "whole")
+    assert job.returncode == 0, job.stderr
+    return told(folder / "whole")
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path, launch: Launch) -> Path:
+    """Two ranks, one of which is killed within step 6; checkpoints were made after step 3. Not to be
+    changed: copy it."""
+    job = train(launch, folder, 2, "killed", by="killed.py")
+    assert job.returncode != 0
+    run = folder / "killed"
+    assert [path.name for path, wrong in survey(run) if not wrong] == ["step-00000003"]
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 5
+    return run
+
+
+def copied(run: Path, name: str) -> Path:
+    return Path(shutil.copytree(run, run.parent / name, symlinks=True))
+
+
+def test_a_killed_run_goes_on_to_the_bits_of_an_undisturbed_one(
+    launch: Launch, folder: Path, undisturbed: dict[str, Any], killed: Path
+) -> None:
+    """On three ranks instead of two, by a schedule of the user's own: layout, which decides no bits."""
+    run = copied(killed, "resumed")
+    job = train(launch, folder, 3, "resumed", "--resume", "pipeline.schedule=mine:order")
+    assert job.returncode == 0, job.stderr
+    assert "resuming resumed after 3 steps" in job.stdout
+    assert told(run) == undisturbed
+    assert [step["step"] for step in told(run)["steps"]] == list(range(1, STEPS + 1)), "no line twice"
+
+
+def test_other_numerics_are_refused_until_they_are_asked_for(
+    launch: Launch, folder: Path, undisturbed: dict[str, Any], killed: Path
+) -> None:
+    run = copied(killed, "other")
+    before = contents(run)
+    job = train(launch, folder, 2, "other", "--resume", "train.seed=5")
+    assert job.returncode != 0
+    assert job.stderr.count("mpipipe: error:") == 1, job.stderr
+    assert "seed: 0 in the checkpoint, 5 now" in job.stderr
+    assert "--new-numerics" in job.stderr
+    assert contents(run) == before, "nothing has changed"
+
+    job = train(launch, folder, 2, "other", "--resume", "train.seed=5", "--new-numerics")
+    assert job.returncode == 0, job.stderr
+    found = told(run)
+    assert found["steps"][:3] == undisturbed["steps"][:3]
+    assert [step["step"] for step in found["steps"]] == list(range(1, STEPS + 1))
+    assert found["weights"] != undisturbed["weights"]
+    assert "seed: 0" in (run / "config.before-step-3.yaml").read_text()
+    assert "seed: 5" in (run / "config.yaml").read_text()
+
+
+def test_a_truncated_checkpoint_is_passed_over_and_a_finished_run_says_so(
+    launch: Launch, folder: Path, undisturbed: dict[str, Any]
+) -> None:
+    run = copied(folder / "whole", "truncated")
+    last = newest(run)
+    assert last is not None
+    assert last.name == f"step-{STEPS:08d}"
+    shard = next(last.glob("model*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    job = train(launch, folder, 1, "truncated", "--resume")
+    assert job.returncode == 0, job.stderr
+    assert f"note: passed over {Path('truncated') / 'checkpoints' / last.name}: " in job.stdout
+    assert f"{shard.name}: has " in job.stdout
+    assert "resuming truncated after 6 steps" in job.stdout
+    assert told(run) == undisturbed
+
+    job = train(launch, folder, 1, "truncated", "--resume")
+    assert job.returncode != 0
+    assert f"all of the {STEPS} steps are done; raise train.steps to go on" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_a_time_limit_ends_with_a_checkpoint_and_the_run_can_go_on(
+    launch: Launch, folder: Path, undisturbed: dict[str, Any]
+) -> None:
+    job = train(launch, folder, 2, "limited", "run.time_limit=0.01", by="slow.py")
+    assert job.returncode == 0, job.stderr
+    run = folder / "limited"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["stopped_by"] == "the time limit"
+    assert 3 <= summary["steps"] < STEPS, "0.6 s of steps that last 0.2 s or more, and the one after"
+    last = newest(run)
+    assert last is not None
+    assert last.name == f"step-{summary['steps']:08d}"
+
+    job = train(launch, folder, 1, "limited", "--resume")
+    assert job.returncode == 0, job.stderr
+    found = told(run)
+    assert found["weights"] == undisturbed["weights"]
+    losses = [[step["loss"] for step in steps] for steps in (found["steps"], undisturbed["steps"])]
+    assert losses[0] == losses[1]
