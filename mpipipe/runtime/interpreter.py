@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -107,6 +108,7 @@ class Interpreter:
         self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
         self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
         self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
+        self.sums: dict[int, list[float]] = {}  # loss and metrics, by micro-batch
         self.factor: float | None = None
         self._start_weights()
         receives = [i for i in instrs if i.op in RECVS]
@@ -122,6 +124,8 @@ class Interpreter:
                 raise
             self.outcome.times[i, 1] = time.perf_counter()
         self.outbox.wait_all()
+        if job.mode == "eval":
+            self._add_up()
         return self.outcome
 
     def code(self, stage: int, micro: int) -> Code:
@@ -154,9 +158,7 @@ class Interpreter:
         elif self.job.mode == "predict":
             self.outcome.predictions.append([t.clone() for t in sent])
         else:
-            self.outcome.loss += float(sent[0])
-            before = self.outcome.metrics or [0.0] * (len(sent) - 1)
-            self.outcome.metrics = [m + float(t) for m, t in zip(before, sent[1:], strict=True)]
+            self.sums[i.micro] = [float(t) for t in sent]
             self.grad[key] = [self._seed.to(sent[0].dtype).reshape(sent[0].shape)]
         if not train and key not in self.out:
             self._release(key)
@@ -215,12 +217,20 @@ class Interpreter:
             for stage in self.stages.values():
                 self.ties.merge_step(stage.weights, self.arrived)
             self.arrived.clear()  # not pooled: the size of an embedding, and the update needs room
+        self._add_up()
         row = np.zeros(3 + len(self.position))
         row[:3] = self.outcome.loss, self.outcome.weight, self.job.stop
         for stage in self.stages.values():
             for name, value in norms(stage.weights).items():
                 row[3 + self.position[name]] = value
         self._agree(self.comm.allgather_array(row))
+
+    def _add_up(self) -> None:
+        """Loss and metrics of the step, in the order of micro-batches, whatever that of the forwards was."""
+        rows = [row for _, row in sorted(self.sums.items())]
+        if rows:  # on the last stage's rank; plain additions, which `sum` is no longer
+            columns = zip(*rows, strict=True)
+            self.outcome.loss, *self.outcome.metrics = (list(accumulate(column))[-1] for column in columns)
 
     def _agree(self, rows: Float64) -> None:
         """Every rank reads the same loss, norm and wish to stop out of the one collective."""
