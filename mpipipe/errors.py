@@ -20,6 +20,10 @@ class DataError(MpipipeError):
     """The corpus or data set cannot be read or is too small."""
 
 
+class EndOfData(DataError):
+    """Data that is read in order, once, has been read; on every rank alike."""
+
+
 class CaptureError(MpipipeError):
     """The model cannot be captured as a graph; the message holds the user's source line."""
 

@@ -10,10 +10,9 @@ notebook, or started without mpirun, there is one rank. `mpipipe.train` is a use
 from __future__ import annotations
 
 import inspect
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,18 +21,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpipipe import ops
+from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
 from mpipipe.cluster.agree import agree, code_version
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import end
 from mpipipe.cluster.launch import default_threads
-from mpipipe.cluster.memory import PeakMemory, give_back_freed_memory, keep_freed_memory
-from mpipipe.cluster.mpi import connect
+from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.cluster.node import cores_available
+from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import Dataset
 from mpipipe.data.user import as_batch, from_user
-from mpipipe.errors import CheckpointError, MpipipeError
+from mpipipe.errors import CheckpointError, EndOfData, MpipipeError
 from mpipipe.graph.anatomy import spec
-from mpipipe.graph.capture import warm_up_tracer
 from mpipipe.graph.program import LABELS, Batch, Loss, Metric
 from mpipipe.graph.source import Initial, ModelSource
 from mpipipe.graph.variants import Variants
@@ -43,9 +41,10 @@ from mpipipe.runtime.costing import measure
 from mpipipe.runtime.foreign import Factory, UserOptimizer
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings
+from mpipipe.runtime.process import resident_memory, world
 from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.state.checkpoint import reader, tensor_digest, weights_sha256
+from mpipipe.state.checkpoint import reader
 from mpipipe.state.gather import collect, save
 from mpipipe.state.resume import RunState, check_numerics, read_state
 from mpipipe.values import Numerics, Plan, Program, Timeline, from_json, to_json
@@ -75,12 +74,12 @@ class Pipeline:
     data       map-style (len, getitem), or with batch(step, micro), or any iterable of batches; elements
                of a tuple are named after the parameters of forward, the one left over "labels"
     optimizer  factory(named parameters) -> torch optimizer, or (optimizer, scheduler); or
-               OptimizerSettings; None = AdamW with a constant rate
+               OptimizerSettings; None = OptimizerSettings(): AdamW with a constant rate
     batch      samples per step, over all micro-batches
     val        as data, for `evaluate`, in batches of `val_batch` samples (None = batch)
     weight_of  weight_of(batch) -> number of labels, say, that a mean loss was divided by
     metrics    name -> function like the loss, for `evaluate`
-    clip       largest norm of the gradient; None = that of OptimizerSettings, or no limit
+    clip       largest norm of the gradient; None = that of OptimizerSettings, or no limit beside a factory
     initial    first values of the weights, such as `mpipipe.hf_model(folder).initial`
     resume     folder of a checkpoint that `save` has written, on any number of ranks
     say        takes the lines that are meant for people, on rank 0
@@ -122,16 +121,21 @@ class Pipeline:
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
+        check_counts(batch, micro_batches, blocks)
+        check_metrics(list(metrics or ()))
+        check_choices(
+            {
+                "precision": (precision, ("fp32", "bf16")), "tied": (tied, ("per_use", "eager")),
+                "gemm": (gemm, ("mkl", "onednn")), "unused": (unused, ("error", "keep")),
+            }
+        )  # fmt: skip
         self.comm = comm = world() if comm is None else comm
         self.val_batch = val_batch or batch
         self.rank, self.size = comm.rank, comm.size
         self._say = say if say is not None else print
         self.memory = resident_memory()
-        if batch < micro_batches:
-            raise MpipipeError(
-                f"batch = {batch} is smaller than micro_batches = {micro_batches}; a micro-batch needs a "
-                "sample: raise the one or lower the other"
-            )
+        if resume is not None:  # one folder for all, though a link to it may move meanwhile
+            resume = comm.bcast_object(Path(resume).resolve() if comm.rank == 0 else Path())
         saved = None if resume is None else read_state(resume)
         self.numerics = Numerics(
             batch=batch,
@@ -152,12 +156,18 @@ class Pipeline:
             check_numerics(saved.numerics, self.numerics)
         set_threads(self.numerics.threads)
         set_gemm_route(gemm)
+        self.optimizer = _optimizer(optimizer, clip)
+        self._agree(
+            schedule=schedule, receive_window=receive_window, max_shapes=max_shapes, val_batch=self.val_batch,
+            shuffle=shuffle, unused=unused, samples=len(data) if hasattr(data, "__len__") else None,
+            checkpoint=saved and (saved.step, saved.weights_sha256),
+        )  # fmt: skip
 
         weights = None if resume is None else reader(resume, "model")
         source = ModelSource(model, seed, weights or initial)
         if weights is not None:
             weights.check({name: spec(source.tensor(name)) for name in source.persistent})
-        _check_given(comm, source)
+        check_given(comm, source)
         self._names = [*inspect.signature(source.module.forward).parameters, LABELS[0]]
         self.data: Dataset = from_user(
             data, val, batch=batch, micro_batches=micro_batches, names=self._names, collate=collate,
@@ -167,13 +177,12 @@ class Pipeline:
         self.variants = Variants(
             source, full_loss, self.data.specs, self.numerics.micro_batch, precision, metrics, max_shapes
         )
-        _check_trained(self.variants, unused)
+        check_trained(self.variants, unused)
         if saved is not None and saved.graph != self.variants.graph.hash and not new_numerics:
             raise CheckpointError(
                 f"{resume}: made by another form of this model or loss (graph {saved.graph[:8]}, now "
                 f"{self.variants.graph.hash[:8]}); go back to it, or go on with --new-numerics"
             )
-        self.optimizer = _optimizer(optimizer, clip)
         started = time.perf_counter()
         self.costs = measure(comm, self.variants, self.numerics, self.optimizer, self.memory, memory_bytes)
         self.memory.restart()  # what the timing took has been given back
@@ -185,24 +194,27 @@ class Pipeline:
         if saved is not None and resume is not None:
             self._resume(Path(resume), saved)
 
+    def _agree(self, **settings: Any) -> None:
+        """All ranks prove that they were given the same numbers. Collective."""
+        built_in = isinstance(self.optimizer, OptimizerSettings)
+        settings |= {
+            "code": code_version(ops.KERNELS_VERSION),
+            "threads in use": torch.get_num_threads(),
+            "optimizer": self.optimizer if built_in else ("of your own", self.optimizer.clip),
+        }
+        numerics = {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)}
+        agree(self.comm, {name: repr(value) for name, value in (numerics | settings).items()})
+
     def _plan(self, schedule: str, receive_window: int) -> tuple[Plan, Timeline]:
-        """Rank 0 plans; all ranks prove that they hold the same plan, code and settings."""
+        """Rank 0 plans; all ranks prove that they have the same model, plan and program."""
         graph, comm = self.variants.graph, self.comm
         text = ""
         if comm.rank == 0:
             plan, _ = make_plan(self.costs, self.numerics, schedule, receive_window, graph.groups, comm.size)
             text = to_json(plan)
         plan = from_json(Plan, comm.bcast_object(text))
-        facts = {
-            "code": code_version(ops.KERNELS_VERSION),
-            "torch": self.numerics.torch,
-            "instruction set": self.numerics.instruction_set,
-            "threads": str(torch.get_num_threads()),
-            "graph": graph.hash,
-            "plan": plan.hash,
-        }
-        agree(comm, facts)
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
+        agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})
         return plan, predict(self.costs, plan.layout, program, graph.groups)[1]
 
     # -- training ------------------------------------------------------------------------------
@@ -220,8 +232,8 @@ class Pipeline:
     def step(self, stop: bool = False) -> Step:
         """One optimizer step on the next batch. `stop`: this rank was asked to stop, say so to all.
 
-        Raises MpipipeError on every rank when the loss or a gradient is not finite, StopIteration where
-        the data has ended.
+        Raises MpipipeError on every rank when the loss or a gradient is not finite, and EndOfData where the
+        data has ended.
         """
         return self.timed_step(stop)[0]
 
@@ -230,7 +242,7 @@ class Pipeline:
         start = time.perf_counter()
         outcome = self.trainer.step(self.steps_done, stop)
         if outcome is None:
-            raise StopIteration(f"the data ended after {self.steps_done} steps")
+            raise EndOfData(f"the data ended after {self.steps_done} steps; give more, or fewer steps")
         step = Step(
             step=self.steps_done + 1,
             loss=outcome.loss / outcome.weight,
@@ -252,7 +264,7 @@ class Pipeline:
         while self.steps_done < steps:
             try:
                 done = self.step()
-            except StopIteration:
+            except EndOfData:
                 return
             values = {k: v for k, v in vars(done).items() if isinstance(v, float)}
             if eval_every and done.step % eval_every == 0:
@@ -265,14 +277,14 @@ class Pipeline:
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Mean loss and metrics over the validation data, by name; the same on every rank.
 
-        batches: how many; None = all of them, 8 where the data has no end. Dropout is off, BatchNorm uses
-        its running statistics.
+        batches: how many; None = all of them, 8 where the data has no end by itself. Dropout is off,
+        BatchNorm uses its running statistics.
         """
         batch, samples = self.val_batch, self.data.val_samples
         if samples == 0:
             raise MpipipeError("there is no validation data; give Pipeline(..., val=...)")
-        if batches is None:
-            batches = 8 if samples is None else -(-samples // batch)
+        if batches is None and samples is None and self.data.exact:
+            batches = ENDLESS_BATCHES
         return self.trainer.evaluate(batches, batch, samples)
 
     def predict(self, batch: Any) -> Any:
@@ -320,35 +332,6 @@ class Pipeline:
 # -- the parts -----------------------------------------------------------------------------------
 
 
-_world: Communicator | None = None
-_memory: PeakMemory | None = None
-
-
-def resident_memory() -> PeakMemory:
-    """What this process holds above its imports, the tracer's too; counted from the first call."""
-    global _memory
-    if _memory is None:
-        keep_freed_memory()
-        warm_up_tracer()
-        _memory = PeakMemory()
-    return _memory
-
-
-def world() -> Communicator:
-    """The communicator of this process, made once. From here on an error on one rank ends all of them."""
-    global _world
-    if _world is None:
-        _world = connect()
-        if _world.size > 1:
-            comm, before = _world, sys.excepthook
-
-            def hook(kind: type[BaseException], error: BaseException, at: Any) -> None:
-                before(kind, error, at) if comm.size == 1 else end(comm, error)
-
-            sys.excepthook = hook
-    return _world
-
-
 def _threads(comm: Communicator, threads: int | Literal["auto"], saved: RunState | None) -> int:
     """What "auto" means is decided once: a resumed run keeps it, on any machine."""
     if threads != "auto":
@@ -357,34 +340,7 @@ def _threads(comm: Communicator, threads: int | Literal["auto"], saved: RunState
 
 
 def _optimizer(given: Factory | OptimizerSettings | None, clip: float | None) -> Optimizer:
-    if given is None:
-        return OptimizerSettings(clip=clip)
-    return given if isinstance(given, OptimizerSettings) else UserOptimizer(given, clip)
-
-
-def _check_given(comm: Communicator, source: ModelSource) -> None:
-    """A model that each rank made for itself must be one and the same. Collective."""
-    digests = comm.allgather_object(weights_sha256([tensor_digest(n, t) for n, t in source.given.items()]))
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise MpipipeError(
-            f"the model of rank {other} has other values than that of rank 0 (sha256 {digests[other][:8]} "
-            f"and {digests[0][:8]}); call torch.manual_seed before it is made, or give the function that "
-            "makes it"
-        )
-
-
-def _check_trained(variants: Variants, unused: str) -> None:
-    if not variants.trained:
-        raise MpipipeError(
-            "no parameter gets a gradient: the loss depends on none, or all are frozen; "
-            "unfreeze some with requires_grad_(True)"
-        )
-    left = variants.unused
-    if left and unused == "error":
-        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-        raise MpipipeError(
-            f"the loss does not depend on {', '.join(map(repr, left[:5]))}{more}: no stage uses them, so "
-            "they would stay as they are; freeze them with requires_grad_(False), use them, or set "
-            "train.unused to keep"
-        )
+    if callable(given):
+        return UserOptimizer(given, clip)
+    settings = given or OptimizerSettings()
+    return settings if clip is None else replace(settings, clip=clip)

@@ -29,9 +29,9 @@ from mpipipe.cluster.node import cores_available
 from mpipipe.config import Config, load
 from mpipipe.config.dotted import resolve
 from mpipipe.data import open_dataset, prepare
-from mpipipe.errors import CheckpointError, MpipipeError
+from mpipipe.errors import CheckpointError, EndOfData, MpipipeError
 from mpipipe.models import Built, build
-from mpipipe.pipeline import Pipeline, Step, resident_memory
+from mpipipe.pipeline import Pipeline, Step
 from mpipipe.planner.schedules import register
 from mpipipe.report.draw import draw_png, draw_text
 from mpipipe.report.metrics import Metrics, cut_metrics
@@ -39,14 +39,15 @@ from mpipipe.report.plan import describe
 from mpipipe.report.progress import Progress
 from mpipipe.report.summary import summary
 from mpipipe.runtime.optimizer import OptimizerSettings
+from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.sample import generate
 from mpipipe.state.files import write_text
-from mpipipe.state.gather import weights_hash
-from mpipipe.state.resume import newest, prune, read_state, step_folder, survey
-from mpipipe.state.rundir import METRICS, create, renew, reopen
+from mpipipe.state.resume import RUN, newest, prune, read_state, step_folder, survey
+from mpipipe.state.rundir import CONFIG, METRICS, create, renew, reopen
 from mpipipe.values import Report, Timeline, to_json
 
 KEPT_STEPS = 50  # of which the timeline is remembered
+SAVE_BYTES_PER_S = 100e6  # of a slow file system: what a save is taken to need before the first one
 USAGE = "usage: mpirun -n N python -m mpipipe.train config.yaml [key=value ...] [--resume] [--new-numerics]"
 
 
@@ -76,8 +77,8 @@ def train(comm: Communicator, config: Config, resume: bool = False, new_numerics
     resident_memory()  # from here on it counts
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None
-    run_dir, checkpoint, said, resumed = place
-    if checkpoint is None:  # else it is there, and must stay as it was
+    run_dir, checkpoint, said, resumed, new_data = place
+    if not resumed or new_data:  # else the corpus is there, and must stay as it was
         prepare(config, run_dir, comm.rank == 0)
     comm.barrier()
     opened = open_dataset(config, run_dir)
@@ -101,21 +102,30 @@ def train(comm: Communicator, config: Config, resume: bool = False, new_numerics
         return _Run(config, pipe, built, run_dir, log).all()
 
 
-def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], bool]:
-    """(run folder, checkpoint to go on from, what to say of it, whether it was there); on one rank."""
+def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], bool, bool]:
+    """(run folder, checkpoint to go on from, what to say of it, whether it was there, whether its data was
+    another); on one rank."""
     run_dir = reopen(config) if resume else None
     if run_dir is None:
         run_dir = create(config)
         said = ["note: there is no run to resume, a new one begins"] if resume else []
-        return run_dir, None, said, False
+        return run_dir, None, said, False, False
     passed_over = [f"note: passed over {folder}: {wrong}" for folder, wrong in survey(run_dir) if wrong]
     checkpoint = newest(run_dir)
+    committed = [f"  {wrong}" for folder, wrong in survey(run_dir) if wrong and (folder / RUN).exists()]
+    if checkpoint is None and committed:
+        raise CheckpointError(
+            "\n".join([f"{run_dir}: no checkpoint can be read", *committed])
+            + "\n  mend one, or start anew in another folder: a new run here would take their place"
+        )
     step = 0 if checkpoint is None else read_state(checkpoint).step
     if step >= config.train.steps:
         raise CheckpointError(
             f"{checkpoint}: all of the {config.train.steps} steps are done; raise train.steps to go on"
         )
-    return run_dir, checkpoint, [*passed_over, f"mpipipe: resuming {run_dir} after {step} steps"], True
+    new_data = step == 0 or load(run_dir / CONFIG).data != config.data
+    said = [*passed_over, f"mpipipe: resuming {run_dir} after {step} steps"]
+    return run_dir, checkpoint, said, True, new_data
 
 
 def _schedule(config: Config) -> str:
@@ -171,7 +181,10 @@ class _Run:
         self.data, self.comm = pipe.data, pipe.comm
         self.times: deque[np.ndarray[Any, Any]] = deque(maxlen=KEPT_STEPS)
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
-        self.save_s, self.saved = 0.0, -1
+        self.saved, self.sha = -1, ""
+        state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
+        nbytes = pipe.size * sum(t.nbytes for t in state.values())
+        self.turn_s, self.save_s = 0.0, nbytes / SAVE_BYTES_PER_S  # the longest so far
         self.values: dict[str, float] = {}  # of the last evaluation
         self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
 
@@ -194,29 +207,32 @@ class _Run:
         t, limit = self.config.train, TimeLimit(self.config.run.time_limit, os.environ)
         last: Step | None = None
         while True:
-            if self.pipe.rank == 0 and limit.reached(max(self.step_s, default=0.0), self.save_s):
+            start = time.perf_counter()
+            if self.pipe.rank == 0 and limit.reached(self.turn_s, self.save_s):
                 asked.append("the time limit")
             try:
                 step, outcome = self.pipe.timed_step(bool(asked))
-            except StopIteration:
+            except EndOfData:
                 if last is None:
                     raise
                 asked.append("the end of the data")
+                self.values = self._evaluate()
                 self.save()
                 return replace(last, stop=True)
             last = step
             self.times.append(outcome.times)
             self.step_s.append(step.seconds)
-            values, end = self._values(step), step.step >= t.steps
+            values, done = self._values(step), step.step >= t.steps
             if self._due(self.config.eval.every, step.step) and not step.stop:  # who asked may not wait: save
                 self.values = self._evaluate()
                 values |= self.values
             if metrics is not None:
                 metrics.write(step=step.step, **values)
             self.log.step(step.step, values)
-            if end or step.stop or self._due(t.save_every, step.step):
+            self.turn_s = max(self.turn_s, time.perf_counter() - start)
+            if done or step.stop or self._due(t.save_every, step.step):
                 self.save()
-            if end or step.stop:
+            if done or step.stop:
                 return step
 
     def _due(self, every: int, step: int) -> bool:
@@ -238,19 +254,21 @@ class _Run:
         return {f"val_{name}": value for name, value in found.items()}
 
     def save(self) -> None:
-        """A checkpoint, then fewer of the old ones."""
+        """A checkpoint, unless this step has one, then fewer of the old ones."""
+        if self.saved == self.pipe.steps_done:
+            return
         start, folder = time.perf_counter(), step_folder(self.run_dir, self.pipe.steps_done)
         if self.pipe.rank == 0:
             self.built.export(folder)
-        self.pipe.save(folder)
+        self.sha = self.pipe.save(folder).weights_sha256
+        self.saved = self.pipe.steps_done
         if self.pipe.rank == 0:
             prune(self.run_dir, self.config.train.keep)
         self.save_s = max(self.save_s, time.perf_counter() - start)
 
     def end(self, last: Step, asked: list[str]) -> Report:
         """Sample and summary."""
-        comm, pipe, source = self.comm, self.pipe, self.pipe.variants.source
-        sha = weights_hash(comm, pipe.trainer.state_dict(), source.persistent)
+        comm, pipe = self.comm, self.pipe
         measured = self._measured()
         peaks = tuple(comm.allgather_object(pipe.memory.nbytes))
         text = None
@@ -271,7 +289,7 @@ class _Run:
             predicted_bubble=prediction.bubble,
             per_s=self._per_second(step_s),
             unit=self.unit,
-            weights_sha256=sha,
+            weights_sha256=self.sha,
             steps=pipe.steps_done,
             final_loss=last.loss,
             plan_hash=pipe.plan.hash,

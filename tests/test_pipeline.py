@@ -25,7 +25,7 @@ from mpipipe import Pipeline, register_schedule
 from mpipipe.cluster import memory
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.errors import CheckpointError, ConfigError, DataError, DeadlockError, MpipipeError, PlanError
+from mpipipe.errors import CheckpointError, ConfigError, DataError, DeadlockError, EndOfData, MpipipeError, PlanError
 from mpipipe.graph.profile import Profiler
 from mpipipe.planner import SCHEDULES
 from mpipipe.runtime import costing
@@ -231,7 +231,7 @@ def test_training_ends_with_data_that_ends() -> None:
     def body(comm: Communicator) -> tuple[int, bool]:
         pipe = pipeline(comm, data=iter(Epochs(Samples(2 * BATCH))))
         pipe.fit(5)
-        with pytest.raises(StopIteration, match="after 2 steps"):
+        with pytest.raises(EndOfData, match="after 2 steps"):
             pipe.step()
         return pipe.steps_done, pipe.data.exact
 
@@ -538,7 +538,7 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"batch": 2}, r"batch = 2 is smaller than micro_batches = 4"),
+        ({"batch": 2}, r"micro_batches = 4 for batch = 2; a micro-batch"),
         ({"data": 5}, r"data is a int; expected len"),
         ({"schedule": "2f2b"}, r"2f2b"),
     ],
@@ -631,5 +631,5 @@ def test_a_script_without_mpirun_has_one_rank(tmp_path: Path) -> None:
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
-    assert "batch = 4 is smaller than micro_batches = 8" in lines[0]
+    assert "micro_batches = 8 for batch = 4; a micro-batch" in lines[0]
     assert lines[1] == "1 2 3 (5, 2)"

@@ -25,7 +25,7 @@ def end(comm: Communicator | None, error: BaseException) -> int:
             return 1
         time.sleep(SPEAK_FIRST_S)
     if isinstance(error, MpipipeError):
-        text = f"mpipipe: error: {error}"
+        text = "\n  ".join([f"mpipipe: error: {error}", *getattr(error, "__notes__", ())])
     else:
         text = f"mpipipe: rank {rank} failed\n" + "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)

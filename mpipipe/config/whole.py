@@ -22,6 +22,7 @@ from mpipipe.config.sections import (
     TrainConfig,
 )
 
+ENDLESS_BATCHES = 8  # of an evaluation on data without an end, where nobody says how many
 # what each kind of built-in data can feed, by the name of the model
 _TOKENS = ("gpt", "llama", "lstm")
 _IMAGES = ("vgg", "resnet")
@@ -51,7 +52,7 @@ class Config(Section):
     @property
     def eval_batches(self) -> int:
         """Of data without an end."""
-        return self.eval.batches or 8
+        return self.eval.batches or ENDLESS_BATCHES
 
     @model_validator(mode="after")
     def _values_fit(self) -> Config:

@@ -7,6 +7,7 @@ step without a message, a sampler's state or a worker process, and a resumed run
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
@@ -20,6 +21,10 @@ from mpipipe.values import TensorSpec
 Split = Literal["train", "val"]
 Batch = dict[str, torch.Tensor]
 Specs = dict[str, TensorSpec]
+
+IGNORED = -100  # a label that counts for nothing, as in torch
+PAD = 0  # the token id that fills short texts up
+_ABSENT = object()
 
 
 class Dataset(Protocol):
@@ -41,7 +46,8 @@ class Dataset(Protocol):
 
     @property
     def val_samples(self) -> int | None:
-        """Size of the validation set, 0 where there is none; None when it has no natural end."""
+        """Size of the validation set, 0 where there is none; None when it has no natural end, or where only
+        reading it to its end can tell (`exact` is False)."""
         ...
 
     @property
@@ -100,6 +106,12 @@ class DatasetBase:
 
     def decode(self, ids: list[int]) -> str | None:
         return None
+
+
+def lacking(data: object) -> list[str]:
+    """What of `Dataset` is not there, by name."""
+    offered = sorted(name for name in vars(Dataset) if not name.startswith("_"))
+    return [name for name in offered if inspect.getattr_static(data, name, _ABSENT) is _ABSENT]
 
 
 def pick(arrays: Mapping[str, NDArray[Any]], keys: frozenset[str]) -> Batch:

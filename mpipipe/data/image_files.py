@@ -105,6 +105,11 @@ def _read_npy(file: IO[bytes], where: str) -> NDArray[Any]:
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
     }
+    if version not in header:  # 3.0 came with names of fields beyond ASCII
+        raise DataError(
+            f"{where}: is written in version {version[0]}.{version[1]} of the npy format, for records with named "
+            "fields; save a plain array of numbers"
+        )
     shape, fortran, dtype = header[version](file)
     if dtype.hasobject:
         return one_size(_Arrays(file).load(), where)

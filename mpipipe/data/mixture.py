@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mpipipe.data.base import Batch, Dataset, DatasetBase, Specs, Split, uniforms
+from mpipipe.data.base import Batch, Dataset, DatasetBase, Specs, Split, lacking, uniforms
 from mpipipe.errors import DataError
 
 
@@ -17,7 +17,8 @@ class Mixture(DatasetBase):
     source of finite size is met in a random part of each of its epochs.
 
     Validation is mixed alike, by draws that do not depend on the seed, and has no natural end.
-    Raises DataError when the sources differ in keys, shapes, dtypes or vocabulary, naming both.
+    Raises DataError when a source is no `Dataset`, or they differ in keys, shapes, dtypes or vocabulary,
+    naming both.
     """
 
     def __init__(
@@ -57,6 +58,11 @@ def _check(sources: Sequence[Dataset], weights: Sequence[float], names: Sequence
             "weight above 0"
         )
     for name, source in zip(names, sources, strict=True):
+        if missing := lacking(source):
+            raise DataError(
+                f"{name} is a {type(source).__name__}, which lacks {', '.join(missing)}; a mixture takes data sets "
+                "derived from mpipipe.data.base.DatasetBase: make it one, or use the source alone"
+            )
         if source.varying or not source.exact:
             problem = "has micro-batches of varying shapes" if source.varying else "is a plain iterable"
             raise DataError(

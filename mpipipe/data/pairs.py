@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpipipe.data.base import Batch, Split
+from mpipipe.data.base import IGNORED, PAD, Batch, Split
 from mpipipe.data.synthetic import Drawn
 from mpipipe.errors import DataError
 from mpipipe.values import TensorSpec
 
-PAD, BEGIN, IGNORED = 0, 1, -100  # ids that are no words; a label that counts for nothing, as in torch
-_WORDS = 2  # the first id that is one
+BEGIN = 1  # before the first word
+_WORDS = 2  # the first id that is one; below are PAD and BEGIN
 
 
 class Pairs(Drawn):

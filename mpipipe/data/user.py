@@ -8,7 +8,6 @@ plain iterable      of whole batches            read on one rank, not exact: see
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -17,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.data.base import Batch, Dataset, DatasetBase, Order, Specs, Split
+from mpipipe.data.base import Batch, Dataset, DatasetBase, Order, Specs, Split, lacking
 from mpipipe.data.sources import ByMicroBatch, Collate, Indexed, Source
 from mpipipe.data.structure import Structure, as_batch
 from mpipipe.errors import DataError
@@ -77,9 +76,7 @@ def _source(
 
 
 def _one_of_ours(data: Any, val: Any) -> Dataset:
-    offered = [name for name in dir(DatasetBase) if not name.startswith("_")]
-    missing = [name for name in offered if inspect.getattr_static(data, name, _ABSENT) is _ABSENT]
-    if missing:
+    if missing := lacking(data):
         raise DataError(
             f"the data set {type(data).__name__} lacks {', '.join(missing)}; derive it from "
             "mpipipe.data.base.DatasetBase, which has them"
@@ -118,8 +115,8 @@ class UserData(DatasetBase):
 class Stream(DatasetBase):
     """Whole batches from a plain iterable, in order: `next_batch` on rank 0, who sends them on.
 
-    Training begins again where the iterable can (a list, a DataLoader), and ends where it cannot (a
-    generator). Validation begins again with each evaluation.
+    Training begins again where the iterable can (a DataLoader), and ends where it cannot (a generator).
+    Validation begins again with each evaluation and is read to its end. A list is map-style, not a stream.
     """
 
     exact = False
@@ -187,5 +184,5 @@ def _check_iterables(data: Any, val: Any) -> None:
     if val is not None and (not isinstance(val, Iterable) or isinstance(val, Iterator)):
         raise DataError(
             f"val is a {type(val).__name__}, which cannot be read again for the next evaluation; give "
-            "map-style data, or an iterable of batches such as a list or a DataLoader"
+            "map-style data (a list of samples is), or an iterable of batches such as a DataLoader"
         )

@@ -19,18 +19,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -38,18 +35,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from mpipipe.errors import CaptureError
-from mpipipe.ops.generators import seeded
+from mpipipe.graph.tape import Tape
 
 # torch's tracer has process-wide state and, while it runs, turns oneDNN off for the whole process: one
 # thread traces at a time, and none computes meanwhile (ranks are threads in the in-process carrier)
 TRACING = threading.RLock()
-# The one initialiser of torch whose code looks at what it drew (it draws again what falls outside). The
-# name is that of its body, which is found at each call: `from torch.nn.init import trunc_normal_` works.
-_LOOKS_AT_DRAWS = "_no_grad_trunc_normal_"
 _LAZY = "has no shape yet (a lazy layer); give its layer the number of input features"
 
 Layers = Sequence[nn.Module]
@@ -69,14 +61,6 @@ class Initial(Protocol):
         ...
 
 
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
-
-
 def user_frame(error: Exception) -> str:
     """The innermost line of the traceback that is neither torch's, Python's nor ours."""
     ours, python = str(Path(__file__).parent), sysconfig.get_path("stdlib")
@@ -85,105 +69,6 @@ def user_frame(error: Exception) -> str:
         if "/torch/" not in f.filename and not f.filename.startswith((ours, python, "<"))
     ]  # fmt: skip
     return f'File "{user[-1].filename}", line {user[-1].lineno}: {user[-1].line}' if user else "the model"
-
-
-class _Tape(TorchDispatchMode):
-    """Records (operator, args, kwargs, out). Outputs stay alive, so storage addresses are unique."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-        self._writers: dict[int, list[int]] = {}
-
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        for t in _tensors(out):
-            self._writers.setdefault(_storage(t), []).append(len(self.entries))
-        self.entries.append((func, args, kwargs, out))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            out = func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default or self.draws(args[0]):
-                raise
-            with unset_fake_temporarily(), torch.no_grad():  # nothing random in it: its value is known
-                return self.replay(args[0], {}).item()
-        if _tensors(out):
-            self.record(func, tuple(args), dict(kwargs or {}), out)
-        return out
-
-    @contextmanager
-    def whole_initialisers(self) -> Iterator[None]:
-        """Makes an initialiser that looks at its draws one random operator of the tape."""
-        body = getattr(nn.init, _LOOKS_AT_DRAWS)
-
-        def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if not isinstance(tensor, FakeTensor):
-                return body(tensor, *args, **kwargs)
-            self.record(body, (tensor, *args), kwargs, tensor)
-            return tensor
-
-        setattr(nn.init, _LOOKS_AT_DRAWS, recorded)
-        try:
-            yield
-        finally:
-            setattr(nn.init, _LOOKS_AT_DRAWS, body)
-
-    def slice(self, target: Tensor) -> list[int]:
-        """Indices of the entries that lead to one tensor, ascending."""
-        todo, storages, keep = [_storage(target)], set(), set()
-        while todo:
-            storage = todo.pop()
-            if storage in storages:
-                continue
-            storages.add(storage)
-            for i in self._writers.get(storage, ()):
-                if i not in keep:
-                    keep.add(i)
-                    _, args, kwargs, out = self.entries[i]
-                    todo += [_storage(t) for t in _tensors((args, kwargs, out))]
-        return sorted(keep)
-
-    def draws(self, target: Tensor) -> list[int]:
-        """The random entries among them."""
-        return [i for i in self.slice(target) if _is_random(self.entries[i][0])]
-
-    def replay(self, target: Tensor, seeds: dict[int, int]) -> Tensor:
-        """The real tensor. seeds: index of a random entry -> seed of its generator."""
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def real(x: Any) -> Any:
-            if not isinstance(x, FakeTensor):
-                return x
-            storage = storages.get(_storage(x))
-            if storage is None:
-                raise CaptureError(
-                    "the initialisation reads a tensor that was made outside of the model's factory; "
-                    "make it inside the factory"
-                )
-            base = torch.empty(0, dtype=x.dtype)
-            return base.set_(storage, x.storage_offset(), x.shape, x.stride())
-
-        for i in self.slice(target):
-            func, args, kwargs, out = self.entries[i]
-            args, kwargs = tree_map(real, args), tree_map(real, kwargs)
-            result = _seeded(func, args, kwargs, seeds[i]) if _is_random(func) else func(*args, **kwargs)
-            for fake, value in zip(_tensors(out), _tensors(result), strict=True):
-                storages[_storage(fake)] = value.untyped_storage()
-        return real(target.detach())
-
-
-def _is_random(func: Any) -> bool:
-    return not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _seeded(func: Any, args: Any, kwargs: Any, seed: int) -> Any:
-    known = isinstance(func, OpOverload)
-    names = [a.name for a in func._schema.arguments] if known else inspect.signature(func).parameters
-    if "generator" in names:
-        return func(*args, **{**kwargs, "generator": torch.Generator().manual_seed(seed)})
-    with seeded(seed):
-        return func(*args, **kwargs)
 
 
 class ModelSource:
@@ -201,7 +86,7 @@ class ModelSource:
     def __init__(self, model: Model, seed: int, initial: Initial | None = None) -> None:
         self.seed, self.initial = seed, initial
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._tape = _Tape()
+        self._tape = Tape()
         made = self._made(model)
         self.module, self._real = _twin(made, self.fake_mode)
         self.params = dict(self.module.named_parameters())

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mpipipe.data.base import IGNORED
 from mpipipe.errors import ConfigError
 from mpipipe.graph.program import Batch, Loss
-
-IGNORED = -100  # a label that counts for nothing, as in torch
 
 
 def labels_of(batch: Batch) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.graph.program import Batch
-from mpipipe.models.losses import IGNORED, labels_of
+from mpipipe.models.losses import labels_of
 
 
 def accuracy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,7 @@ def forward_only(n_stages: int, n_micro: int) -> Schedule:
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+_BUILT_IN = frozenset(SCHEDULES)
 _ACTION = re.compile(r"([FB])(\d+)")
 
 
@@ -79,6 +80,8 @@ def register(name: str, order: Callable[[int, int], Sequence[str]]) -> None:
         check(schedule)
         return schedule
 
+    if name in _BUILT_IN:
+        raise PlanError(f"schedule {name!r} is built in; give yours another name")
     SCHEDULES[name] = build
 
 

@@ -94,7 +94,10 @@ def rows_of(batch: Batch) -> int:
             f"the tensors of a batch have different numbers of samples: {rows}; "
             "the first dimension of each is the sample"
         )
-    return next(iter(rows.values()))
+    found = next(iter(rows.values()))
+    if found == 0:
+        raise DataError("a batch without a sample; give at least one")
+    return found
 
 
 def slices(batch: Batch, bounds: Bounds) -> list[Batch]:
@@ -107,15 +110,16 @@ class Feed:
     def __init__(self, comm: Communicator, data: Data, reads: Reads, first: Specs) -> None:
         self.comm, self.data, self.reads, self.first = comm, data, reads, first
         self.ahead: Prefetch[Request, Batch] = Prefetch(partial(_load, data), AHEAD)
-        weakref.finalize(self, self.ahead.close)
+        weakref.finalize(self, self.ahead.stop)
 
     def begin(self, mode: Mode, split: Split, step: int, bounds: Bounds) -> Source | None:
         """The micro-batches of a step; None where the data has ended. Collective unless the data is fixed.
 
-        bounds: samples [start, stop) of each micro-batch; of a stream, only their number counts.
+        bounds: samples [start, stop) of each micro-batch; of a stream, only their number counts in training,
+        only the size of the first in evaluation.
         """
         if not self.data.exact:
-            return self._stream(mode, split, step, len(bounds))
+            return self._stream(mode, split, step, bounds)
         if not self.data.varying:
             specs = [self.data.specs(stop - start) for start, stop in bounds]
             loaded = _Loaded(self, mode, split, step, bounds, specs)
@@ -133,6 +137,8 @@ class Feed:
                 self.ahead.expect([(split, step + 1, *part, every) for part in bounds])
         source = _Loaded(self, mode, split, step, bounds, self.comm.bcast_object(found))
         source.kept.update(enumerate(kept))
+        if self.comm.rank != 0:  # which has them all, and the next step's under way
+            source.expect()
         return source
 
     def checked(self, specs: Specs, place: str) -> Specs:
@@ -147,7 +153,7 @@ class Feed:
                 )
         return specs
 
-    def _stream(self, mode: Mode, split: Split, step: int, n_micro: int) -> Source | None:
+    def _stream(self, mode: Mode, split: Split, step: int, bounds: Bounds) -> Source | None:
         micros: list[Batch] = []
         if self.comm.rank == 0:
             batch = self.ahead.get((split, step, 0, 0, frozenset()))
@@ -155,12 +161,14 @@ class Feed:
                 self.ahead.expect([(split, step + 1, 0, 0, frozenset())])
             if batch:
                 rows = rows_of(batch)
-                if rows < n_micro and mode == "train":
+                if rows < len(bounds) and mode == "train":
                     raise DataError(
-                        f"step {step}: a batch of {rows} samples for {n_micro} micro-batches; "
-                        "give larger batches, or lower micro_batches"
+                        f"step {step}: a batch of {rows} samples for {len(bounds)} micro-batches; give "
+                        "larger batches (a DataLoader: drop_last=True), or lower micro_batches"
                     )
-                micros = slices(batch, split_evenly(rows, min(rows, n_micro)))
+                largest = bounds[0][1] - bounds[0][0]
+                parts = split_evenly(rows, len(bounds)) if mode == "train" else split_by(rows, largest)
+                micros = slices(batch, parts)
         found = [self.checked(specs_of(m), f"step {step}, micro-batch {i}") for i, m in enumerate(micros)]
         specs = self.comm.bcast_object(found)
         if self.comm.rank == 0:
@@ -189,10 +197,15 @@ class Feed:
 
 def _load(data: Data, request: Request) -> Batch:
     """On the thread that loads; without a reference to the feed, so that both can end."""
-    if not data.exact:
+    try:
+        if data.exact:
+            return data.batch(*request)
         stream: Stream = data  # type: ignore[assignment]
         return stream.next_batch(request[0], request[1]) or {}
-    return data.batch(*request)
+    except (StopIteration, SystemExit) as error:  # one rank must not take it for the end, and leave
+        raise DataError(
+            f"{request[0]} step {request[1]}: the data set raised {error!r}; only a plain iterable may end"
+        ) from error
 
 
 class _Loaded:

@@ -56,13 +56,17 @@ class Prefetch(Generic[R, B]):
             raise batch.error
         return batch
 
-    def close(self) -> None:
-        """Ends the thread, after the batch that it is loading."""
+    def stop(self) -> None:
+        """Lets the thread end after the batch that it is loading. Does not wait for it: the batch may never
+        come, or need a lock that the caller holds, which may be the garbage collector."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:  # garbage is collected on any thread
-            self._thread.join()
+
+    def close(self) -> None:
+        """Ends the thread, after the batch that it is loading."""
+        self.stop()
+        self._thread.join()
 
     def __enter__(self) -> Prefetch[R, B]:
         return self

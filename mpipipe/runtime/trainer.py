@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -94,16 +95,17 @@ class Trainer:
             )
         return outcome
 
-    def evaluate(self, batches: int, batch: int, samples: int | None = None) -> dict[str, float]:
+    def evaluate(self, batches: int | None, batch: int, samples: int | None = None) -> dict[str, float]:
         """Mean loss and metrics over validation batches, each weighted as it says; on every rank.
 
-        batches: how many, of `batch` samples each; samples: there are no more, the last batch ends there.
+        batches: how many, of `batch` samples each; None = all that there are. samples: there are no more, the
+        last batch ends there.
         """
         if samples is not None:
-            batches = min(batches, -(-samples // batch))
+            batches = min(batches or samples, -(-samples // batch))
         no_metrics = [0.0] * 2 * len(self.variants.metrics)
         totals = [0.0, 0.0, *no_metrics]
-        for i in range(batches):
+        for i in count() if batches is None else range(batches):
             rows = batch if samples is None else min(batch, samples - i * batch)
             bounds = split_by(rows, self.plan.numerics.micro_batch)
             source = self.feed.begin("eval", "val", i, bounds)

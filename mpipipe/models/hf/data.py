@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpipipe.data.base import Dataset, DatasetBase, Split, uniforms
+from mpipipe.data.base import IGNORED, Dataset, DatasetBase, Split, uniforms
 from mpipipe.errors import ConfigError, DataError
 from mpipipe.models.hf.build import HfModel
-from mpipipe.models.losses import IGNORED
 from mpipipe.values import TensorSpec
 
 _MASKED, _HIDDEN, _REPLACED = 0.15, 0.8, 0.9  # of all tokens; of these: mask token, else random, else kept

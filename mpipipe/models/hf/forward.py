@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mpipipe.models.losses import IGNORED
+from mpipipe.data.base import IGNORED
 
 Kind = Literal["causal", "masked", "seq2seq", "image", "sequence"]
 Pair = tuple[Tensor, Tensor | float]

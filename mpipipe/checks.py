@@ -1,0 +1,61 @@
+"""What is refused before the first weight is made, with the next move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.errors import MpipipeError
+from mpipipe.graph.source import ModelSource
+from mpipipe.graph.variants import Variants
+from mpipipe.state.checkpoint import tensor_digest, weights_sha256
+
+
+def check_counts(batch: int, micro_batches: int, blocks: int) -> None:
+    if not 1 <= micro_batches <= batch:
+        raise MpipipeError(
+            f"micro_batches = {micro_batches} for batch = {batch}; a micro-batch needs a sample: give 1 at "
+            "least, and as many as samples at most"
+        )
+    if blocks < 1 or micro_batches % blocks:
+        raise MpipipeError(f"blocks = {blocks} does not divide micro_batches = {micro_batches}; change one")
+
+
+def check_metrics(names: Sequence[str]) -> None:
+    if "loss" in names:
+        raise MpipipeError("a metric is called 'loss', as the loss is in every evaluation; rename it")
+
+
+def check_choices(given: Mapping[str, tuple[str, Sequence[str]]]) -> None:
+    """given: name -> (value, what it may be)."""
+    for name, (value, choices) in given.items():
+        if value not in choices:
+            raise MpipipeError(f"{name} = {value!r}; expected one of {', '.join(map(repr, choices))}")
+
+
+def check_given(comm: Communicator, source: ModelSource) -> None:
+    """A model that each rank made for itself must be one and the same. Collective."""
+    digests = comm.allgather_object(weights_sha256([tensor_digest(n, t) for n, t in source.given.items()]))
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise MpipipeError(
+            f"the model of rank {other} has other values than that of rank 0 (sha256 {digests[other][:8]} "
+            f"and {digests[0][:8]}); call torch.manual_seed before it is made, or give the function that "
+            "makes it"
+        )
+
+
+def check_trained(variants: Variants, unused: str) -> None:
+    if not variants.trained:
+        raise MpipipeError(
+            "no parameter gets a gradient: the loss depends on none, or all are frozen; "
+            "unfreeze some with requires_grad_(True)"
+        )
+    left = variants.unused
+    if left and unused == "error":
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        raise MpipipeError(
+            f"the loss does not depend on {', '.join(map(repr, left[:5]))}{more}: no stage uses them, so "
+            "they would stay as they are; freeze them with requires_grad_(False), use them, or set "
+            "train.unused to keep"
+        )

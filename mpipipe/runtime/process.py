@@ -1,0 +1,55 @@
+"""What this process has once: its place in the MPI world, and its memory above the imports."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import Any, NoReturn
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.ending import end
+from mpipipe.cluster.memory import PeakMemory, keep_freed_memory
+from mpipipe.cluster.mpi import connect
+from mpipipe.graph.capture import warm_up_tracer
+
+_world: Communicator | None = None
+_memory: PeakMemory | None = None
+
+
+def world() -> Communicator:
+    """The communicator of this process, made once. From here on an error on one rank, or a `sys.exit` with
+    one, ends all of them."""
+    global _world
+    if _world is None:
+        _world = connect()
+        if _world.size > 1:
+            _end_together(_world)
+    return _world
+
+
+def _end_together(comm: Communicator) -> None:
+    leave, failed = sys.exit, [False]
+
+    def hook(kind: type[BaseException], error: BaseException, at: Any) -> None:
+        end(comm, error)
+
+    def note_exit(status: Any = None) -> NoReturn:
+        failed[0] = status not in (None, 0)
+        leave(status)
+
+    def at_exit() -> None:  # before MPI's own, in which the other ranks would be waited for
+        if failed[0]:
+            comm.abort(1)
+
+    sys.excepthook, sys.exit = hook, note_exit
+    atexit.register(at_exit)
+
+
+def resident_memory() -> PeakMemory:
+    """What this process holds above its imports, the tracer's too; counted from the first call."""
+    global _memory
+    if _memory is None:
+        keep_freed_memory()
+        warm_up_tracer()
+        _memory = PeakMemory()
+    return _memory
