@@ -72,7 +72,7 @@ test-slurm: setup ## tests under Slurm, when MPIPIPE_TESTBED names the test bed
 		"test-slurm: no MPIPIPE_TESTBED, not run")
 
 test-torch: setup ## capture and bits on the oldest and newest torch that is allowed, where they can be had
-	@MAKE='$(MAKE)' .ci/torch-range
+	@.ci/torch-range $(foreach c,$(filter-out TORCH,$(CHOICES)),$(c)='$(strip $($(c)))')
 
 test-full: setup lint ## everything, the slow tests included
 	$(PY) -m pytest -m "not mpi and not jobs and not slurm" $(K)

@@ -2,7 +2,8 @@
 
     downloads.py [--cuda] REQUIREMENT...      the arguments that `pip install` would get
 
-Exit code 1: refused. A CUDA build is several gigabytes, and of no use to ranks that compute on CPUs.
+Exit code 3: torch is not to be had as asked for, either because there is no such version or because it is a
+GPU build and refused: several gigabytes, of no use to ranks that compute on CPUs. 1: pip failed otherwise.
 
 The list is that of a dry run. Where a package index serves no metadata beside its files, a dry run must
 download a package to learn what it requires; so the run is watched, and ended at the first sign of a
@@ -22,6 +23,7 @@ from typing import Any
 GPU_NAMES = ("nvidia-", "cuda-", "triton", "pytorch-triton")
 GPU_BUILDS = ("cu", "rocm", "xpu")  # the local part of a torch version: 2.13.0+cu130
 CPU_TORCH_BYTES = 400e6  # CPU builds are about half of it, CUDA builds twice it, without their libraries
+FAILED, NOT_TO_BE_HAD = 1, 3
 SIZES = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 LINE = re.compile(r"\s*(?:Collecting|Downloading|Using cached) ([\w.+-]+)(?:.* \(([\d.]+) (\w+)\))?")
 
@@ -86,6 +88,11 @@ def dry_run(command: list[str], cuda: bool) -> tuple[str | None, str]:
     return None, "".join(lines)
 
 
+def no_such_torch(output: str) -> bool:
+    """The index has torch, but none that fits; one that cannot be reached has no version at all."""
+    return "No matching distribution found for torch" in output and "(from versions: none)" not in output
+
+
 def main(requirements: list[str], cuda: bool) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
@@ -95,7 +102,7 @@ def main(requirements: list[str], cuda: bool) -> int:
         except subprocess.CalledProcessError as error:
             print(error.output, file=sys.stderr)
             print("pip cannot find all that is needed; see above", file=sys.stderr)
-            return 1
+            return NOT_TO_BE_HAD if no_such_torch(error.output) else FAILED
         found = [] if sign else packages(json.loads(path.read_text()))
     if found:
         print(f"to download and install ({len(found)} packages):")
@@ -104,7 +111,7 @@ def main(requirements: list[str], cuda: bool) -> int:
     if gpu and not cuda:
         what = ", ".join(gpu[:3]) + (f" and {len(gpu) - 3} more" if len(gpu) > 3 else "")
         print(REFUSAL.format(what=what), file=sys.stderr)
-        return 1
+        return NOT_TO_BE_HAD
     return 0
 
 

@@ -40,12 +40,13 @@ from mpipipe.planner.search import make_plan, predict, program_for
 from mpipipe.runtime.costing import measure
 from mpipipe.runtime.foreign import Factory, UserOptimizer
 from mpipipe.runtime.interpreter import Outcome
-from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings
+from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
+from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
 from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import reader
-from mpipipe.state.gather import collect, save
+from mpipipe.state.gather import collect, save, together
 from mpipipe.state.resume import RunState, check_numerics, read_state
 from mpipipe.values import Numerics, Plan, Program, Timeline, from_json, to_json
 
@@ -313,17 +314,24 @@ class Pipeline:
 
         The folder appears whole or not at all. Raises CheckpointError on every rank.
         """
-        facts = RunState(
-            self.steps_done, self.steps_done, self.numerics, self.variants.graph.hash, dict(extra or {})
-        )
         trainer = self.trainer
+        parts = together(self.comm, str(folder), trainer.optimizer_numbers)
+        facts = RunState(
+            step=self.steps_done,
+            numerics=self.numerics,
+            graph=self.variants.graph.hash,
+            optimizer=described(part for of_rank in parts for part in of_rank),
+            extra=dict(extra or {}),
+        )
         return save(
             self.comm, Path(folder), trainer.state_dict(), trainer.optimizer_state(),
             self.variants.source.persistent, facts,
         )  # fmt: skip
 
     def _resume(self, folder: Path, saved: RunState) -> None:
-        self.trainer.resume(reader(folder, "optimizer"), saved.step)
+        kept = reader(folder, "optimizer")
+        check_kept(kept, saved.optimizer, self.variants.trained)
+        self.trainer.resume(kept, saved.step, saved.optimizer)
         self.steps_done = saved.step
         if not self.data.exact:
             self.say("note: this resume is not exact: the data is a plain iterable, read from its start")

@@ -77,6 +77,7 @@ class Node(Value):
 
     name: str  # "blocks.0.attn/linear.1"
     op: str  # "aten.linear.default"
+    settings: str  # its other arguments; "('%0', 0.1)": %i is the i-th distinct tensor that it reads
     inputs: tuple[str, ...]  # names of nodes and of batch inputs
     outputs: tuple[TensorSpec, ...]
     params: tuple[str, ...]  # canonical names of the parameters and buffers it reads

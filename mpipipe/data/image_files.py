@@ -107,8 +107,8 @@ def _read_npy(file: IO[bytes], where: str) -> NDArray[Any]:
     }
     if version not in header:  # 3.0 came with names of fields beyond ASCII
         raise DataError(
-            f"{where}: is written in version {version[0]}.{version[1]} of the npy format, for records with named "
-            "fields; save a plain array of numbers"
+            f"{where}: is written in version {version[0]}.{version[1]} of the npy format, for records with "
+            "named fields; save a plain array of numbers"
         )
     shape, fortran, dtype = header[version](file)
     if dtype.hasobject:

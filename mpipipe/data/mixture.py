@@ -60,8 +60,8 @@ def _check(sources: Sequence[Dataset], weights: Sequence[float], names: Sequence
     for name, source in zip(names, sources, strict=True):
         if missing := lacking(source):
             raise DataError(
-                f"{name} is a {type(source).__name__}, which lacks {', '.join(missing)}; a mixture takes data sets "
-                "derived from mpipipe.data.base.DatasetBase: make it one, or use the source alone"
+                f"{name} is a {type(source).__name__}, which lacks {', '.join(missing)}; a mixture takes "
+                "data sets derived from mpipipe.data.base.DatasetBase: make it one, or use the source alone"
             )
         if source.varying or not source.exact:
             problem = "has micro-batches of varying shapes" if source.varying else "is a plain iterable"

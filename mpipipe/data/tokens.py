@@ -40,13 +40,15 @@ class Sidecar(Value):
 class Tokens(Windows):
     """`Windows` of a token file. Validation: `val_path`, or else the last `val_fraction` of `path`.
 
-    vocab: number of ids of the model; None = what the sidecar or the tokenizer says.
+    Number of ids: what the sidecar, the tokenizer or `told` (data.vocab) says, which must agree and be no
+    more than `vocab`, that of the model; where nothing says it, `vocab` itself.
     Raises DataError when a file is missing, damaged or too short, or has ids beyond the vocabulary.
     """
 
     def __init__(
         self, path: Path, val_path: Path | None, dtype: Kind, context: int, val_fraction: float,
         val_batch: int, val_batches: int, vocab: int | None, seed: int, tokenizer: Tokenizer | None = None,
+        told: int | None = None,
     ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
         train, known = open_tokens(path, dtype)
@@ -60,7 +62,12 @@ class Tokens(Windows):
                     "write both with one tokenizer"
                 )
             known = known or val_known
-        vocab = _agreed(path, known, tokenizer, vocab)
+        said = {
+            "its sidecar": known,
+            "data.tokenizer": tokenizer.vocab if tokenizer else None,
+            "data.vocab": told,
+        }
+        vocab = _agreed(path, {name: n for name, n in said.items() if n is not None}, vocab)
         super().__init__(train, val, vocab, context, val_batch, val_batches, seed)
 
     def encode(self, text: str) -> list[int] | None:
@@ -70,20 +77,20 @@ class Tokens(Windows):
         return self._tokenizer.decode(ids) if self._tokenizer else None
 
 
-def _agreed(path: Path, known: int | None, tokenizer: Tokenizer | None, model: int | None) -> int:
-    if known is not None and tokenizer is not None and tokenizer.vocab != known:
+def _agreed(path: Path, said: dict[str, int], model: int | None) -> int:
+    if len(set(said.values())) > 1:
         raise DataError(
-            f"{path}: its sidecar says {known} ids, data.tokenizer has {tokenizer.vocab}; give the "
-            "tokenizer that wrote the file"
+            f"{path}: {', '.join(f'{name} has {n} ids' for name, n in said.items())}; give the tokenizer "
+            "that wrote the file, and leave data.vocab out where something else tells it"
         )
-    known = known or (tokenizer.vocab if tokenizer else None)
+    known = next(iter(said.values()), None)
     if known is not None and model is not None and known > model:
         raise DataError(
-            f"{path}: its vocabulary has {known} ids, model.vocab = {model}; set model.vocab to null or to "
-            f"{known} or more"
+            f"{path}: its vocabulary has {known} ids, the model has {model}; give the model {known} or more "
+            "(a built-in one: set model.vocab to null)"
         )
     if (vocab := known or model) is None:
-        raise DataError(f"{path}: nothing says how many ids there are; set model.vocab (GPT-2's: 50257)")
+        raise DataError(f"{path}: nothing says how many ids there are; set data.vocab (GPT-2's: 50257)")
     return vocab
 
 

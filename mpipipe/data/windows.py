@@ -99,7 +99,7 @@ class Windows(DatasetBase):
             row, column = wrong[0]
             raise DataError(
                 f"{part.path}: token {part.first + index[row, column]} is {ids[row, column]}, but the "
-                f"vocabulary has {self._vocab} ids; check data.dtype, or set model.vocab to that of the "
+                f"vocabulary has {self._vocab} ids; check data.dtype, or set data.vocab to that of the "
                 "tokenizer that wrote the file"
             )
         return torch.from_numpy(ids)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from mpipipe.errors import CaptureError, MpipipeError
-from mpipipe.graph.layers import Tail, append, chain
+from mpipipe.graph.chain import Tail, append, chain
 from mpipipe.graph.means import refuse_mean
 from mpipipe.graph.program import Batch as Batch
 from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs, is_list

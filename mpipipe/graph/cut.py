@@ -121,35 +121,24 @@ def extract(
     reads = {n: None for op in copied for n in op.all_input_nodes}
     reads.update(dict.fromkeys(sent))
 
-    env: dict[fx.Node, fx.Node] = {}
-    leaves: dict[Leaf, fx.Node] = {}
-    for n in received:
-        env[n] = graph.placeholder(n.name)
+    def leaf(n: fx.Node, op: fx.Node) -> Leaf:
+        return c.param[n], uses.get(c.name[op], -1)
+
     inputs = [n for n in c.inputs if n in reads]
-    for n in inputs:
-        env[n] = graph.placeholder(n.name)
-    for op in body:
-        for n in op.all_input_nodes:
-            leaf = (c.param[n], uses.get(c.name[op], -1)) if n in c.param else None
-            if leaf is not None and leaf not in leaves:
-                leaves[leaf] = graph.placeholder(f"{n.name}_{len(leaves)}")
-    buffers = {c.buffer[n]: None for n in reads if n in c.buffer}
-    of_buffer = {name: graph.placeholder("buffer_" + name.replace(".", "_")) for name in buffers}
-    random = c.rng is not None and any(n in reads for n in c.rng)
-    for n in c.rng or ():
-        if random:
-            env[n] = graph.placeholder(n.name)
-
+    leaves = dict.fromkeys(leaf(n, op) for op in body for n in op.all_input_nodes if n in c.param)
+    buffers = dict.fromkeys(c.buffer[n] for n in reads if n in c.buffer)
+    rng = c.rng if c.rng and not reads.keys().isdisjoint(c.rng) else ()
     constants = {n: f"constant_{i}" for i, n in enumerate(n for n in reads if n in c.constant)}
-    env.update((n, graph.get_attr(name)) for n, name in constants.items())
+
+    env: dict[fx.Node | Leaf | str, fx.Node] = {}  # nodes, uses of parameters, buffers by name
+    env |= {n: graph.placeholder(n.name) for n in [*received, *inputs]}
+    env |= {use: graph.placeholder(f"weight_{i}") for i, use in enumerate(leaves)}
+    env |= {name: graph.placeholder(f"buffer_{i}") for i, name in enumerate(buffers)}
+    env |= {n: graph.placeholder(n.name) for n in rng}
+    env |= {n: graph.get_attr(name) for n, name in constants.items()}
     for op in copied:
-
-        def argument(n: fx.Node, op: fx.Node = op) -> fx.Node:
-            if n in c.param:
-                return leaves[c.param[n], uses.get(c.name[op], -1)]
-            return of_buffer[c.buffer[n]] if n in c.buffer else env[n]
-
-        env[op] = graph.node_copy(op, argument)
+        of = {n: leaf(n, op) if n in c.param else c.buffer.get(n, n) for n in op.all_input_nodes}
+        env[op] = graph.node_copy(op, {n: env[key] for n, key in of.items()}.__getitem__)
     statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
     graph.output((tuple(env[n] for n in sent), statistics))
     return Code(
@@ -158,7 +147,7 @@ def extract(
         tuple(c.inputs[n] for n in inputs),
         tuple(leaves),
         tuple(buffers),
-        random,
+        bool(rng),
         tuple(_port(n, grad_strides) for n in sent),
         tuple(updates),
     )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from mpipipe.graph.anatomy import Anatomy, output_specs, spec, spec_of
-from mpipipe.graph.rewrite import aliased_inputs, op_text, schema_name
+from mpipipe.graph.rewrite import aliased_inputs, op_text, schema_name, settings_text
 from mpipipe.graph.source import ModelSource
 from mpipipe.values import Graph, Node, Tie
 
@@ -92,6 +92,7 @@ def make_graph(anatomy: Anatomy, source: ModelSource) -> Graph:
     """The plain value of a captured graph, for the planner, for reports and for the hash."""
     c, groups = anatomy.captured, group_of(anatomy)
     names = {**c.name, **c.inputs, **{n: f"constant {_digest(t)}" for n, t in c.constant.items()}}
+    momentum = {u.node: f" momentum {u.momentum}" for u in c.updates if u.momentum is not None}
     nodes = []
     uses: dict[str, set[int]] = {}
     for node in anatomy.operators:
@@ -106,7 +107,10 @@ def make_graph(anatomy: Anatomy, source: ModelSource) -> Graph:
                 uses.setdefault(name, set()).add(group)
         inputs = tuple(names[n] for n in node.all_input_nodes if n in names)
         path = c.name[node].rsplit("/", 1)[0]
-        nodes.append(Node(c.name[node], op_text(node), inputs, output_specs(node), reads, group, path))
+        place = {n: f"%{i}" for i, n in enumerate(node.all_input_nodes)}
+        settings = settings_text(node, place.__getitem__) + momentum.get(node, "")
+        specs = output_specs(node)
+        nodes.append(Node(c.name[node], op_text(node), settings, inputs, specs, reads, group, path))
     first: dict[int, str] = {}
     for node, group in groups.items():
         first.setdefault(group, c.name[node])

@@ -5,7 +5,8 @@
 What a layer does with values (loops, `if`, `.item()`) is its own business. What it must keep:
 
     outputs   their number, shapes, dtypes and strides follow from the shapes of its inputs
-    buffers   it changes none but BatchNorm's, whose statistics leave as outputs (see rewrite)
+    buffers   it changes none but BatchNorm's, whose statistics leave as outputs (see rewrite); and
+              nothing else reads these in training
     random    torch's generator is seeded by (key of the layer, step, micro-batch) while it runs
 
 So its bits do not depend on the layout. Shapes are found by running each layer once, its weights alone in
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpipipe.errors import CaptureError
-from mpipipe.graph.program import Batch, Program, first_call, flat_outputs, layers_of, split
-from mpipipe.graph.rewrite import BufferUpdate, item
-from mpipipe.graph.source import ModelSource, user_frame
+from mpipipe.graph.program import flat_outputs
+from mpipipe.graph.rewrite import BufferUpdate
+from mpipipe.graph.source import user_frame
+from mpipipe.graph.tape import storage_id, tensors
 from mpipipe.ops.generators import seeded
 
 _Form = tuple[torch.Size, torch.dtype, tuple[int, ...]]
@@ -78,6 +81,12 @@ class Layer:
                 outputs, statistics = self._run(inputs, weights, buffers)
         except CaptureError:
             raise
+        except _ReadsStatistics as error:
+            raise CaptureError(
+                f"{user_frame(error)}\n  {self.what} reads the statistics of a BatchNorm in training; they "
+                "are changed at the end of a step: compute what is needed from the inputs (`x.mean(0)`), or "
+                "read a buffer that nothing changes"
+            ) from error
         except Exception as error:
             raise CaptureError(
                 f"{user_frame(error)}\n  {self.what} cannot be run on made-up numbers, of shapes "
@@ -141,9 +150,13 @@ class Layer:
             state.update((n, torch.zeros_like(state[n])) for n in _statistics(norm))
         before = {n: t._version for n, t in state.items()}
         args, kwargs = pytree.tree_unflatten(list(inputs), self.inputs)
-        with _momentum_one([m for _, m in self.norms]):
-            outputs = functional_call(self.module, state, args, kwargs)
         own = {n for norm, _ in self.norms for n in _statistics(norm)}
+        first = own and self.structure is None  # not later: under such a mode torch may take other kernels
+        with (
+            _momentum_one([m for _, m in self.norms]),
+            _Guard(state[n] for n in own) if first else nullcontext(),
+        ):
+            outputs = functional_call(self.module, state, args, kwargs)
         if changed := [n for n, t in state.items() if n not in own and t._version != before[n]]:
             raise CaptureError(
                 f"{self.what} changes {changed} in place; only BatchNorm statistics are supported: return "
@@ -177,6 +190,25 @@ class Layer:
                 BufferUpdate(count, None, None, node),
             ]
         return found
+
+
+class _ReadsStatistics(Exception):
+    pass
+
+
+class _Guard(TorchDispatchMode):
+    """Raises where anything but a BatchNorm in training reads some tensors, a counter's `add_` aside."""
+
+    def __init__(self, statistics: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.memory = {storage_id(t) for t in statistics}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counts = func is torch.ops.aten.add_.Tensor
+        normalises = "batch_norm" in func.__name__ and args[5]
+        if not counts and not normalises and self.memory & {storage_id(t) for t in tensors((args, kwargs))}:
+            raise _ReadsStatistics(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def _has_statistics(module: nn.Module) -> bool:
@@ -214,74 +246,3 @@ def _seeded(key: int, step: int, micro: int) -> AbstractContextManager[None]:
 
 def _words(forms: Sequence[_Form]) -> list[str]:
     return [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype, _ in forms]
-
-
-# -- the graph -----------------------------------------------------------------------------------------
-
-
-class Tail(Program):
-    """Loss and metrics of a model whose outputs are given."""
-
-    def forward(self, batch: Batch, outputs: Any = None) -> tuple[Tensor, ...]:
-        return self.results(outputs, batch)
-
-
-def chain(
-    source: ModelSource, batch: Batch, train: bool
-) -> tuple[fx.Graph, list[fx.Node], pytree.TreeSpec, list[BufferUpdate]]:
-    """The layers as a graph: its placeholders are the batch. Returns also the nodes of the model's outputs
-    and their structure.
-
-    batch: fake tensors. Raises CaptureError where a layer cannot be run on made-up numbers.
-    """
-    graph, updates = fx.Graph(), []
-    nodes = {key: graph.placeholder(key) for key in batch}
-    for key, node in nodes.items():
-        node.meta["val"] = batch[key]
-    of_tensor: dict[str, fx.Node] = {}
-    for name in [*source.params, *source.buffers]:
-        of_tensor[name] = graph.get_attr(f"model.{name}")
-        of_tensor[name].meta["val"] = source.tensor(name)
-    layers = layers_of(source.module)
-    given = first_call(layers[0][1], nodes)
-    for path, module in layers:
-        flat, inputs = split(given, fx.Node)
-        layer = Layer(path, module, inputs, train)
-        names = [[source.alias[f"{path}.{n}"] for n in part] for part in (layer.params, layer.buffers)]
-        first = source.materialise(dict.fromkeys(n for part in names for n in part))
-        for name, t in first.items():
-            t.requires_grad_(source.tensor(name).requires_grad)
-        with torch.enable_grad():
-            layer.probe([_made_up(n.meta["val"]) for n in flat], *([first[n] for n in p] for p in names))
-        weights, buffers = ([of_tensor[n] for n in part] for part in names)
-        node = graph.call_function(layer, (flat, weights, buffers))
-        with source.fake_mode:
-            node.meta["val"] = layer.fakes()
-        node.meta["nn_module_stack"] = {path: (f"model.{path}", type(module))}
-        items = [graph.call_function(item, (node, i)) for i in range(len(node.meta["val"]))]
-        for i, n in enumerate(items):
-            n.meta = {**node.meta, "val": node.meta["val"][i]}
-        n_outputs = len(layer.forms)
-        updates += layer.updates(source.alias, node, items[n_outputs:])
-        assert layer.structure is not None
-        given = (pytree.tree_unflatten(items[:n_outputs], layer.structure),), {}
-        last = items[:n_outputs], layer.structure
-    return graph, *last, updates
-
-
-def _made_up(like: Tensor) -> Tensor:
-    """Normal numbers, or zeros where they are integers: valid ids."""
-    t = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
-    if t.is_floating_point():
-        t.normal_(generator=torch.Generator().manual_seed(0))
-    return t.requires_grad_(like.requires_grad).clone()  # a layer may write what another has made, no leaf
-
-
-def append(graph: fx.Graph, tail: fx.Graph, inputs: Sequence[fx.Node]) -> None:
-    """Puts the graph of the loss behind; inputs: what its placeholders are."""
-    env = dict(zip([n for n in tail.nodes if n.op == "placeholder"], inputs, strict=True))
-    for n in tail.nodes:
-        if n.op == "output":
-            graph.output(fx.node.map_arg(n.args[0], env.__getitem__))
-        elif n.op != "placeholder":
-            env[n] = graph.node_copy(n, env.__getitem__)

@@ -21,7 +21,7 @@ from mpipipe.graph.anatomy import Anatomy, output_specs, spec_of
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Port, extract
 from mpipipe.graph.groups import group_of
-from mpipipe.graph.rewrite import op_text
+from mpipipe.graph.rewrite import op_text, settings_text
 from mpipipe.graph.source import TRACING
 from mpipipe.values import Graph, GroupCost, TensorSpec, digest
 
@@ -98,13 +98,9 @@ def _key(anatomy: Anatomy, code: Code) -> str:
     lines.append(repr([_param_spec(anatomy, name) for name, _ in code.leaves]))
     for node in code.forward.graph.nodes:
         index[node] = len(index)
-        args = fx.node.map_arg(node.args, lambda n: f"%{index[n]}")
-        kwargs = fx.node.map_arg(
-            {k: v for k, v in node.kwargs.items() if k != "key"}, lambda n: f"%{index[n]}"
-        )
         shapes = output_specs(node) if "val" in node.meta and node.op == "call_function" else ()
         op = op_text(node) if node.op == "call_function" else node.op
-        lines.append(f"{op} {args} {kwargs} {shapes}")
+        lines.append(f"{op} {settings_text(node, lambda n: f'%{index[n]}')} {shapes}")
     return digest(*lines)
 
 

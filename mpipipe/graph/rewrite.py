@@ -5,7 +5,7 @@
                         buffers applies them at STEP, in micro-batch order
   counter.add_(1)    -> an update of the same kind
   a change of the batch -> made on a copy
-  any other mutation -> refused, with the user's source line
+  any other mutation -> refused, with the user's source line; so is another reader of what changes
 
 So forward is a pure function of (weights, batch, step, micro-batch): evaluation, profiling and
 recomputation may run it as often as they like.
@@ -13,6 +13,7 @@ recomputation may run it as often as they like.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mpipipe.graph.regions import Region
 _HERE = str(Path(__file__).parent)
 # operators that may return their input itself, though their schema does not say so
 _MAYBE_ALIAS = {"aten::contiguous", "aten::reshape", "aten::to", "aten::flatten", "aten::dropout"}
+_NORMS = {"aten::batch_norm", "aten::instance_norm"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,14 @@ def op_text(node: fx.Node) -> str:
     plain = getattr(target, "text", getattr(target, "__name__", ""))
     name = str(target) if schema_of(node) is not None else plain
     return name + node.meta.get("region", Region()).text
+
+
+def settings_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    """The arguments of a node, those that are nodes by `name`. Its random stream is left out: that follows
+    from the seed, the node's name and the micro-batch."""
+    kwargs = {k: v for k, v in node.kwargs.items() if k not in ("key", "step", "micro")}
+    args, kwargs = fx.node.map_arg((node.args, kwargs), name)
+    return f"{args} {kwargs}" if kwargs else f"{args}"
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
@@ -193,8 +203,14 @@ def make_buffers_functional(
     """Takes buffer mutations out of the graph and returns them. `buffer_of`: get_attr -> buffer."""
     updates: list[BufferUpdate] = []
     for node in list(graph.nodes):
-        if schema_name(node) == "aten::batch_norm" and node.args[5] and node.args[3] is not None:
-            updates += _split_batch_norm(graph, node, names, buffer_of)
+        if schema_name(node) not in _NORMS or not node.args[5] or node.args[3] is None:
+            continue
+        if schema_name(node) == "aten::instance_norm" or node.args[3] not in buffer_of:
+            raise CaptureError(
+                f"{source_line(node)}\n  {schema_name(node)} keeps running statistics; only a BatchNorm may, "
+                "in buffers of the model: use track_running_stats=False"
+            )
+        updates += _split_batch_norm(graph, node, names, buffer_of)
     for node in list(graph.nodes):
         for target in mutated_inputs(node):
             if memory_of(target).op == "get_attr":
@@ -202,13 +218,25 @@ def make_buffers_functional(
                     node.replace_all_uses_with(target)
                 updates.append(_counter(node, target, buffer_of))
                 graph.erase_node(node)
+    for name in {u.buffer: None for u in updates}:
+        if reader := reader_of(name, buffer_of):
+            raise CaptureError(
+                f"{source_line(reader)}\n  reads {name!r}, which a BatchNorm or a counter changes; that is "
+                "done at the end of a step, on one stage: compute what is needed from the batch "
+                "(`x.mean(0)`), read a buffer that nothing changes, or read it outside of forward"
+            )
     return updates
+
+
+def reader_of(name: str, buffer_of: Mapping[fx.Node, str]) -> fx.Node | None:
+    """The operator that reads a buffer; where there are several, one that is no BatchNorm."""
+    readers = [user for node, buffer in buffer_of.items() if buffer == name for user in node.users]
+    return max(readers, key=lambda n: schema_name(n) != "aten::batch_norm", default=None)
 
 
 def _counter(node: fx.Node, target: fx.Node, buffer_of: dict[fx.Node, str]) -> BufferUpdate:
     counts = schema_name(node) == "aten::add_" and node.args[1] == 1 and not node.users
-    read = any(user is not node and not mutated_inputs(user) for user in target.users)
-    if target not in buffer_of or not counts or read:  # each stage that reads it would count on its own
+    if target not in buffer_of or not counts:
         name = str(memory_of(target).target).removeprefix("model.")
         raise CaptureError(
             f"{source_line(node)}\n  changes {name!r} of the model in place by {node.target}; only "

@@ -41,8 +41,8 @@ class Tape(TorchDispatchMode):
         self._writers: dict[int, list[int]] = {}
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        for t in _tensors(out):
-            self._writers.setdefault(_storage(t), []).append(len(self.entries))
+        for t in tensors(out):
+            self._writers.setdefault(storage_id(t), []).append(len(self.entries))
         self.entries.append((func, args, kwargs, out))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +53,7 @@ class Tape(TorchDispatchMode):
                 raise
             with unset_fake_temporarily(), torch.no_grad():  # nothing random in it: its value is known
                 return self.replay(args[0], {}).item()
-        if _tensors(out):
+        if tensors(out):
             self.record(func, tuple(args), dict(kwargs or {}), out)
         return out
 
@@ -76,7 +76,7 @@ class Tape(TorchDispatchMode):
 
     def slice(self, target: Tensor) -> list[int]:
         """Indices of the entries that lead to one tensor, ascending."""
-        todo, storages, keep = [_storage(target)], set(), set()
+        todo, storages, keep = [storage_id(target)], set(), set()
         while todo:
             storage = todo.pop()
             if storage in storages:
@@ -86,7 +86,7 @@ class Tape(TorchDispatchMode):
                 if i not in keep:
                     keep.add(i)
                     _, args, kwargs, out = self.entries[i]
-                    todo += [_storage(t) for t in _tensors((args, kwargs, out))]
+                    todo += [storage_id(t) for t in tensors((args, kwargs, out))]
         return sorted(keep)
 
     def draws(self, target: Tensor) -> list[int]:
@@ -100,7 +100,7 @@ class Tape(TorchDispatchMode):
         def real(x: Any) -> Any:
             if not isinstance(x, FakeTensor):
                 return x
-            storage = storages.get(_storage(x))
+            storage = storages.get(storage_id(x))
             if storage is None:
                 raise CaptureError(
                     "the initialisation reads a tensor that was made outside of the model's factory; "
@@ -113,8 +113,8 @@ class Tape(TorchDispatchMode):
             func, args, kwargs, out = self.entries[i]
             args, kwargs = tree_map(real, args), tree_map(real, kwargs)
             result = _seeded(func, args, kwargs, seeds[i]) if _is_random(func) else func(*args, **kwargs)
-            for fake, value in zip(_tensors(out), _tensors(result), strict=True):
-                storages[_storage(fake)] = value.untyped_storage()
+            for fake, value in zip(tensors(out), tensors(result), strict=True):
+                storages[storage_id(fake)] = value.untyped_storage()
         return real(target.detach())
 
 
@@ -131,9 +131,9 @@ def _seeded(func: Any, args: Any, kwargs: Any, seed: int) -> Any:
         return func(*args, **kwargs)
 
 
-def _storage(t: Tensor) -> int:
+def storage_id(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]

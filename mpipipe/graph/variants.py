@@ -15,6 +15,7 @@ from mpipipe.graph.capture import capture
 from mpipipe.graph.cut import Code, stage_code, stage_table, weight_code
 from mpipipe.graph.groups import make_graph
 from mpipipe.graph.program import Loss, Metric, Mode, Specs, is_list
+from mpipipe.graph.rewrite import reader_of, source_line
 from mpipipe.graph.source import ModelSource
 from mpipipe.values import Graph, TensorSpec
 
@@ -25,7 +26,7 @@ class Variants:
     """specs(rows) gives the shapes of a batch of `rows` samples; `rows` is the full micro-batch.
 
     metrics   name -> (outputs, batch) -> (sum, weight), for evaluation
-    max_shapes   how many shapes of micro-batches one mode may have; each is captured anew
+    max_shapes   how many shapes of micro-batches one mode may have, the number of rows aside
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Variants:
         """Raises CaptureError where a mode has more than `max_shapes` shapes."""
         known, shapes = self._anatomies.setdefault(mode, {}), _shapes(specs)
         if shapes not in known:
-            if len(known) >= self.max_shapes:
-                seen = "\n".join(f"    {_describe(s)}" for s in [*known, shapes])
+            kinds = {self._of_any_rows(s): s for s in [*known, shapes]}
+            if len(kinds) > self.max_shapes:
+                seen = "\n".join(f"    {_describe(s)}" for s in kinds.values())
                 raise CaptureError(
-                    f"micro-batches of {len(known) + 1} shapes in mode {mode}, and each is captured on its "
+                    f"micro-batches of {len(kinds)} shapes in mode {mode}, and each is captured on its "
                     f"own; at most capture.max_shapes = {self.max_shapes} are:\n{seen}\n"
                     "  pad the batches to a few lengths (buckets: multiples of 64, say), or raise "
                     "capture.max_shapes"
@@ -61,6 +63,13 @@ class Variants:
                 capture(self.source, self.loss, specs, mode, self.precision, self.metrics, how)
             )
         return known[shapes]
+
+    def _of_any_rows(self, shapes: Shapes) -> Shapes:
+        """The shapes without the number of rows: the first dimension, where all inputs share it."""
+        by_rows = all(s.shape[:1] == (self.rows,) for s in self.first.values())
+        if not by_rows or len({s.shape[:1] for _, s in shapes}) > 1:
+            return shapes
+        return tuple((key, TensorSpec(s.shape[1:], s.dtype)) for key, s in shapes)
 
     @property
     def first(self) -> Specs:
@@ -105,8 +114,22 @@ class Variants:
         key = mode, _shapes(specs), tuple(cuts), stage
         if key not in self._codes:
             anatomy, table = self.anatomy(mode, specs), stage_table(self.graph, cuts)
-            self._codes[key] = stage_code(anatomy, table, self.uses, len(cuts) + 1, stage)
+            code = stage_code(anatomy, table, self.uses, len(cuts) + 1, stage)
+            self._refuse_old_copies(anatomy, code, cuts, stage)
+            self._codes[key] = code
         return self._codes[key]
+
+    def _refuse_old_copies(self, anatomy: Anatomy, code: Code, cuts: Sequence[str], stage: int) -> None:
+        """Training changes a buffer on the stage that owns it; another stage has its first values only."""
+        changing, owner = {u.buffer for u in self.primary.captured.updates}, self.stage_of_param(cuts)
+        for name in code.buffers:
+            reader = reader_of(name, anatomy.captured.buffer)
+            if reader is not None and name in changing and owner[name] != stage:
+                raise CaptureError(
+                    f"{source_line(reader)}\n  reads {name!r} on stage {stage} of the pipeline in mode "
+                    f"{anatomy.captured.mode}, but training changes it on stage {owner[name]}: use it right "
+                    "where the BatchNorm or counter is, on what goes in or comes out; or run on one rank"
+                )
 
     def weight(self, mode: Mode, specs: Specs) -> Code | float:
         """The loss weight of a micro-batch as a function of the batch alone."""

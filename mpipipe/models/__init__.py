@@ -80,7 +80,8 @@ def build(config: Config, data: Any) -> Built:
 
         vocab = getattr(data, "vocab", None)
         found = hf.build(m.name.removeprefix("hf:"), m.task, m.freeze, vocab, m.fresh)
-        adapted = hf.adapt(data, found, config.train.seed)
+        ours = hasattr(data, "specs")  # what users bring by dotted path has the library's keys already
+        adapted = hf.adapt(data, found, config.train.seed) if ours else data
         return Built(
             found.factory, found.loss, found.metrics, adapted, found.initial, partial(hf.export, found)
         )

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mpipipe.data.base import PAD
 from mpipipe.errors import ConfigError
 from mpipipe.models.gpt import Mlp, init_normal
-
-PAD = 0  # the token id that fills short sources up; nothing attends to it
 
 
 class Attention(nn.Module):
@@ -100,7 +99,7 @@ class EncoderDecoder(nn.Module):
         self.apply(init_normal)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:  # (B, S), (B, T) -> (B, T, V)
-        mask = (source != PAD)[:, None, None, :]
+        mask = (source != PAD)[:, None, None, :]  # nothing attends to padding
         memory = self._embedded(source, self.embed, self.positions)
         for block in self.encoder:
             memory = block(memory, mask)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from mpipipe.data.base import IGNORED
 from mpipipe.errors import ConfigError
@@ -57,14 +58,21 @@ def from_mean(loss: Callable[[Any, Batch], Any], weight_of: Callable[[Batch], An
     """The project's form of a loss that is a mean: (mean * weight, weight).
 
     loss(outputs, batch) is the mean over weight_of(batch) items, 0-d. A micro-batch of weight 0, whose
-    mean may be NaN, counts as a sum of 0.
+    mean may be 0 / 0, counts as a sum of 0 with a gradient of 0; where the model itself computes the mean
+    (its outputs hold the loss), that must be finite there.
     """
 
     def summed(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
-        mean, weight = loss(outputs, batch), weight_of(batch)
-        if isinstance(weight, Tensor):
-            weight = weight.to(torch.float32)
-            mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
-        return mean.float() * weight, weight
+        weight = weight_of(batch)
+        if not isinstance(weight, Tensor):
+            return loss(outputs, batch).float() * weight, weight
+        weight = weight.to(torch.float32)
+
+        def kept(t: Tensor) -> Tensor:
+            return t.masked_fill(weight == 0, 0.0) if t.is_floating_point() else t
+
+        # the slope of 0 / 0 times 0 is NaN: the outputs, too, are cut off from such a mean
+        mean = loss(pytree.tree_map_only(Tensor, kept, outputs), batch)
+        return kept(mean).float() * weight, weight
 
     return summed

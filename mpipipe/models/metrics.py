@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mpipipe.data.base import IGNORED
 from mpipipe.graph.program import Batch
 from mpipipe.models.losses import labels_of
 

@@ -7,22 +7,23 @@ bits for every cut; one that mixes parameters (LBFGS) cannot be cut and is not s
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from mpipipe.errors import MpipipeError
-from mpipipe.runtime.optimizer import Saved, Updater
+from mpipipe.errors import CheckpointError, MpipipeError
+from mpipipe.runtime.optimizer import Saved, Updater, check_fits
+from mpipipe.runtime.plain import DROPPED, overlay, plain, restored
 from mpipipe.runtime.weights import StageWeights
 
 Made = TorchOptimizer | tuple[TorchOptimizer, LRScheduler]
 Factory = Callable[[list[tuple[str, nn.Parameter]]], Made]
+GROUPS = "param_groups"
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ class ForeignUpdater:
             made = self._make(factory)
             self.optimizer, self.scheduler = made if isinstance(made, tuple) else (made, None)
             self._check(self.optimizer)
+        self.kind = type(self.optimizer).__name__ if self.optimizer else ""
 
     def _make(self, factory: Factory) -> Made:
         try:
-            return factory(list(self.params.items()))
+            made = factory(list(self.params.items()))
         except ValueError as error:
             if twice := self._twice(error):
                 raise MpipipeError(
@@ -66,6 +68,12 @@ class ForeignUpdater:
                     f"({len(twice)} parameters in all); make the groups disjoint"
                 ) from error
             raise
+        if isinstance(made, tuple) and isinstance(made[1], ReduceLROnPlateau):
+            raise MpipipeError(
+                "the optimizer factory makes a ReduceLROnPlateau, which needs a metric at each step; "
+                "schedulers are stepped here after every step, with none: use one that needs none"
+            )
+        return made
 
     def _twice(self, error: ValueError) -> list[str]:
         """The parameters that torch has just refused as already in a group, from its own variables."""
@@ -108,32 +116,147 @@ class ForeignUpdater:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    @property
-    def lr(self) -> float | None:
-        return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
-
     def state(self) -> dict[str, Tensor]:
-        """Without the scheduler's: it follows from the number of steps."""
+        return {f"{name}/{key}": value for name, key, value in self._kept() if isinstance(value, Tensor)}
+
+    def _kept(self) -> Iterator[tuple[str, str, Any]]:
+        """(parameter, key, value) of all that the optimizer keeps by parameter."""
+        if self.optimizer is not None:
+            for name, p in self.params.items():
+                for key, value in self.optimizer.state.get(p, {}).items():
+                    yield name, key, value
+
+    def numbers(self) -> dict[str, Any]:
+        """ "parameter/key": number or None, and for the whole stage, under its first parameter,
+
+            "parameter/param_groups": {"groups": [{"params": {parameter: its keys}, "options": {...}}, ...],
+                                       "scheduler": None | {"kind": its class, "state": {...}}}
+
+        What else is in groups and scheduler (functions, objects) the factory makes again.
+        """
         if self.optimizer is None:
             return {}
-        return {
-            f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
-            for name, p in self.params.items()
-            for key, value in self.optimizer.state[p].items()
-            if isinstance(value, (Tensor, int, float))
+        self._check_kept(self.optimizer)
+        keys: dict[str, list[str]] = {name: [] for name in self.params}
+        for name, key, _ in self._kept():
+            keys[name].append(key)
+        groups = [
+            {"params": {name: keys[name] for name in self._names(group)}, "options": _options(group)}
+            for group in self.optimizer.param_groups
+        ]
+        scheduler = self.scheduler and {
+            "kind": type(self.scheduler).__name__, "state": plain(self.scheduler.state_dict())
+        }  # fmt: skip
+        stage = {"groups": groups, "scheduler": scheduler}
+        numbers = {
+            f"{n}/{key}": plain(value) for n, key, value in self._kept() if not isinstance(value, Tensor)
         }
+        return numbers | {f"{next(iter(self.params))}/{GROUPS}": stage}
 
-    def load(self, saved: Saved, step: int) -> None:
+    def _names(self, group: Mapping[str, Any]) -> list[str]:
+        names = {id(p): name for name, p in self.params.items()}
+        return [names[id(p)] for p in group["params"]]
+
+    def _check_kept(self, optimizer: TorchOptimizer) -> None:
+        """That a checkpoint can keep it all."""
+        known = {id(p) for p in self.params.values()}
+        shared = [key for key in optimizer.state if id(key) not in known]
+        if shared:
+            what = "a tensor" if isinstance(shared[0], Tensor) else repr(shared[0])
+            raise CheckpointError(
+                f"the optimizer {self.kind!r} keeps state for {what}, none of the parameters that it was "
+                "given; a checkpoint holds state by parameter: keep it for each of them"
+            )
+        for name, key, value in self._kept():
+            number = value is None or isinstance(value, (Tensor, int, float))
+            if not number or not isinstance(key, str) or "/" in key or key == GROUPS:
+                raise CheckpointError(
+                    f"the optimizer {self.kind!r} keeps {key!r} for the parameter {name!r}, a "
+                    f"{type(value).__name__}; a checkpoint holds tensors and numbers under plain names: "
+                    "keep it as one of those"
+                )
+        for group in optimizer.param_groups:
+            for key, value in group.items():
+                if isinstance(value, Tensor) and value.numel() != 1:
+                    raise CheckpointError(
+                        f"the optimizer {self.kind!r} keeps {key!r}, a tensor of {list(value.shape)}, for a "
+                        f"whole group, that of {self._names(group)[:1]}; keep it by parameter, in `state`"
+                    )
+
+    @torch.no_grad()
+    def load(self, saved: Saved, step: int, optimizer: Mapping[str, Any]) -> None:
+        """Groups and scheduler get the numbers that they had, also where the factory now gives others."""
         if self.optimizer is None:
             return
+        numbers = optimizer["numbers"]
+        stages = [value for value in numbers.values() if isinstance(value, dict)]
+        places = {
+            name: _Place(stage, i)
+            for stage in stages
+            for i, group in enumerate(stage["groups"])
+            for name in group["params"]
+        }
+        keys = {name: places[name].group["params"][name] for name in self.params if name in places}
+        made = {f"{name}/{key}" for name, key, _ in self._kept()}  # by its constructor
+        wanted = made | {f"{name}/{key}" for name in keys for key in keys[name]}
+        check_fits(saved, optimizer, self.kind, self.params.keys(), wanted)
+        if new := [name for name in self.params if name not in places]:
+            raise CheckpointError(
+                f"{saved.folder}: was saved when {new[0]!r} was not trained ({len(new)} parameters in all); "
+                "resume with the model that it was saved with"
+            )
         for name, p in self.params.items():
-            for full in (n for n in saved.names if n.rpartition("/")[0] == name):
-                spec = saved.spec(full)
-                value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-                saved.read(full, value)
-                self.optimizer.state[p][full.rpartition("/")[2]] = value
+            for key in keys[name]:
+                full = f"{name}/{key}"
+                self.optimizer.state[p][key] = numbers[full] if full in numbers else _read(saved, full)
+        self._load_groups(self.optimizer, saved, places)
+
+    def _load_groups(self, optimizer: TorchOptimizer, saved: Saved, places: Mapping[str, _Place]) -> None:
+        found: list[_Place | None] = []
+        for group in optimizer.param_groups:
+            here = [places[name] for name in self._names(group)]
+            found.append(here[0] if here else None)
+            if any(place.group["options"] != here[0].group["options"] for place in here):
+                raise CheckpointError(
+                    f"{saved.folder}: the group of {self._names(group)[0]!r} was two with different settings "
+                    "then; resume with the parameter groups that it was saved with"
+                )
+            for key, value in here[0].group["options"].items() if here else ():
+                group[key] = restored(group.get(key), value)
+        then = [place.stage["scheduler"] for place in found if place]
+        kinds = {"none" if one is None else one["kind"] for one in then}
+        kind = type(self.scheduler).__name__ if self.scheduler else "none"
+        if kinds != {kind}:
+            raise CheckpointError(
+                f"{saved.folder}: was saved with the scheduler {' and '.join(sorted(kinds))}, this run has "
+                f"{kind}; resume with the scheduler that it was saved with"
+            )
         if self.scheduler is not None:
-            with warnings.catch_warnings():  # that the optimizer has not stepped yet: it has, before the save
-                warnings.simplefilter("ignore", UserWarning)
-                for _ in range(step):
-                    self.scheduler.step()
+            state = [(place or next(filter(None, found))).stage["scheduler"]["state"] for place in found]
+            index = [(place.index, len(place.stage["groups"])) if place else None for place in found]
+            self.scheduler.load_state_dict(overlay(self.scheduler.state_dict(), state, index))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of a parameter in a checkpoint."""
+
+    stage: dict[str, Any]
+    index: int  # of its group
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.stage["groups"][self.index]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group is set to; lists may go by the parameters of the stage, and are the factory's."""
+    single = {key: plain(v) for key, v in group.items() if not isinstance(v, (list, dict))}
+    return {key: value for key, value in single.items() if value is not DROPPED}
+
+
+def _read(saved: Saved, name: str) -> Tensor:
+    spec = saved.spec(name)
+    value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    saved.read(name, value)
+    return value

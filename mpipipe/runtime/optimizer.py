@@ -17,23 +17,31 @@ AdamW: Loshchilov and Hutter 2019. Clipping as torch.nn.utils.clip_grad_norm_ (P
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from mpipipe.errors import CheckpointError
 from mpipipe.runtime.weights import Flat, ParamGroup, StageWeights
 from mpipipe.values import TensorSpec
 
 PIECE = 1 << 17  # elements
+LISTED = 10  # names in an error; the rest is counted
 
 
 class Updater(Protocol):
     """Updates the weights of one stage and keeps what it needs for that."""
+
+    @property
+    def kind(self) -> str:
+        """Which optimizer it is; empty where the stage has nothing to train."""
+        ...
 
     def update(self, step: int, factor: float | None) -> None:
         """Scales the gradients by `factor` and updates the weights; the gradients are left to be zeroed."""
@@ -43,13 +51,24 @@ class Updater(Protocol):
         """What a checkpoint keeps, as "parameter/name": the tensors themselves, not copies."""
         ...
 
-    def load(self, saved: Saved, step: int) -> None:
-        """Takes up the state that was saved after `step` steps."""
+    def numbers(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the tensors: plain JSON under keys that begin with the name of a
+        parameter of the stage. Raises CheckpointError for what it cannot keep."""
+        ...
+
+    def load(self, saved: Saved, step: int, optimizer: Mapping[str, Any]) -> None:
+        """Takes up the state that was saved after `step` steps; optimizer: as `described` then.
+
+        Raises CheckpointError where it is of another optimizer, or has more or fewer names.
+        """
         ...
 
 
 class Saved(Protocol):
     """Tensors on disk, by name."""
+
+    @property
+    def folder(self) -> Path: ...
 
     @property
     def names(self) -> Collection[str]: ...
@@ -126,7 +145,7 @@ class FlatUpdater:
     """AdamW or SGD over flat buffers: one more buffer of the same form per state."""
 
     def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
-        self.groups, self.settings = groups, settings
+        self.groups, self.settings, self.kind = groups, settings, settings.kind
         names = ("exp_avg", "exp_avg_sq") if settings.kind == "adamw" else ("momentum_buffer",)
         self.names = names[: settings.state_buffers]
         self.buffers = [[group.data.sibling() for _ in self.names] for group in groups]
@@ -165,10 +184,71 @@ class FlatUpdater:
             for name, view in flat.views.items()
         }
 
-    def load(self, saved: Saved, step: int) -> None:
-        for name, view in self.state().items():
+    def numbers(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, saved: Saved, step: int, optimizer: Mapping[str, Any]) -> None:
+        state = self.state()
+        params = {name for group in self.groups for name in group.data.views}
+        check_fits(saved, optimizer, self.kind, params, state.keys())
+        for name, view in state.items():
             saved.read(name, view)
 
 
 def _pieces(flat: Flat) -> list[Tensor]:
     return [piece for view in flat.views.values() for piece in view.view(-1).split(PIECE)]
+
+
+# -- what a checkpoint says of the optimizer -----------------------------------------------------------
+
+
+def described(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """{"kind", "numbers"} of the whole optimizer, from those of every stage's updater on every rank.
+
+    Raises CheckpointError when the stages have different ones.
+    """
+    parts = list(parts)
+    kinds = sorted({kind for kind, _ in parts if kind})
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"the optimizer factory makes {kinds[0]} for some stages and {kinds[1]} for others, and cuts may "
+            "change; make the same one for any list of parameters"
+        )
+    return {"kind": "".join(kinds), "numbers": {k: v for _, numbers in parts for k, v in numbers.items()}}
+
+
+def check_trained(saved: Saved, optimizer: Mapping[str, Any], trained: Collection[str]) -> None:
+    """Raises CheckpointError when there is state of parameters that are not among the `trained` of the whole
+    model: no stage would take it up."""
+    found = {name.rpartition("/")[0] for name in [*saved.names, *optimizer["numbers"]]}
+    if left := sorted(found - set(trained)):
+        raise CheckpointError(
+            f"{saved.folder}: has optimizer state of parameters that are not trained now: {_listed(left)}\n"
+            "  resume with the model that it was saved with"
+        )
+
+
+def check_fits(
+    saved: Saved, optimizer: Mapping[str, Any], kind: str, params: Collection[str], wanted: Collection[str]
+) -> None:
+    """Raises CheckpointError unless the checkpoint is of an optimizer of this `kind` and its state of the
+    parameters `params` has the names `wanted`, as "parameter/name"."""
+    if optimizer["kind"] != kind:
+        raise CheckpointError(
+            f"{saved.folder}: was saved with the optimizer {optimizer['kind'] or 'of no parameter'!r}, this "
+            f"run has {kind!r}; resume with the optimizer that it was saved with"
+        )
+    numbers = [name for name, value in optimizer["numbers"].items() if not isinstance(value, dict)]
+    found = {name for name in [*saved.names, *numbers] if name.rpartition("/")[0] in params}
+    misfits = {"missing on disk": set(wanted) - found, "unknown to it": found - set(wanted)}
+    lines = [f"\n  {len(names)} {what}: {_listed(sorted(names))}" for what, names in misfits.items() if names]
+    if lines:
+        raise CheckpointError(
+            f"{saved.folder}: its state does not fit the optimizer {kind!r}{''.join(lines)}\n"
+            "  resume with the optimizer and the settings that it was saved with"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + rest

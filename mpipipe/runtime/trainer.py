@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import count
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -147,7 +149,11 @@ class Trainer:
         """What the optimizer keeps for the parameters that this rank owns, as "parameter/name"."""
         return {name: t for u in self.interpreter.updaters.values() for name, t in u.state().items()}
 
-    def resume(self, saved: Saved, step: int) -> None:
-        """Takes up the optimizer state that was saved after `step` steps; weights come with the source."""
+    def optimizer_numbers(self) -> list[tuple[str, dict[str, Any]]]:
+        """Kind and numbers of each stage's optimizer. Raises CheckpointError for what cannot be kept."""
+        return [(u.kind, u.numbers()) for u in self.interpreter.updaters.values()]
+
+    def resume(self, saved: Saved, step: int, optimizer: Mapping[str, Any]) -> None:
+        """Takes up the optimizer's tensors in `saved` and its numbers; weights come with the source."""
         for updater in self.interpreter.updaters.values():
-            updater.load(saved, step)
+            updater.load(saved, step, optimizer)

@@ -6,20 +6,24 @@ runs/X/checkpoint -> checkpoints/step-00000100     the newest
 
 Invariants
   1. A checkpoint is whole when its run.json is there and every file has the size that it names.
-  2. run.json appears last and goes first: a kill at any point leaves a whole checkpoint, or one
-     that `newest` passes over and `prune` removes.
+  2. run.json appears last and goes first: a kill at any point leaves a whole checkpoint, or a folder
+     without run.json, which `newest` passes over and `prune` removes.
+  3. So a folder with run.json that is not whole was damaged later, was written by another version or
+     cannot be read just now: nothing here removes or changes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import math
 import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
 
 from mpipipe.errors import CheckpointError, ConfigError
 from mpipipe.state.files import link_whole, sync_folder
@@ -31,15 +35,39 @@ _STEP = re.compile(r"step-(\d{8,})")
 _OURS = re.compile(r"((model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|run\.json)(\.part)?")
 
 
+def _tagged(value: Any) -> Any:
+    """JSON has no number for infinity and not-a-number: {"float": "inf"}."""
+    if isinstance(value, dict):
+        return {key: _tagged(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_tagged(item) for item in value]
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("float") in ("inf", "-inf", "nan") and len(value) == 1:
+        return float(value["float"])
+    return {key: _untagged(item) for key, item in value.items()}
+
+
+Json = Annotated[
+    dict[str, Any], BeforeValidator(_untagged), PlainSerializer(_tagged)
+]  # floats keep every bit
+
+
 @dataclass(frozen=True)
 class RunState(Value):
     """What a run needs, beside its tensors, to go on as if nothing had happened."""
 
-    step: int  # optimizer steps done
-    samples: int  # position in the training data: the number of the next batch
+    step: int  # optimizer steps done: the number of the next batch
     numerics: Numerics
     graph: str  # hash of the model's graph
-    extra: dict[str, Any] = field(default_factory=dict)  # the caller's own, plain JSON
+    optimizer: Json  # its kind and what it keeps beside tensors: `runtime.optimizer.described`
+    extra: Json = field(default_factory=dict)  # the caller's own, plain JSON
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of every other file; `save` fills it in
     weights_sha256: str = ""  # of parameters and buffers; `save` fills it in
 
@@ -87,6 +115,22 @@ def survey(run_dir: str | Path) -> list[tuple[Path, str]]:
     return [(path, damage(path)) for path in sorted(found, key=_step, reverse=True)]
 
 
+def unreadable(run_dir: str | Path) -> list[tuple[Path, str]]:
+    """The checkpoints that were whole once and are not now (invariant 3), newest first, each with why."""
+    return [(folder, wrong) for folder, wrong in survey(run_dir) if wrong and _written(folder)]
+
+
+def _written(folder: Path) -> bool:
+    """Whether run.json is there; also where that cannot be told, for what hangs on it is a removal."""
+    try:
+        (folder / RUN).lstat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _step(path: Path) -> int:
     """The step of a checkpoint's folder; -1 for anything else."""
     match = _STEP.fullmatch(path.name)
@@ -118,7 +162,7 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
             f"{run_dir / LINK}: cannot be made a link to {whole[0]} ({error.strerror}); "
             "move away what is there"
         ) from error
-    cut_off = [folder for folder, wrong in all_of_it if wrong and not os.path.lexists(folder / RUN)]
+    cut_off = [folder for folder, wrong in all_of_it if wrong and not _written(folder)]
     return [folder for folder in [*whole[keep:], *cut_off] if not _remove(folder)]
 
 
@@ -135,10 +179,16 @@ def _remove(folder: Path) -> bool:
 def make_room(folder: Path) -> None:
     """Makes an empty place for a checkpoint; what a save that was cut off left in a step's folder goes.
 
-    Raises CheckpointError where another checkpoint is in the way, OSError.
+    Raises CheckpointError where another checkpoint is in the way, whole or not, OSError.
     """
-    if not damage(folder):
+    wrong = damage(folder)
+    if not wrong:
         raise CheckpointError(f"{folder}: already holds a whole checkpoint; save to another folder")
+    if _written(folder):
+        raise CheckpointError(
+            f"{wrong}\n  {folder} was a whole checkpoint once and is in the way: move it away, or save to "
+            "another folder"
+        )
     in_the_way = _ours(folder)
     if in_the_way and _step(folder) < 0:
         raise CheckpointError(
@@ -152,10 +202,9 @@ def make_room(folder: Path) -> None:
 
 def discard(folder: Path) -> None:
     """Removes the files of a save that failed, run.json first, as far as that goes."""
-    for path in _ours(folder):
-        with suppress(OSError):  # the next save or `prune` sees to what is left
+    with suppress(OSError):  # the next save or `prune` sees to what is left; nothing goes before run.json
+        for path in _ours(folder):
             path.unlink()
-    with suppress(OSError):
         folder.rmdir()
 
 

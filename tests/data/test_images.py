@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import struct
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,33 @@ def test_an_npz_has_its_own_test_set_or_gives_up_a_share(tmp_path: Path) -> None
     assert (len(train.x), len(val.x)) == (14, 6)
     assert set(val.y.tolist()) == {0, 1}, "the file is sorted by class, the share must not be"
     assert {a.tobytes() for a in [*train.x, *val.x]} == {a.tobytes() for a in x}
-    config = parse(f"model: vgg\ndata: {{name: images, path: {tmp_path / 'split.npz'}}}")
-    assert open_dataset(config, tmp_path).specs(1)["x"].shape == (1, 1, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "message"),
+    [
+        ("vgg, size: 6", pixels(20, 6, 6), None),
+        ("vgg", pixels(20, 6, 6), r"images of \[1, 6, 6\] .*model\.name = vgg is made for \[1, 8, 8\]"),
+        ("vgg", pixels(20, 3, 8, 8), r"images of \[3, 8, 8\] .*set model\.channels and model\.size"),
+        ("resnet", pixels(20, 6, 7), None),  # it takes any size
+        ("resnet", pixels(20, 3, 8, 8), r"images of \[3, 8, 8\] .*resnet is made for \[1, 8, 8\]"),
+    ],
+)
+def test_images_that_the_model_is_not_made_for_are_refused(
+    tmp_path: Path, model: str, x: np.ndarray[Any, Any], message: str | None
+) -> None:
+    np.savez(tmp_path / "a.npz", x=x, y=np.arange(20) % 2)
+    config = parse(f"model: {{name: {model}}}\ndata: {{name: images, path: {tmp_path / 'a.npz'}}}")
+    with pytest.raises(DataError, match=message) if message else nullcontext():
+        assert open_dataset(config, tmp_path).specs(1)["x"].shape[2:] == x.shape[-2:]
+
+
+def test_records_with_named_fields_are_no_images(tmp_path: Path) -> None:
+    x = np.zeros(3, np.dtype([("\u0103", "u1")]))
+    with pytest.warns(UserWarning, match="format 3.0"):
+        np.savez(tmp_path / "a.npz", x=x, y=np.arange(3))
+    with pytest.raises(DataError, match=r"a\.npz: x: is written in version 3\.0 of the npy format"):
+        read_images(tmp_path / "a.npz", 0.5)
 
 
 def idx(path: Path, values: np.ndarray[Any, Any], zipped: bool = False) -> None:

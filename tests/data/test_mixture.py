@@ -70,6 +70,19 @@ def test_sources_that_do_not_fit_are_named(texts: list[Dataset]) -> None:
             Mixture([bytes_of, bytes_of], weights, 0)
 
 
+def test_a_source_of_ones_own_must_be_a_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "my_source.py").write_text("def make():\n    return [1, 2]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "text").write_text("a" * 400)
+    sources = f"[{{name: text, path: {tmp_path / 'text'}}}, {{name: 'my_source:make'}}]"
+    config = parse(f"model: {{context: 8}}\ndata: {{name: mixture, sources: {sources}, weights: [1, 1]}}")
+    prepare(config, tmp_path / "run", is_root=True)
+    with pytest.raises(
+        DataError, match=r"data\.sources\.1 \(my_source:make\) is a list, which lacks batch, .*DatasetBase"
+    ):
+        open_dataset(config, tmp_path / "run")
+
+
 def test_folders_of_a_mixture_are_gathered_apart(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()

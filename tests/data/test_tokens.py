@@ -76,8 +76,28 @@ def test_without_a_sidecar_it_is_as_the_configuration_says(tmp_path: Path) -> No
     )
     assert data.vocab == 40
     assert data.batch("train", 0, 0, 3, BOTH)["labels"].dtype == torch.int64
-    with pytest.raises(DataError, match=r"a\.bin: nothing says how many ids.*model\.vocab"):
+    with pytest.raises(DataError, match=r"a\.bin: nothing says how many ids.*data\.vocab"):
         tokens(path, dtype="uint32")
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "vocab"),
+    [
+        ("{name: 'my.own:model', context: 4}", "vocab: 40", 40),
+        ("{name: gpt, vocab: 64, context: 4}", "vocab: 40", 40),
+        ("{name: gpt, vocab: 64, context: 4}", "", 64),
+        ("{name: gpt, vocab: 30, context: 4}", "vocab: 40", None),
+        ("{name: 'my.own:model', context: 4}", "", None),
+    ],
+)
+def test_a_bare_file_is_told_its_vocabulary(tmp_path: Path, model: str, key: str, vocab: int | None) -> None:
+    path = write(tmp_path / "a.bin", np.arange(40))
+    config = parse(f"model: {model}\ndata: {{name: tokens, path: {path}, val_fraction: 0.2, {key}}}")
+    if vocab is None:
+        with pytest.raises(DataError, match=r"set data\.vocab|has 40 ids, the model has 30"):
+            open_dataset(config, tmp_path)
+    else:
+        assert open_dataset(config, tmp_path).vocab == vocab
 
 
 def test_a_file_of_its_own_for_validation(tmp_path: Path) -> None:
@@ -122,7 +142,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> 
     data = tokens(write(tmp_path / "a.bin", line), vocab=5)
     rows(data, "train")
     with pytest.raises(
-        DataError, match=r"a\.bin: token 33 is 7, but the vocabulary has 5 ids; .*model\.vocab"
+        DataError, match=r"a\.bin: token 33 is 7, but the vocabulary has 5 ids; .*data\.vocab"
     ):
         rows(data, "val")
     assert data.unigram_entropy == 0.0
@@ -136,10 +156,11 @@ def test_what_contradicts_is_refused_at_once(tmp_path: Path) -> None:
     other = write(tmp_path / "b.bin", range(40), dtype="uint16", vocab=41, tokens=40)
     cut = write(tmp_path / "c.bin", range(39), dtype="uint16", vocab=40, tokens=40)
     for change, message in (
-        ({"vocab": 39}, r"a\.bin: its vocabulary has 40 ids, model\.vocab = 39"),
+        ({"vocab": 39}, r"a\.bin: its vocabulary has 40 ids, the model has 39; .*model\.vocab to null"),
         ({"dtype": "uint32"}, r"a\.bin: data\.dtype = uint32, its sidecar says uint16"),
         ({"val_path": other}, r"a\.bin has 40 ids in its vocabulary, .*b\.bin has 41"),
-        ({"tokenizer": open_tokenizer("bytes")}, r"a\.bin: its sidecar says 40 ids, data\.tokenizer has 256"),
+        ({"tokenizer": open_tokenizer("bytes")}, r"a\.bin: its sidecar has 40 ids, data\.tokenizer has 256"),
+        ({"told": 41}, r"a\.bin: its sidecar has 40 ids, data\.vocab has 41 ids; .*leave data\.vocab out"),
         ({"context": 10}, r"a\.bin: 10 of its 40 tokens are for validation.*needs 11"),
     ):
         with pytest.raises(DataError, match=message):

@@ -207,6 +207,8 @@ def test_what_can_begin_again_does_and_validation_each_time() -> None:
     for _ in range(2):
         assert read(mine, "val", 4) == [0, 1, 2, None]
         assert read(mine, "val", 2) == [0, 1]
+    assert mine.val_samples is None, "until it ends"
+    assert user(Again(2), [Samples()[i] for i in range(6)]).val_samples == 6, "a list holds samples"
     held_out = user(Again(2), Samples(6))
     assert held_out.val_samples == 6
     assert read(held_out, "val", 3) == [0, 4, None]
@@ -231,7 +233,7 @@ def test_one_rank_reads_and_all_know_the_shapes() -> None:
 def test_iterables_that_cannot_serve_are_refused() -> None:
     with pytest.raises(DataError, match=r"num_workers = 2: no process may fork"):
         user(DataLoader(TensorDataset(X, Y), batch_size=4, num_workers=2))
-    with pytest.raises(DataError, match=r"val is a generator, which cannot be read again"):
+    with pytest.raises(DataError, match=r"val is a generator, which cannot be read again.* a DataLoader"):
         user(batches(3), batches(3))
     with pytest.raises(DataError, match=r"data ended before its first batch"):
         user(iter(()))

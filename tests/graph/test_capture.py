@@ -389,6 +389,30 @@ def test_too_many_shapes_propose_padding() -> None:
         variants.anatomy("train", of(7))
 
 
+def test_shapes_that_differ_in_their_rows_alone_count_once() -> None:
+    def of(rows: int, length: int = 8) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((rows, length, 4), "float32"), "y": TensorSpec((rows,), "int64")}
+
+    variants = Variants(ModelSource(Base, 0), sum_and_count, of, 4, "fp32", max_shapes=2)
+    found = [variants.anatomy("predict", of(rows)) for rows in (4, 3, 1, 4)]
+    assert found[0] is found[3]
+    assert len({id(a) for a in found}) == 3, "each is captured"
+    variants.anatomy("predict", of(2, 5))
+    variants.anatomy("predict", of(3, 5))
+    with pytest.raises(CaptureError, match=r"3 shapes in mode predict"):
+        variants.anatomy("predict", of(4, 6))
+
+
+def test_a_first_dimension_that_is_not_the_rows_counts() -> None:
+    def of(rows: int, length: int = 8) -> dict[str, TensorSpec]:  # sequences one after the other
+        return {"x": TensorSpec((rows * length, 4), "float32"), "y": TensorSpec((rows * length,), "int64")}
+
+    variants = Variants(ModelSource(Base, 0), sum_and_count, of, 2, "fp32", max_shapes=1)
+    variants.anatomy("predict", of(2))
+    with pytest.raises(CaptureError, match=r"2 shapes in mode predict"):
+        variants.anatomy("predict", of(2, 7))
+
+
 # -- what is learned -----------------------------------------------------------------------------------
 
 

@@ -210,6 +210,11 @@ class NoMomentum(TwoNorms):
         self.norm = nn.BatchNorm1d(8, momentum=None)
 
 
+class ReadsStatistics(TwoNorms):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x) + self.norm.running_mean)
+
+
 class Fails(Branch):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).view(5, -1)
@@ -222,6 +227,7 @@ class Fails(Branch):
         (Assigns, r"assigns the buffer 'seen' of Assigns"),
         (TwoNorms, r"runs the BatchNorm 'norm' 2 times"),
         (NoMomentum, "momentum=None"),
+        (ReadsStatistics, r"(?s)test_layers.py.*layer 0 \(ReadsStatistics\) reads the statistics"),
         (Fails, r"(?s)test_layers.py.*layer 0 \(Fails\) cannot be run on made-up numbers"),
     ],
 )

@@ -1,6 +1,9 @@
-"""BatchNorm: its statistics where it is used twice, and micro-batches that are too small for it."""
+"""BatchNorm: its statistics where it is used twice, who else may read them, and micro-batches that are too
+small for it."""
 
 from __future__ import annotations
+
+import inspect
 
 import pytest
 import torch
@@ -101,3 +104,90 @@ def test_a_micro_batch_that_is_too_small_is_refused_by_name(listed: bool) -> Non
     variants.anatomy("eval", sized(1))
     with pytest.raises(CaptureError, match=says):
         _ = Variants(ModelSource(make, 0), loss, sized, 1, "fp32").graph
+
+
+# -- other readers of what changes ---------------------------------------------------------------------
+
+
+class Reads(nn.Module):
+    """The statistics are read elsewhere: in training, or in the modes that a subclass says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.bn(self.a(x)))
+        return y + self.bn.running_mean  # here
+
+
+class ReadsView(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.bn.running_var[:1]  # here
+        return self.b(self.bn(self.a(x))) * scale
+
+
+class ReadsCounter(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.a(x) / (1 + self.count)  # here
+
+
+class ReadsFrozen(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.a(x))
+        return nn.functional.batch_norm(x, self.bn.running_mean, self.bn.running_var)  # here
+
+
+class Instances(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(8, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.norm(x[..., None].expand(-1, -1, 2))[..., 0])  # here
+
+
+class Elsewhere(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = self.bn.running_mean.abs(), self.bn.running_var
+        return nn.functional.batch_norm(x, mean, var, training=True)  # here
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Reads, "reads 'bn.running_mean', which a BatchNorm or a counter changes"),
+        (ReadsView, "reads 'bn.running_var', which"),
+        (ReadsCounter, "reads 'count', which"),
+        (ReadsFrozen, "reads 'bn.running_mean', which"),
+        (Instances, "aten::instance_norm keeps running statistics.*track_running_stats=False"),
+        (Elsewhere, "aten::batch_norm keeps running statistics"),
+    ],
+)
+def test_what_changes_at_the_end_of_a_step_has_no_other_reader(model: type[nn.Module], says: str) -> None:
+    with pytest.raises(CaptureError, match=f"(?s){says}") as caught:
+        assert variants_of(model, loss, BATCH).primary
+    source, start = inspect.getsourcelines(model)
+    line = start + next(i for i, text in enumerate(source) if "# here" in text)
+    assert f'File "{__file__}", line {line}' in str(caught.value)
+
+
+class InEvaluation(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.bn(self.a(x)))
+        return y if self.training else y + self.bn.running_mean.abs()
+
+
+def test_evaluation_may_read_them_on_the_stage_that_owns_them() -> None:
+    variants = variants_of(InEvaluation, loss, BATCH)
+    specs, groups = specs_of(BATCH), variants.graph.groups
+    assert variants.code("eval", specs, (), 0).buffers
+    before = next(g for g in groups if g.startswith("bn/"))
+    assert set(variants.code("eval", specs, (before,), 1).buffers) == {"bn.running_mean", "bn.running_var"}
+    after = next(g for g in groups if g.startswith("b/"))
+    assert variants.code("train", specs, (after,), 1).buffers == ()
+    says = r"(?s)line \d+.*'bn.running_mean' on stage 1 .* in mode eval, but training changes it on stage 0"
+    with pytest.raises(CaptureError, match=says):
+        variants.code("eval", specs, (after,), 1)

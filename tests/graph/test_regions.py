@@ -6,8 +6,12 @@ import pytest
 import torch
 from by_hand import differences, every_cut, plain, specs_of, staged, variants_of
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mpipipe.graph.capture import Batch
+from mpipipe.graph.source import ModelSource
+from mpipipe.graph.variants import Variants
+from mpipipe.values import Graph
 
 
 def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
@@ -117,3 +121,40 @@ def test_the_graph_s_hash_knows_regions_and_the_values_of_constants() -> None:
         hashes.append(variants_of(Scaled, loss, BATCH).graph.hash)
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
+
+
+class Numbers(Base):
+    """Each number is one that a user may change between two runs."""
+
+    slope, rate, momentum, turned, smoothing = 0.1, 0.2, 0.3, False, 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=self.momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.leaky_relu(self.norm(self.first(x)), self.slope)
+        y = functional.dropout(y, self.rate)
+        return self.second(x) - y if self.turned else y - self.second(x)
+
+
+def smoothed(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    labels = outputs.detach().argmax(-1)
+    total = functional.cross_entropy(outputs, labels, reduction="sum", label_smoothing=Numbers.smoothing)
+    return total, 1.0
+
+
+def test_the_graph_s_hash_knows_numbers_and_not_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def graph(seed: int = 0) -> Graph:
+        return Variants(ModelSource(Numbers, seed), smoothed, lambda _: specs_of(BATCH), 3, "fp32").graph
+
+    first = graph()
+    assert graph(seed=1) == first
+    assert next(n.settings for n in first.nodes if n.name == "/dropout.0") == "('%0', 0.2, True)"
+    hashes = {first.hash}
+    changes = {"slope": 0.2, "rate": 0.3, "momentum": 0.4, "turned": True, "smoothing": 0.0}
+    for name, value in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(Numbers, name, value)
+            hashes.add(graph().hash)
+    assert len(hashes) == 1 + len(changes)

@@ -311,6 +311,19 @@ def test_a_mean_becomes_a_sum_and_an_empty_micro_batch_counts_for_nothing() -> N
     assert torch.equal(logits.grad, torch.zeros(6, 5))  # type: ignore[arg-type]
 
 
+def test_a_mean_over_nothing_has_no_gradient_however_it_is_computed() -> None:
+    def mean(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        return (outputs["scores"] * batch["mask"]).sum() / batch["mask"].sum()
+
+    wrapped = from_mean(mean, lambda batch: batch["mask"].sum())
+    for mask, want in ((torch.tensor([1.0, 0.0, 1.0]), [1.0, 0.0, 1.0]), (torch.zeros(3), [0.0] * 3)):
+        scores = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        total, weight = wrapped({"scores": scores, "places": torch.arange(3)}, {"mask": mask})
+        total.backward()
+        assert scores.grad.tolist() == want
+        assert (total.item(), weight.item()) == (4.0 * (mask.sum() > 0), mask.sum())
+
+
 def test_metrics_count_what_is_right() -> None:
     logits, labels = torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 2, 2, -100])
     assert [t.item() for t in accuracy(logits, {"y": labels})] == [2.0, 3.0]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,14 @@ from torch.utils import _pytree as pytree
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
+from mpipipe.config import parse
+from mpipipe.data import open_dataset
 from mpipipe.data.base import Dataset, DatasetBase, Split
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.errors import CheckpointError, ConfigError, DataError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
-from mpipipe.models import hf
+from mpipipe.models import build, hf
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import save_shard, shard_name, write_index
 from mpipipe.values import TensorSpec
@@ -433,7 +436,7 @@ def test_what_does_not_fit_is_said(call: Change, message: str, tmp_path: Path) -
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"needs transformers 5 .*pip install\s+mpipipe\[transformers\]"):
+    with pytest.raises(ConfigError, match=r"transformers: .*pip install 'mpipipe\[transformers\]'"):
         hf.build(hf_tiny.write_config("gpt2", tmp_path))
 
 
@@ -486,6 +489,22 @@ class ReadOnce(DatasetBase):
     def next_batch(self, split: Split, step: int) -> dict[str, Tensor] | None:
         tokens = next(self.batches, None)
         return None if tokens is None else {"tokens": tokens}
+
+
+def test_a_bare_token_file_has_the_ids_of_the_model(tmp_path: Path) -> None:
+    np.arange(100).astype("<u2").tofile(tmp_path / "a.bin")
+    path = hf_tiny.write_config("gpt2", tmp_path)
+    config = parse(
+        f"model: {{name: 'hf:{path}', context: 4}}\ndata: {{name: tokens, path: {tmp_path / 'a.bin'}}}"
+    )
+    data = open_dataset(config, tmp_path)
+    assert data.vocab == hf.vocab_size(path) == build(config, data).data.vocab
+
+
+@pytest.mark.parametrize("data", [[{"input_ids": torch.ones(4).long()}], ([1], [2])])
+def test_what_users_bring_has_the_model_s_keys_already(tmp_path: Path, data: Any) -> None:
+    config = parse(f"model: 'hf:{hf_tiny.write_config('gpt2', tmp_path)}'")
+    assert build(config, data).data is data
 
 
 def test_data_that_is_read_once_is_translated_too() -> None:

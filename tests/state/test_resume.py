@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -20,7 +21,7 @@ from torch import Tensor
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import CheckpointError, ConfigError
-from mpipipe.state import gather
+from mpipipe.state import gather, resume
 from mpipipe.state.checkpoint import load, read_index, reader, tensor_digest, weights_sha256
 from mpipipe.state.gather import save, together, weights_hash
 from mpipipe.state.resume import (
@@ -32,6 +33,7 @@ from mpipipe.state.resume import (
     read_state,
     step_folder,
     survey,
+    unreadable,
 )
 from mpipipe.values import Numerics
 
@@ -45,7 +47,17 @@ Named = dict[str, Tensor]
 
 
 def facts(step: int) -> RunState:
-    return RunState(step=step, samples=step, numerics=NUMERICS, graph="g", extra={"note": [1, "a", None]})
+    optimizer = {
+        "kind": "Own",
+        "numbers": {"a/step": step, "a/on": True, "a/scale": 1.0, "a/tiny": 0.1 + 0.2},
+    }
+    return RunState(
+        step,
+        NUMERICS,
+        "g",
+        optimizer,
+        extra={"note": [1, "a", None, {"best": [float("inf"), float("-inf")]}]},
+    )
 
 
 def tensors(step: int) -> tuple[Named, Named]:
@@ -97,6 +109,7 @@ def test_what_some_ranks_save_any_number_reads(tmp_path: Path, ranks: int) -> No
     assert digests(load(folder)) == digests(tensors(100)[0])
     assert read_state(folder) == state
     assert replace(state, sizes={}, weights_sha256="") == facts(100)
+    assert [type(n) for n in read_state(folder).optimizer["numbers"].values()] == [int, bool, float, float]
     sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != "run.json"}
     assert state.sizes == sizes
     assert len(sizes) == min(ranks, 4) + min(ranks, 3) + 2  # norm.mean is a buffer: no optimizer state
@@ -221,10 +234,84 @@ def test_prune_keeps_the_newest_and_takes_what_was_cut_off(tmp_path: Path) -> No
     assert prune(tmp_path, 1) == []
     assert (tmp_path / "checkpoint").resolve() == step_folder(tmp_path, 20).resolve()
     assert step_folder(tmp_path, 30).exists(), "damaged after it was whole: for the user to look at"
-    save_step(tmp_path, 30)  # the run comes by again
-    assert newest(tmp_path) == step_folder(tmp_path, 30)
     with pytest.raises(ValueError, match="keep = 0"):
         prune(tmp_path, 0)
+
+
+def test_only_leftovers_without_a_run_json_make_room(tmp_path: Path) -> None:
+    """Not a checkpoint that is damaged, nor one of another version."""
+    save_step(tmp_path, 10)
+    for step, spoil in ((20, damaged), (30, of_another_version)):
+        save_step(tmp_path, step)
+        folder = step_folder(tmp_path, step)
+        spoil(folder)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(CheckpointError) as caught:
+            save_step(tmp_path, step)
+        assert damage(folder) in str(caught.value)
+        assert f"{folder} was a whole checkpoint once and is in the way: move it away" in str(caught.value)
+        assert prune(tmp_path, 1) == []
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert unreadable(tmp_path) == [(f, damage(f)) for f in (step_folder(tmp_path, s) for s in (30, 20))]
+    assert newest(tmp_path) == step_folder(tmp_path, 10)
+
+    (step_folder(tmp_path, 20) / "run.json").unlink()  # what a kill leaves
+    assert [folder.name for folder, _ in unreadable(tmp_path)] == ["step-00000030"]
+    save_step(tmp_path, 20)
+    assert newest(tmp_path) == step_folder(tmp_path, 20)
+
+
+def damaged(folder: Path) -> None:
+    os.truncate(folder / "model-00001-of-00002.safetensors", 10)
+
+
+def of_another_version(folder: Path) -> None:
+    told = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(told | {"samples": 30}))
+
+
+def test_a_run_json_that_cannot_be_looked_at_counts_as_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(tmp_path, 10)
+    save_step(tmp_path, 20)
+    real = os.stat
+
+    def stale(path: object, *args: object, **kwargs: object) -> os.stat_result:
+        if str(path).endswith("step-00000020/run.json"):
+            raise OSError(116, "Stale file handle", str(path))
+        return real(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        for name in ("stat", "lstat"):
+            patch.setattr(os, name, stale)
+        patch.setattr(resume, "read_state", unreadable_state)
+        with pytest.raises(CheckpointError, match="is in the way"):
+            resume.make_room(step_folder(tmp_path, 20))
+        assert prune(tmp_path, 1) == []
+    assert [folder.name for folder, _ in unreadable(tmp_path)] == []
+    assert newest(tmp_path) == step_folder(tmp_path, 20), "it is as it was"
+
+
+def unreadable_state(folder: Path) -> RunState:
+    raise CheckpointError(f"{folder}: Stale file handle")
+
+
+def test_a_save_that_cannot_take_back_its_run_json_leaves_the_rest_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(tmp_path, 10)
+    real = Path.unlink
+
+    def stubborn(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "run.json":
+            raise OSError(16, "Device or resource busy", path)
+        real(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", stubborn)
+        resume.discard(step_folder(tmp_path, 10))
+    assert damage(step_folder(tmp_path, 10)) == ""
 
 
 def test_what_cannot_be_removed_is_told_and_tried_again(

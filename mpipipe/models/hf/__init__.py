@@ -8,8 +8,8 @@ Parameters keep the library's names, so that `from_pretrained` opens what a run 
 the extra: pip install mpipipe[transformers].
 """
 
-from mpipipe.models.hf.build import HfModel, build, export
+from mpipipe.models.hf.build import HfModel, build, export, vocab_size
 from mpipipe.models.hf.data import adapt
 from mpipipe.models.hf.forward import Kind
 
-__all__ = ["HfModel", "Kind", "adapt", "build", "export"]
+__all__ = ["HfModel", "Kind", "adapt", "build", "export", "vocab_size"]

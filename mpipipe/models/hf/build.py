@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from mpipipe.data.extras import optional
 from mpipipe.errors import ConfigError
 from mpipipe.graph.source import Initial
 from mpipipe.models.hf.forward import Kind, loss_of, metrics_of, with_batch_keys
@@ -89,7 +90,7 @@ def build(
                 f"to {known[-1]!r}"
             )
     text_config = config.get_text_config()
-    ids = getattr(text_config, "vocab_size", None) if kind != "image" else None
+    ids = _vocab_size(config) if kind != "image" else None
     if vocab is not None and ids is not None and vocab > ids:
         raise ConfigError(
             f"hf:{path}: vocab_size = {ids}, but the data has {vocab} token ids; use the model's own "
@@ -116,6 +117,11 @@ def build(
     )
 
 
+def vocab_size(path: str | Path) -> int | None:
+    """Token ids of the model described at `path`; None where its config names none. Raises as `build`."""
+    return _vocab_size(_config(_library(), find(path)))
+
+
 def export(model: HfModel, folder: str | Path) -> None:
     """Writes what belongs beside the weights, so that `from_pretrained(folder)` opens them: config.json,
     generation_config.json, and the tokenizer's files where the model came with them. On one rank.
@@ -124,14 +130,8 @@ def export(model: HfModel, folder: str | Path) -> None:
 
 
 def _library() -> Any:
-    try:
-        import transformers
-        from transformers import core_model_loading  # noqa: F401  since version 5
-    except ImportError as error:
-        raise ConfigError(
-            f"model hf: needs transformers 5 or newer ({error}); install it by pip install "
-            "mpipipe[transformers]"
-        ) from error
+    transformers = optional("transformers", "transformers", ConfigError)
+    optional("transformers.core_model_loading", "transformers", ConfigError)  # since version 5
     logging.getLogger("transformers").setLevel(logging.ERROR)  # every rank would say the same
     return transformers
 
@@ -182,6 +182,10 @@ def _make(model_class: Any, config: Any, kind: Kind, freeze: tuple[str, ...]) ->
         if matches(name, freeze):
             p.requires_grad_(False)
     return with_batch_keys(cast(nn.Module, model), kind)
+
+
+def _vocab_size(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "vocab_size", None)
 
 
 def _mask(transformers: Any, config: Any, found: Pretrained) -> int | None:
