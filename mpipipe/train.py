@@ -42,7 +42,7 @@ from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.sample import generate
 from mpipipe.state.files import write_text
-from mpipipe.state.resume import RUN, newest, prune, read_state, step_folder, survey
+from mpipipe.state.resume import newest, prune, read_state, set_aside, step_folder, survey, unreadable
 from mpipipe.state.rundir import CONFIG, METRICS, create, renew, reopen
 from mpipipe.values import Report, Timeline, to_json
 
@@ -97,6 +97,7 @@ def train(comm: Communicator, config: Config, resume: bool = False, new_numerics
             initial=built.initial, resume=checkpoint, new_numerics=new_numerics, comm=comm, say=log.say,
         )  # fmt: skip
         if resumed and comm.rank == 0:
+            set_aside(run_dir)
             renew(run_dir, config, pipe.steps_done)
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         return _Run(config, pipe, built, run_dir, log).all()
@@ -112,11 +113,10 @@ def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], 
         return run_dir, None, said, False, False
     passed_over = [f"note: passed over {folder}: {wrong}" for folder, wrong in survey(run_dir) if wrong]
     checkpoint = newest(run_dir)
-    committed = [f"  {wrong}" for folder, wrong in survey(run_dir) if wrong and (folder / RUN).exists()]
-    if checkpoint is None and committed:
+    if checkpoint is None and (unread := unreadable(run_dir)):
         raise CheckpointError(
-            "\n".join([f"{run_dir}: no checkpoint can be read", *committed])
-            + "\n  mend one, or start anew in another folder: a new run here would take their place"
+            "\n".join([f"{run_dir}: no checkpoint can be read", *(f"  {wrong}" for _, wrong in unread)])
+            + "\n  mend one, or start anew in another folder"
         )
     step = 0 if checkpoint is None else read_state(checkpoint).step
     if step >= config.train.steps:

@@ -25,7 +25,15 @@ from mpipipe import Pipeline, register_schedule
 from mpipipe.cluster import memory
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.errors import CheckpointError, ConfigError, DataError, DeadlockError, EndOfData, MpipipeError, PlanError
+from mpipipe.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlockError,
+    EndOfData,
+    MpipipeError,
+    PlanError,
+)
 from mpipipe.graph.profile import Profiler
 from mpipipe.planner import SCHEDULES
 from mpipipe.runtime import costing

@@ -268,7 +268,7 @@ class EvalConfig(Section):
 
 
 class CaptureConfig(Section):
-    max_shapes: Positive = 8  # shapes of micro-batches, each of which is captured once
+    max_shapes: Positive = 8  # shapes of micro-batches, but for the number of samples
 
 
 class PipelineConfig(Section):

@@ -20,6 +20,7 @@ import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,6 +165,25 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
         ) from error
     cut_off = [folder for folder, wrong in all_of_it if wrong and not _written(folder)]
     return [folder for folder in [*whole[keep:], *cut_off] if not _remove(folder)]
+
+
+def set_aside(run_dir: str | Path) -> list[Path]:
+    """Renames the `unreadable` checkpoints to <name>.damaged, where they are in nobody's way; on one rank.
+    Raises CheckpointError."""
+    moved = []
+    for folder, _ in unreadable(run_dir):
+        for number in count():
+            target = folder.with_name(f"{folder.name}.damaged{number or ''}")
+            if not target.exists():
+                break
+        try:
+            folder.rename(target)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}: cannot be renamed to {target.name} ({error.strerror})"
+            ) from error
+        moved.append(target)
+    return moved
 
 
 def _remove(folder: Path) -> bool:

@@ -31,6 +31,7 @@ from mpipipe.state.resume import (
     newest,
     prune,
     read_state,
+    set_aside,
     step_folder,
     survey,
     unreadable,
@@ -482,3 +483,16 @@ def test_other_numerics_are_refused_with_every_difference() -> None:
     assert "  precision: 'fp32' in the checkpoint, 'bf16' now\n" in str(caught.value)
     assert "--new-numerics" in str(caught.value)
     assert str(caught.value).count(" in the checkpoint, ") == 2
+
+
+def test_what_cannot_be_read_is_set_aside_and_not_lost(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step, 1)
+    folder = step_folder(tmp_path, 2)
+    for number in ("", "1"):
+        (folder / "run.json").write_text("{}")
+        assert set_aside(tmp_path) == [folder.with_name(f"{folder.name}.damaged{number}")]
+        assert newest(tmp_path) == step_folder(tmp_path, 1)
+        save_step(tmp_path, 2, 1)  # nothing is in the way
+    assert newest(tmp_path) == folder
+    assert set_aside(tmp_path) == []
