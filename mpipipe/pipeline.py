@@ -241,7 +241,7 @@ class Pipeline:
     def timed_step(self, stop: bool = False) -> tuple[Step, Outcome]:
         """As `step`, with the times of this rank's instructions."""
         start = time.perf_counter()
-        outcome = self.trainer.step(self.steps_done, stop)
+        outcome = self.trainer.step(self.steps_done, stop=stop)
         if outcome is None:
             raise EndOfData(f"the data ended after {self.steps_done} steps; give more, or fewer steps")
         step = Step(
@@ -350,5 +350,10 @@ def _threads(comm: Communicator, threads: int | Literal["auto"], saved: RunState
 def _optimizer(given: Factory | OptimizerSettings | None, clip: float | None) -> Optimizer:
     if callable(given):
         return UserOptimizer(given, clip)
+    if not isinstance(given, OptimizerSettings | None):
+        raise MpipipeError(
+            f"optimizer is a {type(given).__name__}; give the function that makes it, since each rank has "
+            "parameters of its own: lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)"
+        )
     settings = given or OptimizerSettings()
     return settings if clip is None else replace(settings, clip=clip)

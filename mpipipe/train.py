@@ -43,12 +43,16 @@ from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.sample import generate
 from mpipipe.state.files import write_text
 from mpipipe.state.resume import newest, prune, read_state, set_aside, step_folder, survey, unreadable
-from mpipipe.state.rundir import CONFIG, METRICS, create, renew, reopen
+from mpipipe.state.rundir import CONFIG, METRICS, create, make_latest, renew, reopen
 from mpipipe.values import Report, Timeline, to_json
 
 KEPT_STEPS = 50  # of which the timeline is remembered
 SAVE_BYTES_PER_S = 100e6  # of a slow file system: what a save is taken to need before the first one
-USAGE = "usage: mpirun -n N python -m mpipipe.train config.yaml [key=value ...] [--resume] [--new-numerics]"
+USAGE = """usage: mpirun -n N python -m mpipipe.train config.yaml [key=value ...] [--resume] [--new-numerics]
+
+  key=value        any key of the config, such as train.steps=50; docs/guide.md lists them all
+  --resume         go on from the newest checkpoint of the run in run.dir, or of runs/latest
+  --new-numerics   with --resume: also where what decides the bits (batch, seed, threads, ...) has changed"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,6 +61,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         flags = {a for a in argv if a.startswith("-")}
         given = [a for a in argv if a not in flags]
+        if flags & {"-h", "--help"}:
+            print(USAGE)
+            return 0
         if not given or flags - {"--resume", "--new-numerics"}:
             raise MpipipeError(USAGE)
         comm = connect()
@@ -100,6 +107,8 @@ def train(comm: Communicator, config: Config, resume: bool = False, new_numerics
             set_aside(run_dir)
             renew(run_dir, config, pipe.steps_done)
             cut_metrics(run_dir / METRICS, pipe.steps_done)
+        if comm.rank == 0:
+            make_latest(config, run_dir)
         return _Run(config, pipe, built, run_dir, log).all()
 
 
@@ -124,7 +133,10 @@ def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], 
             f"{checkpoint}: all of the {config.train.steps} steps are done; raise train.steps to go on"
         )
     new_data = step == 0 or load(run_dir / CONFIG).data != config.data
-    said = [*passed_over, f"mpipipe: resuming {run_dir} after {step} steps"]
+    going_on = (
+        f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
+    )
+    said = [*passed_over, f"mpipipe: {going_on}"]
     return run_dir, checkpoint, said, True, new_data
 
 

@@ -26,8 +26,8 @@ def refuse_mean(total: fx.Node) -> None:
         if _is_mean(node):
             raise CaptureError(
                 f"{source_line(node)}\n  the loss promises a sum and its weight, but {schema_name(node)} "
-                "takes a mean: use reduction='sum', return the mean with the weight 1.0, or wrap it: "
-                "mpipipe.models.losses.from_mean(loss, weight_of)"
+                "takes a mean: use reduction='sum', or return the mean alone, with "
+                "Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
             )
         if schema_name(node) in _SUMS:
             todo += node.all_input_nodes

@@ -137,12 +137,17 @@ def _pair(function: Loss, outputs: Any, batch: Batch, what: str) -> tuple[Tensor
     if not fits or not isinstance(pair[1], (Tensor, int, float)):
         code = getattr(inspect.unwrap(function), "__code__", None)
         where = f' (File "{code.co_filename}", line {code.co_firstlineno})' if code else ""
-        found = [type(x).__name__ for x in pair] if isinstance(pair, (tuple, list)) else type(pair).__name__
+        found = f"{len(pair)} values" if isinstance(pair, (tuple, list)) else _kind(pair)
         raise CaptureError(
             f"the {what}{where} returned {found} instead of (sum, weight): return the summed loss and the "
-            "weight it is divided by, for example `F.cross_entropy(..., reduction='sum'), labels.numel()`"
+            "weight it is divided by, for example `F.cross_entropy(..., reduction='sum'), labels.numel()`; "
+            "or the mean, with Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
         )
     return pair[0], pair[1]
+
+
+def _kind(x: Any) -> str:
+    return "one tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 # -- what a model returns ------------------------------------------------------------------------------

@@ -74,7 +74,14 @@ def build(config: Config, data: Any) -> Built:
     if isinstance(m, CustomModelConfig):
         loss = cross_entropy if m.loss is None else resolve("model.loss", m.loss)
         metrics = {name: resolve(f"model.metrics.{name}", path) for name, path in m.metrics.items()}
-        return Built(partial(resolve("model.name", m.name), **m.args), loss, metrics, data)
+        make = resolve("model.name", m.name)
+        try:
+            inspect.signature(make).bind(**m.args)
+        except TypeError as error:
+            raise ConfigError(
+                f"model.args does not fit {m.name}{inspect.signature(make)}: {error}"
+            ) from error
+        return Built(partial(make, **m.args), loss, metrics, data)
     if isinstance(m, HfConfig):
         from mpipipe.models import hf  # an extra, and slow to import
 

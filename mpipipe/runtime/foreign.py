@@ -67,7 +67,18 @@ class ForeignUpdater:
                     f"the optimizer factory puts {twice[0]!r} into two parameter groups "
                     f"({len(twice)} parameters in all); make the groups disjoint"
                 ) from error
+            if "empty parameter list" in str(error):
+                raise MpipipeError(
+                    f"the optimizer factory leaves out all {len(self.params)} parameters of a stage, as "
+                    f"{next(iter(self.params))!r}; give every parameter to a group, or freeze it in the "
+                    "model with requires_grad_(False)"
+                ) from error
             raise
+        if isinstance(made[0] if isinstance(made, tuple) else made, torch.optim.LBFGS):
+            raise MpipipeError(
+                "the optimizer factory makes an LBFGS, which looks at all parameters at once and runs "
+                "forward by itself; a stage has its own only: use AdamW, SGD or another by parameter"
+            )
         if isinstance(made, tuple) and isinstance(made[1], ReduceLROnPlateau):
             raise MpipipeError(
                 "the optimizer factory makes a ReduceLROnPlateau, which needs a metric at each step; "

@@ -10,6 +10,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import end
 from mpipipe.cluster.memory import PeakMemory, keep_freed_memory
 from mpipipe.cluster.mpi import connect
+from mpipipe.errors import MpipipeError
 from mpipipe.graph.capture import warm_up_tracer
 
 _world: Communicator | None = None
@@ -24,7 +25,22 @@ def world() -> Communicator:
         _world = connect()
         if _world.size > 1:
             _end_together(_world)
+        else:
+            _say_shortly(_world)
     return _world
+
+
+def _say_shortly(comm: Communicator) -> None:
+    """An error that is the user's to mend is its message alone, as on several ranks."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, at: Any) -> None:
+        if isinstance(error, MpipipeError):
+            end(comm, error)
+        else:
+            before(kind, error, at)
+
+    sys.excepthook = hook
 
 
 def _end_together(comm: Communicator) -> None:

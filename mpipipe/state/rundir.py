@@ -20,19 +20,28 @@ METRICS = "metrics.jsonl"  # its existence says that training began
 
 def create(config: Config, base: str | Path = "runs", now: datetime | None = None) -> Path:
     """Makes the folder of a new run, on one rank only, with the resolved configuration in it:
-    `run.dir`, or `base`/<UTC time>-<name> with `base`/latest pointing at it. Raises ConfigError."""
+    `run.dir`, or `base`/<UTC time>-<name>. Raises ConfigError."""
     try:
         if config.run.dir is not None:
             folder = _claim(Path(config.run.dir))
         else:
             folder = _claim_new(Path(base), f"{now or datetime.now(UTC):%Y%m%d-%H%M%S}-{run_name(config)}")
-            link_whole(Path(base) / "latest", folder.name)
         write_text(folder / CONFIG, to_yaml(config))
     except OSError as error:
         raise ConfigError(
             f"run.dir: cannot make {error.filename} ({error.strerror}); name a folder of yours"
         ) from error
     return folder
+
+
+def make_latest(config: Config, folder: Path) -> None:
+    """Points `latest`, beside a folder that `create` has named, at it: when training begins, so that a start
+    that fails hides no run. Raises ConfigError."""
+    if config.run.dir is None:
+        try:
+            link_whole(folder.parent / "latest", folder.name)
+        except OSError as error:
+            raise ConfigError(f"{folder.parent}/latest: cannot be made ({error.strerror})") from error
 
 
 def reopen(config: Config, base: str | Path = "runs") -> Path | None:

@@ -10,19 +10,24 @@ import pytest
 
 from mpipipe.config import Config, load, parse
 from mpipipe.errors import ConfigError
-from mpipipe.state.rundir import create, renew, reopen, run_name
+from mpipipe.state.rundir import create, make_latest, renew, reopen, run_name
 
 NOON = datetime(2026, 1, 2, 12, 0, 5, tzinfo=UTC)
 
 
-def test_default_folder_is_named_by_time_and_run_and_latest_points_at_it(tmp_path: Path) -> None:
+def test_default_folder_is_named_by_time_and_run_and_latest_points_at_it_once_it_trains(
+    tmp_path: Path,
+) -> None:
     config = parse("run: {name: my job}")
     folder = create(config, tmp_path, NOON)
     assert folder == tmp_path / "20260102-120005-my-job"
     assert load(folder / "config.yaml") == config
+    make_latest(config, folder)
     assert os.readlink(tmp_path / "latest") == folder.name
     second = create(config, tmp_path, NOON)
     assert second.name == folder.name + "-2"
+    assert (tmp_path / "latest").resolve() == folder.resolve(), "a start that fails hides no run"
+    make_latest(config, second)
     assert (tmp_path / "latest").resolve() == second.resolve()
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, second.name, "latest"]
 
@@ -57,6 +62,8 @@ def test_the_run_to_continue_is_the_named_or_the_latest_one(tmp_path: Path) -> N
     base = tmp_path / "runs"
     assert reopen(parse(""), base) is None
     first, second = (create(parse(""), base, NOON) for _ in range(2))
+    assert reopen(parse(""), base) is None
+    make_latest(parse(""), second)
     assert reopen(parse(""), base) == second
     assert reopen(parse("", overrides=[f"run.dir={first}"]), base) == first
     assert reopen(parse("", overrides=[f"run.dir={tmp_path / 'none'}"]), base) is None
