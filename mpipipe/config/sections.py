@@ -340,16 +340,15 @@ ModelConfig = Annotated[
     _kind("gpt"),
     BeforeValidator(_as_section),
 ]
-SourceConfig = Annotated[
+_Source = (
     Annotated[TextConfig, Tag("text")]
     | Annotated[TokensConfig, Tag("tokens")]
     | Annotated[SyntheticConfig, Tag("synthetic")]
     | Annotated[ImagesConfig, Tag("images")]
     | Annotated[DigitsConfig, Tag("digits")]
-    | Annotated[CustomDataConfig, Tag("package.module:name")],
-    _kind("text"),
-    BeforeValidator(_as_section),
-]
+    | Annotated[CustomDataConfig, Tag("package.module:name")]
+)
+SourceConfig = Annotated[_Source, _kind("text"), BeforeValidator(_as_section)]
 
 
 class MixtureConfig(Section):
@@ -366,13 +365,5 @@ class MixtureConfig(Section):
 
 
 DataConfig = Annotated[
-    Annotated[TextConfig, Tag("text")]
-    | Annotated[TokensConfig, Tag("tokens")]
-    | Annotated[SyntheticConfig, Tag("synthetic")]
-    | Annotated[ImagesConfig, Tag("images")]
-    | Annotated[DigitsConfig, Tag("digits")]
-    | Annotated[MixtureConfig, Tag("mixture")]
-    | Annotated[CustomDataConfig, Tag("package.module:name")],
-    _kind("text"),
-    BeforeValidator(_as_section),
+    _Source | Annotated[MixtureConfig, Tag("mixture")], _kind("text"), BeforeValidator(_as_section)
 ]
