@@ -33,10 +33,10 @@ from mpipipe.runtime.trainer import Trainer
 
 step = Trainer.step
 
-def is_killed(self, number, *rest):
+def is_killed(self, number, **rest):
     if number == 5 and self.comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, number, *rest)
+    return step(self, number, **rest)
 
 Trainer.step = is_killed
 sys.exit(train.main(sys.argv[1:]))
@@ -49,9 +49,9 @@ from mpipipe.runtime.trainer import Trainer
 
 step = Trainer.step
 
-def slow(self, number, *rest):
+def slow(self, number, **rest):
     time.sleep(0.2)
-    return step(self, number, *rest)
+    return step(self, number, **rest)
 
 Trainer.step = slow
 sys.exit(train.main(sys.argv[1:]))
