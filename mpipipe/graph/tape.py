@@ -96,9 +96,12 @@ class Tape(TorchDispatchMode):
     def replay(self, target: Tensor, seeds: dict[int, int]) -> Tensor:
         """The real tensor. seeds: index of a random entry -> seed of its generator."""
         storages: dict[int, torch.UntypedStorage] = {}
+        constants: dict[int, Tensor] = {}
 
         def real(x: Any) -> Any:
             if not isinstance(x, FakeTensor):
+                if isinstance(x, Tensor):  # a constant such as tensor(0): what is replayed may write to it
+                    return constants.setdefault(id(x), x.clone())
                 return x
             storage = storages.get(storage_id(x))
             if storage is None:

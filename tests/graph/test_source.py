@@ -286,3 +286,12 @@ def test_an_initialisation_that_reads_draws_is_refused_with_the_user_s_line() ->
     with pytest.raises(CaptureError, match="reads the values of random weights while the model") as caught:
         ModelSource(Looks, 0)
     assert f'File "{__file__}", line {line}' in str(caught.value)
+
+
+def test_first_values_are_made_anew_each_time() -> None:
+    """torch.tensor(0), which BatchNorm counts from, is a constant of the tape: nobody may count in it."""
+    source = ModelSource(lambda: nn.BatchNorm1d(4), 0)
+    first = source.materialise(["num_batches_tracked"])["num_batches_tracked"]
+    first.add_(5)
+    assert source.materialise(["num_batches_tracked"])["num_batches_tracked"] == 0
+    assert first == 5
