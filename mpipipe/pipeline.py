@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpipipe import ops
@@ -31,9 +31,8 @@ from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import Dataset
 from mpipipe.data.user import as_batch, from_user
 from mpipipe.errors import CheckpointError, EndOfData, MpipipeError
-from mpipipe.graph.anatomy import spec
-from mpipipe.graph.program import LABELS, Batch, Loss, Metric
-from mpipipe.graph.source import Initial, ModelSource
+from mpipipe.graph.program import LABELS, Batch, Loss, Metric, spec
+from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models.losses import from_mean
 from mpipipe.planner.search import make_plan, predict, program_for
@@ -45,12 +44,11 @@ from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
 from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.state.checkpoint import reader
+from mpipipe.state.checkpoint import Reader
 from mpipipe.state.gather import collect, save, together
 from mpipipe.state.resume import RunState, check_numerics, read_state
 from mpipipe.values import Numerics, Plan, Program, Timeline, from_json, to_json
 
-Model = nn.Module | Callable[[], nn.Module | Sequence[nn.Module]] | Sequence[nn.Module]
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
 
@@ -164,7 +162,7 @@ class Pipeline:
             checkpoint=saved and (saved.step, saved.weights_sha256),
         )  # fmt: skip
 
-        weights = None if resume is None else reader(resume, "model")
+        weights = None if resume is None else Reader(resume, "model")
         source = ModelSource(model, seed, weights or initial)
         if weights is not None:
             weights.check({name: spec(source.tensor(name)) for name in source.persistent})
@@ -329,9 +327,9 @@ class Pipeline:
         )  # fmt: skip
 
     def _resume(self, folder: Path, saved: RunState) -> None:
-        kept = reader(folder, "optimizer")
+        kept = Reader(folder, "optimizer")
         check_kept(kept, saved.optimizer, self.variants.trained)
-        self.trainer.resume(kept, saved.step, saved.optimizer)
+        self.trainer.resume(kept, saved.optimizer)
         self.steps_done = saved.step
         if not self.data.exact:
             self.say("note: this resume is not exact: the data is a plain iterable, read from its start")

@@ -60,6 +60,9 @@ def digest(*parts: str) -> str:
 # -- what the model is ------------------------------------------------------------------------
 
 
+Split = Literal["train", "val"]
+
+
 @dataclass(frozen=True)
 class TensorSpec(Value):
     shape: tuple[int, ...]

@@ -38,6 +38,11 @@ class Section(BaseModel):
 # -- model ------------------------------------------------------------------------------------
 
 
+def _heads(d_model: int, heads: int) -> Iterator[str]:
+    if d_model % heads:
+        yield f"model.d_model = {d_model} is not a multiple of model.heads = {heads}; change one"
+
+
 class GptConfig(Section):
     name: Literal["gpt"] = "gpt"
     vocab: Positive | None = None  # number of token ids; null = what the data needs
@@ -49,10 +54,7 @@ class GptConfig(Section):
     dropout: Share = 0.0  # share of activations dropped in training; 0 for short runs
 
     def misfits(self) -> Iterator[str]:
-        if self.d_model % self.heads:
-            yield (
-                f"model.d_model = {self.d_model} is not a multiple of model.heads = {self.heads}; change one"
-            )
+        yield from _heads(self.d_model, self.heads)
 
 
 class LlamaConfig(Section):
@@ -69,10 +71,7 @@ class LlamaConfig(Section):
     tied: bool = False  # the head uses the token embedding's weight
 
     def misfits(self) -> Iterator[str]:
-        if self.d_model % self.heads:
-            yield (
-                f"model.d_model = {self.d_model} is not a multiple of model.heads = {self.heads}; change one"
-            )
+        yield from _heads(self.d_model, self.heads)
         if self.heads % self.kv_heads:
             yield (
                 f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}; "
@@ -109,10 +108,7 @@ class EncoderDecoderConfig(Section):
     dropout: Share = 0.0  # share of activations dropped in training
 
     def misfits(self) -> Iterator[str]:
-        if self.d_model % self.heads:
-            yield (
-                f"model.d_model = {self.d_model} is not a multiple of model.heads = {self.heads}; change one"
-            )
+        yield from _heads(self.d_model, self.heads)
 
 
 class MlpConfig(Section):

@@ -10,17 +10,16 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpipipe.graph.program import Batch as Batch
+from mpipipe.graph.program import Specs as Specs
+from mpipipe.values import Split as Split
 from mpipipe.values import TensorSpec
-
-Split = Literal["train", "val"]
-Batch = dict[str, torch.Tensor]
-Specs = dict[str, TensorSpec]
 
 IGNORED = -100  # a label that counts for nothing, as in torch
 PAD = 0  # the token id that fills short texts up

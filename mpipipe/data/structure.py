@@ -11,6 +11,7 @@ import torch
 
 from mpipipe.data.base import Batch, Specs
 from mpipipe.errors import DataError
+from mpipipe.graph.program import spec
 from mpipipe.values import DTYPE_BYTES, TensorSpec
 
 _SAME = "give every batch the same keys, dtypes and shapes"
@@ -35,21 +36,13 @@ def as_batch(raw: Any, names: Sequence[str], where: str = "the batch") -> Batch:
 def _tensor(value: Any, where: str) -> torch.Tensor:
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         value = torch.from_numpy(np.array(value))  # a copy: what is read-only or strided stays the user's
-    if not isinstance(value, torch.Tensor) or _dtype(value) not in DTYPE_BYTES:
-        kind = f"tensor of {_dtype(value)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor) or spec(value).dtype not in DTYPE_BYTES:
+        kind = f"tensor of {spec(value).dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise DataError(
             f"{where} is a {kind}; expected a tensor or array of {', '.join(DTYPE_BYTES)}: convert it in the "
             "data set or in collate"
         )
     return value
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _spec(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), _dtype(tensor))
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class Structure:
                 raise DataError(f"{where}: expected {n} samples as the first dimension, found {shapes}")
         sizes = [sum(t.nbytes for t in example.values()) for example in examples]
         most = sizes.index(max(sizes))
-        specs = {key: _spec(t) for key, t in examples[most].items()}
+        specs = {key: spec(t) for key, t in examples[most].items()}
         loose = Structure(specs, rows[most], True)
         strict = Structure(specs, rows[most], False)
         pairs = list(zip(examples, rows, strict=True))
@@ -93,7 +86,7 @@ class Structure:
         if batch.keys() != self.specs.keys():
             return f"the batch has the keys {sorted(batch)}, the first one {sorted(self.specs)}; {_SAME}"
         for key, wanted in self.of_rows(rows).items():
-            found = _spec(batch[key])
+            found = spec(batch[key])
             fits = _frame(found) == _frame(wanted) if self.varying else found == wanted
             if not fits:
                 return (
@@ -103,6 +96,6 @@ class Structure:
         return None
 
 
-def _frame(spec: TensorSpec) -> tuple[object, ...]:
+def _frame(s: TensorSpec) -> tuple[object, ...]:
     """What stays even where lengths vary."""
-    return spec.dtype, len(spec.shape), spec.shape[:1]
+    return s.dtype, len(s.shape), s.shape[:1]

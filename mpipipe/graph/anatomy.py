@@ -18,13 +18,10 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from mpipipe.graph.capture import Captured
+from mpipipe.graph.program import spec
 from mpipipe.graph.rewrite import aliased_inputs, mutated_inputs
 from mpipipe.graph.source import TRACING
 from mpipipe.values import TensorSpec
-
-
-def spec(t: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
 
 
 def spec_of(node: fx.Node) -> TensorSpec:

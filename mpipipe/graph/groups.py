@@ -22,7 +22,8 @@ import hashlib
 import torch
 from torch import Tensor, fx
 
-from mpipipe.graph.anatomy import Anatomy, output_specs, spec, spec_of
+from mpipipe.graph.anatomy import Anatomy, output_specs, spec_of
+from mpipipe.graph.program import spec
 from mpipipe.graph.rewrite import aliased_inputs, op_text, schema_name, settings_text
 from mpipipe.graph.source import ModelSource
 from mpipipe.values import Graph, Node, Tie

@@ -30,6 +30,10 @@ Metric = Loss  # (sum, weight) of one micro-batch, as a loss
 LABELS = ("labels", "y")
 
 
+def spec(t: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
+
+
 @dataclass
 class Found:
     """What a trace finds out beside tensors."""

@@ -78,14 +78,14 @@ class Variants:
 
     def _by_layer(self, mode: Mode, shapes: Shapes) -> bool | None:
         """The primary graph decides: a cut is stated in its names."""
-        primary = mode == "train" and shapes == _shapes(self.specs(self.rows))
+        primary = mode == "train" and shapes == _shapes(self.first)
         if primary or not is_list(self.source.module):
             return None
         return self.primary.captured.by_layer
 
     @cached_property
     def primary(self) -> Anatomy:
-        return self.anatomy("train", self.specs(self.rows))
+        return self.anatomy("train", self.first)
 
     @cached_property
     def graph(self) -> Graph:

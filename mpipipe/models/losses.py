@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 from mpipipe.data.base import IGNORED
 from mpipipe.errors import ConfigError
-from mpipipe.graph.program import Batch, Loss
+from mpipipe.graph.program import LABELS, Batch, Loss
 
 
 def labels_of(batch: Batch) -> Tensor:
     """The labels of a batch. Raises ConfigError where it has none."""
-    for key in ("labels", "y"):
+    for key in LABELS:
         if key in batch:
             return batch[key]
     raise ConfigError(f"the loss needs the key 'labels' (or 'y'); the batch has {sorted(batch)}")

@@ -13,19 +13,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import DataError
-from mpipipe.graph.anatomy import spec
-from mpipipe.graph.program import Batch, Mode, Specs
+from mpipipe.graph.program import Batch, Mode, Specs, spec
 from mpipipe.runtime.prefetch import Prefetch
 from mpipipe.runtime.transport import as_bytes
-from mpipipe.values import TensorSpec
+from mpipipe.values import Split, TensorSpec
 
-Split = Literal["train", "val"]
 AHEAD = 2  # micro-batches that are loaded before they are asked for
 Bounds = tuple[tuple[int, int], ...]
 Request = tuple[Split, int, int, int, frozenset[str]]  # split, step, start, stop, keys

@@ -195,7 +195,7 @@ class ForeignUpdater:
                     )
 
     @torch.no_grad()
-    def load(self, saved: Saved, step: int, optimizer: Mapping[str, Any]) -> None:
+    def load(self, saved: Saved, optimizer: Mapping[str, Any]) -> None:
         """Groups and scheduler get the numbers that they had, also where the factory now gives others."""
         if self.optimizer is None:
             return

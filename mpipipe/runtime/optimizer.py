@@ -56,8 +56,8 @@ class Updater(Protocol):
         parameter of the stage. Raises CheckpointError for what it cannot keep."""
         ...
 
-    def load(self, saved: Saved, step: int, optimizer: Mapping[str, Any]) -> None:
-        """Takes up the state that was saved after `step` steps; optimizer: as `described` then.
+    def load(self, saved: Saved, optimizer: Mapping[str, Any]) -> None:
+        """Takes up the state that was saved; optimizer: as `described` then.
 
         Raises CheckpointError where it is of another optimizer, or has more or fewer names.
         """
@@ -187,7 +187,7 @@ class FlatUpdater:
     def numbers(self) -> dict[str, Any]:
         return {}
 
-    def load(self, saved: Saved, step: int, optimizer: Mapping[str, Any]) -> None:
+    def load(self, saved: Saved, optimizer: Mapping[str, Any]) -> None:
         state = self.state()
         params = {name for group in self.groups for name in group.data.views}
         check_fits(saved, optimizer, self.kind, params, state.keys())

@@ -153,7 +153,7 @@ class Trainer:
         """Kind and numbers of each stage's optimizer. Raises CheckpointError for what cannot be kept."""
         return [(u.kind, u.numbers()) for u in self.interpreter.updaters.values()]
 
-    def resume(self, saved: Saved, step: int, optimizer: Mapping[str, Any]) -> None:
+    def resume(self, saved: Saved, optimizer: Mapping[str, Any]) -> None:
         """Takes up the optimizer's tensors in `saved` and its numbers; weights come with the source."""
         for updater in self.interpreter.updaters.values():
-            updater.load(saved, step, optimizer)
+            updater.load(saved, optimizer)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mpipipe.cluster.comm import Bytes, Communicator, Request
-from mpipipe.graph.anatomy import spec
 from mpipipe.graph.cut import Port
+from mpipipe.graph.program import spec
 from mpipipe.values import Instr, TensorSpec
 
 

@@ -145,11 +145,6 @@ class Reader:
         return CheckpointError(f"{what}; the checkpoint is damaged\n  {way_out(self.folder)}")
 
 
-def reader(folder: str | Path, kind: Kind = "model") -> Reader:
-    """Opens the weights or the optimizer of a checkpoint. Raises CheckpointError."""
-    return Reader(folder, kind)
-
-
 def load(folder: str | Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
     """The parameters and buffers called `names`, or all, in the index's order; reads only those.
     Raises CheckpointError for a name, a shard or a tensor that is not there."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.errors import CheckpointError
+from mpipipe.graph.program import spec
 from mpipipe.values import TensorSpec
 
 DTYPES = {  # the format's words -> torch's
@@ -53,12 +54,12 @@ class Shard:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            spec = TensorSpec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+            found = TensorSpec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
             first, last = (start + offset for offset in entry["data_offsets"])
-            nbytes = math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
+            nbytes = math.prod(found.shape) * getattr(torch, found.dtype).itemsize
             if first < start or last - first != nbytes:
-                raise ValueError(f"'{name}' has {last - first} bytes, {spec} needs {nbytes}")
-            self.specs[name], self._starts[name], end = spec, first, max(end, last)
+                raise ValueError(f"'{name}' has {last - first} bytes, {found} needs {nbytes}")
+            self.specs[name], self._starts[name], end = found, first, max(end, last)
         if end != size:
             raise ValueError(f"{size} bytes, the header promises {end}")
 
@@ -67,10 +68,10 @@ class Shard:
 
         Raises CheckpointError for another shape or dtype, OSError.
         """
-        spec, mine = self.specs[name], TensorSpec(tuple(out.shape), str(out.dtype).removeprefix("torch."))
-        if spec != mine:
+        there, mine = self.specs[name], spec(out)
+        if there != mine:
             raise CheckpointError(
-                f"{self.path}: '{name}' is {spec.dtype} {list(spec.shape)} on disk, but {mine.dtype} "
+                f"{self.path}: '{name}' is {there.dtype} {list(there.shape)} on disk, but {mine.dtype} "
                 f"{list(mine.shape)} is asked for; use the settings that it was saved with"
             )
         direct = out.device.type == "cpu" and out.is_contiguous()

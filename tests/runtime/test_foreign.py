@@ -185,7 +185,7 @@ class Run:
     def load(self, disk: Disk, told: dict[str, Any], step: int = 3) -> None:
         check_trained(disk, told, list(NAMES))
         for updater in self.updaters:
-            updater.load(disk, step, told)
+            updater.load(disk, told)
 
 
 class Own(torch.optim.Optimizer):
@@ -433,13 +433,13 @@ def test_the_built_in_optimizer_takes_up_its_own_state_alone(kind: Literal["adam
     disk, told = Disk(one.state()), described([(one.kind, one.numbers())])
     assert told == {"kind": kind, "numbers": {}}
     two = updater()
-    two.load(disk, 3, told)
+    two.load(disk, told)
     assert all(torch.equal(t, disk.tensors[n]) for n, t in two.state().items())
     with pytest.raises(CheckpointError, match=f"with the optimizer '{kind}', this run has"):
-        updater(kind="sgd" if kind == "adamw" else "adamw").load(disk, 3, told)
+        updater(kind="sgd" if kind == "adamw" else "adamw").load(disk, told)
     del disk.tensors[next(name for name in disk.names if name.startswith("c/"))]
     with pytest.raises(CheckpointError, match="1 missing on disk: c/"):
-        updater().load(disk, 3, told)
+        updater().load(disk, told)
     if kind == "sgd":
         with pytest.raises(CheckpointError, match="3 unknown to it: a/momentum_buffer, b/momentum_buffer"):
-            updater(momentum=0.0).load(disk, 3, told)
+            updater(momentum=0.0).load(disk, told)

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from mpipipe.errors import CheckpointError
 from mpipipe.state import files
 from mpipipe.state.checkpoint import (
+    Reader,
     index_name,
     load,
     read_index,
-    reader,
     save_shard,
     shard_name,
     tensor_digest,
@@ -158,7 +158,7 @@ def test_every_dtype_of_the_format_comes_back_bit_for_bit(tmp_path: Path, dtype:
 
 def test_a_tensor_is_read_into_its_place_and_nothing_beside_it(tmp_path: Path) -> None:
     save(tmp_path, WEIGHTS, 2)
-    source = reader(tmp_path)
+    source = Reader(tmp_path)
     assert list(source.names) == list(WEIGHTS)
     assert source.specs["blocks.0.bias"] == TensorSpec((5,), "bfloat16")
     flat = torch.full((24,), 7.0)
@@ -175,7 +175,7 @@ def test_a_tensor_is_read_into_its_place_and_nothing_beside_it(tmp_path: Path) -
 
 def test_reading_takes_the_memory_of_the_tensor_not_of_the_file(tmp_path: Path) -> None:
     save(tmp_path, {f"{i}": torch.ones(1 << 20) for i in range(32)}, 1)  # 128 MiB
-    out, source = torch.zeros(1 << 20), reader(tmp_path)
+    out, source = torch.zeros(1 << 20), Reader(tmp_path)
     before, most = resident_bytes(), 0
     for name in source.names:
         source.read(name, out)
@@ -189,7 +189,7 @@ def resident_bytes() -> int:
 
 def test_a_tensor_that_does_not_fit_its_place_is_refused(tmp_path: Path) -> None:
     save(tmp_path, WEIGHTS, 2)
-    source = reader(tmp_path)
+    source = Reader(tmp_path)
     with pytest.raises(CheckpointError, match=r"'wte.weight' is float32 \[7, 3\].*float32 \[3, 7\] is asked"):
         source.read("wte.weight", torch.empty(3, 7))
     with pytest.raises(CheckpointError, match=r"'blocks.0.bias' is bfloat16 \[5\].*float32 \[5\] is asked"):
@@ -220,9 +220,9 @@ def test_a_damaged_shard_is_noticed_wherever_it_was_cut(tmp_path: Path) -> None:
         assert content != whole
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"00001-of-00001.*damaged\n  .*restore the file"):
-            reader(tmp_path).read("wte.weight", torch.empty(7, 3))
+            Reader(tmp_path).read("wte.weight", torch.empty(7, 3))
     path.write_bytes(whole)
-    source, last = reader(tmp_path), "ln.weight"
+    source, last = Reader(tmp_path), "ln.weight"
     assert source.spec(last).dtype == "float64"  # the header is read, then the file is cut
     os.truncate(path, 8 + header_bytes)
     with pytest.raises(CheckpointError, match=r"ends 32 bytes too soon.*damaged"):
@@ -233,7 +233,7 @@ def test_a_link_that_moves_on_does_not_mix_two_checkpoints(tmp_path: Path) -> No
     for step in (1, 2):
         save(tmp_path / f"{step}", {"a": torch.tensor([step]), "b": torch.tensor([step])}, 2)
     (tmp_path / "link").symlink_to("1")
-    source, out = reader(tmp_path / "link"), torch.zeros(2, dtype=torch.int64)
+    source, out = Reader(tmp_path / "link"), torch.zeros(2, dtype=torch.int64)
     source.read("a", out[:1])
     files.link_whole(tmp_path / "link", "2")
     source.read("b", out[1:])

@@ -22,7 +22,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import CheckpointError, ConfigError
 from mpipipe.state import gather, resume
-from mpipipe.state.checkpoint import load, read_index, reader, tensor_digest, weights_sha256
+from mpipipe.state.checkpoint import Reader, load, read_index, tensor_digest, weights_sha256
 from mpipipe.state.gather import save, together, weights_hash
 from mpipipe.state.resume import (
     RunState,
@@ -86,7 +86,7 @@ def save_step(run_dir: Path, step: int, ranks: int = 2) -> RunState:
 
 def read_all(folder: Path) -> tuple[Named, Named]:
     found = []
-    for source in (reader(folder, "model"), reader(folder, "optimizer")):
+    for source in (Reader(folder, "model"), Reader(folder, "optimizer")):
         named = {n: torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for n, s in source.specs.items()}
         for name, out in named.items():
             source.read(name, out)
@@ -216,7 +216,7 @@ def test_a_damaged_shard_names_the_older_checkpoint_to_go_on_from(tmp_path: Path
         os.truncate(step_folder(tmp_path, step) / "optimizer-00001-of-00002.safetensors", 99)
         kind = "model" if step == 20 else "optimizer"
         with pytest.raises(CheckpointError, match=rf"{kind}-00001-of-00002.*damaged\n  .*{older}"):
-            _ = reader(step_folder(tmp_path, step), kind).specs
+            _ = Reader(step_folder(tmp_path, step), kind).specs
 
 
 def test_prune_keeps_the_newest_and_takes_what_was_cut_off(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mpipipe.data.base import IGNORED, Dataset, DatasetBase, Split, uniforms
 from mpipipe.errors import ConfigError, DataError
+from mpipipe.graph.program import LABELS
 from mpipipe.models.hf.build import HfModel
 from mpipipe.values import TensorSpec
 
@@ -39,7 +40,7 @@ class _Adapted(DatasetBase):
         self.vocab, self.tokens_per_sample = data.vocab, data.tokens_per_sample
         self.val_samples, self.varying = data.val_samples, data.varying
         self.exact, self.whole = data.exact, data.whole
-        self._label = next((k for k in ("labels", "y") if k in data.specs(1)), "labels")
+        self._label = next((k for k in LABELS if k in data.specs(1)), LABELS[0])
 
     @property
     def unigram_entropy(self) -> float | None:

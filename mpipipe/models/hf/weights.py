@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mpipipe.errors import CheckpointError
+from mpipipe.graph.program import spec
 from mpipipe.state.names import compare_names
 from mpipipe.state.pretrained import Weights
 from mpipipe.values import TensorSpec
@@ -43,7 +44,7 @@ class Mapped:
         self._sort_out()
         shapes = {name: self._weights.specs[key] for name, key in self._direct.items()}
         for name, convert in self._converted.items():
-            shapes[name] = _spec(convert(self._empty)[name])
+            shapes[name] = spec(convert(self._empty)[name])
         self._check(shapes, fresh)
         known = model.state_dict().keys()
         self.names: Collection[str] = [n for n in shapes if n in known and not matches(n, fresh)]
@@ -126,12 +127,8 @@ def _wanted(model: nn.Module) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     wanted, alias = {}, {}
     for name, t in model.state_dict(keep_vars=True).items():
         alias[name] = first.setdefault(id(t), name)
-        wanted[alias[name]] = _spec(t)
+        wanted[alias[name]] = spec(t)
     return wanted, alias
-
-
-def _spec(t: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
 
 
 def _ignored(model: Any, attribute: str) -> Callable[[str], bool]:
