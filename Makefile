@@ -10,6 +10,8 @@ TORCH_INDEX ?=#          another package index to find it on
 CUDA ?= 0#               1: accept a CUDA build of torch
 MPI ?= pip#              pip: Open MPI as a wheel; site: the MPI of this machine
 MPICC ?= mpicc#          with MPI=site: its compiler
+OFFLINE ?=#              a folder of `make wheelhouse`: install from it alone, without a network
+WHEELHOUSE ?= wheelhouse#  where `make wheelhouse` puts it
 # -- choices of `make train` ---------------------------------------------------------------------
 N ?= 2#                  ranks
 CONFIG ?= examples/gpt.yaml
@@ -19,16 +21,16 @@ MPI_SIZES ?= 1 2 3 4#    numbers of ranks for test-mpi
 MPI_TIMEOUT ?= 600#      seconds for each
 K ?=#                    pytest arguments for any test target: K="-k dropout -x"
 # -- choices of `make bench` ---------------------------------------------------------------------
-BENCH ?= bench#          bench, overhead or memory_1b; its options: ARGS="--rounds 3"
+BENCH ?= bench#          bench, overhead, prediction, planning or memory_1b; its options: ARGS="--rounds 3"
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-CHOICES := PYTHON TORCH TORCH_INDEX CUDA MPI MPICC
+CHOICES := PYTHON TORCH TORCH_INDEX CUDA MPI MPICC OFFLINE
 SOURCES := pyproject.toml setup.py $(shell find kernels -name '*.cpp' -o -name '*.h')
 chosen = $(foreach c,$(CHOICES),$(c)=$(strip $($(c))))
 export VENV
 
-.PHONY: help setup train test test-fast test-mpi test-slurm test-torch test-full lint format bench clean choices-changed
+.PHONY: help setup wheelhouse docs train test test-fast test-browser test-mpi test-slurm test-torch test-full lint format bench clean choices-changed
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # the tests measure times, and the last lines are those of the last test
 
@@ -50,14 +52,17 @@ $(STAMP): $(SOURCES) .ci/setup
 	@echo '$(strip $(chosen))' >$(VENV)/.chosen
 	@touch $@
 
+wheelhouse: ## all that make setup installs, in a folder for machines without internet
+	@env $(foreach c,$(CHOICES) WHEELHOUSE,$(c)='$(strip $($(c)))') .ci/wheelhouse
+
 train: setup ## train CONFIG on N ranks of this machine
 	@.ci/launch $(N) $(PY) -m mpipipe.train $(CONFIG) $(ARGS)
 
-test: setup lint test-fast test-slurm test-mpi ## all of the checks below but test-full
+test: setup lint test-fast test-browser test-slurm test-mpi ## all of the checks below but test-full
 
 test-fast: setup ## tests without MPI, under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal \
-		-m "not mpi and not jobs and not slurm and not full" $(K)
+		-m "not mpi and not jobs and not slurm and not browser and not full" $(K)
 
 test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of how its jobs end
 	$(PY) -m pytest -m "jobs$(if $(FULL),, and not full)" $(K)
@@ -71,6 +76,9 @@ test-slurm: setup ## tests under Slurm, when MPIPIPE_TESTBED names the test bed
 	$(if $(MPIPIPE_TESTBED),$(PY) -m pytest -m "slurm$(if $(FULL),, and not full)" $(K),@echo \
 		"test-slurm: no MPIPIPE_TESTBED, not run")
 
+test-browser: setup ## tests of the page of a run in a headless Chromium, where there is one
+	$(PY) -m pytest -m browser $(K)
+
 test-torch: setup ## capture and bits on the oldest and newest torch that is allowed, where they can be had
 	@.ci/torch-range $(foreach c,$(filter-out TORCH,$(CHOICES)),$(c)='$(strip $($(c)))')
 
@@ -83,6 +91,10 @@ lint: setup ## ruff, mypy, and the rules on who may import whom
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+docs: setup ## these documents as HTML in build/docs; a broken link is an error
+	@$(VENV)/bin/sphinx-build --quiet --fail-on-warning --nitpicky --conf-dir docs . build/docs
+	@echo build/docs/index.html
 
 format: setup ## lay the code out as lint wants it
 	$(VENV)/bin/ruff check --fix .

@@ -1,127 +1,133 @@
-"""mpipipe against the best hand-written peer, model by model: one JSON line each.
+"""mpipipe against every stock way to train the same model, model by model: one JSON line each.
 
-    python -m benchmarks.bench [--models gpt10m,gpt85m] [--rounds 5] [--steps 8] [--ranks 2] [--gemm mkl]
+    python -m benchmarks.bench [--models gpt10m,gpt85m,vgg] [--sides 1f1b,ddp] [--rounds 3] [--steps 5]
 
-Ours is the real command line, read from its summary.json. The peer is `peer_pipelining.py` with the
-best of all splits: the time of each layer ranks them, the first `--candidates` are run, the fastest
-stays. Then the sides take turns, ours, peer, ours, peer, each run in fresh processes; a side's
-figure is the median over its rounds. ratio_to_best_peer = peer's step seconds / ours: above 1, we
-are faster. Progress goes to stderr.
+Ours is the real command line, read from its run folder. Each peer (`benchmarks/peers/`) gets its best
+setting first: the split of a pipeline, the micro-batch of the others. Then the sides take turns, each run
+in fresh processes; a side's figure is the median over its rounds. Progress goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
 import json
 import os
-import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import config_of, launch, machine, run
-
-PEER = "torch.distributed.pipelining Schedule1F1B, gloo"
-
-
-def ours(model: str, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """One run of `python -m mpipipe.train`."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        launch(ranks, "-m", "mpipipe.train", config_of(model), *overrides, f"run.dir={run_dir}")
-        summary = json.loads((run_dir / "summary.json").read_text())
-        plan = json.loads((run_dir / "plan.json").read_text())
-    kept = ("step_s", "peak_bytes", "predicted_step_s", "predicted_peak_bytes", "bubble", "predicted_bubble")
-    return {key: summary[key] for key in kept} | {"cuts": plan["layout"]["cuts"]}
+from benchmarks.budget import OTHER, SIZES, SLOW, Size, estimate_s
+from benchmarks.case import Case
+from benchmarks.common import machine
+from benchmarks.peers import SCHEDULES, SIDES
+from benchmarks.results import OURS, Run, summary
 
 
-def peer(model: str, ranks: int, overrides: Sequence[str], *more: str) -> dict[str, Any]:
-    """One run of the peer, or with --rank-splits, its splits."""
-    arguments = [config_of(model), *overrides, "--ranks", str(ranks), *more]
-    text = run([sys.executable, "-m", "benchmarks.peer_pipelining", *arguments])
-    found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
-    return found
-
-
-def best_split(model: str, ranks: int, overrides: Sequence[str], candidates: int, steps: int) -> str:
-    """By layer times, then by short runs of the first few."""
-    ranked = peer(model, ranks, overrides, "--rank-splits")["splits"][:candidates]
-    texts = [",".join(map(str, split)) for split in ranked]
-    if len(texts) == 1:
-        return texts[0]
-    short = [*overrides, f"train.steps={steps}"]
-    seconds = {text: peer(model, ranks, short, "--split", text)["step_s"] for text in texts}
-    say(f"{model}: peer's splits, seconds per step: {seconds}")
-    return min(seconds, key=lambda text: seconds[text])
-
-
-def compare(model: str, a: argparse.Namespace) -> dict[str, Any]:
-    """Both sides of one model, in turns."""
-    overrides = [f"train.steps={a.steps}", f"kernels.gemm={a.gemm}", "pipeline.threads=1"]
-    split = a.split or best_split(model, a.ranks, overrides, a.candidates, a.search_steps)
-    mine, theirs = [], []
-    for i in range(a.rounds):
-        load = os.getloadavg()[0]
-        mine.append(ours(model, a.ranks, overrides))
-        theirs.append(peer(model, a.ranks, overrides, "--split", split))
-        say(
-            f"{model} round {i + 1}/{a.rounds}, seconds per step: ours {mine[-1]['step_s']:.4f}, "
-            f"peer {theirs[-1]['step_s']:.4f} (load before: {load:.1f})"
-        )
-    us, them = _medians(mine), _medians(theirs)
-    us |= {key: mine[-1][key] for key in ("cuts", "predicted_peak_bytes")}
-    us |= {
-        key: statistics.median(r[key] for r in mine)
-        for key in ("predicted_step_s", "bubble", "predicted_bubble")
-    }
-    by_round = [t["step_s"] / m["step_s"] for m, t in zip(mine, theirs, strict=True)]
+def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """One model. No round begins that would not end within the limit, but for the first."""
+    start = time.monotonic()
+    prepared = case.prepare()
+    choices, searched = settings_of(case, size, sides, prepared)
+    runs: dict[str, dict[int, Run]] = {name: {} for name in (OURS, *sides)}
+    longest = 0.0
+    for i in range(size.rounds):
+        if i and time.monotonic() - start + longest > limit_s:
+            say(f"{case.model}: no time for round {i + 1}")
+            break
+        began = time.monotonic()
+        turn(case, i, size.steps, choices, runs)
+        longest = max(longest, time.monotonic() - began)
+    settings = {"steps": size.steps, "rounds": len(runs[OURS]), "ranks": case.ranks, "threads": 1}
     return {
-        "model": model,
-        "ratio_to_best_peer": them["step_s"] / us["step_s"],
-        "ratio_by_round": by_round,
-        "peak_bytes_ratio_to_best_peer": max(them["peak_bytes"]) / max(us["peak_bytes"]),
-        "best_peer": PEER,
-        "mpipipe": us,
-        "peer": them | {"split": theirs[-1]["split"]},
-        "settings": {
-            "ranks": a.ranks, "threads": 1, "gemm": a.gemm, "steps": a.steps, "rounds": a.rounds,
-            "candidates": 0 if a.split else a.candidates,
-        },
+        "model": case.model,
+        "parameters": prepared["parameters"],
+        **summary(runs),
+        "searched": searched,
+        "settings": settings | {"gemm": case.gemm, "arguments": sys.argv[1:]},
         "machine": machine(),
-    }  # fmt: skip
-
-
-def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    peaks = [statistics.median(rank) for rank in zip(*(r["peak_bytes"] for r in runs), strict=True)]
-    seconds = [r["step_s"] for r in runs]
-    return {
-        "step_s": statistics.median(seconds),
-        "step_s_by_round": seconds,
-        "peak_bytes": list(map(int, peaks)),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "took_s": round(time.monotonic() - start),
     }
+
+
+def settings_of(
+    case: Case, size: Size, sides: Sequence[str], prepared: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The best setting of each peer, and what each one that was tried took."""
+    chosen, tried = dict[str, str](), dict[str, Any]()
+    for side in sides:
+        if side == "compile":  # compiled for one only: as without the compiler
+            chosen[side] = chosen.get("one_process", "micro")
+            continue
+        options = ["micro", "whole"]
+        if side in SCHEDULES:
+            options = [",".join(map(str, split)) for split in prepared["splits"][side][: size.candidates]]
+        chosen[side] = options[0]
+        if len(options) > 1:
+            found = {option: case.peer(side, option, size.search_steps) for option in options}
+            tried[side] = {option: run.get("step_s", run.get("failed")) for option, run in found.items()}
+            chosen[side] = min(found, key=lambda option: found[option].get("step_s", float("inf")))
+            say(f"{case.model} {side}: seconds per step {tried[side]}")
+    return chosen, tried
+
+
+def turn(case: Case, i: int, steps: int, choices: dict[str, str], runs: dict[str, dict[int, Run]]) -> None:
+    """Round i of all sides that still compete; every other round goes backwards."""
+    names = [OURS, *(side for side in choices if competes(side, runs))]
+    for name in names if i % 2 == 0 else reversed(names):
+        load = os.getloadavg()[0]
+        run = case.ours(steps) if name == OURS else case.peer(name, choices[name], steps)
+        runs[name][i] = run
+        said = f"{run['step_s']:.3f} s" if "step_s" in run else f"failed: {run['failed']}"
+        say(f"{case.model} round {i + 1} {name}: {said} (load before: {load:.1f})")
+
+
+def competes(side: str, runs: dict[str, dict[int, Run]]) -> bool:
+    """Whether it is near the best peer of the first round."""
+    first = {name: rounds[0].get("step_s") for name, rounds in runs.items() if name != OURS and rounds}
+    if side not in first:
+        return True
+    seconds = [s for s in first.values() if s is not None]
+    return first[side] is not None and first[side] <= SLOW * min(seconds)
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def sizes(a: argparse.Namespace) -> dict[str, Size]:
+    """What is run of each model: the defaults with what was given."""
+    given = {key: getattr(a, key) for key in ("rounds", "steps", "candidates") if getattr(a, key)}
+    return {m: dataclasses.replace(SIZES.get(m, OTHER), **given) for m in a.models.split(",")}
+
+
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description="mpipipe against the best hand-written peer")
-    parser.add_argument("--models", default="gpt10m,gpt85m", help="names in examples/, with commas")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
-    parser.add_argument(
-        "--steps", type=int, default=8, help="optimizer steps of a run; the first is not counted"
-    )
+    parser = argparse.ArgumentParser(description="mpipipe against every stock way to train the same model")
+    parser.add_argument("--models", default=",".join(SIZES), help="names in examples/, with commas")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"peers, with commas: {', '.join(SIDES)}")
+    parser.add_argument("--rounds", type=int, help="runs of each side; default: by the model")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run; the first is not counted")
+    parser.add_argument("--candidates", type=int, help="splits of each schedule that are run")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no round beyond the first after that")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a run of a peer")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--gemm", choices=("mkl", "onednn"), default="mkl", help="for both sides")
-    parser.add_argument("--candidates", type=int, default=3, help="splits of the peer that are run")
-    parser.add_argument("--search-steps", type=int, default=4, help="steps of each of these runs")
-    parser.add_argument("--split", default="", help="the peer's split, such as 3,3; not searched then")
+    parser.add_argument("--gemm", choices=("mkl", "onednn"), default="mkl", help="for all sides")
     a = parser.parse_args(argv)
-    for model in a.models.split(","):
-        print(json.dumps(compare(model, a)), flush=True)
+    sides = [side for side in a.sides.split(",") if side]
+    if unknown := set(sides) - set(SIDES):
+        parser.error(f"--sides: no peer is called {', '.join(sorted(unknown))}; known are {', '.join(SIDES)}")
+    needs = {m: estimate_s(size, sides) for m, size in sizes(a).items()}
+    say(f"about {sum(needs.values()) / 60:.0f} minutes: { {m: round(s / 60) for m, s in needs.items()} }")
+    for model, size in sizes(a).items():
+        with tempfile.TemporaryDirectory() as folder:
+            case = Case(model, a.ranks, a.gemm, Path(folder), a.timeout)
+            limit_s = a.minutes * 60 * needs[model] / sum(needs.values())
+            print(json.dumps(compare(case, size, sides, limit_s)), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -52,6 +50,8 @@ def launch(ranks: int, *arguments: str) -> str:
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
+    import torch  # slow, and whoever only starts runs does not need it
+
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "Processor"))]
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")

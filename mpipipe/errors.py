@@ -42,3 +42,7 @@ class LaunchError(MpipipeError):
 
 class CheckpointError(MpipipeError):
     """A checkpoint cannot be written or read."""
+
+
+class ReportError(MpipipeError):
+    """What a run has left behind is missing, damaged or of another version."""

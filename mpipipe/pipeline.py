@@ -22,32 +22,35 @@ from torch.utils import _pytree as pytree
 
 from mpipipe import ops
 from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
-from mpipipe.cluster.agree import agree, code_version
+from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import default_threads
 from mpipipe.cluster.memory import give_back_freed_memory
-from mpipipe.cluster.node import cores_available
+from mpipipe.cluster.node import cache_folder, cores_available
 from mpipipe.config.whole import ENDLESS_BATCHES
-from mpipipe.data.base import Dataset
+from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
 from mpipipe.data.user import as_batch, from_user
 from mpipipe.errors import CheckpointError, EndOfData, MpipipeError
 from mpipipe.graph.program import LABELS, Batch, Loss, Metric, spec
 from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models.losses import from_mean
-from mpipipe.planner.search import make_plan, predict, program_for
-from mpipipe.runtime.costing import measure
+from mpipipe.planner.given import check_given as check_given_plan
+from mpipipe.planner.search import make_plan, plan_of, predict, program_for
+from mpipipe.report.plan_file import read_plan
+from mpipipe.runtime.costing import device_kind, measure
 from mpipipe.runtime.foreign import Factory, UserOptimizer
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
-from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
+from mpipipe.runtime.setting import numerics_of, set_gemm_route, set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
-from mpipipe.state.gather import collect, save, together
+from mpipipe.state.costs import CostCache
+from mpipipe.state.gather import collect, save, together, verify
 from mpipipe.state.resume import RunState, check_numerics, read_state
-from mpipipe.values import Numerics, Plan, Program, Timeline, from_json, to_json
+from mpipipe.values import Plan, Program, Timeline, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
@@ -80,7 +83,10 @@ class Pipeline:
     metrics    name -> function like the loss, for `evaluate`
     clip       largest norm of the gradient; None = that of OptimizerSettings, or no limit beside a factory
     initial    first values of the weights, such as `mpipipe.hf_model(folder).initial`
+    cost_cache  keep what groups cost, in ~/.cache/mpipipe, and time them anew only where it has changed
     resume     folder of a checkpoint that `save` has written, on any number of ranks
+    plan       a plan or its file, perhaps edited: its cuts, schedule and receive window are used; what
+               decides the bits must be as in these arguments
     say        takes the lines that are meant for people, on rank 0
 
     Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
@@ -114,9 +120,11 @@ class Pipeline:
         max_shapes: int = 8,
         receive_window: int = 4,
         memory_bytes: int | None = None,
+        cost_cache: bool = True,
         initial: Initial | None = None,
         resume: str | Path | None = None,
         new_numerics: bool = False,
+        plan: str | Path | Plan | None = None,
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
@@ -136,30 +144,20 @@ class Pipeline:
         if resume is not None:  # one folder for all, though a link to it may move meanwhile
             resume = comm.bcast_object(Path(resume).resolve() if comm.rank == 0 else Path())
         saved = None if resume is None else read_state(resume)
-        self.numerics = Numerics(
-            batch=batch,
-            micro_batch=-(-batch // micro_batches),
-            micro_batches=micro_batches,
-            blocks=blocks,
-            threads=_threads(comm, threads, saved),
-            bits="torch",
-            gemm=gemm,
-            precision=precision,
-            tied=tied,
-            op_table={},
-            torch=torch.__version__,
-            instruction_set=instruction_set(),
-            seed=seed,
-        )
+        self.numerics = numerics_of(
+            batch=batch, micro_batches=micro_batches, blocks=blocks, threads=_threads(comm, threads, saved),
+            gemm=gemm, precision=precision, tied=tied, seed=seed,
+        )  # fmt: skip
         if saved is not None and not new_numerics:
             check_numerics(saved.numerics, self.numerics)
         set_threads(self.numerics.threads)
         set_gemm_route(gemm)
         self.optimizer = _optimizer(optimizer, clip)
+        given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
         self._agree(
             schedule=schedule, receive_window=receive_window, max_shapes=max_shapes, val_batch=self.val_batch,
             shuffle=shuffle, unused=unused, samples=len(data) if hasattr(data, "__len__") else None,
-            checkpoint=saved and (saved.step, saved.weights_sha256),
+            checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
         )  # fmt: skip
 
         weights = None if resume is None else Reader(resume, "model")
@@ -172,6 +170,8 @@ class Pipeline:
             data, val, batch=batch, micro_batches=micro_batches, names=self._names, collate=collate,
             shuffle=shuffle, seed=seed, varying=varying, val_batch=val_batch, comm=comm,
         )  # fmt: skip
+        if self.data.exact:
+            agree(comm, {"the first samples": fingerprint(self.data, self.numerics.micro_batch)}, SAME_DATA)
         full_loss: Loss = loss if weight_of is None else from_mean(loss, weight_of)
         self.variants = Variants(
             source, full_loss, self.data.specs, self.numerics.micro_batch, precision, metrics, max_shapes
@@ -182,35 +182,57 @@ class Pipeline:
                 f"{resume}: made by another form of this model or loss (graph {saved.graph[:8]}, now "
                 f"{self.variants.graph.hash[:8]}); go back to it, or go on with --new-numerics"
             )
+        if given_plan is not None:
+            where, names = "the plan" if isinstance(plan, Plan) else str(plan), self.variants.graph.groups
+            for note in check_given_plan(given_plan, self.numerics, comm.size, names, where):
+                self.say(f"note: {note}")
         started = time.perf_counter()
-        self.costs = measure(comm, self.variants, self.numerics, self.optimizer, self.memory, memory_bytes)
+        self._measure(memory_bytes, cost_cache)
         self.memory.restart()  # what the timing took has been given back
-        self.plan, self.predicted = self._plan(schedule, receive_window)
+        self.plan, self.predicted = self._plan(schedule, receive_window, given_plan)
         self.planning_s = time.perf_counter() - started
-        self.trainer = Trainer(comm, self.variants, self.plan, self.optimizer, self.data)
+        self.trainer = Trainer(comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample)
         give_back_freed_memory()  # of the first weights, which were made one by one
         self.steps_done = 0
-        if saved is not None and resume is not None:
-            self._resume(Path(resume), saved)
+        if saved is not None and weights is not None:
+            self._resume(weights, saved)
+
+    def _measure(self, memory_bytes: int | None, cost_cache: bool) -> None:
+        """Costs, as far as they hold from the runs before; what was found is kept for the next one."""
+        kind = device_kind(self.numerics.instruction_set)
+        cache = CostCache(cache_folder() if cost_cache else None, kind, self.say)
+        known = cache.read() if self.rank == 0 else {}
+        found = measure(
+            self.comm, self.variants, self.numerics, self.optimizer, self.memory, memory_bytes, known
+        )
+        if self.rank == 0:
+            cache.write(found.samples)
+        self.costs, self.timed = found.costs, (found.timed, found.of)
 
     def _agree(self, **settings: Any) -> None:
         """All ranks prove that they were given the same numbers. Collective."""
         built_in = isinstance(self.optimizer, OptimizerSettings)
         settings |= {
-            "code": code_version(ops.KERNELS_VERSION),
+            **surroundings(ops.KERNELS_VERSION),
             "threads in use": torch.get_num_threads(),
             "optimizer": self.optimizer if built_in else ("of your own", self.optimizer.clip),
         }
         numerics = {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)}
         agree(self.comm, {name: repr(value) for name, value in (numerics | settings).items()})
 
-    def _plan(self, schedule: str, receive_window: int) -> tuple[Plan, Timeline]:
-        """Rank 0 plans; all ranks prove that they have the same model, plan and program."""
+    def _plan(self, schedule: str, receive_window: int, given: Plan | None) -> tuple[Plan, Timeline]:
+        """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
+        model, plan and program."""
         graph, comm = self.variants.graph, self.comm
         text = ""
         if comm.rank == 0:
-            plan, _ = make_plan(self.costs, self.numerics, schedule, receive_window, graph.groups, comm.size)
-            text = to_json(plan)
+            if given is not None:
+                plan = plan_of(self.costs, self.numerics, given.layout, graph.groups)
+            else:
+                plan, _ = make_plan(
+                    self.costs, self.numerics, schedule, receive_window, graph.groups, comm.size
+                )
+            text = to_json(plan, None)
         plan = from_json(Plan, comm.bcast_object(text))
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
         agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})
@@ -326,10 +348,13 @@ class Pipeline:
             self.variants.source.persistent, facts,
         )  # fmt: skip
 
-    def _resume(self, folder: Path, saved: RunState) -> None:
-        kept = Reader(folder, "optimizer")
+    def _resume(self, weights: Reader, saved: RunState) -> None:
+        kept = Reader(weights.folder, "optimizer")
         check_kept(kept, saved.optimizer, self.variants.trained)
         self.trainer.resume(kept, saved.optimizer)
+        self.trainer.state_dict()  # reads the buffers that nothing has asked for
+        for reader in (weights, kept):
+            verify(self.comm, reader, saved.sha256)
         self.steps_done = saved.step
         if not self.data.exact:
             self.say("note: this resume is not exact: the data is a plain iterable, read from its start")

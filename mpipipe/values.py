@@ -36,7 +36,7 @@ DTYPE_BYTES = {
 class Value:
     """Base of the saved values: an unknown or missing key in their JSON is an error."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
 def to_json(value: object, indent: int | None = 1) -> str:
@@ -162,6 +162,7 @@ class GroupCost(Value):
     workspace_bytes: int  # live only while the group runs
     act_bytes: int  # crosses forward when the cut is after this group
     grad_bytes: int  # crosses backward there
+    update_s: float = 0.0  # once per step, beside what `Costs` says of each byte of its parameters
 
     @property
     def seconds(self) -> float:
@@ -215,6 +216,11 @@ class Numerics(Value):
     instruction_set: str
     seed: int
 
+    @property
+    def fill(self) -> float:
+        """Samples of the mean micro-batch / those of the largest, which is the one that is captured."""
+        return self.batch / (self.micro_batch * self.micro_batches)
+
 
 @dataclass(frozen=True)
 class Layout(Value):
@@ -245,6 +251,7 @@ class Plan(Value):
     numerics: Numerics
     layout: Layout
     prediction: Prediction
+    costs: Costs | None = None  # what it was planned on; with them an edited plan is predicted anew
 
     @property
     def hash(self) -> str:
@@ -305,6 +312,7 @@ class Instr(NamedTuple):
 
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 
@@ -360,11 +368,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """One step: per rank an (n, 2) array of start and end, row i for instruction i."""
+    """One step: per rank an (n, 2) array of start and end, row i for instruction i, and an (n,) array of
+    the bytes that the rank holds: predicted during it, measured at its end, or for a message at the end of
+    what was computed before it (above the imports; 0 where the system does not say)."""
 
     program: Program
     times: tuple[Float64, ...]  # seconds since the first instruction of the step
-    peak_bytes: tuple[int, ...]
+    memory_bytes: tuple[Int64, ...]
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most that each rank holds."""
+        return tuple(int(held.max(initial=0)) for held in self.memory_bytes)
 
     def spans(self, rank: int) -> list[Span]:
         pairs = zip(self.program.instrs(rank), self.times[rank].tolist(), strict=True)
@@ -399,6 +414,21 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class RankReport(Value):
+    """One step of one rank, with what it was given."""
+
+    stages: tuple[int, ...]
+    groups: int  # atomic groups of its stages
+    parameters: int  # elements; a tied one counts at its owner
+    predicted_compute_s: float  # F, B, I, W and STEP
+    compute_s: float
+    predicted_bubble: float  # share of the makespan in which it does not compute
+    bubble: float
+    exposed_s: float  # it waited while a message to it was on its way
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
 class Report(Value):
     """The end of a run: `summary.json`. Lists are per rank, in rank order."""
 
@@ -411,6 +441,7 @@ class Report(Value):
     predicted_peak_bytes: tuple[int, ...]
     bubble: float
     predicted_bubble: float
+    ranks: tuple[RankReport, ...]
     per_s: float  # of `unit`
     unit: str  # "tokens" or "samples"
     weights_sha256: str

@@ -1,7 +1,8 @@
 """Rules that hold for every test: markers, hypothesis, no network, and pytest as one of many MPI ranks.
 
 mpi     runs under `mpirun -n 1..4` (make test-mpi): collected and run by every rank in one order
-jobs    starts ranks by itself, from one process (make test-mpi)
+jobs    starts ranks, or other processes that take seconds, by itself (make test-mpi)
+browser needs Chromium and its driver (make test-browser)
 slurm   needs the test bed that MPIPIPE_TESTBED names; with it a skip counts as a failure
 full    takes minutes (make test-full)
 """
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -35,8 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
     with_mpi = config.getoption("--with-mpi")
     settings.load_profile("same" if with_mpi or os.environ.get("CI") else "alone")
     _forbid_network()
+    _own_cache(config)
     if with_mpi:
         config.pluginmanager.register(Ranks(config), "mpipipe-ranks")
+
+
+def _own_cache(config: pytest.Config) -> None:
+    """What tests measure, disturbed as they are, stays out of the user's cache, and the other way round."""
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    os.environ["XDG_CACHE_HOME"] = folder.name
+    config.add_cleanup(folder.cleanup)
 
 
 # -- markers -----------------------------------------------------------------------------------

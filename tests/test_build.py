@@ -144,6 +144,7 @@ def test_the_range_of_torch(tmp_path, have, newest, codes, rc, tested):
     assert ("not to be had" in done.stdout) == (3 in codes)
 
 
+@pytest.mark.jobs
 def test_ranks_are_started_together(launch):
     program = "from mpi4py import MPI; w = MPI.COMM_WORLD; print('rank', w.rank, 'of', w.size)"
     done = launch(2, "-c", program)
@@ -152,6 +153,7 @@ def test_ranks_are_started_together(launch):
     assert launch(1, "-c", "raise SystemExit(3)").returncode == 3
 
 
+@pytest.mark.jobs
 def test_ranks_that_hang_are_ended_together(launch, tmp_path):
     hang = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(100)"
     with pytest.raises(pytest.fail.Exception, match=r"no end after 3\.0 s"):

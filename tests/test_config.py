@@ -8,11 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from mpipipe.config import Config, load, parse, to_yaml
+from mpipipe.config.read import _ELSEWHERE
 from mpipipe.config.sections import GptConfig, HfConfig, MlpConfig, SyntheticConfig
 from mpipipe.errors import ConfigError
 from mpipipe.runtime.feed import split_evenly
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.yaml"))
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "cluster")  # which is no run
 MLP = "model: {name: mlp}\ndata: {name: synthetic}\n"
 
 
@@ -76,6 +78,8 @@ def test_overrides_win_and_leave_the_rest() -> None:
         ("train:\n  step: 5\n", [], ["job.yaml, line 2", "'train.step'", "'train.steps'"]),
         ("modle: {}", [], ["line 1", "'modle'", "'model'"]),
         ("model:\n  d_modle: 3\n", [], ["line 2", "'model.d_modle'", "'model.d_model'"]),
+        ("train: {epochs: 3}", [], ["'train.epochs' is not a key; did you mean 'train.steps'?"]),
+        ("model:\n  n_embd: 3\n", [], ["line 2", "did you mean 'model.d_model'?"]),
         ("train: {micro_batches: 3}", [], ["'train.micro_batches'", "'pipeline.micro_batches'"]),
         (
             "model: {name: mlp, layers: 3}",
@@ -159,6 +163,24 @@ def test_two_wrong_keys_are_both_named() -> None:
     said = message("train: {stepz: 1}\nevil: {}\n")
     assert "train.stepz" in said
     assert "evil" in said
+
+
+def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes("run: {name: café}".encode("latin-1"))
+    with pytest.raises(
+        ConfigError, match=r"latin.yaml: is not UTF-8 text \(byte 0xe9 at 15\); save it as UTF-8"
+    ):
+        load(tmp_path / "latin.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
+        load(tmp_path)
+
+
+def test_other_programs_names_lead_to_keys() -> None:
+    for name, key in _ELSEWHERE.items():
+        section, field = key.split(".")
+        said = message("", f"{section}.{name}=1", *(["data.name=text"] if section == "model" else []))
+        assert f"did you mean '{key}'?" in said
+        assert field in vars(getattr(Config(), section))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,16 @@ from mpipipe.errors import (
     DataError,
     DeadlockError,
     EndOfData,
+    LaunchError,
     MpipipeError,
     PlanError,
 )
 from mpipipe.graph.profile import Profiler
 from mpipipe.planner import SCHEDULES
+from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime import costing
 from mpipipe.state.checkpoint import tensor_digest
+from mpipipe.values import Plan
 
 Batch = dict[str, Tensor]
 Result = dict[str, Any]
@@ -50,6 +54,7 @@ def made_up_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every group takes equally long, and nobody tidies up the memory of many tests again and again."""
     before = torch.get_num_threads()
     monkeypatch.setattr(Profiler, "_once", lambda *_: (1e-3, 2e-3))
+    monkeypatch.setattr(Profiler, "_call_s", (0.0, 0.0))
     monkeypatch.setattr(costing, "_UPDATE_ELEMENTS", 1 << 10)
     monkeypatch.setattr(memory, "give_back_freed_memory", lambda: None)
     monkeypatch.setattr("mpipipe.pipeline.give_back_freed_memory", lambda: None)
@@ -158,6 +163,14 @@ def test_a_model_that_each_rank_made_for_itself_must_be_the_same() -> None:
     models = [Listed(), Listed()]
     with pytest.raises(MpipipeError, match=r"model of rank 1 has other values .* rank 0.*manual_seed"):
         run_local(2, lambda comm: pipeline(comm, models[comm.rank]))
+
+
+def test_data_that_each_rank_made_for_itself_must_be_the_same() -> None:
+    """Neither is seeded, so on real ranks each would draw other numbers."""
+    made = [[Samples(37)[i + rank] for i in range(16)] for rank in range(2)]
+    with pytest.raises(LaunchError, match="the first samples") as caught:
+        run_local(2, lambda comm: pipeline(comm, data=made[comm.rank]))
+    assert "call torch.manual_seed before" in str(caught.value)
 
 
 # -- losses and batches ---------------------------------------------------------------------------------
@@ -641,3 +654,57 @@ def test_a_script_without_mpirun_has_one_rank(tmp_path: Path) -> None:
     lines = job.stdout.splitlines()
     assert "micro_batches = 8 for batch = 4; a micro-batch" in lines[0]
     assert lines[1] == "1 2 3 (5, 2)"
+
+
+# -- plans from elsewhere --------------------------------------------------------------------------------
+
+
+def test_an_edited_plan_gives_the_same_bits_with_its_own_cuts(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+
+    def made(comm: Communicator) -> tuple[Plan, tuple[str, ...], Result]:
+        pipe = pipeline(comm)
+        return pipe.plan, pipe.variants.graph.groups, result(pipe)
+
+    plan, groups, expected = run_local(2, made)[0]
+    assert plan.costs is not None
+    assert [g.name for g in plan.costs.groups] == list(groups)
+    other = next(g for g in groups[1:] if (g,) != plan.layout.cuts)
+    layout = replace(plan.layout, cuts=(other,), schedule="gpipe", receive_window=2)
+    edited = replace(plan, layout=layout)
+    path.write_text(plan_text(edited))
+
+    def trained_as(given: str | Plan) -> Callable[[Communicator], Any]:
+        def body(comm: Communicator) -> Any:
+            pipe = pipeline(comm, plan=given)
+            return pipe.plan.layout, pipe.plan.prediction, result(pipe)
+
+        return body
+
+    for given in (str(path), edited):
+        used, prediction, found = run_local(2, trained_as(given))[0]
+        assert used == layout
+        assert prediction != plan.prediction, "it is predicted anew"
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"numerics": {"seed": 3}}, "numerics.seed = 3, this run 0"),
+        ({"layout": {"cuts": ("no.such/group.0",)}}, "which is no group of this model; did you mean"),
+    ],
+)
+def test_a_plan_of_another_run_is_refused(change: dict[str, Any], words: str) -> None:
+    plan = run_local(2, lambda comm: pipeline(comm).plan)[0]
+    for part, values in change.items():
+        plan = replace(plan, **{part: replace(getattr(plan, part), **values)})
+    with pytest.raises(PlanError, match=words):
+        run_local(2, lambda comm: pipeline(comm, plan=plan))
+
+
+def test_ranks_that_were_given_different_plans_are_caught() -> None:
+    plan = run_local(2, lambda comm: pipeline(comm).plan)[0]
+    plans = plan, replace(plan, layout=replace(plan.layout, receive_window=1))
+    with pytest.raises(LaunchError, match="do not agree on: plan"):
+        run_local(2, lambda comm: pipeline(comm, plan=plans[comm.rank]))

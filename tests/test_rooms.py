@@ -1,7 +1,7 @@
 """What each room may touch, beyond the import contracts in pyproject.toml (make lint).
 
 MPI           mpipipe/cluster/mpi.py
-environment   cluster, and the arrows (train.py, __main__.py)
+environment   cluster, and the arrows (running.py, train.py, commands, __main__.py)
 files         config, cluster, data, state, report, and the arrows
 """
 
@@ -17,7 +17,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "mpipipe"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-ARROWS = ("train.py", "__main__.py")
+ARROWS = ("running.py", "train.py", "commands/", "__main__.py")
 ENVIRONMENT = ("cluster/", *ARROWS)
 FILES = ("config/", "cluster/", "data/", "state/", "report/", *ARROWS)
 PURE = ("errors", "values", "config", "planner", "cluster", "report")

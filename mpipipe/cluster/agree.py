@@ -7,7 +7,8 @@ another length. (The idea: PyOP2's check of source hashes.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mpipipe
@@ -15,13 +16,19 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import LaunchError
 
 MISSING = "(missing)"
+SAME = "start all ranks from one environment, one copy of mpipipe, and the same arguments"
+# They change how many threads really compute, or with which instructions, whatever torch is told.
+_VARIABLES = (
+    "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "MKL_DYNAMIC", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE",
+)  # fmt: skip
 
 
-def agree(comm: Communicator, facts: Mapping[str, str]) -> None:
+def agree(comm: Communicator, facts: Mapping[str, str], fix: str = SAME) -> None:
     """Compare named facts (plan hash, code version, threads, torch, ...) over all ranks. Collective.
 
     Raises LaunchError on every rank, with one and the same message: the first rank that differs
-    from rank 0, which fact, and both values.
+    from rank 0, which fact, both values, and `fix`, the next move.
     """
     by_rank = comm.allgather_object(dict(facts))
     differing = [rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]]
@@ -30,19 +37,29 @@ def agree(comm: Communicator, facts: Mapping[str, str]) -> None:
     rank, first = differing[0], by_rank[0]
     theirs = by_rank[rank]
     fact = next(k for k in [*first, *theirs] if first.get(k) != theirs.get(k))
+    packages = comm.allgather_object(str(mpipipe.__path__[0]))
+    two = f"  mpipipe of rank 0 is {packages[0]}, that of rank {rank} is {packages[rank]}\n"
     raise LaunchError(
         f"the ranks do not agree on: {fact} ({len(differing)} of {comm.size} ranks differ from rank 0)\n"
         f"  rank 0 (node {comm.node_of_rank[0]}): {first.get(fact, MISSING)}\n"
         f"  rank {rank} (node {comm.node_of_rank[rank]}): {theirs.get(fact, MISSING)}\n"
-        "  fix: start all ranks from one environment, one copy of mpipipe, and the same arguments"
+        f"{two if packages[rank] != packages[0] else ''}  fix: {fix}"
     )
 
 
-def code_version(extension: str = "") -> str:
-    """sha256 (hex) over the package's Python sources and the version text of the compiled extension."""
+def surroundings(extension: str = "") -> dict[str, str]:
+    """The facts of a process that decide bits and that no argument tells: code, and variables of the
+    environment. extension: version text of the compiled extension."""
+    variables = {name: os.environ.get(name, "(not set)") for name in _VARIABLES}
+    return {"code": code_version(extension), **variables}
+
+
+def code_version(extension: str = "", rooms: Sequence[str] = (".",)) -> str:
+    """sha256 (hex) over the package's Python sources, or those of some rooms, and the version text of the
+    compiled extension."""
     h = hashlib.sha256(extension.encode())
     package = Path(mpipipe.__path__[0])
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted({path for room in rooms for path in (package / room).rglob("*.py")}):
         source = path.read_bytes()
         h.update(f"\n{path.relative_to(package).as_posix()} {len(source)}\n".encode() + source)
     return h.hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -33,9 +33,9 @@ def measure_links(comm: Communicator) -> dict[str, Link]:
     bytes_per_s follows from what 1 MiB takes longer (Hockney 1994).
     """
     links = {}
-    for level, pairs in _pairs(comm).items():
+    for level, pairs in pairs_of(comm).items():
         comm.barrier()
-        found = _measure_pair(comm, pairs)
+        found = measure_pair(comm, pairs, (SMALL_BYTES, LARGE_BYTES))
         seconds = [x for x in comm.allgather_object(found) if x]
         small, large = (float(np.median(column)) for column in zip(*seconds, strict=True))
         extra = max(large - small, 1e-9)  # noise may turn them round; a link is never infinite
@@ -43,7 +43,7 @@ def measure_links(comm: Communicator) -> dict[str, Link]:
     return links
 
 
-def _pairs(comm: Communicator) -> dict[str, dict[int, int]]:
+def pairs_of(comm: Communicator) -> dict[str, dict[int, int]]:
     """Per level the peer of each rank that takes part: the first two ranks of each node; the
     first ranks of the nodes 0 and 1, 2 and 3, ..."""
     firsts = [comm.node_of_rank.index(node) for node in range(len(ranks_per_node(comm)))]
@@ -60,18 +60,21 @@ def _next_on_node(comm: Communicator, first: int) -> int | None:
     return next((r for r in later if comm.node_of_rank[r] == comm.node_of_rank[first]), None)
 
 
-def _measure_pair(comm: Communicator, peers: Mapping[int, int]) -> tuple[float, float] | None:
-    """Median one-way seconds of a small and a large message; None where another rank measures."""
+def measure_pair(
+    comm: Communicator, peers: Mapping[int, int], lengths: Sequence[int]
+) -> tuple[float, ...] | None:
+    """Median one-way seconds of a message of each length (bytes); None where another rank measures.
+    Called by every rank; peers as from `pairs_of`."""
     peer = peers.get(comm.rank)
     if peer is None:
         return None
     medians = []
-    for nbytes in (SMALL_BYTES, LARGE_BYTES):
+    for nbytes in lengths:
         if comm.rank < peer:
             medians.append(float(np.median(list(_ping(comm, peer, nbytes)))))
         else:
             _pong(comm, peer, nbytes)
-    return (medians[0], medians[1]) if medians else None
+    return tuple(medians) or None
 
 
 def _ping(comm: Communicator, peer: int, nbytes: int) -> Iterator[float]:

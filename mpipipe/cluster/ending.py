@@ -23,9 +23,10 @@ def end(comm: Communicator | None, error: BaseException) -> int:
     if rank != 0:
         if comm is None:
             return 1
-        time.sleep(SPEAK_FIRST_S)
+        time.sleep(SPEAK_FIRST_S * (1 + min(rank, 10) / 10))  # of several, the lowest
     if isinstance(error, MpipipeError):
-        text = "\n  ".join([f"mpipipe: error: {error}", *getattr(error, "__notes__", ())])
+        notes = getattr(error, "__notes__", [f"on rank {rank}"] if rank else [])
+        text = "\n  ".join([f"mpipipe: error: {error}", *notes])
     else:
         text = f"mpipipe: rank {rank} failed\n" + "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
@@ -35,19 +36,21 @@ def end(comm: Communicator | None, error: BaseException) -> int:
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[str]]:
+def stop_signals(says: bool = False) -> Iterator[list[str]]:
     """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop after the current step; the list then holds the name.
 
-    SIGUSR1 because it is what mpirun hands on without killing its ranks a second later.
-
-    A second Ctrl-C interrupts at once.
+    SIGUSR1 because it is what mpirun hands on without killing its ranks a second later. A second Ctrl-C
+    interrupts at once. says: the first signal is answered by a line, as a step may take long.
     """
     asked: list[str] = []
 
     def ask(number: int, _: object) -> None:
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.append(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        if says and not asked:  # past Python's files, within a write to which the signal may have come
+            os.write(2, f"mpipipe: {name}: stopping after this step, with a checkpoint\n".encode())
+        asked.append(name)
 
     before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:

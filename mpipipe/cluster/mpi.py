@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpipipe.cluster.comm import Bytes, Request, check_buffer, mismatch, number_nodes
+from mpipipe.cluster.comm import ANY_TAG_UB, Bytes, Request, check_buffer, mismatch, number_nodes
+from mpipipe.cluster.doctor.facts import THREAD_LEVELS, Mpi
+from mpipipe.cluster.doctor.launcher import mpi_name
 from mpipipe.cluster.ending import SPEAK_FIRST_S
 from mpipipe.cluster.launch import check_world, launcher_rank, needs_sharing
 from mpipipe.cluster.node import cores_available
@@ -70,6 +72,21 @@ def _import_mpi(environ: Mapping[str, str]) -> Any:
             "  fix: run `make setup`, or `MPI=site make setup` where the site has its own MPI"
         ) from error
     return MPI
+
+
+def library(environ: Mapping[str, str]) -> Mpi:
+    """The MPI of this process, loaded if it was not. Raises LaunchError when mpi4py finds none."""
+    mpi = _import_mpi(environ)
+    levels = {getattr(mpi, f"THREAD_{level.upper()}"): level for level in THREAD_LEVELS}
+    vendor, version = mpi.get_vendor()
+    return Mpi(
+        library=mpi_name(mpi.Get_library_version()),
+        compiled_for=f"{vendor} {'.'.join(map(str, version))}",
+        thread_level=levels[mpi.Query_thread()],
+        wanted_level=environ.get(THREAD_LEVEL, "multiple"),
+        tag_ub=int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or ANY_TAG_UB),
+        fault_tolerance=getattr(mpi, "ERR_PROC_FAILED", mpi.ERR_UNKNOWN) != mpi.ERR_UNKNOWN,
+    )
 
 
 class _MpiRequest:
@@ -132,7 +149,8 @@ class MpiCommunicator:
         cores = self.allgather_object(cores_available())
         mine = [c for c, node in zip(cores, self.node_of_rank, strict=True) if node == self._node]
         self.oversubscribed = needs_sharing(mine)
-        self._probe = MPI.COMM_SELF.Dup() if self.thread_multiple and self.size > 1 else None
+        # on all ranks: MPICH moves nothing for a probe on COMM_SELF
+        self._probe = self._comm.Dup() if self.thread_multiple and self.size > 1 else None
         self._progress = Progress(self._poke, lambda: bool(self._live)) if self._probe else None
         self.clock_offset_s = self._compare_clocks()
 

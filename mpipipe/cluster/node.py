@@ -26,17 +26,26 @@ def cores_available(root: Path = ROOT) -> frozenset[int]:
 
 def processor(root: Path = ROOT) -> str:
     """The processor's model name, or its architecture where the kernel gives none."""
-    for line in _text(root / "proc/cpuinfo").splitlines():
+    for line in text(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
             return value.strip()
     return os.uname().machine
 
 
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where files go that can be made anew (XDG base directories); None where this process has no home."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    if not Path(base).is_absolute():
+        home = environ.get("HOME", "")
+        base = f"{home}/.cache" if home else ""
+    return Path(base) / "mpipipe" if base else None
+
+
 def memory_available_bytes(environ: Mapping[str, str], root: Path = ROOT) -> int:
     """Bytes that this node can still give to this process's job: free memory, the limits of its
     control groups and of Slurm (which it may enforce by a kill instead of a control group)."""
-    limits = [_number(_field(root / "proc/meminfo", "MemAvailable:")) * 1024]
+    limits = [_number(field(root / "proc/meminfo", "MemAvailable:")) * 1024]
     limits += [limit - used for limit, used in _memory_limits(root)]
     slurm_mb = environ.get("SLURM_MEM_PER_NODE", "")
     if slurm_mb.isdigit() and int(slurm_mb):  # "0" means all of the node
@@ -46,14 +55,14 @@ def memory_available_bytes(environ: Mapping[str, str], root: Path = ROOT) -> int
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """In cores, one for each control group of this process that has one."""
-    for group in _groups(root, ""):
-        quota, _, period = _text(group / "cpu.max").partition(" ")
+    for group in own_groups(root, ""):
+        quota, _, period = text(group / "cpu.max").partition(" ")
         if quota.isdigit():
             yield int(quota) / int(period)
-    for group in _groups(root, "cpu"):
-        quota = _text(group / "cpu.cfs_quota_us")
+    for group in own_groups(root, "cpu"):
+        quota = text(group / "cpu.cfs_quota_us")
         if quota.isdigit():  # -1: none
-            yield int(quota) / int(_text(group / "cpu.cfs_period_us"))
+            yield int(quota) / int(text(group / "cpu.cfs_period_us"))
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[float, float]]:
@@ -63,15 +72,15 @@ def _memory_limits(root: Path) -> Iterator[tuple[float, float]]:
         "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     }
     for controller, (limit, used, cache) in files.items():
-        for group in _groups(root, controller):
-            if _text(group / limit).isdigit():  # else "max"
-                cached = _number(_field(group / "memory.stat", cache), 0)
-                yield int(_text(group / limit)), _number(_text(group / used), 0) - cached
+        for group in own_groups(root, controller):
+            if text(group / limit).isdigit():  # else "max"
+                cached = _number(field(group / "memory.stat", cache), 0)
+                yield int(text(group / limit)), _number(text(group / used), 0) - cached
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
+def own_groups(root: Path, controller: str) -> Iterator[Path]:
     """This process's control group and those above it; controller "" is version 2."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             top = root / "sys/fs/cgroup" / controller
@@ -81,7 +90,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
                 group = group.parent
 
 
-def _text(path: Path) -> str:
+def text(path: Path) -> str:
     """The file, or "": which limits exist depends on the kernel and the container."""
     try:
         return path.read_text().strip()
@@ -89,9 +98,9 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _field(path: Path, key: str) -> str:
+def field(path: Path, key: str) -> str:
     """The word after `key` in a file of lines "key value ..."."""
-    words = (line.split() for line in _text(path).splitlines())
+    words = (line.split() for line in text(path).splitlines())
     return next((w[1] for w in words if len(w) > 1 and w[0] == key), "")
 
 

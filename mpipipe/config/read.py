@@ -46,14 +46,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); name an existing YAML file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing YAML file") from error
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.object[error.start]:#x} at {error.start}"
+        raise ConfigError(f"{path}: is not UTF-8 text ({byte}); save it as UTF-8") from error
     return parse(text, str(path), overrides)
 
 
 def parse(text: str, source: str = "config", overrides: Sequence[str] = ()) -> Config:
     """As `load`, from the text itself; `source` is what messages call it. Raises ConfigError."""
-    raw = _read_yaml(text, source)
+    raw = read_yaml(text, source)
     if raw is not None and not isinstance(raw, dict):
         raise ConfigError(f"{source}: holds a {type(raw).__name__}; expected sections such as 'train:'")
     data: dict[str, Any] = raw or {}
@@ -63,7 +66,7 @@ def parse(text: str, source: str = "config", overrides: Sequence[str] = ()) -> C
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        lines = _lines(text)
+        lines = lines_of(text)
         raise ConfigError("\n".join(_messages(error, data, source, lines, changed))) from error
 
 
@@ -72,7 +75,7 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _read_yaml(text: str, source: str) -> Any:
+def read_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # _Loader is a SafeLoader
     except yaml.YAMLError as error:
@@ -91,14 +94,14 @@ def _override(data: dict[str, Any], item: str) -> tuple[str, ...]:
         if not isinstance(inner, dict):
             raise ConfigError(f"override '{item}': '{part}' is {inner!r}, which has no keys below it")
         place[part] = place = dict(inner)
-    place[path[-1]] = _read_yaml(value, f"override '{item}'")
+    place[path[-1]] = read_yaml(value, f"override '{item}'")
     return path
 
 
 # -- messages ---------------------------------------------------------------------------------
 
 
-def _lines(text: str) -> dict[tuple[str, ...], int]:
+def lines_of(text: str) -> dict[tuple[str, ...], int]:
     """Line number of each key path of the YAML text."""
     found: dict[tuple[str, ...], int] = {}
 
@@ -159,13 +162,31 @@ _EXPECTED = {
 }
 
 
+_ELSEWHERE = {  # what other programs call some of the keys
+    "epochs": "train.steps",
+    "max_steps": "train.steps",
+    "max_iters": "train.steps",
+    "learning_rate": "train.lr",
+    "batch_size": "train.batch",
+    "grad_clip": "train.clip",
+    "warmup_steps": "train.warmup",
+    "gradient_accumulation_steps": "pipeline.micro_batches",
+    "block_size": "model.context",
+    "seq_len": "model.context",
+    "n_layer": "model.layers",
+    "n_head": "model.heads",
+    "n_embd": "model.d_model",
+}
+
+
 def _complaint(key: str, path: tuple[str, ...], details: list[ErrorDetails]) -> str:
     first = details[0]
     if first["type"] == "extra_forbidden":
         valid = _valid_keys(first["loc"])
         near = [".".join((*path[:-1], k)) for k in difflib.get_close_matches(path[-1], valid, n=1)]
         other = [f"{s}.{path[-1]}" for s, kind in _sections().items() if path[-1] in kind.model_fields]
-        hint = f"did you mean '{(other + near)[0]}'? " if other + near else ""
+        meant = [_ELSEWHERE[path[-1]]] if path[-1] in _ELSEWHERE else other + near
+        hint = f"did you mean '{meant[0]}'? " if meant else ""
         return f"'{key}' is not a key; {hint}valid here: {', '.join(valid)}"
     if first["type"] == "union_tag_invalid":
         ctx = first["ctx"]

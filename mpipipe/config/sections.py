@@ -275,6 +275,7 @@ class PipelineConfig(Section):
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
     receive_window: Positive = 4  # receives posted ahead per rank
     memory_bytes: Positive | None = None  # limit per rank; null = its share of the node
+    cost_cache: bool = True  # use the costs of earlier runs, in ~/.cache/mpipipe, where they hold
 
     def misfits(self) -> Iterator[str]:
         if self.micro_batches % self.blocks:
@@ -292,6 +293,7 @@ class RunConfig(Section):
     dir: str | None = None  # run folder; null = runs/<UTC time>-<name>
     name: str | None = None  # short name of the run; null = the model's
     log_every: Positive = 10  # steps between lines of the log
+    tensorboard: bool = False  # metrics also as scalars for TensorBoard, in the folder tensorboard
     time_limit: Above0 | None = None  # minutes, then a checkpoint and the end; null = the job's own
 
 

@@ -23,6 +23,9 @@ from mpipipe.values import TensorSpec
 
 IGNORED = -100  # a label that counts for nothing, as in torch
 PAD = 0  # the token id that fills short texts up
+SAME_DATA = (  # the next move where ranks read different samples
+    "put the data where every node sees it; call torch.manual_seed before random numbers make it"
+)
 _ABSENT = object()
 
 
@@ -111,6 +114,16 @@ def lacking(data: object) -> list[str]:
     """What of `Dataset` is not there, by name."""
     offered = sorted(name for name in vars(Dataset) if not name.startswith("_"))
     return [name for name in offered if inspect.getattr_static(data, name, _ABSENT) is _ABSENT]
+
+
+def fingerprint(data: Dataset, rows: int) -> str:
+    """sha256 (hex) of the first `rows` samples of the first training batch, all keys of them."""
+    found = data.batch("train", 0, 0, rows, frozenset(data.specs(rows)))
+    h = hashlib.sha256()
+    for key, t in sorted(found.items()):
+        h.update(f"{key} {t.dtype} {tuple(t.shape)}\n".encode())
+        h.update(t.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return h.hexdigest()
 
 
 def pick(arrays: Mapping[str, NDArray[Any]], keys: frozenset[str]) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -65,9 +66,19 @@ def _join(files: list[Path], target: Path) -> None:
     partial = target.with_suffix(".part")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with partial.open("wb") as out:
+        with partial.open("wb", buffering=0) as out:  # else the end of a file fails at that of another
             for file in files:
-                out.write(file.read_bytes())
+                _append(out, file.read_bytes())
         partial.replace(target)
     except OSError as error:
-        raise DataError(f"{error.filename}: cannot be copied to {target} ({error.strerror})") from error
+        partial.unlink(missing_ok=True)
+        raise DataError(
+            f"{error.filename or file}: cannot be copied to {target} ({error.strerror}); mend or remove it, "
+            "or make room for the whole text in run.dir"
+        ) from error
+
+
+def _append(out: io.FileIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:  # a disk that is almost full takes a part
+        left = left[out.write(left) :]

@@ -21,7 +21,7 @@ class Text(Windows):
         self, path: Path, context: int, val_fraction: float, val_batch: int, val_batches: int, seed: int
     ) -> None:
         train, val = Part(path, _map(path)).split(val_fraction)
-        super().__init__(train, val, VOCAB, context, val_batch, val_batches, seed, "bytes")
+        super().__init__(train, val, VOCAB, context, val_batch, val_batches, seed, "bytes", val_fraction)
 
     def encode(self, text: str) -> list[int] | None:
         return list(text.encode())

@@ -68,7 +68,8 @@ class Tokens(Windows):
             "data.vocab": told,
         }
         vocab = _agreed(path, {name: n for name, n in said.items() if n is not None}, vocab)
-        super().__init__(train, val, vocab, context, val_batch, val_batches, seed)
+        fraction = val_fraction if val_path is None else None
+        super().__init__(train, val, vocab, context, val_batch, val_batches, seed, val_fraction=fraction)
 
     def encode(self, text: str) -> list[int] | None:
         return self._tokenizer.encode(text) if self._tokenizer else None

@@ -40,6 +40,14 @@ class Part:
         return Part(self.path, self.ids[:n_train], self.first), Part(self.path, self.ids[n_train:], after)
 
 
+def least(context: int, val_fraction: float) -> int:
+    """Ids of the shortest line of which both parts of `Part.split` have a window and one id more."""
+    n = int(context / min(val_fraction, 1.0 - val_fraction))  # too few, and not by much
+    while min(int(n * val_fraction), n - int(n * val_fraction)) < context + 1:
+        n += 1
+    return n
+
+
 class Windows(DatasetBase):
     """`val_batch` samples x `val_batches` steps are the validation windows; further steps repeat
     them. unit: what messages call an id. Raises DataError when a part is too short, and on loading
@@ -47,7 +55,7 @@ class Windows(DatasetBase):
 
     def __init__(
         self, train: Part, val: Part, vocab: int, context: int, val_batch: int, val_batches: int, seed: int,
-        unit: str = "tokens",
+        unit: str = "tokens", val_fraction: float | None = None,
     ) -> None:  # fmt: skip
         self.vocab = self._vocab = vocab
         self.tokens_per_sample = context
@@ -57,10 +65,13 @@ class Windows(DatasetBase):
         self._val_batch, self._val_windows = val_batch, val_batch * val_batches
         for name, part in (("training", train), ("validation", val)):
             if (n := len(part.ids)) < context + 1:
-                whole = n if train.path != val.path else len(train.ids) + len(val.ids)
+                one = val_fraction is not None
+                whole = len(train.ids) + len(val.ids) if one else n
+                enough = f" (a file of {least(context, val_fraction)} has them)" if val_fraction else ""
                 raise DataError(
                     f"{part.path}: {n} of its {whole} {unit} are for {name}, but model.context = {context} "
-                    f"needs {context + 1}; give more text, another data.val_fraction or a smaller context"
+                    f"needs {context + 1}{enough}; give more text, another data.val_fraction or a smaller "
+                    "context"
                 )
 
     @cached_property

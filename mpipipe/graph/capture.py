@@ -167,7 +167,7 @@ def _export(
     except MpipipeError as error:  # a model that refuses its input
         raise CaptureError(f"{user_frame(error)}\n  {error}") from error
     except Exception as error:
-        raise Untraceable(cannot(user_frame(error), error)) from error
+        raise Untraceable(cannot(user_frame(error), error, arguments[0])) from error
     inline_regions(exported)
     return exported
 
@@ -245,7 +245,7 @@ def _outputs(graph: fx.Graph, module: Program) -> tuple[tuple[fx.Node, ...], fx.
         return results, None
     weight = results[-1] if module.found.weight is None else module.found.weight
     if weight != 1.0:  # which makes the step's loss the mean of the micro-batches' means
-        refuse_mean(results[0])
+        refuse_mean(results[0], weight)
     outputs = results[:-1] if module.found.weight is None else results
     for what, node in zip(["loss sum", *_sums_of(module.metrics)], outputs, strict=True):
         value = node.meta["val"]

@@ -9,11 +9,14 @@ from mpipipe.graph.rewrite import aliased_inputs, schema_name, schema_of, source
 
 _MEAN = 1  # of torch's losses: 0 none, 1 mean, 2 sum
 _SUMS = {"aten::add", "aten::add_", "aten::sub", "aten::sub_", "aten::rsub", "aten::neg", "aten::stack"}
+_COUNT = 16  # the least number that is taken for one of samples or tokens
+_QUOTIENTS = {"aten::div", "aten::div_", "aten::true_divide"}
 _CASTS = {"aten::to", "aten::_to_copy", "aten::clone", "aten::squeeze", "aten::sum"}
 
 
-def refuse_mean(total: fx.Node) -> None:
-    """Raises CaptureError where a mean reaches the loss sum with nothing but views, casts, + and - between.
+def refuse_mean(total: fx.Node, weight: fx.Node | float | None) -> None:
+    """Raises CaptureError where a mean, or what is divided by the weight itself, reaches the loss sum with
+    nothing but views, casts, + and - between.
 
     A mean times a weight is a sum; so is a sum of means over something that is no sample (`mean(-1).sum()`).
     """
@@ -23,16 +26,35 @@ def refuse_mean(total: fx.Node) -> None:
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if _is_mean(node):
+        divided = schema_name(node) in _QUOTIENTS and _is_weight(node.args[1], weight)
+        if divided or _is_mean(node):
+            does = "divides by that weight" if divided else "takes a mean"
             raise CaptureError(
                 f"{source_line(node)}\n  the loss promises a sum and its weight, but {schema_name(node)} "
-                "takes a mean: use reduction='sum', or return the mean alone, with "
-                "Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
+                f"{does}: return the sum (reduction='sum'), or return the mean alone, with Pipeline(..., "
+                "weight_of=lambda batch: len(batch['labels']))"
             )
         if schema_name(node) in _SUMS:
             todo += node.all_input_nodes
         elif schema_name(node) in _CASTS or aliased_inputs(node):
             todo += node.all_input_nodes[:1]
+
+
+def _is_weight(divisor: object, weight: object) -> bool:
+    """Whether both are one tensor, or one number: no small one, which may be meant otherwise."""
+    if isinstance(divisor, int | float):
+        return divisor == weight and divisor >= _COUNT
+    return _equal(divisor, weight)
+
+
+def _equal(a: object, b: object) -> bool:
+    """The same node, number or list; or the same operator on equal ones."""
+    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        same = a.op == b.op == "call_function" and (a.target, a.kwargs) == (b.target, b.kwargs)
+        return a is b or (same and _equal(a.args, b.args))
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return a == b
 
 
 def _is_mean(node: fx.Node) -> bool:

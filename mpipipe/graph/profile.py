@@ -10,28 +10,35 @@ by two groups counts once.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from mpipipe.graph.anatomy import Anatomy, output_specs, spec_of
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Port, extract
 from mpipipe.graph.groups import group_of
+from mpipipe.graph.layers import Layer
 from mpipipe.graph.rewrite import op_text, settings_text
 from mpipipe.graph.source import TRACING
-from mpipipe.values import Graph, GroupCost, TensorSpec, digest
+from mpipipe.graph.tape import storage_id
+from mpipipe.values import Graph, GroupCost, TensorSpec, Value, digest
 
 REPEATS = 5  # the shortest counts: what else runs on the machine only ever adds
 CACHE_BYTES = 64 << 20  # more than the last-level cache that a core has to itself
+_DRAWN = 1 << 14  # numbers that made-up inputs consist of
 LONG_S = 0.5  # seconds for all repeats of a group; one that takes longer is timed once, after its warm-up
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Value):
     """One distinct group, measured. saved_received, saved_sent: indices of the tensors that
     backward needs."""
 
@@ -42,6 +49,19 @@ class Sample:
     saved_bytes: int  # of its own making
     saved_received: tuple[int, ...]
     saved_sent: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
+
+    def times(self, factor: float) -> Sample:
+        """The same work on a device that needs `factor` as long."""
+        return replace(
+            self,
+            fwd_s=self.fwd_s * factor,
+            bwd_input_s=self.bwd_input_s * factor,
+            bwd_weight_s=self.bwd_weight_s * factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +75,20 @@ class Piece:
     key: str
     workspace_bytes: int
     params: tuple[str, ...]
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the key says all: operators of torch and of mpipipe, but no code of the user's, which
+        may be another one in the next run."""
+        targets = [n.target for n in self.code.forward.graph.nodes if n.op == "call_function"]
+        return all(_is_ours(t) for t in targets)
+
+
+def _is_ours(target: Any) -> bool:
+    if isinstance(target, OpOverload):
+        return target.namespace in ("aten", "prims")
+    module = str(getattr(target, "__module__", "")).partition(".")[0]
+    return not isinstance(target, Layer) and module in ("mpipipe", "torch", "_operator")
 
 
 def pieces(anatomy: Anatomy, graph: Graph, uses: dict[str, int]) -> list[Piece]:
@@ -104,36 +138,75 @@ def _key(anatomy: Anatomy, code: Code) -> str:
     return digest(*lines)
 
 
+def working_set_bytes(anatomy: Anatomy) -> int:
+    """What one micro-batch touches: each result that has memory of its own, each weight and its gradient."""
+    results = sum(s.nbytes for n in anatomy.order if anatomy.root(n) is n for s in output_specs(n))
+    return results + 2 * sum(spec_of(n).nbytes for n in anatomy.captured.param)
+
+
 class Profiler:
-    """Times pieces with made-up inputs. `clock`: seconds."""
+    """Times pieces with made-up inputs. `clock`: seconds; `ranks`: among how many the model will be cut."""
 
     def __init__(
-        self, anatomy: Anatomy, precision: str, clock: Callable[[], float] = time.perf_counter
+        self,
+        anatomy: Anatomy,
+        precision: str,
+        clock: Callable[[], float] = time.perf_counter,
+        ranks: int = 1,
     ) -> None:
         self.anatomy, self.precision, self.clock = anatomy, precision, clock
-        self._cold = torch.empty(CACHE_BYTES, dtype=torch.uint8)
+        self.chilled_bytes = min(CACHE_BYTES, working_set_bytes(anatomy) // ranks)
+        self._cold = torch.empty(self.chilled_bytes, dtype=torch.uint8)
 
-    def _chill(self) -> None:
-        """Drops weights and saved tensors from the caches: in a step, other groups and micro-batches
-        run between two uses of them."""
+    def chill(self) -> None:
+        """Drops from the caches what a step would: between two uses of a weight or of a saved tensor, the
+        other groups of the stage run. A small stage stays in cache, so its groups do here."""
         self._cold.fill_(0)
+
+    @cached_property
+    def _call_s(self) -> tuple[float, float]:
+        """Seconds of a forward and a backward of nothing. A stage is called once per micro-batch, not once
+        for each of its groups."""
+        graph = fx.Graph()
+        graph.output(((graph.placeholder("x"),), ()))
+        port = Port("x", TensorSpec((1,), "float32"), (1,), True, (1,))
+        nothing = Code(fx.GraphModule({}, graph), (port,), (), (), (), False, (port,), ())
+        both = [self._once(nothing, [torch.zeros(1)], [], True) for _ in range(REPEATS)]
+        forward, backward = (min(column) for column in zip(*both, strict=True))
+        return forward, backward
 
     def sample(self, piece: Piece) -> Sample:
         with TRACING:
             return self._sample(piece)
 
+    def run(self, piece: Piece, times: int) -> float:
+        """Seconds of forward and backward, the shortest of some times; one before them does not count."""
+        with TRACING:
+            received, rest = self._arguments(piece.code)
+            self._once(piece.code, received, rest, True, False)
+            both = [self._once(piece.code, received, rest, True) for _ in range(times)]
+            return sum(self._shortest(both)) if both else math.inf
+
+    def _arguments(self, code: Code) -> tuple[list[Tensor], list[object]]:
+        return [_fill(p.spec, p) for p in code.received], self._rest(code)
+
+    def _shortest(self, both: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Forward and backward, without what a call costs."""
+        forward, backward = (min(column) for column in zip(*both, strict=True))
+        return max(0.0, forward - self._call_s[0]), max(0.0, backward - self._call_s[1])
+
     def _sample(self, piece: Piece) -> Sample:
         code = piece.code
-        received, rest = [_fill(p.spec, p) for p in code.received], self._rest(code)
+        received, rest = self._arguments(code)
         saved = self._saved(piece, received, rest)
-        cold = sum(self._once(code, received, rest, True))  # dropped: 5 to 100 % slower
+        cold = sum(self._once(code, received, rest, True, False))  # dropped: 5 to 100 % slower
         repeats = min(REPEATS, max(1, round(LONG_S / max(cold, 1e-9))))
         both = [self._once(code, received, rest, True) for _ in range(repeats)]
-        forward, backward = (min(column) for column in zip(*both, strict=True))
+        forward, backward = self._shortest(both)
         total = sorted(f + b for f, b in both)
         into = backward
         if code.leaves and any(p.needs_grad for p in code.received):
-            into = min(self._once(code, received, rest, False)[1] for _ in range(repeats))
+            into = self._shortest([self._once(code, received, rest, False) for _ in range(repeats)])[1]
         elif not any(p.needs_grad for p in code.received):
             into = 0.0
         into = min(into, backward)
@@ -158,15 +231,17 @@ class Profiler:
         return [*inputs, *leaves, *buffers, *((0, 0) if code.random else ())]
 
     def _once(
-        self, code: Code, received: list[Tensor], rest: list[object], weights: bool
+        self, code: Code, received: list[Tensor], rest: list[object], weights: bool, chilled: bool = True
     ) -> tuple[float, float]:
-        """Seconds of one forward and one backward; `weights=False`: input gradients alone."""
+        """Seconds of one forward and one backward; `weights=False`: input gradients alone, after a forward
+        that does not count. chilled: with the caches as in a step."""
         inputs = [
             t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
         ]
         if not weights:
             rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
-        self._chill()
+        if weights and chilled:
+            self.chill()
         for t in inputs:
             t.detach().clone()  # what the group before has just made is in cache
         start = self.clock()
@@ -174,7 +249,8 @@ class Profiler:
             sent, _ = code.forward(*inputs, *rest)
         middle = self.clock()
         heads = [t for t in sent if t.requires_grad]
-        self._chill()
+        if chilled:
+            self.chill()
         grads = [torch.ones_like(t) for t in heads]
         begin = self.clock()
         if heads:
@@ -188,8 +264,7 @@ class Profiler:
         storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(t: Tensor) -> None:  # a tensor kept here would keep its graph, and so itself, for ever
-            storage = t.untyped_storage()
-            storages.setdefault(storage.data_ptr(), storage)
+            storages.setdefault(storage_id(t), t.untyped_storage())
 
         code = piece.code
         inputs = [
@@ -198,9 +273,8 @@ class Profiler:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.empty(0))
         with torch.enable_grad(), hooks, autocast(self.precision):
             sent, _ = code.forward(*inputs, *rest)
-        params = {t.untyped_storage().data_ptr() for t in rest if isinstance(t, Tensor) and t.requires_grad}
-        of_received = [t.untyped_storage().data_ptr() for t in inputs]
-        of_sent = [t.untyped_storage().data_ptr() for t in sent]
+        params = {storage_id(t) for t in rest if isinstance(t, Tensor) and t.requires_grad}
+        of_received, of_sent = [storage_id(t) for t in inputs], [storage_id(t) for t in sent]
         known = params | set(of_received) | set(of_sent)
         own = sum(storage.nbytes() for p, storage in storages.items() if p not in known)
         return (
@@ -214,14 +288,22 @@ def _fill(spec: TensorSpec, port: Port | None = None) -> Tensor:
     dtype = getattr(torch, spec.dtype)
     if not dtype.is_floating_point:
         return torch.zeros(spec.shape, dtype=dtype)
-    t = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    some = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0))  # again and again: quick
+    n = math.prod(spec.shape)
+    t = some.repeat(-(-n // _DRAWN))[:n].view(spec.shape).to(dtype)
     return t if port is None else torch.empty_strided(spec.shape, port.stride, dtype=dtype).copy_(t)
 
 
 def group_costs(
-    anatomy: Anatomy, parts: Sequence[Piece], samples: dict[str, Sample]
+    anatomy: Anatomy,
+    parts: Sequence[Piece],
+    samples: dict[str, Sample],
+    update_s: float = 0.0,
+    fill: float = 1.0,
 ) -> tuple[GroupCost, ...]:
-    """Puts the samples of distinct groups back on every group, in order."""
+    """Puts the samples of distinct groups back on every group, in order: seconds of the mean micro-batch,
+    bytes of the largest. update_s: seconds of the update of a parameter without elements; fill: as in
+    `Numerics`."""
     crossing = anatomy.crossings()
     starts: list[int] = []
     groups = group_of(anatomy)
@@ -232,7 +314,7 @@ def group_costs(
     seen: set[fx.Node] = set()
     out = []
     for piece, position in zip(parts, ends, strict=True):
-        s = samples[piece.key]
+        s = samples[piece.key].times(fill)
         values = [piece.received[i] for i in s.saved_received] + [piece.sent[i] for i in s.saved_sent]
         new = {anatomy.root(n): n for n in values if anatomy.root(n) not in seen}
         seen |= set(new)
@@ -244,6 +326,7 @@ def group_costs(
             GroupCost(
                 piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s, param_bytes, stash, piece.workspace_bytes,
                 sum(sizes.values()), sum(b for n, b in sizes.items() if n.meta["val"].requires_grad),
+                update_s * len(piece.params),
             )
         )  # fmt: skip
     return tuple(out)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from mpipipe.errors import CaptureError
+
+_HERE = str(Path(__file__).parent)
 
 
 @contextmanager
@@ -76,9 +80,24 @@ _MANUALLY = (
 )
 
 
-def cannot(where: str, error: Exception) -> str:
-    """What to say of a model that torch's tracer gives up on."""
+_SLIPS = (LookupError, NameError, AttributeError, TypeError, ArithmeticError, AssertionError, ImportError)
+
+
+def _slip(error: Exception) -> bool:
+    """Whether the model's or the loss's own line raises it, and not torch's tracer because of that line."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, _SLIPS) and "/torch/" not in last and not last.startswith(_HERE)
+
+
+def cannot(where: str, error: Exception, keys: Iterable[str] = ()) -> str:
+    """What to say of a model that torch's tracer gives up on. keys: of the batch."""
     reason = str(error).strip().split("\n")[0]
+    if _slip(error):
+        has = f"; the batch has the keys {sorted(keys)}" if isinstance(error, KeyError) else ""
+        return (
+            f"{where}\n  {type(error).__name__}: {reason}{has}\n"
+            "  the model or the loss raised this itself: mend that line"
+        )
     if "data-dependent" not in reason.lower() and "DataDependent" not in type(error).__name__:
         return (
             f"{where}\n  cannot be captured: {type(error).__name__}: {reason}\n"

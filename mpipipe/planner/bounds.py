@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpipipe.planner.stages import Ranges
-from mpipipe.planner.sweep import sweep
+from mpipipe.planner.sweep import sweep_near
 from mpipipe.values import Costs, Float64
 
 
@@ -33,10 +33,11 @@ def step_bound_s(costs: Costs, n_micro: int, n_stages: int, norm_s: float = 0.0)
     speed = np.array([device.speed for device in costs.cluster.devices[:n_stages]])
     before_s = np.concatenate([[0.0], np.cumsum([g.seconds for g in costs.groups])]) / speed.max()
 
-    def reach(end: int) -> Float64:
-        work = n_micro * ranges.ending_at(end).seconds / speed[:, None]
-        return np.asarray(work + before_s[:end], np.float64)
+    def reach(low: int, end: int) -> Float64:
+        work = n_micro * ranges.ending_at(end).seconds[low:] / speed[:, None]
+        return np.asarray(work + before_s[low:end], np.float64)
 
-    best, _ = sweep(n_groups, n_stages, reach, np.maximum)
+    fastest = n_micro * np.array([g.seconds for g in costs.groups]) / speed.max()
+    best, _ = sweep_near(n_groups, n_stages, reach, fastest, n_micro * bottleneck_bound_s(costs, n_stages))
     update_s = float(ranges.ending_at(n_groups).step_s[0]) / float(speed.sum())
     return float(best[n_stages, n_groups]) + norm_s + update_s

@@ -17,7 +17,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s
 from mpipipe.planner.schedules import SCHEDULES, live_micro_batches
 from mpipipe.planner.stages import Ranges, crossing_s
-from mpipipe.planner.sweep import sweep
+from mpipipe.planner.sweep import low_for, sweep, sweep_near
 from mpipipe.values import Costs, Float64
 
 
@@ -43,12 +43,14 @@ def partition(
     keeps alive. `receive_window` and `tied` only size the receive buffers.
 
     Raises PlanError if there are more stages than groups or ranks, or if no cut fits into memory:
-    then with the stage, the group, the bytes that are missing and a number of stages that would do.
+    then with the stage, the group, the bytes that are missing and the least number of ranks that would do.
     """
     _check_counts(costs, n_micro, schedule, n_stages)
     live = live_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
     problem = _Problem(costs, Ranges(costs, receive_window, n_micro, tied), np.array(live))
-    best, cuts = sweep(len(costs.groups), n_stages, problem.times, np.maximum)
+    lower_bound_s = bottleneck_bound_s(costs, n_stages)
+    fastest = np.array([group.seconds for group in costs.groups]) / max(problem.speed)
+    best, cuts = sweep_near(len(costs.groups), n_stages, problem.times, fastest, lower_bound_s)
     bottleneck = best[n_stages, -1]
     if not np.isfinite(bottleneck):
         raise PlanError(_explain(problem, best, schedule, n_micro))
@@ -57,8 +59,9 @@ def partition(
         sums: Float64 = before + np.where(time <= bottleneck, time, np.inf) ** 2
         return sums
 
-    _, cuts = sweep(len(costs.groups), n_stages, problem.times, squares)
-    return Partition(cuts, float(bottleneck), bottleneck_bound_s(costs, n_stages))
+    low = low_for(fastest, float(bottleneck))
+    _, cuts = sweep(len(costs.groups), n_stages, problem.times, squares, low)
+    return Partition(cuts, float(bottleneck), lower_bound_s)
 
 
 class _Problem:
@@ -68,15 +71,15 @@ class _Problem:
         devices = costs.cluster.devices[: len(live)]
         self.costs, self.ranges, self.live = costs, ranges, live
         self.memory = np.array([device.memory_bytes - device.base_bytes for device in devices], np.int64)
-        self._speed = np.array([device.speed for device in devices])
+        self.speed = np.array([device.speed for device in devices])
         no_link = np.zeros(len(costs.groups) + 1)
         links = [no_link, *(crossing_s(costs, s) for s in range(len(live) - 1)), no_link]
         self._in_s, self._out_s = np.array(links[:-1]), np.array(links[1:])
 
-    def times(self, end: int) -> Float64:
-        """Seconds (n_stages, end); inf where the stage does not fit into its rank."""
-        ending = self.ranges.ending_at(end)
-        time = ending.seconds / self._speed[:, None] + self._in_s[:, :end] + self._out_s[:, end, None]
+    def times(self, low: int, end: int) -> Float64:
+        """Seconds (n_stages, end - low) of the stages [first, end); inf where one does not fit."""
+        ending = self.ranges.ending_at(end, low)
+        time = ending.seconds / self.speed[:, None] + self._in_s[:, low:end] + self._out_s[:, end, None]
         fits = ending.memory_bytes(self.live[:, None]) <= self.memory[:, None]
         return np.where(fits, time, np.inf)
 
@@ -105,10 +108,10 @@ def _explain(problem: _Problem, best: Float64, schedule: str, n_micro: int) -> s
     )
     enough = _enough_stages(problem, schedule, n_micro)
     move = (
-        f"plan {enough} stages, they would do with the {problem.memory.min()} bytes each that the "
-        "smallest rank has for them"
+        f"start {enough} ranks: that is the least that would do, with the {problem.memory.min()} bytes each "
+        "that the smallest rank has for a stage"
         if enough
-        else "no number of stages would do: give more memory or use smaller micro-batches"
+        else "no number of ranks would do: give more memory or use smaller micro-batches"
     )
     return (
         f"stage {stage} of {len(problem.live)} (rank {stage}, {device.memory_bytes} bytes{taken}) "

@@ -20,9 +20,10 @@ from mpipipe.planner.lower import lower
 from mpipipe.planner.partition import partition
 from mpipipe.planner.prove import prove
 from mpipipe.planner.schedules import SCHEDULES, check, forward_only
-from mpipipe.planner.simulate import simulate
+from mpipipe.planner.simulate import message_bytes, simulate
+from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import bounds, stage_costs, stage_ties
-from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Tie, Timeline
+from mpipipe.values import Cluster, Costs, Int64, Layout, Numerics, Plan, Prediction, Program, Tie, Timeline
 
 REFINE_WORK = 512  # stages x micro-batches up to which neighbouring cuts are simulated
 Cuts = tuple[int, ...]
@@ -38,6 +39,13 @@ def make_plan(
 ) -> tuple[Plan, Program]:
     """Plan `n_ranks` stages, one per rank. Raises PlanError if no cut fits (see `partition`)."""
     program: Program | None = None
+    starts = [
+        partition(c, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied).cuts
+        for c in (costs, _with_updates(costs, numerics.micro_batches))
+    ]
+    bound_s = step_bound_s(
+        costs, numerics.micro_batches, n_ranks, norm_seconds(costs.cluster, n_ranks)
+    )  # of all cuts
 
     def plan(cuts: Cuts) -> Plan:
         nonlocal program
@@ -49,21 +57,27 @@ def make_plan(
         )
         if program is None or costs.ties:  # the order depends on the cuts through tied parameters alone
             program = program_for(layout, numerics, costs.ties, group_names)
-        return Plan(numerics, layout, predict(costs, layout, program, group_names)[0])
+        return Plan(numerics, layout, predict(costs, layout, program, group_names, bound_s)[0], costs)
 
-    starts = [
-        partition(c, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied).cuts
-        for c in (costs, _with_updates(costs, numerics.micro_batches))
-    ]
     best = _refine(plan, starts, len(group_names), n_ranks * numerics.micro_batches)
-    return best, program_for(best.layout, numerics, costs.ties, group_names)
+    if program is None or costs.ties:
+        program = program_for(best.layout, numerics, costs.ties, group_names)
+    return best, program
+
+
+def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Sequence[str]) -> Plan:
+    """The plan with a layout that is given. Raises PlanError and DeadlockError as `program_for` and
+    `predict` do."""
+    program = program_for(layout, numerics, costs.ties, group_names)
+    return Plan(numerics, layout, predict(costs, layout, program, group_names)[0], costs)
 
 
 def _with_updates(costs: Costs, n_micro: int) -> Costs:
     """Costs whose backward carries its share of the step's one update: the bottleneck of these
     balances m * (F + B) + STEP."""
-    share = costs.step_s_per_byte / n_micro
-    groups = [replace(g, bwd_weight_s=g.bwd_weight_s + share * g.param_bytes) for g in costs.groups]
+    rate = costs.step_s_per_byte
+    updates = [(g, (rate * g.param_bytes + g.update_s) / n_micro) for g in costs.groups]
+    groups = [replace(g, bwd_weight_s=g.bwd_weight_s + share_s) for g, share_s in updates]
     return replace(costs, groups=tuple(groups))
 
 
@@ -121,27 +135,45 @@ def program_for(
 
 
 def predict(
-    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str]
+    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str], bound_s: float | None = None
 ) -> tuple[Prediction, Timeline]:
-    """What `program` will take. Raises PlanError if a rank's memory is too small for it."""
+    """What `program` will take. bound_s: `step_bound_s`, where it is known already, as it is the same for
+    every cut. Raises PlanError if a rank's memory is too small for it."""
+    prediction, timeline = expect(costs, layout, program, group_names, bound_s)
+    _check_memory(prediction.peak_bytes, costs.cluster)
+    return prediction, timeline
+
+
+def expect(
+    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str], bound_s: float | None = None
+) -> tuple[Prediction, Timeline]:
+    """As `predict`, whether the memory is there or not."""
     cuts = cut_indices(layout, group_names)
     norm_s = norm_seconds(costs.cluster, layout.n_stages)
     ties = stage_ties(costs.ties, cuts)
     timeline = simulate(program, stage_costs(costs, cuts), costs.cluster, norm_s, ties)
-    bound = step_bound_s(costs, program.n_micro, layout.n_stages, norm_s)
+    bound = step_bound_s(costs, program.n_micro, layout.n_stages, norm_s) if bound_s is None else bound_s
     step = timeline.makespan_s
-    devices = costs.cluster.devices
-    peaks = tuple(peak + devices[rank].base_bytes for rank, peak in enumerate(timeline.peak_bytes))
-    _check_memory(peaks, costs.cluster)
+    bases = [device.base_bytes for device in costs.cluster.devices]
+    memory = tuple(held + base for held, base in zip(timeline.memory_bytes, bases, strict=False))
+    timeline = replace(timeline, memory_bytes=memory)
     prediction = Prediction(
         step_s=step,
         bubble=timeline.bubble,
         bubble_rank=timeline.bubble_rank,
-        peak_bytes=peaks,
+        peak_bytes=timeline.peak_bytes,
         lower_bound_s=bound,
         gap=step / bound - 1.0 if bound else 0.0,
     )
     return prediction, timeline
+
+
+def sizes_of_messages(
+    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str]
+) -> tuple[Int64, ...]:
+    """Bytes of each message instruction, 0 for the others: per rank an array (n,)."""
+    cuts = cut_indices(layout, group_names)
+    return message_bytes(program, stage_costs(costs, cuts), stage_ties(costs.ties, cuts))
 
 
 def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
@@ -170,11 +202,20 @@ def norm_seconds(cluster: Cluster, n_ranks: int) -> float:
     return math.ceil(math.log2(n_ranks)) * max((link.latency_s for link in links), default=0.0)
 
 
+def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:
+    """(rank, bytes) where most is missing; None where all fits."""
+    short = [(peak - device.memory_bytes, rank) for rank, (peak, device) in
+             enumerate(zip(peaks, cluster.devices, strict=False))]  # fmt: skip
+    most, rank = max(short)
+    return (rank, most) if most > 0 else None
+
+
 def _check_memory(peaks: Sequence[int], cluster: Cluster) -> None:
-    for rank, peak in enumerate(peaks):
-        has = cluster.devices[rank].memory_bytes
-        if peak > has:
-            raise PlanError(
-                f"rank {rank} needs {peak} bytes and has {has}, {peak - has} short; "
-                "let the planner choose the cuts, use smaller micro-batches, or more ranks"
-            )
+    full = too_full(peaks, cluster)
+    if full is not None:
+        rank, short = full
+        raise PlanError(
+            f"rank {rank} needs {size_text(peaks[rank])} and has "
+            f"{size_text(cluster.devices[rank].memory_bytes)}, {size_text(short)} short; "
+            "let the planner choose the cuts, use smaller micro-batches, or more ranks"
+        )

@@ -17,9 +17,9 @@ from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.prove import prove
 from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
-from mpipipe.values import RECVS, SENDS, Cluster, Op, Program, StageCost, Timeline
+from mpipipe.values import RECVS, SENDS, Cluster, Int32, Int64, Op, Program, StageCost, Timeline
 
-__all__ = ["peak_bytes", "prove", "simulate"]
+__all__ = ["message_bytes", "prove", "simulate"]
 
 
 def simulate(
@@ -39,44 +39,41 @@ def simulate(
             f"a program of {program.n_stages} stages on {len(program.codes)} ranks, but costs of "
             f"{len(stages)} stages and a cluster of {len(cluster.devices)} ranks; plan again for this cluster"
         )
-    nbytes = _message_bytes(program, stages, ties)
-    clock = _Clock(match(program), _seconds(program, stages, nbytes, cluster), norm_s)
+    sizes = message_bytes(program, stages, ties)
+    clock = _Clock(match(program), _seconds(program, stages, sizes, cluster), norm_s)
     if not walk(clock.ends, clock, clock.at):
         raise DeadlockError("the program cannot end even with endless buffers; call prove() for the place")
     times = tuple(np.array([s, e]).T.reshape(-1, 2) for s, e in zip(clock.starts, clock.stops, strict=True))
-    return Timeline(program, times, peak_bytes(program, stages, nbytes))
+    return Timeline(program, times, _memory_bytes(program, stages, sizes))
 
 
-def peak_bytes(
-    program: Program, stages: Sequence[StageCost], message_bytes: Sequence[np.ndarray]
-) -> tuple[int, ...]:
-    """Per rank: what is fixed, the most that its live micro-batches stash at once, the largest
-    workspace, and the largest sum of `receive_window` receives that follow each other."""
+def _memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
+    """What each rank holds during each instruction: what is fixed, the stash of its live micro-batches,
+    the largest workspace while it computes, and the largest sum of `receive_window` receives that follow
+    each other, as receive buffers are kept for the next ones."""
     stash = np.array([stage.stash_bytes for stage in stages], np.int64)
-    peaks = []
-    for rank, (codes, nbytes) in enumerate(zip(program.codes, message_bytes, strict=True)):
+    out = []
+    for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
         mine = [stage for s, stage in enumerate(stages) if program.rank_of_stage[s] == rank]
-        peaks.append(
-            sum(stage.fixed_bytes for stage in mine)
-            + _stash_peak(codes, stash)
-            + max((stage.workspace_bytes for stage in mine), default=0)
-            + _window_peak(codes, nbytes, program.receive_window)
-        )
-    return tuple(peaks)
+        fixed = sum(stage.fixed_bytes for stage in mine) + _window_peak(codes, nbytes, program.receive_window)
+        workspace = max((stage.workspace_bytes for stage in mine), default=0)
+        works = np.isin(codes[:, 0], [Op.F, Op.B, Op.I, Op.W])
+        out.append(fixed + _stashed(codes, stash) + np.where(works, workspace, 0))
+    return tuple(out)
 
 
-def _stash_peak(codes: np.ndarray, stash: np.ndarray) -> int:
-    """From F to B (or W); a program without backward keeps only the micro-batch at work."""
-    compute = codes[np.isin(codes[:, 0], [Op.F, Op.B, Op.W])]
-    if not len(compute):
-        return 0
-    held = stash[compute[:, 1]]
-    if (compute[:, 0] == Op.F).all():
-        return int(held.max())
-    return int(np.cumsum(np.where(compute[:, 0] == Op.F, held, -held)).max())
+def _stashed(codes: Int32, stash: Int64) -> Int64:
+    """During each instruction, from F through B (or W); a program without backward keeps only the
+    micro-batch at work."""
+    forward, last = codes[:, 0] == Op.F, np.isin(codes[:, 0], [Op.B, Op.W])
+    held = np.where(forward | last, stash[codes[:, 1]], 0)
+    if not last.any():
+        return held
+    after: Int64 = np.cumsum(np.where(forward, held, -held))
+    return after + np.where(last, held, 0)
 
 
-def _window_peak(codes: np.ndarray, nbytes: np.ndarray, window: int) -> int:
+def _window_peak(codes: Int32, nbytes: Int64, window: int) -> int:
     """COPY lands in the weight itself and needs no buffer."""
     sizes = np.where(codes[:, 0] == Op.RECV_COPY, 0, nbytes)[np.isin(codes[:, 0], sorted(RECVS))]
     ends = np.concatenate([[0], np.cumsum(sizes)])
@@ -84,10 +81,10 @@ def _window_peak(codes: np.ndarray, nbytes: np.ndarray, window: int) -> int:
     return int((ends[last] - ends).max())
 
 
-def _message_bytes(
+def message_bytes(
     program: Program, stages: Sequence[StageCost], ties: Sequence[StageTie]
-) -> tuple[np.ndarray, ...]:
-    """Bytes of each message instruction, 0 for the others: per rank an (n,) int64 array."""
+) -> tuple[Int64, ...]:
+    """Bytes of each message instruction, 0 for the others: per rank an array (n,)."""
     sizes: dict[tuple[int, int, int], int] = {}  # (op, stage, other)
     for s in range(len(stages) - 1):
         sizes[Op.SEND_ACT, s, s + 1] = sizes[Op.RECV_ACT, s + 1, s] = stages[s].act_bytes
@@ -100,7 +97,7 @@ def _message_bytes(
 
 
 def _seconds(
-    program: Program, stages: Sequence[StageCost], message_bytes: Sequence[np.ndarray], cluster: Cluster
+    program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], cluster: Cluster
 ) -> list[list[float]]:
     """Per rank and instruction: seconds of compute, or of the message on its link for a SEND."""
     table = np.zeros((len(Op), len(stages)))
@@ -109,7 +106,7 @@ def _seconds(
         table[Op.I, s], table[Op.W, s] = stage.bwd_input_s, stage.bwd_weight_s
         table[Op.B, s] = stage.bwd_input_s + stage.bwd_weight_s
     out = []
-    for rank, (codes, nbytes) in enumerate(zip(program.codes, message_bytes, strict=True)):
+    for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
         seconds: list[float] = table[codes[:, 0], codes[:, 1]].tolist()
         links = {peer: cluster.link(rank, peer) for peer in set(codes[:, 4].tolist()) if peer >= 0}
         for index in np.flatnonzero(np.isin(codes[:, 0], sorted(SENDS))).tolist():

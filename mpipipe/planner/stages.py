@@ -39,7 +39,7 @@ class StageTie:
 
 @dataclass(frozen=True)
 class Ending:
-    """All stages that end at one group, by their first group: arrays (end,). Times are those of
+    """All stages that end at one group, by their first group: arrays (end - low,). Times are those of
     a device of speed 1."""
 
     fwd_s: Float64
@@ -81,27 +81,28 @@ class Ranges:
         self._fwd_s = np.array([x.fwd_s for x in g], np.float64)
         self._bwd_input_s = np.array([x.bwd_input_s for x in g], np.float64)
         self._bwd_weight_s = np.array([x.bwd_weight_s for x in g], np.float64)
+        self._update_s = np.array([x.update_s for x in g], np.float64)
         self._param = np.array([x.param_bytes for x in g], np.int64)
         self._stash = np.array([x.stash_bytes for x in g], np.int64)
         self._workspace = np.array([x.workspace_bytes for x in g], np.int64)
         self._act_in = np.array([0] + [x.act_bytes for x in g[:-1]], np.int64)
         self._grad_in = np.array([x.grad_bytes for x in g[:-1]] + [0], np.int64)
 
-    def ending_at(self, end: int) -> Ending:
-        """Every stage [first, end), first = 0 .. end - 1."""
+    def ending_at(self, end: int, low: int = 0) -> Ending:
+        """Every stage [first, end), first = low .. end - 1."""
         act_in = self._act_in[:end]
         held, stepped, accumulators = self._parameters(end)
         rate = self._costs.bytes_per_param_byte
         window = self._window * np.maximum(act_in, self._grad_in[end - 1])
         return Ending(
-            fwd_s=_sums(self._fwd_s, end),
-            bwd_input_s=_sums(self._bwd_input_s, end),
-            bwd_weight_s=_sums(self._bwd_weight_s, end),
-            step_s=stepped.astype(np.float64) * self._costs.step_s_per_byte,
-            fixed_bytes=np.ceil(held * rate).astype(np.int64) + accumulators,
-            stash_bytes=_sums(self._stash, end) + act_in,
-            workspace_bytes=np.maximum.accumulate(self._workspace[:end][::-1])[::-1],
-            receive_bytes=window + self._tied_receives(end),
+            fwd_s=_sums(self._fwd_s, end)[low:],
+            bwd_input_s=_sums(self._bwd_input_s, end)[low:],
+            bwd_weight_s=_sums(self._bwd_weight_s, end)[low:],
+            step_s=(stepped * self._costs.step_s_per_byte + _sums(self._update_s, end))[low:],
+            fixed_bytes=(np.ceil(held * rate).astype(np.int64) + accumulators)[low:],
+            stash_bytes=(_sums(self._stash, end) + act_in)[low:],
+            workspace_bytes=np.maximum.accumulate(self._workspace[:end][::-1])[::-1][low:],
+            receive_bytes=(window + self._tied_receives(end))[low:],
         )
 
     def _parameters(self, end: int) -> tuple[Int64, Int64, Int64]:

@@ -18,7 +18,7 @@ import numpy as np
 from mpipipe.errors import DeadlockError
 from mpipipe.values import RECVS, SENDS, Instr, Op, Program
 
-RECV_OF = {
+RECV_OF: dict[int, Op] = {
     Op.SEND_ACT: Op.RECV_ACT,
     Op.SEND_GRAD: Op.RECV_GRAD,
     Op.SEND_TIED: Op.RECV_TIED,
@@ -56,6 +56,7 @@ def match(program: Program) -> Ends:
     Raises DeadlockError if an end is missing or if the two ends do not mean the same value.
     """
     partner: Partners = tuple([-1] * len(codes) for codes in program.codes)
+    rows = [codes.tolist() for codes in program.codes]
     waiting: dict[tuple[int, int, int], deque[int]] = {}
     for rank, index, peer, tag in _messages(program, RECVS):
         waiting.setdefault((peer, rank, tag), deque()).append(index)
@@ -64,7 +65,12 @@ def match(program: Program) -> Ends:
         if not queue:
             raise DeadlockError(f"{place(program, rank, index)}: rank {peer} has no RECV for it (tag {tag})")
         other = queue.popleft()
-        _check_same_value(program, rank, index, peer, other)
+        op, stage, micro, to, _, _ = rows[rank][index]
+        if rows[peer][other] != [RECV_OF[op], to, micro, stage, rank, tag]:
+            raise DeadlockError(
+                f"{place(program, rank, index)} would be received as {place(program, peer, other)}: "
+                f"tag {tag} does not name one value there; give each channel its own tags"
+            )
         partner[rank][index], partner[peer][other] = other, index
     for (peer, rank, tag), queue in waiting.items():
         if queue:
@@ -129,12 +135,3 @@ def _messages(program: Program, ops: frozenset[Op]) -> Iterator[tuple[int, int, 
         indices = np.flatnonzero(np.isin(codes[:, 0], sorted(ops)))
         for index, (peer, tag) in zip(indices.tolist(), codes[indices, 4:].tolist(), strict=True):
             yield rank, index, peer, tag
-
-
-def _check_same_value(program: Program, rank: int, index: int, peer: int, other: int) -> None:
-    send, recv = instr_at(program, rank, index), instr_at(program, peer, other)
-    if recv != Instr(RECV_OF[send.op], send.other, send.micro, send.stage, rank, send.tag):
-        raise DeadlockError(
-            f"{place(program, rank, index)} would be received as {place(program, peer, other)}: "
-            f"tag {send.tag} does not name one value there; give each channel its own tags"
-        )

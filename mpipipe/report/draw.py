@@ -6,10 +6,16 @@ r1 |    0---0=====1---1=====S|      ~~~ input and ::: weight gradient, N norm, S
 
 from __future__ import annotations
 
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpipipe.values import Op, Span, Timeline
+import numpy as np
+
+from mpipipe.report.progress import number
+from mpipipe.values import Float64, Op, Span, Timeline
 
 if TYPE_CHECKING:  # imported by `draw_png` alone: it costs half a second
     from matplotlib.axes import Axes
@@ -19,17 +25,88 @@ _COLOUR = {
     Op.F: "#7fb3d5", Op.B: "#f0b27a", Op.I: "#f7dc6f", Op.W: "#a9dfbf",
     Op.STEP: "#c39bd3", Op.NORM: "#d5d8dc",
 }  # fmt: skip
+_WORD = {
+    Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient",
+    Op.STEP: "update", Op.NORM: "gradient norm",
+}  # fmt: skip
 _MOST_LABELS = 2000  # a drawing with more boxes has no room for their numbers
+_FOLDED = 16  # ranks shown at either end of a text drawing
+_ROWS_INCHES = 20.0  # all rows of a picture together
+_TICK_COLUMNS = 12  # between two marks of the time axis of a text drawing
 
 
-def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """One line per rank of `width` columns at most, time to the right, blank where it waits."""
-    ranks = range(len(timeline.times))
-    heads = [f"r{rank}".ljust(len(f"r{len(ranks) - 1}")) + " |" for rank in ranks]
-    columns = max(1, width - len(heads[0]) - 1) if heads else 1
-    start, scale = _start(timeline), columns / (timeline.makespan_s or 1.0)
-    rows = [_row(timeline.spans(rank), start, scale, columns) for rank in ranks]
-    return "\n".join(f"{head}{row}|" for head, row in zip(heads, rows, strict=True))
+# -- text ------------------------------------------------------------------------------------------
+
+
+def draw_text(timeline: Timeline, width: int = 100, span_s: float | None = None) -> str:
+    """One line per rank of `width` columns at most, time to the right, blank where it waits. Of more than 32
+    ranks the first and the last 16.
+
+    span_s: seconds of the whole width, to draw several on one scale; None = the makespan.
+    """
+    n = len(timeline.times)
+    columns, start = _columns(timeline, width), _start(timeline)
+    scale = columns / (span_s or timeline.makespan_s or 1.0)
+    lines = [
+        f"{_head(timeline, rank)}{_row(timeline.spans(rank), start, scale, columns)}|" for rank in _shown(n)
+    ]
+    if n > len(lines):
+        hidden = f"... and ranks {_FOLDED} to {n - _FOLDED - 1} ..."
+        lines.insert(_FOLDED, _head(timeline, None) + hidden[:columns].ljust(columns) + "|")
+    return "\n".join(lines)
+
+
+def draw_texts(timelines: Mapping[str, Timeline], width: int = 100) -> str:
+    """One under the other, each with its name, on one time axis; and what the signs mean."""
+    span_s = max((t.makespan_s for t in timelines.values()), default=0.0)
+    parts = [
+        f"{name}: {number(t.makespan_s * 1e3)} ms, idle {t.bubble:.1%}\n{draw_text(t, width, span_s)}"
+        for name, t in timelines.items()
+    ]
+    for first in list(timelines.values())[:1]:
+        parts.append(" " * len(_head(first, 0)) + _axis(span_s, _columns(first, width)))
+    return "\n".join([*parts, textwrap.fill(_legend(timelines.values()), width)])
+
+
+def _legend(timelines: Iterable[Timeline]) -> str:
+    ops = _ops(timelines)
+    micro = [f"0{_FILL[op] * 3} {_WORD[op]}" for op in ops if op not in (Op.STEP, Op.NORM)]
+    whole = [f"{_FILL[op]} {_WORD[op]}" for op in ops if op in (Op.STEP, Op.NORM)]
+    return ", ".join([*micro, *whole, "blank waiting; the numbers are micro-batches"])
+
+
+def _axis(span_s: float, columns: int) -> str:
+    """Marks at round numbers of milliseconds; each number begins in the column of its time."""
+    row, scale = "", columns / (span_s * 1e3 or 1.0)
+    for tick in _ticks(span_s * 1e3, columns // _TICK_COLUMNS):
+        label = number(tick) + ("" if row else " ms")
+        column = round(tick * scale)
+        if column + len(label) <= columns + 1:
+            row = row.ljust(column) + label
+    return row
+
+
+def _ticks(end: float, most: int) -> Iterator[float]:
+    """Multiples of 1, 2 or 5 times a power of ten from 0 to `end`, about `most` of them."""
+    if end <= 0 or most < 1:
+        return
+    power = 10 ** math.floor(math.log10(end / most))
+    step = next(k * power for k in (1, 2, 5, 10) if k * power * most >= end * (1 - 1e-9))
+    yield from (i * step for i in range(math.floor(end / step + 1e-9) + 1))
+
+
+def _columns(timeline: Timeline, width: int) -> int:
+    return max(1, width - len(_head(timeline, 0)) - 1)
+
+
+def _head(timeline: Timeline, rank: int | None) -> str:
+    name = "" if rank is None else f"r{rank}"
+    return name.ljust(len(f"r{len(timeline.times) - 1}")) + " |"
+
+
+def _shown(n_ranks: int) -> list[int]:
+    ranks = list(range(n_ranks))
+    return ranks if n_ranks <= 2 * _FOLDED else ranks[:_FOLDED] + ranks[-_FOLDED:]
 
 
 def _row(spans: list[Span], start_s: float, scale: float, columns: int) -> str:
@@ -42,58 +119,87 @@ def _row(spans: list[Span], start_s: float, scale: float, columns: int) -> str:
         first, last = (round((t - start_s) * scale) for t in (span.start_s, span.end_s))
         first = min(first, columns - 1)
         room = max(1, min(last, columns) - first)
+        wide = (span.end_s - span.start_s) * scale
         label = str(span.instr.micro) if span.instr.micro >= 0 else ""
-        box = (label + fill * room)[:room] if len(label) <= room else fill * room
-        row[first : first + room] = box
+        if len(label) > min(room, wide + 0.25):  # boxes below one column show what they are, not which
+            label = ""
+        row[first : first + room] = label + fill * (room - len(label))
     return "".join(row)
 
 
-def draw_png(timelines: dict[str, Timeline], path: str | Path) -> None:
-    """One panel per timeline on one time axis, in the dict's order from the top; one row per rank."""
+# -- picture ---------------------------------------------------------------------------------------
+
+
+def draw_png(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+    """One panel per timeline on one time axis, in their order from the top; one row per rank."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows = sum(len(t.times) for t in timelines.values())
-    figure = Figure(figsize=(14, 1.2 * len(timelines) + 0.4 * rows), layout="constrained")
+    row_inches = min(0.4, _ROWS_INCHES / max(rows, 1))
+    figure = Figure(figsize=(14, 1.2 * len(timelines) + row_inches * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (name, timeline) in zip(panels, timelines.items(), strict=True):
-        _panel(panel, timeline)
+        _panel(panel, timeline, row_inches)
         bubble = f"{timeline.bubble:.1%}"
         panel.set_title(f"{name}: {timeline.makespan_s * 1e3:.4g} ms, idle {bubble}", loc="left", fontsize=10)
-    panels[-1].set_xlabel("ms")
-    legend = [Patch(color=colour, label=op.name) for op, colour in _COLOUR.items()]
-    figure.legend(handles=legend, loc="outside upper right", ncols=len(legend), fontsize=8, frameon=False)
-    figure.savefig(path, dpi=120)
+    panels[-1].set_xlim(0, 1e3 * max((t.makespan_s for t in timelines.values()), default=0.0) or 1.0)
+    panels[-1].set_xlabel("ms; the numbers are micro-batches")
+    legend = [Patch(color=_COLOUR[op], label=f"{op.name} {_WORD[op]}") for op in _ops(timelines.values())]
+    figure.legend(
+        handles=legend, loc="outside upper right", ncols=max(1, len(legend)), fontsize=8, frameon=False
+    )
+    figure.savefig(path, dpi=120, format="png")
 
 
-def _panel(axes: Axes, timeline: Timeline) -> None:
+def _panel(axes: Axes, timeline: Timeline, row_inches: float) -> None:
+    from matplotlib.collections import PolyCollection
+
     start, ranks = _start(timeline), range(len(timeline.times))
-    labels = sum(len(t) for t in timeline.times) <= _MOST_LABELS
-    for rank in ranks:
-        by_op: dict[Op, list[tuple[float, float]]] = {op: [] for op in _COLOUR}
-        for span in timeline.spans(rank):
-            if span.instr.op in by_op:
-                left, long = (span.start_s - start) * 1e3, (span.end_s - span.start_s) * 1e3
-                by_op[span.instr.op].append((left, long))
-                if labels and span.instr.micro >= 0:
-                    middle = left + long / 2
-                    axes.text(
-                        middle,
-                        rank,
-                        str(span.instr.micro),
-                        ha="center",
-                        va="center",
-                        fontsize=6,
-                        clip_on=True,
-                    )
-        for op, boxes in by_op.items():
-            axes.broken_barh(
-                boxes, (rank - 0.4, 0.8), facecolors=_COLOUR[op], edgecolor="black", linewidth=0.3
-            )
-    axes.set_yticks(list(ranks), [f"rank {rank}" for rank in ranks])
+    for op in _ops([timeline]):
+        boxes = [_boxes(timeline, rank, op, start) for rank in ranks]
+        drawn = PolyCollection(
+            list(np.concatenate(boxes)),
+            facecolors=_COLOUR[op],
+            edgecolors="black",
+            linewidths=min(0.3, row_inches),
+        )
+        drawn.set_in_layout(False)
+        axes.add_collection(drawn)
+    if row_inches >= 0.12 and sum(len(t) for t in timeline.times) <= _MOST_LABELS:
+        _labels(axes, timeline, start)
+    every = max(1, math.ceil(0.15 / row_inches))  # a name needs so many inches
+    axes.set_yticks(ranks[::every], [f"rank {rank}" for rank in ranks[::every]])
     axes.set_ylim(len(ranks) - 0.5, -0.5)
+
+
+def _boxes(timeline: Timeline, rank: int, op: Op, start: float) -> Float64:
+    """The corners of the boxes of one kind, (n, 4, 2), in ms and rows."""
+    times = timeline.times[rank][timeline.program.codes[rank][:, 0] == op]
+    corners = np.empty((len(times), 4, 2))
+    corners[:, :, 0] = (times[:, [0, 0, 1, 1]] - start) * 1e3
+    corners[:, :, 1] = rank + np.array([-0.4, 0.4, 0.4, -0.4])
+    return corners
+
+
+def _labels(axes: Axes, timeline: Timeline, start: float) -> None:
+    for rank in range(len(timeline.times)):
+        for span in timeline.spans(rank):
+            if span.instr.op in _COLOUR and span.instr.micro >= 0:
+                middle, micro = ((span.start_s + span.end_s) / 2 - start) * 1e3, str(span.instr.micro)
+                text = axes.text(middle, rank, micro, ha="center", va="center", fontsize=6, clip_on=True)
+                text.set_in_layout(False)
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+def _ops(timelines: Iterable[Timeline]) -> list[Op]:
+    """Those that are drawn, and occur."""
+    found = {int(op) for t in timelines for codes in t.program.codes for op in np.unique(codes[:, 0])}
+    return [op for op in _COLOUR if op in found]
 
 
 def _start(timeline: Timeline) -> float:

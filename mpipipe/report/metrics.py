@@ -11,23 +11,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mpipipe.report.scalars import Scalars
+
 
 class Metrics:
-    """Appends to `path`. A last line that a kill cut off is dropped first, so every line parses."""
+    """Appends to `path`, and says the numbers to `scalars` as well. A last line that a kill cut off is
+    dropped first, so every line parses."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, scalars: Scalars | None = None) -> None:
         path = Path(path)
         if path.exists():
             _keep(path, _whole_lines(path))
-        self._file = path.open("a", encoding="utf-8")
+        self._file, self._scalars = path.open("a", encoding="utf-8"), scalars
 
-    def write(self, **values: Any) -> None:
+    def write(self, *, step: int, **values: Any) -> None:
         """One line, such as write(step=3, loss=2.5). JSON has no NaN: it is written as "nan"."""
-        self._file.write(json.dumps(_plain(values)) + "\n")
+        self._file.write(json.dumps(_plain({"step": step, **values})) + "\n")
         self._file.flush()
+        if self._scalars is not None:
+            self._scalars.write(step, values)
 
     def close(self) -> None:
         self._file.close()
+        if self._scalars is not None:
+            self._scalars.close()
 
     def __enter__(self) -> Metrics:
         return self

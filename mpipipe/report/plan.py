@@ -1,27 +1,37 @@
-"""A plan on one screen: what each rank gets, and what it should take."""
+"""A plan on one screen: what each rank gets, what it should take, and what other plans would."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
+from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import stage_costs
-from mpipipe.values import Costs, Plan
+from mpipipe.report.progress import number
+from mpipipe.values import Costs, Plan, Timeline
 
 _MIB = 1024**2
+_MOST_ROWS = 24  # of stages; more do not fit on a screen
+_HEADERS = (
+    "stage", "from", "groups", "parameters", "F+B ms", "step ms", "send MiB", "memory MiB", "idle",
+)  # fmt: skip
+_LIKE = 0.005  # relative: stages whose numbers differ by less are shown as one row
 
 
-def describe(plan: Plan, costs: Costs, seconds: float, width: int = 100) -> str:
-    """Text of at most `width` columns. `seconds`: what measuring and planning took."""
+def describe(
+    plan: Plan, costs: Costs, seconds: float, width: int = 100, timed: tuple[int, int] | None = None
+) -> str:
+    """Text of at most `width` columns. `seconds`: what measuring and planning took; timed: how many distinct
+    groups were timed now, the others in earlier runs, and how many there are."""
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
     starts = [0, *cuts]
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
-    for header in ("stage", "from", "groups", "F+B ms", "send MiB", "memory MiB"):
-        table.add_column(header, justify="left" if header in ("stage", "from") else "right", no_wrap=True)
+    table = _table("stage", "from", "groups", "F+B ms", "send MiB", "memory MiB", words=2)
     for s, cost in enumerate(stage_costs(costs, cuts)):
         end = [*cuts, len(names)][s]
         ms = (cost.fwd_s + cost.bwd_input_s + cost.bwd_weight_s) * 1e3
@@ -29,12 +39,145 @@ def describe(plan: Plan, costs: Costs, seconds: float, width: int = 100) -> str:
         memory = plan.prediction.peak_bytes[s] / _MIB
         row = (f"{ms:.2f}", f"{send:.2f}", f"{memory:.0f}")
         table.add_row(f"{s}", names[starts[s]], f"{end - starts[s]}", *row)
-    out = io.StringIO()
-    Console(file=out, width=width).print(table)
     p, n = plan.prediction, plan.numerics
+    source: str = costs.source
+    if timed is not None and timed[0] < timed[1]:
+        source = f"cached, {timed[0]} of {timed[1]} timed anew,"
     return (
         f"plan ({plan.layout.schedule}, {n.micro_batches} micro-batches of {n.micro_batch}, "
-        f"costs {costs.source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n{out.getvalue()}"
+        f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n{_printed(table, width)}"
         f"predicted step {p.step_s * 1e3:.1f} ms, bubble {p.bubble:.1%}; no cut is faster than "
         f"{p.lower_bound_s * 1e3:.1f} ms (gap {p.gap:.1%})"
     )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage in the table of `outlook`."""
+
+    stage: int
+    start: str  # its first group
+    groups: int
+    parameters: int
+    compute_s: float  # forward and backward of a micro-batch
+    step_s: float  # its update
+    sent_bytes: int  # per micro-batch
+    memory_bytes: int
+    idle: float
+
+    def like(self, other: Row) -> bool:
+        """Nobody would look at both."""
+        mine, others = ((r.groups, r.parameters, r.compute_s, r.step_s, r.sent_bytes) for r in (self, other))
+        return all(abs(a - b) <= _LIKE * max(abs(a), abs(b)) for a, b in zip(mine, others, strict=True))
+
+
+def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequence[int]) -> list[Row]:
+    """parameters: elements, by stage."""
+    names = [g.name for g in costs.groups]
+    cuts = cut_indices(plan.layout, names)
+    edges, span = (0, *cuts, len(names)), timeline.makespan_s
+    return [
+        Row(
+            stage=s,
+            start=names[edges[s]],
+            groups=edges[s + 1] - edges[s],
+            parameters=parameters[s],
+            compute_s=cost.fwd_s + cost.bwd_input_s + cost.bwd_weight_s,
+            step_s=cost.step_s,
+            sent_bytes=cost.act_bytes + cost.grad_bytes,
+            memory_bytes=plan.prediction.peak_bytes[s],
+            idle=1.0 - timeline.busy_s(s) / span if span else 0.0,
+        )
+        for s, cost in enumerate(stage_costs(costs, cuts))
+    ]
+
+
+def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: int = 120) -> str:
+    """The cut, and what a step should take. per_step: tokens or samples (`unit`) of a step."""
+    folded, left_out = _folded(rows)
+    cells = [_cells(run) for run in folded]
+    table = _table(*_HEADERS, words=2)
+    widths = [max(map(len, texts)) for texts in zip(_HEADERS, *cells, strict=True)]
+    start = _HEADERS.index("from")  # names are what is shortened
+    table.columns[start].max_width = max(20, width - sum(widths) + widths[start] - 3 * len(widths))
+    for row in cells:
+        table.add_row(*row)
+    p, n = plan.prediction, plan.numerics
+    fullest = max(range(len(p.peak_bytes)), key=p.peak_bytes.__getitem__)
+    more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
+    return (
+        f"{_printed(table, width)}{more}\n"
+        f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
+        f"{n.micro_batches} micro-batches of {n.micro_batch}, bubble {p.bubble:.1%}\n"
+        f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
+        f"most memory: rank {fullest}, {p.peak_bytes[fullest] / _MIB:.0f} MiB"
+    )
+
+
+def against(found: Sequence[Alternative], width: int = 120) -> str:
+    """Why not another plan: a row each. time: per sample, beside that of the plan."""
+    table = _table("instead", "step", "time", "why", words=1)
+    table.columns[3].justify = "left"
+    table.columns[3].no_wrap = False
+    for a in found:
+        step = "-" if a.step_s is None else _seconds(a.step_s)
+        loss = "-" if a.loss is None else f"{a.loss:+.1%}" if abs(a.loss) >= 0.0005 else "0.0%"
+        table.add_row(a.name, step, loss, a.why)
+    return _printed(table, width).rstrip()
+
+
+def _folded(rows: Sequence[Row]) -> tuple[list[list[Row]], int]:
+    """Runs of like stages; of too many, the first, the last, the slowest and the fullest; how many are
+    left out."""
+    runs: list[list[Row]] = []
+    for row in rows:
+        if runs and runs[-1][0].like(row):
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    if len(runs) <= _MOST_ROWS:
+        return runs, 0
+    half = _MOST_ROWS // 2 - 1
+    slowest = max(range(len(runs)), key=lambda i: runs[i][0].compute_s)
+    fullest = max(range(len(runs)), key=lambda i: runs[i][0].memory_bytes)
+    kept = sorted({*range(half), slowest, fullest, *range(len(runs) - half, len(runs))})
+    return [runs[i] for i in kept], len(rows) - sum(len(runs[i]) for i in kept)
+
+
+def _cells(run: Sequence[Row]) -> tuple[str, ...]:
+    first, last = run[0], run[-1]
+    stages = f"{first.stage}" if first is last else f"{first.stage}..{last.stage}"
+    return (
+        stages, first.start, f"{first.groups}", _count(first.parameters), number(first.compute_s * 1e3),
+        number(first.step_s * 1e3), number(first.sent_bytes / _MIB),
+        _range([f"{row.memory_bytes / _MIB:.0f}" for row in run]), _range([f"{row.idle:.1%}" for row in run]),
+    )  # fmt: skip
+
+
+def _range(texts: Sequence[str]) -> str:
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]}..{texts[-1]}"
+
+
+def _count(n: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return str(n)
+
+
+def _seconds(s: float) -> str:
+    return f"{s:.4g} s" if s >= 1.0 else f"{s * 1e3:.4g} ms"
+
+
+def _table(*headers: str, words: int) -> Table:
+    """The first `words` columns are text."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="left" if i < words else "right", no_wrap=True)
+    return table
+
+
+def _printed(table: Table, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return out.getvalue()

@@ -69,6 +69,19 @@ class Progress:
         return bar
 
 
+class Silent:
+    """The progress of a rank that does not speak."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def step(self, step: int, values: dict[str, float]) -> None: ...
+
+
 def number(value: float) -> str:
     """Four significant digits without an exponent where a person would write none."""
     if value != 0 and not 1e-3 <= abs(value) < 1e7:

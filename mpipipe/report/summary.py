@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from mpipipe.report.progress import number
-from mpipipe.values import Report
+from mpipipe.values import Float64, RankReport, Report
 
 _MIB = 1024**2
+_MOST_RANKS = 24  # in a table with a row for each
+_COLUMNS: dict[str, list[int]] = {  # of `_numbers`: one, or predicted and measured
+    "groups": [0], "parameters, M": [1], "compute, ms": [2, 3], "idle, %": [4, 5], "exposed, ms": [6],
+    "sent, MiB": [7], "memory, MiB": [8, 9],
+}  # fmt: skip
+Head = tuple[str, str]  # rank, its stages
 
 
-def summary(report: Report, width: int = 100, colour: bool = False) -> str:
+def summary(report: Report, width: int = 110, colour: bool = False) -> str:
     """Text of at most `width` columns; with terminal colours only if `colour`."""
     out = io.StringIO()
     console = Console(
         file=out, width=width, force_terminal=colour, color_system="standard" if colour else None
     )
-    for table in (_step_table(report), _rank_table(report)):
-        console.print(table)
-        console.print()
+    console.print(_step_table(report))
+    console.print("\nby rank, predicted | measured")
+    console.print(_rank_table(report))
+    console.print()
     for line in _lines(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return out.getvalue()
@@ -35,11 +43,47 @@ def _step_table(r: Report) -> Table:
 
 
 def _rank_table(r: Report) -> Table:
-    table = _table("peak memory, MiB", "predicted", "measured", "measured / predicted")
-    rows = zip(r.predicted_peak_bytes, r.peak_bytes, strict=True)
-    for rank, (predicted, measured) in enumerate(rows):
-        table.add_row(f"rank {rank}", *_pair(predicted / _MIB, measured / _MIB))
+    """A row per rank; of many ranks the least, the median and the most, the slowest and the fullest rank."""
+    memory = zip(r.predicted_peak_bytes, r.peak_bytes, strict=True)
+    numbers = np.array([_numbers(rank, *peaks) for rank, peaks in zip(r.ranks, memory, strict=True)])
+    heads = [(str(i), ", ".join(map(str, rank.stages))) for i, rank in enumerate(r.ranks)]
+    if len(heads) > _MOST_RANKS:
+        heads, numbers = _folded(heads, numbers)
+    cells = [_cells(numbers[:, columns], name) for name, columns in _COLUMNS.items()]
+    table = _table("rank", "stage", *_COLUMNS)
+    for head, *row in zip(heads, *cells, strict=True):
+        table.add_row(*head, *row)
     return table
+
+
+def _cells(numbers: Float64, name: str) -> list[str]:
+    """One column of the table: a number, or "predicted | measured" with the bars below each other."""
+    form = "{:.1f}".format if name == "idle, %" else number
+    first, *second = ([form(x) for x in column] for column in numbers.T)
+    if not second:
+        return first
+    wide = max(map(len, second[0]))
+    return [f"{predicted} | {measured:>{wide}}" for predicted, measured in zip(first, second[0], strict=True)]
+
+
+def _numbers(rank: RankReport, predicted_bytes: int, measured_bytes: int) -> tuple[float, ...]:
+    return (
+        rank.groups, rank.parameters / 1e6, rank.predicted_compute_s * 1e3, rank.compute_s * 1e3,
+        100 * rank.predicted_bubble, 100 * rank.bubble, rank.exposed_s * 1e3, rank.sent_bytes / _MIB,
+        predicted_bytes / _MIB, measured_bytes / _MIB,
+    )  # fmt: skip
+
+
+def _folded(heads: list[Head], numbers: Float64) -> tuple[list[Head], Float64]:
+    """The rows of many ranks: of each number, and the ranks that compute and that hold most."""
+    slowest, fullest = (
+        int(numbers[:, _COLUMNS[name][1]].argmax()) for name in ("compute, ms", "memory, MiB")
+    )
+    rows = [numbers.min(axis=0), np.median(numbers, axis=0), numbers.max(axis=0)]
+    return [
+        ("least", ""), ("median", ""), ("most", ""),
+        (f"slowest: {slowest}", heads[slowest][1]), (f"fullest: {fullest}", heads[fullest][1]),
+    ], np.array([*rows, numbers[slowest], numbers[fullest]])  # fmt: skip
 
 
 def _lines(r: Report) -> list[str]:
@@ -58,7 +102,7 @@ def _lines(r: Report) -> list[str]:
 
 
 def _table(*headers: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for i, header in enumerate(headers):
         table.add_column(header, justify="left" if i == 0 else "right", no_wrap=True)
     return table

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,48 +15,76 @@ from mpipipe.cluster.memory import PeakMemory
 from mpipipe.cluster.node import cores_available, processor
 from mpipipe.graph.profile import Profiler, Sample, group_costs, pieces
 from mpipipe.graph.variants import Variants
+from mpipipe.runtime.known import Team, names_of, reuse, setting
 from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings
 from mpipipe.runtime.weights import Flat, ParamGroup
 from mpipipe.values import Cluster, Costs, Device, Numerics
 
-_UPDATE_ELEMENTS = 1 << 20
+_UPDATE_ELEMENTS, _UPDATE_PARAMETERS = 1 << 20, 32
+
+
+@dataclass(frozen=True)
+class Measured:
+    """costs, and the samples that they are made of, by the name under which a later run finds them; timed,
+    of: how many distinct groups were timed now, and how many there are."""
+
+    costs: Costs
+    samples: dict[str, Sample]
+    timed: int
+    of: int
 
 
 def measure(
     comm: Communicator, variants: Variants, numerics: Numerics, optimizer: Optimizer,
-    memory: PeakMemory, memory_bytes: int | None,
-) -> Costs:  # fmt: skip
+    memory: PeakMemory, memory_bytes: int | None, known: Mapping[str, Sample] | None = None,
+) -> Measured:  # fmt: skip
     """Times every distinct group on one rank each, the ranks sharing the work, and gathers all.
 
-    memory_bytes: limit per rank; None = its share of what the node has.
+    memory_bytes: limit per rank; None = its share of what the node has. known: on rank 0, samples of
+    earlier runs by name (`Measured.samples`); None = time all.
     """
     threads = numerics.threads
     clock, slower = _clock(comm, threads)
-    kind = f"{processor()}, {numerics.instruction_set}"
+    kind = device_kind(numerics.instruction_set)
     kinds, speeds = _speeds(comm, kind, _reference_s(clock))
 
     parts = pieces(variants.primary, variants.graph, variants.uses)
     distinct = {p.key: p for p in parts}
-    mine = sorted(distinct, key=lambda k: (-distinct[k].workspace_bytes, k))[comm.rank :: comm.size]
-    profiler = Profiler(variants.primary, numerics.precision, clock)
-    found = {key: _scale(profiler.sample(distinct[key]), speeds[comm.rank] * slower) for key in mine}
-    samples = {key: s for part in comm.allgather_object(found) for key, s in part.items()}
-    del profiler  # and the memory that it chills the caches with
-    step_s = min(comm.allgather_object(_update_s_per_byte(optimizer, clock) * slower))
+    profiler = Profiler(variants.primary, numerics.precision, clock, comm.size)
+    team = Team(comm, profiler, distinct, speeds[comm.rank] * slower)
+    names = names_of(distinct, setting(numerics, kinds[0], comm, clock is time.thread_time))
+    known = known or {}
+    samples, timed = reuse(team, {key: known[name] for key, name in names.items() if name in known})
+    updates = [f(optimizer, clock, profiler.chill) for f in (update_s_per_byte, update_s_per_parameter)]
+    per_byte, per_parameter = (min(x) * slower for x in zip(*comm.allgather_object(updates), strict=True))
+    del profiler, team  # and the memory that it chills the caches with
 
-    base = memory.now_bytes  # every kernel has run by now: what is left is not weights
+    links = measure_links(comm)
+    base = memory.now_bytes  # every kernel has run, and MPI has its buffers: what is left is not weights
     limits = comm.allgather_object(((memory_bytes or memory_share(comm) + base), base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
-    levels = numerics.blocks.bit_length() if numerics.blocks > 1 else 0
-    return Costs(
-        groups=group_costs(variants.primary, parts, samples),
-        cluster=Cluster(devices, comm.node_of_rank, measure_links(comm)),
+    costs = Costs(
+        groups=group_costs(variants.primary, parts, samples, per_parameter, numerics.fill),
+        cluster=Cluster(devices, comm.node_of_rank, links),
         ties=variants.graph.ties,
-        bytes_per_param_byte=2.0 + optimizer.state_buffers + levels,
-        step_s_per_byte=step_s,
+        bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
+        step_s_per_byte=per_byte,
         source="measured",
         spread=float(np.median([s.spread for s in samples.values()])),
     )
+    kept = {name: samples[key] for key, name in names.items()}
+    return Measured(costs, kept, timed, len(distinct))
+
+
+def device_kind(instruction_set: str) -> str:
+    """`Device.kind` of this process."""
+    return f"{processor()}, {instruction_set}"
+
+
+def bytes_per_param_byte(optimizer: Optimizer, numerics: Numerics) -> float:
+    """Weight, gradient, the sums of blocks, and the optimizer's state."""
+    levels = numerics.blocks.bit_length() if numerics.blocks > 1 else 0
+    return 2.0 + optimizer.state_buffers + levels
 
 
 def _clock(comm: Communicator, threads: int) -> tuple[Callable[[], float], float]:
@@ -86,28 +114,43 @@ def _speeds(comm: Communicator, kind: str, reference_s: float) -> tuple[list[str
     return [k for k, _ in seen], [fastest[seen[0][0]] / fastest[k] for k, _ in seen]
 
 
-def _scale(s: Sample, factor: float) -> Sample:
-    """Seconds on a device of speed 1."""
-    return replace(
-        s, fwd_s=s.fwd_s * factor, bwd_input_s=s.bwd_input_s * factor, bwd_weight_s=s.bwd_weight_s * factor
-    )
+def update_s_per_byte(
+    optimizer: Optimizer, clock: Callable[[], float], chill: Callable[[], object] = lambda: None
+) -> float:
+    """Norm, clip, update and zero of a block of weights, per byte of weights. A user's own optimizer,
+    which may want the model's parameters and no others, counts as AdamW. chill: empties the caches."""
+    shapes = {"w": torch.Size([_UPDATE_ELEMENTS])}
+    return _update_s(optimizer, clock, chill, shapes) / (4 * _UPDATE_ELEMENTS)
+
+
+def update_s_per_parameter(
+    optimizer: Optimizer, clock: Callable[[], float], chill: Callable[[], object] = lambda: None
+) -> float:
+    """The same of a parameter without elements: torch's calls alone, of which a small model is full."""
+    shapes = {str(i): torch.Size([1]) for i in range(_UPDATE_PARAMETERS)}
+    return _update_s(optimizer, clock, chill, shapes) / _UPDATE_PARAMETERS
 
 
 @torch.no_grad()
-def _update_s_per_byte(optimizer: Optimizer, clock: Callable[[], float]) -> float:
-    """Norm, clip, update and zero of a block of weights, per byte of weights. A user's own optimizer,
-    which may want the model's parameters and no others, counts as AdamW."""
+def _update_s(
+    optimizer: Optimizer,
+    clock: Callable[[], float],
+    chill: Callable[[], object],
+    shapes: dict[str, torch.Size],
+) -> float:
     settings = (
         optimizer if isinstance(optimizer, OptimizerSettings) else OptimizerSettings(clip=optimizer.clip)
     )
-    data = Flat.like({"w": torch.Size([_UPDATE_ELEMENTS])}, torch.float32)
+    data = Flat.like(shapes, torch.float32)
     group = ParamGroup(True, data, data.sibling())
     updater = FlatUpdater([group], settings)
     seconds = []
     for _ in range(6):
+        chill()
         start = clock()
-        torch.linalg.vector_norm(group.grad.buffer)
+        for view in group.grad.views.values():
+            float(torch.linalg.vector_norm(view))
         updater.update(0, 1.0 if settings.clip else None)
         group.grad.buffer.zero_()
         seconds.append(clock() - start)
-    return min(seconds[1:]) / data.buffer.nbytes
+    return min(seconds[1:])

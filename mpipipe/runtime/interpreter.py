@@ -10,8 +10,9 @@ loop trains, evaluates and predicts, over MPI or over threads.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -31,7 +32,7 @@ from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties, take_gradients
 from mpipipe.runtime.transport import Form, Mailbox, Outbox, Pool
 from mpipipe.runtime.weights import BlockSums
-from mpipipe.values import COMPUTE, RECVS, Float64, Instr, Numerics, Op, Program
+from mpipipe.values import COMPUTE, RECVS, Float64, Instr, Int64, Numerics, Op, Program
 
 Key = tuple[int, int]  # (stage, micro-batch)
 
@@ -52,17 +53,24 @@ class Outcome:
     metrics: in evaluation, the sums of `Captured.outputs[1:]` on the last stage's rank."""
 
     times: Float64  # (instructions, 2): start and end, perf_counter seconds
+    memory_bytes: Int64  # (instructions,): resident at the end of each, a message like what was before it
     loss: float = 0.0
     weight: float = 0.0
     norm: float = 0.0
     stop: bool = False  # some rank was asked to stop
-    worst: str = ""  # a parameter whose gradient is not finite, if any
+    not_finite: tuple[str, ...] = ()  # the parameters whose gradient is not, in canonical order
     metrics: list[float] = field(default_factory=list)
     predictions: list[list[Tensor]] = field(default_factory=list)
 
+    @property
+    def sound(self) -> bool:
+        """Of training: there is a finite loss to update the weights by."""
+        return not self.not_finite and math.isfinite(self.loss) and self.weight != 0
+
 
 class Interpreter:
-    """One rank. `stages` are its own; the rest is the same on every rank."""
+    """One rank. `stages` are its own; the rest is the same on every rank. `resident_bytes` says how much
+    memory it holds; `int` says 0."""
 
     def __init__(
         self,
@@ -73,6 +81,7 @@ class Interpreter:
         ties: Ties,
         numerics: Numerics,
         optimizer: Optimizer,
+        resident_bytes: Callable[[], int] = int,
     ) -> None:
         self.comm, self.variants, self.cuts, self.stages, self.ties = (
             comm,
@@ -81,6 +90,7 @@ class Interpreter:
             stages,
             ties,
         )
+        self.resident_bytes = resident_bytes
         self.numerics, self.clip = numerics, optimizer.clip
         self.updaters = {s: optimizer.attach(stage.weights) for s, stage in stages.items()}
         self.n_stages = len(cuts) + 1
@@ -100,7 +110,7 @@ class Interpreter:
         """Runs this rank's part of `program`; collective over the ranks of the program."""
         instrs = program.instrs(self.comm.rank)
         self.job, self.program = job, program
-        self.outcome = Outcome(np.zeros((len(instrs), 2)))
+        self.outcome = Outcome(np.zeros((len(instrs), 2)), np.zeros(len(instrs), np.int64))
         self.act: dict[Key, list[Tensor]] = {}
         self.out: dict[Key, list[Tensor]] = {}
         self.grad: dict[Key, list[Tensor]] = {}
@@ -113,6 +123,7 @@ class Interpreter:
         self._start_weights()
         receives = [i for i in instrs if i.op in RECVS]
         self.mailbox = Mailbox(self.comm, receives, program.receive_window, self._targets)
+        held = self.resident_bytes()
         for i, instr in enumerate(instrs):
             self.outcome.times[i, 0] = time.perf_counter()
             try:
@@ -123,6 +134,12 @@ class Interpreter:
                 error.add_note(f"in {where} ({i + 1} of {len(instrs)}), {job.mode} step {job.step}")
                 raise
             self.outcome.times[i, 1] = time.perf_counter()
+            if instr.op in COMPUTE:  # asking takes 20 us beside cold caches, as long as a small message
+                held = self.resident_bytes()
+            self.outcome.memory_bytes[i] = held
+            if instr.op == Op.NORM and not self.outcome.sound:
+                self._forget_step()
+                break
         self.outbox.wait_all()
         if job.mode == "eval":
             self._add_up()
@@ -241,10 +258,18 @@ class Interpreter:
             total[2] > 0,
         )
         all_norms = total[3:]
-        if not np.isfinite(all_norms).all():
-            self.outcome.worst = list(self.position)[int(np.argmin(np.isfinite(all_norms)))]
+        if not (finite := np.isfinite(all_norms)).all():
+            pairs = zip(self.position, finite, strict=True)
+            self.outcome.not_finite = tuple(name for name, good in pairs if not good)
         self.outcome.norm, factor = clip_coefficient(all_norms.tolist(), self.clip or np.inf)
         self.factor = factor if self.clip is not None else None
+
+    def _forget_step(self) -> None:
+        """Instead of the update: weights, statistics and accumulators are as before the step."""
+        for stage in self.stages.values():
+            for accumulator in stage.weights.accumulators():
+                accumulator.zero_()
+            stage.forget_statistics()
 
     def _step(self, i: Instr) -> None:
         stage = self.stages[i.stage]

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from mpipipe.errors import ConfigError
+from mpipipe.values import Numerics
+
+FP32_ERROR = 1e-5  # relative, allowed of a matrix product; bf16 operands give 1e-3 to 1e-2
 
 
 def set_threads(threads: int) -> None:
@@ -23,24 +26,44 @@ def set_gemm_route(route: str) -> None:
     torch reaches oneDNN for fp32 through its bf16 switch; on processors with matrix units (AMX) that
     really rounds to bf16, so the route is refused there. Raises ConfigError.
     """
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    matmul.fp32_precision = "bf16" if route == "onednn" else "none"
+    use_gemm_route(route)
     if route != "onednn":
         return
-    error, allowed = _relative_error(), 1e-5  # bf16 operands give 1e-3 to 1e-2
-    if error > allowed:
-        matmul.fp32_precision = "none"
+    error = relative_error()
+    if error > FP32_ERROR:
+        use_gemm_route("mkl")
         raise ConfigError(
             f"kernels.gemm = onednn: oneDNN's product on this processor has a relative error of {error:.1e}, "
-            f"fp32 allows {allowed:.0e} (it rounds to bf16 here); set kernels.gemm to mkl"
+            f"fp32 allows {FP32_ERROR:.0e} (it rounds to bf16 here); set kernels.gemm to mkl"
         )
 
 
-def _relative_error() -> float:
+def use_gemm_route(route: str) -> None:
+    """The switch alone, also where the result is no fp32: to measure it."""
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    matmul.fp32_precision = "bf16" if route == "onednn" else "none"
+
+
+def relative_error() -> float:
+    """Of a product of 256 x 256 by the route that is set, against float64."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
     exact = a.double() @ b.double()
     return float((torch.mm(a, b).double() - exact).norm() / exact.norm())
+
+
+def numerics_of(*, batch: int, micro_batches: int, **settings: Any) -> Numerics:
+    """What decides bits, of a run in this process. settings: the fields of `Numerics` that users set."""
+    return Numerics(
+        batch=batch,
+        micro_batch=-(-batch // micro_batches),
+        micro_batches=micro_batches,
+        bits="torch",
+        op_table={},
+        torch=torch.__version__,
+        instruction_set=instruction_set(),
+        **settings,
+    )
 
 
 def instruction_set() -> str:

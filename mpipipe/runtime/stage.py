@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,17 +38,10 @@ class Stage:
         self, code: Code, micro: int, received: Sequence[Tensor], batch: Batch, step: int, train: bool
     ) -> list[Tensor]:
         """Returns what is sent, detached. received: as `code.received`; batch: keys `code.inputs`."""
-        w = self.weights
         inputs = [t.detach() for t in received]
         for t, port in zip(inputs, code.received, strict=True):
             t.requires_grad_(train and port.needs_grad)
-        arguments = [
-            *inputs,
-            *(batch[key] for key in code.inputs),
-            *(w.leaf(*leaf) if train else w.data[leaf[0]] for leaf in code.leaves),
-            *(w.buffer(name) for name in code.buffers),
-            *((step, micro) if code.random else ()),
-        ]
+        arguments = self.arguments(code, micro, inputs, batch, step, train)
         with torch.set_grad_enabled(train), autocast(self.precision):
             sent, statistics = code.forward(*arguments)
         if train:
@@ -58,6 +52,19 @@ class Stage:
                 for update, value in zip(code.updates, statistics, strict=True)
             ]
         return [t.detach() for t in sent]
+
+    def arguments(
+        self, code: Code, micro: int, inputs: Sequence[Tensor], batch: Batch, step: int, train: bool
+    ) -> list[Any]:
+        """Of `code.forward`. train: weights as leaves of autograd."""
+        w = self.weights
+        return [
+            *inputs,
+            *(batch[key] for key in code.inputs),
+            *(w.leaf(*leaf) if train else w.data[leaf[0]] for leaf in code.leaves),
+            *(w.buffer(name) for name in code.buffers),
+            *((step, micro) if code.random else ()),
+        ]
 
     def backward(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
         """Accumulates the weights' gradients; returns those of the received tensors.
@@ -90,4 +97,8 @@ class Stage:
                 buffer.add_(1)
             else:
                 buffer.mul_(1.0 - momentum).add_(value, alpha=momentum)
+        self._statistics.clear()
+
+    def forget_statistics(self) -> None:
+        """Of a step that updates nothing."""
         self._statistics.clear()

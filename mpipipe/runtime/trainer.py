@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,7 @@ from mpipipe.graph.program import Batch, Mode, Specs
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.lower import max_tag
 from mpipipe.planner.search import program_for
+from mpipipe.runtime.blame import blame
 from mpipipe.runtime.feed import Data, Feed, Given, rows_of, slices, specs_of, split_by, split_evenly
 from mpipipe.runtime.interpreter import Interpreter, Job, Outcome
 from mpipipe.runtime.optimizer import Optimizer, Saved
@@ -27,10 +28,16 @@ from mpipipe.values import Plan, Program
 
 
 class Trainer:
-    """Collective: every rank makes one with the same arguments."""
+    """Collective: every rank makes one with the same arguments. `resident_bytes`: see `Interpreter`."""
 
     def __init__(
-        self, comm: Communicator, variants: Variants, plan: Plan, optimizer: Optimizer, data: Data
+        self,
+        comm: Communicator,
+        variants: Variants,
+        plan: Plan,
+        optimizer: Optimizer,
+        data: Data,
+        resident_bytes: Callable[[], int] = int,
     ) -> None:
         self.comm, self.variants, self.plan, self.data = comm, variants, plan, data
         numerics, layout, graph = plan.numerics, plan.layout, variants.graph
@@ -49,7 +56,9 @@ class Trainer:
             )
             stages[s] = Stage(weights, numerics.precision)
         ties = Ties(graph, layout.cuts, self.owner, frozenset(variants.trained))
-        self.interpreter = Interpreter(comm, variants, layout.cuts, stages, ties, numerics, optimizer)
+        self.interpreter = Interpreter(
+            comm, variants, layout.cuts, stages, ties, numerics, optimizer, resident_bytes
+        )
         self.feed = Feed(comm, data, self._reads, variants.first)
 
     def _stages_of(self, rank: int) -> list[int]:
@@ -88,12 +97,10 @@ class Trainer:
             raise MpipipeError(
                 f"step {step}: the weight of the loss is 0, so it has no mean; check the labels"
             )
-        if outcome.worst or not math.isfinite(outcome.loss):
-            place = f"the gradient of {outcome.worst!r}" if outcome.worst else "the loss"
-            where = f" (stage {self.owner[outcome.worst]})" if outcome.worst else ""
+        if not outcome.sound:
+            why = blame(self.comm, self.interpreter, source, outcome)
             raise MpipipeError(
-                f"step {step}: {place}{where} is not finite; loss {outcome.loss / outcome.weight}. "
-                "Lower train.lr, lengthen train.warmup or set train.clip"
+                f"step {step}: {why}\n  no weight was updated; the newest checkpoint is as it was"
             )
         return outcome
 

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mpipipe.errors import CheckpointError
-from mpipipe.state.files import write_text, write_whole
+from mpipipe.state.files import free_bytes, write_text, write_whole
 from mpipipe.state.names import compare_names
 from mpipipe.state.resume import way_out
 from mpipipe.state.shards import Shard
@@ -55,11 +55,14 @@ def save_shard(
     if (folder / index_name(kind)).exists():
         raise CheckpointError(f"{folder}: already holds a whole checkpoint; save to another folder")
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    needed, free = sum(t.nbytes for t in plain.values()), free_bytes(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / name, lambda partial: save_file(plain, partial, metadata={"format": "pt"}))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / name}: cannot be written ({error})") from error
+        raise CheckpointError(
+            f"{folder / name}: cannot be written ({error}); it needs {needed} bytes, {free} were free"
+        ) from error
     return name
 
 
@@ -98,15 +101,25 @@ def read_index(folder: str | Path, kind: Kind = "model") -> dict[str, str]:
 class Reader:
     """Reads single tensors of a checkpoint; a rank reads what it owns and nothing else.
 
-    names: what the checkpoint holds, in canonical order. Raises CheckpointError, here and below, with the
-    file and the next move. The folder is settled here: a link that moves on later does not mix two steps.
+    names: what the checkpoint holds, in canonical order; digests: `tensor_digest` of what was read.
+    Raises CheckpointError, here and below, with the file and the next move. The folder is settled here: a
+    link that moves on later does not mix two steps.
     """
 
     def __init__(self, folder: str | Path, kind: Kind = "model") -> None:
         self.folder = Path(folder).resolve()
         self._index = read_index(self.folder, kind)
         self._shards: dict[str, Shard] = {}
+        self.digests: dict[str, str] = {}
         self.names: Collection[str] = self._index.keys()
+
+    @cached_property
+    def files(self) -> dict[str, list[str]]:
+        """The names in each file, in order."""
+        found: dict[str, list[str]] = {}
+        for name, file in self._index.items():
+            found.setdefault(file, []).append(name)
+        return found
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -122,7 +135,8 @@ class Reader:
         try:
             shard.read(name, out)
         except OSError as error:
-            raise self._damaged(f"{shard.path}: cannot be read ({error})") from error
+            raise self.damaged(f"{shard.path}: cannot be read ({error})") from error
+        self.digests[name] = tensor_digest(name, out)
 
     def check(self, wanted: Mapping[str, TensorSpec]) -> None:
         """Raises CheckpointError unless names, shapes and dtypes are exactly those wanted."""
@@ -136,12 +150,12 @@ class Reader:
             try:
                 self._shards[file] = Shard(self.folder / file)
             except (OSError, ValueError) as error:
-                raise self._damaged(f"{self.folder / file}: cannot be read ({error})") from error
+                raise self.damaged(f"{self.folder / file}: cannot be read ({error})") from error
         if name not in self._shards[file].specs:
-            raise self._damaged(f"{self.folder / file}: lacks '{name}', which the index promises")
+            raise self.damaged(f"{self.folder / file}: lacks '{name}', which the index promises")
         return self._shards[file]
 
-    def _damaged(self, what: str) -> CheckpointError:
+    def damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{what}; the checkpoint is damaged\n  {way_out(self.folder)}")
 
 

@@ -2,25 +2,40 @@
 
     write NAME.part -> fsync -> rename to NAME -> fsync the folder
 
-A kill at any byte leaves the old file or the new one, and perhaps a `.part` that nothing reads.
+A kill at any byte leaves the old file or the new one, and perhaps a `.part` that nothing reads; an error
+leaves no `.part`.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from mpipipe.errors import MpipipeError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, of a quota, the limit of a file
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a temporary file, then gives it the name `path`. Raises OSError."""
     partial = path.with_name(path.name + ".part")
-    partial.touch()  # with the permissions of any new file: safetensors writes files of its own for us alone
-    mode = partial.stat().st_mode
-    write(partial)
-    partial.chmod(mode)
-    _sync(partial, os.O_RDWR)
-    partial.replace(path)
+    try:
+        partial.touch()  # with the permissions of any new file: safetensors writes its own for us alone
+        mode = partial.stat().st_mode
+        write(partial)
+        partial.chmod(mode)
+        _sync(partial, os.O_RDWR)
+        partial.replace(path)
+    except BaseException as error:
+        if isinstance(error, OSError):  # that of a write has no name
+            error.filename = error.filename or str(path)
+        with suppress(OSError):
+            partial.unlink()
+        raise
     sync_folder(path.parent)
 
 
@@ -39,6 +54,26 @@ def link_whole(link: Path, target: str) -> None:
 def sync_folder(folder: Path) -> None:
     """Puts on disk which names are in the folder. Raises OSError."""
     _sync(folder, os.O_RDONLY)
+
+
+def free_bytes(folder: Path) -> int:
+    """What may still be written where the nearest folder that is there lies."""
+    there = next(f for f in (folder, *folder.absolute().parents) if f.is_dir())
+    return shutil.disk_usage(there).free
+
+
+@contextmanager
+def room_in(folder: Path) -> Iterator[None]:
+    """Makes an MpipipeError of a file of a run that found its disk, or quota, full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise MpipipeError(
+            f"{error.filename or folder}: cannot be written ({error.strerror}), {free_bytes(folder)} bytes "
+            "are free; checkpoints are as they were: make room, then go on with --resume"
+        ) from error
 
 
 def _sync(path: Path, flags: int) -> None:

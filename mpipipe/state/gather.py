@@ -14,6 +14,7 @@ from mpipipe.cluster.comm import Bytes, Communicator
 from mpipipe.errors import CheckpointError, MpipipeError
 from mpipipe.state.checkpoint import (
     Kind,
+    Reader,
     index_name,
     save_shard,
     shard_name,
@@ -57,10 +58,17 @@ def save(
     def commit() -> RunState:
         if comm.rank != 0:
             return facts
+        state_order = _by_parameter(states.file_of, order)
         sizes = weights.index(folder, order, [part for part, _ in parts])
-        sizes |= states.index(folder, _by_parameter(states.file_of, order), [part for _, part in parts])
+        sizes |= states.index(folder, state_order, [part for _, part in parts])
         digests = {name: d for part, _ in parts for name, d in part.digests.items()}
-        whole = replace(facts, sizes=sizes, weights_sha256=weights_sha256([digests[n] for n in order]))
+        of_states = {name: d for _, part in parts for name, d in part.digests.items()}
+        whole = replace(
+            facts,
+            sizes=sizes,
+            weights_sha256=weights_sha256([digests[n] for n in order]),
+            sha256=weights.sha256(order, digests) | states.sha256(state_order, of_states),
+        )
         write_text(folder / RUN, to_json(whole))
         return whole
 
@@ -102,7 +110,7 @@ class _Written:
 
     sizes: dict[str, int]  # file -> bytes
     nbytes: int  # of the tensors
-    digests: dict[str, str]  # of the model's tensors
+    digests: dict[str, str]  # of the tensors
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ class _Shards:
             return _Written({}, 0, {})
         mine = {name: t for name, t in tensors.items() if self.file_of[name] == self.files[rank]}
         file = save_shard(folder, list(self.files).index(rank), len(self.files), mine, self.kind)
-        digests = {name: tensor_digest(name, t) for name, t in mine.items()} if self.kind == "model" else {}
+        digests = {name: tensor_digest(name, t) for name, t in mine.items()}
         return _Written({file: (folder / file).stat().st_size}, sum(t.nbytes for t in mine.values()), digests)
 
     def index(self, folder: Path, order: Sequence[str], parts: Sequence[_Written]) -> dict[str, int]:
@@ -136,6 +144,13 @@ class _Shards:
         file = index_name(self.kind)
         sizes = {file: size for part in parts for file, size in part.sizes.items()}
         return sizes | {file: (folder / file).stat().st_size}
+
+    def sha256(self, order: Sequence[str], digests: Mapping[str, str]) -> dict[str, str]:
+        """Of the tensors of each file, in their order."""
+        return {
+            file: weights_sha256([digests[name] for name in order if self.file_of[name] == file])
+            for file in self.files.values()
+        }
 
 
 def _by_parameter(names: Mapping[str, str], order: Sequence[str]) -> list[str]:
@@ -152,6 +167,21 @@ def _check_names(found: Sequence[str], order: Sequence[str]) -> None:
             f"nothing saved: '{misfits[0]}' is {side} ({len(misfits)} such names); the ranks and the model "
             "must name the same parameters and buffers"
         )
+
+
+def verify(comm: Communicator, reader: Reader, sha256: Mapping[str, str]) -> None:
+    """Whether what the ranks have read are the bits that were saved. sha256: as in `RunState`. Collective.
+
+    Raises CheckpointError on every rank, with the file and both values. What no rank has read is not checked.
+    """
+    read = {name: d for part in comm.allgather_object(reader.digests) for name, d in part.items()}
+    for file, names in reader.files.items():
+        if file not in sha256 or not read.keys() >= set(names):
+            continue
+        if (found := weights_sha256([read[name] for name in names])) != sha256[file]:
+            raise reader.damaged(
+                f"{reader.folder / file}: its tensors' sha256 is {found[:12]}, {RUN} says {sha256[file][:12]}"
+            )
 
 
 def collect(comm: Communicator, tensors: Tensors, order: Sequence[str]) -> dict[str, Tensor]:

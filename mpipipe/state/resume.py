@@ -71,6 +71,7 @@ class RunState(Value):
     extra: Json = field(default_factory=dict)  # the caller's own, plain JSON
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of every other file; `save` fills it in
     weights_sha256: str = ""  # of parameters and buffers; `save` fills it in
+    sha256: dict[str, str] = field(default_factory=dict)  # of the tensors of each shard; `save` fills it in
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:

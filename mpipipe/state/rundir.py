@@ -29,7 +29,8 @@ def create(config: Config, base: str | Path = "runs", now: datetime | None = Non
         write_text(folder / CONFIG, to_yaml(config))
     except OSError as error:
         raise ConfigError(
-            f"run.dir: cannot make {error.filename} ({error.strerror}); name a folder of yours"
+            f"run.dir: cannot make {error.filename or config.run.dir or base} ({error.strerror}); name a "
+            "folder of yours, with room"
         ) from error
     return folder
 

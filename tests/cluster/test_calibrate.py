@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpipipe.cluster import calibrate
-from mpipipe.cluster.calibrate import _pairs, measure_links, memory_share
+from mpipipe.cluster.calibrate import measure_links, memory_share, pairs_of
 from mpipipe.cluster.local import run_local
 
 
@@ -29,7 +29,7 @@ def test_levels_follow_from_the_nodes_and_all_ranks_agree(nodes: tuple[int, ...]
 
 def test_pairs_are_disjoint_and_of_their_level() -> None:
     nodes = (0, 1, 0, 1, 2, 2, 0)
-    pairs = run_local(7, _pairs, node_of_rank=nodes)[0]
+    pairs = run_local(7, pairs_of, node_of_rank=nodes)[0]
     assert pairs["node"] == {0: 2, 2: 0, 1: 3, 3: 1, 4: 5, 5: 4}
     assert pairs["switch"] == {0: 1, 1: 0}
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import doctest
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mpipipe.cluster import ending
 from mpipipe.cluster.ending import TimeLimit, stop_signals
+from mpipipe.errors import DataError
 
 
 class Clock:
@@ -88,3 +91,27 @@ def test_signals_ask_for_a_stop_and_a_second_ctrl_c_interrupts() -> None:
     with stop_signals() as asked:
         signal.raise_signal(signal.SIGINT)
         assert asked == ["SIGINT"]
+
+
+@pytest.mark.parametrize(("rank", "says"), [(0, ""), (1, "  on rank 1\n")])
+def test_a_rank_that_speaks_for_itself_alone_says_which_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, says: str
+) -> None:
+    waits, aborts = list[float](), list[int]()
+    monkeypatch.setattr(ending.time, "sleep", waits.append)
+    comm: Any = SimpleNamespace(rank=rank, size=3, abort=aborts.append)
+    assert ending.end(comm, DataError("no such file")) == 1
+    assert capsys.readouterr().err == f"mpipipe: error: no such file\n{says}"
+    assert aborts == [1]
+    assert len(waits) == rank, "rank 0 speaks first"
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_the_first_signal_is_answered_at_once_where_somebody_speaks(
+    says: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with stop_signals(says):
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(number)
+        said = capfd.readouterr().err
+    assert said == ("mpipipe: SIGUSR1: stopping after this step, with a checkpoint\n" if says else "")

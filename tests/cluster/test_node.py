@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpipipe.cluster.node import cores_available, memory_available_bytes
+from mpipipe.cluster.node import cache_folder, cores_available, memory_available_bytes
 
 GIB = 1 << 30
 
@@ -76,3 +76,16 @@ def test_slurm_s_limit_counts_and_0_means_the_whole_node(tmp_path: Path) -> None
 def test_this_machine_has_a_core_and_some_memory() -> None:
     assert cores_available()
     assert memory_available_bytes({}) > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/c", "HOME": "/h"}, "/c/mpipipe"),
+        ({"XDG_CACHE_HOME": "not/absolute", "HOME": "/h"}, "/h/.cache/mpipipe"),
+        ({"HOME": "/h"}, "/h/.cache/mpipipe"),
+    ],
+)
+def test_the_cache_is_where_the_user_keeps_caches(environ: dict[str, str], folder: str) -> None:
+    assert cache_folder(environ) == Path(folder)
+    assert cache_folder({}) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 from mpipipe.config import Config, parse
 from mpipipe.data import Dataset, open_dataset, prepare
-from mpipipe.data.base import draws, uniforms
+from mpipipe.data.base import draws, fingerprint, uniforms
+from mpipipe.data.windows import least
 from mpipipe.errors import DataError
 
 TOKENS = "data: {name: synthetic}\nmodel: {vocab: 1000, context: 16}\n"
@@ -235,3 +237,42 @@ def test_missing_empty_and_short_corpora_are_refused(tmp_path: Path) -> None:
         open_dataset(text_config(short), tmp_path)
     with pytest.raises(DataError, match=r"corpus.bin: cannot be read"):
         open_dataset(text_config(None), tmp_path)
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5, 0.7, 1 / 3])
+def test_the_error_of_a_short_text_says_how_long_one_must_be(tmp_path: Path, fraction: float) -> None:
+    path, enough = tmp_path / "text", least(8, fraction)
+    config = text_config(path, f"data.val_fraction={fraction}")
+    path.write_bytes(b"a" * (enough - 1))
+    with pytest.raises(
+        DataError, match=rf"of its {enough - 1} bytes are .* needs 9 \(a file of {enough} has them\)"
+    ):
+        open_dataset(config, tmp_path)
+    path.write_bytes(b"a" * enough)
+    assert open_dataset(config, tmp_path).specs(1)["tokens"].shape == (1, 8)
+
+
+def test_a_fingerprint_tells_other_samples(letters: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_bytes(letters.read_bytes()[:-100])
+    data = [open_dataset(text_config(path), tmp_path) for path in (letters, letters, other)]
+    found = [fingerprint(d, 4) for d in data]
+    assert found[0] == found[1] != found[2]
+    assert fingerprint(data[0], 3) != found[0]
+
+
+def test_a_full_disk_while_files_are_joined_leaves_no_corpus(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "texts" / name).write_bytes(b"x" * 600)
+    config, run = text_config(tmp_path / "texts"), tmp_path / "run"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(DataError, match=r"texts/b: cannot be copied to .*corpus.bin \(File too large\)"):
+            prepare(config, run, True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(run.iterdir()) == []
+    prepare(config, run, True)
+    assert len((run / "corpus.bin").read_bytes()) == 1200

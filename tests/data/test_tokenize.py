@@ -38,6 +38,7 @@ def ids(path: Path, dtype: str = "<u2") -> list[int]:
     return [int(i) for i in np.fromfile(path, dtype)]
 
 
+@pytest.mark.jobs
 def test_workers_do_not_change_the_bytes(
     tmp_path: Path, words: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

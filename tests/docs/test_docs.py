@@ -9,8 +9,11 @@ An HTML comment on the line before a fenced block says what to do with it:
     <!-- after a run -->  a Python block that needs runs/latest (marker `jobs`)
     <!-- file: NAME -->   a block that later commands and programs of the same page call NAME
     <!-- prints -->       the text that the Python block before it prints
+    <!-- drawn: NAME -->  what docs/draw.py makes
+    <!-- output: ... -->  what docs/outputs.py has written, on a quiet machine
 
-    python tests/docs/test_docs.py      writes the table of config keys in docs/guide.md anew
+    python tests/docs/test_docs.py      writes the table of config keys in docs/config.md anew
+    python docs/draw.py                 writes the drawings anew
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import inspect
 import io
 import json
 import re
+import runpy
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
@@ -32,6 +36,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from mpipipe import config
+from mpipipe.__main__ import COMMANDS
 from mpipipe.config import sections
 from mpipipe.config.read import _kinds
 from mpipipe.errors import ConfigError, MpipipeError
@@ -39,8 +44,11 @@ from mpipipe.pipeline import Pipeline
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-GUIDE = REPOSITORY / "docs" / "guide.md"
-FOLDERS = ("examples/", "docs/", "slurm/", "mpipipe/", "tests/", "benchmarks/", "kernels/", ".ci/")
+REPORTS = REPOSITORY / "docs" / "reports.md"
+KEYS = REPOSITORY / "docs" / "config.md"
+FOLDERS = (
+    "examples/", "docs/", "slurm/", "mpipipe/", "tests/", "benchmarks/", "kernels/", "containers/", ".ci/",
+)  # fmt: skip
 PROGRAMS = {"make", "mpirun", "srun", "sbatch", "python", "git", "cd", "source", "cp", "module"}
 ANY_CONFIG = "config.yaml"  # in a command: whatever the reader's file is called
 TABLE = re.compile(r"(?<=<!-- keys -->\n).*(?=<!-- end of keys -->)", re.DOTALL)
@@ -93,8 +101,9 @@ def prose(page: Path) -> str:
 def test_every_block_has_a_language_that_is_checked() -> None:
     known = {"yaml", "json", "python", "bash", "console", "text"}
     assert [b.place for b in blocks() if b.language not in known] == []
-    notes = {"", "run", "script", "after a run", "prints"}
-    assert [b.place for b in blocks() if b.note not in notes and not b.note.startswith("file: ")] == []
+    notes = {"", "run", "script", "after a run", "prints", "output"}
+    named = ("file: ", "drawn: ", "output: ")
+    assert [b.place for b in blocks() if b.note not in notes and not b.note.startswith(named)] == []
 
 
 # -- YAML and Python ---------------------------------------------------------------------------
@@ -124,6 +133,20 @@ def test_python_runs_and_prints_what_is_said(
     assert said in (None, printed(block))
 
 
+@pytest.mark.parametrize("block", of("text"))
+def test_drawings_are_those_of_the_code(block: Block) -> None:
+    if block.note.startswith("drawn: "):
+        said = "write it anew: python docs/draw.py"
+        assert block.text == drawings()[block.note.removeprefix("drawn: ")] + "\n", said
+
+
+@cache
+def drawings() -> dict[str, str]:
+    path = REPOSITORY / "docs" / "draw.py"
+    found: dict[str, str] = runpy.run_path(str(path))["drawings"]()
+    return found
+
+
 # -- commands ----------------------------------------------------------------------------------
 
 
@@ -146,6 +169,8 @@ def training(words: list[str]) -> tuple[str, list[str]] | None:
             given = words[words.index(program) + 1 :]
     if words[:2] == ["make", "train"]:
         given = [variables.get("CONFIG", "examples/gpt.yaml"), *shlex.split(variables.get("ARGS", ""))]
+    if "--plan" in given:
+        del given[given.index("--plan") + 1]
     first, *overrides = [word for word in given if not word.startswith("--")] or [""]
     return (first, overrides) if given else None
 
@@ -172,6 +197,18 @@ def wrong_make(words: list[str]) -> list[str]:
     return [name for name, sets in names if name not in (variables if sets else targets)]
 
 
+def unknown_parts(words: list[str]) -> list[str]:
+    """What a sub-command of `python -m mpipipe` does not know: its name, or a flag."""
+    at = words.index("mpipipe") if "mpipipe" in words else 0
+    if at == 0 or words[at - 1] != "-m":
+        return []
+    name, *given = words[at + 1 :]
+    if name not in COMMANDS:
+        return [name]
+    source = inspect.getsource(importlib.import_module(COMMANDS[name][0]))
+    return [w for w in given if w.startswith("-") and f'"{w}"' not in source]
+
+
 def missing_files(words: list[str]) -> list[str]:
     names = (w.split("::")[0] for w in words if w.startswith(FOLDERS))
     return [name for name in names if not (REPOSITORY / name).exists()]
@@ -186,6 +223,7 @@ def test_commands_name_what_exists(block: Block) -> None:
         assert missing_files(words) == [], block.place
         if words[0] == "make":
             assert wrong_make(words) == [], block.place
+        assert unknown_parts(words) == [], block.place
         job = training(words)
         if job and "mpipipe: error: " not in block.text:
             config.parse(config_text(block.page, job[0]), job[0], job[1])
@@ -288,7 +326,7 @@ def test_python_that_reads_a_run(block: Block, finished: Path, monkeypatch: pyte
 
 
 @pytest.mark.jobs
-def test_the_run_folder_holds_what_the_readme_lists(finished: Path) -> None:
+def test_the_run_folder_holds_what_is_listed(finished: Path) -> None:
     there = {path.name for path in (finished / "runs" / "latest").iterdir()}
     assert run_files() - {"sample.txt"} == there  # SHORT asks for no sample
 
@@ -336,8 +374,8 @@ def exists(word: str) -> bool:
 
 @cache
 def run_files() -> set[str]:
-    """The names in the README's table of what a run leaves behind."""
-    part = PAGES[0].read_text().partition("## What a run leaves behind\n")[2].partition("\n## ")[0]
+    """The names in the table of what a run leaves behind."""
+    part = REPORTS.read_text().partition("## What a run leaves behind\n")[2].partition("\n## ")[0]
     return {name.rstrip("/") for name in re.findall(r"^\| `([\w./]+)` \|", part, re.MULTILINE)}
 
 
@@ -378,6 +416,15 @@ def named(path: str) -> bool:
     with contextlib.suppress(ImportError):
         return importlib.import_module(path) is not None
     return hasattr(importlib.import_module(module), name)
+
+
+def test_every_promise_has_a_test() -> None:
+    """That they exist is test_names_in_the_text_exist."""
+    rows = re.findall(
+        r"^\| (.*) \| (.*) \|$", (REPOSITORY / "docs" / "promises.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 10
+    assert [promise for promise, tests in rows[1:] if "`tests/" not in tests] == []
 
 
 # -- the table of config keys --------------------------------------------------------------------
@@ -435,7 +482,7 @@ def values(schema: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """The table in docs/guide.md."""
+    """The table in docs/config.md."""
     out = ["| key | default | values | meaning |", "|---|---|---|---|"]
     for section, key, kind, default, legal, text in keys():
         only = f" ({kind})" if kind else ""
@@ -445,7 +492,7 @@ def table() -> str:
 
 
 def test_the_table_of_keys_is_that_of_the_config() -> None:
-    shown = TABLE.search(GUIDE.read_text())
+    shown = TABLE.search(KEYS.read_text())
     assert shown is not None
     assert shown[0] == table(), "write it anew: python tests/docs/test_docs.py"
 
@@ -499,4 +546,4 @@ def test_every_class_of_error_has_its_section() -> None:
 
 
 if __name__ == "__main__":
-    GUIDE.write_text(TABLE.sub(lambda _: table(), GUIDE.read_text()))
+    KEYS.write_text(TABLE.sub(lambda _: table(), KEYS.read_text()))

@@ -198,9 +198,36 @@ BAD_LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "a loss with its default": (lambda out, b: (CE(out, b["y"]), (b["y"] > 0).sum()), "weight_of"),
     "a mean with a number": (lambda out, b: (CE(out, b["y"]), len(b["y"])), "weight_of"),
     "a sum of means": (lambda out, b: (out.sum() - CE(out, b["y"]).view(()), (b["y"] > 0).sum()), "a mean"),
+    "a mean by hand": (lambda out, _: (out.sum() / 64, 64.0), "aten::div divides by that weight"),
+    "a masked mean by hand": (
+        lambda out, b: (out.sum() / (b["y"] > 0).sum(), (b["y"] > 0).sum()),
+        "divides by that weight",
+    ),
     "a vector": (lambda out, _: (out.sum(1), 1.0), r"in the loss\n  the loss sum has shape \(2,\)"),
     "an integer": (lambda out, _: ((out > 0).sum(), 1.0), "dtype torch.int64"),
 }
+
+
+def misspelt(out: Tensor, b: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return CE(out, b["labelz"], reduction="sum"), len(out)
+
+
+def of_no_use(out: Tensor, b: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return out.sum().no_such_method(), len(b)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (misspelt, r"""KeyError: 'labelz'; the batch has the keys \['x', 'y'\]\n.*itself: mend that line"""),
+        (of_no_use, r"no_such_method'\n  the model or the loss raised this itself"),
+    ],
+)
+def test_a_slip_in_the_loss_gets_no_advice_about_models(loss: Callable[..., Any], says: str) -> None:
+    with pytest.raises(CaptureError, match=says) as caught:
+        capture_one(ModelSource(Base, 0), loss, SPECS, "train")
+    assert str(caught.value).startswith(f'File "{__file__}", line ')
+    assert "layers" not in str(caught.value)
 
 
 @pytest.mark.parametrize("what", BAD_LOSSES)
@@ -212,6 +239,7 @@ def test_a_loss_of_another_form_is_refused(what: str) -> None:
 
 GOOD_LOSSES: dict[str, Callable[..., Any]] = {
     "a mean times its weight": lambda out, b: (CE(out, b["y"]) * b["y"].sum(), b["y"].sum()),
+    "half of a sum": lambda out, b: (out.sum() / 2, len(b["y"])),
     "a mean per sample": lambda out, b: (out.mean(-1).sum(), (b["y"] >= 0).sum()),
     "a plain mean of micro-batches": lambda out, b: (CE(out, b["y"]), 1.0),
     "a sum": lambda out, b: (CE(out, b["y"], reduction="sum"), (b["y"] >= 0).sum()),

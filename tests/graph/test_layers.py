@@ -86,6 +86,7 @@ def test_a_layer_is_a_group_and_has_costs() -> None:
     profiler = Profiler(variants.primary, "fp32")
     samples = {p.key: profiler.sample(p) for p in parts}
     assert len(samples) == len(parts), "no two of them do equal work"
+    assert not parts[0].lasting, "its code may be another one in the next run"
     costs = group_costs(variants.primary, parts, samples)
     assert [c.param_bytes for c in costs][:3] == [288, 0, 576]
     other = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ from mpipipe.state.checkpoint import load
 Launch = Callable[..., Any]
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-BENCHMARKS = {"gpt10m", "gpt85m"}  # too large for a test: `make bench` runs them
-OTHERS = {"pretrain", "finetune", "own_model"}  # have tests of their own
+BENCHMARKS = {"gpt10m", "gpt85m", "vgg"}  # too large for a test: `make bench` runs them
+OTHERS = {"pretrain", "finetune", "own_model", "llama-70b", "cluster"}  # have tests of their own
 SHORT = ("train.steps=10", "train.warmup=2", "eval.every=0", "eval.batches=1", "sample.length=0")
 
 digits = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn: mpipipe[digits]")

@@ -140,6 +140,7 @@ def test_a_sigterm_to_the_launch_script_ends_cleanly(launch: Launch, folder: Pat
     assert job.returncode == 0, job.stderr
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["stopped_by"] == "SIGUSR1"
+    assert job.stderr.count("mpipipe: SIGUSR1: stopping after this step, with a checkpoint") == 1
     assert summary["steps"] in (4, 5)
     assert len(load(folder / "run" / "checkpoint")) == 8
 

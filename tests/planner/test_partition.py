@@ -61,7 +61,7 @@ def test_the_error_names_the_smallest_number_of_stages_that_would_do(problem, sc
     assume(n_stages not in fits)
     with pytest.raises(PlanError) as caught:
         partition(costs, n_micro, schedule, n_stages, window, tied)
-    said = re.search(r"plan (\d+) stages", str(caught.value))
+    said = re.search(r"start (\d+) ranks: that is the least", str(caught.value))
     assert ([int(said[1])] if said else []) == fits[:1]
 
 
@@ -108,7 +108,7 @@ def test_the_text_of_the_error():
         partition(costs, 8, "1f1b", 2)
     assert str(caught.value) == (
         "stage 1 of 2 (rank 1, 50 bytes) cannot hold group 1 'head': 10 bytes short with schedule '1f1b' "
-        "and 8 micro-batches; no number of stages would do: give more memory or use smaller micro-batches"
+        "and 8 micro-batches; no number of ranks would do: give more memory or use smaller micro-batches"
     )
 
 

@@ -117,7 +117,7 @@ def test_a_given_plan_that_does_not_fit_is_refused(wrong, words):
 def test_a_given_plan_that_needs_too_much_memory_is_refused():
     costs = dataclasses.replace(uniform(4, 2, param_bytes=10), cluster=cluster([1.0] * 2, [100, 100]))
     program = program_for(layout(("g3",)), numerics(2), (), names(costs))
-    with pytest.raises(PlanError, match="rank 0 needs 120 bytes and has 100, 20 short"):
+    with pytest.raises(PlanError, match="rank 0 needs 120 bytes and has 100 bytes, 20 bytes short"):
         predict(costs, layout(("g3",)), program, names(costs))
 
 

@@ -107,10 +107,27 @@ def test_receive_buffers_are_those_that_are_posted():
     assert timeline.peak_bytes == (1000 + 30 + 100 + 9, 1000 + 20 + 100 + 11, 1000 + 10 + 100 + 12)
 
 
+def test_memory_over_the_step():
+    """Rank 1 of two: fixed 1000, window 8 (two activations of 4), a stash of 10 from F through B, and a
+    workspace of 100 while it works. Rank 0 holds two stashes at first, and gets gradients of 3."""
+    timeline = even("1f1b", 2, 2)
+    names = [[str(i).split("-")[0].split("<")[0] for i in timeline.program.instrs(rank)] for rank in (0, 1)]
+    assert dict(zip(names[1], timeline.memory_bytes[1].tolist(), strict=True)) == {
+        "1RECV_ACT0": 1008, "1F0": 1118, "1B0": 1118, "1SEND_GRAD0": 1008,
+        "1RECV_ACT1": 1008, "1F1": 1118, "1B1": 1118, "1SEND_GRAD1": 1008, "NORM": 1008, "1STEP": 1008,
+    }  # fmt: skip
+    assert dict(zip(names[0], timeline.memory_bytes[0].tolist(), strict=True)) == {
+        "0F0": 1116, "0SEND_ACT0": 1016, "0F1": 1126, "0SEND_ACT1": 1026, "0RECV_GRAD0": 1026, "0B0": 1126,
+        "0RECV_GRAD1": 1016, "0B1": 1116, "NORM": 1006, "0STEP": 1006,
+    }  # fmt: skip
+    assert timeline.peak_bytes == (1126, 1118)
+
+
 def test_forward_only_keeps_one_stash():
     program = lower(forward_only(2, 5), (), "per_use", 0, train=False)
     timeline = simulate(program, (EVEN, EVEN), cluster([1.0] * 2, [HUGE] * 2))
     assert timeline.peak_bytes == (1110, 1110)
+    assert timeline.memory_bytes[0].tolist()[:2] == [1110, 1000]  # F, SEND_ACT
     assert timeline.makespan_s == 6.0
 
 

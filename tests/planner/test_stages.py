@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +52,12 @@ def test_against_plain_sums(problem, data):
     distinct = sum(g.param_bytes for g in costs.groups)
     distinct -= sum(tie.nbytes * (len(set(tie.groups)) - 1) for tie in costs.ties)
     assert updated == distinct * costs.step_s_per_byte  # every weight is updated once, wherever the cuts
+
+
+def test_a_stage_updates_each_of_its_groups():
+    groups = tuple(replace(group(str(i), 1, 1, 1, param_bytes=8), update_s=2.0**i) for i in range(3))
+    costs = Costs(groups, cluster([1.0, 2.0], [HUGE] * 2), (), 4.0, 0.5, "modelled", 0.0)
+    assert [stage.step_s for stage in stage_costs(costs, (1,))] == [4 + 1, (8 + 2 + 4) / 2]
 
 
 def test_ties_are_stages_each_once():

@@ -12,7 +12,7 @@ import pytest
 
 from mpipipe.report import Metrics, Progress, cut_metrics, read_metrics, summary
 from mpipipe.report.progress import number
-from mpipipe.values import Report
+from mpipipe.values import RankReport, Report
 
 
 class Terminal(io.StringIO):
@@ -28,8 +28,15 @@ def test_summary_puts_predicted_next_to_measured(report: Report) -> None:
     text = summary(report)
     assert row(text, "time, ms") == ["500", "550", "1.10"]
     assert row(text, "idle share (bubble)") == ["0.1", "0.125", "1.25"]
-    assert row(text, "rank 0") == ["200", "300", "1.50"]
-    assert row(text, "rank 1") == ["250", "250", "1.00"]
+    by_rank = text.replace("|", "")
+    assert row(by_rank, "0 ") == ["0", "7", "1.23", "400", "440", "20.0", "21.0", "12.3", "3", "200", "300"]
+    assert row(by_rank, "1 ") == ["1", "9", "0.04568", "450", "500", "10.0", "9.0", "0", "1", "250", "250"]
+    bars = {
+        tuple(at for at, sign in enumerate(line) if sign == "|")
+        for line in text.splitlines()
+        if line.startswith(("0 ", "1 "))
+    }
+    assert len(bars) == 1, "the bars stand below each other"
     assert "validation loss 2.25 = 0.750 of the unigram entropy 3\n" in text
     assert "200 steps, final training loss 2.2, 7448 tokens/s\n" in text
     assert f"weights {report.weights_sha256}\n" in text
@@ -37,10 +44,30 @@ def test_summary_puts_predicted_next_to_measured(report: Report) -> None:
 
 
 def test_summary_fits_the_screen_and_has_colours_only_when_asked(report: Report) -> None:
-    plain = summary(report, width=80)
-    assert all(len(line) <= 80 for line in plain.splitlines())
+    plain = summary(of_many(report, 24))
+    assert max(len(line.rstrip()) for line in plain.splitlines()) <= 110
+    assert "..." not in plain
+    assert "\u2026" not in plain
     assert "\x1b" not in plain
     assert "\x1b" in summary(report, colour=True)
+
+
+def of_many(report: Report, n: int) -> Report:
+    """Ranks of a large model; the slowest is rank 3, the fullest rank 5."""
+    one = RankReport((0,), 12, 1_100_000_000, 98.7654, 101.234, 0.123456, 0.234567, 0.0123456, 123456789)
+    ranks = [replace(one, stages=(s,), compute_s=110.5 if s == 3 else 100.0 + s / n) for s in range(n)]
+    peaks = tuple((30 << 30) + (1 << 30) * (s == 5) for s in range(n))
+    return replace(report, ranks=tuple(ranks), peak_bytes=peaks, predicted_peak_bytes=(29 << 30,) * n)
+
+
+def test_summary_of_many_ranks_shows_their_spread_and_the_worst(report: Report) -> None:
+    text = summary(of_many(report, 101))
+    lines = text.split("by rank")[1].split("\n\n")[0].splitlines()[2:]
+    assert [line.split("  ")[0] for line in lines] == ["least", "median", "most", "slowest: 3", "fullest: 5"]
+    measured = [line.split("|")[1].split()[0] for line in lines]  # compute, ms
+    assert measured == ["100000", "100505", "110500", "110500", "100050"]
+    assert [line.split()[-1] for line in lines] == ["30720", "30720", "31744", "30720", "31744"]
+    assert max(map(len, lines)) <= 110
 
 
 def test_summary_of_a_run_without_validation_or_prediction(report: Report) -> None:

@@ -117,3 +117,27 @@ def test_srun_that_would_start_copies_is_refused_with_the_line_that_fixes_it(
     assert said.count("fix: srun --mpi=pmix -n 2 ") == 1, said  # by one process, once
     assert "Traceback" not in said
     assert not (folder / "copies" / "summary.json").exists()
+
+
+def test_the_doctor_tells_a_launch_that_fits_from_one_that_does_not(slurm: None, folder: Path) -> None:
+    def doctor(mpi: str) -> subprocess.CompletedProcess[str]:
+        return command(
+            "srun", f"--mpi={mpi}", "-N", "2", "-n", "2", sys.executable, "-m", "mpipipe", "doctor", "--json",
+            cwd=folder, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        )  # fmt: skip
+
+    fits = doctor("pmix")
+    value = json.loads(fits.stdout)
+    assert [f for f in value["findings"] if f["level"] == "PROBLEM"] == [], fits.stdout
+    assert fits.returncode == 0
+    assert [r["node"] for r in value["ranks"]] == [0, 1]
+    assert value["ranks"][0]["launch"]["launcher"] == "srun"
+    assert [link["level"] for link in value["ranks"][0]["links"]] == ["switch"]
+
+    alone = doctor("none")
+    (problem,) = [
+        f for f in json.loads(alone.stdout)["findings"] if f["level"] == "PROBLEM"
+    ]  # of one process
+    assert alone.returncode != 0
+    assert "srun started 2 processes" in problem["text"]
+    assert problem["fix"].startswith("srun --mpi=pmix -n 2 ")

@@ -176,6 +176,7 @@ def peak_of_a_reader(
 MB = 10**6
 
 
+@pytest.mark.jobs
 def test_a_share_is_read_without_the_rest(tmp_path: Path) -> None:
     """128 MB on disk, a quarter of it on this rank: a map of the file or a second copy would show."""
     above, share = peak_of_a_reader(tmp_path, torch.float32, torch.float32, 2000, 2)

@@ -1,0 +1,58 @@
+"""One model of the benchmark: runs of ours and of every peer on it, each in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import config_of, launch, run
+from benchmarks.results import Run
+
+KEPT = ("step_s", "peak_bytes", "predicted_step_s", "predicted_peak_bytes", "bubble", "predicted_bubble")
+
+
+@dataclass(frozen=True)
+class Case:
+    """folder: for what is prepared once. Every side gets the same overrides of the example."""
+
+    model: str
+    ranks: int
+    gemm: str
+    folder: Path
+    timeout_s: float
+
+    def prepare(self) -> dict[str, Any]:
+        """What `benchmarks/peers/prepare.py` finds out."""
+        return self._peers("prepare", 1)
+
+    def ours(self, steps: int) -> Run:
+        """`python -m mpipipe.train`, read from its run folder. Ends the program if it fails."""
+        with tempfile.TemporaryDirectory() as temporary:
+            run_dir = Path(temporary) / "run"
+            overrides = [*self._overrides(steps), f"run.dir={run_dir}"]
+            launch(self.ranks, "-m", "mpipipe.train", config_of(self.model), *overrides)
+            summary = json.loads((run_dir / "summary.json").read_text())
+            plan = json.loads((run_dir / "plan.json").read_text())
+            lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        losses = [json.loads(line)["loss"] for line in lines]
+        figures = {key: summary[key] for key in KEPT}
+        return figures | {"losses": losses, "cuts": plan["layout"]["cuts"]}
+
+    def peer(self, side: str, choice: str, steps: int) -> Run:
+        """With a setting of its own; of a run that fails, the reason."""
+        return self._peers(side, steps, "--choice", choice)
+
+    def _peers(self, side: str, steps: int, *more: str) -> dict[str, Any]:
+        where = ["--folder", str(self.folder), "--ranks", str(self.ranks), "--timeout", str(self.timeout_s)]
+        arguments = [side, config_of(self.model), *self._overrides(steps), *where, *more]
+        text = run([sys.executable, "-m", "benchmarks.peers", *arguments])
+        found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
+        return found
+
+    def _overrides(self, steps: int) -> Sequence[str]:
+        return f"train.steps={steps}", f"kernels.gemm={self.gemm}", "pipeline.threads=1"

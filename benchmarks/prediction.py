@@ -1,0 +1,235 @@
+"""What a run was predicted to take, and what it took: one JSON line for each model.
+
+    python -m benchmarks.prediction [--models gpt10m,gpt85m,...] [--rounds 3] [--ranks 2] [--start]
+
+Each round is the real command line in fresh processes, without costs of earlier runs (--cached: with them).
+Figures are medians over rounds; ratio = measured / predicted. For each rank and kind of instruction:
+
+    wall     seconds, which others on the machine lengthen
+    on core  seconds that the instruction had a core: predicted times of computing should be these
+
+--start adds where the time from the launch to the first step goes. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mpipipe.graph.variants
+import mpipipe.pipeline
+import mpipipe.runtime.trainer
+import mpipipe.train
+from benchmarks.common import config_of, launch, machine
+from mpipipe.cluster.mpi import connect
+from mpipipe.config import load
+from mpipipe.planner.search import cut_indices
+from mpipipe.planner.stages import stage_costs
+from mpipipe.runtime.interpreter import Interpreter
+from mpipipe.values import Instr, Op, Plan, from_json
+
+RESNET = """
+model: {name: resnet, channels: 3, size: 32, blocks: [2, 2, 2], widths: [32, 64, 128]}
+data: {name: synthetic, samples: 512}
+train: {batch: 64, lr: 1e-3}
+pipeline: {micro_batches: 8}
+"""
+STEPS = {"gpt": 30, "gpt10m": 8, "gpt85m": 4, "vgg": 6, "unet": 60, "resnet": 30}
+FIGURES = (
+    "step_s", "predicted_step_s", "peak_bytes", "predicted_peak_bytes", "bubble", "predicted_bubble",
+)  # fmt: skip
+COMPUTE = {"_forward": Op.F, "_backward": Op.B, "_norm": Op.NORM, "_step": Op.STEP}
+PARTS = (  # owner, function, name of the part
+    (mpipipe.train, "resident_memory", "tracer"),
+    (mpipipe.train, "prepare", "data"),
+    (mpipipe.train, "open_dataset", "data"),
+    (mpipipe.train, "build", "model"),
+    (mpipipe.pipeline, "ModelSource", "model"),
+    (mpipipe.graph.variants, "capture", "capture"),
+    (mpipipe.pipeline, "measure", "costs"),
+    (mpipipe.pipeline.Pipeline, "_plan", "plan"),
+    (mpipipe.pipeline, "Trainer", "weights"),
+)
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+class TimedInterpreter(Interpreter):
+    """The product's interpreter; what its training instructions took is kept."""
+
+    kept: list[tuple[int, str, float, float]] = []  # noqa: RUF012 - step, kind, wall, on core; one per process
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return found if name not in COMPUTE else self._timed(COMPUTE[name].name, found)
+
+    def _timed(self, kind: str, handler: Callable[[Instr], None]) -> Callable[[Instr], None]:
+        def run(instr: Instr) -> None:
+            wall, core = time.perf_counter(), time.thread_time()
+            handler(instr)
+            if self.job.mode == "train":
+                wall, core = time.perf_counter() - wall, time.thread_time() - core
+                self.kept.append((self.job.step, kind, wall, core))
+
+        return run
+
+
+class Start:
+    """Seconds of the parts between the launch and the first step."""
+
+    def __init__(self, launched: float) -> None:
+        self.launched, self.parts, self.until = launched, {"launch and imports": time.time() - launched}, 0.0
+        for owner, name, part in PARTS:
+            setattr(owner, name, self._timed(getattr(owner, name), part))
+        step = mpipipe.pipeline.Pipeline.timed_step
+
+        def first(pipe: mpipipe.pipeline.Pipeline, *arguments: Any) -> Any:
+            self.until = self.until or time.time()
+            return step(pipe, *arguments)
+
+        mpipipe.pipeline.Pipeline.timed_step = first  # type: ignore[assignment, method-assign]
+
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            before = time.time()
+            result = function(*arguments, **named)
+            if not self.until:
+                self.parts[part] = self.parts.get(part, 0.0) + time.time() - before
+            return result
+
+        return run
+
+    def found(self) -> dict[str, float]:
+        whole = self.until - self.launched
+        return {"whole": whole, **self.parts, "rest": whole - sum(self.parts.values())}
+
+
+def rank_main(config: str, overrides: Sequence[str], out: Path, launched: float) -> None:
+    """One rank of a run; rank 0 writes what all have found."""
+    start = Start(launched)
+    mpipipe.runtime.trainer.Interpreter = TimedInterpreter  # type: ignore[attr-defined]
+    before = time.time()
+    comm = connect()
+    start.parts["mpi"] = time.time() - before
+    report = mpipipe.train.train(comm, load(config, overrides))
+    by_rank = comm.allgather_object((TimedInterpreter.kept, start.found()))
+    if comm.rank == 0:
+        found = {key: getattr(report, key) for key in FIGURES}
+        out.write_text(json.dumps(found | {"kept": [kept for kept, _ in by_rank], "start": by_rank[0][1]}))
+    comm.close()
+
+
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+def one_round(config: str, overrides: Sequence[str], ranks: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out, run_dir = Path(folder) / "out.json", Path(folder) / "run"
+        arguments = [config, *overrides, f"run.dir={run_dir}", "--out", out, "--launched", time.time()]
+        launch(ranks, "-m", "benchmarks.prediction", *map(str, arguments))
+        found: dict[str, Any] = json.loads(out.read_text())
+        found["predicted, wall, on core"] = _instructions(run_dir / "plan.json", found.pop("kept"))
+    return found
+
+
+def _instructions(plan_path: Path, kept: Sequence[Sequence[tuple[int, str, float, float]]]) -> list[Any]:
+    """Per rank and kind: seconds as predicted, on the wall and on a core; medians without the first step."""
+    plan = from_json(Plan, plan_path.read_text())
+    assert plan.costs is not None
+    stages = stage_costs(plan.costs, cut_indices(plan.layout, [g.name for g in plan.costs.groups]))
+    out = []
+    for stage, rows in zip(stages, kept, strict=True):
+        predicted = {
+            "F": stage.fwd_s,
+            "B": stage.bwd_input_s + stage.bwd_weight_s,
+            "NORM": 0.0,
+            "STEP": stage.step_s,
+        }
+        out.append(
+            {
+                kind: [
+                    seconds,
+                    statistics.median(wall for step, of, wall, _ in rows if step and of == kind),
+                    statistics.median(core for step, of, _, core in rows if step and of == kind),
+                ]
+                for kind, seconds in predicted.items()
+            }
+        )
+    return out
+
+
+def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:
+    """All rounds of one model."""
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(model)
+        if model == "resnet":
+            config = str(Path(folder) / "resnet.yaml")
+            Path(config).write_text(RESNET)
+        overrides = [
+            f"train.steps={a.steps or STEPS.get(model, 10)}", "pipeline.threads=1", f"kernels.gemm={a.gemm}",
+            "eval.every=0", f"pipeline.cost_cache={str(a.cached).lower()}",
+        ]  # fmt: skip
+        for i in range(a.rounds):
+            load_before = os.getloadavg()[0]
+            r = one_round(config, overrides, a.ranks)
+            rounds.append(ratios(r) | r | {"load_before": load_before})
+            text = f"predicted {r['predicted_step_s']:.4f} s, measured {r['step_s']:.4f} s a step"
+            print(f"{model} round {i + 1}/{a.rounds}: {text} (load {load_before:.1f})", file=sys.stderr)
+    left_out = () if a.start else ("start",)
+    found: dict[str, Any] = medians([{k: v for k, v in r.items() if k not in left_out} for r in rounds])
+    return {"model": model} | found
+
+
+def medians(rounds: Sequence[Any]) -> Any:
+    """Of each number over equal structures of dictionaries and lists."""
+    if isinstance(rounds[0], dict):
+        return {key: medians([r[key] for r in rounds]) for key in rounds[0]}
+    if isinstance(rounds[0], list):
+        return [medians(column) for column in zip(*rounds, strict=True)]
+    return round(statistics.median(rounds), 6)
+
+
+def ratios(found: dict[str, Any]) -> dict[str, Any]:
+    """Measured over predicted, of one round."""
+    peaks = zip(found["peak_bytes"], found["predicted_peak_bytes"], strict=True)
+    return {
+        "step_ratio": found["step_s"] / found["predicted_step_s"],
+        "peak_ratio": [measured / predicted for measured, predicted in peaks],
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description="predicted against measured")
+    parser.add_argument("config", nargs="?", help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--models", default=",".join(STEPS), help="names in examples/, or resnet; with commas"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=0, help="of a run; 0 = as fits the model")
+    parser.add_argument("--gemm", choices=("mkl", "onednn"), default="mkl")
+    parser.add_argument("--cached", action="store_true", help="with the costs of earlier runs")
+    parser.add_argument("--start", action="store_true", help="also the parts of the start")
+    parser.add_argument("--out", help=argparse.SUPPRESS)  # given: this process is a rank
+    parser.add_argument("--launched", type=float, help=argparse.SUPPRESS)
+    a = parser.parse_args(argv)
+    if a.out:
+        rank_main(a.config, a.overrides, Path(a.out), a.launched)
+        return
+    for model in a.models.split(","):
+        line = model_line(model, a)
+        print(json.dumps(line | {"machine": machine()}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

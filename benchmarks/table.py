@@ -1,0 +1,97 @@
+"""What README.md says of speed and memory, from the JSON lines of `benchmarks.bench`.
+
+    make bench > results.jsonl
+    python -m benchmarks.table results.jsonl [--readme]
+
+Prints it, or writes it between the two comments of README.md. Nothing in it is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from benchmarks.peers import SIDES
+from benchmarks.results import OURS
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+MARKED = re.compile(r"(?<=<!-- benchmarks -->\n).*(?=<!-- end of benchmarks -->)", re.DOTALL)
+SAID = (
+    "Seconds of an optimizer step of mpipipe and of every stock way to train the same model on the same "
+    "cores, from the same first weights; in bold the best of them. What is compared: `benchmarks/README.md`."
+)
+HEAD = ["model", "trained by", "step", "times ours", "peak memory per rank"]
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown, with what it was measured with. The last result of each model counts."""
+    results = list({found["model"]: found for found in results}.values())
+    lines = [_row(HEAD), _row(["---", "---", "---:", "---:", "---:"])]
+    for found in results:
+        name = f"{found['model']}, {found['parameters'] / 1e6:.0f} M parameters"
+        for side, figures in found["sides"].items():
+            best = side == found["best_peer"]
+            lines.append(_row([name, *_cells(side, figures, best)]))
+            name = ""
+    texts = [fill(text, 110, break_on_hyphens=False, break_long_words=False) for text in _measured(results)]
+    return "\n\n".join([fill(SAID, 110), "\n".join(lines), *texts]) + "\n"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(side: str, figures: dict[str, Any], best: bool) -> list[str]:
+    called = "**mpipipe**" if side == OURS else SIDES[side]
+    if "failed" in figures:
+        reason = figures["failed"].replace("|", "\\|")
+        return [called, f"failed: {reason}", "", ""]
+    peaks = ", ".join(f"{b / 2**20:.0f}" for b in figures["peak_bytes"])
+    ratio = f"{figures['ratio']:.2f}" if side != OURS else ""
+    step = f"{figures['step_s']:.3g} s"
+    return [called, step, f"**{ratio}**" if best else ratio, f"{peaks} MiB"]
+
+
+def _measured(results: Sequence[dict[str, Any]]) -> list[str]:
+    """One paragraph for each machine, date and command."""
+    lines = []
+    for found in results:
+        m, s = found["machine"], found["settings"]
+        ours = len(found["sides"][OURS]["step_s_by_round"])
+        of = f"{found['model']}: medians of {ours} {'round' if ours == 1 else 'rounds'}"
+        steps = f"{s['steps'] - 1} counted {'step' if s['steps'] == 2 else 'steps'}"
+        arguments = f' ARGS="{" ".join(s["arguments"])}"' if s["arguments"] else ""
+        by = f"on {found['date']} by `make bench{arguments}`: {s['ranks']} ranks, GEMMs by {s['gemm']}"
+        at = f"{m['processor']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB, {m['instruction_set']}"
+        lines.append((f"{of} of {steps}", f"Measured {by}; {at}, torch {m['torch']}."))
+    said = dict.fromkeys(where for _, where in lines)
+    return [" ".join([where, *(f"{of}." for of, w in lines if w == where)]) for where in said]
+
+
+def written(text: str, new: str) -> str:
+    """A README with another table. Raises ValueError when it has not exactly one place for it."""
+    if len(MARKED.findall(text)) != 1:
+        raise ValueError("README.md: one <!-- benchmarks --> with an <!-- end of benchmarks --> is needed")
+    return MARKED.sub(lambda _: new, text)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description="the table of README.md")
+    parser.add_argument("results", type=Path, help="JSON lines of benchmarks.bench")
+    parser.add_argument("--readme", action="store_true", help="write it into README.md")
+    a = parser.parse_args(argv)
+    new = table([json.loads(line) for line in a.results.read_text().splitlines() if line.startswith("{")])
+    if a.readme:
+        README.write_text(written(README.read_text(), new))
+    else:
+        print(new, end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,113 @@
+"""The drawings of docs/concepts.md, made by the planner and the simulator that a run uses.
+
+    python docs/draw.py      writes docs/images/*.png and the drawn blocks of docs/concepts.md anew
+
+The costs are made up, the cuts, the orders and the times are not: `drawings` has the text of each block that
+the page marks with `<!-- drawn: NAME -->`, and tests/docs/test_docs.py compares.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpipipe.planner import SCHEDULES, live_micro_batches, partition, predict, program_for
+from mpipipe.report.draw import draw_png, draw_text
+from mpipipe.values import Cluster, Costs, Device, GroupCost, Layout, Link, Numerics, Timeline
+
+HERE = Path(__file__).parent
+MIB = 1 << 20
+BLOCKS = {f"{kind}{i}": ms for i in range(4) for kind, ms in (("attn", 3), ("mlp", 5))}
+MODEL = {"embedding": 1, **BLOCKS, "head": 9}  # group -> milliseconds of its forward
+RANKS, MICRO = 4, 8
+
+
+def costs(forward_ms: Sequence[float], messages: bool) -> Costs:
+    """Groups whose backward takes twice their forward; without `messages`, links and update cost nothing."""
+    groups = tuple(
+        GroupCost(f"group{i}", ms / 1e3, ms / 1e3, ms / 1e3, param_bytes=int(ms) * MIB, stash_bytes=8 * MIB,
+                  workspace_bytes=0, act_bytes=MIB, grad_bytes=MIB)
+        for i, ms in enumerate(forward_ms)
+    )  # fmt: skip
+    link = Link(2e-6, 9e9) if messages else Link(0.0, 1e30)
+    ranks = (Device("cpu", speed=1.0, memory_bytes=1 << 40, threads=1),) * RANKS
+    return Costs(groups, Cluster(ranks, (0,) * RANKS, {"node": link}), ties=(), bytes_per_param_byte=4.0,
+                 step_s_per_byte=1e-10 if messages else 0.0, source="modelled", spread=0.0)  # fmt: skip
+
+
+def simulated(found: Costs, cuts: Sequence[int], schedule: str, micro: int = MICRO) -> Timeline:
+    """One step with these cuts."""
+    numerics = Numerics(batch=micro, micro_batch=1, micro_batches=micro, blocks=1, threads=1, bits="torch",
+                        gemm="mkl", precision="fp32", tied="per_use", op_table={}, torch="",
+                        instruction_set="", seed=0)  # fmt: skip
+    names = [group.name for group in found.groups]
+    ranks = tuple((rank,) for rank in range(len(cuts) + 1))
+    layout = Layout(tuple(names[cut] for cut in cuts), ranks, schedule, receive_window=4)
+    return predict(found, layout, program_for(layout, numerics, (), names), names)[1]
+
+
+def equal_stages(schedule: str, micro: int = MICRO) -> Timeline:
+    return simulated(costs([10] * RANKS, messages=False), range(1, RANKS), schedule, micro)
+
+
+def best_cuts() -> tuple[int, ...]:
+    return partition(costs([*MODEL.values()], messages=True), MICRO, "1f1b", RANKS, 4, "per_use").cuts
+
+
+def stages_text() -> str:
+    """Two ways to cut the model: equally many groups, and the planner's."""
+    names, ms = [*MODEL], [*MODEL.values()]
+    equal = tuple(len(ms) * stage // RANKS for stage in range(1, RANKS))
+    lines = []
+    for title, cuts in (("equally many groups", equal), ("the planner's cuts", best_cuts())):
+        step_s = simulated(costs(ms, messages=True), cuts, "1f1b").makespan_s
+        lines.append(f"{title}: a step takes {step_s * 1e3:.0f} ms")
+        for stage, (a, b) in enumerate(itertools.pairwise((0, *cuts, len(ms)))):
+            lines.append(
+                f"  stage {stage}  {'#' * sum(ms[a:b]):20} {sum(ms[a:b]):2} ms  {names[a]} ... {names[b - 1]}"
+            )
+    return "\n".join(lines)
+
+
+def bubble_text() -> str:
+    lines = [f"{'micro-batches':>13}  {'(S - 1) / (m + S - 1)':>21}  simulated, 1f1b  simulated, gpipe"]
+    for micro in (4, 8, 16, 32):
+        formula = (RANKS - 1) / (micro + RANKS - 1)
+        found = [equal_stages(schedule, micro).bubble for schedule in ("1f1b", "gpipe")]
+        lines.append(f"{micro:13}  {formula:21.1%}  {found[0]:15.1%}  {found[1]:16.1%}")
+    return "\n".join(lines)
+
+
+def memory_text() -> str:
+    lines = [f"{'schedule':8}  " + "  ".join(f"stage {stage}" for stage in range(RANKS))]
+    for schedule in ("1f1b", "gpipe"):
+        live = live_micro_batches(SCHEDULES[schedule](RANKS, MICRO))
+        lines.append(f"{schedule:8}  " + "  ".join(f"{n:7}" for n in live))
+    return "\n".join(lines)
+
+
+def drawings() -> dict[str, str]:
+    """Block -> its text."""
+    return {
+        "stages": stages_text(),
+        "gpipe": draw_text(equal_stages("gpipe")),
+        "1f1b": draw_text(equal_stages("1f1b")),
+        "bubble": bubble_text(),
+        "memory": memory_text(),
+    }
+
+
+def main() -> None:
+    page = HERE / "concepts.md"
+    text = page.read_text()
+    for name, drawn in drawings().items():
+        block = re.compile(rf"(<!-- drawn: {name} -->\n```text\n).*?(```)", re.DOTALL)
+        text = block.sub(lambda found, drawn=drawn: f"{found[1]}{drawn}\n{found[2]}", text)
+    page.write_text(text)
+    draw_png({name: equal_stages(name) for name in ("gpipe", "1f1b")}, HERE / "images" / "schedules.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""For which machine a plan is made: ranks like this process, or those of a cluster file."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from mpipipe.cluster.assumed import like_this_node, ranks_per_node
+from mpipipe.cluster.node import cores_available
+from mpipipe.config import Config
+from mpipipe.config.cluster import ClusterConfig
+from mpipipe.graph.rates import Rates, Roofline, Trials
+from mpipipe.planner.sizes import size_text
+from mpipipe.runtime.costing import update_s_per_byte, update_s_per_parameter
+from mpipipe.runtime.modelling import update_bytes
+from mpipipe.runtime.optimizer import Optimizer
+from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
+from mpipipe.values import Cluster, Link
+
+
+class Machine(ABC):
+    """threads: per rank. timed: small groups may be timed in this process."""
+
+    threads: int
+    timed: bool
+    how: str  # groups that are not timed become seconds
+
+    @abstractmethod
+    def rates(self, chill: Callable[[], object]) -> Rates:
+        """chill: empties the caches, where something is timed."""
+
+    @abstractmethod
+    def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> tuple[float, float]:
+        """Of an optimizer step: per byte of weights, and of a parameter without elements."""
+
+    @abstractmethod
+    def cluster(self, n_ranks: int, base_bytes: int) -> Cluster:
+        """base_bytes: taken on each rank before any weight. Raises PlanError where it has fewer ranks."""
+
+    @abstractmethod
+    def assumed(self, cluster: Cluster) -> Sequence[str]:
+        """Lines for people: what nobody has measured."""
+
+
+class Here(Machine):
+    timed, how = True, "operators timed here, large ones at a reduced size and in proportion"
+
+    def __init__(self, config: Config) -> None:
+        cores = len(cores_available())
+        self.threads = cores if config.pipeline.threads == "auto" else config.pipeline.threads
+        self.used = min(self.threads, cores)
+        self.limit = config.pipeline.memory_bytes
+        set_threads(self.used)
+        set_gemm_route(config.kernels.gemm)
+
+    def rates(self, chill: Callable[[], object]) -> Rates:
+        return Trials(chill)
+
+    def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> tuple[float, float]:
+        clock = time.perf_counter
+        return update_s_per_byte(optimizer, clock, chill), update_s_per_parameter(optimizer, clock, chill)
+
+    def cluster(self, n_ranks: int, base_bytes: int) -> Cluster:
+        return like_this_node(n_ranks, self.threads, instruction_set(), base_bytes, self.limit)
+
+    def assumed(self, cluster: Cluster) -> Sequence[str]:
+        device, node, switch = cluster.devices[0], cluster.links["node"], cluster.links["switch"]
+        fewer = (
+            "" if self.used == self.threads else f", costs are those of {self.used}: give --cluster instead"
+        )
+        limit = "pipeline.memory_bytes" if self.limit else "what this node has left, shared out"
+        return (
+            f"assumed: ranks like this process, {device.kind}, threads: {self.threads}{fewer}",
+            f"         ranks per node: {ranks_per_node(self.threads)}; "
+            f"{size_text(device.memory_bytes)} each ({limit})",
+            f"         links: {_link(node)} within a node, {_link(switch)} between nodes (10 Gb/s Ethernet)",
+        )
+
+
+class There(Machine):
+    timed, how = False, "operations and bytes at the rates of the cluster file"
+
+    def __init__(self, config: Config, cluster: ClusterConfig) -> None:
+        device, asked = cluster.first, config.pipeline.threads
+        self.threads = device.threads if asked == "auto" else asked
+        self.file, self.precision, self.limit = cluster, config.train.precision, config.pipeline.memory_bytes
+        self.share = min(1.0, self.threads / device.threads)
+
+    def rates(self, chill: Callable[[], object]) -> Rates:
+        device = self.file.first
+        flops = {precision: rate * self.share for precision, rate in device.flops_per_s}
+        return Roofline(flops, device.bytes_per_s)
+
+    def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> tuple[float, float]:
+        return update_bytes(optimizer) / self.file.first.bytes_per_s, 0.0
+
+    def cluster(self, n_ranks: int, base_bytes: int) -> Cluster:
+        return self.file.of(n_ranks, self.precision, self.threads, base_bytes, self.limit)
+
+    def assumed(self, cluster: Cluster) -> Sequence[str]:
+        device, node, switch = cluster.devices[0], cluster.links["node"], cluster.links["switch"]
+        kinds = ", ".join(dict.fromkeys(d.kind for d in cluster.devices))
+        all_of_them = self.file.first.threads
+        part = (
+            "" if self.share == 1.0 else f" of {all_of_them}: set pipeline.threads={all_of_them} to use all"
+        )
+        return (
+            f"assumed: {kinds}, threads: {self.threads}{part}",
+            f"         ranks per node: {self.file.ranks_per_node}; {size_text(device.memory_bytes)} each",
+            f"         links: {_link(node)} within a node, {_link(switch)} between nodes",
+        )
+
+
+def _link(link: Link) -> str:
+    return f"{link.latency_s * 1e6:g} us and {link.bytes_per_s / 1e9:g} GB/s"

@@ -1,0 +1,175 @@
+"""`python -m mpipipe plan config.yaml [key=value ...] --ranks N`: plan before you pay.
+
+The model is captured without its weights, its groups are counted or timed here, and the planner cuts it for
+ranks that nobody has started. No MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpipipe.checks import check_trained
+from mpipipe.commands import run
+from mpipipe.commands.machines import Here, Machine, There
+from mpipipe.config import Config, load
+from mpipipe.config.cluster import load_cluster
+from mpipipe.data import open_dataset
+from mpipipe.data.base import Dataset
+from mpipipe.data.synthetic import SyntheticTokens
+from mpipipe.data.text import VOCAB
+from mpipipe.data.user import from_user
+from mpipipe.errors import DataError, PlanError
+from mpipipe.graph.program import LABELS
+from mpipipe.graph.source import ModelSource
+from mpipipe.graph.variants import Variants
+from mpipipe.graph.work import Tallier
+from mpipipe.models import build
+from mpipipe.planner.alternatives import alternatives
+from mpipipe.planner.search import make_plan, predict
+from mpipipe.report.plan import against, outlook, stage_rows
+from mpipipe.report.plan_file import plan_text
+from mpipipe.runtime.modelling import Found, costs_of, find
+from mpipipe.runtime.process import resident_memory
+from mpipipe.runtime.setting import numerics_of
+from mpipipe.state.files import write_text
+from mpipipe.train import optimizer_settings, schedule_name
+from mpipipe.values import Numerics
+
+
+def main(argv: Sequence[str]) -> int:
+    a = _parser().parse_intermixed_args(list(argv))
+    return run(lambda: _plan(a))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mpipipe plan",
+        description="cut, time and memory on any number of ranks; without mpirun",
+    )
+    parser.add_argument("config", help="the YAML file of a run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of the config")
+    parser.add_argument("--ranks", type=int, required=True, help="how many there would be")
+    parser.add_argument("--cluster", metavar="FILE", help="another machine; without it, ranks like this one")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan there, for `train --plan`")
+    return parser
+
+
+def _plan(a: argparse.Namespace) -> None:
+    if a.ranks < 1:
+        raise PlanError(f"--ranks {a.ranks}: a plan needs one rank at least")
+    config = load(a.config, a.overrides)
+    machine = There(config, load_cluster(a.cluster)) if a.cluster else Here(config)
+    numerics = _numerics(config, machine.threads)
+    memory = resident_memory()
+    variants, data = _model(config)
+    graph, optimizer = variants.graph, optimizer_settings(config)
+
+    started = time.perf_counter()
+    tallier = Tallier(variants.primary, numerics.precision, ranks=a.ranks)
+    found = find(variants, tallier, machine.rates(tallier.chill), machine.timed)
+    update_s = machine.update_s(optimizer, tallier.chill)
+    del tallier  # and the memory that it empties the caches with
+    base_bytes = memory.now_bytes  # of a process that has captured the model, as each rank has
+    cluster = machine.cluster(a.ranks, base_bytes)
+    costs = costs_of(found, variants, numerics, optimizer, cluster, update_s)
+    said = _source(found, machine, time.perf_counter() - started)
+
+    window = config.pipeline.receive_window
+    plan, program = make_plan(costs, numerics, schedule_name(config), window, graph.groups, a.ranks)
+    timeline = predict(costs, plan.layout, program, graph.groups, plan.prediction.lower_bound_s)[1]
+    rows = stage_rows(plan, costs, timeline, _parameters(variants, plan.layout.cuts, a.ranks))
+    others = alternatives(plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, base_bytes))
+
+    total, per_sample = sum(math.prod(s.shape) for s in graph.params.values()), data.tokens_per_sample
+    what = f"{config.model.name}, {total:,} parameters, {len(graph.groups)} groups"
+    print(f"{a.config} on {a.ranks} ranks: {what}")
+    print(said, *machine.assumed(cluster), "", sep="\n")
+    print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
+    print("", against(others), sep="\n")
+    if a.output:
+        _write(Path(a.output), plan_text(plan))
+        train = f"mpirun -n {a.ranks} python -m mpipipe.train {a.config} --plan {a.output}"
+        print(f"\nplan: {a.output}; to train it: {train}")
+
+
+def _numerics(config: Config, threads: int) -> Numerics:
+    p, t = config.pipeline, config.train
+    return numerics_of(
+        batch=t.batch, micro_batches=p.micro_batches, blocks=p.blocks, threads=threads,
+        gemm=config.kernels.gemm, precision=t.precision, tied=p.tied, seed=t.seed,
+    )  # fmt: skip
+
+
+def _model(config: Config) -> tuple[Variants, Dataset]:
+    """As `Pipeline` captures it, and the data that its shapes are from."""
+    opened = _data(config)
+    data, val = opened if isinstance(opened, tuple) else (opened, None)
+    built, t, micro_batches = build(config, data), config.train, config.pipeline.micro_batches
+    source = ModelSource(built.model, t.seed, built.initial)
+    names = [*inspect.signature(source.module.forward).parameters, LABELS[0]]
+    shaped = from_user(built.data, val, batch=t.batch, micro_batches=micro_batches, names=names, seed=t.seed)
+    variants = Variants(
+        source,
+        built.loss,
+        shaped.specs,
+        config.micro_batch,
+        t.precision,
+        max_shapes=config.capture.max_shapes,
+    )
+    check_trained(variants, t.unused)
+    return variants, shaped
+
+
+def _data(config: Config) -> Any:
+    """The configured data; where only its shapes would be read from files, made-up data of those shapes."""
+    vocab = VOCAB if config.data.name == "text" else getattr(config.data, "vocab", None)
+    vocab = vocab or getattr(config.model, "vocab", None)
+    context = getattr(config.model, "context", None)
+    if config.data.name in ("text", "tokens") and vocab and context:
+        return SyntheticTokens(vocab, context, config.train.seed)
+    try:
+        return open_dataset(config, ".")
+    except DataError as error:
+        raise DataError(
+            f"{error}\n  a plan needs the shapes of the data: plan where they are, or with "
+            "data.name=synthetic (and model.vocab, the number of token ids)"
+        ) from error
+
+
+def _source(found: Found, machine: Machine, seconds: float) -> str:
+    """Where the costs are from, and how far they may be off."""
+    lines = [f"costs: {len(found.samples)} distinct groups in {seconds:.1f} s"]
+    if found.timed:
+        lines.append(f"{len(found.timed)} timed here, spread {found.spread:.0%}")
+    if found.modelled:
+        lines.append(f"{found.modelled} modelled: {machine.how}")
+    if found.compared:
+        low, high = min(found.compared), max(found.compared)
+        middle = statistics.median(found.compared)
+        lines.append(f"modelled / timed, where both are known: {middle:.2f} ({low:.2f} to {high:.2f})")
+    return "\n       ".join(lines)
+
+
+def _parameters(variants: Variants, cuts: Sequence[str], n_stages: int) -> list[int]:
+    """Elements by stage, a tied parameter at its owner."""
+    counts = [0] * n_stages
+    owner = variants.stage_of_param(cuts)
+    for name, spec in variants.graph.params.items():
+        counts[owner[name]] += math.prod(spec.shape)
+    return counts
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise PlanError(
+            f"-o {path}: cannot be written ({error.strerror}); name a file in a folder of yours"
+        ) from error

@@ -1,0 +1,142 @@
+"""A cluster that is not here, as a YAML file: what each rank computes on, and the links between them.
+
+Keys mean what they mean in `values.Cluster`; `examples/cluster.yaml` is one with every key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, Strict, ValidationError, model_validator
+
+from mpipipe.config.read import lines_of, read_yaml
+from mpipipe.config.sections import Above0, Positive, Section
+from mpipipe.errors import ConfigError, PlanError
+from mpipipe.values import Cluster, Device, Link
+
+_UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+
+
+def _as_bytes(value: object) -> object:
+    """`24 GiB` as a number; what is no size is left to the check of the type."""
+    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
+    return int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else value
+
+
+Size = Annotated[int, Field(ge=1), BeforeValidator(_as_bytes)]
+
+
+class FlopsConfig(Section):
+    fp32: Above0  # operations per second that matrix products reach, all threads of a rank together
+    bf16: Above0  # the same with train.precision: bf16
+
+
+class DeviceConfig(Section):
+    kind: str  # what a person calls it
+    threads: Positive  # cores of a rank
+    memory: Size  # that a rank may take: bytes, or a text such as 24 GiB
+    flops_per_s: FlopsConfig
+    bytes_per_s: Above0  # between memory and the cores of a rank
+    speed: Above0 | None = None  # relative to the first device; null = as flops_per_s says
+
+
+class CountedConfig(DeviceConfig):
+    count: Positive  # ranks on such a device
+
+
+class LinkConfig(Section):
+    latency_s: Above0
+    bytes_per_s: Above0  # of one message between two ranks
+
+
+class LinksConfig(Section):
+    node: LinkConfig  # two ranks of one node
+    switch: LinkConfig  # two nodes
+
+
+class ClusterConfig(Section):
+    device: DeviceConfig | None = None  # the same for every rank
+    devices: Annotated[tuple[CountedConfig, ...], Strict(False)] = ()  # or different ones, by rank
+    ranks_per_node: Positive = 1
+    links: LinksConfig
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> ClusterConfig:
+        if (self.device is None) == (not self.devices):
+            raise ValueError("give either device, the same for every rank, or devices, a list with counts")
+        return self
+
+    @property
+    def first(self) -> DeviceConfig:
+        """On which costs are taken."""
+        return self.device or self.devices[0]
+
+    def of(self, n_ranks: int, precision: str, threads: int, base_bytes: int, limit: int | None) -> Cluster:
+        """The first `n_ranks` ranks. precision: "fp32" or "bf16", by which speeds are compared; base_bytes:
+        taken on each rank before any weight; limit: of its memory, at most. Raises PlanError if
+        there are fewer."""
+        counted: list[DeviceConfig] = [d for d in self.devices for _ in range(d.count)]
+        counted = counted or [self.first] * n_ranks
+        if len(counted) < n_ranks:
+            raise PlanError(f"{n_ranks} ranks, but the cluster file counts {len(counted)} devices; add some")
+        rate = getattr(self.first.flops_per_s, precision)
+        devices = tuple(
+            Device(
+                kind=d.kind,
+                speed=d.speed or getattr(d.flops_per_s, precision) / rate,
+                memory_bytes=d.memory if limit is None else min(d.memory, limit),
+                threads=threads,
+                base_bytes=base_bytes,
+            )
+            for d in counted[:n_ranks]
+        )
+        links = {level: Link(**dict(link)) for level, link in self.links}
+        return Cluster(devices, tuple(rank // self.ranks_per_node for rank in range(n_ranks)), links)
+
+
+def load_cluster(path: str | Path) -> ClusterConfig:
+    """The cluster of a YAML file. Raises ConfigError that names file, line, key and what is expected."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); name an existing cluster file") from error
+    try:
+        return ClusterConfig.model_validate(read_yaml(text, str(path)) or {})
+    except ValidationError as error:
+        raise ConfigError("\n".join(_messages(error, str(path), lines_of(text)))) from error
+
+
+def _messages(error: ValidationError, source: str, lines: dict[tuple[str, ...], int]) -> Iterator[str]:
+    for detail in error.errors():
+        path = tuple(map(str, detail["loc"]))
+        known = [path[:length] for length in range(len(path), 0, -1) if path[:length] in lines]
+        place = f"{source}, line {lines[known[0]]}" if known else source
+        key = ".".join(path)
+        if detail["type"] == "extra_forbidden":
+            valid = _valid_keys(detail["loc"])
+            near = difflib.get_close_matches(path[-1], valid, n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            yield f"{place}: '{key}' is not a key; {hint}valid here: {', '.join(valid)}"
+        elif detail["type"] == "missing":
+            yield f"{place}: '{key}' is missing; write it"
+        elif detail["type"] == "value_error":
+            yield f"{place}: {detail['ctx']['error']}"
+        else:
+            wanted = detail["msg"].removeprefix("Input should be ")
+            size = " or a size such as 24 GiB" if path[-1] == "memory" else ""
+            yield f"{place}: {key} = {detail['input']!r}; expected {wanted}{size}"
+
+
+def _valid_keys(loc: tuple[int | str, ...]) -> list[str]:
+    """Of the section in which the last part of `loc` is not a key."""
+    sections: dict[str, Any] = {
+        "device": DeviceConfig, "devices": CountedConfig, "flops_per_s": FlopsConfig, "links": LinksConfig,
+        "node": LinkConfig, "switch": LinkConfig,
+    }  # fmt: skip
+    inside = [str(part) for part in loc[:-1] if isinstance(part, str)]
+    return list(sections[inside[-1]].model_fields if inside else ClusterConfig.model_fields)

@@ -1,0 +1,197 @@
+"""What a group computes, counted and not timed: operators, their operations and bytes, on fake tensors.
+
+The group runs forward and backward without values, and every operator that torch would start is noted,
+so backward needs no rules of its own: it is torch's. What backward keeps is found as in `profile`, so the
+memory of a plan is the same whether its seconds are measured or modelled.
+
+Operations: torch.utils.flop_counter, for two per multiplication and addition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from mpipipe.graph.capture import autocast
+from mpipipe.graph.layers import Layer
+from mpipipe.graph.profile import Piece, Profiler
+from mpipipe.graph.source import TRACING
+from mpipipe.graph.tape import tensors
+
+_UNTOUCHED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias"}
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_RNN = "mkldnn_rnn_layer"
+_RNN_BYTES = 64  # that oneDNN keeps for backward, per element of an LSTM's output; fake tensors show none
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that is there: an expanded dimension has none."""
+        sizes = zip(self.shape, self.stride, strict=True)
+        return math.prod(size for size, step in sizes if step or size < 2) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of an operator. arguments: (args, kwargs) with a `Form` for each tensor."""
+
+    op: OpOverload
+    arguments: Any
+    flops: float
+    nbytes: int  # read and written
+
+    @property
+    def name(self) -> str:
+        return str(self.op.overloadpacket.__name__)
+
+    @property
+    def forms(self) -> list[Form]:
+        return [x for x in tree_leaves(self.arguments) if isinstance(x, Form)]
+
+    @property
+    def key(self) -> str:
+        """Equal for equal work, in every process."""
+        return f"{self.op} {tree_map(_text, self.arguments)}"
+
+
+@dataclass(frozen=True)
+class Tally:
+    """One group and one micro-batch. into: the part of backward that only the input gradients take;
+    the rest as in `profile.Sample`. opaque: it has layers that run as they are written, not counted."""
+
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    into: tuple[Work, ...]
+    saved_bytes: int
+    saved_received: tuple[int, ...]
+    saved_sent: tuple[int, ...]
+    held_bytes: int  # inputs, weights with their gradients, and what is kept: what timing it would take
+    opaque: bool
+
+
+class Tallier(Profiler):
+    """Counts pieces; nothing is allocated."""
+
+    def tally(self, piece: Piece) -> Tally:
+        outputs = self.anatomy.captured.outputs
+        with TRACING, outputs[0].meta["val"].fake_mode:
+            code = piece.code
+            forms = [Form(p.spec.shape, p.stride, getattr(torch, p.spec.dtype)) for p in code.received]
+            received, rest = [made(form) for form in forms], self._rest(code)
+            saved, of_received, of_sent = self._saved(piece, received, rest)
+            forward, backward = self._counted(piece, received, rest, True)
+            into: tuple[Work, ...] = ()
+            if any(p.needs_grad for p in code.received):
+                into = self._counted(piece, received, rest, False)[1] if code.leaves else backward
+        saved += sum(_RNN_BYTES * _elements(w) for w in forward if w.name == _RNN)
+        held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
+        opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
+        return Tally(forward, backward, into, saved, of_received, of_sent, held + saved, opaque)
+
+    def _counted(
+        self, piece: Piece, received: list[Tensor], rest: list[object], weights: bool
+    ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+        """Work of one forward and one backward; `weights=False`: input gradients alone."""
+        code = piece.code
+        inputs = [
+            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
+        ]
+        if not weights:
+            rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
+        ahead, back = _Counter(), _Counter()
+        with ahead, torch.enable_grad(), autocast(self.precision):
+            sent, _ = code.forward(*inputs, *rest)
+        heads = [t for t in sent if t.grad_fn is not None]
+        if heads:
+            grads = [torch.ones_like(t) for t in heads]
+            with back:
+                torch.autograd.backward(heads, grads)
+        return tuple(ahead.works), tuple(back.works)
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = tensors(out)
+        if outputs and not func.is_view and func.overloadpacket.__name__ not in _UNTOUCHED:
+            self.works.append(_work(func, args, kwargs or {}, out, outputs))
+        return out
+
+
+def counted(op: OpOverload, arguments: Any) -> Work:
+    """The work of a call whose tensors are `Form`s, inside a fake mode. Raises what the operator raises."""
+    counter = _Counter()
+    args, kwargs = tree_map(made, arguments)
+    with counter:
+        op(*args, **kwargs)
+    return counter.works[-1]
+
+
+def made(x: Any) -> Any:
+    """A tensor of that form, of halves or zeros; anything else as it is."""
+    if not isinstance(x, Form):
+        return x
+    t = torch.empty_strided(x.shape, x.stride, dtype=x.dtype)
+    return t.fill_(0.5 if x.dtype.is_floating_point else 0) if 0 not in x.stride else t
+
+
+def _work(func: Any, args: Any, kwargs: Any, out: Any, outputs: Iterable[Tensor]) -> Work:
+    arguments = tree_map(_form, (args, kwargs))
+    forms = [x for x in tree_leaves(arguments) if isinstance(x, Form)]
+    if func.overloadpacket is torch.ops.aten.embedding:  # reads the rows that it gives, not the table
+        forms = forms[1:] + [_form(t) for t in outputs]
+    nbytes = sum(form.nbytes for form in forms) + sum(_form(t).nbytes for t in outputs)
+    return Work(func, arguments, _flops(func, args, kwargs, out, forms), nbytes)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any, forms: list[Form]) -> float:
+    name = func.overloadpacket.__name__
+    if name.startswith(_ATTENTION):
+        return _attention_flops(name, args)
+    if name.startswith(_RNN):  # input (T, B, I), weights (gates H, I) and (gates H, H)
+        once = 2.0 * math.prod(forms[0].shape[:2]) * sum(math.prod(f.shape) for f in forms[1:3])
+        return once * (2.0 if name.endswith("backward") else 1.0)
+    formula: Callable[..., float] | None = flop_registry.get(func.overloadpacket)
+    return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+
+
+def _attention_flops(name: str, args: Any) -> float:
+    """Two products forward, five backward (Dao et al. 2022); a causal one does half."""
+    back = name.endswith("backward")
+    q, k = (args[1], args[2]) if back else (args[0], args[1])
+    causal = args[7 if back else 4] if len(args) > (7 if back else 4) else False
+    products = 5 if back else 2
+    return products * 2.0 * q.numel() * k.shape[-2] * (0.5 if causal else 1.0)
+
+
+def _form(x: Any) -> Any:
+    return Form(tuple(x.shape), tuple(x.stride()), x.dtype) if isinstance(x, Tensor) else x
+
+
+def _text(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}{list(x.stride)}" if isinstance(x, Form) else str(x)
+
+
+def _elements(work: Work) -> int:
+    return math.prod((*work.forms[0].shape[:2], work.forms[2].shape[-1]))

@@ -1,0 +1,201 @@
+"""Why not another plan? The next best ones, simulated with the same costs, and what each of them loses.
+
+Alternatives with other cuts, another schedule or another number of ranks keep the batch. Those with another
+number of micro-batches keep the size of one, so the batch changes and time is compared per sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpipipe.errors import PlanError
+from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
+from mpipipe.planner.sizes import size_text
+from mpipipe.planner.stages import stage_costs
+from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
+
+_BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
+_ENDLESS = 2**62  # bytes
+Cuts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Alternative(Value):
+    name: str
+    step_s: float | None  # None: it does not fit
+    loss: float | None  # seconds per sample over the plan's, less 1; below 0 it gains
+    why: str
+
+
+def alternatives(
+    plan: Plan, costs: Costs, group_names: Sequence[str], cluster_of: Callable[[int], Cluster]
+) -> tuple[Alternative, ...]:
+    """cluster_of(ranks): the cluster with another number of ranks; raises PlanError where it has too few."""
+    return tuple(_Asked(plan, costs, group_names, cluster_of).all())
+
+
+class _Asked:
+    def __init__(
+        self, plan: Plan, costs: Costs, names: Sequence[str], cluster_of: Callable[[int], Cluster]
+    ) -> None:
+        self.plan, self.costs, self.names, self.cluster_of = plan, costs, names, cluster_of
+        self.cuts = cut_indices(plan.layout, names)
+        self.n_ranks = plan.layout.n_stages
+        self._programs: dict[tuple[str, int], Program] = {}
+
+    def all(self) -> Iterator[Alternative]:
+        if self.n_ranks > 1:
+            yield from self._other_cuts()
+            yield from self._other_schedules()
+        yield from self._micro_batches()
+        yield from self._ranks()
+
+    # -- other cuts -------------------------------------------------------------------------------
+
+    def _other_cuts(self) -> Iterator[Alternative]:
+        """The next best one and those that a person would make by hand; one row where they are the same."""
+        rules = {"next best cut": self._next_best(), "equal numbers of groups": self._equal_groups(),
+                 "equal numbers of layers": self._equal_layers()}  # fmt: skip
+        names: dict[Cuts, list[str]] = {}
+        for name, cuts in rules.items():
+            if cuts is not None:
+                names.setdefault(cuts, []).append(name)
+        for cuts, called in names.items():
+            name = "; ".join(called)
+            if cuts == self.cuts:
+                yield Alternative(name, self.plan.prediction.step_s, 0.0, "is this plan")
+            else:
+                yield self._same_numerics(name, cuts, self._expected(cuts))
+
+    def _next_best(self) -> Cuts | None:
+        """The best of those with one cut moved by one group; None where none fits."""
+        near = [(*self.cuts[:i], self.cuts[i] + d, *self.cuts[i + 1 :])
+                for i in range(len(self.cuts)) for d in (-1, 1)]  # fmt: skip
+        near = [c for c in near if all(a < b for a, b in itertools.pairwise((0, *c, len(self.names))))]
+        if self.n_ranks * self.plan.numerics.micro_batches > REFINE_WORK:  # without simulating each of them
+            near = sorted(near, key=self._slowest)[:1]
+        tried = [(self._expected(cuts), cuts) for cuts in near]
+        fits = [(p.step_s, cuts) for p, cuts in tried if too_full(p.peak_bytes, self.costs.cluster) is None]
+        return min(fits)[1] if fits else None
+
+    def _slowest(self, cuts: Cuts) -> tuple[float, float]:
+        seconds = self._stage_s(cuts)
+        return float(seconds.max()), float((seconds**2).sum())
+
+    def _stage_s(self, cuts: Cuts) -> np.ndarray:
+        stages = stage_costs(self.costs, cuts)
+        return np.array([s.fwd_s + s.bwd_input_s + s.bwd_weight_s for s in stages])
+
+    def _equal_groups(self) -> Cuts | None:
+        n = len(self.names)
+        return tuple(stage * n // self.n_ranks for stage in range(1, self.n_ranks))
+
+    def _equal_layers(self) -> Cuts | None:
+        """Numbered blocks shared out evenly, what is before and after them on the first and last stage; None
+        where there are too few."""
+        found = [_BLOCK.match(name) for name in self.names]
+        blocks = [f.group(0)[:-1] if f else "" for f in found]
+        starts = [i for i, b in enumerate(blocks) if b and b != (blocks[i - 1] if i else "")]
+        starts = [i for k, i in enumerate(starts) if blocks[i] not in {blocks[j] for j in starts[:k]}]
+        if len(starts) < self.n_ranks:
+            return None
+        return tuple(starts[stage * len(starts) // self.n_ranks] for stage in range(1, self.n_ranks))
+
+    # -- other settings ---------------------------------------------------------------------------
+
+    def _other_schedules(self) -> Iterator[Alternative]:
+        for schedule in SCHEDULES:
+            if schedule != self.plan.layout.schedule:
+                yield self._same_numerics(
+                    f"schedule {schedule}", self.cuts, self._expected(self.cuts, schedule)
+                )
+
+    def _micro_batches(self) -> Iterator[Alternative]:
+        n = self.plan.numerics
+        for count in (n.micro_batches // 2, n.micro_batches * 2):
+            if count < 1:
+                continue
+            numerics = replace(n, micro_batches=count, batch=n.batch * count // n.micro_batches, blocks=1)
+            p = self._expected(self.cuts, numerics=numerics)
+            name = f"{count} micro-batches, batch {numerics.batch}"
+            yield self._judged(name, p, numerics.batch, f"per sample; {_bubbles(p, self.plan.prediction)}")
+
+    def _ranks(self) -> Iterator[Alternative]:
+        for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
+            if not 1 <= ranks <= len(self.names):
+                continue
+            name = f"{ranks} rank{'s' * (ranks > 1)}"
+            try:
+                p = self._planned(self.cluster_of(ranks))
+            except PlanError as error:
+                yield Alternative(name, None, None, self._why_not(ranks, error))
+                continue
+            why = f"{self.plan.prediction.step_s / p.step_s:.2f} times as fast, bubble {p.bubble:.1%}"
+            yield Alternative(name, p.step_s, p.step_s / self.plan.prediction.step_s - 1.0, why)
+
+    def _planned(self, cluster: Cluster) -> Prediction:
+        layout, costs = self.plan.layout, replace(self.costs, cluster=cluster)
+        n_ranks, numerics = len(cluster.devices), self.plan.numerics
+        made = make_plan(costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks)
+        return made[0].prediction
+
+    def _why_not(self, ranks: int, error: PlanError) -> str:
+        """What the fastest cut would lack; the error itself where it is not memory."""
+        try:
+            cluster = self.cluster_of(ranks)
+            endless = tuple(replace(d, memory_bytes=_ENDLESS) for d in cluster.devices)
+            full = too_full(self._planned(replace(cluster, devices=endless)).peak_bytes, cluster)
+        except PlanError:
+            full = None
+        if full is None:
+            return str(error).split(";")[0]
+        return f"no cut fits; with the fastest, rank {full[0]} lacks {size_text(full[1])} of memory"
+
+    # -- what they are worth ------------------------------------------------------------------------
+
+    def _expected(
+        self, cuts: Cuts, schedule: str | None = None, numerics: Numerics | None = None
+    ) -> Prediction:
+        numerics, old = numerics or self.plan.numerics, self.plan.layout
+        layout = Layout(
+            tuple(self.names[c] for c in cuts), old.ranks, schedule or old.schedule, old.receive_window
+        )
+        key = layout.schedule, numerics.micro_batches
+        if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts
+            self._programs[key] = program_for(layout, numerics, self.costs.ties, self.names)
+        bound_s = self.plan.prediction.lower_bound_s
+        return expect(self.costs, layout, self._programs[key], self.names, bound_s)[0]
+
+    def _same_numerics(self, name: str, cuts: Cuts, p: Prediction) -> Alternative:
+        return self._judged(name, p, self.plan.numerics.batch, self._reason(cuts, p))
+
+    def _judged(self, name: str, p: Prediction, batch: int, why: str) -> Alternative:
+        full = too_full(p.peak_bytes, self.costs.cluster)
+        if full is not None:
+            rank, short = full
+            return Alternative(name, None, None, f"rank {rank} lacks {size_text(short)} of memory")
+        ours = self.plan.prediction.step_s / self.plan.numerics.batch
+        return Alternative(name, p.step_s, p.step_s / batch / ours - 1.0, why)
+
+    def _reason(self, cuts: Cuts, p: Prediction) -> str:
+        """The largest difference that a person would look for: the slowest stage, else the memory."""
+        before, now = self._stage_s(self.cuts), self._stage_s(cuts)
+        slow = int(now.argmax())
+        if now[slow] > before.max() * (1 + 1e-6):
+            return f"slowest stage: {slow} with {now[slow] * 1e3:.5g} ms, now {before.max() * 1e3:.5g}"
+        if cuts != self.cuts:
+            return f"no stage is slower; {_bubbles(p, self.plan.prediction)}"
+        grown = np.array(p.peak_bytes) - np.array(self.plan.prediction.peak_bytes)
+        rank = int(np.abs(grown).argmax())
+        more = f"{'+' if grown[rank] >= 0 else '-'}{size_text(abs(int(grown[rank])))}"
+        return f"{_bubbles(p, self.plan.prediction)}; memory of rank {rank} {more}"
+
+
+def _bubbles(p: Prediction, ours: Prediction) -> str:
+    return f"bubble {p.bubble:.1%}, now {ours.bubble:.1%}"

@@ -1,0 +1,69 @@
+"""A plan that was made or edited elsewhere: does it belong to this run?"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields
+
+from mpipipe.errors import PlanError
+from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.search import cut_indices
+from mpipipe.values import Numerics, Plan
+
+_OF_THE_MACHINE = ("torch", "instruction_set")  # where it was planned; this run has its own
+
+
+def check_given(
+    plan: Plan, numerics: Numerics, n_ranks: int, group_names: Sequence[str], where: str = "the plan"
+) -> list[str]:
+    """Notes for people. where: how messages call the plan.
+
+    Raises PlanError at the first difference: number of ranks, what decides the bits, schedule, groups, cuts.
+    """
+    layout = plan.layout
+    if layout.n_stages != n_ranks:
+        raise PlanError(
+            f"{where} has {layout.n_stages} stages in layout.ranks, and there are {n_ranks} ranks; start "
+            f"{layout.n_stages} ranks, or plan again with --ranks {n_ranks}"
+        )
+    notes = list(_differences(plan.numerics, numerics, where))
+    if layout.schedule not in SCHEDULES:
+        near = difflib.get_close_matches(layout.schedule, SCHEDULES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PlanError(
+            f"{where} has layout.schedule = {layout.schedule!r}; expected one of {', '.join(SCHEDULES)}{hint}"
+        )
+    if plan.costs is not None:
+        _check_groups([group.name for group in plan.costs.groups], group_names, where)
+    try:
+        cut_indices(layout, group_names)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+    return notes
+
+
+def _differences(planned: Numerics, now: Numerics, where: str) -> list[str]:
+    notes = []
+    for name in (f.name for f in fields(Numerics)):
+        was, is_now = getattr(planned, name), getattr(now, name)
+        if was == is_now:
+            continue
+        if name not in _OF_THE_MACHINE:
+            raise PlanError(
+                f"{where} has numerics.{name} = {was!r}, this run {is_now!r}; set what decides it in the "
+                "config to that of the plan, or plan again with this config"
+            )
+        notes.append(f"planned with {name} {was!r}, this run has {is_now!r}")
+    return notes
+
+
+def _check_groups(planned: Sequence[str], names: Sequence[str], where: str) -> None:
+    if list(planned) == list(names):
+        return
+    pairs = zip([*planned, "(none)"], [*names, "(none)"], strict=False)
+    i, (was, now) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise PlanError(
+        f"{where} was made for a model of {len(planned)} groups, this one has {len(names)}; the first that "
+        f"differs is group {i}: {was!r} there, {now!r} here; plan again with this config"
+    )

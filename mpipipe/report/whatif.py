@@ -1,0 +1,151 @@
+"""What would make a step shorter: the plan's own costs, simulated under one change at a time.
+
+Every figure is a prediction against a prediction, so what the costs leave out cancels in part; it is no
+promise. Where a change moves the best cuts, the step is planned anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mpipipe.errors import PlanError
+from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
+from mpipipe.planner.simulate import simulate
+from mpipipe.planner.stages import stage_costs, stage_ties
+from mpipipe.values import Cluster, Costs, Link, Numerics, Plan, StageCost, Value
+
+LEAST_SHARE = 0.001  # of the step: what is saved below it is not worth a line
+
+
+@dataclass(frozen=True)
+class WhatIf(Value):
+    change: str
+    how: str  # the key to set, or why it is a bound
+    step_s: float  # predicted
+    saved_s: float  # of the step that is predicted as it is
+
+    @property
+    def share(self) -> float:
+        return self.saved_s / (self.step_s + self.saved_s)
+
+
+def what_if(plan: Plan) -> tuple[WhatIf, ...]:
+    """The changes that help, the most helpful first. Raises PlanError if the plan holds no costs, or has a
+    schedule that is not known here."""
+    if plan.costs is None:
+        raise PlanError("the plan holds no costs; make it anew with this version of mpipipe")
+    names = [group.name for group in plan.costs.groups]
+    now_s = plan_of(plan.costs, plan.numerics, plan.layout, names).prediction.step_s
+    found = []
+    for change, how, step in _changes(plan, plan.costs):
+        try:
+            step_s = step()
+        except PlanError:  # it does not fit: into memory, or into the groups there are
+            continue
+        if now_s - step_s > LEAST_SHARE * now_s:
+            found.append(WhatIf(change, how, step_s, now_s - step_s))
+    return tuple(sorted(found, key=lambda w: w.step_s))
+
+
+def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], float]]]:
+    """What is changed, how it is done, and the function that simulates the step."""
+    numerics, layout, n = plan.numerics, plan.layout, plan.layout.n_stages
+
+    def planned(
+        costs: Costs, numerics: Numerics = numerics, schedule: str = layout.schedule, n: int = n
+    ) -> float:
+        names = [group.name for group in costs.groups]
+        made, _ = make_plan(costs, numerics, schedule, layout.receive_window, names, n)
+        return made.prediction.step_s
+
+    finer = _finer(numerics)
+    if finer is not None:
+        yield (
+            f"{finer.micro_batches} micro-batches instead of {numerics.micro_batches}",
+            f"pipeline.micro_batches={finer.micro_batches}; changes the bits, and half of a "
+            "micro-batch is taken to need half of the time",
+            lambda: planned(_halved(costs), finer),
+        )
+    for schedule in sorted(SCHEDULES):
+        if schedule != layout.schedule:
+            yield (
+                f"the schedule {schedule} instead of {layout.schedule}",
+                f"pipeline.schedule={schedule}",
+                partial(planned, costs, schedule=schedule),
+            )
+    if n > 1:
+        yield ("free links", "a bound: no network is", lambda: planned(_free(costs)))
+        yield ("stages of equal work", "a bound: groups cannot be cut", lambda: _balanced_s(plan, costs))
+        yield ("one rank less", f"mpirun -n {n - 1}", lambda: planned(costs, n=n - 1))
+    if n < len(costs.groups):
+        more, how = replace(costs, cluster=_with_one_more(costs.cluster)), f"mpirun -n {n + 1}"
+        yield (
+            "one more rank like the last",
+            f"{how}, if it has cores of its own",
+            lambda: planned(more, n=n + 1),
+        )
+
+
+def _finer(numerics: Numerics) -> Numerics | None:
+    """Twice the micro-batches; None where a sample cannot be halved."""
+    count = 2 * numerics.micro_batches
+    if count > numerics.batch:
+        return None
+    return replace(numerics, micro_batches=count, micro_batch=math.ceil(numerics.batch / count))
+
+
+def _halved(costs: Costs) -> Costs:
+    """Of micro-batches of half as many samples; parameters stay."""
+    groups = tuple(
+        replace(
+            g,
+            fwd_s=g.fwd_s / 2,
+            bwd_input_s=g.bwd_input_s / 2,
+            bwd_weight_s=g.bwd_weight_s / 2,
+            stash_bytes=g.stash_bytes // 2,
+            workspace_bytes=g.workspace_bytes // 2,
+            act_bytes=g.act_bytes // 2,
+            grad_bytes=g.grad_bytes // 2,
+        )
+        for g in costs.groups
+    )
+    return replace(costs, groups=groups)
+
+
+def _free(costs: Costs) -> Costs:
+    links = dict.fromkeys(costs.cluster.links, Link(0.0, math.inf))
+    return replace(costs, cluster=replace(costs.cluster, links=links))
+
+
+def _with_one_more(cluster: Cluster) -> Cluster:
+    devices, nodes = cluster.devices, cluster.node_of_rank
+    return replace(cluster, devices=(*devices, devices[-1]), node_of_rank=(*nodes, nodes[-1]))
+
+
+def _balanced_s(plan: Plan, costs: Costs) -> float:
+    """Of the plan as it is, but for the work, which every rank has the same share of by its speed."""
+    names, n = [group.name for group in costs.groups], plan.layout.n_stages
+    cuts = cut_indices(plan.layout, names)
+    stages = stage_costs(costs, cuts)
+    speeds = [device.speed for device in costs.cluster.devices[:n]]
+
+    def even(seconds: Callable[[StageCost], float]) -> float:
+        return sum(seconds(s) * speed for s, speed in zip(stages, speeds, strict=True)) / sum(speeds)
+
+    program = program_for(plan.layout, plan.numerics, costs.ties, names)
+    equal = [
+        replace(
+            stage,
+            fwd_s=even(lambda s: s.fwd_s),
+            bwd_input_s=even(lambda s: s.bwd_input_s),
+            bwd_weight_s=even(lambda s: s.bwd_weight_s),
+            step_s=even(lambda s: s.step_s),
+        )
+        for stage in stages
+    ]
+    norm_s = norm_seconds(costs.cluster, n)
+    return simulate(program, equal, costs.cluster, norm_s, stage_ties(costs.ties, cuts)).makespan_s

@@ -1,0 +1,141 @@
+"""A run in words: where the time of a step went, what would buy it back, and the text of `report`."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mpipipe.errors import MpipipeError
+from mpipipe.report.account import Account, account
+from mpipipe.report.draw import draw_texts
+from mpipipe.report.progress import number
+from mpipipe.report.run import RunData
+from mpipipe.report.summary import summary
+from mpipipe.report.whatif import WhatIf, what_if
+from mpipipe.values import Timeline
+
+PARTS = {  # of a step: field of Account -> its name, and what it is
+    "compute_s": ("computing", "forward, backward, update"),
+    "exposed_s": ("exposed messages", "waiting for a message that is on its way"),
+    "bubble_s": ("bubble", "waiting for work that another rank has not done yet"),
+    "norm_s": ("gradient norm", "the one collective of a step"),
+    "other_s": ("other", "starting sends, and the runtime between instructions"),
+}
+
+
+_FAR_OFF = 0.2  # of a prediction, from where on its changes are taken with care
+
+
+def words(run: RunData, width: int = 110) -> str:
+    """The run as text: summary, the step, where its time went, what would buy it back."""
+    parts = [f"run {run.name}", *(f"note: {note}" for note in run.notes)]
+    if run.report is not None:
+        parts += ["", summary(run.report, width).rstrip()]
+    else:
+        parts += so_far(run)
+    if run.timelines:
+        parts += ["", draw_texts(run.timelines, width), ""]
+        parts += ["where the time went:", *(f"  {line}" for line in where(run.timelines))]
+    found, told = buys_back(run)
+    parts += ["", "what would buy it back:", f"  {told}", *(f"  {saving(w)} [{w.how}]" for w in found)]
+    return "\n".join(_wrapped(line, width) for line in parts) + "\n"
+
+
+def where(timelines: dict[str, Timeline]) -> list[str]:
+    """Sentences on one step: the measured one where there is one; figures are means over ranks."""
+    name = "measured" if "measured" in timelines else next(iter(timelines))
+    timeline, accounts = timelines[name], account(timelines[name])
+    span_s, n = timeline.makespan_s, len(accounts)
+    first = f"{name} step: {number(span_s * 1e3)} ms on {n} rank{'s' if n > 1 else ''}"
+    lines = [f"{first}; the mean over ranks is made of" if n > 1 else f"{first}; it is made of"]
+    lines += [_part(field, accounts, span_s) for field in PARTS]
+    if name == "measured" and "predicted" in timelines:
+        lines.append(_against(accounts, span_s, timelines["predicted"]))
+    return lines
+
+
+def _mean_s(accounts: Sequence[Account], field: str) -> float:
+    return float(np.mean([getattr(a, field) for a in accounts]))
+
+
+def _wrapped(line: str, width: int) -> str:
+    """A sentence that is too long goes on below; a drawing or a table is as it is."""
+    return line if "\n" in line else textwrap.fill(line, width, subsequent_indent="    ") or line
+
+
+def _part(field: str, accounts: Sequence[Account], span_s: float) -> str:
+    (label, meaning), each = PARTS[field], [getattr(a, field) for a in accounts]
+    mean = _mean_s(accounts, field)
+    text = f"{label}: {number(mean * 1e3)} ms ({_share(mean, span_s)}), {meaning}"
+    most, least = int(np.argmax(each)), int(np.argmin(each))
+    if max(each) - min(each) > 0.01 * span_s:
+        text += (
+            f"; {number(each[most] * 1e3)} ms on rank {most}, {number(each[least] * 1e3)} ms on rank {least}"
+        )
+    return text
+
+
+def _against(accounts: Sequence[Account], span_s: float, predicted: Timeline) -> str:
+    """Measured minus predicted, by part: the differences add up to that of the steps."""
+    planned = account(predicted)
+    changes = {
+        name: (_mean_s(accounts, field) - _mean_s(planned, field)) * 1e3 for field, (name, _) in PARTS.items()
+    }
+    by_size = sorted(changes.items(), key=lambda change: -abs(change[1]))
+    told = ", ".join(f"{name} {change:+.1f} ms" for name, change in by_size if abs(change) >= 0.05)
+    ratio = span_s / predicted.makespan_s if predicted.makespan_s else 0.0
+    text = f"prediction: {number(predicted.makespan_s * 1e3)} ms, the measured step is {ratio:.2f} of it"
+    return f"{text}; {told}" if told else text
+
+
+def buys_back(run: RunData) -> tuple[tuple[WhatIf, ...], str]:
+    """What helps, and how to take it; where nothing does, why."""
+    if run.plan is None:
+        return (), "there is no plan to simulate"
+    try:
+        found = what_if(run.plan)
+    except MpipipeError as error:
+        return (), f"cannot be said: {error}"
+    if not found:
+        return (), "none of the changes that were simulated makes the step shorter"
+    told = "simulations of the plan with its own costs, one change at a time: predictions, no promises"
+    ratio = run.report.step_s / run.plan.prediction.step_s if run.report else 1.0
+    if abs(ratio - 1.0) > _FAR_OFF:
+        told += f"; the measured step is {ratio:.2f} of the predicted one, and why is not in these costs"
+    return found, told
+
+
+def saving(w: WhatIf) -> str:
+    return f"{w.change} would save {number(w.saved_s * 1e3)} ms ({w.share:.1%})"
+
+
+def so_far(run: RunData) -> list[str]:
+    """Of a run without a summary: its last step."""
+    if not run.metrics:
+        return ["no step has been written yet"]
+    last = dict(run.metrics[-1])
+    step = last.pop("step", "?")
+    values = (f"{name} {number(value)}" for name, value in last.items() if isinstance(value, int | float))
+    return [f"step {step}: {', '.join(values)}"]
+
+
+def _share(part_s: float, span_s: float) -> str:
+    return f"{part_s / span_s:.1%}" if span_s else "-"
+
+
+def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """At most `width` columns; a cell that is too long goes on in the next line."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

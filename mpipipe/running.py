@@ -1,0 +1,226 @@
+"""The steps of one run on one rank, with its evaluations and checkpoints, and what it leaves at the end."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.ending import TimeLimit, stop_signals
+from mpipipe.cluster.launch import binding_advice
+from mpipipe.cluster.node import cores_available
+from mpipipe.config import Config
+from mpipipe.errors import EndOfData
+from mpipipe.models import Built
+from mpipipe.pipeline import Pipeline, Step
+from mpipipe.planner.search import cut_indices, sizes_of_messages
+from mpipipe.planner.stages import bounds
+from mpipipe.report.account import rank_reports
+from mpipipe.report.draw import draw_png, draw_texts
+from mpipipe.report.metrics import Metrics
+from mpipipe.report.perfetto import PERFETTO, write_perfetto
+from mpipipe.report.plan import describe
+from mpipipe.report.plan_file import plan_text
+from mpipipe.report.progress import Progress, Silent
+from mpipipe.report.scalars import FOLDER, Scalars
+from mpipipe.report.summary import summary
+from mpipipe.report.trace import TRACE, Trace, thin, write_trace
+from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
+from mpipipe.runtime.sample import generate
+from mpipipe.state.files import write_text, write_whole
+from mpipipe.state.resume import prune, step_folder
+from mpipipe.state.rundir import METRICS
+from mpipipe.values import Int64, Report, Timeline, to_json
+
+SAVE_BYTES_PER_S = 100e6  # of a slow file system: what a save is taken to need before the first one
+
+
+class Run:
+    """The steps of one run on one rank, and its end."""
+
+    def __init__(
+        self, config: Config, pipe: Pipeline, built: Built, run_dir: Path, log: Progress | Silent
+    ) -> None:
+        self.config, self.pipe, self.built, self.run_dir, self.log = config, pipe, built, run_dir, log
+        self.data, self.comm = pipe.data, pipe.comm
+        self.recorder = Recorder(pipe.comm, pipe.program)
+        self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
+        self.saved, self.sha = -1, ""
+        state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
+        nbytes = pipe.size * sum(t.nbytes for t in state.values())
+        self.turn_s, self.save_s = 0.0, nbytes / SAVE_BYTES_PER_S  # the longest so far
+        self.values: dict[str, float] = {}  # of the last evaluation
+        self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
+
+    def all(self) -> Report:
+        pipe, threads = self.pipe, self.pipe.numerics.threads
+        self.log.say(f"mpipipe: {pipe.size} ranks x {threads} threads, run folder {self.run_dir}")
+        if advice := _advice(self.comm, threads):
+            self.log.say(f"note: {advice}")
+        self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
+        if pipe.rank == 0:
+            write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
+        with stop_signals(pipe.rank == 0) as asked:  # to the very end: a late signal must not kill the save
+            with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
+                last = self.loop(metrics, asked)
+            return self.end(last, asked)
+
+    def _metrics(self) -> Metrics:
+        on = self.config.run.tensorboard
+        scalars = Scalars(self.run_dir / FOLDER, self.pipe.steps_done + 1) if on else None
+        return Metrics(self.run_dir / METRICS, scalars)
+
+    def loop(self, metrics: Metrics | None, asked: list[str]) -> Step:
+        """Steps, evaluations and checkpoints; ends early, on every rank at the same step, when one was
+        asked to, or when the time or the data has ended."""
+        t, limit = self.config.train, TimeLimit(self.config.run.time_limit, os.environ)
+        last: Step | None = None
+        while True:
+            start = time.perf_counter()
+            if self.pipe.rank == 0 and limit.reached(self.turn_s, self.save_s):
+                asked.append("the time limit")
+            try:
+                step, outcome = self.pipe.timed_step(bool(asked))
+            except EndOfData:
+                if last is None:
+                    raise
+                asked.append("the end of the data")
+                self.values = self._evaluate()
+                self.save()
+                return replace(last, stop=True)
+            last = step
+            self.recorder.add(outcome)
+            self.step_s.append(step.seconds)
+            values, done = self._values(step), step.step >= t.steps
+            if self._due(self.config.eval.every, step.step) and not step.stop:  # who asked may not wait: save
+                self.values = self._evaluate()
+                values |= self.values
+            if metrics is not None:
+                metrics.write(step=step.step, **values)
+            self.log.step(step.step, values)
+            self.turn_s = max(self.turn_s, time.perf_counter() - start)
+            if done or step.stop or self._due(t.save_every, step.step):
+                self.save()
+            if done or step.stop:
+                return step
+
+    def _due(self, every: int, step: int) -> bool:
+        return step >= self.config.train.steps or bool(every and step % every == 0)
+
+    def _values(self, step: Step) -> dict[str, float]:
+        values = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm, "step_s": step.seconds}
+        found = {name: value for name, value in values.items() if value is not None}
+        return found | {f"{self.unit}_per_s": self._per_second(step.seconds)}
+
+    def _per_second(self, step_s: float) -> float:
+        return self.config.train.batch * self.data.tokens_per_sample / step_s
+
+    def _evaluate(self) -> dict[str, float]:
+        c = self.config
+        if self.data.val_samples == 0:
+            return {}
+        found = self.pipe.evaluate(c.eval.batches)
+        return {f"val_{name}": value for name, value in found.items()}
+
+    def save(self) -> None:
+        """A checkpoint, unless this step has one, then fewer of the old ones."""
+        if self.saved == self.pipe.steps_done:
+            return
+        start, folder = time.perf_counter(), step_folder(self.run_dir, self.pipe.steps_done)
+        if self.pipe.rank == 0:
+            self.built.export(folder)
+        self.sha = self.pipe.save(folder).weights_sha256
+        self.saved = self.pipe.steps_done
+        if self.pipe.rank == 0:
+            prune(self.run_dir, self.config.train.keep)
+        self.save_s = max(self.save_s, time.perf_counter() - start)
+
+    def end(self, last: Step, asked: list[str]) -> Report:
+        """Sample, summary and drawings."""
+        comm, pipe, recorder = self.comm, self.pipe, self.recorder
+        measured = recorder.median()
+        peaks = tuple(comm.allgather_object(pipe.memory.nbytes))
+        first = pipe.steps_done - len(recorder.highest_bytes) + 1
+        highest, steps = thin(recorder.highest_bytes, range(first, pipe.steps_done + 1))
+        by_rank = tuple(comm.allgather_object(highest))
+        text = None
+        if not last.stop:
+            text = generate(pipe.trainer, self.data, self.config.sample, pipe.numerics.seed)
+            no_tokenizer = getattr(self.config.data, "tokenizer", "") is None
+            if text is None and self.config.sample.length and no_tokenizer:
+                self.log.say("note: no sample of text, as data.tokenizer is null; set it, or sample.length=0")
+        signals = [name for names in comm.allgather_object(asked) for name in names[:1]]
+        stopped_by = signals[0] if last.stop else None
+        report = comm.bcast_object(
+            self._report(last, measured, peaks, stopped_by) if comm.rank == 0 else None
+        )
+        assert report is not None
+        if comm.rank == 0:
+            timelines = {"predicted": pipe.predicted, "measured": measured}
+            self._write(report, Trace(timelines, by_rank, steps), text)
+        return report
+
+    def _report(
+        self, last: Step, measured: Timeline, peaks: tuple[int, ...], stopped_by: str | None
+    ) -> Report:
+        pipe, step_s = self.pipe, float(np.median(list(self.step_s)[1:] or self.step_s))
+        prediction = pipe.plan.prediction
+        return Report(
+            val_loss=self.values.get("val_loss"),
+            unigram_entropy=self.data.unigram_entropy,
+            metrics={k.removeprefix("val_"): v for k, v in self.values.items() if k != "val_loss"},
+            step_s=step_s,
+            predicted_step_s=prediction.step_s,
+            peak_bytes=peaks,
+            predicted_peak_bytes=prediction.peak_bytes,
+            bubble=measured.bubble,
+            predicted_bubble=prediction.bubble,
+            ranks=rank_reports(pipe.predicted, measured, *self._stages(), self._sizes()),
+            per_s=self._per_second(step_s),
+            unit=self.unit,
+            weights_sha256=self.sha,
+            steps=pipe.steps_done,
+            final_loss=last.loss,
+            plan_hash=pipe.plan.hash,
+            stopped_by=stopped_by,
+            exact_resume=self.data.exact,
+        )
+
+    def _stages(self) -> tuple[list[int], list[int]]:
+        """Groups and parameters of each stage."""
+        pipe, graph = self.pipe, self.pipe.variants.graph
+        cuts = cut_indices(pipe.plan.layout, graph.groups)
+        parameters = [0] * (len(cuts) + 1)
+        for name, spec in graph.params.items():
+            parameters[pipe.trainer.owner[name]] += math.prod(spec.shape)
+        return [end - first for first, end in bounds(len(graph.groups), cuts)], parameters
+
+    def _sizes(self) -> tuple[Int64, ...]:
+        pipe = self.pipe
+        return sizes_of_messages(pipe.costs, pipe.plan.layout, pipe.program, pipe.variants.graph.groups)
+
+    def _write(self, report: Report, trace: Trace, text: str | None) -> None:
+        timelines, sizes = trace.timelines, self._sizes()
+        write_text(self.run_dir / "summary.json", to_json(report))
+        write_whole(self.run_dir / TRACE, lambda path: write_trace(path, trace))
+        write_whole(self.run_dir / "timeline.png", lambda path: draw_png(timelines, path))
+        write_whole(self.run_dir / PERFETTO, lambda path: write_perfetto(path, timelines, sizes))
+        if text is not None:
+            write_text(self.run_dir / "sample.txt", text)
+            self.log.say(f"\nsample:\n{text}\n")
+        self.log.say(f"{draw_texts(timelines, width=110)}\n\n{summary(report)}")
+        self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
+
+
+def _advice(comm: Communicator, threads: int) -> str | None:
+    """About threads and cores of the first node. Collective."""
+    cores = comm.allgather_object(cores_available())
+    on_first = [c for c, node in zip(cores, comm.node_of_rank, strict=True) if node == 0]
+    return binding_advice(len(frozenset().union(*on_first)), len(on_first), threads, len(cores[0]))

@@ -1,0 +1,139 @@
+"""Costs of earlier runs: which of them still hold, and which groups are timed anew. Collective.
+
+    known samples -> the heaviest timed -> they agree ?-> the rest is trusted
+                                                      '-> all timed anew
+
+A sample is the shortest of what any run has seen, because what else runs on a machine only adds. One that
+was taken on a disturbed machine is found out by a later run: the heaviest, which decide the plan, are timed
+at every start, and a machine that has changed shows in them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from mpipipe.cluster.agree import code_version
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.node import cores_available
+from mpipipe.graph.profile import Piece, Profiler, Sample
+from mpipipe.ops import KERNELS_VERSION
+from mpipipe.values import Numerics, digest
+
+CHECK_S = 0.25  # seconds for the groups that a rank times to see whether the rest still holds
+CHECKS = 2  # timings of such a group
+AGREE = 0.15  # a difference up to this is noise
+
+T = TypeVar("T", Sample, float)
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks, each with a profiler, that share the timing of distinct groups. factor: seconds on a
+    device of speed 1 / seconds here."""
+
+    comm: Communicator
+    profiler: Profiler
+    distinct: Mapping[str, Piece]
+    factor: float
+
+    def _mine(self, keys: Iterable[str]) -> list[str]:
+        heaviest = sorted(keys, key=lambda key: (-self.distinct[key].workspace_bytes, key))
+        return heaviest[self.comm.rank :: self.comm.size]
+
+    def sample(self, keys: Iterable[str]) -> dict[str, Sample]:
+        """Every one timed by one rank, known to all."""
+        mine = self._mine(keys)
+        found = {k: self.profiler.sample(self.distinct[k]).times(self.factor) for k in mine}
+        self._keep_busy(mine)
+        return self._all(found)
+
+    def seconds(self, keys: Iterable[str], times: int) -> dict[str, float]:
+        """Forward and backward of each, the shortest of some times."""
+        mine = self._mine(keys)
+        found = {k: self.profiler.run(self.distinct[k], times) * self.factor for k in mine}
+        self._keep_busy(mine)
+        return self._all(found)
+
+    def _keep_busy(self, mine: Sequence[str]) -> None:
+        """Works until the other ranks of the node have timed their share: in a step, too, they share memory,
+        and perhaps a core. Not where ranks take turns on a core: it would be in their way."""
+        comm, none = self.comm, np.zeros(1, np.uint8)
+        node = comm.node_of_rank[comm.rank]
+        here = [rank for rank, other in enumerate(comm.node_of_rank) if other == node and rank != comm.rank]
+        peers = [] if comm.oversubscribed else here
+        sent = [comm.isend(none, peer, 0) for peer in peers]
+        done = [comm.irecv(none.copy(), peer, 0) for peer in peers]
+        for key in itertools.cycle(mine or sorted(self.distinct)):
+            if all(request.done() for request in done):
+                break
+            self.profiler.run(self.distinct[key], 0)
+        for request in [*sent, *done]:
+            comm.wait(request)
+
+    def run_rest(self, *timed: Iterable[str]) -> None:
+        """Runs here what only another rank has timed: libraries keep buffers for what they have run, and each
+        rank counts its own."""
+        done = {key for keys in timed for key in self._mine(keys)}
+        for key in sorted(self.distinct.keys() - done):
+            self.profiler.run(self.distinct[key], 0)
+
+    def _all(self, found: dict[str, T]) -> dict[str, T]:
+        return {key: value for part in self.comm.allgather_object(found) for key, value in part.items()}
+
+
+def setting(numerics: Numerics, kind: str, comm: Communicator, on_core: bool) -> str:
+    """All that decides a sample beside the group itself: code, processor, libraries, threads, and how many
+    ranks share a node and its cores. on_core: seconds are those on a core."""
+    n = numerics
+    facts = (
+        code_version(KERNELS_VERSION, ("graph", "ops")), kind, n.torch, n.instruction_set, n.threads,
+        n.precision, n.gemm, n.bits, comm.size, comm.node_of_rank.count(0), len(cores_available()), on_core,
+    )  # fmt: skip
+    return digest(*map(repr, facts))
+
+
+def names_of(distinct: Mapping[str, Piece], setting: str) -> dict[str, str]:
+    """Key of a group -> the name of its sample in later runs; none of a group with code of the user's."""
+    return {key: digest(setting, key) for key, piece in distinct.items() if piece.lasting}
+
+
+def reuse(team: Team, held: Mapping[str, Sample]) -> tuple[dict[str, Sample], int]:
+    """A sample of every distinct group, and how many were timed anew. held: of earlier runs, by key; that of
+    rank 0 counts."""
+    held = team.comm.bcast_object(dict(held))
+    checked = _heaviest(held, team.comm.size)
+    again = team.seconds(checked, CHECKS)
+    held = still_held(held, again)
+    missing = team.distinct.keys() - held.keys()
+    samples = held | team.sample(missing)
+    team.run_rest(checked, missing)
+    return samples, len(missing)
+
+
+def _heaviest(held: Mapping[str, Sample], ranks: int) -> list[str]:
+    """Those of the longest that fit into the time, but one at least."""
+    chosen: list[str] = []
+    left_s = CHECK_S * ranks
+    for key in sorted(held, key=lambda k: (-held[k].seconds, k)):
+        left_s -= held[key].seconds * (1 + CHECKS)
+        if left_s > 0 or not chosen:
+            chosen.append(key)
+    return chosen
+
+
+def still_held(held: Mapping[str, Sample], again: Mapping[str, float]) -> dict[str, Sample]:
+    """What holds after some were timed again. None does where these differ as a whole: the machine is not
+    the one of then. A single one that differs is dropped; the shorter time of the others counts."""
+    if not _agree(sum(held[key].seconds for key in again), sum(again.values())):
+        return {}
+    ratios = {key: again.get(key, s.seconds) / s.seconds if s.seconds else 1.0 for key, s in held.items()}
+    return {k: s.times(min(1.0, ratios[k])) for k, s in held.items() if _agree(1.0, ratios[k])}
+
+
+def _agree(a: float, b: float) -> bool:
+    return abs(a - b) <= AGREE * min(a, b)

@@ -1,0 +1,88 @@
+"""Costs without ranks and without weights: groups are counted, and timed where that is quick. No messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mpipipe.graph.profile import Piece, Sample, group_costs, pieces
+from mpipipe.graph.rates import Rates, sample_of
+from mpipipe.graph.variants import Variants
+from mpipipe.graph.work import Tallier, Tally
+from mpipipe.runtime.costing import bytes_per_param_byte
+from mpipipe.runtime.optimizer import Optimizer
+from mpipipe.values import Cluster, Costs, Numerics
+
+TIMED_BYTES, TIMED_S = 256 << 20, 0.2  # what a group may take to be run here; the seconds are a guess
+_GUESSED_FLOPS_PER_S, _GUESSED_BYTES_PER_S = 50e9, 5e9  # of a thread, for that guess
+
+
+@dataclass(frozen=True)
+class Found:
+    """Samples of the distinct groups, by key. timed: those that were run; compared: modelled seconds over
+    measured ones, for those of them that were counted as well."""
+
+    parts: tuple[Piece, ...]
+    samples: dict[str, Sample]
+    timed: frozenset[str]
+    compared: tuple[float, ...]
+
+    @property
+    def modelled(self) -> int:
+        return len(self.samples) - len(self.timed)
+
+    @property
+    def spread(self) -> float:
+        """Of the repeated timings; where all is modelled, 0."""
+        return float(np.median([self.samples[key].spread for key in self.timed] or [0.0]))
+
+
+def find(variants: Variants, tallier: Tallier, rates: Rates, here: bool) -> Found:
+    """Every distinct group once. here: small ones are timed, for ranks like this process; else only layers
+    that run as they are written are, because they cannot be counted."""
+    parts = tuple(pieces(variants.primary, variants.graph, variants.uses))
+    distinct = {p.key: p for p in parts}
+    tallies = {key: tallier.tally(p) for key, p in distinct.items()}
+    timed = frozenset(key for key, t in tallies.items() if t.opaque or (here and _is_small(t)))
+    samples = {key: tallier.sample(distinct[key]) for key in distinct if key in timed}
+    both = [key for key in timed if not tallies[key].opaque] if len(timed) < len(distinct) else []
+    compared = [_seconds(sample_of(tallies[key], rates)) / _seconds(samples[key]) for key in both]
+    samples |= {key: sample_of(t, rates) for key, t in tallies.items() if key not in timed}
+    return Found(parts, samples, timed, tuple(compared))
+
+
+def _is_small(tally: Tally) -> bool:
+    works = (*tally.forward, *tally.backward)
+    flops, nbytes = sum(w.flops for w in works), sum(w.nbytes for w in works)
+    guess = flops / (_GUESSED_FLOPS_PER_S * torch.get_num_threads()) + nbytes / _GUESSED_BYTES_PER_S
+    return tally.held_bytes <= TIMED_BYTES and guess <= TIMED_S
+
+
+def _seconds(s: Sample) -> float:
+    return max(s.fwd_s + s.bwd_input_s + s.bwd_weight_s, 1e-9)
+
+
+def costs_of(
+    found: Found, variants: Variants, numerics: Numerics, optimizer: Optimizer, cluster: Cluster,
+    update_s: tuple[float, float],
+) -> Costs:  # fmt: skip
+    """Costs on a cluster that is not here. update_s: of an optimizer step, per byte of weights, and of a
+    parameter without elements."""
+    return Costs(
+        groups=group_costs(variants.primary, found.parts, found.samples, update_s[1]),
+        cluster=cluster,
+        ties=variants.graph.ties,
+        bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
+        step_s_per_byte=update_s[0],
+        source="modelled" if found.modelled else "measured",
+        spread=found.spread,
+    )
+
+
+def update_bytes(optimizer: Optimizer) -> float:
+    """That norm, clip, update and zero move, per byte of weights: reads of the gradient for the norm and the
+    update, writes of zeros, weights and each buffer of the optimizer read and written; the clip likewise."""
+    clip = 2 if optimizer.clip else 0
+    return 1.0 + clip + 1.0 + 2.0 + 2.0 * optimizer.state_buffers + 1.0

@@ -1,0 +1,40 @@
+"""What the steps of a run took: times and memory of the newest ones, the highest memory of each."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.runtime.interpreter import Outcome
+from mpipipe.values import Float64, Int64, Program, Timeline
+
+KEPT_STEPS = 50  # of which the times are remembered
+
+
+class Recorder:
+    """Of one rank."""
+
+    def __init__(self, comm: Communicator, program: Program) -> None:
+        self._comm, self._program = comm, program
+        self._kept: deque[tuple[Float64, Int64]] = deque(maxlen=KEPT_STEPS)
+        self.highest_bytes: list[int] = []  # per step, of this rank at the end of an instruction
+
+    def add(self, outcome: Outcome) -> None:
+        """One step, in order."""
+        self._kept.append((outcome.times, outcome.memory_bytes))
+        self.highest_bytes.append(int(outcome.memory_bytes.max(initial=0)))
+
+    def median(self) -> Timeline:
+        """The step whose makespan is the median of those kept, the first one left out. Collective."""
+        kept = list(self._kept)[1:] or list(self._kept)
+        offset_s = self._comm.clock_offset_s
+        ends = np.array([(times[0, 0], times[-1, 1]) for times, _ in kept]) - offset_s  # (steps, 2)
+        by_rank = self._comm.allgather_array(ends)
+        start_s = by_rank[:, :, 0].min(axis=0)
+        order = np.argsort(by_rank[:, :, 1].max(axis=0) - start_s, kind="stable")
+        chosen = int(order[len(order) // 2])
+        times, memory_bytes = kept[chosen]
+        found = self._comm.allgather_object((times - offset_s - start_s[chosen], memory_bytes))
+        return Timeline(self._program, tuple(t for t, _ in found), tuple(m for _, m in found))

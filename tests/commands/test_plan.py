@@ -1,0 +1,204 @@
+"""`python -m mpipipe plan`: no ranks, no weights, and a message where nothing fits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpipipe.cluster import memory
+from mpipipe.commands import plan
+from mpipipe.graph.profile import Profiler, Sample
+from mpipipe.report.plan_file import read_plan
+from mpipipe.runtime import costing
+from mpipipe.runtime.process import resident_memory
+
+CLUSTER = """\
+device: {kind: new, threads: 4, memory: 1 GiB, flops_per_s: {fp32: 1.0e+9, bf16: 2.0e+9}, bytes_per_s: 1.0e+9}
+ranks_per_node: 2
+links: {node: {latency_s: 1.0e-6, bytes_per_s: 1.0e+9}, switch: {latency_s: 1.0e-5, bytes_per_s: 1.0e+8}}
+"""
+MLP = """\
+model: {name: mlp, inputs: 64, hidden: [64, 64, 64, 64, 64, 64], classes: 8}
+data: {name: synthetic, samples: 64}
+train: {batch: 16}
+pipeline: {micro_batches: 4, threads: 4}
+"""
+Plan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """`run(config, arguments...)`: exit code, stdout, stderr; in a folder of its own with cluster.yaml."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory, "give_back_freed_memory", lambda: None)  # of many tests, again and again
+    Path("cluster.yaml").write_text(CLUSTER)
+    threads = torch.get_num_threads()
+
+    def call(config: str, *arguments: str) -> tuple[int, str, str]:
+        Path("config.yaml").write_text(config)
+        code = plan.main(["config.yaml", *arguments])
+        return (code, *capsys.readouterr())
+
+    yield call
+    torch.set_num_threads(threads)
+
+
+def test_it_says_where_to_cut_what_that_takes_and_why_not_another(run: Plan) -> None:
+    code, out, err = run(MLP, "--ranks", "3", "--cluster", "cluster.yaml")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "config.yaml on 3 ranks: mlp, 25,480 parameters, 7 groups"
+    stages = [line.split() for line in lines if re.match(r"[012]  ", line)]
+    assert [s[0] for s in stages] == ["0", "1", "2"]
+    assert sum(int(s[2]) for s in stages) == 7, "every group is on a stage"
+    for words in (
+        "bubble", "gap", "most memory: rank", "samples/s", "next best cut", "equal numbers of groups",
+        "schedule gpipe", "2 micro-batches, batch 8", "8 micro-batches, batch 32", "1 rank", "6 ranks",
+        "1 us and 1 GB/s within a node",
+    ):  # fmt: skip
+        assert words in out, words
+
+
+def test_seconds_are_operations_and_bytes_at_the_rates_of_the_cluster(run: Plan) -> None:
+    run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "slow.json")
+    faster = CLUSTER.replace("1.0e+9, bf16", "2.0e+9, bf16").replace(
+        "bytes_per_s: 1.0e+9}\nranks", "bytes_per_s: 2.0e+9}\nranks"
+    )
+    Path("cluster.yaml").write_text(faster)
+    run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "fast.json")
+    slow, fast = (read_plan(f"{name}.json").costs for name in ("slow", "fast"))
+    assert slow is not None
+    assert fast is not None
+    assert slow.source == "modelled"
+    for a, b in zip(slow.groups, fast.groups, strict=True):
+        assert a.fwd_s == pytest.approx(2 * b.fwd_s)
+        assert a.stash_bytes == b.stash_bytes
+    linear = slow.groups[1]  # (4, 64) x (64, 64), bias, relu: bound by the bytes of the weight
+    assert linear.fwd_s > 64 * 64 * 4 / 1e9
+
+
+def test_a_plan_file_holds_the_layout_and_the_costs(run: Plan) -> None:
+    code, out, _ = run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "p.json")
+    made = read_plan("p.json")
+    assert code == 0
+    assert made.costs is not None
+    assert made.layout.n_stages == 2
+    assert made.layout.schedule == "1f1b"
+    assert made.numerics.threads == 4
+    assert len(made.costs.groups) == 7
+    assert "--plan p.json" in out
+    assert [d.kind for d in made.costs.cluster.devices] == ["new"] * 2
+
+
+def test_a_model_larger_than_any_machine_is_planned(run: Plan) -> None:
+    """A hundred billion parameters; nothing of that size may be allocated."""
+    huge = MLP.replace("[64, 64, 64, 64, 64, 64]", str([160_000] * 5))
+    Path("cluster.yaml").write_text(CLUSTER.replace("1 GiB", "2 TiB"))
+    held = resident_memory()
+    before = held.now_bytes
+    code, out, err = run(huge, "--ranks", "4", "--cluster", "cluster.yaml")
+    assert (code, err) == (0, "")
+    parameters = int(re.search(r"mlp, ([\d,]+) parameters", out)[1].replace(",", ""))  # type: ignore[index]
+    assert parameters > 100e9
+    assert held.now_bytes - before < 200 << 20
+
+
+def test_where_nothing_fits_it_says_what_would(run: Plan) -> None:
+    Path("cluster.yaml").write_text(CLUSTER.replace("1 GiB", "12 MiB"))
+    wide = MLP.replace("[64, 64, 64, 64, 64, 64]", str([600] * 6))
+    code, out, err = run(wide, "--ranks", "2", "--cluster", "cluster.yaml", "pipeline.threads=4")
+    assert (code, out) == (1, "")
+    assert err.startswith("mpipipe: error: stage ")
+    assert "short" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_small_groups_are_timed_here(run: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Profiler, "sample", lambda *_: Sample(1e-3, 1e-3, 1e-3, 0.0, 0, (), ()))
+    monkeypatch.setattr(costing, "_UPDATE_ELEMENTS", 1 << 10)
+    code, out, _ = run(MLP, "--ranks", "2", "pipeline.threads=1", "-o", "p.json")
+    assert code == 0
+    assert "timed here" in out
+    assert "modelled" not in out
+    assert "assumed: ranks like this process" in out
+    assert "10 us and 1.2 GB/s between nodes" in out
+    made = read_plan("p.json")
+    assert made.costs is not None
+    assert made.costs.source == "measured"
+
+
+GPT = "model: {name: gpt, layers: 1, d_model: 16, heads: 2, context: 8}\npipeline: {threads: 4}\n"
+
+
+@pytest.mark.parametrize(
+    "data", ["{name: text, path: nowhere}", "{name: tokens, path: nowhere.bin, vocab: 99}"]
+)
+def test_texts_need_not_be_there(run: Plan, data: str) -> None:
+    code, out, err = run(GPT + f"data: {data}\n", "--ranks", "2", "--cluster", "cluster.yaml")
+    assert (code, err) == (0, "")
+    assert "tokens/s" in out
+    assert not Path("runs").exists()
+
+
+def test_where_only_files_tell_the_shapes_they_must_be_there(run: Plan) -> None:
+    code, _, err = run(GPT + "data: {name: tokens, path: nowhere.bin}\n", "--ranks", "2")
+    assert code == 1
+    assert "nowhere.bin" in err
+    assert "data.name=synthetic" in err
+    assert "model.vocab" in err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "memory: 1 GiB",
+            "memroy: 1 GiB",
+            r"cluster.yaml, line 1: 'device.memroy' is not a key; did you mean 'memory'",
+        ),
+        (
+            "1 GiB",
+            "1 Gib",
+            r"line 1: device.memory = '1 Gib'; expected a valid integer or a size such as 24 GiB",
+        ),
+        ("fp32: 1.0e+9", "fp32: fast", r"line 1: device.flops_per_s.fp32 = 'fast'; expected a valid number"),
+        ("ranks_per_node: 2", "ranks: 2", r"line 2: 'ranks' is not a key; .*valid here: device, devices"),
+        ("latency_s: 1.0e-5, ", "", r"line 3: 'links.switch.latency_s' is missing"),
+        ("device: {", "device: {{", r"cluster.yaml: not valid YAML"),
+    ],
+)
+def test_a_wrong_cluster_file_is_named_with_the_line(run: Plan, old: str, new: str, words: str) -> None:
+    assert old in CLUSTER
+    Path("cluster.yaml").write_text(CLUSTER.replace(old, new, 1))
+    code, _, err = run(MLP, "--ranks", "2", "--cluster", "cluster.yaml")
+    assert code == 1
+    assert re.search(words, err), err
+
+
+def test_different_devices_are_counted_in_the_order_of_ranks(run: Plan) -> None:
+    device = CLUSTER.splitlines()[0].removeprefix("device: {").removesuffix("}")
+    slow = device.replace("1.0e+9, bf16", "5.0e+8, bf16").replace("new", "old")
+    rest = "\n".join(CLUSTER.splitlines()[1:])
+    Path("cluster.yaml").write_text(f"devices:\n- {{count: 1, {device}}}\n- {{count: 1, {slow}}}\n{rest}\n")
+    code, out, _ = run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "p.json")
+    assert code == 0
+    costs = read_plan("p.json").costs
+    assert costs is not None
+    assert [(d.kind, d.speed) for d in costs.cluster.devices] == [("new", 1.0), ("old", 0.5)]
+    assert re.search(r"4 ranks +- +- +4 ranks, but the cluster file counts 2 devices", out)
+    first = json.loads(Path("p.json").read_text())["layout"]["cuts"][0]
+    assert first > "layers.2", "the fast rank has more of the groups"
+
+
+def test_the_examples_of_a_cluster_and_a_large_model_are_read() -> None:
+    from mpipipe.config import load
+    from mpipipe.config.cluster import load_cluster
+
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    assert load_cluster(examples / "cluster.yaml").of(16, "bf16", 96, 0, None).node_of_rank[-1] == 7
+    assert load(examples / "llama-70b.yaml").model.name == "llama"

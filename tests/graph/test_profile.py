@@ -1,0 +1,66 @@
+"""What a timing counts: the work of a group, with the caches as a step leaves them, and no call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+
+import pytest
+from tiny import Case, capture
+
+from mpipipe.graph import profile
+from mpipipe.graph.profile import Profiler, Sample, group_costs, pieces, working_set_bytes
+from mpipipe.graph.variants import Variants
+
+
+@pytest.fixture(scope="module")
+def variants() -> Variants:
+    return capture("mlp")
+
+
+def ticks() -> Iterator[float]:
+    return map(float, count())
+
+
+def test_what_a_call_costs_is_not_counted(variants: Variants) -> None:
+    clock = ticks()  # each reading is a second later, whatever is done between
+    profiler = Profiler(variants.primary, "fp32", lambda: next(clock))
+    for piece in pieces(variants.primary, variants.graph, variants.uses):
+        assert profiler.sample(piece).seconds == 0.0
+        assert profiler.run(piece, 2) == 0.0
+        assert profiler.run(piece, 0) == math.inf
+
+
+def test_the_caches_lose_what_a_stage_touches_but_not_more_than_they_hold(
+    variants: Variants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched = working_set_bytes(variants.primary)
+    params = sum(spec.nbytes for spec in variants.graph.params.values())
+    assert touched > 2 * params  # weights, their gradients, and the results
+    for ranks in (1, 2):
+        assert Profiler(variants.primary, "fp32", ranks=ranks).chilled_bytes == touched // ranks
+    monkeypatch.setattr(profile, "CACHE_BYTES", 100)
+    assert Profiler(variants.primary, "fp32").chilled_bytes == 100
+
+
+def test_each_parameter_adds_its_update(variants: Variants) -> None:
+    parts = pieces(variants.primary, variants.graph, variants.uses)
+    samples = {p.key: Sample(1.0, 1.0, 1.0, 0.0, 0, (), ()) for p in parts}
+    costs = group_costs(variants.primary, parts, samples, 0.5)
+    assert sum(c.update_s for c in costs) == 0.5 * len(variants.graph.params)
+
+
+def test_a_smaller_mean_micro_batch_takes_less_time_and_the_largest_its_memory(variants: Variants) -> None:
+    parts = pieces(variants.primary, variants.graph, variants.uses)
+    samples = {p.key: Sample(1.0, 2.0, 4.0, 0.0, 8, (), ()) for p in parts}
+    full = group_costs(variants.primary, parts, samples)
+    half = group_costs(variants.primary, parts, samples, fill=0.5)
+    assert [replace(c, fwd_s=1.0, bwd_input_s=2.0, bwd_weight_s=4.0) for c in half] == list(full)
+    assert [c.seconds for c in half] == [c.seconds / 2 for c in full]
+    assert replace(Case().numerics, batch=9, micro_batch=3, micro_batches=4).fill == 0.75
+
+
+def test_traced_operators_have_keys_that_last(variants: Variants) -> None:
+    assert all(p.lasting for p in pieces(variants.primary, variants.graph, variants.uses))

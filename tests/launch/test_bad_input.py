@@ -1,0 +1,352 @@
+"""Wrong input, on ranks of a real MPI: one message from one rank that says what to do, soon, an exit code
+that is not zero, and what was there before is as it was. (All forms of messages are tested beside the rooms.)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpipipe
+from mpipipe.state.resume import newest, step_folder, survey
+
+pytestmark = pytest.mark.jobs
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+CONFIG = """\
+model: {name: mlp, inputs: 8, hidden: [16, 16, 16, 16], classes: 4, dropout: 0.0}
+data: {name: synthetic, samples: 64}
+train: {steps: 6, batch: 8, warmup: 1, save_every: 2}
+eval: {every: 0, batches: 1}
+pipeline: {micro_batches: 4}
+"""
+TEXT = """\
+model: {name: gpt, layers: 1, d_model: 8, heads: 1, context: 8}
+data: {path: text}
+train: {steps: 2, batch: 4, warmup: 1}
+eval: {every: 0, batches: 1}
+pipeline: {micro_batches: 2}
+sample: {length: 4}
+"""
+
+PATCHED = """
+import os, sys
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+{before}
+from mpipipe import train
+{after}
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bad")
+    (path / "config.yaml").write_text(CONFIG)
+    (path / "text.yaml").write_text(TEXT)
+    (path / "latin.yaml").write_bytes(b"run: {name: caf\xe9}\n")
+    (path / "text").mkdir()
+    (path / "text" / "a.txt").write_text("0123456789" * 20)
+    (path / "short.txt").write_text("0123456789")
+    (path / "empty.txt").touch()
+    np.array([1, 2, 70000] * 100, "<u4").tofile(path / "tokens.bin")
+    return path
+
+
+def train(launch: Launch, folder: Path, n: int, *args: str, by: str = "", **env: str) -> Any:
+    program = [by] if by else ["-m", "mpipipe.train"]
+    return launch(n, *program, *args, cwd=folder, env=env)
+
+
+def refusal(job: Any) -> str:
+    """What the one rank said: once, without a traceback, and the job has failed."""
+    said = job.stdout + job.stderr
+    assert job.returncode != 0, said
+    assert said.count("mpipipe: error:") == 1, said
+    assert "Traceback" not in said
+    return said.partition("mpipipe: error: ")[2].partition("\n-----")[0]
+
+
+def patched(folder: Path, name: str, before: str = "", after: str = "") -> str:
+    (folder / name).write_text(PATCHED.format(before=before, after=after))
+    return name
+
+
+# -- config and data ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["nowhere.yaml"], ["nowhere.yaml: cannot be read (No such file", "name an existing YAML file"]),
+        (["latin.yaml"], ["latin.yaml: is not UTF-8 text (byte 0xe9 at 15); save it as UTF-8"]),
+        (["config.yaml", "train.epochs=3"], ["override 'train.epochs=3'", "did you mean 'train.steps'?"]),
+        (
+            ["config.yaml", "train.steps=many"],
+            ["'train.steps=many'", "'many' (str); expected a valid integer"],
+        ),
+    ],
+)
+def test_a_config(launch: Launch, folder: Path, args: list[str], parts: list[str]) -> None:
+    before = sorted(folder.iterdir())
+    said = refusal(train(launch, folder, 2, *args))
+    assert all(part in said for part in parts), said
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("data.path=nowhere", ["data.path = 'nowhere': no such file or folder"]),
+        ("data.path=empty.txt", ["empty.txt: is empty; set data.path"]),
+        (
+            "data.path=short.txt",
+            ["0 of its 10 bytes are for validation", "needs 9 (a file of 180 has them); give more text"],
+        ),
+        (
+            "data={name: tokens, path: text, vocab: 9}",
+            ["text: cannot be read (Is a directory); name a token"],
+        ),
+        (
+            "data={name: tokens, path: tokens.bin, dtype: uint32, vocab: 99}",
+            ["tokens.bin: token ", " is 70000, but the vocabulary has 99 ids; check data.dtype"],
+        ),
+    ],
+)
+def test_data(launch: Launch, folder: Path, tmp_path: Path, override: str, parts: list[str]) -> None:
+    said = refusal(train(launch, folder, 2, "text.yaml", override, f"run.dir={tmp_path}/run"))
+    assert all(part in said for part in parts), said
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_model_of_tokens_without_a_tokenizer_says_why_it_writes_nothing(
+    launch: Launch, folder: Path, tmp_path: Path
+) -> None:
+    data = "data={name: tokens, path: tokens.bin, dtype: uint32, vocab: 70001}"
+    job = train(launch, folder, 2, "text.yaml", data, f"run.dir={tmp_path}/run", "train.steps=1")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("note: no sample of text, as data.tokenizer is null") == 1
+
+
+# -- the plan -----------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_the_model_has_cuts(launch: Launch, folder: Path, tmp_path: Path) -> None:
+    job = train(launch, folder, 3, "config.yaml", "model.hidden=[4]", f"run.dir={tmp_path}/run")
+    assert "3 stages but only 2 groups to cut between; start at most 2 ranks" in refusal(job)
+
+
+def test_a_memory_limit_names_the_least_number_of_ranks_and_that_many_do(
+    launch: Launch, folder: Path, tmp_path: Path
+) -> None:
+    """Three matrices of 1024 * 1024, 4 bytes each, times 4 for gradient and optimizer: two on one rank take
+    33.6 MB and what they compute, one takes 16.8."""
+    hidden, limit = "model.hidden=[1024, 1024, 1024, 1024]", "pipeline.memory_bytes=31000000"
+    args = ["config.yaml", hidden, limit, "train.steps=1"]
+    said = refusal(train(launch, folder, 2, *args, f"run.dir={tmp_path}/a"))
+    assert re.search(r"stage [01] of 2 \(rank [01], \d+ bytes.*\) cannot hold .*: \d+ bytes short", said), (
+        said
+    )
+    assert "start 3 ranks: that is the least that would do" in said
+    job = train(launch, folder, 3, *args, f"run.dir={tmp_path}/b")
+    assert job.returncode == 0, job.stderr
+
+
+# -- numbers that are none ----------------------------------------------------------------------------
+
+SPOILS = """
+from mpipipe.runtime.trainer import Trainer
+step = Trainer.step
+
+def spoils(self, number, **how):
+    for stage in self.interpreter.stages.values():
+        if number == 3 and stage.weights.stage == 1:
+            next(iter(stage.weights.data.values())).fill_(3e38)
+    return step(self, number, **how)
+
+Trainer.step = spoils
+"""
+
+
+def test_a_loss_that_is_not_finite(launch: Launch, folder: Path, tmp_path: Path) -> None:
+    by, run = patched(folder, "spoils.py", after=SPOILS), tmp_path / "run"
+    said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", by=by))
+    assert re.match(r"step 3: the loss is (nan|inf): '.*/linear.0' makes (nan|inf) of finite values", said), (
+        said
+    )
+    assert "in micro-batch 0 (stage 1, rank 1)" in said
+    assert "lower train.lr" in said
+    assert [folder.name for folder, wrong in survey(run) if not wrong] == ["step-00000002"]
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+# -- disks and checkpoints ----------------------------------------------------------------------------
+
+FILLS = """
+import resource
+from mpipipe.pipeline import Pipeline
+{name} = Pipeline.{name}
+calls = []
+
+def fills(self, *args):
+    calls.append(1)
+    if len(calls) == {call}:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+    return {name}(self, *args)
+
+Pipeline.{name} = fills
+"""
+
+
+def test_a_full_disk_while_saving(launch: Launch, folder: Path, tmp_path: Path) -> None:
+    by, run = patched(folder, "fills.py", after=FILLS.format(name="save", call=2)), tmp_path / "run"
+    said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", by=by))
+    assert f"{step_folder(run, 4)}: failed on 2 of 2 ranks" in said
+    assert re.search(
+        r"rank 1: .*safetensors: cannot be written \(.*File too large.*; it needs \d+ bytes, \d+", said
+    )
+    assert "make room, then go on with --resume" in said
+    assert newest(run) == step_folder(run, 2)
+    assert not step_folder(run, 4).exists()
+
+
+def test_a_full_disk_while_writing_metrics(launch: Launch, folder: Path, tmp_path: Path) -> None:
+    by, run = patched(folder, "metrics.py", after=FILLS.format(name="timed_step", call=4)), tmp_path / "run"
+    said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", by=by))
+    assert f"{run}: cannot be written (File too large), " in said
+    assert " bytes are free; checkpoints are as they were: make room, then go on with --resume" in said
+    assert newest(run) == step_folder(run, 2)
+    assert not list(run.rglob("*.part"))
+
+
+@pytest.fixture(scope="module")
+def whole(launch: Launch, folder: Path) -> Path:
+    """A run with three checkpoints; copy it."""
+    job = train(launch, folder, 2, "config.yaml", "run.dir=whole")
+    assert job.returncode == 0, job.stderr
+    return folder / "whole"
+
+
+def changed(whole: Path, run: Path, change: Callable[[Path], object], kind: str = "model") -> Path:
+    """A copy of the run, the first file of a kind of whose last checkpoint is changed."""
+    shutil.copytree(whole, run, symlinks=True)
+    last = newest(run)
+    assert last is not None
+    change(min(last.glob(f"{kind}-*.safetensors")))
+    return last
+
+
+def flip(path: Path) -> None:
+    bits = bytearray(path.read_bytes())
+    bits[-3] ^= 1
+    path.write_bytes(bits)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_flipped_bit(launch: Launch, folder: Path, tmp_path: Path, whole: Path, kind: str) -> None:
+    run = tmp_path / "run"
+    last = changed(whole, run, flip, kind)
+    before = (run / "metrics.jsonl").read_bytes()
+    said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", "train.steps=8", "--resume"))
+    assert re.search(
+        rf"{last}/{kind}-00001-of-0000.\.safetensors: its tensors' sha256 is [0-9a-f]{{12}}, run", said
+    )
+    assert "the checkpoint is damaged" in said
+    assert f"{step_folder(run, 4)} is whole: remove {last}, and --resume goes on from there" in said
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_missing_shard_is_named_and_an_older_checkpoint_taken(
+    launch: Launch, folder: Path, tmp_path: Path, whole: Path
+) -> None:
+    run = tmp_path / "run"
+    changed(whole, run, Path.unlink)
+    job = train(launch, folder, 2, "config.yaml", f"run.dir={run}", "--resume")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("note: passed over ") == 1
+    assert "safetensors: cannot be read (No such file or directory)" in job.stdout
+    assert f"resuming {run} after 4 steps" in job.stdout
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (whole, run)]
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+
+
+# -- ranks that differ --------------------------------------------------------------------------------
+
+DIFFERENT = {
+    "other code": (
+        "if rank: sys.path.insert(0, 'other')",
+        "",
+        [
+            "the ranks do not agree on: code (1 of 2 ranks",
+            "mpipipe of rank 0 is ",
+            "other/mpipipe\n",
+            "one copy of",
+        ],
+    ),
+    "other threads that torch is not told": (
+        "if rank: os.environ['OMP_THREAD_LIMIT'] = '1'",
+        "",
+        ["agree on: OMP_THREAD_LIMIT (1", "rank 0 (node 0): (not set)\n", "rank 1 (node 0): 1\n"],
+    ),
+    "another torch": (
+        "import torch\nif rank: torch.__version__ = '2.99.0'",
+        "",
+        ["agree on: torch (1 of 2", "rank 1 (node 0): '2.99.0'"],
+    ),
+    "another config": (
+        "if rank: sys.argv.append('pipeline.threads=2')",
+        "",
+        [
+            "agree on: pipeline.threads (1",
+            "rank 0 (node 0): 1\n",
+            "rank 1 (node 0): 2\n",
+            "the same arguments",
+        ],
+    ),
+    "other data": (
+        "",
+        "from mpipipe.data.synthetic import SyntheticVectors as S\nmake = S.__init__\n"
+        "S.__init__ = lambda self, *args: make(self, *args[:-1], args[-1] + rank)",
+        ["agree on: the first samples (1 of 2", "put the data where every node sees it"],
+    ),
+    "another plan": (
+        "sys.argv += ['--plan', 'whole/plan.json']",
+        "from dataclasses import replace\nfrom mpipipe import pipeline\nread = pipeline.read_plan\n"
+        "def edited(path):\n"
+        "    plan = read(path)\n"
+        "    return replace(plan, layout=replace(plan.layout, receive_window=2)) if rank else plan\n"
+        "pipeline.read_plan = edited",
+        ["agree on: plan (1 of 2 ranks"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.usefixtures("whole")
+def test_ranks_that_differ(launch: Launch, folder: Path, tmp_path: Path, what: str) -> None:
+    before, after, parts = DIFFERENT[what]
+    if what == "other code" and not (folder / "other").exists():
+        shutil.copytree(mpipipe.__path__[0], folder / "other" / "mpipipe")
+        errors = folder / "other" / "mpipipe" / "errors.py"
+        errors.write_text(errors.read_text() + "# one line more\n")
+    by, run = patched(folder, "differs.py", before, after), tmp_path / "run"
+    said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", by=by))
+    assert all(part in said for part in parts), said
+    assert not (run / "metrics.jsonl").exists(), "nothing was trained"
+
+
+def test_omp_num_threads_decides_nothing(launch: Launch, folder: Path, tmp_path: Path, whole: Path) -> None:
+    """torch is told `pipeline.threads`."""
+    by = patched(folder, "threads.py", "os.environ['OMP_NUM_THREADS'] = str(1 + rank)")
+    job = train(launch, folder, 2, "config.yaml", f"run.dir={tmp_path}/run", by=by)
+    assert job.returncode == 0, job.stderr
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (whole, tmp_path / "run")]
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]

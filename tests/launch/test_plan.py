@@ -1,0 +1,52 @@
+"""A plan made without MPI, edited by hand, trained by ranks (make test-mpi)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpipipe.values import Plan, from_json
+
+pytestmark = pytest.mark.jobs
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+CONFIG = """\
+model: {name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}
+data: {name: synthetic, samples: 64}
+train: {steps: 3, batch: 8, warmup: 1}
+eval: {every: 0, batches: 1}
+pipeline: {micro_batches: 4}
+"""
+PLANS = (
+    "import sys; sys.modules['mpi4py'] = None; from mpipipe.__main__ import main; "
+    "sys.exit(main(sys.argv[1:]))"
+)
+
+
+def test_an_edited_plan_trains_to_the_same_weights_with_its_own_cuts(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    plan = [sys.executable, "-c", PLANS, "plan", "config.yaml", "--ranks", "2", "-o", "p.json"]
+    made = subprocess.run(plan, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (made.returncode, made.stderr) == (0, ""), made.stderr
+    value = json.loads((tmp_path / "p.json").read_text())
+    groups = [group["name"] for group in value["costs"]["groups"]]
+    (cut,) = value["layout"]["cuts"]
+    other = next(name for name in groups[1:] if name != cut)
+    text = (tmp_path / "p.json").read_text().replace(f'      "{cut}"', f'      "{other}"')
+    (tmp_path / "p.json").write_text(text)
+
+    summaries = []
+    for run in ("planned", "edited"):
+        given = ["--plan", "p.json"] if run == "edited" else []
+        job = launch(2, "-m", "mpipipe.train", "config.yaml", f"run.dir={run}", *given, cwd=tmp_path)
+        assert job.returncode == 0, job.stderr
+        summaries.append(json.loads((tmp_path / run / "summary.json").read_text()))
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+    ran = from_json(Plan, (tmp_path / "edited" / "plan.json").read_text())
+    assert ran.layout.cuts == (other,)
+    assert ran.costs is not None
+    assert ran.hash == summaries[1]["plan_hash"]

@@ -1,0 +1,85 @@
+"""What other plans lose is what their own simulation says, with the reason that a person would give."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from planner_cases import HUGE, cluster, group, uniform
+
+from mpipipe.planner import make_plan
+from mpipipe.planner.alternatives import Alternative, alternatives
+from mpipipe.planner.search import plan_of
+from mpipipe.planner.sizes import size_text
+from mpipipe.values import Cluster, Costs, Layout, Numerics
+
+
+def numerics(n_micro: int) -> Numerics:
+    return Numerics(4 * n_micro, 4, n_micro, 1, 1, "torch", "mkl", "fp32", "per_use", {}, "2", "x", 0)
+
+
+def found(costs: Costs, n_ranks: int, n_micro: int, memory: int = HUGE) -> dict[str, Alternative]:
+    names = [g.name for g in costs.groups]
+
+    def of(ranks: int) -> Cluster:
+        return cluster([1.0] * ranks, [memory] * ranks)
+
+    costs = dataclasses.replace(costs, cluster=of(n_ranks))
+    plan, _ = make_plan(costs, numerics(n_micro), "1f1b", 4, names, n_ranks)
+    return {a.name: a for a in alternatives(plan, costs, names, of)}
+
+
+def test_each_is_simulated_with_the_same_costs():
+    costs = uniform(8, 2)
+    rows = found(costs, 2, 4)
+    names = [g.name for g in costs.groups]
+    plan = plan_of(costs, numerics(4), Layout(("g5",), ((0,), (1,)), "1f1b", 4), names)
+    best = 12.0 * (4 + 2 - 1)  # stages of 12 s, the bubble of one of them
+    assert rows["next best cut"].step_s == plan.prediction.step_s
+    assert rows["next best cut"].loss == pytest.approx(plan.prediction.step_s / best - 1)
+    assert "slowest stage: 0 with 15000 ms, now 12000" in rows["next best cut"].why
+    assert rows["equal numbers of groups"] == Alternative(
+        "equal numbers of groups", best, 0.0, "is this plan"
+    )
+    assert rows["schedule gpipe"].loss == pytest.approx(0.0)
+
+
+def test_another_number_of_micro_batches_is_compared_per_sample():
+    rows = found(uniform(8, 2), 2, 4)
+    assert rows["8 micro-batches, batch 32"].loss == pytest.approx((8 + 1) / 8 / ((4 + 1) / 4) - 1)
+    assert rows["2 micro-batches, batch 8"].loss == pytest.approx((2 + 1) / 2 / ((4 + 1) / 4) - 1)
+
+
+def test_other_numbers_of_ranks_are_planned_anew():
+    rows = found(uniform(8, 2), 2, 4)
+    assert rows["1 rank"].step_s == 8 * 3.0 * 4
+    assert rows["4 ranks"].step_s == 2 * 3.0 * (4 + 3)
+    assert rows["4 ranks"].why == f"{60 / 42:.2f} times as fast, bubble {3 / 7:.1%}"
+    assert "16 ranks" not in found(uniform(8, 8), 8, 4), "there are 8 groups"
+
+
+def test_where_memory_forbids_one_it_says_by_how_much_and_on_which_rank():
+    rows = found(uniform(4, 2, stash_bytes=100), 2, 8, memory=500)
+    assert rows["schedule gpipe"] == Alternative(
+        "schedule gpipe", None, None, "rank 1 lacks 1100 bytes of memory"
+    )
+    assert rows["4 micro-batches, batch 16"].step_s is not None
+    assert rows["1 rank"].step_s is not None, "it keeps one micro-batch"
+    heavy = found(uniform(4, 2, param_bytes=100), 2, 2, memory=900)
+    assert heavy["1 rank"].why == "no cut fits; with the fastest, rank 0 lacks 700 bytes of memory"
+
+
+def test_equal_layers_are_those_that_a_person_would_cut():
+    names = ["embed/e.0", *(f"blocks.{i}.{part}/op.0" for i in range(4) for part in "abc"), "head/h.0"]
+    costs = dataclasses.replace(uniform(len(names), 2), groups=tuple(group(n) for n in names))
+    even = next(a for name, a in found(costs, 2, 2).items() if "layers" in name)
+    layout = Layout(("blocks.2.a/op.0",), ((0,), (1,)), "1f1b", 4)
+    assert even.step_s == plan_of(costs, numerics(2), layout, names).prediction.step_s
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(731, "731 bytes"), (12 << 20, "12 MiB"), (5 << 28, "1.25 GiB"), (1500 << 30, "1500 GiB")],
+)
+def test_sizes_are_words_that_a_person_would_use(nbytes, text):
+    assert size_text(nbytes) == text

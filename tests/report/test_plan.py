@@ -1,0 +1,125 @@
+"""A plan for people: as a table, and as a file that they edit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mpipipe.errors import PlanError
+from mpipipe.planner import make_plan
+from mpipipe.planner.alternatives import Alternative
+from mpipipe.report.plan import Row, against, outlook
+from mpipipe.report.plan_file import plan_text, read_plan
+from mpipipe.values import Cluster, Costs, Device, GroupCost, Link, Numerics, Plan, Tie, from_json
+
+NUMERICS = Numerics(16, 4, 4, 1, 1, "torch", "mkl", "fp32", "per_use", {}, "2", "x", 0)
+
+
+def plan(n_ranks: int = 2) -> Plan:
+    groups = tuple(GroupCost(f"g{i}", 0.1, 0.1, 1 / 3, 8, 4, 2, 1 << 20, 1 << 20) for i in range(2 * n_ranks))
+    devices = (Device("cpu", 1.0, 1 << 30, 1),) * n_ranks
+    cluster = Cluster(devices, (0,) * n_ranks, {"node": Link(1e-6, 1e9)})
+    costs = Costs(groups, cluster, (Tie("w", 8, (0, 3)),), 4.0, 1e-9, "modelled", 0.0)
+    return make_plan(costs, NUMERICS, "1f1b", 4, [g.name for g in groups], n_ranks)[0]
+
+
+# -- the file ------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_back_and_has_a_line_per_group():
+    made = plan()
+    text = plan_text(made)
+    assert from_json(Plan, text) == made
+    lines = text.splitlines()
+    assert [line.split('"')[1] for line in lines if line.startswith('  "')] == [
+        "numerics", "layout", "prediction", "costs",
+    ]  # fmt: skip
+    assert sum('"name": "g' in line for line in lines) == 4
+    assert '      "g2"' in lines, "a cut is a line of its own"
+
+
+def test_an_edited_file_is_another_plan(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    path.write_text(plan_text(plan()).replace('      "g2"', '      "g1"'))
+    assert read_plan(path).layout.cuts == ("g1",)
+    assert read_plan(path).hash != plan().hash
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"1f1b"', "1f1b", "is not JSON: .* line"),
+        ('"schedule"', '"shedule"', "layout.shedule is not a key of a plan|layout.schedule is missing"),
+        ('"blocks": 1,', "", "numerics.blocks is missing"),
+        ('"batch": 16', '"batch": "many"', "numerics.batch = 'many'; input should be a valid integer"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_place(tmp_path: Path, old: str, new: str, words: str):
+    path = tmp_path / "plan.json"
+    text = plan_text(plan())
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(PlanError, match=f"plan.json: ({words})"):
+        read_plan(path)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(PlanError, match=r"nowhere.json: cannot be read .*; name a plan.json"):
+        read_plan("nowhere.json")
+
+
+# -- the table -----------------------------------------------------------------------------------------
+
+
+def rows(n: int, **first: float) -> list[Row]:
+    like = Row(0, "g0", 2, 1000, 1.5, 0.25, 3 << 20, 5 << 20, 0.25)
+    made = [dataclasses.replace(like, stage=s, start=f"g{s}", memory_bytes=(n - s) << 20) for s in range(n)]
+    return [dataclasses.replace(made[0], **first), *made[1:]]
+
+
+def test_stages_that_are_alike_are_one_row():
+    text = outlook(plan(8), rows(8, compute_s=2.0), 16, "samples")
+    assert [line.split()[0] for line in text.splitlines()[1:3]] == ["0", "1..7"]
+    assert "7..1 " in text, "memory, from the first to the last"
+    assert "1..7" not in outlook(
+        plan(8), [dataclasses.replace(r, groups=r.stage) for r in rows(8)], 16, "samples"
+    )
+
+
+def test_of_many_stages_the_ends_the_slowest_and_the_fullest_are_shown():
+    many = [dataclasses.replace(r, groups=r.stage + 1) for r in rows(64)]
+    many[30] = dataclasses.replace(many[30], compute_s=9.0)
+    text = outlook(dataclasses.replace(plan(), prediction=plan().prediction), many, 16, "samples")
+    shown = [line.split()[0] for line in text.splitlines() if line[:1].isdigit()]
+    assert {"0", "30", "63"} <= set(shown)
+    assert len(shown) <= 24
+    assert f"({64 - len(shown)} stages more" in text
+
+
+def test_only_the_names_of_groups_are_shortened():
+    text = outlook(plan(), rows(2, start="layers.10.block." + "x" * 200), 16, "samples", width=110)
+    first = text.splitlines()[1]
+    assert "layers.10.block" in first
+    assert first.rstrip().endswith("25.0%")
+    assert len(first) <= 110
+
+
+def test_what_a_step_takes_is_said_with_its_unit():
+    p = plan().prediction
+    text = outlook(plan(), rows(2), 16 * 10, "tokens")
+    assert f"{160 / p.step_s:.4g} tokens/s" in text
+    assert "no cut has a shorter step than" in text
+
+
+def test_alternatives_that_do_not_fit_have_no_time():
+    found = [Alternative("a", 1.5, 0.123, "slower"), Alternative("b", None, None, "rank 0 lacks 3 GiB")]
+    lines = against(found).splitlines()
+    assert lines[1].split() == ["a", "1.5", "s", "+12.3%", "slower"]
+    assert lines[2].split()[:4] == ["b", "-", "-", "rank"]
+
+
+def test_the_file_is_plain_json():
+    assert list(json.loads(plan_text(plan()))) == ["numerics", "layout", "prediction", "costs"]

@@ -1,0 +1,171 @@
+"""A run in words, and what it would take to be faster: figures that add up and that closed formulas give."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_run import made_costs, made_plan, made_run
+
+from mpipipe.errors import PlanError, ReportError
+from mpipipe.planner import make_plan
+from mpipipe.report.compare import compare
+from mpipipe.report.run import RunData, read_run
+from mpipipe.report.whatif import what_if
+from mpipipe.report.words import where, words
+from mpipipe.values import Costs, Device, GroupCost, Plan
+
+
+def even_plan(n_ranks: int, n_micro: int, n_groups: int, batch: int | None = None) -> Plan:
+    """Equal groups of 1 + 2 seconds; links, update and memory cost nothing."""
+    group = GroupCost("g", 1.0, 1.0, 1.0, 0, 0, 0, 0, 0)
+    groups = tuple(replace(group, name=f"g{i}") for i in range(n_groups))
+    cluster = replace(made_costs(n_ranks).cluster, devices=(Device("cpu", 1.0, 1 << 40, 1),) * n_ranks)
+    costs = Costs(groups, cluster, (), 4.0, 0.0, "modelled", 0.0)
+    numerics = replace(made_plan()[0].numerics, micro_batches=n_micro, batch=batch or n_micro, micro_batch=1)
+    plan, _ = make_plan(costs, numerics, "1f1b", 4, [g.name for g in groups], n_ranks)
+    return replace(plan, costs=costs)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunData:
+    return read_run(made_run(tmp_path / "made"))
+
+
+def test_twice_the_micro_batches_save_half_of_the_filling() -> None:
+    """(m + S - 1) c becomes (2 m + S - 1) c / 2, but for the one latency of the norm."""
+    plan = even_plan(n_ranks=4, n_micro=8, n_groups=4, batch=16)
+    plan = replace(plan, numerics=replace(plan.numerics, micro_batch=2))
+    found = {w.change: w for w in what_if(plan)}
+    finer = found["16 micro-batches instead of 8"]
+    assert finer.saved_s == pytest.approx(3 * 3.0 / 2)
+    assert finer.share == pytest.approx(4.5 / 33, rel=1e-4)
+    assert not any("micro-batches" in w.change for w in what_if(even_plan(4, 8, 4)))  # a sample is not halved
+
+
+def test_one_rank_more_and_less_are_planned_anew() -> None:
+    """12 groups: (m + S - 1) (12 / S) c; S = 3 needs (8 + 2) 4 c, S = 4 (8 + 3) 3 c."""
+    more = {w.change: w for w in what_if(even_plan(3, 8, 12))}["one more rank like the last"]
+    assert (more.step_s, more.saved_s) == pytest.approx((99.0, 21.0), rel=1e-3)
+    assert more.how.startswith("mpirun -n 4,")
+    alone = even_plan(2, 1, 2)  # one micro-batch: a second rank is of no use, and its messages are not free
+    group = replace(alone.costs.groups[0], act_bytes=1 << 30, grad_bytes=1 << 30)  # type: ignore[union-attr]
+    costs = replace(alone.costs, groups=(group, replace(group, name="g1")))  # type: ignore[type-var]
+    fewer = {w.change: w for w in what_if(replace(alone, costs=costs))}
+    assert fewer["one rank less"].step_s == pytest.approx(6.0)
+    assert fewer["free links"].step_s == pytest.approx(6.0)
+
+
+def test_equal_stages_are_a_bound() -> None:
+    """Three groups on two ranks: (4 + 1) 6 with a stage of two, (4 + 1) 4.5 if they could be halved."""
+    found = {w.change: w for w in what_if(even_plan(2, 4, 3))}
+    assert found["stages of equal work"].step_s == pytest.approx(22.5, rel=1e-3)
+    assert "stages of equal work" not in {w.change for w in what_if(even_plan(2, 4, 4))}
+
+
+def test_only_what_helps_is_told_the_best_first(run: RunData) -> None:
+    assert run.plan is not None
+    found = what_if(run.plan)
+    assert [w.saved_s for w in found] == sorted((w.saved_s for w in found), reverse=True)
+    assert all(w.saved_s > 0 for w in found)
+    with pytest.raises(PlanError, match="no costs"):
+        what_if(replace(run.plan, costs=None))
+
+
+def test_the_parts_of_a_step_add_up(run: RunData) -> None:
+    first, *parts, against = where(run.timelines)
+    span = float(re.search(r"step: ([\d.]+) ms on 2 ranks", first)[1])  # type: ignore[index]
+    shares = [float(re.search(r": ([\d.]+) ms", part)[1]) for part in parts]  # type: ignore[index]
+    assert len(shares) == 5
+    assert sum(shares) == pytest.approx(span, abs=0.2)
+    changes = [float(x) for x in re.findall(r"([-+][\d.]+) ms", against)]
+    step = run.timelines["measured"].makespan_s - run.timelines["predicted"].makespan_s
+    assert sum(changes) == pytest.approx(step * 1e3, abs=0.3)
+
+
+def test_the_text_has_the_summary_the_step_and_what_would_help(run: RunData) -> None:
+    text = words(run, 110)
+    assert all(len(line) <= 110 for line in text.splitlines())
+    for part in ("by rank", "measured: 303.3 ms", "r1 |", "where the time went:", "[mpirun -n 3,"):
+        assert part in text
+
+
+def test_what_a_run_lacks_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"is no run folder.*runs/latest"):
+        read_run(tmp_path)
+    going = read_run(made_run(tmp_path / "going", ended=False))
+    assert (going.report, going.trace, list(going.timelines)) == (None, None, ["predicted"])
+    assert "no summary.json" in words(going)
+    assert "step 60: loss 2.425" in words(going)
+
+    old = made_run(tmp_path / "old")
+    summary = json.loads((old / "summary.json").read_text())
+    del summary["ranks"]
+    (old / "summary.json").write_text(json.dumps(summary))
+    (old / "timeline.json").unlink()
+    plan = json.loads((old / "plan.json").read_text())
+    del plan["costs"]
+    (old / "plan.json").write_text(json.dumps(plan))
+    with (old / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 61, "loss": "nan"}\n{"step": 62, "lo')
+    found = read_run(old)
+    assert [note.split(":")[0] for note in found.notes] == ["summary.json", "timeline.json"]
+    assert "at ranks: Field required" in found.notes[0]
+    assert len(found.metrics) == 61
+    assert math.isnan(found.metrics[-1]["loss"])
+    assert "cannot be said: the plan holds no costs" in words(found)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "plan.json", "timeline.json", "metrics.jsonl"])
+@pytest.mark.parametrize("damage", [b"", b"[1]\n", b'{"a"\n', b"\xff\xfe\n"])
+def test_a_damaged_file_is_left_out_with_a_note(tmp_path: Path, name: str, damage: bytes) -> None:
+    folder = made_run(tmp_path / "made", steps=3)
+    (folder / name).write_bytes(damage)
+    found = read_run(folder)
+    words(found)
+    if not (name == "metrics.jsonl" and not damage):
+        assert [note.split(":")[0] for note in found.notes] == [name]
+
+
+def test_two_runs_of_the_same_bits(tmp_path: Path) -> None:
+    two, four = (read_run(made_run(tmp_path / f"on{n}", n, 8)) for n in (2, 4))
+    text = compare(two, four)
+    assert "weights: the same to the bit" in text
+    assert "training loss: the same to the bit at all 60 common steps" in text
+    assert "layout.ranks" in text
+    assert "defect" not in text
+    row = next(line for line in text.splitlines() if line.startswith("peak memory, MiB, rank 3")).split()
+    assert row[-3] == "-"
+
+
+def test_runs_that_part_say_where(tmp_path: Path) -> None:
+    one, other = (made_run(tmp_path / name) for name in ("one", "other"))
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    for step, more in ((7, 1e-9), (30, 0.25)):
+        lines[step - 1]["loss"] += more
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:50]))
+    text = compare(read_run(one), read_run(other))
+    assert "what was different:\n  nothing" in text
+    assert "training loss: differs from step 7 on" in text
+    assert "at 2 of 50 common steps; most at step 30: by 0.25" in text
+    assert "or a defect" in text
+
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("lr: 0.0003", "lr: 0.01"))
+    text = compare(read_run(one), read_run(other))
+    row = next(line for line in text.splitlines() if "train.lr" in line)
+    assert row.split() == ["train.lr", "0.0003", "0.01"]
+    assert "or a defect" not in text
+
+
+def test_a_comparison_with_a_run_that_goes_on(tmp_path: Path) -> None:
+    a, b = made_run(tmp_path / "a"), made_run(tmp_path / "b", steps=10, ended=False)
+    text = compare(read_run(a), read_run(b))
+    assert "note: b: the run has not come to its end" in text
+    assert "weights: not known, as not both" in text
+    assert "at all 10 common steps" in text
+    assert "validation loss: no step in common" in text

@@ -1,0 +1,103 @@
+"""Which costs of earlier runs hold, on ranks whose timings are made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.graph.profile import Sample
+from mpipipe.runtime import known
+from mpipipe.runtime.known import Team, names_of, reuse, still_held
+
+
+def sample(seconds: float) -> Sample:
+    return Sample(seconds / 4, seconds / 4, seconds / 2, 0.0, 8, (0,), ())
+
+
+@dataclass
+class Machine:
+    """A profiler of groups that take `seconds`; notes what it was asked for."""
+
+    seconds: dict[str, float]
+    sampled: list[str] = field(default_factory=list)
+    ran: dict[str, int] = field(default_factory=dict)
+
+    def sample(self, piece: Any) -> Sample:
+        self.sampled.append(piece.key)
+        return sample(self.seconds[piece.key])
+
+    def run(self, piece: Any, times: int) -> float:
+        self.ran[piece.key] = times
+        return self.seconds[piece.key] if times else float("inf")
+
+
+def team(comm: Communicator, machine: Machine) -> Team:
+    distinct = {key: SimpleNamespace(key=key, workspace_bytes=1) for key in machine.seconds}
+    return Team(comm, machine, distinct, 1.0)  # type: ignore[arg-type]
+
+
+def alone(machine: Machine, held: dict[str, Sample]) -> tuple[dict[str, Sample], int]:
+    return run_local(1, lambda comm: reuse(team(comm, machine), held))[0]
+
+
+def test_without_earlier_runs_all_is_timed() -> None:
+    machine = Machine({"a": 1.0, "b": 2.0})
+    assert alone(machine, {}) == ({"a": sample(1.0), "b": sample(2.0)}, 2)
+    assert machine.ran == {}
+
+
+def test_what_holds_is_not_timed_again_but_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "CHECK_S", 7.0)  # the heaviest, three times
+    machine = Machine({"a": 1.0, "b": 2.0, "c": 0.5})
+    found, timed = alone(machine, {"a": sample(1.0), "b": sample(2.0)})
+    assert (found, timed) == ({"a": sample(1.0), "b": sample(2.0), "c": sample(0.5)}, 1)
+    assert machine.sampled == ["c"]
+    assert machine.ran == {"b": known.CHECKS, "a": 0}  # its buffers are part of the memory
+
+
+def test_the_shortest_time_is_kept() -> None:
+    assert still_held({"a": sample(1.0), "b": sample(1.0)}, {"a": 0.9, "b": 1.1}) == {
+        "a": sample(1.0).times(0.9),
+        "b": sample(1.0),
+    }
+
+
+def test_one_that_differs_is_dropped_and_all_where_the_machine_does() -> None:
+    held = {"a": sample(10.0), "b": sample(1.0), "c": sample(3.0)}
+    assert set(still_held(held, {"a": 10.0, "b": 1.2})) == {"a", "c"}
+    assert set(still_held(held, {"a": 10.0, "b": 0.8})) == {"a", "c"}
+    assert still_held(held, {"a": 12.0, "b": 1.0}) == {}
+    assert still_held(held, {"a": 8.0, "b": 1.0}) == {}
+    assert still_held({}, {}) == {}
+
+
+def test_a_sample_of_a_disturbed_run_does_not_stay() -> None:
+    """However light it is, once it is timed; the heaviest are at every start."""
+    machine = Machine({"a": 1.0})
+    assert alone(machine, {"a": sample(1.5)}) == ({"a": sample(1.0)}, 1)
+    assert alone(machine, {"a": sample(0.5)}) == ({"a": sample(1.0)}, 1)
+
+
+def test_the_ranks_share_the_work_and_what_rank_0_has_counts() -> None:
+    machines = [Machine(dict.fromkeys("abcd", 1.0)) for _ in range(2)]
+
+    def body(comm: Communicator) -> tuple[dict[str, Sample], int]:
+        held = {"a": sample(1.0)} if comm.rank == 0 else {"b": sample(7.0)}
+        return reuse(team(comm, machines[comm.rank]), held)
+
+    first, second = run_local(2, body)
+    assert first == second == ({key: sample(1.0) for key in "abcd"}, 3)
+    assert sorted(machines[0].sampled + machines[1].sampled) == ["b", "c", "d"]
+    for machine in machines:  # each has run all of them, whoever timed it
+        assert set(machine.sampled) | set(machine.ran) == set("abcd")
+
+
+def test_code_of_the_user_has_no_name_that_lasts() -> None:
+    pieces = {"a": SimpleNamespace(lasting=True), "b": SimpleNamespace(lasting=False)}
+    assert set(names_of(pieces, "here")) == {"a"}  # type: ignore[arg-type]
+    assert names_of(pieces, "here") != names_of(pieces, "there")  # type: ignore[arg-type]

@@ -1,0 +1,49 @@
+"""Which of the steps is the measured one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.planner import SCHEDULES, lower
+from mpipipe.runtime.interpreter import Outcome
+from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
+from mpipipe.values import Timeline
+
+PROGRAM = lower(SCHEDULES["1f1b"](2, 1), (), "per_use", 4)
+
+
+def outcome(start_s: float, seconds: float, held: int) -> Outcome:
+    """Instructions of equal length."""
+    edges = start_s + np.linspace(0.0, seconds, len(PROGRAM.codes[0]) + 1)
+    memory = np.full(len(edges) - 1, held)
+    memory[0] += 7
+    return Outcome(np.stack([edges[:-1], edges[1:]], axis=1), memory)
+
+
+def median_of(seconds: list[float]) -> list[Timeline]:
+    def body(comm: Communicator) -> Timeline:
+        recorder = Recorder(comm, PROGRAM)
+        for step, took_s in enumerate(seconds):
+            recorder.add(outcome(100.0 * step + 50 + comm.rank, took_s, 1000 * step + comm.rank))
+        assert recorder.highest_bytes == [1000 * step + comm.rank + 7 for step in range(len(seconds))]
+        return recorder.median()
+
+    return run_local(2, body)
+
+
+def test_the_median_step_without_the_first() -> None:
+    for timeline in median_of([1.0, 9.0, 3.0, 5.0, 4.0, 8.0]):
+        assert timeline.makespan_s == 6.0  # rank 1 begins a second later, and takes 5 like rank 0
+        assert [float(t[0, 0]) for t in timeline.times] == [0.0, 1.0]
+        assert [m.tolist()[:2] for m in timeline.memory_bytes] == [[3007, 3000], [3008, 3001]]
+        assert timeline.peak_bytes == (3007, 3008)
+
+
+def test_a_single_step_is_its_own_median() -> None:
+    assert [timeline.makespan_s for timeline in median_of([2.0])] == [3.0, 3.0]
+
+
+def test_only_the_newest_steps_count() -> None:
+    assert median_of([50.0] * 70 + [2.0] * KEPT_STEPS)[0].makespan_s == 3.0

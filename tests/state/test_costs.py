@@ -1,0 +1,59 @@
+"""The cache of costs: found again, bounded, and never in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpipipe.graph.profile import Sample
+from mpipipe.state import costs
+from mpipipe.state.costs import CostCache
+
+ONE, TWO = Sample(0.1, 0.2, 0.3, 0.01, 8, (0, 1), ()), Sample(1 / 3, 0.0, 0.0, 0.0, 0, (), (2,))
+
+
+def cache(folder: Path | None, kind: str = "a processor") -> tuple[CostCache, list[str]]:
+    said: list[str] = []
+    return CostCache(folder, kind, said.append), said
+
+
+def test_what_was_written_is_read_by_the_same_kind_of_machine(tmp_path: Path) -> None:
+    first, said = cache(tmp_path / "new" / "folder")
+    assert first.read() == {}
+    first.write({"a": ONE})
+    first.write({"b": TWO})
+    assert cache(tmp_path / "new" / "folder")[0].read() == {"a": ONE, "b": TWO}
+    assert cache(tmp_path / "new" / "folder", "another")[0].read() == {}
+    assert said == []
+    assert len(list((tmp_path / "new" / "folder").iterdir())) == 1, "nothing half-written stays"
+
+
+def test_the_least_lately_used_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "MOST", 2)
+    kept, _ = cache(tmp_path)
+    for name in ("a", "b", "a", "c"):
+        kept.write({name: ONE})
+    assert list(kept.read()) == ["a", "c"]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"kind": "k", "samples": {"a": 1}}', "\x00\xff"])
+def test_a_damaged_file_is_told_of_and_made_anew(tmp_path: Path, text: str) -> None:
+    kept, said = cache(tmp_path)
+    kept.write({"a": ONE})
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(text.encode("latin-1"))
+    assert kept.read() == {}
+    assert [str(path) in line for line in said] == [True]
+    kept.write({"b": TWO})
+    assert kept.read() == {"b": TWO}
+    assert len(said) == 1
+
+
+def test_without_a_place_nothing_is_kept_and_nothing_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (None, tmp_path / "file", Path("/proc/nowhere")):  # no home, no folder, not writable
+        kept, said = cache(folder)
+        kept.write({"a": ONE})
+        assert kept.read() == {}
+        assert said == []
