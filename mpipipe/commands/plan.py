@@ -7,6 +7,7 @@ ranks that nobody has started. No MPI.
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import math
 import statistics
@@ -45,7 +46,13 @@ from mpipipe.values import Numerics
 
 def main(argv: Sequence[str]) -> int:
     a = _parser().parse_intermixed_args(list(argv))
-    return run(lambda: _plan(a))
+    collecting = gc.isenabled()
+    gc.disable()  # a large model's graph is a million objects that stay: to look through them takes seconds
+    try:
+        return run(lambda: _plan(a))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from mpipipe.cluster.memory import growth_bytes
 from mpipipe.graph.anatomy import Anatomy, output_specs, spec_of
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Port, extract
@@ -29,12 +30,13 @@ from mpipipe.graph.layers import Layer
 from mpipipe.graph.rewrite import op_text, settings_text
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import storage_id
+from mpipipe.ops.evict import evict
 from mpipipe.values import Graph, GroupCost, TensorSpec, Value, digest
 
 REPEATS = 5  # the shortest counts: what else runs on the machine only ever adds
 CACHE_BYTES = 64 << 20  # more than the last-level cache that a core has to itself
 _DRAWN = 1 << 14  # numbers that made-up inputs consist of
-LONG_S = 0.5  # seconds for all repeats of a group; one that takes longer is timed once, after its warm-up
+LONG_S = 0.5  # seconds for all repeats of a group; one that takes longer is timed twice, after its warm-up
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Sample(Value):
     bwd_input_s: float
     bwd_weight_s: float
     spread: float
+    workspace_bytes: int  # live only while it runs, beside what is saved
     saved_bytes: int  # of its own making
     saved_received: tuple[int, ...]
     saved_sent: tuple[int, ...]
@@ -158,10 +161,13 @@ class Profiler:
         self.chilled_bytes = min(CACHE_BYTES, working_set_bytes(anatomy) // ranks)
         self._cold = torch.empty(self.chilled_bytes, dtype=torch.uint8)
 
-    def chill(self) -> None:
+    def chill(self, weights: Iterable[Tensor] = ()) -> None:
         """Drops from the caches what a step would: between two uses of a weight or of a saved tensor, the
-        other groups of the stage run. A small stage stays in cache, so its groups do here."""
+        other groups of the stage run. A small stage stays in cache, so its groups do here; the weights of a
+        large one, and their gradients, come from memory each time, however large a shared cache is."""
         self._cold.fill_(0)
+        if self.chilled_bytes == CACHE_BYTES:
+            evict(t for w in weights for t in (w, w.grad) if t is not None)
 
     @cached_property
     def _call_s(self) -> tuple[float, float]:
@@ -200,7 +206,7 @@ class Profiler:
         received, rest = self._arguments(code)
         saved = self._saved(piece, received, rest)
         cold = sum(self._once(code, received, rest, True, False))  # dropped: 5 to 100 % slower
-        repeats = min(REPEATS, max(1, round(LONG_S / max(cold, 1e-9))))
+        repeats = min(REPEATS, max(2, round(LONG_S / max(cold, 1e-9))))
         both = [self._once(code, received, rest, True) for _ in range(repeats)]
         forward, backward = self._shortest(both)
         total = sorted(f + b for f, b in both)
@@ -211,7 +217,34 @@ class Profiler:
             into = 0.0
         into = min(into, backward)
         spread = total[len(total) // 2] / max(total[0], 1e-9) - 1.0
-        return Sample(forward, into, backward - into, spread, *saved)
+        workspace = self._workspace_bytes(piece, received, rest, saved)
+        return Sample(forward, into, backward - into, spread, workspace, *saved)
+
+    def _workspace_bytes(
+        self,
+        piece: Piece,
+        received: list[Tensor],
+        rest: list[object],
+        saved: tuple[int, tuple[int, ...], tuple[int, ...]],
+    ) -> int:
+        """What forward and backward hold at most beside what is saved: gradients on their way, and what the
+        libraries take, a convolution several times its output. At least the piece's own estimate, as pages
+        that were there already are not seen."""
+        own, _, sent = saved
+        stash = own + sum(piece.code.sent[i].spec.nbytes for i in sent)
+        held = growth_bytes(lambda: self._run(piece.code, received, rest))
+        return max(piece.workspace_bytes, held - stash)
+
+    def _run(self, code: Code, received: list[Tensor], rest: list[object]) -> None:
+        """Forward and backward, and nothing else."""
+        inputs = [
+            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
+        ]
+        with torch.enable_grad(), autocast(self.precision):
+            sent, _ = code.forward(*inputs, *rest)
+        heads = [t for t in sent if t.requires_grad]
+        if heads:
+            torch.autograd.backward(heads, [torch.ones_like(t) for t in heads])
 
     def _rest(self, code: Code) -> list[object]:
         """Every argument after the received tensors: batch, parameters, buffers, step and micro."""
@@ -238,10 +271,11 @@ class Profiler:
         inputs = [
             t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
         ]
+        leaves = [x for x in rest if isinstance(x, Tensor) and x.requires_grad]
         if not weights:
             rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
         if weights and chilled:
-            self.chill()
+            self.chill(leaves)
         for t in inputs:
             t.detach().clone()  # what the group before has just made is in cache
         start = self.clock()
@@ -250,7 +284,7 @@ class Profiler:
         middle = self.clock()
         heads = [t for t in sent if t.requires_grad]
         if chilled:
-            self.chill()
+            self.chill(leaves)
         grads = [torch.ones_like(t) for t in heads]
         begin = self.clock()
         if heads:
@@ -324,7 +358,7 @@ def group_costs(
         param_bytes = sum(_param_spec(anatomy, p).nbytes for p in piece.params)
         out.append(
             GroupCost(
-                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s, param_bytes, stash, piece.workspace_bytes,
+                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s, param_bytes, stash, s.workspace_bytes,
                 sum(sizes.values()), sum(b for n, b in sizes.items() if n.meta["val"].requires_grad),
                 update_s * len(piece.params),
             )

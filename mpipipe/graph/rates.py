@@ -166,5 +166,6 @@ def sample_of(tally: Tally, rates: Rates) -> Sample:
     )
     into = min(into, backward)
     return Sample(
-        forward, into, backward - into, 0.0, tally.saved_bytes, tally.saved_received, tally.saved_sent
-    )
+        forward, into, backward - into, 0.0, tally.workspace_bytes, tally.saved_bytes, tally.saved_received,
+        tally.saved_sent,
+    )  # fmt: skip

@@ -79,6 +79,7 @@ class Tally:
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     into: tuple[Work, ...]
+    workspace_bytes: int
     saved_bytes: int
     saved_received: tuple[int, ...]
     saved_sent: tuple[int, ...]
@@ -103,7 +104,10 @@ class Tallier(Profiler):
         saved += sum(_RNN_BYTES * _elements(w) for w in forward if w.name == _RNN)
         held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
-        return Tally(forward, backward, into, saved, of_received, of_sent, held + saved, opaque)
+        return Tally(
+                forward, backward, into, piece.workspace_bytes, saved, of_received, of_sent, held + saved,
+                opaque,
+            )  # fmt: skip
 
     def _counted(
         self, piece: Piece, received: list[Tensor], rest: list[object], weights: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from types import ModuleType
 
-KERNELS_VERSION = "1"  # of the functions that mpipipe/ops calls; kernels/bind.cpp holds the same
+KERNELS_VERSION = "2"  # of the functions that mpipipe/ops calls; kernels/bind.cpp holds the same
 
 
 def _load() -> ModuleType | None:

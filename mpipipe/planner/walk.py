@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -50,6 +51,7 @@ class Ends:
     partner: Partners  # index at the peer of the other end of each message; -1: no message
 
 
+@lru_cache(maxsize=2)  # a program is proved, then simulated, often more than once
 def match(program: Program) -> Ends:
     """Pair the n-th SEND with the n-th RECV of each (from rank, to rank, tag), as MPI does.
 

@@ -119,7 +119,7 @@ def test_where_nothing_fits_it_says_what_would(run: Plan) -> None:
 
 
 def test_small_groups_are_timed_here(run: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Profiler, "sample", lambda *_: Sample(1e-3, 1e-3, 1e-3, 0.0, 0, (), ()))
+    monkeypatch.setattr(Profiler, "sample", lambda *_: Sample(1e-3, 1e-3, 1e-3, 0.0, 0, 0, (), ()))
     monkeypatch.setattr(costing, "_UPDATE_ELEMENTS", 1 << 10)
     code, out, _ = run(MLP, "--ranks", "2", "pipeline.threads=1", "-o", "p.json")
     assert code == 0

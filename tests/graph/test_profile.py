@@ -47,14 +47,14 @@ def test_the_caches_lose_what_a_stage_touches_but_not_more_than_they_hold(
 
 def test_each_parameter_adds_its_update(variants: Variants) -> None:
     parts = pieces(variants.primary, variants.graph, variants.uses)
-    samples = {p.key: Sample(1.0, 1.0, 1.0, 0.0, 0, (), ()) for p in parts}
+    samples = {p.key: Sample(1.0, 1.0, 1.0, 0.0, 0, 0, (), ()) for p in parts}
     costs = group_costs(variants.primary, parts, samples, 0.5)
     assert sum(c.update_s for c in costs) == 0.5 * len(variants.graph.params)
 
 
 def test_a_smaller_mean_micro_batch_takes_less_time_and_the_largest_its_memory(variants: Variants) -> None:
     parts = pieces(variants.primary, variants.graph, variants.uses)
-    samples = {p.key: Sample(1.0, 2.0, 4.0, 0.0, 8, (), ()) for p in parts}
+    samples = {p.key: Sample(1.0, 2.0, 4.0, 0.0, 16, 8, (), ()) for p in parts}
     full = group_costs(variants.primary, parts, samples)
     half = group_costs(variants.primary, parts, samples, fill=0.5)
     assert [replace(c, fwd_s=1.0, bwd_input_s=2.0, bwd_weight_s=4.0) for c in half] == list(full)

@@ -16,7 +16,7 @@ from mpipipe.runtime.known import Team, names_of, reuse, still_held
 
 
 def sample(seconds: float) -> Sample:
-    return Sample(seconds / 4, seconds / 4, seconds / 2, 0.0, 8, (0,), ())
+    return Sample(seconds / 4, seconds / 4, seconds / 2, 0.0, 16, 8, (0,), ())
 
 
 @dataclass

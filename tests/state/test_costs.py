@@ -10,7 +10,7 @@ from mpipipe.graph.profile import Sample
 from mpipipe.state import costs
 from mpipipe.state.costs import CostCache
 
-ONE, TWO = Sample(0.1, 0.2, 0.3, 0.01, 8, (0, 1), ()), Sample(1 / 3, 0.0, 0.0, 0.0, 0, (), (2,))
+ONE, TWO = Sample(0.1, 0.2, 0.3, 0.01, 16, 8, (0, 1), ()), Sample(1 / 3, 0.0, 0.0, 0.0, 0, 0, (), (2,))
 
 
 def cache(folder: Path | None, kind: str = "a processor") -> tuple[CostCache, list[str]]:
