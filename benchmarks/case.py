@@ -35,7 +35,8 @@ class Case:
         with tempfile.TemporaryDirectory() as temporary:
             run_dir = Path(temporary) / "run"
             overrides = [*self._overrides(steps), f"run.dir={run_dir}"]
-            launch(self.ranks, "-m", "mpipipe.train", config_of(self.model), *overrides)
+            arguments = "-m", "mpipipe.train", config_of(self.model), *overrides
+            launch(self.ranks, *arguments, timeout_s=self.timeout_s)
             summary = json.loads((run_dir / "summary.json").read_text())
             plan = json.loads((run_dir / "plan.json").read_text())
             lines = (run_dir / "metrics.jsonl").read_text().splitlines()

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 3600.0
+GRACE_S = 10.0  # for an end that was asked for
 
 
 def config_of(model: str) -> str:
@@ -24,28 +27,38 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "VENV": str(Path(sys.prefix))}
 
 
-def run(command: Sequence[str], timeout_s: float = 3600.0) -> str:
-    """What a fresh process prints; its errors are shown when it fails. Raises SystemExit then."""
+def run(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
+    """What a fresh process prints. Raises SystemExit with it if the process fails or does not end in time."""
     with tempfile.TemporaryFile("w+") as out:  # ranks under a launcher block on a pipe that nobody reads
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment(),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            timeout=timeout_s,
-            check=False,
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(timeout_s)
+            ended = f"ended with code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            ended = f"no end within {timeout_s:.0f} s"
+        finally:
+            _end(process)
         out.seek(0)
         text = out.read()
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\nended with code {done.returncode}:\n{text[-4000:]}")
+    if ended:
+        sys.exit(f"{' '.join(command)}\n{ended}:\n{text[-4000:]}")
     return text
 
 
-def launch(ranks: int, *arguments: str) -> str:
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """If it still runs. .ci/launch asks its ranks to stop at the first signal and ends them at the second; a
+    kill would leave them behind."""
+    for stop in (process.terminate, process.terminate, process.kill):
+        if process.poll() is not None:
+            return
+        stop()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+def launch(ranks: int, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:
     """`python arguments...` on that many MPI ranks of this machine."""
-    return run([".ci/launch", str(ranks), sys.executable, *arguments])
+    return run([".ci/launch", str(ranks), sys.executable, *arguments], timeout_s)
 
 
 def machine() -> dict[str, Any]:

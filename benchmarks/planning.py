@@ -55,10 +55,12 @@ def planning(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
     start = time.perf_counter()
     child = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    text = child.stdout.read()
+    with child.stdout:
+        text = child.stdout.read()
     _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        sys.exit(f"{' '.join(command)}\nended with status {status}")
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        sys.exit(f"{' '.join(command)}\nended with code {child.returncode}")
     step = next(line for line in text.splitlines() if line.startswith("step "))
     return {
         "plan": "llama-70b", "ranks": ranks, "cluster": bool(arguments),

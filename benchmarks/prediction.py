@@ -216,13 +216,17 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=0, help="of a run; 0 = as fits the model")
+    parser.add_argument(
+        "--steps", type=int, help="of a run, the first is not counted; default: as fits the model"
+    )
     parser.add_argument("--gemm", choices=("mkl", "onednn"), default="mkl")
     parser.add_argument("--cached", action="store_true", help="with the costs of earlier runs")
     parser.add_argument("--start", action="store_true", help="also the parts of the start")
     parser.add_argument("--out", help=argparse.SUPPRESS)  # given: this process is a rank
     parser.add_argument("--launched", type=float, help=argparse.SUPPRESS)
     a = parser.parse_args(argv)
+    if a.steps is not None and a.steps < 2:
+        parser.error(f"--steps: the first step is not counted, so there must be 2 or more, not {a.steps}")
     if a.out:
         rank_main(a.config, a.overrides, Path(a.out), a.launched)
         return

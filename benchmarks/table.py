@@ -65,7 +65,8 @@ def _measured(results: Sequence[dict[str, Any]]) -> list[str]:
         m, s = found["machine"], found["settings"]
         ours = len(found["sides"][OURS]["step_s_by_round"])
         of = f"{found['model']}: medians of {ours} {'round' if ours == 1 else 'rounds'}"
-        steps = f"{s['steps'] - 1} counted {'step' if s['steps'] == 2 else 'steps'}"
+        counted = max(1, s["steps"] - 1)  # the first is left out where there are others
+        steps = f"{counted} counted {'step' if counted == 1 else 'steps'}"
         arguments = f' ARGS="{" ".join(s["arguments"])}"' if s["arguments"] else ""
         by = f"on {found['date']} by `make bench{arguments}`: {s['ranks']} ranks, GEMMs by {s['gemm']}"
         at = f"{m['processor']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB, {m['instruction_set']}"

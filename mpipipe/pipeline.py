@@ -236,7 +236,8 @@ class Pipeline:
         plan = from_json(Plan, comm.bcast_object(text))
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
         agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})
-        return plan, predict(self.costs, plan.layout, program, graph.groups)[1]
+        bound_s = plan.prediction.lower_bound_s
+        return plan, predict(self.costs, plan.layout, program, graph.groups, bound_s)[1]
 
     # -- training ------------------------------------------------------------------------------
 

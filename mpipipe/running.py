@@ -92,7 +92,12 @@ class Run:
                 if last is None:
                     raise
                 asked.append("the end of the data")
-                self.values = self._evaluate()
+                if not self._due(self.config.eval.every, last.step):
+                    self.values = self._evaluate()
+                    if self.values:
+                        if metrics is not None:
+                            metrics.write(step=last.step, **self.values)
+                        self.log.step(last.step, self.values)
                 self.save()
                 return replace(last, stop=True)
             last = step
@@ -208,13 +213,13 @@ class Run:
 
     def _write(self, report: Report, trace: Trace, text: str | None) -> None:
         timelines, sizes = trace.timelines, self._sizes()
-        write_text(self.run_dir / "summary.json", to_json(report))
         write_whole(self.run_dir / TRACE, lambda path: write_trace(path, trace))
         write_whole(self.run_dir / "timeline.png", lambda path: draw_png(timelines, path))
         write_whole(self.run_dir / PERFETTO, lambda path: write_perfetto(path, timelines, sizes))
         if text is not None:
             write_text(self.run_dir / "sample.txt", text)
             self.log.say(f"\nsample:\n{text}\n")
+        write_text(self.run_dir / "summary.json", to_json(report))  # last: where it is, the run has ended
         self.log.say(f"{draw_texts(timelines, width=110)}\n\n{summary(report)}")
         self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
 

@@ -25,8 +25,10 @@ from mpipipe.models import build
 from mpipipe.pipeline import Pipeline
 from mpipipe.planner.schedules import register
 from mpipipe.report.metrics import cut_metrics
+from mpipipe.report.perfetto import PERFETTO
 from mpipipe.report.progress import Progress, Silent
 from mpipipe.report.scalars import need_tensorboard
+from mpipipe.report.trace import TRACE
 from mpipipe.running import Run
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.process import resident_memory
@@ -117,6 +119,8 @@ def train(
         if resumed and comm.rank == 0:
             set_aside(run_dir)
             renew(run_dir, config, pipe.steps_done)
+            for name in ("summary.json", TRACE, "timeline.png", PERFETTO):  # of where it ended before
+                (run_dir / name).unlink(missing_ok=True)
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         if comm.rank == 0:
             make_latest(config, run_dir)

@@ -38,7 +38,7 @@ ROUTES = (
     Route("bf16", 210e9, 3e-3, False),
 )
 COMPUTE = Compute(1, ROUTES, 10e9, 12e9)
-FILES = Files("/home/me/runs", "nfs4", 500 * GIB, (), True, True)
+FILES = Files("/home/me/runs", "nfs4", 500 * GIB, "/tmp", (), True, True)
 
 
 def cores(*numbers: int, job: int = 2, per_core: int = 1, domains: int = 1) -> Binding:
@@ -48,7 +48,7 @@ def cores(*numbers: int, job: int = 2, per_core: int = 1, domains: int = 1) -> B
     siblings = {tuple(range(core % physical, job, physical)) for core in usable}
     width = job // domains
     numa = tuple(tuple(range(i * width, (i + 1) * width)) for i in range(domains))
-    return Binding(usable, len(usable), tuple(range(job)), tuple(sorted(siblings)), numa, None, None)
+    return Binding(usable, len(usable), tuple(range(job)), tuple(sorted(siblings)), numa)
 
 
 def link(

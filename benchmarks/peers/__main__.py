@@ -57,10 +57,7 @@ def main(argv: Sequence[str]) -> None:
     if "RANK" in os.environ:  # this process is one rank
         from benchmarks.peers.worker import work
 
-        result = work(a)
-        if result is not None:
-            print(json.dumps(result), flush=True)
-        return
+        work(a)
     with tempfile.TemporaryDirectory() as temporary:
         print(run(a, Path(a.folder or temporary)), flush=True)
 

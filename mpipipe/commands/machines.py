@@ -10,6 +10,7 @@ from mpipipe.cluster.assumed import like_this_node, ranks_per_node
 from mpipipe.cluster.node import cores_available
 from mpipipe.config import Config
 from mpipipe.config.cluster import ClusterConfig
+from mpipipe.errors import PlanError
 from mpipipe.graph.rates import Rates, Roofline, Trials
 from mpipipe.planner.sizes import size_text
 from mpipipe.runtime.costing import update_s_per_byte, update_s_per_parameter
@@ -46,9 +47,9 @@ class Machine(ABC):
 class Here(Machine):
     timed, how = True, "operators timed here, large ones at a reduced size and in proportion"
 
-    def __init__(self, config: Config) -> None:
-        cores = len(cores_available())
-        self.threads = cores if config.pipeline.threads == "auto" else config.pipeline.threads
+    def __init__(self, config: Config, n_ranks: int) -> None:
+        cores, asked = len(cores_available()), config.pipeline.threads
+        self.threads = max(1, cores // n_ranks) if asked == "auto" else asked  # as a run on this node would
         self.used = min(self.threads, cores)
         self.limit = config.pipeline.memory_bytes
         set_threads(self.used)
@@ -85,15 +86,20 @@ class There(Machine):
         device, asked = cluster.first, config.pipeline.threads
         self.threads = device.threads if asked == "auto" else asked
         self.file, self.precision, self.limit = cluster, config.train.precision, config.pipeline.memory_bytes
-        self.share = min(1.0, self.threads / device.threads)
+        if self.threads > device.threads:
+            raise PlanError(
+                f"pipeline.threads is {self.threads}, but the cluster file gives a device {device.threads}; "
+                f"set pipeline.threads={device.threads}, or auto for all of them"
+            )
+        self.share = self.threads / device.threads  # of the device's rates
 
     def rates(self, chill: Callable[[], object]) -> Rates:
         device = self.file.first
         flops = {precision: rate * self.share for precision, rate in device.flops_per_s}
-        return Roofline(flops, device.bytes_per_s)
+        return Roofline(flops, device.bytes_per_s * self.share)
 
     def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> tuple[float, float]:
-        return update_bytes(optimizer) / self.file.first.bytes_per_s, 0.0
+        return update_bytes(optimizer) / (self.file.first.bytes_per_s * self.share), 0.0
 
     def cluster(self, n_ranks: int, base_bytes: int) -> Cluster:
         return self.file.of(n_ranks, self.precision, self.threads, base_bytes, self.limit)

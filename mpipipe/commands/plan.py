@@ -10,6 +10,7 @@ import argparse
 import gc
 import inspect
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -71,8 +72,10 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(a: argparse.Namespace) -> None:
     if a.ranks < 1:
         raise PlanError(f"--ranks {a.ranks}: a plan needs one rank at least")
+    if a.output and not Path(a.output).parent.is_dir():
+        raise PlanError(f"-o {a.output}: the folder {Path(a.output).parent} is not there; make it first")
     config = load(a.config, a.overrides)
-    machine = There(config, load_cluster(a.cluster)) if a.cluster else Here(config)
+    machine = There(config, load_cluster(a.cluster)) if a.cluster else Here(config, a.ranks)
     numerics = _numerics(config, machine.threads)
     memory = resident_memory()
     variants, data = _model(config)
@@ -102,8 +105,8 @@ def _plan(a: argparse.Namespace) -> None:
     print("", against(others), sep="\n")
     if a.output:
         _write(Path(a.output), plan_text(plan))
-        train = f"mpirun -n {a.ranks} python -m mpipipe.train {a.config} --plan {a.output}"
-        print(f"\nplan: {a.output}; to train it: {train}")
+        train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]
+        print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
 
 
 def _numerics(config: Config, threads: int) -> Numerics:
@@ -154,7 +157,8 @@ def _source(found: Found, machine: Machine, seconds: float) -> str:
     """Where the costs are from, and how far they may be off."""
     lines = [f"costs: {len(found.samples)} distinct groups in {seconds:.1f} s"]
     if found.timed:
-        lines.append(f"{len(found.timed)} timed here, spread {found.spread:.0%}")
+        why = "" if machine.timed else " (not counted: they run as written), with the seconds of this machine"
+        lines.append(f"{len(found.timed)} timed here{why}, spread {found.spread:.0%}")
     if found.modelled:
         lines.append(f"{found.modelled} modelled: {machine.how}")
     if found.compared:
@@ -174,8 +178,12 @@ def _parameters(variants: Variants, cuts: Sequence[str], n_stages: int) -> list[
 
 
 def _write(path: Path, text: str) -> None:
+    """A file appears whole; what is there and is none, such as /dev/stdout, is written to as it is."""
     try:
-        write_text(path, text)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_text(path, text)
     except OSError as error:
         raise PlanError(
             f"-o {path}: cannot be written ({error.strerror}); name a file in a folder of yours"

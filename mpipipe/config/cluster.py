@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, Strict, ValidationError, model_validator
 
-from mpipipe.config.read import lines_of, read_yaml
+from mpipipe.config.read import lines_of, read_sections, read_text
 from mpipipe.config.sections import Above0, Positive, Section
 from mpipipe.errors import ConfigError, PlanError
 from mpipipe.values import Cluster, Device, Link
@@ -24,7 +24,7 @@ _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 
 def _as_bytes(value: object) -> object:
     """`24 GiB` as a number; what is no size is left to the check of the type."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
     return int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else value
 
 
@@ -101,12 +101,9 @@ class ClusterConfig(Section):
 
 def load_cluster(path: str | Path) -> ClusterConfig:
     """The cluster of a YAML file. Raises ConfigError that names file, line, key and what is expected."""
+    text = read_text(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); name an existing cluster file") from error
-    try:
-        return ClusterConfig.model_validate(read_yaml(text, str(path)) or {})
+        return ClusterConfig.model_validate(read_sections(text, str(path), "device"))
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error, str(path), lines_of(text)))) from error
 

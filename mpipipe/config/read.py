@@ -44,22 +44,12 @@ _Loader.add_implicit_resolver(
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in the YAML file `path`, with `overrides` such as "train.steps=50" applied.
     Raises ConfigError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing YAML file") from error
-    except UnicodeDecodeError as error:
-        byte = f"byte {error.object[error.start]:#x} at {error.start}"
-        raise ConfigError(f"{path}: is not UTF-8 text ({byte}); save it as UTF-8") from error
-    return parse(text, str(path), overrides)
+    return parse(read_text(path), str(path), overrides)
 
 
 def parse(text: str, source: str = "config", overrides: Sequence[str] = ()) -> Config:
     """As `load`, from the text itself; `source` is what messages call it. Raises ConfigError."""
-    raw = read_yaml(text, source)
-    if raw is not None and not isinstance(raw, dict):
-        raise ConfigError(f"{source}: holds a {type(raw).__name__}; expected sections such as 'train:'")
-    data: dict[str, Any] = raw or {}
+    data = read_sections(text, source, "train")
     changed = {_override(data, item): item for item in overrides}
     # A section that is written but empty ("train:") means its defaults.
     data = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
@@ -73,6 +63,25 @@ def parse(text: str, source: str = "config", overrides: Sequence[str] = ()) -> C
 def to_yaml(config: Config) -> str:
     """Every key with its value, such that `parse` gives the same configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_text(path: str | Path) -> str:
+    """Of a YAML file. Raises ConfigError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing YAML file") from error
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.object[error.start]:#x} at {error.start}"
+        raise ConfigError(f"{path}: is not UTF-8 text ({byte}); save it as UTF-8") from error
+
+
+def read_sections(text: str, source: str, such_as: str) -> dict[str, Any]:
+    """The keys of a YAML text and what stands below them. Raises ConfigError."""
+    raw = read_yaml(text, source)
+    if raw is not None and not isinstance(raw, dict):
+        raise ConfigError(f"{source}: holds a {type(raw).__name__}; expected sections such as '{such_as}:'")
+    return raw or {}
 
 
 def read_yaml(text: str, source: str) -> Any:

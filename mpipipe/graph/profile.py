@@ -78,6 +78,7 @@ class Piece:
     key: str
     workspace_bytes: int
     params: tuple[str, ...]
+    param_bytes: int
 
     @property
     def lasting(self) -> bool:
@@ -116,10 +117,17 @@ def _piece(
     code = extract(anatomy, body, received, sent, [], uses)
     sizes = [sum(s.nbytes for s in output_specs(n)) for n in body]
     params = tuple(dict.fromkeys(leaf[0] for leaf in code.leaves))
-    largest = max((_param_spec(anatomy, p).nbytes for p in params), default=0)
+    weights = [_param_spec(anatomy, p).nbytes for p in params]
     # one output and its gradient, and a weight gradient before it is added
     return Piece(
-        name, code, tuple(received), tuple(sent), _key(anatomy, code), 2 * max(sizes) + largest, params
+        name,
+        code,
+        tuple(received),
+        tuple(sent),
+        _key(anatomy, code),
+        2 * max(sizes) + max(weights, default=0),
+        params,
+        sum(weights),
     )
 
 
@@ -355,12 +363,11 @@ def group_costs(
         stash = s.saved_bytes + sum(sum(x.nbytes for x in output_specs(n)) for n in new.values())
         cut = [n for n in crossing[position] if isinstance(n.meta["val"], torch.Tensor)]
         sizes = {n: sum(x.nbytes for x in output_specs(n)) for n in cut}
-        param_bytes = sum(_param_spec(anatomy, p).nbytes for p in piece.params)
         out.append(
             GroupCost(
-                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s, param_bytes, stash, s.workspace_bytes,
-                sum(sizes.values()), sum(b for n, b in sizes.items() if n.meta["val"].requires_grad),
-                update_s * len(piece.params),
+                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s, piece.param_bytes, stash,
+                s.workspace_bytes, sum(sizes.values()),
+                sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
             )
         )  # fmt: skip
     return tuple(out)

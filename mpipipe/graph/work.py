@@ -1,8 +1,9 @@
 """What a group computes, counted and not timed: operators, their operations and bytes, on fake tensors.
 
 The group runs forward and backward without values, and every operator that torch would start is noted,
-so backward needs no rules of its own: it is torch's. What backward keeps is found as in `profile`, so the
-memory of a plan is the same whether its seconds are measured or modelled.
+so backward needs no rules of its own: it is torch's. What backward keeps is found as in `profile`, so a
+plan's stash is the same whether its seconds are measured or modelled. Its workspace is not: here it is the
+piece's own estimate, where a measurement sees what libraries take, a convolution several times its output.
 
 Operations: torch.utils.flop_counter, for two per multiplication and addition.
 """

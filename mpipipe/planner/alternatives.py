@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpipipe.errors import PlanError
+from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import size_text
@@ -28,7 +28,7 @@ Cuts = tuple[int, ...]
 @dataclass(frozen=True)
 class Alternative(Value):
     name: str
-    step_s: float | None  # None: it does not fit
+    step_s: float | None  # None: it does not fit, or cannot be made
     loss: float | None  # seconds per sample over the plan's, less 1; below 0 it gains
     why: str
 
@@ -71,7 +71,7 @@ class _Asked:
             if cuts == self.cuts:
                 yield Alternative(name, self.plan.prediction.step_s, 0.0, "is this plan")
             else:
-                yield self._same_numerics(name, cuts, self._expected(cuts))
+                yield self._same_numerics(name, cuts)
 
     def _next_best(self) -> Cuts | None:
         """The best of those with one cut moved by one group; None where none fits."""
@@ -81,7 +81,8 @@ class _Asked:
         if self.n_ranks * self.plan.numerics.micro_batches > REFINE_WORK:  # without simulating each of them
             near = sorted(near, key=self._slowest)[:1]
         tried = [(self._expected(cuts), cuts) for cuts in near]
-        fits = [(p.step_s, cuts) for p, cuts in tried if too_full(p.peak_bytes, self.costs.cluster) is None]
+        made = [(p, cuts) for p, cuts in tried if isinstance(p, Prediction)]
+        fits = [(p.step_s, cuts) for p, cuts in made if too_full(p.peak_bytes, self.costs.cluster) is None]
         return min(fits)[1] if fits else None
 
     def _slowest(self, cuts: Cuts) -> tuple[float, float]:
@@ -112,9 +113,7 @@ class _Asked:
     def _other_schedules(self) -> Iterator[Alternative]:
         for schedule in SCHEDULES:
             if schedule != self.plan.layout.schedule:
-                yield self._same_numerics(
-                    f"schedule {schedule}", self.cuts, self._expected(self.cuts, schedule)
-                )
+                yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
 
     def _micro_batches(self) -> Iterator[Alternative]:
         n = self.plan.numerics
@@ -124,7 +123,7 @@ class _Asked:
             numerics = replace(n, micro_batches=count, batch=n.batch * count // n.micro_batches, blocks=1)
             p = self._expected(self.cuts, numerics=numerics)
             name = f"{count} micro-batches, batch {numerics.batch}"
-            yield self._judged(name, p, numerics.batch, f"per sample; {_bubbles(p, self.plan.prediction)}")
+            yield self._judged(name, p, numerics.batch, lambda p: f"per sample; {self._bubbles(p)}")
 
     def _ranks(self) -> Iterator[Alternative]:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
@@ -133,7 +132,7 @@ class _Asked:
             name = f"{ranks} rank{'s' * (ranks > 1)}"
             try:
                 p = self._planned(self.cluster_of(ranks))
-            except PlanError as error:
+            except (PlanError, DeadlockError) as error:
                 yield Alternative(name, None, None, self._why_not(ranks, error))
                 continue
             why = f"{self.plan.prediction.step_s / p.step_s:.2f} times as fast, bubble {p.bubble:.1%}"
@@ -145,23 +144,30 @@ class _Asked:
         made = make_plan(costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks)
         return made[0].prediction
 
-    def _why_not(self, ranks: int, error: PlanError) -> str:
+    def _why_not(self, ranks: int, error: PlanError | DeadlockError) -> str:
         """What the fastest cut would lack; the error itself where it is not memory."""
         try:
             cluster = self.cluster_of(ranks)
             endless = tuple(replace(d, memory_bytes=_ENDLESS) for d in cluster.devices)
             full = too_full(self._planned(replace(cluster, devices=endless)).peak_bytes, cluster)
-        except PlanError:
+        except (PlanError, DeadlockError):
             full = None
         if full is None:
-            return str(error).split(";")[0]
+            return _first_sentence(error)
         return f"no cut fits; with the fastest, rank {full[0]} lacks {size_text(full[1])} of memory"
 
     # -- what they are worth ------------------------------------------------------------------------
 
     def _expected(
         self, cuts: Cuts, schedule: str | None = None, numerics: Numerics | None = None
-    ) -> Prediction:
+    ) -> Prediction | str:
+        """The reason where it cannot be made, as by a schedule of the user's that refuses other numbers."""
+        try:
+            return self._predicted(cuts, schedule, numerics)
+        except (PlanError, DeadlockError) as error:
+            return _first_sentence(error)
+
+    def _predicted(self, cuts: Cuts, schedule: str | None, numerics: Numerics | None) -> Prediction:
         numerics, old = numerics or self.plan.numerics, self.plan.layout
         layout = Layout(
             tuple(self.names[c] for c in cuts), old.ranks, schedule or old.schedule, old.receive_window
@@ -172,16 +178,21 @@ class _Asked:
         bound_s = self.plan.prediction.lower_bound_s
         return expect(self.costs, layout, self._programs[key], self.names, bound_s)[0]
 
-    def _same_numerics(self, name: str, cuts: Cuts, p: Prediction) -> Alternative:
-        return self._judged(name, p, self.plan.numerics.batch, self._reason(cuts, p))
+    def _same_numerics(self, name: str, cuts: Cuts, schedule: str | None = None) -> Alternative:
+        p = self._expected(cuts, schedule)
+        return self._judged(name, p, self.plan.numerics.batch, lambda p: self._reason(cuts, p))
 
-    def _judged(self, name: str, p: Prediction, batch: int, why: str) -> Alternative:
+    def _judged(
+        self, name: str, p: Prediction | str, batch: int, why: Callable[[Prediction], str]
+    ) -> Alternative:
+        if isinstance(p, str):
+            return Alternative(name, None, None, p)
         full = too_full(p.peak_bytes, self.costs.cluster)
         if full is not None:
             rank, short = full
             return Alternative(name, None, None, f"rank {rank} lacks {size_text(short)} of memory")
         ours = self.plan.prediction.step_s / self.plan.numerics.batch
-        return Alternative(name, p.step_s, p.step_s / batch / ours - 1.0, why)
+        return Alternative(name, p.step_s, p.step_s / batch / ours - 1.0, why(p))
 
     def _reason(self, cuts: Cuts, p: Prediction) -> str:
         """The largest difference that a person would look for: the slowest stage, else the memory."""
@@ -190,12 +201,15 @@ class _Asked:
         if now[slow] > before.max() * (1 + 1e-6):
             return f"slowest stage: {slow} with {now[slow] * 1e3:.5g} ms, now {before.max() * 1e3:.5g}"
         if cuts != self.cuts:
-            return f"no stage is slower; {_bubbles(p, self.plan.prediction)}"
+            return f"no stage is slower; {self._bubbles(p)}"
         grown = np.array(p.peak_bytes) - np.array(self.plan.prediction.peak_bytes)
         rank = int(np.abs(grown).argmax())
         more = f"{'+' if grown[rank] >= 0 else '-'}{size_text(abs(int(grown[rank])))}"
-        return f"{_bubbles(p, self.plan.prediction)}; memory of rank {rank} {more}"
+        return f"{self._bubbles(p)}; memory of rank {rank} {more}"
+
+    def _bubbles(self, p: Prediction) -> str:
+        return f"bubble {p.bubble:.1%}, now {self.plan.prediction.bubble:.1%}"
 
 
-def _bubbles(p: Prediction, ours: Prediction) -> str:
-    return f"bubble {p.bubble:.1%}, now {ours.bubble:.1%}"
+def _first_sentence(error: Exception) -> str:
+    return re.split(r"[;\n]", str(error))[0]

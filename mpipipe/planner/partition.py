@@ -16,6 +16,7 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s
 from mpipipe.planner.schedules import SCHEDULES, live_micro_batches
+from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import Ranges, crossing_s
 from mpipipe.planner.sweep import low_for, sweep, sweep_near
 from mpipipe.values import Costs, Float64
@@ -102,21 +103,29 @@ def _explain(problem: _Problem, best: Float64, schedule: str, n_micro: int) -> s
     """Which stage cannot begin or finish, what it lacks at the least, and what would do."""
     stage, first, end, short = _misfit(problem, best)
     names, device = problem.costs.groups, problem.costs.cluster.devices[stage]
-    taken = f", of which {device.base_bytes} are taken before any weight" if device.base_bytes else ""
+    base = size_text(device.base_bytes)
+    taken = f", of which {base} are taken before any weight" if device.base_bytes else ""
     what = f"group {first} {names[first].name!r}" + (
         f" to group {end - 1} {names[end - 1].name!r}" if end - first > 1 else ""
     )
-    enough = _enough_stages(problem, schedule, n_micro)
-    move = (
-        f"start {enough} ranks: that is the least that would do, with the {problem.memory.min()} bytes each "
-        "that the smallest rank has for a stage"
-        if enough
-        else "no number of ranks would do: give more memory or use smaller micro-batches"
-    )
     return (
-        f"stage {stage} of {len(problem.live)} (rank {stage}, {device.memory_bytes} bytes{taken}) "
-        f"cannot hold {what}: {short} bytes short with schedule {schedule!r} and {n_micro} micro-batches; "
-        f"{move}"
+        f"stage {stage} of {len(problem.live)} (rank {stage}, {size_text(device.memory_bytes)}{taken}) "
+        f"cannot hold {what}: {size_text(short)} short with schedule {schedule!r} and {n_micro} "
+        f"micro-batches; {_next_move(problem, schedule, n_micro)}"
+    )
+
+
+def _next_move(problem: _Problem, schedule: str, n_micro: int) -> str:
+    try:
+        enough = _enough_stages(problem, schedule, n_micro)
+    except PlanError:  # a schedule of the user's, which refuses so many stages
+        return "use more ranks or smaller micro-batches, or give more memory"
+    if enough is None:
+        return "no number of ranks would do: give more memory or use smaller micro-batches"
+    least = size_text(int(problem.memory.min()))
+    return (
+        f"start {enough} ranks: that is the least that would do, with the {least} each that the smallest "
+        "rank has for a stage"
     )
 
 
@@ -143,7 +152,7 @@ def _enough_stages(problem: _Problem, schedule: str, n_micro: int) -> int | None
 
     Stages are counted from the end, where the live stash does not depend on how many come before
     (true of the built-in schedules, and tested; for others the answer is an estimate), so that one
-    sweep answers for all counts.
+    sweep answers for all counts. Raises PlanError where the schedule refuses as many stages as groups.
     """
     n_groups, memory = len(problem.costs.groups), problem.memory.min()
     live = live_micro_batches(SCHEDULES[schedule](n_groups, n_micro))[::-1]

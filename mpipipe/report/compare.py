@@ -8,12 +8,11 @@ from typing import Any
 
 import yaml
 
-from mpipipe.report.progress import number
+from mpipipe.report.progress import MIB, number
 from mpipipe.report.run import RunData
-from mpipipe.report.words import text_table
+from mpipipe.report.table import text_table
 from mpipipe.values import Report
 
-_MIB = 1024**2
 _ABSENT = "-"
 _OF_THE_BITS = ("model.", "data.", "train.", "kernels.", "numerics.")  # keys that decide losses and weights
 _NOT_OF_THE_BITS = ("train.save_every", "train.keep")
@@ -24,7 +23,8 @@ def compare(a: RunData, b: RunData, width: int = 100) -> str:
     names = ("", f"a: {a.name}", f"b: {b.name}")
     parts = [f"note: {run.name}: {note}" for run in (a, b) for note in run.notes]
     settings = list(_differences(_settings(a), _settings(b)))
-    parts += ["what was different:", text_table(names, settings, width) if settings else "  nothing", ""]
+    different = text_table(names, settings, width, range(3), wrapped=range(3)) if settings else "  nothing"
+    parts += ["what was different:", different, ""]
     parts += _weights(a.report, b.report)
     parts += [_losses(a, b, "loss", "training loss"), _losses(a, b, "val_loss", "validation loss")]
     if _may_not_differ(settings) and _parted(_by_step(a, "loss"), _by_step(b, "loss")):
@@ -123,7 +123,7 @@ def _figures(a: Report, b: Report) -> Iterator[tuple[str, ...]]:
     for name in dict.fromkeys([*a.metrics, *b.metrics]):
         yield _row(f"validation {name}", a.metrics.get(name), b.metrics.get(name))
     for rank in range(max(len(a.peak_bytes), len(b.peak_bytes))):
-        mine, theirs = (r.peak_bytes[rank] / _MIB if rank < len(r.peak_bytes) else None for r in (a, b))
+        mine, theirs = (r.peak_bytes[rank] / MIB if rank < len(r.peak_bytes) else None for r in (a, b))
         yield _row(f"peak memory, MiB, rank {rank}", mine, theirs)
 
 

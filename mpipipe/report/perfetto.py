@@ -3,7 +3,8 @@ Event Format of Chrome.
 
 One process per timeline, one thread per rank. Each instruction is a complete event ("X", microseconds),
 each message an arrow (flow events "s" to "f") from its SEND to the end of its RECV, the memory of a rank a
-counter ("C"). Process and thread 0 mean something of their own in the viewer: both count from 1.
+counter ("C") where it changes. Process and thread 0 mean something of their own in the viewer: both count
+from 1.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe.planner.walk import match
+from mpipipe.report.progress import MIB
 from mpipipe.values import COMPUTE, SENDS, Int64, Op, Span, Timeline
 
 PERFETTO = "timeline.perfetto.json"
 Event = dict[str, Any]
-_MIB = 1024**2
 
 
 def write_perfetto(
@@ -28,13 +29,16 @@ def write_perfetto(
     """sizes: bytes of each message instruction, per rank (n,), where they are known. Raises OSError,
     DeadlockError if a message of a program has one end only."""
     ids = count(1)
-    events = [
+    events = (
         event
         for process, (name, timeline) in enumerate(timelines.items(), start=1)
         for event in _of_timeline(process, name, timeline, sizes, ids)
-    ]
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    )
+    with Path(path).open("w", encoding="utf-8") as file:  # one by one: a large step has millions
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for index, event in enumerate(events):
+            file.write(("," if index else "") + json.dumps(event, separators=(",", ":")))
+        file.write("]}\n")
 
 
 def _of_timeline(
@@ -50,8 +54,9 @@ def _of_timeline(
             at = {"pid": process, "tid": rank + 1}
             yield _instruction(span, nbytes[index]) | at
             yield from (arrow | at for arrow in arrows.get((rank, index), ()))
-            value = {"MiB": round(held[index] / _MIB, 3)}
-            yield {"ph": "C", "name": f"memory, rank {rank}", "ts": _us(span.end_s), "args": value} | at
+            if index == 0 or held[index] != held[index - 1]:
+                value = {"MiB": round(held[index] / MIB, 3)}
+                yield {"ph": "C", "name": f"memory, rank {rank}", "ts": _us(span.end_s), "args": value} | at
 
 
 def _instruction(span: Span, nbytes: int) -> Event:

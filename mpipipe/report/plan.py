@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table
 
 from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import stage_costs
-from mpipipe.report.progress import number
+from mpipipe.report.progress import MIB, number
+from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
 
-_MIB = 1024**2
 _MOST_ROWS = 24  # of stages; more do not fit on a screen
 _HEADERS = (
     "stage", "from", "groups", "parameters", "F+B ms", "step ms", "send MiB", "memory MiB", "idle",
 )  # fmt: skip
+_NAMES = (0, 1)  # columns of text: stages, and the group that is their first
 _LIKE = 0.005  # relative: stages whose numbers differ by less are shown as one row
 
 
 def describe(
     plan: Plan, costs: Costs, seconds: float, width: int = 100, timed: tuple[int, int] | None = None
 ) -> str:
-    """Text of at most `width` columns. `seconds`: what measuring and planning took; timed: how many distinct
-    groups were timed now, the others in earlier runs, and how many there are."""
+    """`seconds`: what measuring and planning took; timed: how many distinct groups were timed now, the others
+    in earlier runs, and how many there are. width: of the table, in which names are shortened."""
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
     starts = [0, *cuts]
-    table = _table("stage", "from", "groups", "F+B ms", "send MiB", "memory MiB", words=2)
+    rows = []
     for s, cost in enumerate(stage_costs(costs, cuts)):
         end = [*cuts, len(names)][s]
         ms = (cost.fwd_s + cost.bwd_input_s + cost.bwd_weight_s) * 1e3
-        send = (cost.act_bytes + cost.grad_bytes) / _MIB
-        memory = plan.prediction.peak_bytes[s] / _MIB
+        send = (cost.act_bytes + cost.grad_bytes) / MIB
+        memory = plan.prediction.peak_bytes[plan.layout.ranks[s][0]] / MIB
         row = (f"{ms:.2f}", f"{send:.2f}", f"{memory:.0f}")
-        table.add_row(f"{s}", names[starts[s]], f"{end - starts[s]}", *row)
+        rows.append((f"{s}", names[starts[s]], f"{end - starts[s]}", *row))
+    headers = ("stage", "from", "groups", "F+B ms", "send MiB", "memory MiB")
     p, n = plan.prediction, plan.numerics
     source: str = costs.source
     if timed is not None and timed[0] < timed[1]:
         source = f"cached, {timed[0]} of {timed[1]} timed anew,"
     return (
         f"plan ({plan.layout.schedule}, {n.micro_batches} micro-batches of {n.micro_batch}, "
-        f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n{_printed(table, width)}"
+        f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
+        f"{text_table(headers, rows, width, _NAMES)}\n"
         f"predicted step {p.step_s * 1e3:.1f} ms, bubble {p.bubble:.1%}; no cut is faster than "
         f"{p.lower_bound_s * 1e3:.1f} ms (gap {p.gap:.1%})"
     )
@@ -85,45 +84,37 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
             compute_s=cost.fwd_s + cost.bwd_input_s + cost.bwd_weight_s,
             step_s=cost.step_s,
             sent_bytes=cost.act_bytes + cost.grad_bytes,
-            memory_bytes=plan.prediction.peak_bytes[s],
-            idle=1.0 - timeline.busy_s(s) / span if span else 0.0,
+            memory_bytes=plan.prediction.peak_bytes[on[0]],
+            idle=1.0 - timeline.busy_s(on[0]) / span if span else 0.0,
         )
-        for s, cost in enumerate(stage_costs(costs, cuts))
+        for s, (cost, on) in enumerate(zip(stage_costs(costs, cuts), plan.layout.ranks, strict=True))
     ]
 
 
 def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: int = 120) -> str:
     """The cut, and what a step should take. per_step: tokens or samples (`unit`) of a step."""
     folded, left_out = _folded(rows)
-    cells = [_cells(run) for run in folded]
-    table = _table(*_HEADERS, words=2)
-    widths = [max(map(len, texts)) for texts in zip(_HEADERS, *cells, strict=True)]
-    start = _HEADERS.index("from")  # names are what is shortened
-    table.columns[start].max_width = max(20, width - sum(widths) + widths[start] - 3 * len(widths))
-    for row in cells:
-        table.add_row(*row)
+    table = text_table(_HEADERS, [_cells(run) for run in folded], width, _NAMES)
     p, n = plan.prediction, plan.numerics
     fullest = max(range(len(p.peak_bytes)), key=p.peak_bytes.__getitem__)
     more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
     return (
-        f"{_printed(table, width)}{more}\n"
+        f"{table}\n{more}\n"
         f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
         f"{n.micro_batches} micro-batches of {n.micro_batch}, bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
-        f"most memory: rank {fullest}, {p.peak_bytes[fullest] / _MIB:.0f} MiB"
+        f"most memory: rank {fullest}, {p.peak_bytes[fullest] / MIB:.0f} MiB"
     )
 
 
 def against(found: Sequence[Alternative], width: int = 120) -> str:
     """Why not another plan: a row each. time: per sample, beside that of the plan."""
-    table = _table("instead", "step", "time", "why", words=1)
-    table.columns[3].justify = "left"
-    table.columns[3].no_wrap = False
+    rows = []
     for a in found:
         step = "-" if a.step_s is None else _seconds(a.step_s)
         loss = "-" if a.loss is None else f"{a.loss:+.1%}" if abs(a.loss) >= 0.0005 else "0.0%"
-        table.add_row(a.name, step, loss, a.why)
-    return _printed(table, width).rstrip()
+        rows.append((a.name, step, loss, a.why))
+    return text_table(("instead", "step", "time", "why"), rows, width, (0, 3), wrapped=(3,))
 
 
 def _folded(rows: Sequence[Row]) -> tuple[list[list[Row]], int]:
@@ -149,8 +140,8 @@ def _cells(run: Sequence[Row]) -> tuple[str, ...]:
     stages = f"{first.stage}" if first is last else f"{first.stage}..{last.stage}"
     return (
         stages, first.start, f"{first.groups}", _count(first.parameters), number(first.compute_s * 1e3),
-        number(first.step_s * 1e3), number(first.sent_bytes / _MIB),
-        _range([f"{row.memory_bytes / _MIB:.0f}" for row in run]), _range([f"{row.idle:.1%}" for row in run]),
+        number(first.step_s * 1e3), number(first.sent_bytes / MIB),
+        _range([f"{row.memory_bytes / MIB:.0f}" for row in run]), _range([f"{row.idle:.1%}" for row in run]),
     )  # fmt: skip
 
 
@@ -167,17 +158,3 @@ def _count(n: int) -> str:
 
 def _seconds(s: float) -> str:
     return f"{s:.4g} s" if s >= 1.0 else f"{s * 1e3:.4g} ms"
-
-
-def _table(*headers: str, words: int) -> Table:
-    """The first `words` columns are text."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
-    for i, header in enumerate(headers):
-        table.add_column(header, justify="left" if i < words else "right", no_wrap=True)
-    return table
-
-
-def _printed(table: Table, width: int) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width).print(table)
-    return out.getvalue()

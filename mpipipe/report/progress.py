@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+MIB = 1024**2
+
 
 class Progress:
     """`steps` in total; a line for step 1, every `log_every`-th, those with an evaluation and the last.

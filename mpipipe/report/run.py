@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,15 +62,26 @@ def read_run(folder: str | Path) -> RunData:
     ended = (path / "summary.json").exists()
     if not ended:
         notes.append("the run has not come to its end (no summary.json): this is what there is so far")
-    return RunData(
-        name=path.resolve().name,
-        config=config,
-        plan=_read(path / "plan.json", read_plan, notes),
-        report=report,
-        trace=_read(path / TRACE, read_trace, notes, expected=ended),
-        metrics=_read(path / "metrics.jsonl", _metrics, notes) or (),
-        notes=tuple(notes),
-    )
+    plan = _read(path / "plan.json", read_plan, notes)
+    metrics = _read(path / "metrics.jsonl", _metrics, notes) or ()
+    trace: Trace | None = None
+    if report is not None and (last := _last_step(metrics)) > report.steps:
+        notes.append(
+            f"summary.json: is of the run as it ended after {report.steps} steps, and it has gone on to step "
+            f"{last} since; it is left out, and {TRACE} with it"
+        )
+        report = None
+    else:
+        trace = _read(path / TRACE, read_trace, notes, expected=ended)
+    if report is not None and plan is not None and plan.hash != report.plan_hash:
+        notes.append("plan.json: is not the plan that ran, which summary.json names; it is left out")
+        plan = None
+    return RunData(path.resolve().name, config, plan, report, trace, metrics, tuple(notes))
+
+
+def _last_step(metrics: Sequence[dict[str, Any]]) -> int:
+    steps = (line.get("step") for line in metrics)
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def _read(
@@ -79,7 +90,9 @@ def _read(
     """The file's value; None where it is missing, noted if it was `expected`, or cannot be read, noted."""
     if not path.exists():
         if expected:
-            notes.append(f"{path.name}: is not there; an older mpipipe wrote none")
+            notes.append(
+                f"{path.name}: is not there; the run broke off at its end, or an older mpipipe wrote none"
+            )
         return None
     try:
         return read(path)

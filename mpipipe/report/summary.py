@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from mpipipe.report.progress import number
+from mpipipe.report.progress import MIB, number
+from mpipipe.report.table import text_table
 from mpipipe.values import Float64, RankReport, Report
 
-_MIB = 1024**2
 _MOST_RANKS = 24  # in a table with a row for each
 _COLUMNS: dict[str, list[int]] = {  # of `_numbers`: one, or predicted and measured
     "groups": [0], "parameters, M": [1], "compute, ms": [2, 3], "idle, %": [4, 5], "exposed, ms": [6],
@@ -21,39 +17,32 @@ Head = tuple[str, str]  # rank, its stages
 
 
 def summary(report: Report, width: int = 110, colour: bool = False) -> str:
-    """Text of at most `width` columns; with terminal colours only if `colour`."""
-    out = io.StringIO()
-    console = Console(
-        file=out, width=width, force_terminal=colour, color_system="standard" if colour else None
+    """Text of at most `width` columns, if the figures leave as much; with terminal colours only if
+    `colour`."""
+    step = text_table(
+        ("one step", "predicted", "measured", "measured / predicted"),
+        [
+            ("time, ms", *_pair(report.predicted_step_s * 1e3, report.step_s * 1e3)),
+            ("idle share (bubble)", *_pair(report.predicted_bubble, report.bubble)),
+        ],
+        width,
+        gap=2,
+        colour=colour,
     )
-    console.print(_step_table(report))
-    console.print("\nby rank, predicted | measured")
-    console.print(_rank_table(report))
-    console.print()
-    for line in _lines(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return out.getvalue()
+    by_rank = text_table(("rank", "stage", *_COLUMNS), _rank_rows(report), width, gap=2, colour=colour)
+    parts = [step, "", "by rank, predicted | measured", by_rank, "", *_lines(report)]
+    return "\n".join(parts) + "\n"
 
 
-def _step_table(r: Report) -> Table:
-    table = _table("one step", "predicted", "measured", "measured / predicted")
-    table.add_row("time, ms", *_pair(r.predicted_step_s * 1e3, r.step_s * 1e3))
-    table.add_row("idle share (bubble)", *_pair(r.predicted_bubble, r.bubble))
-    return table
-
-
-def _rank_table(r: Report) -> Table:
-    """A row per rank; of many ranks the least, the median and the most, the slowest and the fullest rank."""
+def _rank_rows(r: Report) -> list[tuple[str, ...]]:
+    """One per rank; of many ranks the least, the median and the most, the slowest and the fullest rank."""
     memory = zip(r.predicted_peak_bytes, r.peak_bytes, strict=True)
     numbers = np.array([_numbers(rank, *peaks) for rank, peaks in zip(r.ranks, memory, strict=True)])
     heads = [(str(i), ", ".join(map(str, rank.stages))) for i, rank in enumerate(r.ranks)]
     if len(heads) > _MOST_RANKS:
         heads, numbers = _folded(heads, numbers)
     cells = [_cells(numbers[:, columns], name) for name, columns in _COLUMNS.items()]
-    table = _table("rank", "stage", *_COLUMNS)
-    for head, *row in zip(heads, *cells, strict=True):
-        table.add_row(*head, *row)
-    return table
+    return [(*head, *row) for head, *row in zip(heads, *cells, strict=True)]
 
 
 def _cells(numbers: Float64, name: str) -> list[str]:
@@ -69,8 +58,8 @@ def _cells(numbers: Float64, name: str) -> list[str]:
 def _numbers(rank: RankReport, predicted_bytes: int, measured_bytes: int) -> tuple[float, ...]:
     return (
         rank.groups, rank.parameters / 1e6, rank.predicted_compute_s * 1e3, rank.compute_s * 1e3,
-        100 * rank.predicted_bubble, 100 * rank.bubble, rank.exposed_s * 1e3, rank.sent_bytes / _MIB,
-        predicted_bytes / _MIB, measured_bytes / _MIB,
+        100 * rank.predicted_bubble, 100 * rank.bubble, rank.exposed_s * 1e3, rank.sent_bytes / MIB,
+        predicted_bytes / MIB, measured_bytes / MIB,
     )  # fmt: skip
 
 
@@ -99,13 +88,6 @@ def _lines(r: Report) -> list[str]:
     if not r.exact_resume:
         lines.append("a resume of this run is not exact: its data is a plain iterable, read from the start")
     return [*lines, f"plan {r.plan_hash}", f"weights {r.weights_sha256}"]
-
-
-def _table(*headers: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for i, header in enumerate(headers):
-        table.add_column(header, justify="left" if i == 0 else "right", no_wrap=True)
-    return table
 
 
 def _pair(predicted: float, measured: float) -> tuple[str, str, str]:

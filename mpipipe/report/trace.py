@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from mpipipe.errors import ReportError
-from mpipipe.values import Instr, Program, Timeline, Value, to_json
+from mpipipe.errors import MpipipeError, ReportError
+from mpipipe.planner.walk import match
+from mpipipe.values import Instr, Op, Program, Timeline, Value, to_json
 
 TRACE = "timeline.json"
 VERSION = 1
@@ -89,12 +90,23 @@ def write_trace(path: str | Path, trace: Trace) -> None:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Inverse of `write_trace`, times to the nanosecond. Raises ReportError."""
+    """Inverse of `write_trace`, times to the nanosecond. Raises ReportError; what it returns can be drawn."""
     file = _read(Path(path))
+    try:
+        return _trace(file)
+    except (MpipipeError, ValueError, OverflowError) as error:
+        raise ReportError(f"{path}: damaged: {error}; run again to write it anew") from error
+
+
+def _trace(file: _File) -> Trace:
+    """Raises ValueError, OverflowError, DeadlockError if a message has one end only."""
     programs = [
         Program(p.rank_of_stage, p.n_micro, p.receive_window, _arrays(p.codes, np.int32, len(Instr._fields)))
         for p in file.programs
     ]
+    for program in programs:
+        _check_codes(program)
+        match(program)
     timelines = {
         name: Timeline(
             programs[t.program],
@@ -153,6 +165,23 @@ def _check(file: _File) -> None:
                 f"{name} has {[n // 6 for n in times]} times and {[n // 6 for n in memory]} sizes "
                 f"for {[n // 6 for n in codes]} instructions"
             )
+
+
+def _check_codes(program: Program) -> None:
+    """There are ranks, each with instructions, as many NORMs as the others, and codes that mean something.
+    Raises ValueError."""
+    stages, ranks = (-1, program.n_stages), (-1, len(program.codes))
+    micros = (-1, program.n_micro)
+    limits = {"op": (0, len(Op)), "stage": stages, "micro": micros, "other": stages, "peer": ranks}
+    for rank, codes in enumerate(program.codes):
+        if not len(codes):
+            raise ValueError(f"rank {rank} has no instructions")
+        for column, (name, (low, end)) in enumerate(limits.items()):
+            if wrong := codes[(codes[:, column] < low) | (codes[:, column] >= end), column].tolist():
+                raise ValueError(f"rank {rank} has {name} {wrong[0]}, which is not in {low} to {end - 1}")
+    norms = [int((codes[:, 0] == Op.NORM).sum()) for codes in program.codes]
+    if len(set(norms)) != 1:
+        raise ValueError(f"its ranks have {norms} gradient norms, which all have together")
 
 
 def _rows(arrays: Sequence[NDArray[np.integer]]) -> Rows:

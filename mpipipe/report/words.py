@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from mpipipe.errors import MpipipeError
 from mpipipe.report.account import Account, account
@@ -28,7 +24,7 @@ PARTS = {  # of a step: field of Account -> its name, and what it is
     "other_s": ("other", "starting sends, and the runtime between instructions"),
 }
 
-
+_OF_FIGURES = 110  # columns that the summary needs; a narrower screen folds its lines, and no figure is lost
 _FAR_OFF = 0.2  # of a prediction, from where on its changes are taken with care
 
 
@@ -36,7 +32,7 @@ def words(run: RunData, width: int = 110) -> str:
     """The run as text: summary, the step, where its time went, what would buy it back."""
     parts = [f"run {run.name}", *(f"note: {note}" for note in run.notes)]
     if run.report is not None:
-        parts += ["", summary(run.report, width).rstrip()]
+        parts += ["", summary(run.report, max(width, _OF_FIGURES)).rstrip()]
     else:
         parts += so_far(run)
     if run.timelines:
@@ -127,15 +123,3 @@ def so_far(run: RunData) -> list[str]:
 
 def _share(part_s: float, span_s: float) -> str:
     return f"{part_s / span_s:.1%}" if span_s else "-"
-
-
-def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """At most `width` columns; a cell that is too long goes on in the next line."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
-    for header in headers:
-        table.add_column(header, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    out = io.StringIO()
-    Console(file=out, width=width).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

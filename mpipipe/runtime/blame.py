@@ -142,12 +142,20 @@ class _Watch(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
+        if _is_unwritten(n):
+            return result
         tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()]
         if any(t.isnan().any() for t in tensors):
             self.nan.add(n)
         if any(t.isinf().any() for t in tensors):
             self.inf.add(n)
         return result
+
+
+def _is_unwritten(n: fx.Node) -> bool:
+    """Memory as it was found, which may hold anything: what counts is what is written there."""
+    name = str(getattr(getattr(n.target, "overloadpacket", n.target), "__name__", ""))
+    return n.op == "call_function" and name.startswith(("empty", "new_empty"))
 
 
 @dataclass(frozen=True)

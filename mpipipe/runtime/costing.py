@@ -52,7 +52,8 @@ def measure(
     distinct = {p.key: p for p in parts}
     profiler = Profiler(variants.primary, numerics.precision, clock, comm.size)
     team = Team(comm, profiler, distinct, speeds[comm.rank] * slower)
-    names = names_of(distinct, setting(numerics, kinds[0], comm, clock is time.thread_time))
+    on_core = clock is time.thread_time
+    names = names_of(distinct, setting(numerics, kinds[0], comm, on_core, profiler.chilled_bytes))
     known = known or {}
     samples, timed = reuse(team, {key: known[name] for key, name in names.items() if name in known})
     updates = [f(optimizer, clock, profiler.chill) for f in (update_s_per_byte, update_s_per_parameter)]
@@ -61,7 +62,8 @@ def measure(
 
     links = measure_links(comm)
     base = memory.now_bytes  # every kernel has run, and MPI has its buffers: what is left is not weights
-    limits = comm.allgather_object(((memory_bytes or memory_share(comm) + base), base))
+    share = memory_share(comm) + base  # collective, so that ranks may be given different limits
+    limits = comm.allgather_object((memory_bytes or share, base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
     costs = Costs(
         groups=group_costs(variants.primary, parts, samples, per_parameter, numerics.fill),

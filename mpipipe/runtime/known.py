@@ -11,6 +11,7 @@ at every start, and a machine that has changed shows in them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,6 +28,7 @@ from mpipipe.values import Numerics, digest
 CHECK_S = 0.25  # seconds for the groups that a rank times to see whether the rest still holds
 CHECKS = 2  # timings of such a group
 AGREE = 0.15  # a difference up to this is noise
+LIGHT_BYTES = 256 << 20  # of parameters: what every rank can make at the same time
 
 T = TypeVar("T", Sample, float)
 
@@ -68,31 +70,38 @@ class Team:
         peers = [] if comm.oversubscribed else here
         sent = [comm.isend(none, peer, 0) for peer in peers]
         done = [comm.irecv(none.copy(), peer, 0) for peer in peers]
-        for key in itertools.cycle(mine or sorted(self.distinct)):
+        for key in itertools.cycle(mine or [min(self.distinct, key=self._weight)]):
             if all(request.done() for request in done):
                 break
             self.profiler.run(self.distinct[key], 0)
         for request in [*sent, *done]:
             comm.wait(request)
 
+    def _weight(self, key: str) -> tuple[int, int, str]:
+        return self.distinct[key].param_bytes, self.distinct[key].workspace_bytes, key
+
     def run_rest(self, *timed: Iterable[str]) -> None:
         """Runs here what only another rank has timed: libraries keep buffers for what they have run, and each
-        rank counts its own."""
+        rank counts its own. These do not depend on how large the weights are, so those of the largest groups
+        are not made on all ranks at once."""
         done = {key for keys in timed for key in self._mine(keys)}
         for key in sorted(self.distinct.keys() - done):
-            self.profiler.run(self.distinct[key], 0)
+            if self.distinct[key].param_bytes <= LIGHT_BYTES:
+                self.profiler.run(self.distinct[key], 0)
 
     def _all(self, found: dict[str, T]) -> dict[str, T]:
         return {key: value for part in self.comm.allgather_object(found) for key, value in part.items()}
 
 
-def setting(numerics: Numerics, kind: str, comm: Communicator, on_core: bool) -> str:
-    """All that decides a sample beside the group itself: code, processor, libraries, threads, and how many
-    ranks share a node and its cores. on_core: seconds are those on a core."""
+def setting(numerics: Numerics, kind: str, comm: Communicator, on_core: bool, chilled_bytes: int) -> str:
+    """All that decides a sample beside the group itself: code, processor, libraries, threads, how many ranks
+    share a node and its cores, and how much of the caches a step takes. on_core: seconds are those on a
+    core; chilled_bytes: as in `Profiler`, to a power of two, as it changes with every shape."""
     n = numerics
     facts = (
-        code_version(KERNELS_VERSION, ("graph", "ops")), kind, n.torch, n.instruction_set, n.threads,
-        n.precision, n.gemm, n.bits, comm.size, comm.node_of_rank.count(0), len(cores_available()), on_core,
+        code_version(KERNELS_VERSION, ("cluster", "graph", "ops")), kind, n.torch, n.instruction_set,
+        n.threads, n.precision, n.gemm, n.bits, comm.size, comm.node_of_rank.count(0),
+        len(cores_available()), on_core, round(math.log2(max(1, chilled_bytes))),
     )  # fmt: skip
     return digest(*map(repr, facts))
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mpipipe.errors import PlanError
 from mpipipe.graph.profile import Piece, Sample, group_costs, pieces
 from mpipipe.graph.rates import Rates, sample_of
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier, Tally
+from mpipipe.planner.sizes import size_text
 from mpipipe.runtime.costing import bytes_per_param_byte
 from mpipipe.runtime.optimizer import Optimizer
 from mpipipe.values import Cluster, Costs, Numerics
@@ -41,16 +44,29 @@ class Found:
 
 def find(variants: Variants, tallier: Tallier, rates: Rates, here: bool) -> Found:
     """Every distinct group once. here: small ones are timed, for ranks like this process; else only layers
-    that run as they are written are, because they cannot be counted."""
+    that run as they are written are, because they cannot be counted. Raises PlanError where one of these
+    is too large to be run on a machine that is not the one it is planned for."""
     parts = tuple(pieces(variants.primary, variants.graph, variants.uses))
     distinct = {p.key: p for p in parts}
     tallies = {key: tallier.tally(p) for key, p in distinct.items()}
+    if not here:
+        _check_opaque(distinct, tallies)
     timed = frozenset(key for key, t in tallies.items() if t.opaque or (here and _is_small(t)))
     samples = {key: tallier.sample(distinct[key]) for key in distinct if key in timed}
     both = [key for key in timed if not tallies[key].opaque] if len(timed) < len(distinct) else []
     compared = [_seconds(sample_of(tallies[key], rates)) / _seconds(samples[key]) for key in both]
     samples |= {key: sample_of(t, rates) for key, t in tallies.items() if key not in timed}
     return Found(parts, samples, timed, tuple(compared))
+
+
+def _check_opaque(distinct: Mapping[str, Piece], tallies: Mapping[str, Tally]) -> None:
+    for key, tally in tallies.items():
+        if tally.opaque and tally.held_bytes > TIMED_BYTES:
+            raise PlanError(
+                f"{distinct[key].name}: this layer runs as it is written, so it would have to be timed here, "
+                f"and takes {size_text(tally.held_bytes)}, more than {size_text(TIMED_BYTES)}; plan on a "
+                "machine of that kind, without --cluster, or write the layer so that it can be captured"
+            )
 
 
 def _is_small(tally: Tally) -> bool:
@@ -71,7 +87,7 @@ def costs_of(
     """Costs on a cluster that is not here. update_s: of an optimizer step, per byte of weights, and of a
     parameter without elements."""
     return Costs(
-        groups=group_costs(variants.primary, found.parts, found.samples, update_s[1]),
+        groups=group_costs(variants.primary, found.parts, found.samples, update_s[1], numerics.fill),
         cluster=cluster,
         ties=variants.graph.ties,
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),

@@ -82,11 +82,6 @@ class Stage:
             out.append(g.clone() if g.untyped_storage().data_ptr() in given else g)
         return out
 
-    @property
-    def stashed(self) -> int:
-        """Micro-batches between their F and their B."""
-        return len(self._stash)
-
     @torch.no_grad()
     def apply_statistics(self) -> None:
         """Buffer updates of the step, in micro-batch order, whatever the order of the forwards was."""

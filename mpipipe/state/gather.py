@@ -210,10 +210,3 @@ def collect(comm: Communicator, tensors: Tensors, order: Sequence[str]) -> dict[
 
 def _bytes(tensor: Tensor) -> Bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy()
-
-
-def weights_hash(comm: Communicator, tensors: Tensors, order: Sequence[str]) -> str:
-    """sha256 of all parameters and buffers in canonical order: equal bits, equal hash."""
-    mine = {name: tensor_digest(name, t) for name, t in tensors.items()}
-    digests = {name: d for part in comm.allgather_object(mine) for name, d in part.items()}
-    return weights_sha256([digests[name] for name in order])

@@ -20,7 +20,6 @@ from doctor_cases import (
 
 from mpipipe.cluster.doctor.facts import Finding, RankFacts
 from mpipipe.cluster.doctor.judge import judge
-from mpipipe.cluster.doctor.judge.binding import planned_threads
 
 Ranks = list[RankFacts]
 TWO_NODES = (0, 0, 1, 1)
@@ -181,6 +180,26 @@ FAULTS: dict[str, tuple[Ranks, int, str, str, str]] = {
         bound((0, 1), (1,), (0,), job=4), 1, "PROBLEM", "3 ranks x 1 thread on 2 cores: bound",
         "--bind-to none",
     ),
+    "bound to the same core, with threads": (
+        bound((0,), (0,), job=2), 2, "PROBLEM", "2 ranks x 2 threads on 1 core: bound by the launcher",
+        "mpirun --bind-to none -n 2 python -m mpipipe doctor  # and pipeline.threads=1",
+    ),
+    "bound, with more threads than the node has cores": (
+        bound((0,), (1,), job=8), 8, "PROBLEM", "1 rank x 8 threads on 1 core: bound by the launcher",
+        "--bind-to none -n 2 python -m mpipipe doctor  # and pipeline.threads=4",
+    ),
+    "bound, and as many as it would have": (
+        bound((0,), (1,), job=2), 2, "PROBLEM", "1 rank x 2 threads on 1 core: threads share cores",
+        "pipeline.threads=1",
+    ),
+    "more ranks than cores, and all on one of them": (
+        bound((0,), (0,), (0,), (0,), job=2), 1, "PROBLEM", "4 ranks x 1 thread on 1 core: bound by",
+        "--bind-to none",
+    ),
+    "each in a control group of its own": (
+        [replace(r, binding=replace(r.binding, job=r.binding.usable)) for r in bound((0,), (0, 1, 2), job=3)],
+        2, "PROBLEM", "1 rank x 2 threads on 1 core: bound by the launcher, 3 cores", "pipeline.threads=1",
+    ),
     "too many threads": (
         healthy((0, 0), job=8), 8, "PROBLEM", "2 ranks x 8 threads on 8 cores: threads share cores",
         "pipeline.threads=4",
@@ -323,15 +342,21 @@ FAULTS: dict[str, tuple[Ranks, int, str, str, str]] = {
         "srun --ntasks-per-node=1 cp -a /v /tmp/env && export MPIPIPE_VENV=/tmp/env",
     ),
     "cannot write": (
-        on_all(healthy(), "files", failed=("writing to /home/me/runs: Permission denied",)),
-        1, "PROBLEM", "writing to /home/me/runs: Permission denied", "run.dir=",
+        on_all(healthy(), "files", failed=(("/home/me/runs", "writing: Permission denied"),)),
+        1, "PROBLEM", "/home/me/runs: writing: Permission denied", "run.dir=",
     ),
     "no temporary files": (
-        on_all(healthy(), "files", failed=("writing to /tmp: No space left on device",)),
-        1, "PROBLEM", "writing to /tmp: No space left on device", "export TMPDIR=",
+        on_all(healthy(), "files", failed=(("/tmp", "writing: No space left on device"),)),
+        1, "PROBLEM", "/tmp: writing: No space left on device", "export TMPDIR=",
     ),
-    "no locks": (on_all(healthy(), "files", failed=("a lock in /home/me: No locks",)), 1, "note",
-    "a lock in /home/me", ""),
+    "no temporary files, and runs in /": (
+        on_all(healthy(), "files", folder="/", failed=(("/tmp", "writing: Disk quota exceeded"),)),
+        1, "PROBLEM", "/tmp: writing: Disk quota exceeded", "export TMPDIR=",
+    ),
+    "no locks": (
+        on_all(healthy(), "files", failed=(("/home/me/runs", "a lock: No locks"),)), 1, "note",
+        "/home/me/runs: a lock: No locks", "",
+    ),
     "not seen by a node": (
         last(healthy((0, 1)), "files", seen=False),
         1, "PROBLEM", "/home/me/runs: what rank 0 writes there is not seen by rank 1 (n1)", "run.dir=",
@@ -405,13 +430,11 @@ def test_differing_ranks_are_counted_not_listed() -> None:
     assert "2.14.0 on ranks 496, 497, 498, 499 and 500 more (n62, n63, n64, n65 and 59 more)" in problem.text
 
 
-def test_threads_are_those_asked_for_else_those_that_fill_the_fullest_node() -> None:
-    ranks = healthy((0, 0, 1), job=8)
-    assert planned_threads(ranks) == 4
-    assert planned_threads(healthy((0,) * 4, job=2)) == 1
-    assert planned_threads(on_all(ranks, "binding", slurm_cpus=3)) == 3
-    assert planned_threads(on_all(ranks, "binding", slurm_cpus=3, omp_threads=2)) == 2
-    assert planned_threads(on_all(ranks, "binding", quota=4)) == 2
+def test_one_rank_alone_says_nothing_of_idle_cores() -> None:
+    """How many will train is not known; of a rank on each of two nodes it is."""
+    assert [f.text for f in cores_of(healthy((0,), job=8), 1)] == ["1 rank x 1 thread on 8 cores"]
+    (note,) = [f for f in cores_of(healthy((0, 1), job=8), 1) if f.level == "note"]
+    assert note.text.startswith("all nodes: 7 of 8 cores are idle")
 
 
 def test_what_was_not_measured_is_not_judged() -> None:
@@ -447,5 +470,5 @@ def test_root_is_let_in_by_the_line_itself() -> None:
 
 
 def test_tmp_of_each_node_is_told() -> None:
-    ranks = last(healthy((0, 1)), "files", tmp_shared=False)
-    assert any("/tmp is each node's own (n1)" in f.text for f in judge(ranks, 1))
+    ranks = last(on_all(healthy((0, 1)), "files", temporary="/scratch"), "files", temporary_seen=False)
+    assert any("/scratch (TMPDIR) is each node's own (n1)" in f.text for f in judge(ranks, 1))

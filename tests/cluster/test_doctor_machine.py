@@ -31,7 +31,7 @@ def on_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_tells_nothing_is_no_error(tmp_path: Path, on_cores: None) -> None:
-    found = binding({}, tmp_path)
+    found = binding(tmp_path)
     assert (found.usable, found.job, found.numa) == ((1, 5), (1, 5), ())
     assert found.siblings == ((1,), (5,))
     drawn = machine.machine({"SLURM_MEM_PER_NODE": "512"}, tmp_path)
@@ -49,12 +49,10 @@ def test_cores_hyperthreads_and_domains(tmp_path: Path, on_cores: None) -> None:
         f"{NODES}/node1/cpulist": "2-3,6-7",
         f"{NODES}/node2/cpulist": "",
     }
-    environ = {"OMP_NUM_THREADS": "3,1", "SLURM_CPUS_PER_TASK": "4"}
-    found = binding(environ, draw(tmp_path, {f"{CPUS}/online": "0-7", **siblings, **domains}))
+    found = binding(draw(tmp_path, {f"{CPUS}/online": "0-7", **siblings, **domains}))
     assert (found.usable, found.quota, found.job) == ((1, 5), 2, tuple(range(8)))
     assert found.siblings == ((1, 5),)
     assert found.numa == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert (found.omp_threads, found.slurm_cpus) == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +66,13 @@ def test_the_cores_of_the_job_are_those_of_its_control_group(
     tmp_path: Path, on_cores: None, cgroup: str, file: str
 ) -> None:
     root = draw(tmp_path, {"proc/self/cgroup": cgroup, f"{CPUS}/online": "0-63", file: "1,4-5"})
-    assert binding({}, root).job == (1, 4, 5)
+    assert binding(root).job == (1, 4, 5)
 
 
 def test_a_quota_is_told_beside_the_cores(tmp_path: Path, on_cores: None) -> None:
     root = draw(tmp_path, {"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/cpu.max": "100000 100000"})
-    found = binding({"OMP_NUM_THREADS": "all"}, root)
-    assert (len(found.usable), found.quota, found.omp_threads) == (2, 1, None)
+    found = binding(root)
+    assert (len(found.usable), found.quota) == (2, 1)
 
 
 @pytest.mark.parametrize(

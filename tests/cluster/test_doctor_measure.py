@@ -27,6 +27,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PATIENCE_S", 0.0)
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test alone has its temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
 def test_links_are_measured_by_one_rank_of_each_pair() -> None:
     found = run_local(5, transport.measure, node_of_rank=(0, 0, 1, 1, 1))
     assert [[(link.level, link.peer) for link in links] for links in found] == [
@@ -52,16 +61,15 @@ def test_the_first_rank_of_each_node_also_copies_alone() -> None:
     assert [alone is None for _, alone in found] == [False, True, False]
 
 
-def test_a_good_folder_is_seen_by_all_and_left_as_it_was(tmp_path: Path) -> None:
-    before = sorted(os.listdir(tempfile.gettempdir()))
-    found = run_local(3, lambda comm: files.examine(comm, tmp_path / "runs" / "deep"), node_of_rank=(0, 1, 1))
-    assert [(f.folder, f.failed, f.seen, f.tmp_shared) for f in found] == [
-        (str(tmp_path), (), True, True)
+def test_a_good_folder_is_seen_by_all_and_left_as_it_was(tmp_path: Path, temporary: Path) -> None:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    found = run_local(3, lambda comm: files.examine(comm, folder / "runs" / "deep"), node_of_rank=(0, 1, 1))
+    assert [(f.folder, f.temporary, f.failed, f.seen, f.temporary_seen) for f in found] == [
+        (str(folder), str(temporary), (), True, True)
     ] * 3
     assert all(f.free_bytes > 0 for f in found)
-    assert list(tmp_path.iterdir()) == []
-    left = set(os.listdir(tempfile.gettempdir())) - set(before)
-    assert not any(name.startswith(".mpipipe-doctor-") for name in left)
+    assert (list(folder.iterdir()), list(temporary.iterdir())) == ([], [])
 
 
 def examine(folder: Path) -> Files:
@@ -77,10 +85,10 @@ def test_what_a_file_system_cannot_do_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "fsync", refuse)
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert examine(tmp_path).failed == tuple(
-        f"{what} in {tmp_path}: Operation not supported"
+        (str(tmp_path), f"{what}: Operation not supported")
         for what in ("a symbolic link", "fsync of a file", "fsync of a folder", "a lock")
     )
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob(".*")) == []
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,15 +97,32 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     found = examine(tmp_path)
-    assert found.failed == (f"writing to {tmp_path}: Permission denied",)
+    assert found.failed == ((str(tmp_path), "writing: Permission denied"),)
     assert not found.seen
+
+
+def test_temporary_files_have_faults_of_their_own(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary.rmdir()
+    found = examine(tmp_path)
+    assert found.failed == ((str(temporary), "writing: No such file or directory"),)
+    assert found.seen
+
+    def refuse() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    found = examine(tmp_path)
+    assert found.failed == (("the folder for temporary files", "No usable temporary directory"),)
+    assert (found.seen, found.temporary) == (True, "")
 
 
 def test_what_another_node_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sees = files._sees
-    monkeypatch.setattr(files, "_sees", lambda path: False if path.is_relative_to(tmp_path) else sees(path))
+    monkeypatch.setattr(files, "_sees", lambda path: path.parts[-3] == "temporary" and sees(path))
     found = examine(tmp_path)
-    assert (found.failed, found.seen) == ((), False)
+    assert (found.failed, found.seen, found.temporary_seen) == ((), False, True)
 
 
 HANGS = """
@@ -124,3 +149,19 @@ def test_the_watch_ends_what_hangs_and_nothing_else(
         timeout=50,
     )
     assert (done.returncode, done.stdout) == ends, done.stderr
+
+
+FAILS = """
+import time
+from mpipipe.cluster.doctor.watch import Watch
+watch = Watch(0.05, lambda doing: print("stuck in", doing + 1))
+time.sleep(60)
+"""
+
+
+def test_a_watch_that_cannot_speak_says_why() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS], cwd=REPOSITORY, capture_output=True, text=True, timeout=50
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "TypeError: can only concatenate str" in done.stderr

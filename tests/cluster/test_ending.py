@@ -93,6 +93,17 @@ def test_signals_ask_for_a_stop_and_a_second_ctrl_c_interrupts() -> None:
         assert asked == ["SIGINT"]
 
 
+def test_a_reason_of_the_run_itself_is_no_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    """The first Ctrl-C while it saves at its time limit must not cut the save off."""
+    with stop_signals(says=True) as asked:
+        asked.append("the time limit")
+        signal.raise_signal(signal.SIGINT)
+        assert asked == ["the time limit", "SIGINT"]
+        assert capfd.readouterr().err.startswith("mpipipe: SIGINT")
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize(("rank", "says"), [(0, ""), (1, "  on rank 1\n")])
 def test_a_rank_that_speaks_for_itself_alone_says_which_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, says: str

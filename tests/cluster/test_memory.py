@@ -36,3 +36,11 @@ def test_a_mapped_file_does_not_count(tmp_path: Path) -> None:
     assert int(data.sum()) == 0
     assert resident.sample() - before < 8 << 20
     assert resident.nbytes - peak < 8 << 20
+
+
+@pytest.mark.skipif(not memory._restart_peak(), reason="the system cannot forget the highest so far")
+def test_growth_is_what_the_work_holds_and_not_what_was_freed_before() -> None:
+    earlier = np.ones(64 << 20, np.uint8)
+    del earlier
+    assert memory.growth_bytes(lambda: np.ones(32 << 20, np.uint8)) >= 31 << 20
+    assert memory.growth_bytes(lambda: None) < 16 << 20

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from mpipipe.cluster.doctor.facts import Diagnosis, Finding, RankFacts
 from mpipipe.cluster.doctor.judge import JUDGES, judge
 from mpipipe.cluster.doctor.text import screen
 from mpipipe.cluster.local import run_local
-from mpipipe.commands import doctor
+from mpipipe.commands import doctor, examine
 from mpipipe.runtime import routes
 from mpipipe.runtime.setting import FP32_ERROR
 from mpipipe.values import from_json
@@ -31,10 +32,10 @@ ALONE = "mpiexec started 2 processes, but each is alone\n  fix: mpirun -n 2 pyth
 def healthy_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes time, or differs between machines, is made up."""
     one = healthy((0,))[0]
-    monkeypatch.setattr(doctor, "_imported", lambda: SOFTWARE)
-    monkeypatch.setattr(doctor, "_compute", lambda comm, threads: replace(COMPUTE, threads=threads))
-    monkeypatch.setattr(doctor, "binding", lambda environ: one.binding)
-    monkeypatch.setattr(doctor, "machine", lambda environ: one.machine)
+    monkeypatch.setattr(examine, "_imported", lambda: SOFTWARE)
+    monkeypatch.setattr(examine, "_compute", lambda comm, threads: replace(COMPUTE, threads=threads))
+    monkeypatch.setattr(examine, "binding", lambda: one.binding)
+    monkeypatch.setattr(examine, "machine", lambda environ: one.machine)
     monkeypatch.setattr(
         transport, "measure", lambda comm: (link("node", 1),) if comm.rank == 0 < comm.size - 1 else ()
     )
@@ -43,10 +44,10 @@ def healthy_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def examined(ranks: list[RankFacts], **options: Any) -> list[int]:
     """Exit codes of ranks that bring these facts to one world."""
-    given = Namespace(**{"threads": None, "dir": Path("runs"), "json": False, **options})
+    given = Namespace(**{"threads": 1, "dir": Path("runs"), "json": False, **options})
 
     def work(comm: Communicator) -> int:
-        one = doctor.Doctor(given)
+        one = examine.Doctor(given)
         try:
             return one.examine(comm, ranks[comm.rank])
         finally:
@@ -117,7 +118,7 @@ def test_a_measurement_that_fails_is_reported_and_the_rest_goes_on(
 
 
 def test_processes_that_are_alone_are_told_by_the_first(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
-    monkeypatch.setattr(doctor, "_world", lambda: (None, MPI, replace(LAUNCH, error=ALONE)))
+    monkeypatch.setattr(examine, "_world", lambda: (None, MPI, replace(LAUNCH, error=ALONE)))
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "1")
     assert doctor.main([]) == 0
@@ -132,7 +133,7 @@ def test_processes_that_are_alone_are_told_by_the_first(monkeypatch: pytest.Monk
 
 def test_without_any_mpi_the_rest_is_told(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     error = "cannot load MPI: no libmpi\n  fix: run `make setup`"
-    monkeypatch.setattr(doctor, "_world", lambda: (None, None, replace(LAUNCH, launcher="", error=error)))
+    monkeypatch.setattr(examine, "_world", lambda: (None, None, replace(LAUNCH, launcher="", error=error)))
     assert doctor.main([]) == 1
     text = told()
     assert "fix: run `make setup`" in text
@@ -148,7 +149,7 @@ def test_wrong_arguments_are_refused(argv: list[str], capsys: pytest.CaptureFixt
 
 
 def test_what_hangs_is_told_with_what_is_known(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
-    one = doctor.Doctor(Namespace(threads=None, dir=Path("runs"), json=False))
+    one = examine.Doctor(Namespace(threads=1, dir=Path("runs"), json=False))
     one.watch.close()
     one.known = as_gathered(healthy())
     one._stuck("messages")
@@ -159,6 +160,61 @@ def test_what_hangs_is_told_with_what_is_known(monkeypatch: pytest.MonkeyPatch, 
     one.speaks = False
     one._stuck("messages")
     assert told() == ""
+
+
+def test_what_hangs_is_told_even_if_the_rest_cannot_be_judged(
+    monkeypatch: pytest.MonkeyPatch, told: Told
+) -> None:
+    def fails(ranks: Sequence[RankFacts], threads: int) -> NoReturn:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(examine, "judge", fails)
+    one = examine.Doctor(Namespace(threads=1, dir=Path("runs"), json=False))
+    one.watch.close()
+    one.known = as_gathered(healthy())
+    with pytest.raises(ZeroDivisionError):  # the watch prints it
+        one._stuck("messages")
+    assert "PROBLEM  no end after 180 s: a rank is stuck in messages" in told()
+
+
+def test_threads_are_those_of_the_option_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, told: Told
+) -> None:
+    """Training counts `pipeline.threads` alone, and so 2 ranks on 2 cores are well."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    options = doctor._parser().parse_args([])
+    assert examined(as_gathered(healthy((0, 0), job=2)), **vars(options)) == [0, 0]
+    assert "2 ranks x 1 thread on 2 cores" in told()
+
+
+def no_torch() -> NoReturn:
+    raise ModuleNotFoundError("No module named 'torch'")
+
+
+@pytest.mark.parametrize("missing", ["torch", "numpy"])
+def test_what_cannot_be_imported_is_told_by_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    if missing == "torch":
+        monkeypatch.setattr(examine, "_imported", no_torch)
+    else:  # needed by what doctor itself imports
+        monkeypatch.setitem(sys.modules, "mpipipe.commands.examine", None)
+    monkeypatch.setattr(doctor, "LATER_S", 0.0)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert doctor.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "start"
+    assert lines[1].startswith("  PROBLEM  ")
+    assert lines[2:] == ["           fix: make setup", "1 problem, 0 notes"]
+    assert doctor.main(["--json"]) == 1
+    (finding,) = from_json(Diagnosis, capsys.readouterr().out).findings
+    assert (finding.section, finding.level, finding.fix) == ("start", "PROBLEM", "make setup")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert doctor.main([]) == 1
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
 
 
 # -- the text ----------------------------------------------------------------------------------

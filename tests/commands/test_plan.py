@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mpipipe.cluster import memory
-from mpipipe.commands import plan
+from mpipipe.commands import machines, plan
+from mpipipe.config import parse
+from mpipipe.errors import PlanError
 from mpipipe.graph.profile import Profiler, Sample
 from mpipipe.report.plan_file import read_plan
-from mpipipe.runtime import costing
+from mpipipe.runtime import costing, modelling
 from mpipipe.runtime.process import resident_memory
 
 CLUSTER = """\
@@ -95,6 +101,82 @@ def test_a_plan_file_holds_the_layout_and_the_costs(run: Plan) -> None:
     assert [d.kind for d in made.costs.cluster.devices] == ["new"] * 2
 
 
+def test_the_command_that_trains_it_is_that_of_the_same_run(run: Plan) -> None:
+    given = ["--ranks", "2", "--cluster", "cluster.yaml", "-o", "my plan.json"]
+    _, out, _ = run(MLP, *given, "pipeline.micro_batches=8", "run.dir=a run")
+    command = out.splitlines()[-1].partition("; to train it: ")[2]
+    assert shlex.split(command) == [
+        "mpirun", "-n", "2", "python", "-m", "mpipipe.train", "config.yaml", "pipeline.micro_batches=8",
+        "run.dir=a run", "--plan", "my plan.json",
+    ]  # fmt: skip
+
+
+def test_seconds_are_those_of_the_mean_micro_batch_as_in_a_run(run: Plan) -> None:
+    config = MLP.replace("batch: 16", "batch: 13")
+    run(config, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "13.json")
+    run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "16.json")
+    few, full = (read_plan(f"{n}.json") for n in (13, 16))
+    assert few.numerics.fill == 13 / 16
+    assert few.costs is not None
+    assert full.costs is not None
+    for a, b in zip(few.costs.groups, full.costs.groups, strict=True):
+        assert a.fwd_s == pytest.approx(b.fwd_s * 13 / 16)
+
+
+def test_threads_are_a_share_of_the_device_and_not_more(run: Plan) -> None:
+    arguments = ["--ranks", "2", "--cluster", "cluster.yaml"]
+    run(MLP, *arguments, "-o", "all.json")
+    run(MLP, *arguments, "pipeline.threads=1", "-o", "one.json")
+    full, one = (read_plan(f"{name}.json").costs for name in ("all", "one"))
+    assert full is not None
+    assert one is not None
+    assert [g.fwd_s for g in one.groups] == pytest.approx([4 * g.fwd_s for g in full.groups])
+    assert one.step_s_per_byte == pytest.approx(4 * full.step_s_per_byte)
+    code, _, err = run(MLP, *arguments, "pipeline.threads=5")
+    assert code == 1
+    assert "pipeline.threads is 5, but the cluster file gives a device 4" in err
+
+
+def test_auto_threads_are_those_of_a_run_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "cores_available", lambda: frozenset(range(8)))
+    monkeypatch.setattr(machines, "set_threads", lambda _: None)
+    config = parse(MLP, overrides=["pipeline.threads=auto"])
+    assert [machines.Here(config, ranks).threads for ranks in (1, 3, 8, 20)] == [8, 2, 1, 1]
+
+
+def test_a_folder_that_is_not_there_is_refused_before_planning(
+    run: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "make_plan", lambda *_: pytest.fail("planned"))
+    code, out, err = run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "no/where.json")
+    assert (code, out) == (1, "")
+    assert "-o no/where.json: the folder no is not there; make it first" in err
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, link):
+        plan._write(path, "plan")
+    assert os.read(reader, 99) == b"plan"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert file.read_text() == "plan"
+
+
+def test_a_layer_that_cannot_be_counted_must_be_small_to_be_timed_here() -> None:
+    def tally(held_bytes: int) -> Any:
+        return SimpleNamespace(opaque=True, held_bytes=held_bytes)
+
+    distinct: Any = {"a": SimpleNamespace(name="layers.3/Own.0")}
+    modelling._check_opaque(distinct, {"a": tally(256 << 20)})
+    with pytest.raises(PlanError, match=r"layers\.3/Own\.0: .* takes 512 MiB, more than 256 MiB"):
+        modelling._check_opaque(distinct, {"a": tally(512 << 20)})
+
+
 def test_a_model_larger_than_any_machine_is_planned(run: Plan) -> None:
     """A hundred billion parameters; nothing of that size may be allocated."""
     huge = MLP.replace("[64, 64, 64, 64, 64, 64]", str([160_000] * 5))
@@ -166,6 +248,8 @@ def test_where_only_files_tell_the_shapes_they_must_be_there(run: Plan) -> None:
             "1 Gib",
             r"line 1: device.memory = '1 Gib'; expected a valid integer or a size such as 24 GiB",
         ),
+        ("1 GiB", "3.8.4 GiB", r"line 1: device.memory = '3.8.4 GiB'; expected a valid integer or a size"),
+        (CLUSTER, "- 3\n", r"cluster.yaml: holds a list; expected sections such as 'device:'"),
         ("fp32: 1.0e+9", "fp32: fast", r"line 1: device.flops_per_s.fp32 = 'fast'; expected a valid number"),
         ("ranks_per_node: 2", "ranks: 2", r"line 2: 'ranks' is not a key; .*valid here: device, devices"),
         ("latency_s: 1.0e-5, ", "", r"line 3: 'links.switch.latency_s' is missing"),

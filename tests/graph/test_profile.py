@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
+import torch
 from tiny import Case, capture
 
+from mpipipe.cluster import memory
 from mpipipe.graph import profile
 from mpipipe.graph.profile import Profiler, Sample, group_costs, pieces, working_set_bytes
 from mpipipe.graph.variants import Variants
@@ -64,3 +67,19 @@ def test_a_smaller_mean_micro_batch_takes_less_time_and_the_largest_its_memory(v
 
 def test_traced_operators_have_keys_that_last(variants: Variants) -> None:
     assert all(p.lasting for p in pieces(variants.primary, variants.graph, variants.uses))
+
+
+@pytest.mark.skipif(not memory._restart_peak(), reason="the system cannot forget the highest so far")
+def test_what_a_library_takes_beside_is_workspace(
+    variants: Variants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece = pieces(variants.primary, variants.graph, variants.uses)[0]
+    run = Profiler._run
+
+    def greedy(self: Profiler, *args: Any) -> None:
+        torch.ones(16 << 20)  # as a convolution's columns; freed at once
+        run(self, *args)
+
+    monkeypatch.setattr(Profiler, "_run", greedy)
+    found = Profiler(variants.primary, "fp32").sample(piece).workspace_bytes
+    assert found >= (60 << 20) > piece.workspace_bytes

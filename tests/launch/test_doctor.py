@@ -18,7 +18,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 HANGS = """
 import sys, time
 from mpipipe.cluster.doctor import transport
-from mpipipe.commands import doctor
+from mpipipe.commands import doctor, examine
 
 measure = transport.measure
 
@@ -28,7 +28,7 @@ def hangs(comm):
     return measure(comm)
 
 transport.measure = hangs
-doctor.LIMIT_S = float(sys.argv[1])
+examine.LIMIT_S = float(sys.argv[1])
 sys.exit(doctor.main([]))
 """
 
@@ -38,7 +38,7 @@ def doctor(*argv: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess
     return subprocess.run(
         [sys.executable, "-m", "mpipipe", "doctor", *argv],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "8", **environ},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -7,25 +7,29 @@ import dataclasses
 import pytest
 from planner_cases import HUGE, cluster, group, uniform
 
+from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner import make_plan
 from mpipipe.planner.alternatives import Alternative, alternatives
+from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.sizes import size_text
-from mpipipe.values import Cluster, Costs, Layout, Numerics
+from mpipipe.values import Cluster, Costs, Layout, Numerics, Schedule
 
 
 def numerics(n_micro: int) -> Numerics:
     return Numerics(4 * n_micro, 4, n_micro, 1, 1, "torch", "mkl", "fp32", "per_use", {}, "2", "x", 0)
 
 
-def found(costs: Costs, n_ranks: int, n_micro: int, memory: int = HUGE) -> dict[str, Alternative]:
+def found(
+    costs: Costs, n_ranks: int, n_micro: int, memory: int = HUGE, schedule: str = "1f1b"
+) -> dict[str, Alternative]:
     names = [g.name for g in costs.groups]
 
     def of(ranks: int) -> Cluster:
         return cluster([1.0] * ranks, [memory] * ranks)
 
     costs = dataclasses.replace(costs, cluster=of(n_ranks))
-    plan, _ = make_plan(costs, numerics(n_micro), "1f1b", 4, names, n_ranks)
+    plan, _ = make_plan(costs, numerics(n_micro), schedule, 4, names, n_ranks)
     return {a.name: a for a in alternatives(plan, costs, names, of)}
 
 
@@ -83,3 +87,24 @@ def test_equal_layers_are_those_that_a_person_would_cut():
 )
 def test_sizes_are_words_that_a_person_would_use(nbytes, text):
     assert size_text(nbytes) == text
+
+
+@pytest.mark.parametrize("error", [PlanError, DeadlockError])
+def test_one_that_cannot_be_made_is_a_row_and_the_plan_stands(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def picky(n_stages: int, n_micro: int) -> Schedule:
+        if (n_stages, n_micro) != (2, 4):
+            raise error(f"{n_stages} stages, {n_micro} micro-batches\n  rank 0; give 2 and 4")
+        return SCHEDULES["1f1b"](n_stages, n_micro)
+
+    def never(n_stages: int, n_micro: int) -> Schedule:
+        raise error("it never does; take another")
+
+    monkeypatch.setitem(SCHEDULES, "picky", picky)
+    monkeypatch.setitem(SCHEDULES, "never", never)
+    rows = found(uniform(8, 2), 2, 4, schedule="picky")
+    assert rows["schedule never"] == Alternative("schedule never", None, None, "it never does")
+    assert rows["8 micro-batches, batch 32"].why == "2 stages, 8 micro-batches"
+    assert rows["1 rank"].why == "1 stages, 4 micro-batches"
+    assert rows["next best cut"].step_s is not None

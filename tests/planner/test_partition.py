@@ -13,6 +13,7 @@ from planner_cases import FREE, HUGE, all_cuts, cluster, fitting_cuts, group, na
 from mpipipe.errors import PlanError
 from mpipipe.planner import partition
 from mpipipe.planner.bounds import step_bound_s
+from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.values import Costs, Link
 
 SCHEDULE = st.sampled_from(["1f1b", "gpipe"])
@@ -110,6 +111,18 @@ def test_the_text_of_the_error():
         "stage 1 of 2 (rank 1, 50 bytes) cannot hold group 1 'head': 10 bytes short with schedule '1f1b' "
         "and 8 micro-batches; no number of ranks would do: give more memory or use smaller micro-batches"
     )
+
+
+def test_a_schedule_that_refuses_other_numbers_of_stages_hides_the_least(monkeypatch):
+    def picky(n_stages, n_micro):
+        if n_stages != 2:
+            raise PlanError("two stages alone")
+        return SCHEDULES["1f1b"](n_stages, n_micro)
+
+    monkeypatch.setitem(SCHEDULES, "picky", picky)
+    costs = dataclasses.replace(uniform(6, 2, stash_bytes=100), cluster=cluster([1.0, 1.0], [150, 150]))
+    with pytest.raises(PlanError, match="use more ranks or smaller micro-batches, or give more memory"):
+        partition(costs, 4, "picky", 2)
 
 
 def test_counts_that_cannot_work_are_refused():

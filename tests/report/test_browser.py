@@ -119,6 +119,24 @@ def test_pointing_at_a_box_tells_its_instruction(opened: Any, run: RunData) -> N
         assert f"{words}, rank {rank}: {took:.1f} ms, from {start:.1f} ms" in told
 
 
+def test_the_pointer_draws_anew_only_what_it_changes(opened: Any, run: RunData) -> None:
+    """Each drawing asks its canvas for a context once."""
+    canvas = measured(opened)
+    first, other = (
+        next(s for s in run.timelines["measured"].spans(0) if str(s.instr) == n) for n in ("0F0", "0B0")
+    )
+    point(opened, canvas, first.start_s + 0.3 * (first.end_s - first.start_s), 0)
+    opened.execute_script(
+        "window.drawn = []; const get = HTMLCanvasElement.prototype.getContext;"
+        "HTMLCanvasElement.prototype.getContext = function (...args) {"
+        "  window.drawn.push(this.id || 'step'); return get.apply(this, args); };"
+    )
+    point(opened, canvas, first.start_s + 0.7 * (first.end_s - first.start_s), 0)
+    assert opened.execute_script("return window.drawn") == []
+    point(opened, canvas, (other.start_s + other.end_s) / 2, 0)
+    assert set(opened.execute_script("return window.drawn")) == {"step"}
+
+
 def test_a_message_tells_its_peer_its_bytes_and_what_was_exposed(opened: Any, run: RunData) -> None:
     span = next(s for s in run.timelines["measured"].spans(1) if s.instr.op.name == "RECV_ACT")
     point(opened, measured(opened), (span.start_s + span.end_s) / 2, 1)

@@ -140,6 +140,18 @@ def test_the_figures_are_those_of_the_summary(run: RunData) -> None:
     assert f"{report.per_s:.0f} tokens/s" in shown
 
 
+def test_ranks_of_several_stages_are_counted_once(run: RunData) -> None:
+    assert run.plan is not None
+    cuts, ranks = ("blocks.2", "blocks.4", "blocks.6"), ((0,), (1,), (0,), (1,))
+    plan = replace(run.plan, layout=replace(run.plan.layout, cuts=cuts, ranks=ranks), costs=None)
+    parsed = Parsed(page(replace(run, plan=plan)))
+    assert any("2 ranks x 1 thread" in text for text in parsed.inside["p"])
+    peaks = [f"{peak / 2**20:.0f}" for peak in plan.prediction.peak_bytes]
+    cells = parsed.inside["td"]
+    assert cells[cells.index("blocks.4") + 1] == peaks[0]
+    assert cells[cells.index("blocks.6") + 1] == peaks[1]
+
+
 def test_the_bars_of_a_rank_fill_its_row(run: RunData) -> None:
     boxes = [a for name, a in Parsed(page(run)).elements if name == "rect" and a["class"] != "compute_s"]
     rows = [a for name, a in Parsed(page(run)).elements if name == "rect" and a["class"] == "other_s"]

@@ -112,6 +112,9 @@ def test_memory_is_a_counter_and_sizes_may_be_unknown(timelines: dict[str, Timel
     found = events(tmp_path / "t.json", timelines, sized=False)
     counters = [e for e in found if e["ph"] == "C" and e["pid"] == 2 and e["tid"] == 3]
     assert {e["name"] for e in counters} == {"memory, rank 2"}
-    held = timelines["measured"].memory_bytes[2] / 2**20
-    assert [e["args"]["MiB"] for e in counters] == pytest.approx(held.tolist(), abs=1e-3)
+    held, ends = timelines["measured"].memory_bytes[2], timelines["measured"].times[2][:, 1]
+    changed = np.flatnonzero(np.diff(held, prepend=-1))
+    assert 1 < len(changed) < len(held)
+    assert [e["args"]["MiB"] for e in counters] == pytest.approx((held[changed] / 2**20).tolist(), abs=1e-3)
+    assert [e["ts"] for e in counters] == pytest.approx((ends[changed] * 1e6).tolist(), abs=1e-3)
     assert all("bytes" not in e.get("args", {}) for e in found)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
+from made_run import made_costs
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan
 from mpipipe.planner.alternatives import Alternative
-from mpipipe.report.plan import Row, against, outlook
+from mpipipe.report.plan import Row, against, describe, outlook
 from mpipipe.report.plan_file import plan_text, read_plan
 from mpipipe.values import Cluster, Costs, Device, GroupCost, Link, Numerics, Plan, Tie, from_json
 
@@ -105,6 +107,19 @@ def test_only_the_names_of_groups_are_shortened():
     assert "layers.10.block" in first
     assert first.rstrip().endswith("25.0%")
     assert len(first) <= 110
+
+
+def test_a_long_name_takes_no_figure_from_the_cut():
+    names = [f"blocks.{'x' * 60}{i}" for i in range(8)]
+    made = made_costs()
+    groups = tuple(dataclasses.replace(g, name=name) for g, name in zip(made.groups, names, strict=True))
+    costs = dataclasses.replace(made, groups=groups)
+    text = describe(make_plan(costs, NUMERICS, "1f1b", 4, names, 2)[0], costs, 1.0, width=100)
+    head, *cut = text.splitlines()[1:4]
+    assert head.split() == ["stage", "from", "groups", "F+B", "ms", "send", "MiB", "memory", "MiB"]
+    for line in cut:
+        assert re.fullmatch(r"\d +blocks\.x+… +\d +\d+\.\d\d +\d+\.\d\d +\d+", line)
+        assert len(line) <= 100
 
 
 def test_what_a_step_takes_is_said_with_its_unit():

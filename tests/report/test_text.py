@@ -12,6 +12,7 @@ import pytest
 
 from mpipipe.report import Metrics, Progress, cut_metrics, read_metrics, summary
 from mpipipe.report.progress import number
+from mpipipe.report.table import text_table
 from mpipipe.values import RankReport, Report
 
 
@@ -77,6 +78,25 @@ def test_summary_of_a_run_without_validation_or_prediction(report: Report) -> No
     assert row(text, "idle share (bubble)") == ["0", "0.125", "-"]
     assert "stopped by SIGTERM" in text
     assert "entropy" not in summary(replace(report, unigram_entropy=None))
+
+
+def test_a_table_that_is_too_wide_shortens_words_and_no_figure() -> None:
+    rows = [("run[red]1", "a" * 40, "123456789.125"), ("short", "b c " * 5, "7")]
+    for width in (110, 50, 20):
+        lines = text_table(("name", "[bold]why", "figure"), rows, width, (0, 1)).splitlines()
+        assert len(lines) == 3
+        assert lines[0].split() == ["name", "[bold]why", "figure"]
+        assert lines[1].startswith("run[red]1   aaaaaaaa")
+        assert [line.split()[-1] for line in lines[1:]] == ["123456789.125", "7"]
+        assert ("…" in lines[1]) == (width < 110)
+        assert max(map(len, lines)) <= max(width, 9 + 3 + 12 + 3 + 13)
+
+
+def test_a_text_that_goes_on_below_is_whole() -> None:
+    lines = text_table(("key", "value"), [("k", "x" * 70)], 30, (0, 1), wrapped=(1,)).splitlines()
+    assert "".join(line.split()[-1] for line in lines[1:]) == "x" * 70
+    assert max(map(len, lines)) <= 30
+    assert text_table(("a", "b"), [], 30) == "a   b"
 
 
 def test_progress_writes_plain_lines_to_a_pipe_and_to_the_log(tmp_path: Path) -> None:

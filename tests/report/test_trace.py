@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,19 @@ import pytest
 from mpipipe.errors import ReportError
 from mpipipe.planner import SCHEDULES, lower, simulate
 from mpipipe.report.trace import Trace, read_trace, thin, write_trace
-from mpipipe.values import Cluster, Device, Link, StageCost, Timeline
+from mpipipe.values import Cluster, Device, Instr, Link, StageCost, Timeline
+
+
+def two_ranks(n_micro: int) -> Timeline:
+    program = lower(SCHEDULES["1f1b"](2, n_micro), (), "per_use", 4)
+    cluster = Cluster((Device("cpu", 1.0, 1 << 40, 1),) * 2, (0, 0), {"node": Link(1e-6, 1e9)})
+    return simulate(program, (StageCost(0.1, 0.1, 0.1, 0.1, 1 << 30, 1 << 20, 0, 7, 7),) * 2, cluster)
 
 
 @pytest.fixture
-def trace(timeline: Timeline) -> Trace:
-    times = tuple(t - 10 + np.pi * 1e-3 for t in timeline.times)
+def trace() -> Trace:
+    timeline = two_ranks(2)
+    times = tuple(t + np.pi * 1e-3 for t in timeline.times)
     measured = Timeline(timeline.program, times, tuple(2 * m for m in timeline.memory_bytes))
     return Trace({"predicted": timeline, "measured": measured}, ((5, 6), (7, 8)), (1, 2))
 
@@ -44,11 +52,23 @@ def test_what_is_read_is_what_was_written(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_a_small_run_has_a_small_file(tmp_path: Path) -> None:
-    program = lower(SCHEDULES["1f1b"](2, 8), (), "per_use", 4)
-    cluster = Cluster((Device("cpu", 1.0, 1 << 40, 1),) * 2, (0, 0), {"node": Link(1e-6, 1e9)})
-    timeline = simulate(program, (StageCost(0.1, 0.1, 0.1, 0.1, 1 << 30, 1 << 20, 0, 7, 7),) * 2, cluster)
+    timeline = two_ranks(8)
     write_trace(tmp_path / "a.json", Trace({"predicted": timeline, "measured": timeline}, ((1,), (2,))))
     assert (tmp_path / "a.json").stat().st_size < 6000
+
+
+def code(file: dict[str, Any], rank: int, index: int, field: str, value: int) -> None:
+    row = file["programs"][0]["codes"][rank]
+    row[index * 6 % len(row) + Instr._fields.index(field)] = value
+
+
+def empty(file: dict[str, Any], rank: int) -> None:
+    timelines = file["timelines"].values()
+    for rows in (
+        file["programs"][0]["codes"],
+        *(t[k] for t in timelines for k in ("times_ns", "memory_bytes")),
+    ):
+        rows[rank] = []
 
 
 @pytest.mark.parametrize(
@@ -58,9 +78,17 @@ def test_a_small_run_has_a_small_file(tmp_path: Path) -> None:
         (lambda v: v.pop("version"), "version None"),
         (lambda v: v.pop("steps"), "damaged at steps: Field required"),
         (lambda v: v["programs"][0]["codes"][0].__setitem__(3, "x"), r"damaged at programs\.0\.codes\.0\.3:"),
-        (lambda v: v["programs"][0]["codes"][1].pop(), r"10, 9\] times .* for \[10, 8\] instructions"),
-        (lambda v: v["timelines"]["measured"]["times_ns"].pop(), r"\[10\] times and \[10, 9\] sizes"),
+        (lambda v: v["programs"][0]["codes"][1].pop(), r"10, 10\] times .* for \[10, 9\] instructions"),
+        (lambda v: v["timelines"]["measured"]["times_ns"].pop(), r"\[10\] times and \[10, 10\] sizes"),
         (lambda v: v["timelines"]["measured"].update(program=1), "measured is of program 1 of 1"),
+        (lambda v: code(v, 0, 0, "op", 77), "damaged: rank 0 has op 77, which is not in 0 to 13; run again"),
+        (lambda v: code(v, 1, 1, "stage", 5), "damaged: rank 1 has stage 5, which is not in -1 to 1"),
+        (lambda v: code(v, 0, 1, "other", -2), "damaged: rank 0 has other -2"),
+        (lambda v: code(v, 0, 1, "peer", 2), "damaged: rank 0 has peer 2, which is not in -1 to 1"),
+        (lambda v: code(v, 0, 1, "tag", 99), "damaged: rank 0 at 0SEND_ACT0->r1 .* has no RECV for it"),
+        (lambda v: code(v, 0, 1, "tag", 1 << 40), "damaged: "),
+        (lambda v: code(v, 1, -2, "op", 13), r"damaged: its ranks have \[1, 0\] gradient norms"),
+        (lambda v: empty(v, 1), "damaged: rank 1 has no instructions"),
     ],
 )
 def test_a_file_that_is_wrong(trace: Trace, tmp_path: Path, change, message: str) -> None:

@@ -15,6 +15,7 @@ from mpipipe.errors import PlanError, ReportError
 from mpipipe.planner import make_plan
 from mpipipe.report.compare import compare
 from mpipipe.report.run import RunData, read_run
+from mpipipe.report.summary import summary
 from mpipipe.report.whatif import what_if
 from mpipipe.report.words import where, words
 from mpipipe.values import Costs, Device, GroupCost, Plan
@@ -92,6 +93,49 @@ def test_the_text_has_the_summary_the_step_and_what_would_help(run: RunData) -> 
     assert all(len(line) <= 110 for line in text.splitlines())
     for part in ("by rank", "measured: 303.3 ms", "r1 |", "where the time went:", "[mpirun -n 3,"):
         assert part in text
+
+
+def test_a_narrow_screen_takes_no_figure(run: RunData) -> None:
+    assert run.report is not None
+    ranks = tuple(replace(rank, sent_bytes=123456 << 20, exposed_s=123.4567) for rank in run.report.ranks)
+    run = replace(run, report=replace(run.report, ranks=ranks, peak_bytes=(98765 << 20,) * 2))
+    text = words(run, 80)
+    for line in summary(run.report, 200).splitlines():
+        assert line.split() in [shown.split() for shown in text.splitlines()]
+    assert "…" not in text
+
+
+def test_a_run_that_has_gone_on_is_not_told_as_it_ended_before(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "resumed")
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 61, "loss": 2.125}\n')
+    found = read_run(folder)
+    assert (found.report, found.trace, list(found.timelines)) == (None, None, ["predicted"])
+    assert ["after 60 steps, and it has gone on to step 61" in note for note in found.notes] == [True]
+    assert "step 61: loss 2.125" in words(found)
+
+
+def test_a_plan_that_was_edited_in_the_folder_is_not_taken_for_the_one_that_ran(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "edited")
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["layout"]["cuts"] = ["blocks.1"]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    found = read_run(folder)
+    assert [note.split(",")[0] for note in found.notes] == ["plan.json: is not the plan that ran"]
+    assert found.plan is None
+    assert found.report is not None
+    assert "there is no plan to simulate" in words(found)
+
+
+def test_codes_that_mean_nothing_are_noted(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "made")
+    trace = json.loads((folder / "timeline.json").read_text())
+    trace["programs"][0]["codes"][0][0] = 77
+    (folder / "timeline.json").write_text(json.dumps(trace))
+    found = read_run(folder)
+    assert found.trace is None
+    assert "damaged: rank 0 has op 77" in found.notes[0]
+    words(found)
 
 
 def test_what_a_run_lacks_is_said(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from mpipipe.graph.program import Loss
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import cross_entropy
+from mpipipe.runtime import blame
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import tensor_digest
@@ -181,3 +182,18 @@ def of_no_sample(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def test_a_step_without_weight_changes_nothing_either() -> None:
     assert "the weight of the loss is 0" in said(2, net(), step=0, loss=of_no_sample)
+
+
+def test_memory_that_nobody_has_written_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.empty_like.default, (x,))
+    graph.output(graph.call_function(torch.ops.aten.fill.Scalar, (made, 1.0)))
+    watch = blame._Watch(torch.fx.GraphModule({}, graph))
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # which fills such memory with NaN
+    try:
+        assert watch.run(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert not watch.nan

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.graph.profile import Sample
 from mpipipe.runtime import known
-from mpipipe.runtime.known import Team, names_of, reuse, still_held
+from mpipipe.runtime.known import Team, names_of, reuse, setting, still_held
+from mpipipe.runtime.setting import numerics_of
 
 
 def sample(seconds: float) -> Sample:
@@ -36,8 +39,11 @@ class Machine:
         return self.seconds[piece.key] if times else float("inf")
 
 
-def team(comm: Communicator, machine: Machine) -> Team:
-    distinct = {key: SimpleNamespace(key=key, workspace_bytes=1) for key in machine.seconds}
+def team(comm: Communicator, machine: Machine, **params: int) -> Team:
+    distinct = {
+        key: SimpleNamespace(key=key, workspace_bytes=1, param_bytes=params.get(key, 0))
+        for key in machine.seconds
+    }
     return Team(comm, machine, distinct, 1.0)  # type: ignore[arg-type]
 
 
@@ -101,3 +107,56 @@ def test_code_of_the_user_has_no_name_that_lasts() -> None:
     pieces = {"a": SimpleNamespace(lasting=True), "b": SimpleNamespace(lasting=False)}
     assert set(names_of(pieces, "here")) == {"a"}  # type: ignore[arg-type]
     assert names_of(pieces, "here") != names_of(pieces, "there")  # type: ignore[arg-type]
+
+
+def test_the_largest_weights_are_made_by_one_rank_at_a_time() -> None:
+    machines = [Machine(dict.fromkeys("abc", 1.0)) for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        reuse(team(comm, machines[comm.rank], b=known.LIGHT_BYTES + 1, c=known.LIGHT_BYTES), {})
+
+    run_local(2, body)
+    assert sorted(machines[0].sampled + machines[1].sampled) == ["a", "b", "c"]
+    for machine in machines:
+        assert "b" not in set(machine.ran) - set(machine.sampled)
+        assert {"a", "c"} <= set(machine.sampled) | set(machine.ran)
+
+
+def test_who_has_nothing_of_its_own_keeps_busy_with_the_smallest() -> None:
+    machine = Machine(dict.fromkeys("abc", 1.0))
+
+    def body(comm: Communicator) -> None:
+        it = team(comm, machine if comm.rank == 0 else Machine({}), a=5, b=3, c=4)
+        comm.oversubscribed = False
+        if comm.rank == 0:
+            it._keep_busy([])
+        else:
+            while not machine.ran:  # this one is timing meanwhile
+                time.sleep(0.001)
+            comm.wait(comm.isend(np.zeros(1, np.uint8), 0, 0))
+            comm.wait(comm.irecv(np.zeros(1, np.uint8), 0, 0))
+
+    run_local(2, body)
+    assert set(machine.ran) == {"b"}
+
+
+def test_a_changed_fact_changes_the_name() -> None:
+    numerics = numerics_of(
+        batch=8, micro_batches=2, blocks=1, threads=1, gemm="mkl", precision="fp32", tied="per_use", seed=0
+    )
+
+    def name(comm: Communicator, kind: str = "here", chilled_bytes: int = 1 << 20, **changes: Any) -> str:
+        return setting(replace(numerics, **changes), kind, comm, False, chilled_bytes)
+
+    def body(comm: Communicator) -> tuple[str, str, set[str]]:
+        others = {
+            name(comm, "there"),
+            name(comm, chilled_bytes=1 << 21),
+            name(comm, threads=2),
+            name(comm, precision="bf16"),
+        }
+        return name(comm), name(comm, chilled_bytes=(1 << 20) + 1), others
+
+    ((one, near, others),) = run_local(1, body)
+    assert one == near, "every shape has another size"
+    assert len(others - {one}) == 4

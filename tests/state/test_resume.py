@@ -24,7 +24,7 @@ from mpipipe.cluster.local import run_local
 from mpipipe.errors import CheckpointError, ConfigError
 from mpipipe.state import gather, resume
 from mpipipe.state.checkpoint import Kind, Reader, load, read_index, tensor_digest, weights_sha256
-from mpipipe.state.gather import save, together, verify, weights_hash
+from mpipipe.state.gather import save, together, verify
 from mpipipe.state.resume import (
     RunState,
     check_numerics,
@@ -117,9 +117,6 @@ def test_what_some_ranks_save_any_number_reads(tmp_path: Path, ranks: int) -> No
     assert len(sizes) == min(ranks, 4) + min(ranks, 3) + 2  # norm.mean is a buffer: no optimizer state
     model = tensors(100)[0]
     assert state.weights_sha256 == weights_sha256([tensor_digest(n, model[n]) for n in ORDER])
-    assert run_local(ranks, lambda comm: weights_hash(comm, share(model, comm), ORDER)) == (
-        [state.weights_sha256] * ranks
-    )
     assert list(read_index(folder)) == ORDER
     assert list(read_index(folder, "optimizer"))[:4] == [
         *(f"{ORDER[0]}/{s}" for s in ("exp_avg", "exp_avg_sq", "step")),

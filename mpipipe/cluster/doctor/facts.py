@@ -82,8 +82,6 @@ class Binding(Value):
     job: Cores  # that this job has on the node
     siblings: tuple[Cores, ...]  # of each usable core: itself and its hyperthreads
     numa: tuple[Cores, ...]  # cores of each NUMA domain of the node
-    omp_threads: int | None  # OMP_NUM_THREADS
-    slurm_cpus: int | None  # SLURM_CPUS_PER_TASK
 
 
 @dataclass(frozen=True)
@@ -152,9 +150,10 @@ class Files(Value):
     folder: str  # where runs go
     file_system: str
     free_bytes: int
-    failed: tuple[str, ...]  # what does not work there, with the reason
-    seen: bool  # from this node, what rank 0 wrote there
-    tmp_shared: bool  # the same of /tmp
+    temporary: str  # where rank 0 has its temporary files; empty: nowhere
+    failed: tuple[tuple[str, str], ...]  # where, and what does not work there, with the reason
+    seen: bool  # from this node, what rank 0 wrote in `folder`
+    temporary_seen: bool  # and in `temporary`
 
 
 @dataclass(frozen=True)

@@ -16,46 +16,57 @@ from mpipipe.cluster.doctor.machine import file_system
 
 PATIENCE_S = 3.0  # network file systems show a new file to other nodes after a while
 TEXT = "mpipipe doctor\n"
+Failure = tuple[str, str]  # where, what and why
 
 
 def examine(comm: Communicator, folder: Path) -> Files:
     """Tries the folder out on rank 0, in a folder of its own that is removed again, and looks for what was
     written from the other nodes. Collective."""
-    tried = _try_out(folder) if comm.rank == 0 else (folder, [], [])
-    folder, failed, written = comm.bcast_object(tried)
+    tried = _try_out(folder) if comm.rank == 0 else (folder, "", [], [])
+    folder, temporary, failed, written = comm.bcast_object(tried)
     try:
         seen = [_sees(mark) for mark in written]
         comm.barrier()
     finally:
-        for mark in tried[2]:
+        for mark in tried[-1]:
             shutil.rmtree(mark.parent, ignore_errors=True)
     return Files(
         folder=str(folder),
         file_system=file_system(folder),
         free_bytes=_free_bytes(folder),
+        temporary=temporary,
         failed=tuple(failed),
         seen=seen[0] if seen else False,
-        tmp_shared=seen[-1] if len(seen) > 1 else False,
+        temporary_seen=seen[-1] if len(seen) > 1 else False,
     )
 
 
-def _try_out(folder: Path) -> tuple[Path, list[str], list[Path]]:
-    """The folder, or the innermost above it that there is, since it would be made there; what failed; and two
-    files, in there and in the folder for temporary files."""
-    failed: list[str] = []
+def _try_out(folder: Path) -> tuple[Path, str, list[Failure], list[Path]]:
+    """The folder, or the innermost above it that there is, since it would be made there; the folder for
+    temporary files; what failed; and two files, one in each of the two."""
+    failed: list[Failure] = []
     written: list[Path] = []
-    place = folder
+    temporary = _temporary(failed)
+    place = str(folder)
     try:
         folder = folder.absolute()
         folder = next(above for above in (folder, *folder.parents) if above.is_dir())
-        for place in (folder, Path(tempfile.gettempdir())):
+        for place in filter(None, (str(folder), temporary)):
             mark = Path(tempfile.mkdtemp(prefix=".mpipipe-doctor-", dir=place)) / "mark"
             written.append(mark)
             mark.write_text(TEXT, encoding="utf-8")
-        failed.extend(_failing(written[0]))
+        failed.extend((str(folder), text) for text in _failing(written[0]))
     except OSError as error:
-        failed.append(f"writing to {place}: {error.strerror}")
-    return folder, failed, written
+        failed.append((place, f"writing: {error.strerror}"))
+    return folder, temporary, failed, written
+
+
+def _temporary(failed: list[Failure]) -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:  # neither there nor in the usual places
+        failed.append(("the folder for temporary files", str(error.strerror)))
+        return ""
 
 
 def _free_bytes(folder: Path) -> int:
@@ -81,7 +92,7 @@ def _failing(mark: Path) -> Iterator[str]:
         try:
             attempt()
         except OSError as error:
-            yield f"{what} in {mark.parent.parent}: {error.strerror}"
+            yield f"{what}: {error.strerror}"
 
 
 def _synced(path: Path, flags: int) -> None:

@@ -29,7 +29,7 @@ BF16_UNITS = ("amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16", "svebf16")
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def binding(environ: Mapping[str, str], root: Path = ROOT) -> Binding:
+def binding(root: Path = ROOT) -> Binding:
     """The cores of this rank, beside those of its job."""
     usable = tuple(sorted(os.sched_getaffinity(0)))
     cpus = root / "sys/devices/system/cpu"
@@ -44,8 +44,6 @@ def binding(environ: Mapping[str, str], root: Path = ROOT) -> Binding:
         job=tuple(sorted({*_job_cores(root), *usable})),
         siblings=tuple(sorted(siblings)),
         numa=tuple(cores for cores in numa if cores),  # some domains have memory only
-        omp_threads=_count(environ.get("OMP_NUM_THREADS", "").split(",")[0]),
-        slurm_cpus=_count(environ.get("SLURM_CPUS_PER_TASK", "")),
     )
 
 
@@ -69,10 +67,6 @@ def _job_cores(root: Path) -> Cores:
             if cores := parse_cores(text(group / file)):
                 return cores
     return parse_cores(text(root / "sys/devices/system/cpu/online"))
-
-
-def _count(written: str) -> int | None:
-    return int(written) if written.isdigit() and int(written) else None
 
 
 def machine(environ: Mapping[str, str], root: Path = ROOT) -> Machine:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 
+LATER_S = 5.0  # how much longer the other ranks wait: rank 0 is to speak
 # what hangs -> what mostly helps
 FIXES = {
     "the start of MPI": "mpirun -n 1 python -m mpipipe doctor  # alone; then two ranks of one node",
@@ -39,5 +41,8 @@ class Watch:
         try:
             self._speak(self.doing)
             sys.stdout.flush()
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(1)  # the main thread is stuck

@@ -9,12 +9,11 @@ import yaml
 
 from mpipipe.report.account import Account, account
 from mpipipe.report.page.html import Html, legend, section, tag
-from mpipipe.report.progress import number
+from mpipipe.report.progress import MIB, number
 from mpipipe.report.run import RunData
 from mpipipe.report.words import PARTS, buys_back, saving, so_far, where
 from mpipipe.values import Report
 
-_MIB = 1024**2
 _MANY = 16  # bars, from where on they are thin
 _BAR = 1000  # width of a bar in its own units
 
@@ -47,7 +46,7 @@ def _subtitle(run: RunData) -> Iterator[str]:
     if run.plan is None:
         return
     numerics, layout, costs = run.plan.numerics, run.plan.layout, run.plan.costs
-    n = sum(map(len, layout.ranks))
+    n = len({rank for on in layout.ranks for rank in on})
     yield f"{n} {_plural('rank', n)} x {numerics.threads} {_plural('thread', numerics.threads)}"
     count = numerics.micro_batches
     yield f"{layout.schedule}, {count} {_plural('micro-batch', count, 'es')} of {numerics.micro_batch}"
@@ -73,8 +72,8 @@ def _figures(r: Report) -> Iterator[tuple[str, str, str, str]]:
     for name, value in r.metrics.items():
         yield f"validation {name}", number(value), "", ""
     most = max(range(len(r.peak_bytes)), key=r.peak_bytes.__getitem__)
-    predicted = f"rank {most}, predicted {number(r.predicted_peak_bytes[most] / _MIB)} MiB"
-    yield "peak memory", number(r.peak_bytes[most] / _MIB), " MiB", predicted
+    predicted = f"rank {most}, predicted {number(r.predicted_peak_bytes[most] / MIB)} MiB"
+    yield "peak memory", number(r.peak_bytes[most] / MIB), " MiB", predicted
 
 
 def time_went(run: RunData) -> Html:

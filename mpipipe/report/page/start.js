@@ -3,10 +3,14 @@
 const drawn = [...document.querySelectorAll("canvas[data-timeline]")]
   .map((canvas) => new Drawn(canvas, Number(canvas.dataset.timeline)));
 
+const outline = eachFrame(() => drawn.forEach((d) => d.draw())); // the memory is as it was
+
 function choose(found, x, y) {
-  chosen = found;
+  const same = ["t", "rank", "index"].every((key) => found?.[key] === chosen?.[key]);
   say(found && sentence(found.t, found.rank, found.index), x, y);
-  redraw();
+  if (same) return;
+  chosen = found;
+  outline();
 }
 
 /** The instruction `by` further on its rank, or the one of the rank `down` below at that time. */

@@ -6,11 +6,10 @@ import json
 from dataclasses import asdict
 
 from mpipipe.report.page.html import Html, join, section, table, tag
-from mpipipe.report.progress import number
+from mpipipe.report.progress import MIB, number
 from mpipipe.report.run import RunData
 from mpipipe.values import Plan, Report
 
-_MIB = 1024**2
 _RANK_HEADERS = (
     "rank", "stages", "groups", "parameters", "compute, ms", "bubble", "exposed, ms", "sent, MiB",
     "peak, MiB",
@@ -42,7 +41,7 @@ def _plan(plan: Plan) -> Html:
     layout, p = plan.layout, plan.prediction
     starts = ("the first group", *layout.cuts)
     rows = [
-        (f"{stage}", ", ".join(map(str, on)), start, f"{p.peak_bytes[stage] / _MIB:.0f}")
+        (f"{stage}", ", ".join(map(str, on)), start, f"{p.peak_bytes[on[0]] / MIB:.0f}")
         for stage, (on, start) in enumerate(zip(layout.ranks, starts, strict=True))
     ]
     told = (
@@ -76,8 +75,8 @@ def _rank_rows(report: Report) -> list[tuple[str, ...]]:
             f"{number(r.compute_s * 1e3)} ({number(r.predicted_compute_s * 1e3)})",
             f"{r.bubble:.1%} ({r.predicted_bubble:.1%})",
             number(r.exposed_s * 1e3),
-            number(r.sent_bytes / _MIB),
-            f"{number(peak / _MIB)} ({number(predicted / _MIB)})",
+            number(r.sent_bytes / MIB),
+            f"{number(peak / MIB)} ({number(predicted / MIB)})",
         )
         for rank, (r, peak, predicted) in enumerate(rows)
     ]

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpipipe.cluster.doctor.facts import Cores, Finding, RankFacts, Ranks, by_node
+from mpipipe.cluster.doctor.facts import Cores, Finding, RankFacts, Ranks
 from mpipipe.cluster.doctor.judge.words import count, for_each_node, is_open_mpi, start_line
 
 SECTION = "cores"
-
-
-def planned_threads(ranks: Ranks) -> int:
-    """Threads per rank where nobody says: OMP_NUM_THREADS, else what Slurm was asked for, else as many as
-    fill the fullest node (as `pipeline.threads=auto`)."""
-    asked = ranks[0].binding.omp_threads or ranks[0].binding.slurm_cpus
-    fit = min(_room(on_node) // len(on_node) for on_node in by_node(ranks).values())
-    return asked or max(1, fit)
 
 
 def judge_binding(ranks: Ranks, threads: int) -> Iterator[Finding]:
@@ -36,9 +28,16 @@ def judge_binding(ranks: Ranks, threads: int) -> Iterator[Finding]:
 
 def _room(on_node: list[RankFacts]) -> int:
     """Cores that these ranks have together, by binding and by quota (which their job shares)."""
-    union = {core for r in on_node for core in r.binding.usable}
-    quotas = [r.binding.quota for r in on_node if r.binding.quota < len(r.binding.usable)]
-    return min([len(union), *quotas])
+    return min([len({core for r in on_node for core in r.binding.usable}), *_quotas(on_node)])
+
+
+def _unbound(on_node: list[RankFacts]) -> int:
+    """Cores that they would have together if no launcher had bound them."""
+    return min([len({core for r in on_node for core in r.binding.job}), *_quotas(on_node)])
+
+
+def _quotas(on_node: list[RankFacts]) -> list[int]:
+    return [r.binding.quota for r in on_node if r.binding.quota < len(r.binding.usable)]
 
 
 def _quota(on_node: list[RankFacts]) -> Iterator[Finding]:
@@ -52,14 +51,18 @@ def _crowded(on_node: list[RankFacts], threads: int, size: int) -> Iterator[Find
     """Of the sets of cores that ranks were bound to, the one that is the most crowded."""
     first, sets = on_node[0], {r.binding.usable for r in on_node}
     inside = {cores: [r for r in on_node if set(r.binding.usable) <= set(cores)] for cores in sets}
-    cores, theirs = max(inside.items(), key=lambda item: (len(item[1]) / len(item[0]), -len(item[0])))
-    room, job = _room(theirs), len(first.binding.job)
+    _, theirs = max(inside.items(), key=lambda item: (len(item[1]) / len(item[0]), -len(item[0])))
+    room, job = _room(theirs), _unbound(on_node)
     if len(theirs) * threads <= room:
         return
     whose = f"{count(len(theirs), 'rank')} x {count(threads, 'thread')} on {count(room, 'core')}"
-    if len(cores) < job and len(on_node) * threads <= job:
+    if room * len(on_node) < job * len(theirs):  # a rank would have more cores
         text = f"{whose}: bound by the launcher, {job} cores are there"
-        yield Finding(SECTION, "PROBLEM", text, _loosened(first, size, threads))
+        fit = max(1, job // len(on_node))
+        fix = _loosened(first, size, min(threads, fit))
+        yield Finding(
+            SECTION, "PROBLEM", text, fix if threads <= fit else f"{fix}  # and pipeline.threads={fit}"
+        )
     elif threads == 1:
         text = f"{whose}: ranks share cores and yield them while they wait; good for tests, else slow"
         yield Finding(SECTION, "note", text, start_line(first, max(1, size * room // len(theirs))))
@@ -79,6 +82,8 @@ def _loosened(first: RankFacts, size: int, threads: int) -> str:
 
 
 def _idle(on_node: list[RankFacts], threads: int, size: int) -> Iterator[Finding]:
+    if size == 1:  # started for a look at the machine: how many ranks will train is not known
+        return
     first = on_node[0]
     limited = first.binding.quota < len(first.binding.usable)
     per_core = max(map(len, first.binding.siblings))  # hyperthreads

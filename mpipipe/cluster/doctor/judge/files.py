@@ -33,13 +33,14 @@ def judge_files(ranks: Ranks, threads: int) -> Iterator[Finding]:
     first = ranks[0].files
     if first is None:
         return
-    for failed in first.failed:
-        if failed.startswith("a lock"):  # nothing here locks files, but libraries of data do
-            yield Finding("files", "note", failed)
-        elif first.folder in failed:
-            yield Finding("files", "PROBLEM", failed, "run.dir=/path/to/another/folder  # that all nodes see")
+    for place, reason in first.failed:
+        text = f"{place}: {reason}"
+        if reason.startswith("a lock"):  # nothing here locks files, but libraries of data do
+            yield Finding("files", "note", text)
+        elif place == first.folder:
+            yield Finding("files", "PROBLEM", text, "run.dir=/path/to/another/folder  # that all nodes see")
         else:
-            yield Finding("files", "PROBLEM", failed, "export TMPDIR=/path/to/another/folder")
+            yield Finding("files", "PROBLEM", text, "export TMPDIR=/path/to/another/folder")
     blind = [
         on_node[0] for on_node in by_node(ranks).values() if on_node[0].files and not on_node[0].files.seen
     ]
@@ -53,14 +54,13 @@ def judge_files(ranks: Ranks, threads: int) -> Iterator[Finding]:
         )
     elif not first.failed:
         yield Finding("files", "ok", f"{text}; links, renames and fsync work")
-    yield from _temporary(ranks)
+    yield from _temporary(ranks, first.temporary)
 
 
-def _temporary(ranks: Ranks) -> Iterator[Finding]:
+def _temporary(ranks: Ranks, folder: str) -> Iterator[Finding]:
     nodes = [on_node[0] for on_node in by_node(ranks).values()]
-    own: list[RankFacts] = [r for r in nodes[1:] if r.files and not r.files.tmp_shared]
-    if own:
+    own: list[RankFacts] = [r for r in nodes[1:] if r.files and not r.files.temporary_seen]
+    if own and folder:
         hosts = listed([r.machine.host for r in own])
-        yield Finding(
-            "files", "ok", f"/tmp is each node's own ({hosts}): nothing that all ranks need may be there"
-        )
+        text = f"{folder} (TMPDIR) is each node's own ({hosts}): nothing that all ranks need may be there"
+        yield Finding("files", "ok", text)

@@ -1,0 +1,58 @@
+"""The end of the data, on a pipeline whose steps are made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpipipe.errors import EndOfData
+from mpipipe.pipeline import Step
+from mpipipe.running import Run
+
+
+class Ends:
+    """Two steps; every evaluation is noted."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.evaluated: list[int] = []
+        self.step = 0
+
+    def timed_step(self, stop: bool) -> tuple[Step, None]:
+        if self.step == 2:
+            raise EndOfData("the data ended after 2 steps")
+        self.step += 1
+        return Step(self.step, 2.0, None, None, 0.1, stop), None
+
+    def evaluate(self, batches: int) -> dict[str, float]:
+        self.evaluated.append(self.step)
+        return {"loss": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("every", "rows"), [(0, [(1, False), (2, False), (2, True)]), (2, [(1, False), (2, True)])]
+)
+def test_the_last_evaluation_is_written_also_where_the_data_ends(
+    every: int, rows: list[tuple[int, bool]]
+) -> None:
+    run: Any = Run.__new__(Run)
+    written: list[tuple[int, bool]] = []
+    shown: list[tuple[int, bool]] = []
+    run.config = SimpleNamespace(
+        train=SimpleNamespace(steps=9, save_every=0, batch=4),
+        run=SimpleNamespace(time_limit=None),
+        eval=SimpleNamespace(every=every, batches=1),
+    )
+    run.pipe, run.data = Ends(), SimpleNamespace(val_samples=8, tokens_per_sample=1)
+    run.recorder, run.step_s, run.values, run.unit = SimpleNamespace(add=lambda _: None), [], {}, "samples"
+    run.turn_s, run.save_s, run.save = 0.0, 0.0, lambda: None
+    run.log = SimpleNamespace(step=lambda step, values: shown.append((step, "val_loss" in values)))
+    metrics: Any = SimpleNamespace(write=lambda step, **values: written.append((step, "val_loss" in values)))
+    asked: list[str] = []
+    assert run.loop(metrics, asked).stop
+    assert asked == ["the end of the data"]
+    assert run.pipe.evaluated == [2]
+    assert written == shown == rows
