@@ -22,7 +22,7 @@ from built_in_tiny import BuiltInCase, tiny_layers, tiny_varying
 from hf_tiny import tiny_moe, tiny_t5
 from tiny import BITS, Case, Result, differences
 
-from mpipipe import ops
+from mpipipe import ops, running
 from mpipipe import train as product
 from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator
@@ -146,5 +146,5 @@ def test_the_product_with_measured_costs(
     folder = comm.bcast_object(tmp_path)  # one run folder for all ranks
     got = train(comm, config(folder / "run"))
     # a thread may not set signal handlers: for the reference, should it have to be made here
-    monkeypatch.setattr(product, "stop_signals", lambda: nullcontext([]))
+    monkeypatch.setattr(running, "stop_signals", lambda *_: nullcontext([]))
     expect_bits_of_one_rank(comm, "product", got, lambda one: train(one, config(folder / "one")))
