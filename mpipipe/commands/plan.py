@@ -86,7 +86,7 @@ def _plan(a: argparse.Namespace) -> None:
     found = find(variants, tallier, machine.rates(tallier.chill), machine.timed)
     update_s = machine.update_s(optimizer, tallier.chill)
     del tallier  # and the memory that it empties the caches with
-    base_bytes = memory.now_bytes  # of a process that has captured the model, as each rank has
+    base_bytes = memory.base_bytes  # of a process that has captured the model, as each rank has
     cluster = machine.cluster(a.ranks, base_bytes)
     costs = costs_of(found, variants, numerics, optimizer, cluster, update_s)
     said = _source(found, machine, time.perf_counter() - started)
