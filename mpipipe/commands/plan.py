@@ -94,7 +94,7 @@ def _plan(a: argparse.Namespace) -> None:
     window = config.pipeline.receive_window
     plan, program = make_plan(costs, numerics, schedule_name(config), window, graph.groups, a.ranks)
     timeline = predict(costs, plan.layout, program, graph.groups, plan.prediction.lower_bound_s)[1]
-    rows = stage_rows(plan, costs, timeline, _parameters(variants, plan.layout.cuts, a.ranks))
+    rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
     others = alternatives(plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, base_bytes))
 
     total, per_sample = sum(math.prod(s.shape) for s in graph.params.values()), data.tokens_per_sample
@@ -166,15 +166,6 @@ def _source(found: Found, machine: Machine, seconds: float) -> str:
         middle = statistics.median(found.compared)
         lines.append(f"modelled / timed, where both are known: {middle:.2f} ({low:.2f} to {high:.2f})")
     return "\n       ".join(lines)
-
-
-def _parameters(variants: Variants, cuts: Sequence[str], n_stages: int) -> list[int]:
-    """Elements by stage, a tied parameter at its owner."""
-    counts = [0] * n_stages
-    owner = variants.stage_of_param(cuts)
-    for name, spec in variants.graph.params.items():
-        counts[owner[name]] += math.prod(spec.shape)
-    return counts
 
 
 def _write(path: Path, text: str) -> None:
