@@ -240,19 +240,8 @@ class Profiler:
         that were there already are not seen."""
         own, _, sent = saved
         stash = own + sum(piece.code.sent[i].spec.nbytes for i in sent)
-        held = growth_bytes(lambda: self._run(piece.code, received, rest))
+        held = growth_bytes(lambda: self._once(piece.code, received, rest, True, False))
         return max(piece.workspace_bytes, held - stash)
-
-    def _run(self, code: Code, received: list[Tensor], rest: list[object]) -> None:
-        """Forward and backward, and nothing else."""
-        inputs = [
-            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
-        ]
-        with torch.enable_grad(), autocast(self.precision):
-            sent, _ = code.forward(*inputs, *rest)
-        heads = [t for t in sent if t.requires_grad]
-        if heads:
-            torch.autograd.backward(heads, [torch.ones_like(t) for t in heads])
 
     def _rest(self, code: Code) -> list[object]:
         """Every argument after the received tensors: batch, parameters, buffers, step and micro."""
@@ -275,20 +264,17 @@ class Profiler:
         self, code: Code, received: list[Tensor], rest: list[object], weights: bool, chilled: bool = True
     ) -> tuple[float, float]:
         """Seconds of one forward and one backward; `weights=False`: input gradients alone, after a forward
-        that does not count. chilled: with the caches as in a step."""
-        inputs = [
-            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
-        ]
+        that does not count. chilled: with the caches as in a step; else this is forward and backward, and
+        nothing else."""
+        inputs = arguments(code, received, rest, weights)
         leaves = [x for x in rest if isinstance(x, Tensor) and x.requires_grad]
-        if not weights:
-            rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
         if weights and chilled:
             self.chill(leaves)
-        for t in inputs:
-            t.detach().clone()  # what the group before has just made is in cache
+            for t in received:
+                t.clone()  # what the group before has just made is in cache
         start = self.clock()
         with torch.enable_grad(), autocast(self.precision):
-            sent, _ = code.forward(*inputs, *rest)
+            sent, _ = code.forward(*inputs)
         middle = self.clock()
         heads = [t for t in sent if t.requires_grad]
         if chilled:
@@ -308,15 +294,12 @@ class Profiler:
         def pack(t: Tensor) -> None:  # a tensor kept here would keep its graph, and so itself, for ever
             storages.setdefault(storage_id(t), t.untyped_storage())
 
-        code = piece.code
-        inputs = [
-            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
-        ]
+        inputs = arguments(piece.code, received, rest)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.empty(0))
         with torch.enable_grad(), hooks, autocast(self.precision):
-            sent, _ = code.forward(*inputs, *rest)
+            sent, _ = piece.code.forward(*inputs)
         params = {storage_id(t) for t in rest if isinstance(t, Tensor) and t.requires_grad}
-        of_received, of_sent = [storage_id(t) for t in inputs], [storage_id(t) for t in sent]
+        of_received, of_sent = [storage_id(t) for t in received], [storage_id(t) for t in sent]
         known = params | set(of_received) | set(of_sent)
         own = sum(storage.nbytes() for p, storage in storages.items() if p not in known)
         return (
@@ -324,6 +307,15 @@ class Profiler:
             tuple(i for i, p in enumerate(of_received) if p in storages),
             tuple(i for i, p in enumerate(of_sent) if p in storages and p not in of_received),
         )
+
+
+def arguments(
+    code: Code, received: Sequence[Tensor], rest: Sequence[object], weights: bool = True
+) -> list[object]:
+    """Of one run: the received tensors as leaves of its own, then the rest; `weights=False`: of which nothing
+    asks for a gradient."""
+    inputs = [t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)]
+    return [*inputs, *(x if weights or not isinstance(x, Tensor) else x.detach() for x in rest)]
 
 
 def _fill(spec: TensorSpec, port: Port | None = None) -> Tensor:
