@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from mpipipe.cluster.memory import growth_bytes
-from mpipipe.graph.anatomy import Anatomy, output_specs, spec_of
+from mpipipe.graph.anatomy import Anatomy, needs_grad, output_specs, spec_of
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Port, extract
 from mpipipe.graph.groups import group_of
@@ -117,7 +117,7 @@ def _piece(
     code = extract(anatomy, body, received, sent, [], uses)
     sizes = [sum(s.nbytes for s in output_specs(n)) for n in body]
     params = tuple(dict.fromkeys(leaf[0] for leaf in code.leaves))
-    weights = [_param_spec(anatomy, p).nbytes for p in params]
+    weights = [spec_of(anatomy.node_of_param[p]).nbytes for p in params]
     # one output and its gradient, and a weight gradient before it is added
     return Piece(
         name,
@@ -131,16 +131,11 @@ def _piece(
     )
 
 
-def _param_spec(anatomy: Anatomy, name: str) -> TensorSpec:
-    node = next(n for n, p in anatomy.captured.param.items() if p == name)
-    return spec_of(node)
-
-
 def _key(anatomy: Anatomy, code: Code) -> str:
     """Operators, wiring, constants, shapes and dtypes; without names."""
     index: dict[fx.Node, int] = {}
     lines = [repr([(p.spec, p.stride, p.needs_grad) for p in code.received])]
-    lines.append(repr([_param_spec(anatomy, name) for name, _ in code.leaves]))
+    lines.append(repr([spec_of(anatomy.node_of_param[name]) for name, _ in code.leaves]))
     for node in code.forward.graph.nodes:
         index[node] = len(index)
         shapes = output_specs(node) if "val" in node.meta and node.op == "call_function" else ()
@@ -250,9 +245,8 @@ class Profiler:
         inputs = [torch.zeros(specs[key].shape, dtype=specs[key].dtype) for key in code.inputs]
         leaves = []
         for name, _ in code.leaves:
-            spec = _param_spec(self.anatomy, name)
-            leaf = _fill(spec).mul_(0.02)
-            trained = next(n for n, p in c.param.items() if p == name).meta["val"].requires_grad
+            node = self.anatomy.node_of_param[name]
+            leaf, trained = _fill(spec_of(node)).mul_(0.02), needs_grad(node)
             leaves.append(leaf.requires_grad_(trained))
             if trained:
                 leaf.grad = torch.zeros_like(leaf)
