@@ -232,8 +232,8 @@ class Pipeline:
                 plan, _ = make_plan(
                     self.costs, self.numerics, schedule, receive_window, graph.groups, comm.size
                 )
-            text = to_json(plan, None)
-        plan = from_json(Plan, comm.bcast_object(text))
+            text = to_json(replace(plan, costs=None), None)  # the costs are everywhere
+        plan = replace(from_json(Plan, comm.bcast_object(text)), costs=self.costs)
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
         agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})
         bound_s = plan.prediction.lower_bound_s
