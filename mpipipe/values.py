@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,6 +179,13 @@ class Costs(Value):
     step_s_per_byte: float  # clip, update and zero, per byte of weights
     source: Literal["measured", "modelled"]
     spread: float  # relative spread of the repeated timings
+
+    @cached_property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Each field of the groups but `name` as an array (n_groups,): seconds float64, bytes int64."""
+        names = [f.name for f in fields(GroupCost) if f.name != "name"]
+        return {n: np.array([getattr(g, n) for g in self.groups], float if n.endswith("_s") else np.int64)
+                for n in names}  # fmt: skip
 
 
 @dataclass(frozen=True)
