@@ -294,6 +294,7 @@ class Op(IntEnum):
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP})
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD, Op.SEND_TIED, Op.SEND_COPY})
 RECVS = frozenset({Op.RECV_ACT, Op.RECV_GRAD, Op.RECV_TIED, Op.RECV_COPY})
+_COMPUTES = np.isin(range(len(Op)), sorted(COMPUTE))  # by op
 
 
 class Action(NamedTuple):
@@ -401,8 +402,7 @@ class Timeline:
 
     def busy_s(self, rank: int) -> float:
         """Seconds of compute (F, B, I, W, STEP) of one rank."""
-        mask = np.isin(self.program.codes[rank][:, 0], [int(op) for op in COMPUTE])
-        t = self.times[rank][mask]
+        t = self.times[rank][_COMPUTES[self.program.codes[rank][:, 0]]]
         return float((t[:, 1] - t[:, 0]).sum())
 
     @property

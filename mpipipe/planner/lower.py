@@ -23,11 +23,13 @@ ascend), which MPI never overtakes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mpipipe.errors import PlanError
+from mpipipe.planner.schedules import stages_of_ranks
 from mpipipe.planner.stages import StageTie
 from mpipipe.values import Action, Instr, Int32, Op, Program, Schedule
 
@@ -62,7 +64,7 @@ def lower(
     codes = []
     for actions, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
         last = list(_end_of_step(stages, wires, tied == "per_use")) if train else []
-        codes.append(_written(actions, schedule.n_stages, wires, tied == "eager", last))
+        codes.append(_written(actions, stages, wires, tied == "eager", last))
     return Program(schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes))
 
 
@@ -71,27 +73,21 @@ def max_tag(program: Program) -> int:
     return max((int(codes[:, 5].max()) for codes in program.codes if len(codes)), default=-1)
 
 
-def stages_of_ranks(order: Schedule | Program) -> list[list[int]]:
-    """The stages of each rank, ascending."""
-    stages: list[list[int]] = [[] for _ in order.codes]
-    for stage, rank in enumerate(order.rank_of_stage):
-        stages[rank].append(stage)
-    return stages
-
-
-def _written(actions: Int32, n_stages: int, wires: _Wires, eager: bool, last: Sequence[Instr]) -> Int32:
+def _written(
+    actions: Int32, stages: Sequence[int], wires: _Wires, eager: bool, last: Sequence[Instr]
+) -> Int32:
     """The instructions of one rank. Around each action of one kind and stage stand the same ones but for
     the micro-batch: they are made once, and written for all of these actions together."""
-    kinds = np.unique(actions[:, :2], axis=0)
-    places = [np.flatnonzero((actions[:, 0] == kind) & (actions[:, 1] == stage)) for kind, stage in kinds]
-    around = [list(_with_messages(Action(Op(kind), stage, 0), n_stages, wires, eager))
-              for kind, stage in kinds.tolist()]  # fmt: skip
+    parts = []
     lengths = np.zeros(len(actions), np.int64)
-    for place, instrs in zip(places, around, strict=True):
+    for stage, kind in itertools.product(stages, (Op.F, Op.B, Op.I, Op.W)):
+        place = np.flatnonzero((actions[:, 0] == kind) & (actions[:, 1] == stage))
+        instrs = list(_with_messages(Action(kind, stage, 0), len(wires.rank_of_stage), wires, eager)) if len(place) else []
         lengths[place] = len(instrs)
+        parts.append((place, instrs))
     ends = np.cumsum(lengths)
     codes = np.empty((int(lengths.sum()) + len(last), len(Instr._fields)), np.int32)
-    for place, instrs in zip(places, around, strict=True):
+    for place, instrs in parts:
         micros = actions[place, 2]
         for offset, instr in enumerate(instrs):
             rows = ends[place] - len(instrs) + offset

@@ -8,23 +8,26 @@ be proved (`prove`): here nothing is said about deadlock.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.lower import stages_of_ranks, tied_pairs
+from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
+from mpipipe.planner.schedules import stages_of_ranks
 from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
 
 __all__ = ["message_bytes", "prove", "simulate"]
 
-IS_SEND, IS_RECV, WORKS, ENDS_STASH = (
+TIED = {Op.SEND_TIED, Op.RECV_TIED, Op.SEND_COPY, Op.RECV_COPY}
+IS_SEND, IS_RECV, IS_TIED, WORKS, ENDS_STASH = (
     np.isin(range(len(Op)), sorted(ops))  # by op
-    for ops in (SENDS, RECVS, {Op.F, Op.B, Op.I, Op.W}, {Op.B, Op.W})
+    for ops in (SENDS, RECVS, TIED, {Op.F, Op.B, Op.I, Op.W}, {Op.B, Op.W})
 )
 
 
@@ -90,7 +93,7 @@ def message_bytes(
     program: Program, stages: Sequence[StageCost], ties: Sequence[StageTie]
 ) -> tuple[Int64, ...]:
     """Bytes of each message instruction, 0 for the others: per rank an array (n,)."""
-    table = np.zeros((len(Op), len(stages)), np.int64)  # by op and stage; ACT and GRAD know their other end
+    table = np.zeros((len(Op), len(stages)), np.int64)  # by op and stage: ACT and GRAD go to neighbours
     table[Op.SEND_ACT, :-1] = table[Op.RECV_ACT, 1:] = [stage.act_bytes for stage in stages[:-1]]
     table[Op.SEND_GRAD, 1:] = table[Op.RECV_GRAD, :-1] = [stage.grad_bytes for stage in stages[1:]]
     pairs: dict[tuple[int, int, int], int] = {}  # (op, stage, other)
@@ -102,7 +105,7 @@ def message_bytes(
 
 def _rank_bytes(codes: Int32, table: Int64, pairs: dict[tuple[int, int, int], int]) -> Int64:
     sizes: Int64 = table[codes[:, 0], codes[:, 1]]
-    tied = np.flatnonzero((codes[:, 0] >= Op.SEND_TIED) & (codes[:, 0] <= Op.RECV_COPY))
+    tied = np.flatnonzero(IS_TIED[codes[:, 0]])
     sizes[tied] = [pairs.get(tuple(key), 0) for key in codes[tied][:, [0, 1, 3]].tolist()]
     return sizes
 
@@ -116,15 +119,16 @@ def instruction_seconds(
         table[Op.F, s], table[Op.STEP, s] = stage.fwd_s, stage.step_s
         table[Op.I, s], table[Op.W, s] = stage.bwd_input_s, stage.bwd_weight_s
         table[Op.B, s] = stage.bwd_input_s + stage.bwd_weight_s
+    ranks = program.rank_of_stage
+    for s, (stage, after) in enumerate(itertools.pairwise(stages)):
+        table[Op.SEND_ACT, s] = cluster.link(ranks[s], ranks[s + 1]).seconds(stage.act_bytes)
+        table[Op.SEND_GRAD, s + 1] = cluster.link(ranks[s + 1], ranks[s]).seconds(after.grad_bytes)
     out = []
     for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
         seconds = table[codes[:, 0], codes[:, 1]]
-        sends = np.flatnonzero(IS_SEND[codes[:, 0]])
-        to, sent = codes[sends, 4], nbytes[sends]
-        for peer in np.unique(to).tolist():
-            link, mine = cluster.link(rank, peer), np.flatnonzero(to == peer)
-            for size in np.unique(sent[mine]).tolist():
-                seconds[sends[mine[sent[mine] == size]]] = link.seconds(size)
+        tied = np.flatnonzero(IS_SEND[codes[:, 0]] & IS_TIED[codes[:, 0]])
+        seconds[tied] = [cluster.link(rank, peer).seconds(size)
+                         for peer, size in zip(codes[tied, 4].tolist(), nbytes[tied].tolist(), strict=True)]
         out.append(seconds)
     return tuple(out)
 
