@@ -66,6 +66,9 @@ class Cutter {
     bool is_reached(int64_t end, int64_t count) const {
         return low_[end] <= count && count <= high_[end] && reached_[end * words_ + count / 64] >> (count % 64) & 1;
     }
+    void set_windows();
+    int64_t least_bytes(int64_t first, int64_t end, int64_t live) const;
+    int64_t weights(int64_t held) const;
     double seconds(const Scan& scan, int64_t stage) const;
     bool fits(const Scan& scan, int64_t stage) const;
     void set_bands(double limit);
@@ -82,15 +85,19 @@ class Cutter {
         size_t owned;
     };
     std::vector<Use> uses_;
+    std::vector<int64_t> params_before_, stash_before_;  // sums of the first groups
+    std::vector<int64_t> earliest_, roomy_;              // by end, first groups: see set_windows
     int64_t words_ = 0, tied_bytes_ = 0, most_memory_ = 0, least_memory_ = 0, most_live_ = 0, least_live_ = 0;
-    double fastest_ = 0.0;
-    std::vector<double> before_s_, speed_before_;   // sums of the first groups, of the first stages
+    double fastest_ = 0.0, dearest_link_s_ = 0.0;
+    std::vector<double> before_s_;                                    // sums of the first groups
+    std::vector<double> speed_before_, links_before_, squares_before_;  // of the first stages: speed, speed times the
+                                                                        // least seconds on links, speed * speed
     std::vector<int32_t> class_of_;                 // stages of one class have the same speed, memory and links
     std::vector<int64_t> class_stage_;              // one stage of each
     std::vector<std::vector<Word>> class_mask_;     // its stages
     std::vector<int64_t> lives_;                    // distinct, ascending
     std::vector<std::vector<Word>> live_mask_;      // [k]: stages of less than lives_[k]; last: all
-    std::vector<Word> reached_, wanted_, allowed_;  // by end: counts of stages; of the end at work; of one class
+    std::vector<Word> reached_, wanted_, fresh_;    // by end: counts of stages; of the end at work; not there yet
     std::vector<int64_t> low_, high_;               // by end: counts that can be on a cut within the limit
 };
 
