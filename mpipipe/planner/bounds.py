@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from mpipipe.planner.native import compiled
 from mpipipe.planner.stages import Ranges
-from mpipipe.planner.sweep import least, sweep_near
+from mpipipe.planner.sweep import least
 from mpipipe.values import Costs, Float64
 
 
@@ -37,56 +37,61 @@ def step_bound_s(costs: Costs, n_micro: int, n_stages: int, norm_s: float = 0.0)
     """
     ranges = Ranges(costs)
     speed = np.array([device.speed for device in costs.cluster.devices[:n_stages]])
-    before_s = np.concatenate([[0.0], np.cumsum(ranges.seconds)]) / speed.max()
+    before_s = np.concatenate([[0.0], np.cumsum(ranges.seconds)])
     guess = n_micro * bottleneck_bound_s(ranges.seconds, speed)
-    if (speed == speed[0]).all():
-        reach_s = least(guess, _reach_of(before_s.tolist(), n_stages, n_micro))
-    elif compiled is None:
-        reach_s = _swept_reach_s(ranges, speed, before_s, n_micro, guess)
-    else:
-        reach_s = _searched_reach_s(ranges, speed, before_s, n_micro, guess)
+    longest = _Longest(before_s.tolist(), speed.tolist(), n_micro)
+    reach_s = least(guess, longest.reach_s)
+    if longest.has_empty(reach_s):
+        reach_s = least(reach_s, partial(_reach_s, before_s, speed, n_micro))
     update_s = float(ranges.ending_at(len(costs.groups)).step_s[0]) / float(speed.sum())
     return reach_s + norm_s + update_s
 
 
-def _reach_of(before_s: list[float], n_stages: int, n_micro: int) -> Callable[[float], float]:
-    """For `least`, on ranks that are alike: the later a stage begins the later it can end, so that each takes
-    as much as it can. Where that covers the groups with fewer stages, some of these can be split."""
-    n_groups = len(before_s) - 1
+class _Longest:
+    """Stages that each take as much as a limit lets them, and may be empty: the later a stage begins the later
+    it can end, so this is the least that all cuts reach, empty stages allowed."""
 
-    def attempt(limit: float) -> float:
-        first, most = 0, 0.0
-        for _ in range(n_stages):
-            start_s = before_s[first]
-            end = bisect_right(before_s, start_s + (limit - start_s) / n_micro, first) - 1  # but for rounding
-            while end < n_groups and n_micro * (before_s[end + 1] - start_s) + start_s <= limit:
+    def __init__(self, before_s: list[float], speed: list[float], n_micro: int) -> None:
+        self._before_s, self._speed, self._n_micro = before_s, speed, n_micro
+        self._fastest = max(speed)
+
+    def reach_s(self, limit: float) -> float:
+        """For `least`."""
+        ends = self._ends(limit)
+        if ends[-1] < len(self._before_s) - 1:
+            return math.inf
+        cuts = zip(self._speed, itertools.pairwise([0, *ends]), strict=True)
+        return max(self._one_s(first, end, speed) for speed, (first, end) in cuts)
+
+    def has_empty(self, limit: float) -> bool:
+        return any(first == end for first, end in itertools.pairwise([0, *self._ends(limit)]))
+
+    def _ends(self, limit: float) -> list[int]:
+        """Of each stage; a group is left for each of the later ones."""
+        before_s, n_groups, n_stages = self._before_s, len(self._before_s) - 1, len(self._speed)
+        ends, first = [], 0
+        for later, speed in zip(range(n_stages - 1, -1, -1), self._speed, strict=True):
+            room_s = (limit - before_s[first] / self._fastest) * speed / self._n_micro
+            end = bisect_right(before_s, before_s[first] + room_s, first) - 1  # but for rounding
+            while end < n_groups and self._one_s(first, end + 1, speed) <= limit:
                 end += 1
-            while end > first and n_micro * (before_s[end] - start_s) + start_s > limit:
+            while end > first and self._one_s(first, end, speed) > limit:
                 end -= 1
-            most = max(most, n_micro * (before_s[end] - start_s) + start_s)
-            first = end
-        return most if first == n_groups else math.inf
+            first = max(first, min(end, n_groups - later))
+            ends.append(first)
+        return ends
 
-    return attempt
-
-
-def _swept_reach_s(ranges: Ranges, speed: Float64, before_s: Float64, n_micro: int, guess: float) -> float:
-    def reach(low: int, end: int) -> Float64:
-        work = n_micro * ranges.ending_at(end, low).seconds / speed[:, None]
-        return np.asarray(work + before_s[low:end], np.float64)
-
-    n_groups, n_stages = len(before_s) - 1, len(speed)
-    best, _ = sweep_near(n_groups, n_stages, reach, n_micro * ranges.seconds / speed.max(), guess)
-    return float(best[n_stages, n_groups])
+    def _one_s(self, first: int, end: int, speed: float) -> float:
+        before_s = self._before_s
+        return self._n_micro * (before_s[end] - before_s[first]) / speed + before_s[first] / self._fastest
 
 
-def _searched_reach_s(ranges: Ranges, speed: Float64, before_s: Float64, n_micro: int, guess: float) -> float:
-    """As `_swept_reach_s`, by compiled code: a partition without memory, where every stage waits for a message
-    of `before_s` seconds."""
-    assert compiled is not None
-    nothing, ones = np.zeros(len(before_s) - 1, np.int64), np.ones(len(speed), np.int64)
-    found = compiled.Partition(
-        ranges.fwd_s, ranges.bwd_input_s, ranges.bwd_weight_s, *(nothing,) * 5,
-        np.array([0.0 * before_s, before_s]), speed / n_micro, ones, ones, ones, 0 * ones, (), 0, 0, 0, 0.0,
-    )  # fmt: skip
-    return float(found.best(guess, 0)[0])
+def _reach_s(before_s: Float64, speed: Float64, n_micro: int, limit: float) -> float:
+    """For `least`, without empty stages: `limit` if they can cover the groups. The later a stage begins the
+    sooner it is done with the groups to a given end: so of the ends of the stages before, the last one will do."""
+    ends, place = np.arange(len(before_s)) == 0, np.arange(len(before_s))
+    for rate in speed:
+        last = np.maximum.accumulate(np.where(ends, place, -1))[:-1]
+        work_s = n_micro * (before_s[1:] - before_s[last]) / rate + before_s[last] / speed.max()
+        ends[0], ends[1:] = False, (last >= 0) & (work_s <= limit)
+    return limit if ends[-1] else math.inf

@@ -73,7 +73,9 @@ def least(guess: float, attempt: Callable[[float], float]) -> float:
 
     guess: no value is below it. attempt(limit): a value of at most `limit` that can be had, else inf.
     """
-    below, more = guess * (2.0 - _ROUNDING), 0.0625  # nothing can be had at `below`
+    if math.isfinite(found := attempt(guess)):
+        return found
+    below, more = guess, 0.0625  # nothing can be had at `below`
     while math.isinf(found := attempt(limit := guess * (1.0 + more))):
         below, more = limit, 2.0 * more
     last_step = False
