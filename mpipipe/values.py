@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,6 +180,13 @@ class Costs(Value):
     source: Literal["measured", "modelled"]
     spread: float  # relative spread of the repeated timings
 
+    @cached_property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Each field of the groups but `name` as an array (n_groups,): seconds float64, bytes int64."""
+        names = [f.name for f in fields(GroupCost) if f.name != "name"]
+        return {n: np.array([getattr(g, n) for g in self.groups], float if n.endswith("_s") else np.int64)
+                for n in names}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class StageCost(Value):
@@ -291,6 +299,7 @@ class Op(IntEnum):
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP})
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD, Op.SEND_TIED, Op.SEND_COPY})
 RECVS = frozenset({Op.RECV_ACT, Op.RECV_GRAD, Op.RECV_TIED, Op.RECV_COPY})
+_COMPUTES = np.isin(range(len(Op)), sorted(COMPUTE))  # by op
 
 
 class Action(NamedTuple):
@@ -398,8 +407,7 @@ class Timeline:
 
     def busy_s(self, rank: int) -> float:
         """Seconds of compute (F, B, I, W, STEP) of one rank."""
-        mask = np.isin(self.program.codes[rank][:, 0], [int(op) for op in COMPUTE])
-        t = self.times[rank][mask]
+        t = self.times[rank][_COMPUTES[self.program.codes[rank][:, 0]]]
         return float((t[:, 1] - t[:, 0]).sum())
 
     @property
