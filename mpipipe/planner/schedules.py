@@ -1,8 +1,8 @@
 """In which order each stage works: functions (n_stages, n_micro) -> Schedule.
 
 Order only: no messages (`lower` writes them in) and no times (`simulate` finds them). Stage s is
-on rank s. Backward runs in ascending micro-batch order on every stage, in every schedule: that is
-the order in which gradients are added, and so it decides the bits.
+on rank s, unless `on_ranks` moves it. Backward runs in ascending micro-batch order on every stage, in
+every schedule: that is the order in which gradients are added, and so it decides the bits.
 
 4 stages, 6 micro-batches, "1f1b":
 
@@ -103,6 +103,15 @@ def _codes(kinds: np.ndarray, stage: int, micros: np.ndarray) -> Int32:
 
 def _schedule(n_micro: int, codes: list[Int32]) -> Schedule:
     return Schedule(tuple(range(len(codes))), n_micro, tuple(codes))
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """The same order, with the work of rank s on rank `ranks[s]`."""
+    if tuple(ranks) == schedule.rank_of_stage:
+        return schedule
+    held = dict(zip(ranks, schedule.codes, strict=True))
+    rank_of_stage = tuple(ranks[rank] for rank in schedule.rank_of_stage)
+    return Schedule(rank_of_stage, schedule.n_micro, tuple(held[rank] for rank in range(len(held))))
 
 
 def live_micro_batches(schedule: Schedule) -> tuple[int, ...]:

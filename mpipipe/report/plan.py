@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.search import cut_indices
-from mpipipe.planner.stages import stage_costs
+from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
@@ -29,7 +29,7 @@ def describe(
     cuts = cut_indices(plan.layout, names)
     starts = [0, *cuts]
     rows = []
-    for s, cost in enumerate(stage_costs(costs, cuts)):
+    for s, cost in enumerate(stage_costs(in_order(costs, plan.layout.order), cuts)):
         end = [*cuts, len(names)][s]
         ms = (cost.fwd_s + cost.bwd_input_s + cost.bwd_weight_s) * 1e3
         send = (cost.act_bytes + cost.grad_bytes) / MIB
@@ -75,6 +75,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
     edges, span = (0, *cuts, len(names)), timeline.makespan_s
+    stages = stage_costs(in_order(costs, plan.layout.order), cuts)
     return [
         Row(
             stage=s,
@@ -87,7 +88,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
             memory_bytes=plan.prediction.peak_bytes[on[0]],
             idle=1.0 - timeline.busy_s(on[0]) / span if span else 0.0,
         )
-        for s, (cost, on) in enumerate(zip(stage_costs(costs, cuts), plan.layout.ranks, strict=True))
+        for s, (cost, on) in enumerate(zip(stages, plan.layout.ranks, strict=True))
     ]
 
 
