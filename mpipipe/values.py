@@ -161,6 +161,19 @@ class Cluster(Value):
     numa_of_rank: tuple[int, ...] = ()
     core_of_rank: tuple[int, ...] = ()
 
+    @property
+    def spanned(self) -> tuple[str, ...]:
+        """The levels at which two of its ranks are linked, the finest first."""
+        finer: Sequence[int] = range(len(self.devices))
+        found = []
+        units = (self.core_of_rank, self.numa_of_rank, self.node_of_rank, (0,) * len(self.devices))
+        for level, unit in zip(LEVELS, units, strict=True):
+            if unit:
+                if len(set(zip(unit, finer, strict=True))) > len(set(unit)):
+                    found.append(level)
+                finer = unit
+        return tuple(found)
+
     def level(self, a: int, b: int) -> str:
         """The finest that holds both ranks; "switch": they are on two nodes."""
         if self.node_of_rank[a] != self.node_of_rank[b]:
