@@ -44,10 +44,18 @@ def describe(
     return (
         f"plan ({plan.layout.schedule}, {n.micro_batches} micro-batches of {n.micro_batch}, "
         f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
-        f"{text_table(headers, rows, width, _NAMES)}\n"
+        f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}"
         f"predicted step {p.step_s * 1e3:.1f} ms, bubble {p.bubble:.1%}; no cut is faster than "
         f"{p.lower_bound_s * 1e3:.1f} ms (gap {p.gap:.1%})"
     )
+
+
+def _on_ranks(plan: Plan) -> str:
+    """A line, where stages are not on the ranks of their numbers."""
+    order = plan.layout.order
+    if order == tuple(range(len(order))):
+        return ""
+    return f"on ranks, in the order of the stages: {', '.join(map(str, order))}\n"
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     fullest = max(range(len(p.peak_bytes)), key=p.peak_bytes.__getitem__)
     more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
     return (
-        f"{table}\n{more}\n"
+        f"{table}\n{more}{_on_ranks(plan)}\n"
         f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
         f"{n.micro_batches} micro-batches of {n.micro_batch}, bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
