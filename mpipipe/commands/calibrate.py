@@ -155,11 +155,11 @@ def _device_table(config: ClusterConfig) -> str:
 
 
 def _link_table(links: Mapping[str, MeasuredLink]) -> str:
-    headers = ("level", "latency us", "GB/s", "pairs at once", "times as long", "residual")
+    headers = ("level", "latency us", "GB/s", "pairs", "all at once", "residual")
     rows = [
         (
             level, f"{m.link.latency_s * 1e6:.3g}", f"{m.link.bytes_per_s / 1e9:.3g}", str(m.pairs),
-            f"{m.link.contention:.3g}", f"{m.residual:.0%}",
+            f"{m.link.contention:.3g} times", f"{m.residual:.0%}",
         )
         for level, m in links.items()
     ]  # fmt: skip
