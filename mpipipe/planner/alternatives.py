@@ -91,7 +91,7 @@ class _Asked:
 
     def _stage_s(self, cuts: Cuts) -> np.ndarray:
         stages = stage_costs(in_order(self.costs, self.plan.layout.order), cuts)
-        return np.array([s.fwd_s + s.bwd_input_s + s.bwd_weight_s for s in stages])
+        return np.array([stage.seconds for stage in stages])
 
     def _equal_groups(self) -> Cuts | None:
         n = len(self.names)
