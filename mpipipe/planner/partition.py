@@ -36,6 +36,7 @@ def partition(
     n_stages: int,
     receive_window: int = 0,
     tied: str = "per_use",
+    explain: bool = True,
 ) -> Partition:
     """The cuts with the smallest bottleneck. Stage s runs on rank s.
 
@@ -44,7 +45,8 @@ def partition(
     keeps alive. `receive_window` and `tied` only size the receive buffers.
 
     Raises PlanError if there are more stages than groups or ranks, or if no cut fits into memory:
-    then with the stage, the group, the bytes that are missing and the least number of ranks that would do.
+    then with the stage, the group, the bytes that are missing and the least number of ranks that would do;
+    with explain=False without, as to find these takes longer than to find that there is no cut.
     """
     _check_counts(costs, n_micro, schedule, n_stages)
     live = live_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
@@ -54,7 +56,7 @@ def partition(
     best, cuts = sweep_near(len(costs.groups), n_stages, problem.times, fastest, lower_bound_s)
     bottleneck = best[n_stages, -1]
     if not np.isfinite(bottleneck):
-        raise PlanError(_explain(problem, best, schedule, n_micro))
+        raise PlanError(_explain(problem, best, schedule, n_micro) if explain else "no cut fits")
 
     def squares(before: Float64, time: Float64) -> Float64:
         sums: Float64 = before + np.where(time <= bottleneck, time, np.inf) ** 2

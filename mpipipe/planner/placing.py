@@ -19,14 +19,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.bounds import bottleneck_bound_s, step_bound_s
+from mpipipe.planner.bounds import step_bound_s
 from mpipipe.planner.partition import partition
-from mpipipe.planner.stages import Ranges, crossing_s, in_order
+from mpipipe.planner.stages import Ranges, in_order
 from mpipipe.values import Cluster, Costs, Device
 
-WORK = (
-    1_000_000  # groups x ranks of all the orders that are tried: those of six unlike ranks, with 230 groups
-)
+WORK = 1_000_000  # groups x ranks of all orders that are tried: those of six unlike ranks with 230 groups
 EXACT_RANKS = 10  # beyond, orders are not even counted
 KEPT = 4  # orders that are worth a simulation
 LEAST_GAIN = 1e-3  # for which stages leave the ranks of their number
@@ -69,14 +67,16 @@ def promising(
 
 def any_order_bound_s(costs: Costs, n_micro: int, n_stages: int, norm_s: float = 0.0) -> float:
     """`step_bound_s` whatever rank holds which stage: its least over all orders of unlike speeds, where they
-    are few; else the work of all micro-batches on the slowest stage, and the update."""
+    are few; else that of as many fastest ranks, or all work shared out by speed, whichever is more."""
     speeds = [device.speed for device in costs.cluster.devices[:n_stages]]
     alike = map(math.factorial, Counter(speeds).values())
     if math.factorial(len(speeds)) // math.prod(alike) <= BOUND_ORDERS:
         placed = (_with_speeds(costs, order) for order in _arrangements(speeds))
         return min(step_bound_s(c, n_micro, n_stages, norm_s) for c in placed)
     update_s = float(Ranges(costs).ending_at(len(costs.groups)).step_s[0]) / sum(speeds)
-    return n_micro * bottleneck_bound_s(costs, n_stages) + norm_s + update_s
+    shared_s = n_micro * sum(group.seconds for group in costs.groups) / sum(speeds) + norm_s + update_s
+    fastest = _with_speeds(costs, [max(speeds)] * n_stages)
+    return max(shared_s, step_bound_s(fastest, n_micro, n_stages, norm_s))
 
 
 def _with_speeds(costs: Costs, speeds: Sequence[float]) -> Costs:
@@ -101,21 +101,21 @@ def _arrangements(items: list[float]) -> Iterator[tuple[float, ...]]:
 def _score(costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_window: int, tied: str) -> Score:
     """Of stage s on rank s; endless where no cut fits."""
     try:
-        found = partition(costs, n_micro, schedule, n_ranks, receive_window, tied)
+        found = partition(costs, n_micro, schedule, n_ranks, receive_window, tied, explain=False)
     except PlanError:
         return math.inf, math.inf
-    return found.bottleneck_s, sum(float(crossing_s(costs, s)[cut]) for s, cut in enumerate(found.cuts))
+    ends = [(costs.groups[cut - 1], costs.cluster.link(s, s + 1)) for s, cut in enumerate(found.cuts)]
+    crossing_s = sum(link.seconds(g.act_bytes) + link.seconds(g.grad_bytes) for g, link in ends)
+    return found.bottleneck_s, crossing_s
 
 
 def _least_s(
     costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_window: int, tied: str
 ) -> float:
-    """No order has a smaller bottleneck: that of the fastest links and the largest memory everywhere. Of
-    unequal speeds, the work alone."""
+    """No order has a smaller bottleneck: that of the fastest rank, the largest memory and the fastest link
+    everywhere."""
     devices = costs.cluster.devices[:n_ranks]
-    if len({device.speed for device in devices}) > 1:
-        return bottleneck_bound_s(costs, n_ranks)
-    largest = max(devices, key=_own_bytes)
+    largest = replace(max(devices, key=_own_bytes), speed=max(device.speed for device in devices))
     links = costs.cluster.links.values()
     best = replace(min(links, key=lambda x: x.latency_s), bytes_per_s=max(x.bytes_per_s for x in links))
     cluster = Cluster((largest,) * n_ranks, (0,) * n_ranks, {"node": replace(best, contention=1.0)})
@@ -226,12 +226,13 @@ def _starts(cluster: Cluster, n_ranks: int) -> Iterator[Order]:
         lambda device: -_own_bytes(device),
     )
     units = [_units(cluster, rank) for rank in range(n_ranks)]
+    inside = [[unit[: i + 1] for i in range(len(unit))] for unit in units]
+    members: dict[Unit, list[int]] = {}
+    for rank, around in enumerate(inside):
+        for unit in around:
+            members.setdefault(unit, []).append(rank)
     for wish in wishes:
         found = [wish(device) for device in cluster.devices[:n_ranks]]
-
-        def key(rank: int, found: Sequence[float] = found) -> tuple[tuple[float, int], ...]:
-            inside = [units[rank][: i + 1] for i in range(len(units[rank]))]
-            members = [[r for r, unit in enumerate(units) if unit[: len(u)] == u] for u in inside]
-            return tuple((sum(found[r] for r in m) / len(m), m[0]) for m in members)
-
-        yield tuple(sorted(range(n_ranks), key=key))
+        mean = {unit: (sum(found[rank] for rank in m) / len(m), m[0]) for unit, m in members.items()}
+        keys = [[mean[unit] for unit in around] for around in inside]
+        yield tuple(sorted(range(n_ranks), key=keys.__getitem__))

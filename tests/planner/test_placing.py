@@ -164,6 +164,23 @@ def test_a_plan_is_the_one_of_the_cluster_numbered_anew(costs, order):
     assert found[0] == found[1]
 
 
+@settings(max_examples=6)
+@given(cases(3, 5))
+def test_the_bound_holds_for_every_cut_and_order(costs):
+    endless = tuple(replace(d, memory_bytes=HUGE) for d in costs.cluster.devices)
+    costs = replace(costs, cluster=replace(costs.cluster, devices=endless))
+    names, steps = [g.name for g in costs.groups], []
+    for order in itertools.permutations(range(3)):
+        for cuts in itertools.combinations(names[1:], 2):
+            layout = Layout(cuts, tuple((r,) for r in order), "1f1b", 4)
+            program = program_for(layout, NUMERICS, (), names)
+            steps.append(expect(costs, layout, program, names, 1.0)[0].step_s)
+    for few in (0, 64):  # orders of speeds that the bound goes through
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(placing, "BOUND_ORDERS", few)
+            assert placing.any_order_bound_s(costs, 4, 3) <= min(steps) * (1 + 1e-12)
+
+
 def test_many_ranks_are_searched_within_the_work_that_is_allowed(monkeypatch):
     groups = tuple(group(f"g{i}", 1 + i % 3, act_bytes=4, grad_bytes=4) for i in range(24))
     speeds = [1.0, 2.0, 4.0] * 4
