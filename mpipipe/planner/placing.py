@@ -39,10 +39,8 @@ def promising(
     costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_window: int = 0, tied: str = "per_use"
 ) -> tuple[Order, ...]:
     """The KEPT orders of the ranks 0 .. n_ranks - 1 with the smallest bottleneck, of equal ones those with
-    the least time on links; but first of all stage s on rank s, if that fits, and alone if no order can gain.
-
-    Raises PlanError as `partition` does for stage s on rank s, where no order fits.
-    """
+    least time on links; but first of all stage s on rank s, if that fits, and alone if no other can gain, or
+    none fits."""
     same, cluster = tuple(range(n_ranks)), costs.cluster
     if n_ranks > len(cluster.devices) or _nothing_to_gain(cluster, n_ranks):
         return (same,)
@@ -60,9 +58,8 @@ def promising(
     for order in _search(cluster, n_ranks, score, tries) if orders is None else orders:
         score(order)
     fits = [order for order, (bottleneck_s, _) in known.items() if math.isfinite(bottleneck_s)]
-    if not fits:
-        partition(costs, n_micro, schedule, n_ranks, receive_window, tied)  # raises, and says what it lacks
-    return tuple(dict.fromkeys([*(o for o in fits if o == same), *sorted(fits, key=score)[:KEPT]]))
+    best = [*(order for order in fits if order == same), *sorted(fits, key=score)[:KEPT]]
+    return tuple(dict.fromkeys(best)) or (same,)
 
 
 def any_order_bound_s(costs: Costs, n_micro: int, n_stages: int, norm_s: float = 0.0) -> float:
