@@ -12,6 +12,10 @@ COMMANDS = {
     "draw": ("mpipipe.commands.draw", "draw a plan, or the measured step of a run"),
     "report": ("mpipipe.commands.report", "a run as a page, or two runs side by side"),
     "doctor": ("mpipipe.commands.doctor", "what is wrong with this machine, alone or under mpirun or srun"),
+    "calibrate": (
+        "mpipipe.commands.calibrate",
+        "measure the ranks that it is started on, for plan --cluster",
+    ),
     "tokenize": ("mpipipe.data.tokenize", "make a token file of text, on all cores; without mpirun"),
 }
 

@@ -15,8 +15,10 @@ Invariants
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cached_property
@@ -119,11 +121,20 @@ class Graph(Value):
 
 @dataclass(frozen=True)
 class Link(Value):
+    """latency_s and bytes_per_s are those of one message while no other is on its way (Hockney 1994)."""
+
     latency_s: float
     bytes_per_s: float
+    contention: float = (
+        1.0  # times as long for the bytes of each while all ranks of a node talk at this level
+    )
 
     def seconds(self, nbytes: float) -> float:
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
+
+    def shared(self, talking: float) -> Link:
+        """While this share of the ranks of a node talks."""
+        return Link(self.latency_s, self.bytes_per_s / max(1.0, self.contention * talking))
 
 
 @dataclass(frozen=True)
@@ -137,17 +148,76 @@ class Device(Value):
     base_bytes: int = 0  # of it resident before any weight: code and buffers of the libraries, the graph
 
 
+LEVELS = ("core", "numa", "node", "switch")  # what two ranks share at the finest
+
+
 @dataclass(frozen=True)
 class Cluster(Value):
+    """Nodes, NUMA domains and cores are numbered through, and lie one in the other. Where no two ranks share
+    a core, or a domain is a whole node, or nobody knows, their numbers are left out."""
+
     devices: tuple[Device, ...]  # by rank
     node_of_rank: tuple[int, ...]
-    links: dict[str, Link]  # "node": two ranks of one node; "switch": two nodes
+    links: dict[str, Link]  # of the levels that occur, by name
+    numa_of_rank: tuple[int, ...] = ()
+    core_of_rank: tuple[int, ...] = ()
+
+    @property
+    def spanned(self) -> tuple[str, ...]:
+        """The levels at which two of its ranks are linked, the finest first."""
+        finer: Sequence[int] = range(len(self.devices))
+        found = []
+        units = (self.core_of_rank, self.numa_of_rank, self.node_of_rank, (0,) * len(self.devices))
+        for level, unit in zip(LEVELS, units, strict=True):
+            if unit:
+                if len(set(zip(unit, finer, strict=True))) > len(set(unit)):
+                    found.append(level)
+                finer = unit
+        return tuple(found)
+
+    def level(self, a: int, b: int) -> str:
+        """The finest that holds both ranks; "switch": they are on two nodes."""
+        if self.node_of_rank[a] != self.node_of_rank[b]:
+            return "switch"
+        if self.core_of_rank and self.core_of_rank[a] == self.core_of_rank[b]:
+            return "core"
+        return "numa" if self.numa_of_rank and self.numa_of_rank[a] == self.numa_of_rank[b] else "node"
 
     def link(self, a: int, b: int) -> Link:
-        """The link between ranks `a` and `b`; free within one rank."""
+        """The link between ranks `a` and `b`; free within one rank. Of a level that is not given: the next
+        coarser one, as for a rank that is thought of, or the coarsest there is."""
         if a == b:
             return Link(0.0, math.inf)
-        return self.links["node" if self.node_of_rank[a] == self.node_of_rank[b] else "switch"]
+        known = [level for level in LEVELS if level in self.links]
+        at = LEVELS.index(self.level(a, b))
+        return self.links[next((level for level in known if LEVELS.index(level) >= at), known[-1])]
+
+    def in_order(self, order: Sequence[int]) -> Cluster:
+        """Of the ranks `order` alone, which are numbered anew: 0 is the one that comes first."""
+
+        def picked(x: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(x[rank] for rank in order) if x else x
+
+        units = (picked(x) for x in (self.node_of_rank, self.numa_of_rank, self.core_of_rank))
+        node, numa, core = units
+        return Cluster(picked(self.devices), node, self.links, numa, core)
+
+    def loaded(self, order: Sequence[int]) -> Cluster:
+        """With links as slow as they are while all neighbours in `order` talk at once: contention counts by
+        the share of a node's ranks that have a neighbour at this level, on the node where it is largest."""
+        if all(link.contention == 1.0 for link in self.links.values()):
+            return self
+        talking: dict[str, set[int]] = {level: set() for level in LEVELS}
+        for a, b in itertools.pairwise(order):
+            talking[self.level(a, b)] |= {a, b}
+        there = Counter(self.node_of_rank[rank] for rank in order)
+
+        def share(ranks: set[int]) -> float:
+            found = Counter(self.node_of_rank[rank] for rank in ranks)
+            return max((n / there[node] for node, n in found.items()), default=0.0)
+
+        links = {level: link.shared(share(talking[level])) for level, link in self.links.items()}
+        return Cluster(self.devices, self.node_of_rank, links, self.numa_of_rank, self.core_of_rank)
 
 
 @dataclass(frozen=True)
@@ -247,6 +317,11 @@ class Layout(Value):
     @property
     def n_stages(self) -> int:
         return len(self.ranks)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The first rank of each stage."""
+        return tuple(ranks[0] for ranks in self.ranks)
 
 
 @dataclass(frozen=True)

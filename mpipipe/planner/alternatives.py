@@ -17,7 +17,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import stage_costs
+from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
@@ -90,7 +90,8 @@ class _Asked:
         return float(seconds.max()), float((seconds**2).sum())
 
     def _stage_s(self, cuts: Cuts) -> np.ndarray:
-        return np.array([stage.seconds for stage in stage_costs(self.costs, cuts)])
+        stages = stage_costs(in_order(self.costs, self.plan.layout.order), cuts)
+        return np.array([stage.seconds for stage in stages])
 
     def _equal_groups(self) -> Cuts | None:
         n = len(self.names)

@@ -47,6 +47,7 @@ def partition(
     receive_window: int = 0,
     tied: str = "per_use",
     with_update: bool = False,
+    explain: bool = True,
 ) -> Partition:
     """The cuts with the smallest bottleneck. Stage s runs on rank s.
 
@@ -56,7 +57,8 @@ def partition(
     the stage's share of the step's one update too, so that it balances m * (F + B) + STEP.
 
     Raises PlanError if there are more stages than groups or ranks, or if no cut fits into memory:
-    then with the stage, the group, the bytes that are missing and the least number of ranks that would do.
+    then with the stage, the group, the bytes that are missing and the least number of ranks that would do;
+    with explain=False without, as to find these takes longer than to find that there is no cut.
     """
     _check_counts(costs, n_micro, schedule, n_stages)
     live = live_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
@@ -68,7 +70,7 @@ def partition(
     else:
         found = problem.searched(lower_bound_s)
     if found is None:
-        raise PlanError(_explain(problem, schedule, n_micro))
+        raise PlanError(_explain(problem, schedule, n_micro) if explain else "no cut fits")
     bottleneck_s, cuts = found
     return Partition(cuts, bottleneck_s, lower_bound_s)
 

@@ -1,8 +1,8 @@
 """In which order each stage works: functions (n_stages, n_micro) -> Schedule.
 
 Order only: no messages (`lower` writes them in) and no times (`simulate` finds them). Stage s is
-on rank s. Backward runs in ascending micro-batch order on every stage, in every schedule: that is
-the order in which gradients are added, and so it decides the bits.
+on rank s, unless `on_ranks` moves it. Backward runs in ascending micro-batch order on every stage, in
+every schedule: that is the order in which gradients are added, and so it decides the bits.
 
 4 stages, 6 micro-batches, "1f1b":
 
@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpipipe.errors import PlanError
-from mpipipe.values import Action, Int32, Op, Schedule
+from mpipipe.values import Action, Int32, Op, Program, Schedule
+
 
 def gpipe(n_stages: int, n_micro: int) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019); every stash lives at once."""
@@ -108,6 +109,15 @@ def stages_of_ranks(order: Schedule | Program) -> list[list[int]]:
     for stage, rank in enumerate(order.rank_of_stage):
         stages[rank].append(stage)
     return stages
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """The same order, with the work of rank s on rank `ranks[s]`."""
+    if tuple(ranks) == schedule.rank_of_stage:
+        return schedule
+    held = dict(zip(ranks, schedule.codes, strict=True))
+    rank_of_stage = tuple(ranks[rank] for rank in schedule.rank_of_stage)
+    return Schedule(rank_of_stage, schedule.n_micro, tuple(held[rank] for rank in range(len(held))))
 
 
 def live_micro_batches(schedule: Schedule) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """From the costs of groups to the costs of stages: the only place where that sum is written.
 
-A stage is a run of consecutive groups [first, end). Stage s runs on rank s. The partitioner asks
+A stage is a run of consecutive groups [first, end). Stage s runs on rank s: where a layout says
+otherwise, the costs are those of `in_order`. The partitioner asks
 for all runs that end at one place at once (arrays over `first`), `stage_costs` picks one of them,
 so what is optimised, proved and simulated is the same number.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -159,6 +160,14 @@ def bounds(n_groups: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
                 f"cuts must ascend strictly inside 0 .. {n_groups}, got {tuple(cuts)}"
             )
     return tuple(itertools.pairwise(edges))
+
+
+def in_order(costs: Costs, order: Sequence[int]) -> Costs:
+    """With the ranks numbered as the stages that they hold, and links that all neighbours use at once."""
+    cluster = costs.cluster.loaded(order)
+    if tuple(order) != tuple(range(len(order))):
+        cluster = cluster.in_order(order)
+    return costs if cluster is costs.cluster else replace(costs, cluster=cluster)
 
 
 def stage_costs(costs: Costs, cuts: Sequence[int]) -> tuple[StageCost, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.search import cut_indices
-from mpipipe.planner.stages import stage_costs
+from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
@@ -29,7 +29,7 @@ def describe(
     cuts = cut_indices(plan.layout, names)
     starts = [0, *cuts]
     rows = []
-    for s, cost in enumerate(stage_costs(costs, cuts)):
+    for s, cost in enumerate(stage_costs(in_order(costs, plan.layout.order), cuts)):
         end = [*cuts, len(names)][s]
         ms = cost.seconds * 1e3
         send = (cost.act_bytes + cost.grad_bytes) / MIB
@@ -44,10 +44,18 @@ def describe(
     return (
         f"plan ({plan.layout.schedule}, {n.micro_batches} micro-batches of {n.micro_batch}, "
         f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
-        f"{text_table(headers, rows, width, _NAMES)}\n"
+        f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}"
         f"predicted step {p.step_s * 1e3:.1f} ms, bubble {p.bubble:.1%}; no cut is faster than "
         f"{p.lower_bound_s * 1e3:.1f} ms (gap {p.gap:.1%})"
     )
+
+
+def _on_ranks(plan: Plan) -> str:
+    """A line, where stages are not on the ranks of their numbers."""
+    order = plan.layout.order
+    if order == tuple(range(len(order))):
+        return ""
+    return f"on ranks, in the order of the stages: {', '.join(map(str, order))}\n"
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
     edges, span = (0, *cuts, len(names)), timeline.makespan_s
+    stages = stage_costs(in_order(costs, plan.layout.order), cuts)
     return [
         Row(
             stage=s,
@@ -87,7 +96,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
             memory_bytes=plan.prediction.peak_bytes[on[0]],
             idle=1.0 - timeline.busy_s(on[0]) / span if span else 0.0,
         )
-        for s, (cost, on) in enumerate(zip(stage_costs(costs, cuts), plan.layout.ranks, strict=True))
+        for s, (cost, on) in enumerate(zip(stages, plan.layout.ranks, strict=True))
     ]
 
 
@@ -99,7 +108,7 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     fullest = max(range(len(p.peak_bytes)), key=p.peak_bytes.__getitem__)
     more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
     return (
-        f"{table}\n{more}\n"
+        f"{table}\n{more}{_on_ranks(plan)}\n"
         f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
         f"{n.micro_batches} micro-batches of {n.micro_batch}, bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"

@@ -80,6 +80,16 @@ def test_random_cuts_give_the_loss_and_gradients_of_one_stage(model: str, n: int
         assert {k for k in expected | got if expected.get(k) != got.get(k)} == set(), cuts
 
 
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
+@pytest.mark.parametrize(
+    "case",
+    [Case("gpt", tied="eager", batch=7, evaluate=True), Case("thrice", batch=11), Case("skips")],
+    ids=str,
+)
+def test_whatever_rank_holds_a_stage_the_bits_are_those_of_one(case: Case, order: tuple[int, ...]) -> None:
+    assert differences(one_stage(case, 1), train_local(case, 3, order=order)) == []
+
+
 def test_ranks_that_capture_for_themselves_agree() -> None:
     """As real ranks do: nothing is shared between the threads but the messages."""
     case = Case("gpt, no dropout")
