@@ -19,6 +19,7 @@ from typing import Any
 
 from mpipipe.checks import check_trained
 from mpipipe.commands import run
+from mpipipe.commands.levels import check_output, levels, write_curve
 from mpipipe.commands.machines import Here, Machine, There
 from mpipipe.config import Config, load
 from mpipipe.config.cluster import load_cluster
@@ -34,7 +35,9 @@ from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.models import build
 from mpipipe.planner.alternatives import alternatives
+from mpipipe.planner.curve import resource_curve
 from mpipipe.planner.search import make_plan, predict
+from mpipipe.report.curve import advice, curve_table
 from mpipipe.report.plan import against, outlook, stage_rows
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.modelling import Found, costs_of, find
@@ -63,15 +66,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", help="the YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of the config")
-    parser.add_argument("--ranks", type=int, required=True, help="how many there would be")
+    parser.add_argument(
+        "--ranks",
+        type=levels,
+        required=True,
+        help="how many there would be; 1..64 or 1,2,4,12: what more would bring",
+    )
     parser.add_argument("--cluster", metavar="FILE", help="another machine; without it, ranks like this one")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan there, for `train --plan`")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the plan there, for `train --plan`; of several --ranks, curve.json or curve.png",
+    )
     return parser
 
 
 def _plan(a: argparse.Namespace) -> None:
-    if a.ranks < 1:
-        raise PlanError(f"--ranks {a.ranks}: a plan needs one rank at least")
+    a.levels, a.ranks = a.ranks, a.ranks[0]  # costs are taken once, for the smallest level
+    if a.output and len(a.levels) > 1:
+        check_output(a.output)
     if a.output and not Path(a.output).parent.is_dir():
         raise PlanError(f"-o {a.output}: the folder {Path(a.output).parent} is not there; make it first")
     config = load(a.config, a.overrides)
@@ -92,14 +106,24 @@ def _plan(a: argparse.Namespace) -> None:
     said = _source(found, machine, time.perf_counter() - started)
 
     window = config.pipeline.receive_window
+    if len(a.levels) > 1:
+        curve = resource_curve(
+            costs, numerics, schedule_name(config), window, graph.groups, a.levels,
+            lambda ranks: machine.cluster(ranks, base_bytes), data.train_samples,
+        )  # fmt: skip
+        print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
+        print(said, *machine.assumed(cluster), "", curve_table(curve), "", advice(curve), sep="\n")
+        if a.output:
+            write_curve(a.output, curve, a.config)
+            print(f"\ncurve: {a.output}")
+        return
     plan, program = make_plan(costs, numerics, schedule_name(config), window, graph.groups, a.ranks)
     timeline = predict(costs, plan.layout, program, graph.groups, plan.prediction.lower_bound_s)[1]
     rows = stage_rows(plan, costs, timeline, _parameters(variants, plan.layout.cuts, a.ranks))
     others = alternatives(plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, base_bytes))
 
-    total, per_sample = sum(math.prod(s.shape) for s in graph.params.values()), data.tokens_per_sample
-    what = f"{config.model.name}, {total:,} parameters, {len(graph.groups)} groups"
-    print(f"{a.config} on {a.ranks} ranks: {what}")
+    per_sample = data.tokens_per_sample
+    print(_heading(a, config, variants, str(a.ranks)))
     print(said, *machine.assumed(cluster), "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
     print("", against(others), sep="\n")
@@ -107,6 +131,14 @@ def _plan(a: argparse.Namespace) -> None:
         _write(Path(a.output), plan_text(plan))
         train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]
         print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
+
+
+def _heading(a: argparse.Namespace, config: Config, variants: Variants, ranks: str) -> str:
+    graph = variants.graph
+    total = sum(math.prod(s.shape) for s in graph.params.values())
+    return (
+        f"{a.config} on {ranks} ranks: {config.model.name}, {total:,} parameters, {len(graph.groups)} groups"
+    )
 
 
 def _numerics(config: Config, threads: int) -> Numerics:
