@@ -21,6 +21,7 @@ from mpipipe.checks import check_trained
 from mpipipe.commands import run
 from mpipipe.commands.levels import check_output, levels, write_curve
 from mpipipe.commands.machines import Here, Machine, There
+from mpipipe.commands.refine import refine_run
 from mpipipe.config import Config, load
 from mpipipe.config.cluster import load_cluster
 from mpipipe.data import open_dataset
@@ -36,9 +37,10 @@ from mpipipe.graph.work import Tallier
 from mpipipe.models import build
 from mpipipe.planner.alternatives import alternatives
 from mpipipe.planner.curve import resource_curve
+from mpipipe.planner.noise import noise
 from mpipipe.planner.search import make_plan, predict
 from mpipipe.report.curve import advice, curve_table
-from mpipipe.report.plan import against, outlook, stage_rows
+from mpipipe.report.plan import against, outlook, stage_rows, steadiness
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.modelling import Found, costs_of, find
 from mpipipe.runtime.process import resident_memory
@@ -49,11 +51,16 @@ from mpipipe.values import Numerics
 
 
 def main(argv: Sequence[str]) -> int:
-    a = _parser().parse_intermixed_args(list(argv))
+    parser = _parser()
+    a = parser.parse_intermixed_args(list(argv))
+    if a.refine and (a.config or a.ranks or a.cluster):
+        parser.error("--refine has config, ranks and cluster from the run; leave them out")
+    if not a.refine and not (a.config and a.ranks):
+        parser.error("the following arguments are required: config, --ranks; or --refine RUN")
     collecting = gc.isenabled()
     gc.disable()  # a large model's graph is a million objects that stay: to look through them takes seconds
     try:
-        return run(lambda: _plan(a))
+        return run(lambda: _refine(a) if a.refine else _plan(a))
     finally:
         if collecting:
             gc.enable()
@@ -64,15 +71,17 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mpipipe plan",
         description="cut, time and memory on any number of ranks; without mpirun",
     )
-    parser.add_argument("config", help="the YAML file of a run")
+    parser.add_argument("config", nargs="?", help="the YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of the config")
     parser.add_argument(
         "--ranks",
         type=levels,
-        required=True,
         help="how many there would be; 1..64 or 1,2,4,12: what more would bring",
     )
     parser.add_argument("--cluster", metavar="FILE", help="another machine; without it, ranks like this one")
+    parser.add_argument(
+        "--refine", metavar="RUN", help="instead of a config: plan a run anew from what its stages took"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -86,8 +95,7 @@ def _plan(a: argparse.Namespace) -> None:
     a.levels, a.ranks = a.ranks, a.ranks[0]  # costs are taken once, for the smallest level
     if a.output and len(a.levels) > 1:
         check_output(a.output)
-    if a.output and not Path(a.output).parent.is_dir():
-        raise PlanError(f"-o {a.output}: the folder {Path(a.output).parent} is not there; make it first")
+    _check_folder(a.output)
     config = load(a.config, a.overrides)
     machine = There(config, load_cluster(a.cluster)) if a.cluster else Here(config, a.ranks)
     numerics = _numerics(config, machine.threads)
@@ -126,11 +134,25 @@ def _plan(a: argparse.Namespace) -> None:
     print(_heading(a, config, variants, str(a.ranks)))
     print(said, *machine.assumed(cluster), "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
-    print("", against(others), sep="\n")
+    print(*steadiness(noise(plan, costs)), "", against(others), sep="\n")
     if a.output:
         _write(Path(a.output), plan_text(plan))
         train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]
         print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
+
+
+def _refine(a: argparse.Namespace) -> None:
+    _check_folder(a.output)
+    plan, said = refine_run(Path(a.refine))
+    print(said)
+    if a.output:
+        _write(Path(a.output), plan_text(plan))
+        print(f"\nplan: {a.output}; to train it: the command of that run with --plan {shlex.quote(a.output)}")
+
+
+def _check_folder(output: str | None) -> None:
+    if output and not Path(output).parent.is_dir():
+        raise PlanError(f"-o {output}: the folder {Path(output).parent} is not there; make it first")
 
 
 def _heading(a: argparse.Namespace, config: Config, variants: Variants, ranks: str) -> str:
