@@ -12,6 +12,7 @@ import inspect
 import math
 import shlex
 import statistics
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.models import build
 from mpipipe.planner.alternatives import alternatives
-from mpipipe.planner.curve import resource_curve
+from mpipipe.planner.curve import Curve, resource_curve
 from mpipipe.planner.noise import noise
 from mpipipe.planner.search import make_plan, predict
 from mpipipe.report.curve import advice, curve_table
@@ -119,11 +120,10 @@ def _plan(a: argparse.Namespace) -> None:
             costs, numerics, schedule_name(config), window, graph.groups, a.levels,
             lambda ranks: machine.cluster(ranks, base_bytes), data.train_samples,
         )  # fmt: skip
+        cluster = machine.cluster(curve.levels[-1].ranks, base_bytes)
         print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
-        print(said, *machine.assumed(cluster), "", curve_table(curve), "", advice(curve), sep="\n")
-        if a.output:
-            write_curve(a.output, curve, a.config)
-            print(f"\ncurve: {a.output}")
+        print(said, *machine.assumed(cluster), "", sep="\n")
+        _show(curve, a)
         return
     plan, program = make_plan(costs, numerics, schedule_name(config), window, graph.groups, a.ranks)
     timeline = predict(costs, plan.layout, program, graph.groups, plan.prediction.lower_bound_s)[1]
@@ -139,6 +139,13 @@ def _plan(a: argparse.Namespace) -> None:
         _write(Path(a.output), plan_text(plan))
         train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]
         print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
+
+
+def _show(curve: Curve, a: argparse.Namespace) -> None:
+    print(curve_table(curve), "", textwrap.fill(advice(curve), 120), sep="\n")
+    if a.output:
+        write_curve(a.output, curve, a.config)
+        print(f"\ncurve: {a.output}")
 
 
 def _refine(a: argparse.Namespace) -> None:

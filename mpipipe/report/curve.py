@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # imported by `draw_curve` alone: it costs half a second
 _KNEE, _LINE = "#c0392b", "#2e86c1"
 
 
-def curve_table(curve: Curve, width: int = 126) -> str:
+def curve_table(curve: Curve, width: int = 128) -> str:
     """A row for each number of ranks, also where no plan fits; `<` marks the knee. Node-hours are those of
     `Curve.steps`, as `advice` says."""
     heads = ("ranks", "nodes", "samples/s", "efficiency", "bubble", "memory", "node-hours", "")

@@ -12,6 +12,7 @@ from made_run import made_costs, made_plan
 from planner_cases import all_cuts, problems, uniform
 
 from mpipipe.planner import noise as module
+from mpipipe.planner.many import Many
 from mpipipe.planner.noise import ASSUMED_SPREAD, WORTH, drawn_costs, noise, spreads
 from mpipipe.planner.search import make_plan, plan_of
 from mpipipe.values import Costs, Numerics, Plan
@@ -33,7 +34,7 @@ def test_one_walk_is_as_many_simulations(problem, schedule: str, tied: str) -> N
     plan, names = planned(costs, n_stages, n_micro, schedule, tied), [g.name for g in costs.groups]
     factors = np.random.default_rng(1).uniform(0.5, 1.5, (3, len(names)))
     cuts = list(all_cuts(len(names), n_stages))[:5]
-    steps_s = module._Problem(plan, costs, factors).steps_s(cuts)
+    steps_s = Many(plan, costs, factors).steps_s(cuts)
     for c, each in enumerate(cuts):
         layout = replace(plan.layout, cuts=tuple(names[cut] for cut in each))
         for d in range(3):
@@ -51,10 +52,10 @@ def test_only_cuts_that_fit_are_tried(problem, schedule: str) -> None:
     )
     plan = planned(replace(costs, cluster=endless), n_stages, n_micro, schedule)
     names = [g.name for g in costs.groups]
-    found = module._Problem(plan, costs, np.ones((1, len(names))))
+    found = Many(plan, costs, np.ones((1, len(names))))
     for cuts in all_cuts(len(names), n_stages):
         layout = replace(plan.layout, cuts=tuple(names[cut] for cut in cuts))
-        if found.fits(cuts):
+        if found.fits(cuts, range(n_stages)):
             plan_of(costs, plan.numerics, layout, names)  # raises if it does not fit
 
 
@@ -121,5 +122,5 @@ def test_predict_is_the_draw_in_which_nothing_is_off() -> None:
     assert plan.costs is not None
     names = [g.name for g in plan.costs.groups]
     cuts = tuple(names.index(name) for name in plan.layout.cuts)
-    found = module._Problem(plan, plan.costs, np.ones((1, 16))).steps_s([cuts])
+    found = Many(plan, plan.costs, np.ones((1, 16))).steps_s([cuts])
     assert found[0, 0] == pytest.approx(plan.prediction.step_s)
