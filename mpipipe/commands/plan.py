@@ -54,9 +54,9 @@ from mpipipe.values import Numerics
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     a = parser.parse_intermixed_args(list(argv))
-    if a.refine and (a.config or a.ranks or a.cluster):
+    if a.refine and (a.config or a.levels or a.cluster):
         parser.error("--refine has config, ranks and cluster from the run; leave them out")
-    if not a.refine and not (a.config and a.ranks):
+    if not a.refine and not (a.config and a.levels):
         parser.error("the following arguments are required: config, --ranks; or --refine RUN")
     collecting = gc.isenabled()
     gc.disable()  # a large model's graph is a million objects that stay: to look through them takes seconds
@@ -76,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of the config")
     parser.add_argument(
         "--ranks",
+        dest="levels",
+        metavar="N",
         type=levels,
         help="how many there would be; 1..64 or 1,2,4,12: what more would bring",
     )
@@ -93,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(a: argparse.Namespace) -> None:
-    a.levels, a.ranks = a.ranks, a.ranks[0]  # costs are taken once, for the smallest level
+    a.ranks = a.levels[0]  # costs are taken once, for the smallest level
     if a.output and len(a.levels) > 1:
         check_output(a.output)
     _check_folder(a.output)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpipipe.errors import PlanError
+from mpipipe.planner.noise import WORTH
 from mpipipe.planner.search import cut_indices, make_plan, plan_of, program_for
 from mpipipe.planner.stages import bounds, stage_costs
 from mpipipe.values import (
@@ -35,7 +36,8 @@ Seconds = dict[Op, Float64]
 
 @dataclass(frozen=True)
 class Refined(Value):
-    """Both on the refined costs: `ran` is the layout of the run, `plan` the best that was found."""
+    """Both on the refined costs: `ran` is the layout of the run, `plan` a better one, or the same where what
+    is found gains less than `WORTH`."""
 
     ran: Plan
     plan: Plan
@@ -60,7 +62,8 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     ran = plan_of(costs, plan.numerics, plan.layout, names)
     layout = plan.layout
     best, _ = make_plan(costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_stages)
-    return Refined(ran, min(ran, best, key=lambda p: p.prediction.step_s))
+    worth = best.prediction.step_s < ran.prediction.step_s * (1.0 - WORTH)
+    return Refined(ran, best if worth else ran)
 
 
 def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:

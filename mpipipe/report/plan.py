@@ -116,7 +116,7 @@ def steadiness(found: Noise | None) -> list[str]:
     off = f"{found.spread:.0%}, {'assumed' if found.assumed else 'as their timings spread'}"
     lines = [f"costs that are each off by up to {off}: step {low} to {high} in {found.draws} draws"]
     if found.cuts:
-        gain = f"; the best of them would gain {found.gain:.1%} at most" if found.gain else ""
+        gain = f"; the best of them would gain {found.gain:.1%} at most" if found.gain > 0.0005 else ""
         lines.append(
             f"the cut holds in {found.held} of {found.draws} draws, against {found.cuts} others{gain}"
         )

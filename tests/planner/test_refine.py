@@ -51,7 +51,7 @@ def test_the_refined_costs_predict_the_step_that_was_measured(problem, ratios) -
     refined = refine(plan, measured)
     assert refined.ran.layout == plan.layout
     assert refined.ran.prediction.step_s == pytest.approx(measured.makespan_s)
-    assert refined.plan.prediction.step_s <= refined.ran.prediction.step_s
+    assert refined.plan == refined.ran or refined.plan.prediction.step_s < refined.ran.prediction.step_s
     assert refined.plan.numerics == plan.numerics
     assert refined.plan.costs is not None
     stages = stage_costs(refined.plan.costs, cut_indices(plan.layout, names))
