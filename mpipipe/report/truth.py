@@ -64,7 +64,9 @@ def _kinds(timeline: Timeline) -> dict[str, Float64]:
 def truth_table(found: Sequence[Truth], width: int = 110) -> str:
     """A row for each stage: of each kind predicted | measured in ms, and their ratio. Of many stages those
     that are farthest off."""
-    stages = {t.stage: [u for u in found if u.stage == t.stage] for t in found}
+    stages = dict[int, list[Truth]]()
+    for t in found:
+        stages.setdefault(t.stage, []).append(t)
     off = sorted(stages, key=lambda s: -max(abs(t.miss_s) for t in stages[s]))
     shown = sorted(off[:_MOST_ROWS])
     kinds = [t.kind for t in stages[shown[0]]]
