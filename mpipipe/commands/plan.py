@@ -15,6 +15,7 @@ import statistics
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.files import write_text
 from mpipipe.train import optimizer_settings, schedule_name
-from mpipipe.values import Numerics
+from mpipipe.values import Cluster, Numerics, Prediction
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,10 +119,19 @@ def _plan(a: argparse.Namespace) -> None:
 
     window = config.pipeline.receive_window
     if len(a.levels) > 1:
+
+        def planned(cluster: Cluster) -> Prediction:
+            on, ranks = replace(costs, cluster=cluster), len(cluster.devices)
+            made, _ = make_plan(on, numerics, schedule_name(config), window, graph.groups, ranks)
+            return made.prediction
+
         curve = resource_curve(
-            costs, numerics, schedule_name(config), window, graph.groups, a.levels,
-            lambda ranks: machine.cluster(ranks, base_bytes), data.train_samples,
-        )  # fmt: skip
+            planned,
+            numerics.batch,
+            a.levels,
+            lambda ranks: machine.cluster(ranks, base_bytes),
+            data.train_samples,
+        )
         cluster = machine.cluster(curve.levels[-1].ranks, base_bytes)
         print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
         print(said, *machine.assumed(cluster), "", sep="\n")

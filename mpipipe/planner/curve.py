@@ -1,4 +1,4 @@
-"""What more ranks would bring: a plan for each number of them, all on the same costs.
+"""What more ranks would bring: a plan for each number of them.
 
 The knee is the level with the largest efficiency / step time, where the benefit per unit of cost is largest
 (Eager, Zahorjan and Lazowska 1989, "Speedup versus efficiency in parallel systems"). Twice as many ranks
@@ -8,12 +8,11 @@ pass it on while they are at least 1.41 times as fast, that is, while 41 % of wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.alternatives import why_no_plan
-from mpipipe.planner.search import make_plan
-from mpipipe.values import Cluster, Costs, Numerics, Prediction, Value
+from mpipipe.values import Cluster, Prediction, Value
 
 
 @dataclass(frozen=True)
@@ -50,26 +49,19 @@ class Curve(Value):
 
 
 def resource_curve(
-    costs: Costs,
-    numerics: Numerics,
-    schedule: str,
-    receive_window: int,
-    group_names: Sequence[str],
+    planned: Callable[[Cluster], Prediction],
+    batch: int,
     ranks: Sequence[int],
     cluster_of: Callable[[int], Cluster],
     train_samples: int | None = None,
 ) -> Curve:
     """Plans for each number of `ranks`, ascending; one without a plan is a `Misfit`.
 
-    cluster_of(n): the cluster with n ranks; raises PlanError where it has fewer. train_samples: of an epoch;
-    None = the data have no end. Raises the PlanError of the last one where there is no plan for any.
+    planned: what the plan for all ranks of a cluster will do; raises as `make_plan` does. batch: samples of a
+    step. cluster_of(n): the cluster with n ranks; raises PlanError where it has fewer. train_samples: of an
+    epoch; None = the data have no end. Raises the PlanError of the last one where there is no plan for any.
     """
-
-    def planned(cluster: Cluster) -> Prediction:
-        on, n = replace(costs, cluster=cluster), len(cluster.devices)
-        return make_plan(on, numerics, schedule, receive_window, group_names, n)[0].prediction
-
-    steps = 1000.0 if train_samples is None else train_samples / numerics.batch
+    steps = 1000.0 if train_samples is None else train_samples / batch
     levels, misfits = list[Level](), list[Misfit]()
     for n in ranks:
         try:
@@ -80,7 +72,7 @@ def resource_curve(
                 raise
             misfits.append(Misfit(n, why_no_plan(planned, cluster_of, n, error)))
             continue
-        levels.append(_level(cluster, found, numerics.batch, steps, levels[0] if levels else None))
+        levels.append(_level(cluster, found, batch, steps, levels[0] if levels else None))
     return Curve(tuple(levels), tuple(misfits), steps, train_samples is not None, knee_of(levels))
 
 

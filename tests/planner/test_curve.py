@@ -10,8 +10,9 @@ from made_run import made_plan
 from planner_cases import HUGE, cluster, uniform
 
 from mpipipe.errors import PlanError
+from mpipipe.planner import make_plan
 from mpipipe.planner.curve import Curve, Level, Misfit, knee_of, resource_curve
-from mpipipe.values import Cluster, Numerics, from_json, to_json
+from mpipipe.values import Cluster, Numerics, Prediction, from_json, to_json
 
 BATCH, MICRO = 16, 8
 
@@ -30,7 +31,11 @@ def curve(ranks: tuple[int, ...], memory: int = HUGE, samples: int | None = None
             raise PlanError(f"{n} ranks, but there are 12; add some")
         return cluster([1.0] * n, [memory] * n)
 
-    return resource_curve(costs, numerics(), "1f1b", 4, names, ranks, machine, samples)
+    def planned(cluster: Cluster) -> Prediction:
+        on, n = replace(costs, cluster=cluster), len(cluster.devices)
+        return make_plan(on, numerics(), "1f1b", 4, names, n)[0].prediction
+
+    return resource_curve(planned, BATCH, ranks, machine, samples)
 
 
 def step_s(n: int) -> float:
