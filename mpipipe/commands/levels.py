@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.curve import Curve
-from mpipipe.report.curve import draw_curve
+from mpipipe.planner.curve import Curve, resource_curve
+from mpipipe.planner.search import make_plan
+from mpipipe.report.curve import advice, curve_table, draw_curve
 from mpipipe.state.files import write_text, write_whole
-from mpipipe.values import to_json
+from mpipipe.values import Cluster, Costs, Numerics, Prediction, to_json
 
 MOST = 4096  # levels
 _RANGE = re.compile(r"(\d+)(?:\.\.(\d+)(?::(\d+))?)?")
@@ -49,6 +52,33 @@ def check_output(path: str) -> None:
         raise PlanError(
             f"-o {path}: several levels of ranks are written as .json or drawn as .png; name such a file"
         )
+
+
+def curve_on(
+    costs: Costs,
+    numerics: Numerics,
+    schedule: str,
+    receive_window: int,
+    ranks: Sequence[int],
+    cluster_of: Callable[[int], Cluster],
+    train_samples: int | None,
+) -> Curve:
+    """`resource_curve` of plans on the same costs."""
+    names = [group.name for group in costs.groups]
+
+    def planned(cluster: Cluster) -> Prediction:
+        on, n = replace(costs, cluster=cluster), len(cluster.devices)
+        return make_plan(on, numerics, schedule, receive_window, names, n)[0].prediction
+
+    return resource_curve(planned, numerics.batch, ranks, cluster_of, train_samples)
+
+
+def show(curve: Curve, title: str, output: str | None) -> None:
+    """Raises PlanError where it cannot be written."""
+    print(curve_table(curve), "", textwrap.fill(advice(curve), 120), sep="\n")
+    if output:
+        write_curve(output, curve, title)
+        print(f"\ncurve: {output}")
 
 
 def write_curve(path: str, curve: Curve, title: str) -> None:

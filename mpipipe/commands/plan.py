@@ -12,16 +12,14 @@ import inspect
 import math
 import shlex
 import statistics
-import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mpipipe.checks import check_trained
 from mpipipe.commands import run
-from mpipipe.commands.levels import check_output, levels, write_curve
+from mpipipe.commands.levels import check_output, curve_on, levels, show
 from mpipipe.commands.machines import Here, Machine, There
 from mpipipe.commands.refine import refine_run
 from mpipipe.config import Config, load
@@ -38,10 +36,8 @@ from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.models import build
 from mpipipe.planner.alternatives import alternatives
-from mpipipe.planner.curve import Curve, resource_curve
 from mpipipe.planner.noise import noise
 from mpipipe.planner.search import make_plan, predict
-from mpipipe.report.curve import advice, curve_table
 from mpipipe.report.plan import against, outlook, stage_rows, steadiness
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.modelling import Found, costs_of, find
@@ -49,7 +45,7 @@ from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.files import write_text
 from mpipipe.train import optimizer_settings, schedule_name
-from mpipipe.values import Cluster, Numerics, Prediction
+from mpipipe.values import Numerics
 
 
 def main(argv: Sequence[str]) -> int:
@@ -119,23 +115,14 @@ def _plan(a: argparse.Namespace) -> None:
 
     window = config.pipeline.receive_window
     if len(a.levels) > 1:
-
-        def planned(cluster: Cluster) -> Prediction:
-            on, ranks = replace(costs, cluster=cluster), len(cluster.devices)
-            made, _ = make_plan(on, numerics, schedule_name(config), window, graph.groups, ranks)
-            return made.prediction
-
-        curve = resource_curve(
-            planned,
-            numerics.batch,
-            a.levels,
-            lambda ranks: machine.cluster(ranks, base_bytes),
-            data.train_samples,
-        )
+        curve = curve_on(
+            costs, numerics, schedule_name(config), window, a.levels,
+            lambda ranks: machine.cluster(ranks, base_bytes), data.train_samples,
+        )  # fmt: skip
         cluster = machine.cluster(curve.levels[-1].ranks, base_bytes)
         print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
         print(said, *machine.assumed(cluster), "", sep="\n")
-        _show(curve, a)
+        show(curve, a.config, a.output)
         return
     plan, program = make_plan(costs, numerics, schedule_name(config), window, graph.groups, a.ranks)
     timeline = predict(costs, plan.layout, program, graph.groups, plan.prediction.lower_bound_s)[1]
@@ -151,13 +138,6 @@ def _plan(a: argparse.Namespace) -> None:
         _write(Path(a.output), plan_text(plan))
         train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]
         print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
-
-
-def _show(curve: Curve, a: argparse.Namespace) -> None:
-    print(curve_table(curve), "", textwrap.fill(advice(curve), 120), sep="\n")
-    if a.output:
-        write_curve(a.output, curve, a.config)
-        print(f"\ncurve: {a.output}")
 
 
 def _refine(a: argparse.Namespace) -> None:
