@@ -200,6 +200,10 @@ class _Asked:
         return f"bubble {p.bubble:.1%}, now {self.plan.prediction.bubble:.1%}"
 
 
+def _first_sentence(error: Exception) -> str:
+    return re.split(r"[;\n]", str(error))[0]
+
+
 def why_no_plan(
     planned: Callable[[Cluster], Prediction],
     cluster_of: Callable[[int], Cluster],
@@ -217,7 +221,3 @@ def why_no_plan(
     if full is None:
         return _first_sentence(error)
     return f"no cut fits; with the fastest, rank {full[0]} lacks {size_text(full[1])} of memory"
-
-
-def _first_sentence(error: Exception) -> str:
-    return re.split(r"[;\n]", str(error))[0]
