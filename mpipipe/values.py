@@ -234,6 +234,7 @@ class GroupCost(Value):
     act_bytes: int  # crosses forward when the cut is after this group
     grad_bytes: int  # crosses backward there
     update_s: float = 0.0  # once per step, beside what `Costs` says of each byte of its parameters
+    spread: float = 0.0  # relative, of its repeated timings; 0 = that of all groups
 
     @property
     def seconds(self) -> float:
