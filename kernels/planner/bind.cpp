@@ -3,9 +3,12 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include "placement_bind.h"
+
 namespace py = pybind11;
 
 PYBIND11_MODULE(_planner, m) {
     m.doc() = "Hot loops of mpipipe.planner.";
-    m.attr("version") = "1";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    m.attr("version") = "2";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    mpipipe::placement::bind(m);
 }

@@ -1,0 +1,44 @@
+#include "placement_layer.h"
+
+#include <algorithm>
+
+namespace mpipipe::placement {
+
+size_t Layer::slot_of(const Word* wanted, Word hash) const {
+    const size_t mask = slots_.size() - 1;
+    size_t slot = hash & mask;
+    for (; slots_[slot] != none; slot = (slot + 1) & mask) {
+        const int32_t index = slots_[slot];
+        if (states_[index].hash == hash && std::equal(wanted, wanted + words_, ideal(index))) break;
+    }
+    return slot;
+}
+
+int32_t Layer::find(const Word* wanted, Word hash) const { return slots_[slot_of(wanted, hash)]; }
+
+bool Layer::offer(const Word* wanted, const State& state) {
+    const size_t slot = slot_of(wanted, state.hash);
+    if (slots_[slot] != none) {
+        State& known = states_[slots_[slot]];
+        if (known.load <= state.load) return false;
+        known = state;
+        return true;
+    }
+    slots_[slot] = size();
+    states_.push_back(state);
+    bits_.insert(bits_.end(), wanted, wanted + words_);
+    if (2 * states_.size() > slots_.size()) grow();
+    return true;
+}
+
+void Layer::grow() {
+    slots_.assign(2 * slots_.size(), none);
+    const size_t mask = slots_.size() - 1;
+    for (int32_t index = 0; index < size(); ++index) {
+        size_t slot = states_[index].hash & mask;
+        while (slots_[slot] != none) slot = (slot + 1) & mask;
+        slots_[slot] = index;
+    }
+}
+
+}  // namespace mpipipe::placement
