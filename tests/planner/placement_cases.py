@@ -24,10 +24,12 @@ def random_problem(seed: int, most_nodes: int = 12, most_placements: int = 20_00
     density = rng.choice([0.15, 0.3, 0.6])
     forward = [(a, b) for b in range(n_forward) for a in range(b) if rng.random() < density]
     edges, together = list(forward), [None] * n_forward
-    if training:  # twins, of which a few live alone
+    if training:  # twins, of which the last may live alone
         edges += [(2 * n_forward - 1 - b, 2 * n_forward - 1 - a) for a, b in forward]
         edges += [(v, 2 * n_forward - 1 - v) for v in range(n_forward) if rng.random() < 0.5]
         together = [*range(n_forward), *reversed(range(n_forward))]
+        if rng.random() < 0.5:
+            together[-1] = None
     elif rng.random() < 0.5:  # classes that may be tangled
         together = [rng.choice([None, None, 0, 1]) for _ in range(n_forward)]
     operators = tuple(
@@ -91,13 +93,17 @@ def _placements(problem: Problem) -> np.ndarray:
 
 
 def _tangled(problem: Problem, device: np.ndarray) -> np.ndarray:
-    """Placements whose devices have no order: forward edges lead from one back to it."""
+    """Placements whose devices have no order: edges lead from one back to it."""
     count, ops = problem.n_devices, problem.operators
     reach = np.zeros((len(device), count, count), bool)
     rows = np.arange(len(device))
+    follows = [any(not p.backward and p.together == o.together is not None for p in ops) for o in ops]
     for a, b in problem.edges:
-        if not (ops[a].backward or ops[b].backward):
-            reach[rows, device[:, a], device[:, b]] |= device[:, a] != device[:, b]
+        if ops[a].backward and ops[b].backward and not (follows[a] and follows[b]):
+            a, b = b, a  # backward goes the other way
+        elif ops[a].backward or ops[b].backward:
+            continue
+        reach[rows, device[:, a], device[:, b]] |= device[:, a] != device[:, b]
     for via in range(count):
         reach |= reach[:, :, via, None] & reach[:, None, via, :]
     return reach[:, range(count), range(count)].any(1)

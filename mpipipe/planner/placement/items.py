@@ -14,7 +14,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from mpipipe.planner.placement.problem import Problem, forward_edges
+from mpipipe.planner.placement.problem import Problem, ordering_edges
 from mpipipe.values import Float64, Int32
 
 
@@ -41,11 +41,11 @@ class Items:
 
 
 def contract(problem: Problem, contiguous: bool) -> Items:
-    """With `contiguous`, items that lie on a cycle of forward edges are one too, for no order of the devices
+    """With `contiguous`, items that lie on a cycle of edges are one too, for no order of the devices
     can part them. Without, they stay apart, and precedence is only what the order of items keeps of it."""
     groups = _groups(problem)
     n = int(groups.max()) + 1
-    ahead = {(int(groups[a]), int(groups[b])) for a, b in forward_edges(problem)}
+    ahead = {(int(groups[a]), int(groups[b])) for a, b in ordering_edges(problem)}
     rows, columns = np.array(sorted(ahead), np.int64).reshape(-1, 2).T
     graph = coo_array((np.ones(len(rows)), (rows, columns)), shape=(n, n))
     knots = connected_components(graph, directed=True, connection="strong")[1]

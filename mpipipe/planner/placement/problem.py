@@ -91,15 +91,24 @@ def gap(load_s: float, bound_s: float) -> float:
 
 
 def is_contiguous(problem: Problem, device_of: Sequence[int]) -> bool:
-    """Whether the devices can be put in an order in which no forward edge goes back."""
-    edges = {(device_of[a], device_of[b]) for a, b in forward_edges(problem)}
+    """Whether the devices can be put in an order in which no edge of `ordering_edges` goes back."""
+    edges = {(device_of[a], device_of[b]) for a, b in ordering_edges(problem)}
     return find_cycle(problem.n_devices, [(a, b) for a, b in edges if a != b]) is None
 
 
-def forward_edges(problem: Problem) -> list[tuple[int, int]]:
-    """Those that order the devices; what is backward follows by sharing the device of its forward."""
+def ordering_edges(problem: Problem) -> list[tuple[int, int]]:
+    """What orders contiguous devices: forward edges.
+
+    Backward operators follow by sharing the device of a forward one. The backward edges of those that share
+    with none count in reverse, for backward goes through the devices from the last to the first.
+    """
     ops = problem.operators
-    return [(a, b) for a, b in problem.edges if not (ops[a].backward or ops[b].backward)]
+    with_forward = {o.together for o in ops if not o.backward and o.together is not None}
+    alone = [o.backward and o.together not in with_forward for o in ops]
+    edges = [(a, b) for a, b in problem.edges if not (ops[a].backward or ops[b].backward)]
+    return edges + [
+        (b, a) for a, b in problem.edges if ops[a].backward and ops[b].backward and (alone[a] or alone[b])
+    ]
 
 
 def find_cycle(n: int, edges: Sequence[tuple[int, int]]) -> list[int] | None:

@@ -25,6 +25,7 @@ from mpipipe.planner.placement.problem import Operator, Problem, check, gap
 from mpipipe.values import Float64, Value
 
 MOST_IDEALS = 1500  # beyond, prefixes of one topological order; time goes with their square
+_ROUNDING = 1e-12  # of sums in another order, relative
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,12 @@ def _boundary_bytes(profile: Profile, ideals: NDArray[np.bool_]) -> Float64:
 def _best(
     ideals: NDArray[np.bool_], seconds: Float64, receive_s: Float64, reduce_s: Float64, n_devices: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Of each stage the ideals that it lies between, and its copies."""
+    """Of each stage the ideals that it lies between, and its copies. Of equally good plans one with fewest
+    stages."""
     counts = np.arange(1, n_devices + 1)[:, None]
     best = np.zeros((n_devices + 1, len(ideals)))
     best[0, 1:] = np.inf
+    n_stages = np.zeros(best.shape, int)
     came: dict[tuple[int, int], tuple[int, int]] = {}
     for end in range(1, len(ideals)):
         begins = np.flatnonzero(~(ideals[:end] & ~ideals[end]).any(1))
@@ -166,8 +169,10 @@ def _best(
         stage = np.maximum(np.maximum(compute, reduce) / counts, receive_s[begins])
         for m in range(1, n_devices + 1):
             cost = np.maximum(best[m - 1 :: -1, begins], stage[:m])
-            fewer, which = divmod(int(cost.argmin()), len(begins))
-            best[m, end] = cost[fewer, which]
+            equal = cost <= cost.min() * (1 + _ROUNDING)
+            before = np.where(equal, n_stages[m - 1 :: -1, begins], len(ideals))
+            fewer, which = divmod(int(before.argmin()), len(begins))
+            best[m, end], n_stages[m, end] = cost[fewer, which], before[fewer, which] + 1
             came[m, end] = (int(begins[which]), fewer + 1)
     cuts, copies, m, end = [], [], n_devices, len(ideals) - 1
     while end:
