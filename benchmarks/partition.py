@@ -2,9 +2,9 @@
 
     python -m benchmarks.partition [FOLDER] [--families bert,residual,inception,grid,chains] [--budget 10]
 
-FOLDER: with graphs in the JSON of msr-fiddle/dnn-partitioning, on the devices that they name. The families are
-drawn, for inference and for training, on 2, 4 and 8 accelerators. `load_ms` is that of the most loaded device,
-`bound_ms` what no placement of the kind undercuts, `gap` between the two; `over_one_device` and
+FOLDER: with graphs in the JSON of msr-fiddle/dnn-partitioning, on the devices that they name. The families
+are drawn, for inference and for training, on 2, 4 and 8 accelerators. `load_ms` is that of the most loaded
+device, `bound_ms` what no placement of the kind undercuts, `gap` between the two; `over_one_device` and
 `over_linear_order` are the load over that of all on one accelerator, and over that of the best contiguous
 segments of several topological orders. `seconds` is wall time, `cpu_s` that of the process.
 """

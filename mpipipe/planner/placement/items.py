@@ -96,10 +96,8 @@ def _items(problem: Problem, of_operator: Int32, edges: set[tuple[int, int]], pl
     n = int(of_operator.max()) + 1
 
     def total(field: str) -> Float64:
-        sums: Float64 = np.bincount(
-            of_operator, np.array([getattr(o, field) for o in problem.operators], float), n
-        )
-        return sums
+        values = np.array([getattr(operator, field) for operator in problem.operators], float)
+        return np.bincount(of_operator, values, n).astype(np.float64)
 
     tensors = _tensors(problem, of_operator.tolist())
     sizes = [len(pins) for pins in tensors]

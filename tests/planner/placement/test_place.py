@@ -29,15 +29,10 @@ def check_against_brute_force(seed: int, contiguous: bool) -> None:
         with pytest.raises(PlanError) as caught:
             place(problem, "it", contiguous=contiguous)
         said = re.search(r"give --devices (\d+), the smallest", str(caught.value))
-        least = replace(problem, operators=tuple(replace(o, accelerator_s=0.0) for o in problem.operators))
-        if said and problem.n_devices**2 < 10:
-            enough = int(said[1])
-            fits = [
-                count
-                for count in range(1, enough + 1)
-                if brute_force_s(replace(least, n_accelerators=count), contiguous) < math.inf
-            ]
-            assert fits == [enough]
+        if said and int(said[1]) ** len(contract(problem, contiguous=False)) <= 20_000:
+            counts = range(1, int(said[1]) + 1)
+            tried = [brute_force_s(replace(problem, n_accelerators=count), contiguous) for count in counts]
+            assert [best_s < math.inf for best_s in tried] == [False] * (len(tried) - 1) + [True]
         return
     found = place(problem, "it", contiguous=contiguous)
     assert found.loads == loads(problem, found.device_of)
@@ -103,13 +98,15 @@ def test_a_chain_is_cut_into_equal_parts() -> None:
 
 
 def test_several_chunks_are_never_worse_and_can_be_better() -> None:
-    """A heavy first and last node, light ones between that fit beside neither in order."""
-    seconds = [3.0, 1.0, 4.0, 4.0, 1.0, 3.0]
-    operators = tuple(Operator(v, f"n{v}", s, s, 0.0, 0.01) for v, s in enumerate(seconds))
-    problem = Problem(operators, tuple((v, v + 1) for v in range(5)), 4, 0, math.inf)
-    ordered, free = (place(problem, "it", contiguous=c) for c in (True, False))
-    assert free.load_s <= ordered.load_s
-    assert (free.gap, ordered.gap) == (0, 0)
+    """1 4 3 in a row on two devices: 5 in order, 4 if the ends share one."""
+    loads_s = []
+    for seconds in ([1.0, 3.0, 1.0, 3.0], [1.0, 4.0, 3.0]):
+        operators = tuple(Operator(v, f"n{v}", s, s, 0.0, 0.01) for v, s in enumerate(seconds))
+        problem = Problem(operators, tuple((v, v + 1) for v in range(len(seconds) - 1)), 2, 0, math.inf)
+        ordered, free = (place(problem, "it", contiguous=c) for c in (True, False))
+        assert (free.gap, ordered.gap) == (0, 0)
+        loads_s.append((ordered.load_s, free.load_s))
+    assert loads_s == [pytest.approx((4.01, 4.01)), pytest.approx((5.01, 4.02))]
     heavier = replace(
         problem, operators=(*operators[:1], replace(operators[1], accelerator_s=5.0), *operators[2:])
     )
