@@ -64,8 +64,7 @@ def _rows(
     runs = np.isfinite(items.accelerator_s)
     seconds = [np.where(runs, items.accelerator_s, 0.0)] * k + [items.cpu_s] * n_cpus
     accelerator = eye_array(k, n_devices)
-    differ, of_tensor = _circles(items)
-    share = items.nbytes / capacity_bytes if capacity_bytes else np.where(items.nbytes > 0, 2.0, 0.0)
+    differ, of_tensor = circles(items)
     rows = block_array(
         [
             [kron(np.ones((1, n_devices)), eye_array(n)), None, None],
@@ -75,7 +74,7 @@ def _rows(
                 kron(accelerator.T, items.tensor_s[None] / scale),
                 np.full((n_devices, 1), -1.0),
             ],
-            [kron(accelerator, share[None]), None, None],
+            [kron(accelerator, memory_shares(items, capacity_bytes)[None]), None, None],
         ],
         format="csr",
     )
@@ -84,7 +83,12 @@ def _rows(
     return rows, least, most
 
 
-def _circles(items: Items) -> tuple[csr_array, csr_array]:
+def memory_shares(items: Items, capacity_bytes: float) -> Float64:
+    """(n,) of a device's memory; 2, too much, of what has none."""
+    return items.nbytes / capacity_bytes if capacity_bytes else np.where(items.nbytes > 0, 2.0, 0.0)
+
+
+def circles(items: Items) -> tuple[csr_array, csr_array]:
     """(pins, n): each pin minus the one before it in its tensor, the last before the first; (pins, t): the
     tensor of each pin."""
     n, t, p = len(items), len(items.tensor_s), len(items.pins)
