@@ -58,13 +58,17 @@ std::vector<double> loads(const Problem& problem, const std::vector<int>& device
     return load;
 }
 
+bool supported(const Problem& problem, const std::vector<int>& device) {
+    for (int item = 0; item < problem.n_items(); ++item)
+        if (std::isinf(device[item] < problem.n_accelerators ? problem.accelerator_s[item] : problem.cpu_s[item]))
+            return false;
+    return true;
+}
+
 bool fits(const Problem& problem, const std::vector<int>& device) {
     std::vector<double> held(problem.n_devices(), 0.0);
-    for (int item = 0; item < problem.n_items(); ++item) {
-        const bool accelerator = device[item] < problem.n_accelerators;
-        if (std::isinf(accelerator ? problem.accelerator_s[item] : problem.cpu_s[item])) return false;
-        held[device[item]] += problem.nbytes[item];
-    }
+    for (int item = 0; item < problem.n_items(); ++item) held[device[item]] += problem.nbytes[item];
+    if (!supported(problem, device)) return false;
     return std::all_of(held.begin(), held.begin() + problem.n_accelerators,
                        [&](double bytes) { return bytes <= problem.capacity; });
 }
@@ -74,19 +78,23 @@ double most_loaded(const Problem& problem, const std::vector<int>& device) {
     return *std::max_element(load.begin(), load.end());
 }
 
-double absorbed_s(const Problem& problem, double cpu_s, double limit) {
+double absorbed_s(const Problem& problem, double cpu_s, double limit, bool tensors) {
     std::vector<int> order;
+    std::vector<double> worth_s = problem.accelerator_s;
     double absorbed = 0;
     for (int item = 0; item < problem.n_items(); ++item) {
-        if (std::isinf(problem.accelerator_s[item]) || problem.cpu_s[item] >= limit) continue;
+        if (problem.cpu_s[item] >= limit) continue;
+        if (std::isinf(worth_s[item])) worth_s[item] = 0;
+        if (tensors)
+            for (int t : problem.tensors_of[item]) worth_s[item] += problem.tensor_cost[t];
         if (problem.cpu_s[item] > 0) order.push_back(item);
-        else absorbed += problem.accelerator_s[item];
+        else absorbed += worth_s[item];
     }
-    const auto rate = [&](int item) { return problem.accelerator_s[item] / problem.cpu_s[item]; };
+    const auto rate = [&](int item) { return worth_s[item] / problem.cpu_s[item]; };
     std::sort(order.begin(), order.end(), [&](int a, int b) { return rate(a) > rate(b); });
     for (int item : order) {
         const double part = std::min(1.0, cpu_s / problem.cpu_s[item]);
-        absorbed += part * problem.accelerator_s[item];
+        absorbed += part * worth_s[item];
         cpu_s -= part * problem.cpu_s[item];
         if (cpu_s <= 0) break;
     }
@@ -108,7 +116,7 @@ double divided_work_bound(const Problem& problem) {
     const auto enough = [&](double load) {
         const double cpu_s = problem.n_cpus * load - cpu_only;
         if (cpu_s < 0) return false;
-        const double taken = problem.n_cpus ? absorbed_s(problem, cpu_s, INFINITY) : 0.0;
+        const double taken = problem.n_cpus ? absorbed_s(problem, cpu_s, INFINITY, false) : 0.0;
         return work <= problem.n_accelerators * load + taken;
     };
     double low = largest, high = std::max(everything, largest);

@@ -61,14 +61,16 @@ struct Solution {
 
 // Seconds of each device under a placement, summed afresh: (n_devices,)
 std::vector<double> loads(const Problem& problem, const std::vector<int>& device);
-bool fits(const Problem& problem, const std::vector<int>& device);  // memory and supported devices
+bool supported(const Problem& problem, const std::vector<int>& device);  // every item by its device
+bool fits(const Problem& problem, const std::vector<int>& device);       // that, and into memory
 double most_loaded(const Problem& problem, const std::vector<int>& device);
 
 // A bound on any placement, contiguous or not: work divided at will, tensors free.
 double divided_work_bound(const Problem& problem);
 // Most accelerator seconds that CPUs can take off the accelerators within `cpu_s` seconds of theirs in total, if
-// items could be divided; an item that takes `limit` or more on a CPU stays.
-double absorbed_s(const Problem& problem, double cpu_s, double limit);
+// items could be divided; an item that takes `limit` or more on a CPU stays. With `tensors`: and seconds that they
+// spare accelerators for tensors, as if each tensor were spared by each of its pins.
+double absorbed_s(const Problem& problem, double cpu_s, double limit, bool tensors);
 
 Solution solve_contiguous(const Problem& problem, const Budget& budget);
 

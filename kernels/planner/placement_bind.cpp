@@ -81,33 +81,61 @@ py::dict answer(const Solution& solution, const Budget& budget) {
     return all;
 }
 
+std::vector<int> placement_of(const Problem& problem, const Array<int32_t>& start) {
+    std::vector<int> device(start.data(), start.data() + start.size());
+    require(device.empty() || static_cast<int>(device.size()) == problem.n_items(), "start has not one device per item");
+    for (int d : device) require(d >= 0 && d < problem.n_devices(), "start names a device that is not there");
+    require(device.empty() || supported(problem, device), "start has an item on a device that does not support it");
+    return device;
+}
+
+template <typename Solve>
+py::dict solved(double budget_s, int64_t live_limit, const Solve& solve) {
+    require(budget_s >= 0, "budget_s is negative or no number");
+    require(live_limit > 0, "live_limit is not positive");
+    const Budget budget(budget_s, live_limit);
+    Solution solution;
+    {
+        const py::gil_scoped_release no_gil;
+        solution = solve(budget);
+    }
+    return answer(solution, budget);
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
-    const auto limits = [](double budget_s, int64_t live_limit) {
-        require(budget_s >= 0, "budget_s is negative or no number");
-        require(live_limit > 0, "live_limit is not positive");
-    };
     m.def(
         "solve_contiguous",
-        [limits](int n_devices, int n_cpus, const Array<double>& accelerator_s, const Array<double>& cpu_s,
-                 const Array<double>& nbytes, double capacity, const Array<int32_t>& edge_source,
-                 const Array<int32_t>& edge_dest, const Array<double>& tensor_cost, const Array<int32_t>& pin_start,
-                 const Array<int32_t>& pins, double budget_s, int64_t live_limit) {
-            limits(budget_s, live_limit);
+        [](int n_devices, int n_cpus, const Array<double>& accelerator_s, const Array<double>& cpu_s,
+           const Array<double>& nbytes, double capacity, const Array<int32_t>& edge_source,
+           const Array<int32_t>& edge_dest, const Array<double>& tensor_cost, const Array<int32_t>& pin_start,
+           const Array<int32_t>& pins, double budget_s, int64_t live_limit) {
             const Problem problem = problem_of(n_devices, n_cpus, accelerator_s, cpu_s, nbytes, capacity, edge_source,
                                                edge_dest, tensor_cost, pin_start, pins);
-            const Budget budget(budget_s, live_limit);
-            Solution solution;
-            {
-                const py::gil_scoped_release no_gil;
-                solution = solve_contiguous(problem, budget);
-            }
-            return answer(solution, budget);
+            return solved(budget_s, live_limit,
+                          [&](const Budget& budget) { return solve_contiguous(problem, budget); });
         },
         py::arg("n_devices"), py::arg("n_cpus"), py::arg("accelerator_s"), py::arg("cpu_s"), py::arg("nbytes"),
         py::arg("capacity"), py::arg("edge_source"), py::arg("edge_dest"), py::arg("tensor_cost"),
         py::arg("pin_start"), py::arg("pins"), py::arg("budget_s"), py::arg("live_limit"));
+    m.def(
+        "solve_chunks",
+        [](int n_devices, int n_cpus, const Array<double>& accelerator_s, const Array<double>& cpu_s,
+           const Array<double>& nbytes, double capacity, const Array<int32_t>& edge_source,
+           const Array<int32_t>& edge_dest, const Array<double>& tensor_cost, const Array<int32_t>& pin_start,
+           const Array<int32_t>& pins, double budget_s, int64_t live_limit, uint64_t seed,
+           const Array<int32_t>& start) {
+            const Problem problem = problem_of(n_devices, n_cpus, accelerator_s, cpu_s, nbytes, capacity, edge_source,
+                                               edge_dest, tensor_cost, pin_start, pins);
+            const std::vector<int> from = placement_of(problem, start);
+            return solved(budget_s, live_limit,
+                          [&](const Budget& budget) { return solve_chunks(problem, budget, seed, from); });
+        },
+        py::arg("n_devices"), py::arg("n_cpus"), py::arg("accelerator_s"), py::arg("cpu_s"), py::arg("nbytes"),
+        py::arg("capacity"), py::arg("edge_source"), py::arg("edge_dest"), py::arg("tensor_cost"),
+        py::arg("pin_start"), py::arg("pins"), py::arg("budget_s"), py::arg("live_limit"), py::arg("seed"),
+        py::arg("start"));
 }
 
 }  // namespace mpipipe::placement

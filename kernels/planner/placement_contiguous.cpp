@@ -31,9 +31,9 @@ class Search {
 
   private:
     Layer& layer(int accelerators, int cpus) { return layers_[accelerators * (problem_.n_cpus + 1) + cpus]; }
-    double capacity_s(int accelerators, int cpus) const;
     Rest rest(int accelerators, int cpus) const;
     bool is_useful(int accelerators, int cpus, const State& state, const Word* ideal);
+    bool is_dominated(const Layer& within, const std::vector<int32_t>& kept, const State& state, const Word* ideal);
     bool expand(int accelerators, int cpus);
     bool try_device(int accelerators, int cpus, int32_t index, bool on_cpu);
     void offer_all(int accelerators, int cpus, int32_t index, bool on_cpu);
@@ -43,7 +43,7 @@ class Search {
     const Problem& problem_;
     const Budget& budget_;
     Limits limits_;
-    std::vector<double> absorbed_;  // (n_cpus + 1,) accelerator seconds that so many CPUs can take off
+    std::vector<double> absorbed_, absorbed_with_tensors_;  // (n_cpus + 1,) see absorbed_s
     std::vector<Layer> layers_;     // (n_accelerators + 1) x (n_cpus + 1)
     Expansion expansion_;
     std::vector<Word> all_;         // the ideal of all items
@@ -56,8 +56,11 @@ Search::Search(const Problem& problem, const Budget& budget, Limits limits)
     : problem_(problem), budget_(budget), limits_(limits),
       layers_(static_cast<size_t>(problem.n_accelerators + 1) * (problem.n_cpus + 1), Layer(problem.n_items())),
       expansion_(problem, budget), all_(words_for(problem.n_items())) {
-    for (int cpus = 0; cpus <= problem.n_cpus; ++cpus)
-        absorbed_.push_back(absorbed_s(problem, cpus * limits.target, cpus ? limits.target : 0.0));
+    for (int cpus = 0; cpus <= problem.n_cpus; ++cpus) {
+        const double cpu_s = cpus * limits.target, limit = cpus ? limits.target : 0;
+        absorbed_.push_back(absorbed_s(problem, cpu_s, limit, false));
+        absorbed_with_tensors_.push_back(absorbed_s(problem, cpu_s, limit, true));
+    }
     for (int item = 0; item < problem.n_items(); ++item) {
         flip(all_.data(), item);
         all_hash_ ^= item_hash(item);
@@ -69,13 +72,10 @@ int64_t Search::states() const {
                            [](int64_t sum, const Layer& layer) { return sum + layer.size(); });
 }
 
-// Of what is left when so many devices are left.
-double Search::capacity_s(int accelerators, int cpus) const {
-    return accelerators * limits_.target + absorbed_[cpus];
-}
-
 Rest Search::rest(int accelerators, int cpus) const {
-    return {capacity_s(accelerators, cpus), cpus ? infinite : accelerators * problem_.capacity, cpus == 0};
+    const double capacity_s = accelerators * limits_.target;
+    return {capacity_s + absorbed_[cpus], capacity_s + absorbed_with_tensors_[cpus],
+            cpus ? infinite : accelerators * problem_.capacity};
 }
 
 // False: no better placement is missed without it. Enters the expansion.
@@ -88,17 +88,20 @@ bool Search::is_useful(int accelerators, int cpus, const State& state, const Wor
     if ((accelerators && cheaper(accelerators - 1, cpus)) || (cpus && cheaper(accelerators, cpus - 1))) return false;
     expansion_.enter(ideal);
     const Rest left = rest(problem_.n_accelerators - accelerators, problem_.n_cpus - cpus);
-    const double needed_s = expansion_.remaining_s() + (left.pays ? expansion_.crossing_s() : 0);
-    if (needed_s > left.capacity_s + tolerance * limits_.target) return false;
-    std::vector<Word> larger(ideal, ideal + all_.size());
-    for (int item : expansion_.next()) {
-        if (!expansion_.is_free(item)) continue;
-        flip(larger.data(), item);
-        const int32_t index = layer(accelerators, cpus).find(larger.data(), state.hash ^ item_hash(item));
-        if (index != Layer::none && layer(accelerators, cpus).state(index).load <= state.load) return false;
-        flip(larger.data(), item);
+    const double can_s = std::min(left.capacity_s, left.tensor_capacity_s - expansion_.crossing_s());
+    return expansion_.remaining_s() <= can_s + tolerance * limits_.target;
+}
+
+// An ideal of the same devices that holds J and more, as cheap, where what it holds more is free to take.
+bool Search::is_dominated(const Layer& within, const std::vector<int32_t>& kept, const State& state, const Word* ideal) {
+    for (int32_t index : kept) {
+        if (within.state(index).load > state.load) continue;
+        const Word* larger = within.ideal(index);
+        bool holds = true;
+        for (size_t w = 0; w < all_.size() && holds; ++w) holds = (ideal[w] & ~larger[w]) == 0;
+        if (holds && expansion_.is_free_to_grow(larger)) return true;
     }
-    return true;
+    return false;
 }
 
 // The last device takes everything that is left.
@@ -143,10 +146,14 @@ void Search::look_for_the_end(int accelerators, int cpus) {
 
 bool Search::expand(int accelerators, int cpus) {
     const Layer& from = layer(accelerators, cpus);
-    for (int32_t index = 0; index < from.size(); ++index) {
+    std::vector<int32_t> kept;
+    for (int32_t index : from.largest_first()) {
         if (budget_.over() || states() > budget_.states) return false;
         if (limits_.target <= limits_.proven) return true;
-        if (!is_useful(accelerators, cpus, from.state(index), from.ideal(index))) continue;
+        const State& state = from.state(index);
+        if (!is_useful(accelerators, cpus, state, from.ideal(index))) continue;
+        if (is_dominated(from, kept, state, from.ideal(index))) continue;
+        kept.push_back(index);
         if (accelerators < problem_.n_accelerators && !try_device(accelerators, cpus, index, false)) return false;
         if (cpus < problem_.n_cpus && !try_device(accelerators, cpus, index, true)) return false;
     }
@@ -197,7 +204,7 @@ class Rising {
             const double top = std::min(load_ * (1 - tolerance), most);
             const double target = bound_ + step >= bound_ + 0.7 * (top - bound_) ? top : bound_ + step;
             if (!search(target) || target >= most) break;
-            step *= 2;
+            step = load_ < top ? 0.5 * (load_ - bound_) : 2 * step;
         }
         none_ = device_.empty() && bound_ >= most;
     }
@@ -212,14 +219,16 @@ class Rising {
 
   private:
     bool search(double target) {
-        Search search(problem_, budget_, {target, bound_});
+        static const double alpha = getenv("ALPHA") ? atof(getenv("ALPHA")) : 0.5;
+        const double enough = bound_ + alpha * (target - bound_);
+        Search search(problem_, budget_, {target, enough});
         const auto found = search.run();
         ideals_ += search.states();
         if (found) {
             const double load = most_loaded(problem_, *found);
             if (load < load_) load_ = load, device_ = *found;
         }
-        if (search.finished()) bound_ = found ? load_ : std::max(bound_, target);
+        if (search.finished()) bound_ = !found ? std::max(bound_, target) : load_ > enough ? load_ : bound_;
         return search.finished();
     }
 

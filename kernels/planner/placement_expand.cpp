@@ -12,7 +12,7 @@ constexpr int64_t steps_per_look = 512;  // at the clock
 
 Expansion::Expansion(const Problem& problem, const Budget& budget)
     : problem_(problem), budget_(budget), gain_s_(problem.accelerator_s), inside_(problem.n_tensors()),
-      chain_s_(problem.n_items()), gone_(problem.n_items()), in_set_(problem.n_tensors()),
+      chain_s_(problem.n_items()), tail_s_(problem.n_items()), gone_(problem.n_items()), in_set_(problem.n_tensors()),
       outside_(problem.n_tensors()), set_(words_for(problem.n_items())) {
     for (double& seconds : gain_s_)
         if (std::isinf(seconds)) seconds = 0;
@@ -39,16 +39,6 @@ void Expansion::enter(const Word* ideal) {
             crossing_s_ += problem_.tensor_cost[t];
 }
 
-std::vector<int> Expansion::next() const {
-    std::vector<int> found;
-    for (int item = 0; item < problem_.n_items(); ++item) {
-        const auto& before = problem_.before[item];
-        if (!has(ideal_, item) && std::all_of(before.begin(), before.end(), [&](int p) { return has(ideal_, p); }))
-            found.push_back(item);
-    }
-    return found;
-}
-
 bool Expansion::is_free(int item) const {
     if (std::isinf(problem_.accelerator_s[item])) return true;  // a CPU will take it, which pays no tensor
     double begins_s = 0, saved_s = problem_.accelerator_s[item];
@@ -57,6 +47,30 @@ bool Expansion::is_free(int item) const {
         if (inside_[t] + 1 == static_cast<int>(problem_.pins[t].size())) saved_s += problem_.tensor_cost[t];
     }
     return begins_s <= saved_s * (1 + rounding);
+}
+
+// What is free stays free when more is inside, so any order that works will do: several passes along the items.
+bool Expansion::is_free_to_grow(const Word* larger) {
+    std::vector<int> left, added;
+    for (int item = 0; item < problem_.n_items(); ++item)
+        if (has(larger, item) && !has(ideal_, item)) left.push_back(item);
+    std::copy(ideal_, ideal_ + set_.size(), set_.begin());
+    for (size_t before = left.size() + 1; !left.empty() && left.size() < before;) {
+        before = left.size();
+        const auto grown = std::remove_if(left.begin(), left.end(), [&](int item) {
+            const auto& sources = problem_.before[item];
+            if (!std::all_of(sources.begin(), sources.end(), [&](int p) { return has(set_.data(), p); })) return false;
+            if (!is_free(item)) return false;
+            flip(set_.data(), item);
+            for (int t : problem_.tensors_of[item]) ++inside_[t];
+            added.push_back(item);
+            return true;
+        });
+        left.erase(grown, left.end());
+    }
+    for (int item : added)
+        for (int t : problem_.tensors_of[item]) --inside_[t];
+    return left.empty();
 }
 
 // An item is beyond reach where the heaviest chain that leads to it is too heavy for the next device.
@@ -80,17 +94,31 @@ void Expansion::open_window() {
             sums_.open_bytes += problem_.nbytes[item];
         }
     }
+    for (size_t i = window_.size(); i-- > 0;) {
+        const int item = window_[i];
+        tail_s_[item] = gain_s_[item];
+        for (int follower : problem_.after[item])
+            if (!gone_[follower] && problem_.before[follower].size() == 1) tail_s_[item] += tail_s_[follower];
+    }
+}
+
+// What S must take off so that the rest can do what is left.
+double Expansion::least_gain_s() const {
+    return remaining_s_ - std::min(rest_.capacity_s, rest_.tensor_capacity_s - sums_.crossing_s);
 }
 
 bool Expansion::may_lead_on() const {
     if (load_s() >= limits_.target) return false;
     if (!on_cpu_ && sums_.bytes > problem_.capacity) return false;
     if (remaining_bytes_ - sums_.bytes - sums_.open_bytes > rest_.bytes * (1 + rounding)) return false;
-    // What this device may still take off must leave no more than the rest can do.
     double most_s = sums_.gain_s + sums_.open_s;
     if (!on_cpu_) most_s = std::min(most_s, limits_.target - sums_.paid_s);
-    const double least_s = remaining_s_ + (rest_.pays ? sums_.crossing_s : 0) - rest_.capacity_s;
-    return least_s <= most_s + slack_s_;
+    return least_gain_s() <= most_s + slack_s_;
+}
+
+// A cheap test that spares most calls of leave_out: the items that follow this one alone go with it.
+bool Expansion::may_leave_out(int item) const {
+    return least_gain_s() <= sums_.gain_s + sums_.open_s - tail_s_[item] + slack_s_;
 }
 
 // Taking it adds nothing to this device, now or after further items (cuts are submodular), nor to any later one.
@@ -169,7 +197,7 @@ bool Expansion::next_alternative() {
         Decision& last = decisions_.back();
         restore(last);
         const int item = window_[last.position];
-        const bool other_way = last.taken && !last.forced;
+        const bool other_way = last.taken && !last.forced && may_leave_out(item);
         if (last.taken) untake(item);
         if (!other_way) {
             decisions_.pop_back();

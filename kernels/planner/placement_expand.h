@@ -21,9 +21,9 @@ struct Limits {
 
 // What the devices after the next one can do together.
 struct Rest {
-    double capacity_s;  // accelerator seconds, below the target
-    double bytes;       // infinite where a CPU is among them
-    bool pays;          // accelerators only: a tensor with pins on both sides costs one of them
+    double capacity_s;         // accelerator seconds of items, below the target
+    double tensor_capacity_s;  // of items and of the tensors with pins before and after, each paid at least once
+    double bytes;              // infinite where a CPU is among them
 };
 
 // Sums over J + S or over what is outside it; kept whole, so that taking a decision back brings no rounding.
@@ -46,11 +46,8 @@ class Expansion {
     double remaining_s() const { return remaining_s_; }  // accelerator seconds outside J
     double remaining_bytes() const { return remaining_bytes_; }
     double crossing_s() const { return crossing_s_; }    // tensors with pins inside and outside J
-    // Items outside J that J + item holds the predecessors of.
-    std::vector<int> next() const;
-    // True: J + item, reached at the cost of J, is no worse than J. Whatever device takes the item later saves its
-    // time and the tensors that end with it, and pays at most those that begin with it.
-    bool is_free(int item) const;
+    // True: `larger`, an ideal that holds J, is no worse than J if reached at no higher cost. Shown item by item.
+    bool is_free_to_grow(const Word* larger);
 
     // Offers J + S to `into` for every S that may be part of a placement of interest. `from` is the state of J,
     // `parent` its index. False: the budget ended.
@@ -65,6 +62,9 @@ class Expansion {
         bool forced;  // leaving it out leads to nothing better
     };
 
+    // True: J + S + item, reached at the cost of J + S, is no worse. Whatever device takes the item later saves
+    // its time and the tensors that end with it, and pays at most those that begin with it.
+    bool is_free(int item) const;
     double time_s(int item) const { return on_cpu_ ? problem_.cpu_s[item] : problem_.accelerator_s[item]; }
     double load_s() const { return sums_.work_s + sums_.paid_s; }
     void open_window();
@@ -73,6 +73,8 @@ class Expansion {
     void take(int position);
     void untake(int item);
     void leave_out(int item);
+    bool may_leave_out(int item) const;
+    double least_gain_s() const;
     void restore(const Decision& decision);
     bool next_alternative();
     bool is_dominated(double load) const;
@@ -99,6 +101,7 @@ class Expansion {
     int position_ = 0;               // of the next decision
     std::vector<int> window_;        // items that S may reach, in topological order
     std::vector<double> chain_s_;    // (n,) heaviest chain from J up to and with the item
+    std::vector<double> tail_s_;     // (n,) accelerator seconds that go with the item when it is left out, or fewer
     std::vector<char> gone_;         // (n,) left out, or beyond the window
     std::vector<int> in_set_;        // (t,) pins in S
     std::vector<int> outside_;       // (t,) pins that J + S will certainly not have

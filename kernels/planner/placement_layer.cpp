@@ -1,6 +1,8 @@
 #include "placement_layer.h"
 
 #include <algorithm>
+#include <bitset>
+#include <numeric>
 
 namespace mpipipe::placement {
 
@@ -29,6 +31,16 @@ bool Layer::offer(const Word* wanted, const State& state) {
     bits_.insert(bits_.end(), wanted, wanted + words_);
     if (2 * states_.size() > slots_.size()) grow();
     return true;
+}
+
+std::vector<int32_t> Layer::largest_first() const {
+    std::vector<int> count(states_.size());
+    for (size_t word = 0; word < bits_.size(); ++word)
+        count[word / words_] += static_cast<int>(std::bitset<word_bits>(bits_[word]).count());
+    std::vector<int32_t> order(states_.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return count[a] > count[b]; });
+    return order;
 }
 
 void Layer::grow() {

@@ -39,6 +39,7 @@ class Layer {
     const State& state(int32_t index) const { return states_[index]; }
     const Word* ideal(int32_t index) const { return &bits_[static_cast<size_t>(index) * words_]; }
     int32_t find(const Word* ideal, Word hash) const;             // or none
+    std::vector<int32_t> largest_first() const;                   // every state, by the size of its ideal
     bool offer(const Word* ideal, const State& state);            // false: known with no higher load
 
   private:

@@ -12,6 +12,7 @@ from graphs import arguments, bert_operators, grid, inception, items, parallel_c
 from mpipipe.planner.native import compiled
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="the compiled planner is not built")
+NOWHERE = np.array([], np.int32)
 BUDGET = {"budget_s": 60.0, "live_limit": 1_000_000}
 
 
@@ -92,11 +93,23 @@ def check_contiguous(problem: dict, optimum: float) -> None:
     assert is_contiguous(problem, found["device"])
 
 
+def check_chunks(problem: dict, optimum: float) -> None:
+    found = compiled.solve_chunks(**problem, **BUDGET, seed=1, start=NOWHERE)
+    if math.isinf(optimum):
+        assert found["status"] in ("infeasible", "budget")
+        return
+    assert found["status"] == "placed"
+    assert found["load"] == pytest.approx(optimum, rel=2e-6)
+    assert found["bound"] <= optimum * (1 + 1e-12)
+    assert most_loaded(problem, found["device"]) == pytest.approx(found["load"], rel=1e-12)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_tiny(seed):
     problem = tiny(seed, largest=6)
     contiguous, best = optima(problem)
     check_contiguous(problem, contiguous)
+    check_chunks(problem, best)
 
 
 @pytest.mark.full
@@ -105,3 +118,4 @@ def test_small(seed):
     problem = tiny(1000 + seed, largest=9)
     contiguous, best = optima(problem)
     check_contiguous(problem, contiguous)
+    check_chunks(problem, best)
