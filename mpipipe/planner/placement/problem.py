@@ -112,7 +112,7 @@ def ordering_edges(problem: Problem) -> list[tuple[int, int]]:
 
 
 def find_cycle(n: int, edges: Sequence[tuple[int, int]]) -> list[int] | None:
-    """Nodes of one cycle of a directed graph, in its order; None if there is none."""
+    """Nodes of one cycle of a directed graph, in its order from the smallest; None if there is none."""
     following: list[list[int]] = [[] for _ in range(n)]
     entering = [0] * n
     for a, b in edges:
@@ -132,7 +132,9 @@ def find_cycle(n: int, edges: Sequence[tuple[int, int]]) -> list[int] | None:
     while (v := before[path[-1]]) not in place:  # each stuck node has a stuck one before it
         place[v] = len(path)
         path.append(v)
-    return path[place[v] :][::-1]
+    cycle = path[place[v] :][::-1]
+    first = cycle.index(min(cycle))
+    return cycle[first:] + cycle[:first]
 
 
 def check(problem: Problem, source: str) -> None:

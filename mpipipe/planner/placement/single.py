@@ -1,10 +1,10 @@
-"""A lower bound from one device: of whatever is shared out over k accelerators, one of them has a k-th at least.
+"""A lower bound from one device: of what is shared out over k accelerators, one of them has a k-th at least.
 
     load >= least load of a set S of items with f(S) >= f(all) / k,   for any f >= 0 that adds up over items
 
-The least load, communication included, is a mixed-integer programme of a single device, without the symmetry of
-k alike ones. Two kinds of f: seconds of work, and the number of the j k + 1 heaviest items, of which one device
-has j + 1 (the pigeonhole principle).
+The least load, communication included, is a mixed-integer programme of a single device, without the symmetry
+of k alike ones. Two kinds of f: seconds of work, and the number of the j k + 1 heaviest items, of which one
+device has j + 1 (the pigeonhole principle).
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def single_device_bound_s(
     if not 0 < known_s < np.inf or len(items.pins) + len(items) > MOST_ROWS:
         return 0.0
     stays = items.cpu_s > known_s if n_cpus else np.ones(len(items), bool)
-    measures = [*_works(items, n_accelerators, n_cpus, known_s, stays), *_counts(items, n_accelerators, stays)]
+    measures = [
+        *_works(items, n_accelerators, n_cpus, known_s, stays),
+        *_counts(items, n_accelerators, stays),
+    ]
     for done, (measure, least) in enumerate(measures):
         left_s = end - time.perf_counter()
         if left_s > 0 and best_s < known_s:
@@ -46,7 +49,7 @@ def single_device_bound_s(
 def _works(
     items: Items, k: int, n_cpus: int, known_s: float, stays: NDArray[np.bool_]
 ) -> Iterator[tuple[Float64, float]]:
-    """Seconds on accelerators, of all items less what CPUs can take off, and of those that no CPU can have."""
+    """Seconds on accelerators: of all items less what CPUs can take off, and of items that stay there."""
     work = np.where(np.isfinite(items.accelerator_s), items.accelerator_s, 0.0)
     kinds = [(work, work.sum() - _absorbed_s(items, work, n_cpus * known_s, ~stays))]
     if n_cpus:

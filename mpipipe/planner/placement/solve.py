@@ -15,9 +15,12 @@ from mpipipe.planner.placement.items import Items, contract
 from mpipipe.planner.placement.mixed import PRECISION, solve_mixed
 from mpipipe.planner.placement.problem import Loads, Problem, check, gap, loads
 from mpipipe.planner.placement.search import solve_in_chunks, solve_in_order
+from mpipipe.planner.placement.single import single_device_bound_s
 from mpipipe.values import Int32, Value
 
-SHARE = 0.25  # of the budget, for the order and for the chunks each; what is left is for the proof
+SHARE = (
+    0.25  # of the budget, for the order, the chunks and their first bound each; the rest is for the programme
+)
 _ROUNDING = 1e-9  # of sums in another order, relative
 _FIT_S = 5.0  # for each number of devices of which a message says whether it would do
 
@@ -81,7 +84,7 @@ def _in_order(problem: Problem, budget_s: float) -> Found:
 
 
 def _in_chunks(problem: Problem, items: Items, started: float, budget_s: float) -> Found:
-    """From the contiguous placement by local search; then the programme proves it, or finds a better one."""
+    """From the contiguous placement by local search; then proved, or the programme finds a better one."""
     devices = _devices(problem)
     found, _ = _in_order(problem, budget_s * SHARE)
     start = np.zeros(len(items), np.int32) if found else None
@@ -91,8 +94,10 @@ def _in_chunks(problem: Problem, items: Items, started: float, budget_s: float) 
     known_s = min((loads(problem, device_of).most_s for device_of in found), default=math.inf)
     bound_s = simple_bound_s(items, problem.n_accelerators, problem.n_cpus)
     if bound_s < known_s * (1 - PRECISION):
-        left_s = started + budget_s - time.perf_counter()
-        solved = solve_mixed(items, *devices, known_s, left_s)
+        single_s = single_device_bound_s(items, *devices, known_s, budget_s * SHARE)
+        bound_s = max(bound_s, min(single_s, known_s))
+    if bound_s < known_s * (1 - PRECISION):
+        solved = solve_mixed(items, *devices, known_s, started + budget_s - time.perf_counter())
         found += [each for each in _by_operator(items, solved.device) if _holds(problem, each)]
         bound_s = max(bound_s, solved.bound_s)
     return found, bound_s
