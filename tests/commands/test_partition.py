@@ -252,7 +252,7 @@ def test_a_fault_of_the_json_is_named(run: Partition, given: object, said: str) 
         ),
         (
             PROFILE + "\tnode4 -- node2\n",
-            "graph: the graph has a cycle of 3 nodes, Conv2d(3, 8, kernel_size=(3, ",
+            "graph: the graph has a cycle of 3 nodes, Linear(in_features=8, out_feat",
         ),
     ],
 )
@@ -341,6 +341,7 @@ def test_a_file_that_cannot_be_read(
     assert capsys.readouterr().err.startswith(f"mpipipe: error: {path}: {said}")
 
 
+@pytest.mark.jobs
 def test_neither_torch_nor_mpi_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "graph.json").write_text(json.dumps(graph(2)))
     program = (
