@@ -18,7 +18,7 @@ constexpr double infinite = std::numeric_limits<double>::infinity();
 constexpr double progress = 1e-6;           // relative: a new best is better by so much at least
 constexpr int temperatures = 256;           // of a round, from hot to cold
 constexpr double cooling = 0.97329;         // to the power of `temperatures`: a thousandth
-constexpr double hottest = 0.064;           // of the goal
+constexpr double hottest = 0.256;           // of the goal
 constexpr int64_t moves_per_item = 3'000;    // in a round
 constexpr int64_t longest_round = 1'000'000;
 constexpr int64_t most_rounds = 24, most_moves = 8'000'000;  // the budget where time does not end it
@@ -28,8 +28,8 @@ class Annealer {
   public:
     Annealer(const Problem& problem, const Budget& budget, uint64_t seed, const std::vector<int>& start)
         : problem_(problem), budget_(budget), random_(seed), n_devices_(problem.n_devices()),
-          bound_(divided_work_bound(problem)), device_(start), held_pins_(size_t(problem.n_tensors()) * n_devices_),
-          load_(n_devices_), bytes_(n_devices_), seen_(problem.n_items()) {
+          bound_(divided_work_bound(problem)), device_(start), goal_(upper_limit(problem)),
+          held_pins_(static_cast<size_t>(problem.n_tensors()) * n_devices_), load_(n_devices_), bytes_(n_devices_), seen_(problem.n_items()) {
         if (start.empty()) scatter();
         rebuild();
         keep_if_better();
@@ -152,7 +152,7 @@ class Annealer {
     }
 
     bool cool(int64_t moves_per_temperature) {
-        double temperature = hottest * goal_ / static_cast<double>(1 << random_.below(7));
+        double temperature = hottest * goal_ / static_cast<double>(1 << random_.below(9));
         for (int t = 0; t < temperatures; ++t, temperature *= cooling) {
             if (budget_.over()) return false;
             for (int64_t i = 0; i < moves_per_temperature; ++i) {
@@ -166,15 +166,16 @@ class Annealer {
     }
 
     void keep_if_better() {
-        if (fits(problem_, device_)) {
-            const double load = most_loaded(problem_, device_);
-            if (load < best_load_) best_load_ = load, best_ = device_;
-        }
-        goal_ = (best_.empty() ? *std::max_element(load_.begin(), load_.end()) : best_load_) * (1 - progress);
+        if (!fits(problem_, device_)) return;
+        const double load = most_loaded(problem_, device_);
+        if (load >= best_load_) return;
+        best_load_ = load;
+        best_ = device_;
+        goal_ = best_load_ * (1 - progress);
     }
 
     void restart() {
-        if (!best_.empty() && random_.uniform() < 0.85) device_ = best_;
+        if (!best_.empty() && random_.uniform() < 0.75) device_ = best_;
         else scatter();
         rebuild();
     }
@@ -184,10 +185,12 @@ class Annealer {
     Random random_;
     const int n_devices_;
     const double bound_;
-    std::vector<int> device_, best_;  // (n,)
-    std::vector<int> held_pins_;      // (t, n_devices)
+    std::vector<int> device_;  // (n,)
+    double goal_;  // until something fits in memory, whatever fits
+    std::vector<int> best_;  // (n,) empty: none yet
+    double best_load_ = infinite;
+    std::vector<int> held_pins_;        // (t, n_devices)
     std::vector<double> load_, bytes_;  // (n_devices,)
-    double best_load_ = infinite, goal_ = infinite;
     std::vector<int> group_;
     std::vector<int64_t> seen_;  // (n,) the last visit
     int64_t visit_ = 0;
