@@ -29,29 +29,41 @@ def place_linearly(items: Items, n_accelerators: int, n_cpus: int, capacity_byte
 
 
 def orders(items: Items) -> list[list[int]]:
-    """Topological orders that differ in what they finish first: depth, breadth, late and early items, light
-    and heavy ones, each from the front and from the back."""
+    """Topological orders that differ in what they finish first: as the items are numbered, branch by branch,
+    level by level, heavy ones early; and as late as readers allow, so that a weight comes right before its use."""
     n = len(items)
-    found: list[list[int]] = []
     edges = list(zip(items.edge_source.tolist(), items.edge_dest.tolist(), strict=True))
-    for back in (False, True):
-        arcs = [(n - 1 - b, n - 1 - a) for a, b in edges] if back else edges
-        for priority in _priorities(n, arcs, items.accelerator_s[::-1] if back else items.accelerator_s):
-            order = topological(n, arcs, priority)
-            found.append([n - 1 - v for v in reversed(order)] if back else order)
-    return [list(order) for order in dict.fromkeys(map(tuple, found))]
-
-
-def _priorities(n: int, edges: list[tuple[int, int]], seconds: Float64) -> list[list[float]]:
+    back = [(n - 1 - b, n - 1 - a) for a, b in edges]
     early, late = np.zeros(n), np.zeros(n)
-    deep = np.arange(n, dtype=float)
     for a, b in sorted(edges):
         early[b] = max(early[b], early[a] + 1)
     for a, b in sorted(edges, reverse=True):
         late[a] = min(late[a], late[b] - 1)
-        deep[a] = min(deep[a], deep[b])  # as soon as its first reader would be
-    index = np.arange(n, dtype=float)
-    return [[float(x) for x in p] for p in (index, -index, early, late, deep, -seconds)]
+    priorities = (np.arange(n), -np.arange(n), early, late, -items.accelerator_s)
+    found = [topological(n, edges, priority.tolist()) for priority in priorities]
+    found += [_after_needs(n, edges, sign) for sign in (1, -1)]
+    found += [[n - 1 - v for v in reversed(_after_needs(n, back, sign))] for sign in (1, -1)]
+    return [list(order) for order in dict.fromkeys(map(tuple, found))]
+
+
+def _after_needs(n: int, edges: list[tuple[int, int]], sign: int) -> list[int]:
+    """Depth first from the last items: each comes right after what it needs and nobody has needed before.
+    sign: 1 or -1, the order among needs."""
+    needs: list[list[int]] = [[] for _ in range(n)]
+    for a, b in edges:
+        needs[b].append(a)
+    read = {a for a, _ in edges}
+    order: dict[int, None] = {}
+    for end in (v for v in range(n) if v not in read):
+        stack = [(end, False)]
+        while stack:
+            v, done = stack.pop()
+            if done:
+                order[v] = None
+            elif v not in order:
+                stack.append((v, True))
+                stack += [(a, False) for a in sorted(needs[v], key=lambda a: -sign * a)]
+    return list(order)
 
 
 def segments(items: Items, order: list[int], capacity_bytes: float) -> tuple[Float64, Float64]:
