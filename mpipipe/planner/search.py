@@ -58,7 +58,9 @@ def _plan_in(
     program: Program | None = None
     placed, n_ranks = in_order(costs, order), len(order)
     starts = [
-        partition(placed, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied, update).cuts
+        partition(
+            placed, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied, update
+        ).cuts
         for update in (False, True)
     ]
 
