@@ -30,7 +30,7 @@ def place_linearly(items: Items, n_accelerators: int, n_cpus: int, capacity_byte
 
 def orders(items: Items) -> list[list[int]]:
     """Topological orders that differ in what they finish first: as the items are numbered, branch by branch,
-    level by level, heavy ones early; and as late as readers allow, so that a weight comes right before its use."""
+    level by level, heavy ones early; and as late as readers allow: a weight comes right before its use."""
     n = len(items)
     edges = list(zip(items.edge_source.tolist(), items.edge_dest.tolist(), strict=True))
     back = [(n - 1 - b, n - 1 - a) for a, b in edges]
