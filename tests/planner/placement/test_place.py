@@ -14,6 +14,7 @@ from mpipipe.planner.placement import Operator, Problem, is_contiguous, loads, p
 from mpipipe.planner.placement.items import contract
 from mpipipe.planner.placement.linear import place_linearly
 from mpipipe.planner.placement.mixed import solve_mixed
+from mpipipe.planner.placement.single import single_device_bound_s
 
 
 def chain(n: int, n_accelerators: int, capacity_bytes: float = math.inf, n_cpus: int = 0) -> Problem:
@@ -88,6 +89,27 @@ def test_the_programme_bounds_every_placement() -> None:
             items, problem.n_accelerators, problem.n_cpus, problem.capacity_bytes, math.inf, 10.0
         )
         assert solved.bound_s == pytest.approx(brute_force_s(problem, contiguous=False), rel=1e-6, abs=1e-6)
+
+
+def test_the_bound_from_one_device_is_below_every_placement() -> None:
+    tight = 0
+    for seed in range(300, 320):
+        problem = random_problem(seed)
+        items, best_s = contract(problem, contiguous=False), brute_force_s(problem, contiguous=False)
+        devices = (problem.n_accelerators, problem.n_cpus, problem.capacity_bytes)
+        for known_s in (best_s, 2 * best_s):
+            bound_s = single_device_bound_s(items, *devices, known_s, 10.0)
+            assert bound_s <= best_s * (1 + 1e-6)
+            tight += bound_s > best_s * (1 - 1e-6)
+    assert tight > 15
+
+
+def test_of_five_equal_layers_on_two_devices_one_has_three_and_its_messages() -> None:
+    """Work shared out would be 2.5 seconds; three neighbours take 3, and a message at one end at least."""
+    problem = chain(5, 2)
+    items = contract(problem, contiguous=False)
+    assert single_device_bound_s(items, 2, 0, math.inf, 4.0, 10.0) == pytest.approx(3.1)
+    assert place(problem, "it").load_s == pytest.approx(3.1)
 
 
 def test_a_chain_is_cut_into_equal_parts() -> None:
