@@ -17,6 +17,7 @@ namespace mpipipe::placement {
 namespace {
 
 constexpr double tolerance = 1e-9;  // relative; a placement better by less is not looked for
+constexpr double growth = 1.5;       // of the steps from one target to the next
 constexpr int first_targets = 64;   // the first one lies this fraction of the gap above the bound
 constexpr double infinite = std::numeric_limits<double>::infinity();
 
@@ -114,7 +115,7 @@ void Search::offer_all(int accelerators, int cpus, int32_t index, bool on_cpu) {
         bytes += problem_.nbytes[item];
     }
     if (load >= limits_.target || (!on_cpu && bytes > problem_.capacity)) return;
-    load = std::max({load, from.state(index).load, limits_.proven});
+    load = std::max({load, from.state(index).load, limits_.enough});
     layer(accelerators + !on_cpu, cpus + on_cpu).offer(all_.data(), {all_hash_, load, index, on_cpu});
 }
 
@@ -149,7 +150,7 @@ bool Search::expand(int accelerators, int cpus) {
     std::vector<int32_t> kept;
     for (int32_t index : from.largest_first()) {
         if (budget_.over() || states() > budget_.states) return false;
-        if (limits_.target <= limits_.proven) return true;
+        if (limits_.target <= limits_.enough) return true;
         const State& state = from.state(index);
         if (!is_useful(accelerators, cpus, state, from.ideal(index))) continue;
         if (is_dominated(from, kept, state, from.ideal(index))) continue;
@@ -162,7 +163,7 @@ bool Search::expand(int accelerators, int cpus) {
 
 std::optional<std::vector<int>> Search::run() {
     const std::vector<Word> nothing(all_.size());
-    layer(0, 0).offer(nothing.data(), {0, limits_.proven, Layer::none, false});
+    layer(0, 0).offer(nothing.data(), {0, limits_.enough, Layer::none, false});
     finished_ = true;
     for (int used = 0; used < problem_.n_devices() && finished_; ++used)
         for (int cpus = std::max(0, used - problem_.n_accelerators); cpus <= std::min(used, problem_.n_cpus); ++cpus)
@@ -200,11 +201,13 @@ class Rising {
     void run() {
         const double most = upper_limit(problem_);
         double step = (std::min(load_, most) - bound_) / first_targets;
+        bool near = false;  // the last search found something: the optimum is within its step
         while (!finished() && !budget_.over()) {
             const double top = std::min(load_ * (1 - tolerance), most);
-            const double target = bound_ + step >= bound_ + 0.7 * (top - bound_) ? top : bound_ + step;
-            if (!search(target) || target >= most) break;
-            step = load_ < top ? 0.5 * (load_ - bound_) : 2 * step;
+            const double target = near || bound_ + step >= bound_ + 0.7 * (top - bound_) ? top : bound_ + step;
+            if (!search(target, near ? bound_ : 0.5 * (bound_ + target)) || target >= most) break;
+            near = load_ < top;
+            step *= growth;
         }
         none_ = device_.empty() && bound_ >= most;
     }
@@ -218,18 +221,17 @@ class Rising {
     }
 
   private:
-    bool search(double target) {
-        static const double alpha = getenv("ALPHA") ? atof(getenv("ALPHA")) : 0.5;
-        const double enough = bound_ + alpha * (target - bound_);
+    // Placements with loads from `enough` to the target are told apart, lower ones need not be.
+    bool search(double target, double enough) {
         Search search(problem_, budget_, {target, enough});
         const auto found = search.run();
         ideals_ += search.states();
-        if (found) {
-            const double load = most_loaded(problem_, *found);
-            if (load < load_) load_ = load, device_ = *found;
-        }
-        if (search.finished()) bound_ = !found ? std::max(bound_, target) : load_ > enough ? load_ : bound_;
-        return search.finished();
+        const double load = found ? most_loaded(problem_, *found) : infinite;
+        if (load < load_) load_ = load, device_ = *found;
+        if (!search.finished()) return false;
+        if (!found) bound_ = std::max(bound_, target);
+        else if (load > enough || enough <= bound_) bound_ = load;
+        return true;
     }
 
     const Problem& problem_;
