@@ -177,10 +177,9 @@ def test_a_placement_costs_what_the_objective_says() -> None:
 def test_a_linear_split_is_the_best_of_its_order() -> None:
     problem = chain(7, 3, capacity_bytes=30.0)
     items = contract(problem, contiguous=True)
-    device = place_linearly(items, 3, 0, 30.0)
-    assert device is not None
+    (device,) = place_linearly(items, 3, 0, 30.0)
     assert loads(problem, device.tolist()).most_s == pytest.approx(brute_force_s(problem, contiguous=True))
-    assert place_linearly(items, 2, 0, 30.0) is None
+    assert place_linearly(items, 2, 0, 30.0) == []
 
 
 # -- what cannot be --------------------------------------------------------------------------------
