@@ -21,7 +21,7 @@ def place_linearly(
     items: Items, n_accelerators: int, n_cpus: int, capacity_bytes: float, budget_s: float = np.inf
 ) -> list[Int32]:
     """The best device of each item (n,) over several topological orders, accelerators in their order before
-    the CPUs; none if no segments of these orders fit into memory. After `budget_s` no further order begins."""
+    the CPUs; none if no segments of these orders fit into memory. After `budget_s` no other order begins."""
     end, best_s = time.perf_counter() + budget_s, np.inf
     best: list[Int32] = []
     for order in orders(items):

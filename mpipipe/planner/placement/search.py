@@ -22,8 +22,8 @@ def solve_in_order(
 ) -> tuple[list[Int32], float]:
     """Contiguous placements by item, none if nothing is found, and the bound; inf: nothing fits.
 
-    Exact over all ideals of the items. Where that does not end in time, or is not there, also by segments of some
-    topological orders.
+    Exact over all ideals of the items. Where that does not end in time, or is not there, also by segments of
+    some topological orders.
     """
     devices = (n_accelerators, n_cpus, capacity_bytes)
     if compiled is None:
