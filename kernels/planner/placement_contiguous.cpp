@@ -21,6 +21,16 @@ constexpr double growth = 1.5;       // of the steps from one target to the next
 constexpr int first_targets = 64;   // the first one lies this fraction of the gap above the bound
 constexpr double infinite = std::numeric_limits<double>::infinity();
 
+constexpr double largest_loss = 1e-3, largest_cpu_loss = 2e-2;  // of the bound: what relax may cut off an item
+
+// The devices of the items that became `item_of`; nothing from nothing.
+std::vector<int> expanded(const std::vector<int>& device, const std::vector<int>& item_of) {
+    std::vector<int> all;
+    if (!device.empty())
+        for (int item : item_of) all.push_back(device[item]);
+    return all;
+}
+
 class Search {
   public:
     Search(const Problem& problem, const Budget& budget, Limits limits);
@@ -195,8 +205,8 @@ std::vector<int> Search::placement() const {
 // The bound, the best placement so far and the searches that bring the two together.
 class Rising {
   public:
-    Rising(const Problem& problem, const Budget& budget, double bound, BestOrder known)
-        : problem_(problem), budget_(budget), bound_(bound), load_(known.chain.load), device_(known.chain.device) {}
+    Rising(const Problem& problem, const Budget& budget, double bound, double load, std::vector<int> device)
+        : problem_(problem), budget_(budget), bound_(bound), load_(load), device_(std::move(device)) {}
 
     void run() {
         const double most = upper_limit(problem_);
@@ -242,29 +252,47 @@ class Rising {
     int64_t ideals_ = 0;
 };
 
-Solution solve_merged(const Problem& problem, const Budget& budget) {
-    const double bound = divided_work_bound(problem) * (1 - 1e-12);
-    if (std::isinf(bound)) return {Status::infeasible, {}, infinite, infinite, 0};
+struct Known {
+    double bound;
+    double load;
+    std::vector<int> device;  // empty: none
+};
+
+Solution improve_on(const Problem& problem, const Budget& budget, Known known) {
     Random random(1);
-    BestOrder best = best_order(problem, bound, budget, random);
-    // Deciding along a good order finds good placements, and ideals of neighbours, first.
+    const BestOrder best = best_order(problem, known.bound, budget, random);
+    if (best.chain.load < known.load) known.load = best.chain.load, known.device = best.chain.device;
+    // Deciding along a good order finds good placements first.
     std::vector<int> order = best.order;
     if (order.empty()) order = topological_order(problem, Preference::newest, random);
     const Merged numbered = renumber(problem, order);
-    BestOrder known{{best.chain.load, {}, {}}, {}};
-    if (!best.chain.device.empty()) {
-        known.chain.device.resize(problem.n_items());
-        for (int item = 0; item < problem.n_items(); ++item)
-            known.chain.device[numbered.item_of[item]] = best.chain.device[item];
-    }
-    Rising rising(numbered.problem, budget, bound, known);
+    std::vector<int> device(known.device.size());
+    for (size_t item = 0; item < device.size(); ++item) device[numbered.item_of[item]] = known.device[item];
+    Rising rising(numbered.problem, budget, known.bound, known.load, std::move(device));
     rising.run();
     Solution solution = rising.solution();
-    if (solution.status == Status::placed) {
-        std::vector<int> device(problem.n_items());
-        for (int item = 0; item < problem.n_items(); ++item) device[item] = solution.device[numbered.item_of[item]];
-        solution.device = std::move(device);
+    solution.device = expanded(solution.device, numbered.item_of);
+    return solution;
+}
+
+// First the problem with small side branches joined to what they feed: its bound holds, and often so does its
+// placement. What is still open is left to the problem itself.
+Solution solve_merged(const Problem& problem, const Budget& budget) {
+    Known known{divided_work_bound(problem) * (1 - 1e-12), infinite, {}};
+    if (std::isinf(known.bound)) return {Status::infeasible, {}, infinite, infinite, 0};
+    const Merged relaxed = relax(problem, largest_loss * known.bound, largest_cpu_loss * known.bound);
+    int64_t ideals = 0;
+    if (relaxed.problem.n_items() < problem.n_items()) {
+        const Solution easier = improve_on(relaxed.problem, budget, {known.bound, infinite, {}});
+        if (easier.status == Status::infeasible) return easier;
+        known.bound = std::max(known.bound, easier.bound);
+        known.device = expanded(easier.device, relaxed.item_of);
+        if (!known.device.empty() && fits(problem, known.device)) known.load = most_loaded(problem, known.device);
+        else known.device.clear();
+        ideals = easier.ideals;
     }
+    Solution solution = improve_on(problem, budget, std::move(known));
+    solution.ideals += ideals;
     return solution;
 }
 
@@ -277,9 +305,7 @@ Solution solve_contiguous(const Problem& problem, const Budget& budget) {
     if (all_bytes <= small.capacity) std::fill(small.nbytes.begin(), small.nbytes.end(), 0.0);  // they never bind
     Solution solution = solve_merged(small, budget);
     if (solution.status != Status::placed) return solution;
-    std::vector<int> device(problem.n_items());
-    for (int item = 0; item < problem.n_items(); ++item) device[item] = solution.device[merged.item_of[item]];
-    solution.device = std::move(device);
+    solution.device = expanded(solution.device, merged.item_of);
     const double load = most_loaded(problem, solution.device);
     solution.bound = solution.bound >= solution.load ? load : std::min(solution.bound, load);
     solution.load = load;
