@@ -11,6 +11,7 @@ from placement_cases import brute_force_s, random_problem
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.placement import Operator, Problem, is_contiguous, loads, place, search
+from mpipipe.planner.placement.bounds import simple_bound_s
 from mpipipe.planner.placement.items import contract
 from mpipipe.planner.placement.linear import place_linearly
 from mpipipe.planner.placement.mixed import solve_mixed
@@ -180,6 +181,20 @@ def test_a_linear_split_is_the_best_of_its_order() -> None:
     (device,) = place_linearly(items, 3, 0, 30.0)
     assert loads(problem, device.tolist()).most_s == pytest.approx(brute_force_s(problem, contiguous=True))
     assert place_linearly(items, 2, 0, 30.0) == []
+
+
+def test_the_simple_bound_is_below_every_placement_and_met_where_work_can_be_parted() -> None:
+    for seed in range(400, 440):
+        problem = random_problem(seed)
+        items = contract(problem, contiguous=False)
+        bound_s = simple_bound_s(items, problem.n_accelerators, problem.n_cpus)
+        assert bound_s <= brute_force_s(problem, contiguous=False) * (1 + 1e-12)
+    halves = Problem(tuple(Operator(v, "n", 1.0, 2.0, 0.0, 0.0) for v in range(5)), (), 2, 1, math.inf)
+    assert (
+        simple_bound_s(contract(halves, contiguous=False), 2, 1)
+        == brute_force_s(halves, contiguous=False)
+        == 2.0
+    )
 
 
 # -- what cannot be --------------------------------------------------------------------------------
