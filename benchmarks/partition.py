@@ -85,8 +85,10 @@ def placed(name: str, problem: Problem, contiguous: bool, budget_s: float) -> di
 
 def _linear_s(problem: Problem) -> float:
     items = contract(problem, contiguous=True)
-    device = place_linearly(items, problem.n_accelerators, problem.n_cpus, problem.capacity_bytes)
-    return math.inf if device is None else loads(problem, device[items.of_operator].tolist()).most_s
+    found = place_linearly(items, problem.n_accelerators, problem.n_cpus, problem.capacity_bytes)
+    return min(
+        (loads(problem, device[items.of_operator].tolist()).most_s for device in found), default=math.inf
+    )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -17,8 +17,19 @@ namespace mpipipe::placement {
 namespace {
 
 constexpr double tolerance = 1e-9;  // relative; a placement better by less is not looked for
+constexpr double growth = 1.5;       // of the steps from one target to the next
 constexpr int first_targets = 64;   // the first one lies this fraction of the gap above the bound
 constexpr double infinite = std::numeric_limits<double>::infinity();
+
+constexpr double largest_loss = 1e-3, largest_cpu_loss = 2e-2;  // of the bound: what relax may cut off an item
+
+// The devices of the items that became `item_of`; nothing from nothing.
+std::vector<int> expanded(const std::vector<int>& device, const std::vector<int>& item_of) {
+    std::vector<int> all;
+    if (!device.empty())
+        for (int item : item_of) all.push_back(device[item]);
+    return all;
+}
 
 class Search {
   public:
@@ -114,7 +125,7 @@ void Search::offer_all(int accelerators, int cpus, int32_t index, bool on_cpu) {
         bytes += problem_.nbytes[item];
     }
     if (load >= limits_.target || (!on_cpu && bytes > problem_.capacity)) return;
-    load = std::max({load, from.state(index).load, limits_.proven});
+    load = std::max({load, from.state(index).load, limits_.enough});
     layer(accelerators + !on_cpu, cpus + on_cpu).offer(all_.data(), {all_hash_, load, index, on_cpu});
 }
 
@@ -149,7 +160,7 @@ bool Search::expand(int accelerators, int cpus) {
     std::vector<int32_t> kept;
     for (int32_t index : from.largest_first()) {
         if (budget_.over() || states() > budget_.states) return false;
-        if (limits_.target <= limits_.proven) return true;
+        if (limits_.target <= limits_.enough) return true;
         const State& state = from.state(index);
         if (!is_useful(accelerators, cpus, state, from.ideal(index))) continue;
         if (is_dominated(from, kept, state, from.ideal(index))) continue;
@@ -162,7 +173,7 @@ bool Search::expand(int accelerators, int cpus) {
 
 std::optional<std::vector<int>> Search::run() {
     const std::vector<Word> nothing(all_.size());
-    layer(0, 0).offer(nothing.data(), {0, limits_.proven, Layer::none, false});
+    layer(0, 0).offer(nothing.data(), {0, limits_.enough, Layer::none, false});
     finished_ = true;
     for (int used = 0; used < problem_.n_devices() && finished_; ++used)
         for (int cpus = std::max(0, used - problem_.n_accelerators); cpus <= std::min(used, problem_.n_cpus); ++cpus)
@@ -194,17 +205,19 @@ std::vector<int> Search::placement() const {
 // The bound, the best placement so far and the searches that bring the two together.
 class Rising {
   public:
-    Rising(const Problem& problem, const Budget& budget, double bound, BestOrder known)
-        : problem_(problem), budget_(budget), bound_(bound), load_(known.chain.load), device_(known.chain.device) {}
+    Rising(const Problem& problem, const Budget& budget, double bound, double load, std::vector<int> device)
+        : problem_(problem), budget_(budget), bound_(bound), load_(load), device_(std::move(device)) {}
 
     void run() {
         const double most = upper_limit(problem_);
         double step = (std::min(load_, most) - bound_) / first_targets;
+        bool near = false;  // the last search found something: the optimum is within its step
         while (!finished() && !budget_.over()) {
             const double top = std::min(load_ * (1 - tolerance), most);
-            const double target = bound_ + step >= bound_ + 0.7 * (top - bound_) ? top : bound_ + step;
-            if (!search(target) || target >= most) break;
-            step = load_ < top ? 0.5 * (load_ - bound_) : 2 * step;
+            const double target = near || bound_ + step >= bound_ + 0.7 * (top - bound_) ? top : bound_ + step;
+            if (!search(target, near ? bound_ : 0.5 * (bound_ + target)) || target >= most) break;
+            near = load_ < top;
+            step *= growth;
         }
         none_ = device_.empty() && bound_ >= most;
     }
@@ -218,18 +231,17 @@ class Rising {
     }
 
   private:
-    bool search(double target) {
-        static const double alpha = getenv("ALPHA") ? atof(getenv("ALPHA")) : 0.5;
-        const double enough = bound_ + alpha * (target - bound_);
+    // Placements with loads from `enough` to the target are told apart, lower ones need not be.
+    bool search(double target, double enough) {
         Search search(problem_, budget_, {target, enough});
         const auto found = search.run();
         ideals_ += search.states();
-        if (found) {
-            const double load = most_loaded(problem_, *found);
-            if (load < load_) load_ = load, device_ = *found;
-        }
-        if (search.finished()) bound_ = !found ? std::max(bound_, target) : load_ > enough ? load_ : bound_;
-        return search.finished();
+        const double load = found ? most_loaded(problem_, *found) : infinite;
+        if (load < load_) load_ = load, device_ = *found;
+        if (!search.finished()) return false;
+        if (!found) bound_ = std::max(bound_, target);
+        else if (load > enough || enough <= bound_) bound_ = load;
+        return true;
     }
 
     const Problem& problem_;
@@ -240,29 +252,47 @@ class Rising {
     int64_t ideals_ = 0;
 };
 
-Solution solve_merged(const Problem& problem, const Budget& budget) {
-    const double bound = divided_work_bound(problem) * (1 - 1e-12);
-    if (std::isinf(bound)) return {Status::infeasible, {}, infinite, infinite, 0};
+struct Known {
+    double bound;
+    double load;
+    std::vector<int> device;  // empty: none
+};
+
+Solution improve_on(const Problem& problem, const Budget& budget, Known known) {
     Random random(1);
-    BestOrder best = best_order(problem, bound, budget, random);
-    // Deciding along a good order finds good placements, and ideals of neighbours, first.
+    const BestOrder best = best_order(problem, known.bound, budget, random);
+    if (best.chain.load < known.load) known.load = best.chain.load, known.device = best.chain.device;
+    // Deciding along a good order finds good placements first.
     std::vector<int> order = best.order;
     if (order.empty()) order = topological_order(problem, Preference::newest, random);
     const Merged numbered = renumber(problem, order);
-    BestOrder known{{best.chain.load, {}, {}}, {}};
-    if (!best.chain.device.empty()) {
-        known.chain.device.resize(problem.n_items());
-        for (int item = 0; item < problem.n_items(); ++item)
-            known.chain.device[numbered.item_of[item]] = best.chain.device[item];
-    }
-    Rising rising(numbered.problem, budget, bound, known);
+    std::vector<int> device(known.device.size());
+    for (size_t item = 0; item < device.size(); ++item) device[numbered.item_of[item]] = known.device[item];
+    Rising rising(numbered.problem, budget, known.bound, known.load, std::move(device));
     rising.run();
     Solution solution = rising.solution();
-    if (solution.status == Status::placed) {
-        std::vector<int> device(problem.n_items());
-        for (int item = 0; item < problem.n_items(); ++item) device[item] = solution.device[numbered.item_of[item]];
-        solution.device = std::move(device);
+    solution.device = expanded(solution.device, numbered.item_of);
+    return solution;
+}
+
+// First the problem with small side branches joined to what they feed: its bound holds, and often so does its
+// placement. What is still open is left to the problem itself.
+Solution solve_merged(const Problem& problem, const Budget& budget) {
+    Known known{divided_work_bound(problem) * (1 - 1e-12), infinite, {}};
+    if (std::isinf(known.bound)) return {Status::infeasible, {}, infinite, infinite, 0};
+    const Merged relaxed = relax(problem, largest_loss * known.bound, largest_cpu_loss * known.bound);
+    int64_t ideals = 0;
+    if (relaxed.problem.n_items() < problem.n_items()) {
+        const Solution easier = improve_on(relaxed.problem, budget, {known.bound, infinite, {}});
+        if (easier.status == Status::infeasible) return easier;
+        known.bound = std::max(known.bound, easier.bound);
+        known.device = expanded(easier.device, relaxed.item_of);
+        if (!known.device.empty() && fits(problem, known.device)) known.load = most_loaded(problem, known.device);
+        else known.device.clear();
+        ideals = easier.ideals;
     }
+    Solution solution = improve_on(problem, budget, std::move(known));
+    solution.ideals += ideals;
     return solution;
 }
 
@@ -275,9 +305,7 @@ Solution solve_contiguous(const Problem& problem, const Budget& budget) {
     if (all_bytes <= small.capacity) std::fill(small.nbytes.begin(), small.nbytes.end(), 0.0);  // they never bind
     Solution solution = solve_merged(small, budget);
     if (solution.status != Status::placed) return solution;
-    std::vector<int> device(problem.n_items());
-    for (int item = 0; item < problem.n_items(); ++item) device[item] = solution.device[merged.item_of[item]];
-    solution.device = std::move(device);
+    solution.device = expanded(solution.device, merged.item_of);
     const double load = most_loaded(problem, solution.device);
     solution.bound = solution.bound >= solution.load ? load : std::min(solution.bound, load);
     solution.load = load;

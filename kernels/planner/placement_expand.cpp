@@ -35,7 +35,7 @@ void Expansion::enter(const Word* ideal) {
     }
     crossing_s_ = 0;
     for (int t = 0; t < problem_.n_tensors(); ++t)
-        if (inside_[t] > 0 && inside_[t] < static_cast<int>(problem_.pins[t].size()))
+        if (inside_[t] > 0 && inside_[t] < size(t))
             crossing_s_ += problem_.tensor_cost[t];
 }
 
@@ -44,7 +44,7 @@ bool Expansion::is_free(int item) const {
     double begins_s = 0, saved_s = problem_.accelerator_s[item];
     for (int t : problem_.tensors_of[item]) {
         if (inside_[t] == 0) begins_s += problem_.tensor_cost[t];
-        if (inside_[t] + 1 == static_cast<int>(problem_.pins[t].size())) saved_s += problem_.tensor_cost[t];
+        if (inside_[t] + 1 == size(t)) saved_s += problem_.tensor_cost[t];
     }
     return begins_s <= saved_s * (1 + rounding);
 }
@@ -90,10 +90,14 @@ void Expansion::open_window() {
                 if (outside_[t]++ == 0 && inside_[t] > 0) sums_.crossing_s += problem_.tensor_cost[t];
         } else {
             window_.push_back(item);
-            sums_.open_s += gain_s_[item];
+            sums_.open_work_s += time_s(item);
+            sums_.open_gain_s += gain_s_[item];
             sums_.open_bytes += problem_.nbytes[item];
         }
     }
+    if (!on_cpu_)
+        for (int t = 0; t < problem_.n_tensors(); ++t)
+            if (undecided(t) > 0) sums_.may_pay_s += problem_.tensor_cost[t];
     for (size_t i = window_.size(); i-- > 0;) {
         const int item = window_[i];
         tail_s_[item] = gain_s_[item];
@@ -109,29 +113,33 @@ double Expansion::least_gain_s() const {
 
 bool Expansion::may_lead_on() const {
     if (load_s() >= limits_.target) return false;
+    if (sums_.work_s + sums_.open_work_s + sums_.may_pay_s < sums_.full_s) return false;
     if (!on_cpu_ && sums_.bytes > problem_.capacity) return false;
     if (remaining_bytes_ - sums_.bytes - sums_.open_bytes > rest_.bytes * (1 + rounding)) return false;
-    double most_s = sums_.gain_s + sums_.open_s;
+    double most_s = sums_.gain_s + sums_.open_gain_s;
     if (!on_cpu_) most_s = std::min(most_s, limits_.target - sums_.paid_s);
     return least_gain_s() <= most_s + slack_s_;
 }
 
 // A cheap test that spares most calls of leave_out: the items that follow this one alone go with it.
 bool Expansion::may_leave_out(int item) const {
-    return least_gain_s() <= sums_.gain_s + sums_.open_s - tail_s_[item] + slack_s_;
+    return least_gain_s() <= sums_.gain_s + sums_.open_gain_s - tail_s_[item] + slack_s_;
 }
 
-// Taking it adds nothing to this device, now or after further items (cuts are submodular), nor to any later one.
-bool Expansion::costs_nothing(int item) const {
-    double more_s = time_s(item);
-    if (!on_cpu_) {
-        if (problem_.nbytes[item] > 0) return false;
-        for (int t : problem_.tensors_of[item]) {
-            if (in_set_[t] + 1 < static_cast<int>(problem_.pins[t].size())) more_s += problem_.tensor_cost[t];
-            if (in_set_[t] > 0) more_s -= problem_.tensor_cost[t];
-        }
+// What one more item adds to the load of S; with further items in S it never adds more (cuts are submodular).
+double Expansion::added_s(int item) const {
+    double seconds = time_s(item);
+    if (on_cpu_) return seconds;
+    for (int t : problem_.tensors_of[item]) {
+        if (in_set_[t] + 1 < size(t)) seconds += problem_.tensor_cost[t];
+        if (in_set_[t] > 0) seconds -= problem_.tensor_cost[t];
     }
-    return more_s <= 0 && is_free(item);
+    return seconds;
+}
+
+// Taking it adds nothing to this device, now or after further items, nor to any later one.
+bool Expansion::costs_nothing(int item) const {
+    return (on_cpu_ || problem_.nbytes[item] == 0) && added_s(item) <= 0 && is_free(item);
 }
 
 void Expansion::take(int position) {
@@ -142,14 +150,15 @@ void Expansion::take(int position) {
     sums_.work_s += time_s(item);
     sums_.gain_s += gain_s_[item];
     sums_.bytes += problem_.nbytes[item];
-    sums_.open_s -= gain_s_[item];
+    sums_.open_work_s -= time_s(item);
+    sums_.open_gain_s -= gain_s_[item];
     sums_.open_bytes -= problem_.nbytes[item];
     for (int t : problem_.tensors_of[item]) {
         const bool in_ideal = inside_[t] > in_set_[t];
         if (!on_cpu_ && in_set_[t] == 0 && (in_ideal || outside_[t] > 0)) sums_.paid_s += problem_.tensor_cost[t];
         if (inside_[t] == 0 && outside_[t] > 0) sums_.crossing_s += problem_.tensor_cost[t];
-        ++in_set_[t];
         ++inside_[t];
+        if (++in_set_[t] == size(t) && !on_cpu_) sums_.may_pay_s -= problem_.tensor_cost[t];
     }
 }
 
@@ -167,10 +176,13 @@ void Expansion::leave_out(int item) {
     size_t head = left_out_.size();
     for (left_out_.push_back(item); head < left_out_.size(); ++head) {
         const int left = left_out_[head];
-        sums_.open_s -= gain_s_[left];
+        sums_.open_work_s -= time_s(left);
+        sums_.open_gain_s -= gain_s_[left];
         sums_.open_bytes -= problem_.nbytes[left];
         for (int t : problem_.tensors_of[left]) {
-            if (outside_[t]++ > 0) continue;
+            ++outside_[t];
+            if (!on_cpu_ && in_set_[t] == 0 && undecided(t) == 0) sums_.may_pay_s -= problem_.tensor_cost[t];
+            if (outside_[t] > 1) continue;
             if (!on_cpu_ && in_set_[t] > 0 && inside_[t] == in_set_[t]) sums_.paid_s += problem_.tensor_cost[t];
             if (inside_[t] > 0) sums_.crossing_s += problem_.tensor_cost[t];
         }
@@ -204,6 +216,9 @@ bool Expansion::next_alternative() {
             continue;
         }
         last.taken = false;
+        // Where it would have fitted in the end, the same set with it is as good: only fuller ones are of interest.
+        if ((on_cpu_ || problem_.nbytes[item] == 0) && is_free(item))
+            sums_.full_s = std::max(sums_.full_s, worthless_s() - added_s(item));
         leave_out(item);
         refused_.push_back(item);
         position_ = last.position + 1;
@@ -216,19 +231,14 @@ bool Expansion::next_alternative() {
 bool Expansion::is_dominated(double load) const {
     for (int item : refused_) {
         if (!on_cpu_ && sums_.bytes + problem_.nbytes[item] > problem_.capacity) continue;
-        double with_s = load_s() + time_s(item);
-        if (!on_cpu_)
-            for (int t : problem_.tensors_of[item]) {
-                if (in_set_[t] > 0) with_s -= problem_.tensor_cost[t];
-                if (in_set_[t] + 1 < static_cast<int>(problem_.pins[t].size())) with_s += problem_.tensor_cost[t];
-            }
+        const double with_s = load_s() + added_s(item);
         if (with_s <= load && with_s < limits_.target && is_free(item)) return true;
     }
     return false;
 }
 
 void Expansion::offer(Layer& into) const {
-    const double load = std::max({from_.load, limits_.proven, load_s()});
+    const double load = std::max(worthless_s(), load_s());
     if (is_dominated(load)) return;
     into.offer(set_.data(), {hash_, load, parent_, on_cpu_});
 }

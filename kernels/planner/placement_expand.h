@@ -6,6 +6,7 @@
 //                              ^ take or leave out
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "placement.h"
@@ -16,7 +17,7 @@ namespace mpipipe::placement {
 // What holds for a whole search.
 struct Limits {
     double target;  // placements with this load or more are of no interest
-    double proven;  // no placement has a lower load: lower loads of single devices are worth nothing
+    double enough;  // lower loads are all alike
 };
 
 // What the devices after the next one can do together.
@@ -33,8 +34,11 @@ struct Sums {
     double paid_s = 0;      // tensors that S will certainly pay
     double crossing_s = 0;  // tensors that will certainly have pins inside and outside J + S
     double bytes = 0;       // of S
-    double open_s = 0;      // accelerator seconds of the undecided items
+    double open_work_s = 0;  // of the undecided items on the next device
+    double open_gain_s = 0;  // of the undecided items on an accelerator
     double open_bytes = 0;
+    double may_pay_s = 0;    // tensors that S pays or may come to pay
+    double full_s = 0;       // S with a lower load than this will leave out an item that it could have had for free
 };
 
 class Expansion {
@@ -66,7 +70,11 @@ class Expansion {
     // its time and the tensors that end with it, and pays at most those that begin with it.
     bool is_free(int item) const;
     double time_s(int item) const { return on_cpu_ ? problem_.cpu_s[item] : problem_.accelerator_s[item]; }
+    double added_s(int item) const;
     double load_s() const { return sums_.work_s + sums_.paid_s; }
+    int size(int tensor) const { return static_cast<int>(problem_.pins[tensor].size()); }
+    int undecided(int tensor) const { return size(tensor) - inside_[tensor] - outside_[tensor]; }
+    double worthless_s() const { return std::max(from_.load, limits_.enough); }  // a lower load of S gains nothing
     void open_window();
     bool may_lead_on() const;
     bool costs_nothing(int item) const;

@@ -72,11 +72,46 @@ Costs costs_of_joining(const Problem& problem, int item, int partner) {
     return costs;
 }
 
-bool may_join(const Problem& problem, bool bytes_count, int item, int partner) {
+bool bytes_may_bind(const Problem& problem) {
+    return std::accumulate(problem.nbytes.begin(), problem.nbytes.end(), 0.0) > problem.capacity;
+}
+
+bool may_join_for_free(const Problem& problem, bool bytes_count, int item, int partner) {
     if (problem.n_cpus && problem.cpu_s[item] > 0) return false;
     if (bytes_count && problem.nbytes[item] > 0) return false;
     const Costs costs = costs_of_joining(problem, item, partner);
     return problem.accelerator_s[item] + costs.other <= costs.between;
+}
+
+// Joins items to partners as long as `may_join(problem, item, partner)`; `joined(problem, item, partner)` may first
+// change what the item brings along.
+template <typename May, typename Joined>
+Merged join_neighbours(const Problem& problem, const May& may_join, const Joined& on_join) {
+    std::vector<int> whole(problem.n_items());
+    std::iota(whole.begin(), whole.end(), 0);
+    Merged merged = contract(problem, whole);
+    for (bool joined = true; joined;) {
+        joined = false;
+        Problem& now = merged.problem;
+        std::vector<int> label(now.n_items());
+        std::iota(label.begin(), label.end(), 0);
+        std::vector<char> moved(now.n_items()), target(now.n_items());
+        for (int item = 0; item < now.n_items(); ++item)
+            for (const auto* side : {&now.after[item], &now.before[item]}) {
+                if (side->size() != 1 || moved[item] || target[item]) continue;
+                const int partner = side->front();
+                if (moved[partner] || !may_join(now, item, partner)) continue;
+                on_join(now, item, partner);
+                label[item] = partner;
+                moved[item] = target[partner] = 1;
+                joined = true;
+            }
+        if (!joined) break;
+        Merged next = contract(now, label);
+        for (int& item : merged.item_of) item = next.item_of[item];
+        merged.problem = std::move(next.problem);
+    }
+    return merged;
 }
 
 }  // namespace
@@ -101,32 +136,34 @@ Merged renumber(const Problem& problem, const std::vector<int>& order) {
 }
 
 Merged merge_for_free(const Problem& problem) {
-    std::vector<int> whole(problem.n_items());
-    std::iota(whole.begin(), whole.end(), 0);
-    Merged merged = contract(problem, whole);
-    const double all_bytes = std::accumulate(problem.nbytes.begin(), problem.nbytes.end(), 0.0);
-    const bool bytes_count = all_bytes > problem.capacity;
-    for (bool joined = true; joined;) {
-        joined = false;
-        const Problem& now = merged.problem;
-        std::vector<int> label(now.n_items());
-        std::iota(label.begin(), label.end(), 0);
-        std::vector<char> moved(now.n_items()), target(now.n_items());
-        for (int item = 0; item < now.n_items(); ++item)
-            for (const auto* side : {&now.after[item], &now.before[item]}) {
-                if (side->size() != 1 || moved[item] || target[item]) continue;
-                const int partner = side->front();
-                if (moved[partner] || !may_join(now, bytes_count, item, partner)) continue;
-                label[item] = partner;
-                moved[item] = target[partner] = 1;
-                joined = true;
-            }
-        if (!joined) break;
-        Merged next = contract(now, label);
-        for (int& item : merged.item_of) item = next.item_of[item];
-        merged.problem = std::move(next.problem);
-    }
-    return merged;
+    const bool bytes_count = bytes_may_bind(problem);
+    return join_neighbours(
+        problem,
+        [&](const Problem& now, int item, int partner) {
+            return may_join_for_free(now, bytes_count, item, partner);
+        },
+        [](Problem&, int, int) {});
+}
+
+Merged relax(const Problem& problem, double loss_s, double cpu_loss_s) {
+    const bool bytes_count = bytes_may_bind(problem);
+    const auto kept_s = [](const Problem& now, int item, int partner) {
+        const Costs costs = costs_of_joining(now, item, partner);
+        return std::min(now.accelerator_s[item], costs.between - costs.other);
+    };
+    return join_neighbours(
+        problem,
+        [&](const Problem& now, int item, int partner) {
+            if (!now.before[item].empty() && !now.after[item].empty()) return false;
+            if (bytes_count && now.nbytes[item] > 0) return false;
+            if (problem.n_cpus && now.cpu_s[item] > cpu_loss_s) return false;
+            const double kept = kept_s(now, item, partner);
+            return kept >= 0 && now.accelerator_s[item] - kept <= loss_s;
+        },
+        [&](Problem& now, int item, int partner) {
+            now.accelerator_s[item] = kept_s(now, item, partner);
+            now.cpu_s[item] = 0;
+        });
 }
 
 }  // namespace mpipipe::placement

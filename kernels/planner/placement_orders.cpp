@@ -181,7 +181,7 @@ BestOrder best_order(const Problem& problem, double lower_bound, const Budget& b
         }
         if (limit > most) break;
     }
-    if (!best.order.empty()) improve(problem, budget, getenv("ROUNDS") ? atoi(getenv("ROUNDS")) : 8, random, best);
+    if (!best.order.empty()) improve(problem, budget, 8, random, best);
     return best;
 }
 

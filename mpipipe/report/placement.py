@@ -53,7 +53,7 @@ def replicated_text(profile: Profile, plan: Replicated) -> str:
         ]
         for i, stage in enumerate(plan.stages)
     ]  # fmt: skip
-    head = ["stage", "replicas", "nodes", "first", "last", "compute ms", "all-reduce", "receive", "load ms"]
+    head = ["stage", "replicas", "nodes", "first", "last", "compute ms", "reduce ms", "receive ms", "load ms"]
     plus = "+".join(str(stage.copies) for stage in plan.stages)
     return "\n".join(
         [

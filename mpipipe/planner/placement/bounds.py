@@ -26,8 +26,8 @@ def simple_bound_s(items: Items, n_accelerators: int, n_cpus: int) -> float:
     i = int(np.argmax(cpu >= rest))  # the items before i - 1 are on CPUs, item i - 1 on both
     if i == 0:
         return max(slowest, float(rest[0]))
-    if not np.isfinite(rest[i - 1]):
-        return max(slowest, float(cpu[i]) if not np.isfinite(items.accelerator_s[order[i - 1]]) else 0.0)
+    if not np.isfinite(rest[i - 1]):  # item i - 1 runs on CPUs alone, as all before it may
+        return max(slowest, float(cpu[i]))
     falls, rises = rest[i - 1] - rest[i], cpu[i] - cpu[i - 1]
     share = (rest[i - 1] - cpu[i - 1]) / (falls + rises)
     return max(slowest, float(cpu[i - 1] + share * rises))

@@ -9,28 +9,34 @@ orders that are tried, where `solve_contiguous` of the compiled part is exact fo
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from mpipipe.planner.placement.items import Items, topological
 from mpipipe.values import Float64, Int32
 
 
-def place_linearly(items: Items, n_accelerators: int, n_cpus: int, capacity_bytes: float) -> Int32 | None:
+def place_linearly(
+    items: Items, n_accelerators: int, n_cpus: int, capacity_bytes: float, budget_s: float = np.inf
+) -> list[Int32]:
     """The best device of each item (n,) over several topological orders, accelerators in their order before
-    the CPUs; None if no segments of these orders fit into memory."""
-    best_s, best = np.inf, None
+    the CPUs; none if no segments of these orders fit into memory. After `budget_s` no other order begins."""
+    end, best_s = time.perf_counter() + budget_s, np.inf
+    best: list[Int32] = []
     for order in orders(items):
+        if best and time.perf_counter() > end:
+            break
         costs = segments(items, order, capacity_bytes)
         load_s, device = _split(*costs, n_accelerators, n_cpus)
         if load_s < best_s:
-            best_s, best = load_s, np.empty(len(items), np.int32)
-            best[order] = device
+            best_s, best = load_s, [device[np.argsort(order)]]
     return best
 
 
 def orders(items: Items) -> list[list[int]]:
     """Topological orders that differ in what they finish first: as the items are numbered, branch by branch,
-    level by level, heavy ones early; and as late as readers allow, so that a weight comes right before its use."""
+    level by level, heavy ones early; and as late as readers allow: a weight comes right before its use."""
     n = len(items)
     edges = list(zip(items.edge_source.tolist(), items.edge_dest.tolist(), strict=True))
     back = [(n - 1 - b, n - 1 - a) for a, b in edges]

@@ -10,25 +10,32 @@ from mpipipe.planner.native import compiled
 from mpipipe.planner.placement.bounds import simple_bound_s
 from mpipipe.planner.placement.items import Items
 from mpipipe.planner.placement.linear import place_linearly
-from mpipipe.planner.placement.mixed import Solved
 from mpipipe.values import Int32
 
 LIVE_IDEALS = 1_000_000  # of the exact search at a time; beyond, its bound is not met
+EXACT = 0.9  # of the budget for the exact search
 SEED = 0
 
 
 def solve_in_order(
     items: Items, n_accelerators: int, n_cpus: int, capacity_bytes: float, budget_s: float
-) -> Solved:
-    """Contiguous: exact over all ideals of the items, or the best of some topological orders."""
+) -> tuple[list[Int32], float]:
+    """Contiguous placements by item, none if nothing is found, and the bound; inf: nothing fits.
+
+    Exact over all ideals of the items. Where that does not end in time, or is not there, also by segments of
+    some topological orders.
+    """
     devices = (n_accelerators, n_cpus, capacity_bytes)
     if compiled is None:
-        device = place_linearly(items, *devices)
-        return Solved(device, simple_bound_s(items, n_accelerators, n_cpus))
-    found = compiled.solve_contiguous(*_arguments(items, *devices), budget_s, LIVE_IDEALS)
+        bound_s = simple_bound_s(items, n_accelerators, n_cpus)
+        return place_linearly(items, *devices, budget_s), bound_s
+    found = compiled.solve_contiguous(*_arguments(items, *devices), budget_s * EXACT, LIVE_IDEALS)
     if found["status"] == "infeasible":
-        return Solved(None, np.inf)
-    return Solved(found["device"] if found["status"] == "placed" else None, found["bound"])
+        return [], np.inf
+    devices_of = [found["device"]] if found["status"] == "placed" else []
+    if not devices_of or found["bound"] < found["load"]:
+        devices_of += place_linearly(items, *devices, budget_s * (1 - EXACT))
+    return devices_of, found["bound"]
 
 
 def solve_in_chunks(

@@ -67,7 +67,7 @@ def place(problem: Problem, source: str, *, contiguous: bool = False, budget_s: 
             f"{source}: no placement on {problem.n_devices} devices was found within --budget {budget_s:g}s; "
             f"give --budget {max(10.0, 10 * budget_s):g}s, or more --memory"
         )
-    best = min(found, key=lambda device_of: loads(problem, device_of).most_s)
+    best = _best(problem, found)
     what = loads(problem, best)
     if bound_s >= what.most_s * (1 - (_ROUNDING if contiguous else PRECISION)):
         bound_s = what.most_s
@@ -79,17 +79,18 @@ Found = tuple[list[list[int]], float]  # placements by operator, and the bound; 
 
 def _in_order(problem: Problem, budget_s: float) -> Found:
     items = contract(problem, contiguous=True)
-    solved = solve_in_order(items, *_devices(problem), budget_s)
-    return _by_operator(items, solved.device), solved.bound_s
+    found, bound_s = solve_in_order(items, *_devices(problem), budget_s)
+    return [device[items.of_operator].tolist() for device in found], bound_s
 
 
 def _in_chunks(problem: Problem, items: Items, started: float, budget_s: float) -> Found:
     """From the contiguous placement by local search; then proved, or the programme finds a better one."""
     devices = _devices(problem)
     found, _ = _in_order(problem, budget_s * SHARE)
-    start = np.zeros(len(items), np.int32) if found else None
-    if start is not None:
-        start[items.of_operator] = found[0]
+    start = None
+    if found:
+        start = np.zeros(len(items), np.int32)
+        start[items.of_operator] = _best(problem, found)
     found += _by_operator(items, solve_in_chunks(items, *devices, budget_s * SHARE, start))
     known_s = min((loads(problem, device_of).most_s for device_of in found), default=math.inf)
     bound_s = simple_bound_s(items, problem.n_accelerators, problem.n_cpus)
@@ -101,6 +102,10 @@ def _in_chunks(problem: Problem, items: Items, started: float, budget_s: float) 
         found += [each for each in _by_operator(items, solved.device) if _holds(problem, each)]
         bound_s = max(bound_s, solved.bound_s)
     return found, bound_s
+
+
+def _best(problem: Problem, found: list[list[int]]) -> list[int]:
+    return min(found, key=lambda device_of: loads(problem, device_of).most_s)
 
 
 def _devices(problem: Problem) -> tuple[int, int, float]:
@@ -119,7 +124,7 @@ def _holds(problem: Problem, device_of: list[int]) -> bool:
 
 
 def _fits_in_order(items: Items, capacity_bytes: float, count: int) -> bool:
-    return solve_in_order(items, count, 0, capacity_bytes, _FIT_S).device is not None
+    return bool(solve_in_order(items, count, 0, capacity_bytes, _FIT_S)[0])
 
 
 def _fits(items: Items, capacity_bytes: float, count: int) -> bool:

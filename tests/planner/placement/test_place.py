@@ -11,9 +11,11 @@ from placement_cases import brute_force_s, random_problem
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.placement import Operator, Problem, is_contiguous, loads, place, search
+from mpipipe.planner.placement.bounds import simple_bound_s
 from mpipipe.planner.placement.items import contract
 from mpipipe.planner.placement.linear import place_linearly
 from mpipipe.planner.placement.mixed import solve_mixed
+from mpipipe.planner.placement.single import single_device_bound_s
 
 
 def chain(n: int, n_accelerators: int, capacity_bytes: float = math.inf, n_cpus: int = 0) -> Problem:
@@ -90,6 +92,27 @@ def test_the_programme_bounds_every_placement() -> None:
         assert solved.bound_s == pytest.approx(brute_force_s(problem, contiguous=False), rel=1e-6, abs=1e-6)
 
 
+def test_the_bound_from_one_device_is_below_every_placement() -> None:
+    tight = 0
+    for seed in range(300, 320):
+        problem = random_problem(seed)
+        items, best_s = contract(problem, contiguous=False), brute_force_s(problem, contiguous=False)
+        devices = (problem.n_accelerators, problem.n_cpus, problem.capacity_bytes)
+        for known_s in (best_s, 2 * best_s):
+            bound_s = single_device_bound_s(items, *devices, known_s, 10.0)
+            assert bound_s <= best_s * (1 + 1e-6)
+            tight += bound_s > best_s * (1 - 1e-6)
+    assert tight > 15
+
+
+def test_of_five_equal_layers_on_two_devices_one_has_three_and_its_messages() -> None:
+    """Work shared out would be 2.5 seconds; three neighbours take 3, and a message at one end at least."""
+    problem = chain(5, 2)
+    items = contract(problem, contiguous=False)
+    assert single_device_bound_s(items, 2, 0, math.inf, 4.0, 10.0) == pytest.approx(3.1)
+    assert place(problem, "it").load_s == pytest.approx(3.1)
+
+
 def test_a_chain_is_cut_into_equal_parts() -> None:
     found = place(chain(8, 4), "it", contiguous=True)
     assert found.device_of == (0, 0, 1, 1, 2, 2, 3, 3)
@@ -155,10 +178,23 @@ def test_a_placement_costs_what_the_objective_says() -> None:
 def test_a_linear_split_is_the_best_of_its_order() -> None:
     problem = chain(7, 3, capacity_bytes=30.0)
     items = contract(problem, contiguous=True)
-    device = place_linearly(items, 3, 0, 30.0)
-    assert device is not None
+    (device,) = place_linearly(items, 3, 0, 30.0)
     assert loads(problem, device.tolist()).most_s == pytest.approx(brute_force_s(problem, contiguous=True))
-    assert place_linearly(items, 2, 0, 30.0) is None
+    assert place_linearly(items, 2, 0, 30.0) == []
+
+
+def test_the_simple_bound_is_below_every_placement_and_met_where_work_can_be_parted() -> None:
+    for seed in range(400, 440):
+        problem = random_problem(seed)
+        items = contract(problem, contiguous=False)
+        bound_s = simple_bound_s(items, problem.n_accelerators, problem.n_cpus)
+        assert bound_s <= brute_force_s(problem, contiguous=False) * (1 + 1e-12)
+    halves = Problem(tuple(Operator(v, "n", 1.0, 2.0, 0.0, 0.0) for v in range(5)), (), 2, 1, math.inf)
+    assert (
+        simple_bound_s(contract(halves, contiguous=False), 2, 1)
+        == brute_force_s(halves, contiguous=False)
+        == 2.0
+    )
 
 
 # -- what cannot be --------------------------------------------------------------------------------
