@@ -445,23 +445,18 @@ Misfit Cutter::misfit() {
 }
 
 std::optional<int64_t> Cutter::least_stages(const std::vector<int64_t>& live_from_end, int64_t memory) const {
-    const int64_t n = problem_.n_groups;
-    std::vector<char> covered(n + 1, 0), longer;  // by first group: whether `count` stages cover all from it on
-    covered[n] = 1;
-    for (int64_t count = 1; count <= n; ++count) {
-        const int64_t live = live_from_end[count - 1];
-        longer.assign(n + 1, 0);
-        for (int64_t end = 1; end <= n; ++end) {
-            if (!covered[end]) continue;
-            const auto can = [&](int64_t first) { return least_bytes(first, end, live) <= memory; };
-            for (Scan scan(*this, end, first_where(0, end, can)); scan.grow();) {
-                if (scan.bytes(live) <= memory) longer[scan.first] = 1;
-            }
+    const int64_t n = problem_.n_groups, none = static_cast<int64_t>(live_from_end.size());
+    std::vector<int64_t> least(n + 1, none + 1);  // by first group: stages that cover all from it on
+    least[n] = 0;
+    for (int64_t end = n; end > 0; --end) {
+        if (least[end] >= none) continue;
+        const int64_t live = live_from_end[least[end]];
+        const auto can = [&](int64_t first) { return least_bytes(first, end, live) <= memory; };
+        for (Scan scan(*this, end, first_where(0, end, can)); scan.grow();) {
+            if (scan.bytes(live) <= memory) least[scan.first] = std::min(least[scan.first], least[end] + 1);
         }
-        if (longer[0]) return count;
-        covered.swap(longer);
     }
-    return std::nullopt;
+    return least[0] <= none ? std::optional(least[0]) : std::nullopt;
 }
 
 }  // namespace mpipipe::planner

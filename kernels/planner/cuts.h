@@ -54,7 +54,8 @@ class Cutter {
     // To be asked where `best` finds nothing.
     Misfit misfit();
 
-    // The least number of stages of at most `memory` bytes; live_from_end[k]: of the stage with k stages after it.
+    // The least number of stages of at most `memory` bytes; live_from_end[k]: of the stage with k stages after it,
+    // ascending, so that fewer stages after one are never worse for it.
     std::optional<int64_t> least_stages(const std::vector<int64_t>& live_from_end, int64_t memory) const;
 
   private:

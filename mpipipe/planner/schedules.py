@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpipipe.errors import PlanError
-from mpipipe.values import Action, Int32, Op, Schedule
+from mpipipe.values import Action, Int32, Op, Program, Schedule
+
 
 def gpipe(n_stages: int, n_micro: int) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019); every stash lives at once."""

@@ -40,7 +40,9 @@ def make_plan(
     """Plan `n_ranks` stages, one per rank. Raises PlanError if no cut fits (see `partition`)."""
     program: Program | None = None
     starts = [
-        partition(costs, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied, update).cuts
+        partition(
+            costs, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied, update
+        ).cuts
         for update in (False, True)
     ]
     bound_s = step_bound_s(
