@@ -48,8 +48,8 @@ def step_bound_s(costs: Costs, n_micro: int, n_stages: int, norm_s: float = 0.0)
 
 
 class _Longest:
-    """Stages that each take as much as a limit lets them, and may be empty. The later a stage begins the later
-    it can end: no cut within the limit comes farther."""
+    """Stages that each take as much as a limit lets them, and may be empty. The later a stage begins the
+    later it can end: no cut within the limit comes farther."""
 
     def __init__(self, before_s: list[float], speed: list[float], n_micro: int) -> None:
         self._before_s, self._speed, self._n_micro = before_s, speed, n_micro
