@@ -62,7 +62,6 @@ class Cutter::Scan {
     int64_t first, end;
 
   private:
-
     void add(const Use& use) {
         if (use.next >= 0 && use.next < end) {
             accumulators_ += use.nbytes;
@@ -82,40 +81,62 @@ class Cutter::Scan {
     int64_t shared_ = 0, workspace_ = 0, accumulators_ = 0, tied_ = 0;
 };
 
-Cutter::Cutter(Problem problem) : problem_(std::move(problem)) {
+Cutter::Cutter(Problem problem) : problem_(std::move(problem)), words_(n_stages() / 64 + 1) {
     const Problem& p = problem_;
-    const int64_t n = p.n_groups, stages = n_stages();
+    least_memory_ = *std::min_element(p.memory_bytes.begin(), p.memory_bytes.end());
+    most_live_ = *std::max_element(p.live.begin(), p.live.end());
+    fastest_ = *std::max_element(p.speed.begin(), p.speed.end());
+    set_uses();
+    set_sums();
+    set_roomy();
+    set_classes();
+    reached_.resize((p.n_groups + 1) * words_), fresh_.resize(words_);
+    low_.resize(p.n_groups + 1), high_.resize(p.n_groups + 1);
+}
+
+void Cutter::set_uses() {
+    const Problem& p = problem_;
+    const int64_t n = p.n_groups;
     std::vector<std::vector<Use>> uses(p.ties.empty() ? 0 : n);
     for (size_t t = 0; t < p.ties.size(); ++t) {
         const Tied& tie = p.ties[t];
         uses[tie.groups[0]].push_back({-1, tie.nbytes, t});
         for (size_t i = 1; i < tie.groups.size(); ++i) uses[tie.groups[i - 1]].push_back({tie.groups[i], tie.nbytes, t});
+        tied_bytes_ += tie.nbytes * static_cast<int64_t>(tie.groups.size()) * std::max<int64_t>(1, p.tied_repeats);
     }
     tie_offset_.assign(n + 1, 0);
     for (size_t g = 0; g < uses.size(); ++g) {
         uses_.insert(uses_.end(), uses[g].begin(), uses[g].end());
         tie_offset_[g + 1] = static_cast<int32_t>(uses_.size());
     }
+}
 
-    words_ = stages / 64 + 1;
-    least_memory_ = *std::min_element(p.memory_bytes.begin(), p.memory_bytes.end());
-    most_live_ = *std::max_element(p.live.begin(), p.live.end());
-    fastest_ = *std::max_element(p.speed.begin(), p.speed.end());
+void Cutter::set_sums() {
+    const Problem& p = problem_;
+    const int64_t n = p.n_groups, stages = n_stages();
+    params_before_.assign(n + 1, 0), stash_before_.assign(n + 1, 0);
+    std::partial_sum(p.param_bytes, p.param_bytes + n, params_before_.begin() + 1);
+    std::partial_sum(p.stash_bytes, p.stash_bytes + n, stash_before_.begin() + 1);
     before_s_.assign(n + 1, 0.0);
     for (int64_t g = 0; g < n; ++g) before_s_[g + 1] = before_s_[g] + (p.fwd_s[g] + p.bwd_input_s[g] + p.bwd_weight_s[g]);
     speed_before_.assign(stages + 1, 0.0), links_before_ = squares_before_ = speed_before_;
-    const auto cheapest = [&](int32_t link) {
+    std::vector<double> cheapest(1 + *std::max_element(p.link_in.begin(), p.link_in.end()), 0.0);  // row 0: no link
+    for (size_t link = 1; link < cheapest.size() && n > 1; ++link) {
         const double* row = p.crossing_s + link * (n + 1);
-        return n > 1 ? *std::min_element(row + 1, row + n) : 0.0;
-    };
+        cheapest[link] = *std::min_element(row + 1, row + n);
+    }
     for (int64_t s = 0; s < stages; ++s) {
-        const double link_s = (s ? cheapest(p.link_in[s]) : 0.0) + (s + 1 < stages ? cheapest(p.link_out[s]) : 0.0);
+        const double link_s = cheapest[p.link_in[s]] + cheapest[p.link_out[s]];
         speed_before_[s + 1] = speed_before_[s] + p.speed[s];
         links_before_[s + 1] = links_before_[s] + p.speed[s] * link_s;
         squares_before_[s + 1] = squares_before_[s] + p.speed[s] * p.speed[s];
         link_s_.push_back(link_s);
     }
+}
 
+void Cutter::set_classes() {
+    const Problem& p = problem_;
+    const int64_t stages = n_stages();
     const auto kind = [&p](int64_t s) { return std::tie(p.speed[s], p.memory_bytes[s], p.link_in[s], p.link_out[s]); };
     std::vector<int64_t> order(stages);
     std::iota(order.begin(), order.end(), 0);
@@ -139,21 +160,12 @@ Cutter::Cutter(Problem problem) : problem_(std::move(problem)) {
             live_mask_[k + 1][s / 64] |= Word{1} << (s % 64);
         }
     }
-    set_roomy();
-    reached_.resize((n + 1) * words_), fresh_.resize(words_);
-    low_.resize(n + 1), high_.resize(n + 1);
 }
 
 // From which first group on every rank has room, with the largest of everything.
 void Cutter::set_roomy() {
     const Problem& p = problem_;
     const int64_t n = p.n_groups;
-    params_before_.assign(n + 1, 0), stash_before_.assign(n + 1, 0);
-    std::partial_sum(p.param_bytes, p.param_bytes + n, params_before_.begin() + 1);
-    std::partial_sum(p.stash_bytes, p.stash_bytes + n, stash_before_.begin() + 1);
-    for (const Tied& tie : p.ties) {
-        tied_bytes_ += tie.nbytes * static_cast<int64_t>(tie.groups.size()) * std::max<int64_t>(1, p.tied_repeats);
-    }
     const int64_t act = *std::max_element(p.act_in, p.act_in + n), grad = *std::max_element(p.grad_in, p.grad_in + n);
     const int64_t rest = *std::max_element(p.workspace_bytes, p.workspace_bytes + n) + most_live_ * act +
                          p.window * std::max(act, grad) + 2 * tied_bytes_;
