@@ -1,11 +1,13 @@
 """What a plan costs, and how good modelled costs are: one JSON line each.
 
     python -m benchmarks.planning [--ranks 16,64] [--models gpt10m,gpt85m,vgg,resnet,unet,llama]
+    python -m benchmarks.planning --scale
 
 Planning: `python -m mpipipe plan examples/llama-70b.yaml`, with and without examples/cluster.yaml: seconds,
 and the most memory of the process. Costs: every distinct group of a model is timed as a run does, and
 modelled from its operators: modelled seconds over timed ones, of the whole model and of single groups, and
-how well they agree on which groups are heavy (Spearman's rank correlation).
+how well they agree on which groups are heavy (Spearman's rank correlation). Scale: planning time against
+groups, nodes and ranks (benchmarks/scale.py), and a table at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import ROOT, config_of, environment, machine
+from benchmarks.common import ROOT, config_of, environment, machine, run
+from benchmarks.scale import CASES, table
 from mpipipe.config import Config, load, parse
 from mpipipe.data import open_dataset
 from mpipipe.graph.profile import Sample, pieces
@@ -90,6 +93,17 @@ def costs(model: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def scale() -> None:
+    """Each case in a process of its own."""
+    rows = []
+    for case in CASES:
+        text = run([sys.executable, "-m", "benchmarks.scale", *map(str, case)])
+        rows.append(json.loads(text))
+        print(text.strip(), flush=True)
+    print(json.dumps(machine()))
+    print(table(rows))
+
+
 def _seconds(s: Sample) -> float:
     return max(s.seconds, 1e-9)
 
@@ -105,7 +119,12 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="what a plan costs, and how good modelled costs are")
     parser.add_argument("--ranks", default="16,64", help="of the plans, with commas; empty: none")
     parser.add_argument("--models", default="gpt10m,gpt85m,vgg,resnet,unet,llama", help="empty: none")
+    parser.add_argument(
+        "--scale", action="store_true", help="large plans from made-up costs, and nothing else"
+    )
     a = parser.parse_args(argv)
+    if a.scale:
+        return scale()
     torch.set_num_threads(1)
     for ranks in filter(None, a.ranks.split(",")):
         for arguments in (["--cluster", str(ROOT / "examples" / "cluster.yaml")], []):

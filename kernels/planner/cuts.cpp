@@ -12,14 +12,15 @@ namespace {
 constexpr double kSlack = 1e-9;  // relative: of sums that are taken in another order
 constexpr double kEndless = 1e300;
 
-template <typename T>
-T greatest(const std::vector<T>& x) {
-    return *std::max_element(x.begin(), x.end());
-}
-
-template <typename T>
-T least(const std::vector<T>& x) {
-    return *std::min_element(x.begin(), x.end());
+// The first i in [low, high) that is so, where all after it are; else high.
+template <typename IsSo>
+int64_t first_where(int64_t low, int64_t high, IsSo is_so) {
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (is_so(middle)) high = middle;
+        else low = middle + 1;
+    }
+    return low;
 }
 
 }  // namespace
@@ -27,11 +28,10 @@ T least(const std::vector<T>& x) {
 // The stages that end at one group, from the shortest on. Sums are added up from the end, as in Ranges.ending_at.
 class Cutter::Scan {
   public:
-    Scan(const Cutter& cutter, int64_t end) : Scan(cutter, end, cutter.earliest_[end]) {}
     Scan(const Cutter& cutter, int64_t end, int64_t earliest)
         : first(end), end(end), earliest_(earliest), cutter_(cutter), p_(cutter.problem_) {}
 
-    // False where no stage begins earlier: no rank has the memory, or `earliest` is reached.
+    // False where `earliest` is reached.
     bool grow() {
         if (first == earliest_) return false;
         --first;
@@ -62,7 +62,6 @@ class Cutter::Scan {
     int64_t first, end;
 
   private:
-
     void add(const Use& use) {
         if (use.next >= 0 && use.next < end) {
             accumulators_ += use.nbytes;
@@ -82,40 +81,62 @@ class Cutter::Scan {
     int64_t shared_ = 0, workspace_ = 0, accumulators_ = 0, tied_ = 0;
 };
 
-Cutter::Cutter(Problem problem) : problem_(std::move(problem)) {
+Cutter::Cutter(Problem problem) : problem_(std::move(problem)), words_(n_stages() / 64 + 1) {
     const Problem& p = problem_;
-    const int64_t n = p.n_groups, stages = n_stages();
+    least_memory_ = *std::min_element(p.memory_bytes.begin(), p.memory_bytes.end());
+    most_live_ = *std::max_element(p.live.begin(), p.live.end());
+    fastest_ = *std::max_element(p.speed.begin(), p.speed.end());
+    set_uses();
+    set_sums();
+    set_roomy();
+    set_classes();
+    reached_.resize((p.n_groups + 1) * words_), fresh_.resize(words_);
+    low_.resize(p.n_groups + 1), high_.resize(p.n_groups + 1);
+}
+
+void Cutter::set_uses() {
+    const Problem& p = problem_;
+    const int64_t n = p.n_groups;
     std::vector<std::vector<Use>> uses(p.ties.empty() ? 0 : n);
     for (size_t t = 0; t < p.ties.size(); ++t) {
         const Tied& tie = p.ties[t];
         uses[tie.groups[0]].push_back({-1, tie.nbytes, t});
         for (size_t i = 1; i < tie.groups.size(); ++i) uses[tie.groups[i - 1]].push_back({tie.groups[i], tie.nbytes, t});
+        tied_bytes_ += tie.nbytes * static_cast<int64_t>(tie.groups.size()) * std::max<int64_t>(1, p.tied_repeats);
     }
     tie_offset_.assign(n + 1, 0);
     for (size_t g = 0; g < uses.size(); ++g) {
         uses_.insert(uses_.end(), uses[g].begin(), uses[g].end());
         tie_offset_[g + 1] = static_cast<int32_t>(uses_.size());
     }
+}
 
-    words_ = stages / 64 + 1;
-    most_memory_ = greatest(p.memory_bytes), least_memory_ = least(p.memory_bytes);
-    most_live_ = greatest(p.live), least_live_ = least(p.live);
-    fastest_ = greatest(p.speed);
+void Cutter::set_sums() {
+    const Problem& p = problem_;
+    const int64_t n = p.n_groups, stages = n_stages();
+    params_before_.assign(n + 1, 0), stash_before_.assign(n + 1, 0);
+    std::partial_sum(p.param_bytes, p.param_bytes + n, params_before_.begin() + 1);
+    std::partial_sum(p.stash_bytes, p.stash_bytes + n, stash_before_.begin() + 1);
     before_s_.assign(n + 1, 0.0);
     for (int64_t g = 0; g < n; ++g) before_s_[g + 1] = before_s_[g] + (p.fwd_s[g] + p.bwd_input_s[g] + p.bwd_weight_s[g]);
     speed_before_.assign(stages + 1, 0.0), links_before_ = squares_before_ = speed_before_;
-    const auto cheapest = [&](int32_t link) {
+    std::vector<double> cheapest(1 + *std::max_element(p.link_in.begin(), p.link_in.end()), 0.0);  // row 0: no link
+    for (size_t link = 1; link < cheapest.size() && n > 1; ++link) {
         const double* row = p.crossing_s + link * (n + 1);
-        return n > 1 ? *std::min_element(row + 1, row + n) : 0.0;
-    };
+        cheapest[link] = *std::min_element(row + 1, row + n);
+    }
     for (int64_t s = 0; s < stages; ++s) {
-        const double link_s = (s ? cheapest(p.link_in[s]) : 0.0) + (s + 1 < stages ? cheapest(p.link_out[s]) : 0.0);
+        const double link_s = cheapest[p.link_in[s]] + cheapest[p.link_out[s]];
         speed_before_[s + 1] = speed_before_[s] + p.speed[s];
         links_before_[s + 1] = links_before_[s] + p.speed[s] * link_s;
         squares_before_[s + 1] = squares_before_[s] + p.speed[s] * p.speed[s];
-        dearest_link_s_ = std::max(dearest_link_s_, link_s);
+        link_s_.push_back(link_s);
     }
+}
 
+void Cutter::set_classes() {
+    const Problem& p = problem_;
+    const int64_t stages = n_stages();
     const auto kind = [&p](int64_t s) { return std::tie(p.speed[s], p.memory_bytes[s], p.link_in[s], p.link_out[s]); };
     std::vector<int64_t> order(stages);
     std::iota(order.begin(), order.end(), 0);
@@ -139,35 +160,34 @@ Cutter::Cutter(Problem problem) : problem_(std::move(problem)) {
             live_mask_[k + 1][s / 64] |= Word{1} << (s % 64);
         }
     }
-    set_windows();
-    reached_.resize((n + 1) * words_), fresh_.resize(words_);
-    low_.resize(n + 1), high_.resize(n + 1);
 }
 
-// From which first group on a stage has room on some rank for its own bytes, and from which on it has on every rank
-// even with the largest of everything.
-void Cutter::set_windows() {
+// From which first group on every rank has room, with the largest of everything.
+void Cutter::set_roomy() {
     const Problem& p = problem_;
     const int64_t n = p.n_groups;
-    params_before_.assign(n + 1, 0), stash_before_.assign(n + 1, 0);
-    std::partial_sum(p.param_bytes, p.param_bytes + n, params_before_.begin() + 1);
-    std::partial_sum(p.stash_bytes, p.stash_bytes + n, stash_before_.begin() + 1);
-    for (const Tied& tie : p.ties) {
-        tied_bytes_ += tie.nbytes * static_cast<int64_t>(tie.groups.size()) * std::max<int64_t>(1, p.tied_repeats);
-    }
     const int64_t act = *std::max_element(p.act_in, p.act_in + n), grad = *std::max_element(p.grad_in, p.grad_in + n);
     const int64_t rest = *std::max_element(p.workspace_bytes, p.workspace_bytes + n) + most_live_ * act +
                          p.window * std::max(act, grad) + 2 * tied_bytes_;
-    earliest_.assign(n + 1, 0), roomy_.assign(n + 1, 0);
-    for (int64_t end = 1, first = 0, roomy = 0; end <= n; ++end) {
+    roomy_.assign(n + 1, 0);
+    for (int64_t end = 1, roomy = 0; end <= n; ++end) {
         const auto most_bytes = [&](int64_t from) {
             return weights(params_before_[end] - params_before_[from]) +
                    most_live_ * (stash_before_[end] - stash_before_[from]) + rest;
         };
-        while (first < end && least_bytes(first, end, least_live_) > most_memory_) ++first;
         while (roomy < end && most_bytes(roomy) > least_memory_) ++roomy;
-        earliest_[end] = first, roomy_[end] = roomy;
+        roomy_[end] = roomy;
     }
+}
+
+// The earliest group at which a stage with this end can begin, for the memory of one of these stages.
+int64_t Cutter::earliest(int64_t end, int64_t stage, int64_t last) const {
+    int64_t live = problem_.live[stage], memory = problem_.memory_bytes[stage];
+    for (int64_t s = stage + 1; s <= last; ++s) {
+        live = std::min(live, problem_.live[s]);
+        memory = std::max(memory, problem_.memory_bytes[s]);
+    }
+    return first_where(0, end, [&](int64_t first) { return least_bytes(first, end, live) <= memory; });
 }
 
 // No stage that has these groups holds less, nor one that has more.
@@ -192,28 +212,38 @@ bool Cutter::fits(const Scan& scan, int64_t stage) const {
 
 // -- least bottleneck ---------------------------------------------------------------------------
 
-// Counts of stages before each end: enough for the seconds before it, and for those behind it with the stages that
-// are left, and no stage is empty.
-void Cutter::set_bands(double limit) {
-    const int64_t n = problem_.n_groups, stages = n_stages();
-    const double slack = kSlack * (before_s_[n] + links_before_[stages]);
-    const auto most = [&](int64_t from, int64_t to) {  // seconds of groups that these stages can take
-        return limit * (speed_before_[to] - speed_before_[from]) - (links_before_[to] - links_before_[from]) + slack;
+// Counts of stages that can be before each end, at most from `low` to `high`: the first ones, each as long as the limit
+// and its memory let it, come so far, and so do the last ones from the other side; and no stage is empty.
+// without_last: whatever the last ones can do.
+void Cutter::set_bands(double limit, bool without_last) {
+    const Problem& p = problem_;
+    const int64_t n = p.n_groups, stages = n_stages();
+    std::vector<int64_t> far(stages + 1, 0), near(stages + 1, n);
+    const auto can = [&](int64_t stage, int64_t first, int64_t end) {
+        const double most_s = (limit - link_s_[stage]) * p.speed[stage] + kSlack * before_s_[n] / 16;
+        return before_s_[end] - before_s_[first] <= most_s &&
+               least_bytes(first, end, p.live[stage]) <= p.memory_bytes[stage];
     };
+    for (int64_t s = 0; s < stages; ++s) {
+        far[s + 1] = first_where(far[s] + 1, n + 1, [&](int64_t end) { return !can(s, far[s], end); }) - 1;
+    }
+    for (int64_t s = stages - 1; s >= 0 && !without_last; --s) {
+        near[s] = first_where(0, near[s + 1], [&](int64_t first) { return can(s, first, near[s + 1]); });
+    }
     int64_t low = 0, high = 0;
     low_[0] = high_[0] = 0;
     for (int64_t end = 1; end <= n; ++end) {
-        while (low < stages && most(0, low) < before_s_[end]) ++low;
-        while (high < stages && most(high + 1, stages) >= before_s_[n] - before_s_[end]) ++high;
+        while (low < stages && far[low] < end) ++low;
+        while (high < stages && (without_last || near[high + 1] <= end)) ++high;
         low_[end] = std::max({low, int64_t{1}, stages - (n - end)});
-        high_[end] = std::min({high, end, end < n ? stages - 1 : stages});
+        high_[end] = far[low] < end ? -1 : std::min({high, end, end < n ? stages - 1 : stages});
     }
 }
 
 // Fills reached_ and says whether all stages reach the last end.
-bool Cutter::feasible(double limit) {
+bool Cutter::feasible(double limit, bool without_last) {
     const int64_t n = problem_.n_groups;
-    set_bands(limit);
+    set_bands(limit, without_last);
     std::fill(reached_.begin(), reached_.end(), 0);
     reached(0)[0] = 1;
     const double longest = limit * fastest_ * (1.0 + kSlack);
@@ -225,7 +255,7 @@ bool Cutter::feasible(double limit) {
         const auto all = [&] {
             return std::equal(&wanted_[low / 64], &wanted_[high / 64] + 1, reached(end) + low / 64);
         };
-        for (Scan scan(*this, end); !all() && scan.grow();) {
+        for (Scan scan(*this, end, earliest(end, low - 1, high - 1)); !all() && scan.grow();) {
             if (scan.seconds() > longest) break;
             extend(scan, limit);
         }
@@ -266,7 +296,8 @@ void Cutter::extend_class(const Scan& scan, size_t kind, bool roomy, int64_t fro
     const Word* fitting = live_mask_.back().data();
     if (!roomy) {
         const int64_t memory = problem_.memory_bytes[class_stage_[kind]];
-        const auto fits = [&](int64_t live) { return scan.bytes(live) <= memory; };
+        const int64_t fixed = scan.bytes(0), stash = scan.bytes(1) - fixed;
+        const auto fits = [&](int64_t live) { return fixed + live * stash <= memory; };
         fitting = live_mask_[std::partition_point(lives_.begin(), lives_.end(), fits) - lives_.begin()].data();
     }
     Word* after = reached(scan.end);
@@ -286,7 +317,7 @@ Cuts Cutter::walk_back(double limit) const {
         const double share = before_s_[end] / speed_before_[stage + 1];
         double best = std::numeric_limits<double>::infinity(), taken = 0.0;
         int64_t first = -1;
-        for (Scan scan(*this, end); scan.grow();) {
+        for (Scan scan(*this, end, earliest(end, stage, stage)); scan.grow();) {
             const double alone = scan.seconds() / problem_.speed[stage];
             if (alone > limit) break;
             const double time = seconds(scan, stage), off = std::abs(alone - share) + (time - alone);
@@ -303,10 +334,9 @@ Cuts Cutter::walk_back(double limit) const {
 }
 
 std::optional<Cuts> Cutter::best(double guess, int64_t most_work) {
-    guess = std::max(guess, dearest_link_s_);
     double below = guess * (1.0 - kSlack), limit = kEndless;  // no cut is within `below`
-    for (double more = 0.0625;; more *= 2.0) {
-        limit = more < 1024.0 && guess > 0.0 ? guess * (1.0 + more) : kEndless;
+    for (double more = 0.0625;; more *= 4.0) {
+        limit = more < 64.0 && guess > 0.0 ? guess * (1.0 + more) : kEndless;
         if (feasible(limit)) break;
         if (limit == kEndless) return std::nullopt;
         below = limit;
@@ -340,8 +370,8 @@ bool Cutter::least_squares(double limit, int64_t most_work, Cuts& found) const {
     double most = 0.0;  // squares of the cuts that are known
     for (int64_t s = stages - 1, end = n; s >= 0; --s) {
         const int64_t first = s ? found.cuts[s - 1] : 0;
-        Scan scan(*this, end);
-        while (scan.first > first) scan.grow();
+        Scan scan(*this, end, first);
+        while (scan.grow()) continue;
         const double time = seconds(scan, s);
         most += time * time;
         end = first;
@@ -375,7 +405,7 @@ bool Cutter::least_squares(double limit, int64_t most_work, Cuts& found) const {
     best[0] = 0.0;
     for (int64_t end = 1; end <= n; ++end) {
         if (low[end] > high[end]) continue;
-        for (Scan scan(*this, end); scan.grow(); ++pair) {
+        for (Scan scan(*this, end, earliest(end, low[end] - 1, high[end] - 1)); scan.grow(); ++pair) {
             if (scan.seconds() > limit * fastest_ * (1.0 + kSlack)) break;
             const int64_t first = scan.first;
             const bool roomy = scan.is_roomy();
@@ -403,7 +433,7 @@ bool Cutter::least_squares(double limit, int64_t most_work, Cuts& found) const {
 // -- where nothing fits -------------------------------------------------------------------------
 
 Misfit Cutter::misfit() {
-    feasible(kEndless);
+    feasible(kEndless, true);
     const int64_t n = problem_.n_groups, stages = n_stages();
     const auto ends = [&](int64_t count) {
         for (int64_t end = count; end <= n; ++end) {
@@ -427,22 +457,18 @@ Misfit Cutter::misfit() {
 }
 
 std::optional<int64_t> Cutter::least_stages(const std::vector<int64_t>& live_from_end, int64_t memory) const {
-    const int64_t n = problem_.n_groups;
-    std::vector<char> covered(n + 1, 0), longer;  // by first group: whether `count` stages cover all from it on
-    covered[n] = 1;
-    for (int64_t count = 1; count <= n; ++count) {
-        const int64_t live = live_from_end[count - 1];
-        longer.assign(n + 1, 0);
-        for (int64_t end = 1; end <= n; ++end) {
-            if (!covered[end]) continue;
-            for (Scan scan(*this, end); scan.grow();) {
-                if (scan.bytes(live) <= memory) longer[scan.first] = 1;
-            }
+    const int64_t n = problem_.n_groups, none = static_cast<int64_t>(live_from_end.size());
+    std::vector<int64_t> least(n + 1, none + 1);  // by first group: stages that cover all from it on
+    least[n] = 0;
+    for (int64_t end = n; end > 0; --end) {
+        if (least[end] >= none) continue;
+        const int64_t live = live_from_end[least[end]];
+        const auto can = [&](int64_t first) { return least_bytes(first, end, live) <= memory; };
+        for (Scan scan(*this, end, first_where(0, end, can)); scan.grow();) {
+            if (scan.bytes(live) <= memory) least[scan.first] = std::min(least[scan.first], least[end] + 1);
         }
-        if (longer[0]) return count;
-        covered.swap(longer);
     }
-    return std::nullopt;
+    return least[0] <= none ? std::optional(least[0]) : std::nullopt;
 }
 
 }  // namespace mpipipe::planner

@@ -24,7 +24,7 @@ struct Problem {
     const double *fwd_s = nullptr, *bwd_input_s = nullptr, *bwd_weight_s = nullptr;  // (n_groups,), as those below
     const int64_t *param_bytes = nullptr, *stash_bytes = nullptr, *workspace_bytes = nullptr;
     const int64_t *act_in = nullptr, *grad_in = nullptr;
-    const double* crossing_s = nullptr;  // (links, n_groups + 1)
+    const double* crossing_s = nullptr;  // (links, n_groups + 1); row 0 is no link
     std::vector<double> speed;           // by stage, as those below
     std::vector<int64_t> memory_bytes, live;
     std::vector<int32_t> link_in, link_out;  // rows of crossing_s
@@ -54,7 +54,8 @@ class Cutter {
     // To be asked where `best` finds nothing.
     Misfit misfit();
 
-    // The least number of stages of at most `memory` bytes; live_from_end[k]: of the stage with k stages after it.
+    // The least number of stages of at most `memory` bytes; live_from_end[k]: of the stage with k stages after it,
+    // ascending, so that fewer stages after one are never worse for it.
     std::optional<int64_t> least_stages(const std::vector<int64_t>& live_from_end, int64_t memory) const;
 
   private:
@@ -66,13 +67,17 @@ class Cutter {
     bool is_reached(int64_t end, int64_t count) const {
         return low_[end] <= count && count <= high_[end] && reached_[end * words_ + count / 64] >> (count % 64) & 1;
     }
-    void set_windows();
+    void set_uses();
+    void set_sums();
+    void set_roomy();
+    void set_classes();
+    int64_t earliest(int64_t end, int64_t stage, int64_t last) const;
     int64_t least_bytes(int64_t first, int64_t end, int64_t live) const;
     int64_t weights(int64_t held) const;
     double seconds(const Scan& scan, int64_t stage) const;
     bool fits(const Scan& scan, int64_t stage) const;
-    void set_bands(double limit);
-    bool feasible(double limit);
+    void set_bands(double limit, bool without_last);
+    bool feasible(double limit, bool without_last = false);
     void extend(const Scan& scan, double limit);
     void extend_class(const Scan& scan, size_t kind, bool roomy, int64_t from, int64_t to);
     Cuts walk_back(double limit) const;
@@ -86,10 +91,12 @@ class Cutter {
     };
     std::vector<Use> uses_;
     std::vector<int64_t> params_before_, stash_before_;  // sums of the first groups
-    std::vector<int64_t> earliest_, roomy_;              // by end, first groups: see set_windows
-    int64_t words_ = 0, tied_bytes_ = 0, most_memory_ = 0, least_memory_ = 0, most_live_ = 0, least_live_ = 0;
-    double fastest_ = 0.0, dearest_link_s_ = 0.0;
-    std::vector<double> before_s_;                                    // sums of the first groups
+    std::vector<int64_t> roomy_;                         // by end: see set_roomy
+    int64_t words_;  // of a set of counts
+    int64_t tied_bytes_ = 0, least_memory_ = 0, most_live_ = 0;
+    double fastest_ = 0.0;
+    std::vector<double> before_s_;                                      // sums of the first groups
+    std::vector<double> link_s_;                                        // the least on the links of each stage
     std::vector<double> speed_before_, links_before_, squares_before_;  // of the first stages: speed, speed times the
                                                                         // least seconds on links, speed * speed
     std::vector<int32_t> class_of_;                 // stages of one class have the same speed, memory and links

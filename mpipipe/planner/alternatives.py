@@ -17,7 +17,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import in_order, stage_costs
+from mpipipe.planner.stages import Ranges, in_order, stage_costs
 from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
@@ -79,15 +79,29 @@ class _Asked:
                 for i in range(len(self.cuts)) for d in (-1, 1)]  # fmt: skip
         near = [c for c in near if all(a < b for a, b in itertools.pairwise((0, *c, len(self.names))))]
         if self.n_ranks * self.plan.numerics.micro_batches > REFINE_WORK:  # without simulating each of them
-            near = sorted(near, key=self._slowest)[:1]
+            near = [min(near, key=self._slowest())] if near else []
         tried = [(self._expected(cuts), cuts) for cuts in near]
         made = [(p, cuts) for p, cuts in tried if isinstance(p, Prediction)]
         fits = [(p.step_s, cuts) for p, cuts in made if too_full(p.peak_bytes, self.costs.cluster) is None]
         return min(fits)[1] if fits else None
 
-    def _slowest(self, cuts: Cuts) -> tuple[float, float]:
-        seconds = self._stage_s(cuts)
-        return float(seconds.max()), float((seconds**2).sum())
+    def _slowest(self) -> Callable[[Cuts], tuple[float, float]]:
+        """For cuts of which one is moved: the slowest stage, and the sum of squares less that of now."""
+        placed, now = in_order(self.costs, self.plan.layout.order), self._stage_s(self.cuts)
+        ranges, devices = Ranges(placed), placed.cluster.devices
+        order = np.argsort(-now)[:3].tolist()  # a cut changes two stages
+
+        def key(cuts: Cuts) -> tuple[float, float]:
+            i = next(i for i, (a, b) in enumerate(zip(cuts, self.cuts, strict=True)) if a != b)
+            edges = (0, *cuts, len(self.names))
+            two = [
+                float(ranges.ending_at(edges[s + 1], edges[s]).seconds[0]) / devices[s].speed
+                for s in (i, i + 1)
+            ]
+            rest = max((float(now[s]) for s in order if s not in (i, i + 1)), default=0.0)
+            return max(*two, rest), sum(t * t for t in two) - float((now[i : i + 2] ** 2).sum())
+
+        return key
 
     def _stage_s(self, cuts: Cuts) -> np.ndarray:
         stages = stage_costs(in_order(self.costs, self.plan.layout.order), cuts)

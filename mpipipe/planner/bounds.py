@@ -48,8 +48,8 @@ def step_bound_s(costs: Costs, n_micro: int, n_stages: int, norm_s: float = 0.0)
 
 
 class _Longest:
-    """Stages that each take as much as a limit lets them, and may be empty: the later a stage begins the later
-    it can end, so this is the least that all cuts reach, empty stages allowed."""
+    """Stages that each take as much as a limit lets them, and may be empty. The later a stage begins the
+    later it can end: no cut within the limit comes farther."""
 
     def __init__(self, before_s: list[float], speed: list[float], n_micro: int) -> None:
         self._before_s, self._speed, self._n_micro = before_s, speed, n_micro
@@ -88,7 +88,7 @@ class _Longest:
 
 def _reach_s(before_s: Float64, speed: Float64, n_micro: int, limit: float) -> float:
     """For `least`, without empty stages: `limit` if they can cover the groups. The later a stage begins the
-    sooner it is done with the groups to a given end: so of the ends of the stages before, the last one will do."""
+    sooner it is done with the groups to its end: so of the ends of those before, the last one will do."""
     ends, place = np.arange(len(before_s)) == 0, np.arange(len(before_s))
     for rate in speed:
         last = np.maximum.accumulate(np.where(ends, place, -1))[:-1]

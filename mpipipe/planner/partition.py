@@ -65,10 +65,7 @@ def partition(
     ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
     problem = Problem(costs, ranges, np.array(live))
     lower_bound_s = bottleneck_bound_s(ranges.seconds, problem.speed)
-    if compiled is None:
-        found = problem.swept(lower_bound_s)
-    else:
-        found = problem.searched(lower_bound_s)
+    found = problem.swept(lower_bound_s) if compiled is None else problem.searched(lower_bound_s)
     if found is None:
         raise PlanError(_explain(problem, schedule, n_micro) if explain else "no cut fits")
     bottleneck_s, cuts = found
@@ -124,9 +121,9 @@ class Problem:
         assert compiled is not None
         r, ties = self.ranges, [(tie.groups, tie.nbytes) for tie in self.costs.ties]
         return compiled.Partition(
-            r.fwd_s, r.bwd_input_s, r.bwd_weight_s, r.param_bytes, r.stash_bytes, r.workspace_bytes, r.act_in,
-            r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in, self._out, ties, r.window,
-            r.tied_window, r.tied_repeats, self.costs.bytes_per_param_byte,
+            r.fwd_s, r.bwd_input_s, r.bwd_weight_s, r.param_bytes, r.stash_bytes, r.workspace_bytes,
+            r.act_in, r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in, self._out,
+            ties, r.window, r.tied_window, r.tied_repeats, self.costs.bytes_per_param_byte,
         )  # fmt: skip
 
 
@@ -200,21 +197,27 @@ def _enough_stages(problem: Problem, schedule: str, n_micro: int) -> int | None:
     (true of the built-in schedules, and tested; for others the answer is an estimate), so that one
     sweep answers for all counts. Raises PlanError where the schedule refuses as many stages as groups.
     """
-    live = live_micro_batches(SCHEDULES[schedule](len(problem.costs.groups), n_micro))[::-1]
-    if compiled is None:
-        return least_stages(problem, live, int(problem.memory.min()))
-    found: int | None = problem.compiled().least_stages(live, int(problem.memory.min()))
-    return found
+    n_groups, count = len(problem.costs.groups), len(problem.live)
+    memory, found = int(problem.memory.min()), None
+    while True:
+        count = min(2 * count, n_groups)
+        live = live_micro_batches(SCHEDULES[schedule](count, n_micro))[::-1]
+        if compiled is None:
+            found = least_stages(problem, live, memory)
+        else:
+            found = problem.compiled().least_stages(live, memory)
+        if found is not None or count == n_groups:
+            return found
 
 
 def least_stages(problem: Problem, live: Sequence[int], memory: int) -> int | None:
-    """live[k]: of a stage with k stages after it; memory: of every rank."""
+    """At most as many as `live` has; live[k]: of a stage with k stages after it; memory: of every rank."""
     n_groups = len(problem.costs.groups)
     endings = map(problem.ranges.ending_at, range(1, n_groups + 1))
     sizes = [(ending.memory_bytes(0), ending.stash_bytes) for ending in endings]
     covered = np.zeros(n_groups + 1, bool)  # [first]: groups first.. fit into `count` stages
     covered[n_groups] = True
-    for count in range(1, n_groups + 1):
+    for count in range(1, len(live) + 1):
         longer = np.zeros(n_groups + 1, bool)
         for end in np.flatnonzero(covered[1:]) + 1:
             rest, stash = sizes[end - 1]

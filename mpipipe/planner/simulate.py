@@ -50,7 +50,7 @@ def simulate(
         )
     sizes = message_bytes(program, stages, ties)
     ends, seconds = match(program), instruction_seconds(program, stages, sizes, cluster)
-    times = _walked(ends, seconds, norm_s) if compiled is None else compiled.simulate(
+    times = walked(ends, seconds, norm_s) if compiled is None else compiled.simulate(
         program.codes, ends.partners, seconds, norm_s
     )  # fmt: skip
     if times is None:
@@ -135,7 +135,7 @@ def instruction_seconds(
     return tuple(out)
 
 
-def _walked(ends: Ends, seconds: Sequence[Float64], norm_s: float) -> tuple[Float64, ...] | None:
+def walked(ends: Ends, seconds: Sequence[Float64], norm_s: float) -> tuple[Float64, ...] | None:
     """Start and end of each rank's instructions (n, 2); None if they cannot end."""
     clock = _Clock(ends, [s.tolist() for s in seconds], norm_s)
     if not walk(ends, clock, clock.at):

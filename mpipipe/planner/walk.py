@@ -5,8 +5,8 @@ wait that ends must stay ended, as ranks go on: then the order in which ranks ar
 matter. A rank is tried again only when the rank it waits for has moved, so the work is linear in
 the number of instructions (times the neighbours of a rank).
 
-`match`, and the walks of `prove` and `simulate`, are compiled where they can be (kernels/planner/walk.h), with
-the same results; what is here in Python is what they mean.
+`match`, and the walks of `prove` and `simulate`, are compiled where they can be (kernels/planner/walk.h),
+with the same results; what is here in Python is what they mean.
 """
 
 from __future__ import annotations
