@@ -19,9 +19,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,6 +234,7 @@ class GroupCost(Value):
     act_bytes: int  # crosses forward when the cut is after this group
     grad_bytes: int  # crosses backward there
     update_s: float = 0.0  # once per step, beside what `Costs` says of each byte of its parameters
+    spread: float = 0.0  # relative, of its repeated timings; 0 = that of all groups
 
     @property
     def seconds(self) -> float:
@@ -248,6 +250,13 @@ class Costs(Value):
     step_s_per_byte: float  # clip, update and zero, per byte of weights
     source: Literal["measured", "modelled"]
     spread: float  # relative spread of the repeated timings
+
+    @cached_property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Each field of the groups but `name` as an array (n_groups,): seconds float64, bytes int64."""
+        names = [f.name for f in fields(GroupCost) if f.name != "name"]
+        return {n: np.array([getattr(g, n) for g in self.groups], float if n.endswith("_s") else np.int64)
+                for n in names}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -366,6 +375,7 @@ class Op(IntEnum):
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP})
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD, Op.SEND_TIED, Op.SEND_COPY})
 RECVS = frozenset({Op.RECV_ACT, Op.RECV_GRAD, Op.RECV_TIED, Op.RECV_COPY})
+_COMPUTES = np.isin(range(len(Op)), sorted(COMPUTE))  # by op
 
 
 class Action(NamedTuple):
@@ -473,8 +483,7 @@ class Timeline:
 
     def busy_s(self, rank: int) -> float:
         """Seconds of compute (F, B, I, W, STEP) of one rank."""
-        mask = np.isin(self.program.codes[rank][:, 0], [int(op) for op in COMPUTE])
-        t = self.times[rank][mask]
+        t = self.times[rank][_COMPUTES[self.program.codes[rank][:, 0]]]
         return float((t[:, 1] - t[:, 0]).sum())
 
     @property

@@ -133,7 +133,8 @@ class _Asked:
             try:
                 p = self._planned(self.cluster_of(ranks))
             except (PlanError, DeadlockError) as error:
-                yield Alternative(name, None, None, self._why_not(ranks, error))
+                why = why_no_plan(self._planned, self.cluster_of, ranks, error)
+                yield Alternative(name, None, None, why)
                 continue
             why = f"{self.plan.prediction.step_s / p.step_s:.2f} times as fast, bubble {p.bubble:.1%}"
             yield Alternative(name, p.step_s, p.step_s / self.plan.prediction.step_s - 1.0, why)
@@ -143,18 +144,6 @@ class _Asked:
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
         made = make_plan(costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks)
         return made[0].prediction
-
-    def _why_not(self, ranks: int, error: PlanError | DeadlockError) -> str:
-        """What the fastest cut would lack; the error itself where it is not memory."""
-        try:
-            cluster = self.cluster_of(ranks)
-            endless = tuple(replace(d, memory_bytes=_ENDLESS) for d in cluster.devices)
-            full = too_full(self._planned(replace(cluster, devices=endless)).peak_bytes, cluster)
-        except (PlanError, DeadlockError):
-            full = None
-        if full is None:
-            return _first_sentence(error)
-        return f"no cut fits; with the fastest, rank {full[0]} lacks {size_text(full[1])} of memory"
 
     # -- what they are worth ------------------------------------------------------------------------
 
@@ -213,3 +202,22 @@ class _Asked:
 
 def _first_sentence(error: Exception) -> str:
     return re.split(r"[;\n]", str(error))[0]
+
+
+def why_no_plan(
+    planned: Callable[[Cluster], Prediction],
+    cluster_of: Callable[[int], Cluster],
+    ranks: int,
+    error: PlanError | DeadlockError,
+) -> str:
+    """What the fastest cut would lack; the error itself where it is not memory. planned: raises as
+    `make_plan` does."""
+    try:
+        cluster = cluster_of(ranks)
+        endless = tuple(replace(d, memory_bytes=_ENDLESS) for d in cluster.devices)
+        full = too_full(planned(replace(cluster, devices=endless)).peak_bytes, cluster)
+    except (PlanError, DeadlockError):
+        full = None
+    if full is None:
+        return _first_sentence(error)
+    return f"no cut fits; with the fastest, rank {full[0]} lacks {size_text(full[1])} of memory"

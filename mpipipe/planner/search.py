@@ -58,8 +58,8 @@ def _plan_in(
     program: Program | None = None
     placed, n_ranks = in_order(costs, order), len(order)
     starts = [
-        partition(c, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied).cuts
-        for c in (placed, _with_updates(placed, numerics.micro_batches))
+        partition(placed, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied, update).cuts
+        for update in (False, True)
     ]
 
     def plan(cuts: Cuts) -> Plan:
@@ -85,15 +85,6 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Seque
     `predict` do."""
     program = program_for(layout, numerics, costs.ties, group_names)
     return Plan(numerics, layout, predict(costs, layout, program, group_names)[0], costs)
-
-
-def _with_updates(costs: Costs, n_micro: int) -> Costs:
-    """Costs whose backward carries its share of the step's one update: the bottleneck of these
-    balances m * (F + B) + STEP."""
-    rate = costs.step_s_per_byte
-    updates = [(g, (rate * g.param_bytes + g.update_s) / n_micro) for g in costs.groups]
-    groups = [replace(g, bwd_weight_s=g.bwd_weight_s + share_s) for g, share_s in updates]
-    return replace(costs, groups=tuple(groups))
 
 
 def _refine(plan: Callable[[Cuts], Plan], starts: Sequence[Cuts], n_groups: int, work: int) -> Plan:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpipipe.planner.alternatives import Alternative
+from mpipipe.planner.noise import Noise
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.report.progress import MIB, number
@@ -114,6 +115,21 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
         f"most memory: rank {fullest}, {p.peak_bytes[fullest] / MIB:.0f} MiB"
     )
+
+
+def steadiness(found: Noise | None) -> list[str]:
+    """How the step and the cut move where the costs are a little wrong; no line where that is not known."""
+    if found is None:
+        return []
+    low, high = map(_seconds, found.step_s)
+    off = f"{found.spread:.0%}, {'assumed' if found.assumed else 'as their timings spread'}"
+    lines = [f"costs that are each off by up to {off}: step {low} to {high} in {found.draws} draws"]
+    if found.cuts:
+        gain = f"; the best of them would gain {found.gain:.1%} at most" if found.gain > 0.0005 else ""
+        lines.append(
+            f"the cut holds in {found.held} of {found.draws} draws, against {found.cuts} others{gain}"
+        )
+    return lines
 
 
 def against(found: Sequence[Alternative], width: int = 120) -> str:

@@ -64,7 +64,7 @@ def first_step(comm: Communicator, case: Case, cuts: tuple[str, ...]) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("model", "n"), [("gpt", 20), ("gpt, untied", 5), ("skips", 20), ("thrice", 10), ("traps", 10)]
+    ("model", "n"), [("gpt", 12), ("gpt, untied", 5), ("skips", 12), ("thrice", 8), ("traps", 8)]
 )
 def test_random_cuts_give_the_loss_and_gradients_of_one_stage(model: str, n: int) -> None:
     case = Case(model, optimizer="sgd", clip=None, batch=4, micro_batches=2)
