@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "cuts.h"
+#include "placement_bind.h"
 #include "walk.h"
 
 namespace py = pybind11;
@@ -140,4 +141,5 @@ PYBIND11_MODULE(_planner, m) {
         .def("least_stages", [](const Partition& p, const std::vector<int64_t>& live_from_end, int64_t memory) {
             return p.cutter.least_stages(live_from_end, memory);
         }, no_gil);
+    mpipipe::placement::bind(m);
 }

@@ -38,7 +38,8 @@ from mpipipe.models import build
 from mpipipe.planner.alternatives import alternatives
 from mpipipe.planner.noise import noise
 from mpipipe.planner.search import make_plan, predict
-from mpipipe.report.plan import against, outlook, stage_rows, steadiness
+from mpipipe.planner.whole import any_order
+from mpipipe.report.plan import against, beside_any_order, outlook, stage_rows, steadiness
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.modelling import Found, costs_of, find
 from mpipipe.runtime.process import resident_memory
@@ -132,7 +133,8 @@ def _plan(a: argparse.Namespace) -> None:
     print(_heading(a, config, variants, str(a.ranks)))
     print(said, *machine.assumed(cluster), "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
-    print(*steadiness(noise(plan, costs)), "", against(others), sep="\n")
+    order = beside_any_order(any_order(graph, plan, costs))
+    print(*order, *steadiness(noise(plan, costs)), "", against(others), sep="\n")
     if a.output:
         _write(Path(a.output), plan_text(plan))
         train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]

@@ -82,7 +82,11 @@ def _written(
     lengths = np.zeros(len(actions), np.int64)
     for stage, kind in itertools.product(stages, (Op.F, Op.B, Op.I, Op.W)):
         place = np.flatnonzero((actions[:, 0] == kind) & (actions[:, 1] == stage))
-        instrs = list(_with_messages(Action(kind, stage, 0), len(wires.rank_of_stage), wires, eager)) if len(place) else []
+        instrs = (
+            list(_with_messages(Action(kind, stage, 0), len(wires.rank_of_stage), wires, eager))
+            if len(place)
+            else []
+        )
         lengths[place] = len(instrs)
         parts.append((place, instrs))
     ends = np.cumsum(lengths)

@@ -127,8 +127,10 @@ def instruction_seconds(
     for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
         seconds = table[codes[:, 0], codes[:, 1]]
         tied = np.flatnonzero(IS_SEND[codes[:, 0]] & IS_TIED[codes[:, 0]])
-        seconds[tied] = [cluster.link(rank, peer).seconds(size)
-                         for peer, size in zip(codes[tied, 4].tolist(), nbytes[tied].tolist(), strict=True)]
+        seconds[tied] = [
+            cluster.link(rank, peer).seconds(size)
+            for peer, size in zip(codes[tied, 4].tolist(), nbytes[tied].tolist(), strict=True)
+        ]
         out.append(seconds)
     return tuple(out)
 

@@ -110,7 +110,9 @@ def _fault(program: Program, kind: int, rank: int, index: int, other: int = -1) 
             f"{here} would be received as {place(program, peer, other)}: "
             f"tag {tag} does not name one value there; give each channel its own tags"
         )
-    return DeadlockError(f"{here}: rank {peer} has no {'RECV' if kind == NO_RECV else 'SEND'} for it (tag {tag})")
+    return DeadlockError(
+        f"{here}: rank {peer} has no {'RECV' if kind == NO_RECV else 'SEND'} for it (tag {tag})"
+    )
 
 
 def walk(ends: Ends, rules: Rules, at: list[int]) -> bool:

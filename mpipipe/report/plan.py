@@ -9,6 +9,7 @@ from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.noise import Noise
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import in_order, stage_costs
+from mpipipe.planner.whole import Order
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
@@ -115,6 +116,17 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
         f"most memory: rank {fullest}, {p.peak_bytes[fullest] / MIB:.0f} MiB"
     )
+
+
+def beside_any_order(found: Order | None) -> list[str]:
+    """What cuts in the order of the model lose; no line where that is not known."""
+    if found is None:
+        return []
+    planned, least = _seconds(found.planned_s), _seconds(found.bound_s)
+    return [
+        f"most loaded stage, messages included: {planned} per micro-batch; with the groups in any order that the "
+        f"graph allows, at least {least} (gap {found.gap:.1%})"
+    ]
 
 
 def steadiness(found: Noise | None) -> list[str]:

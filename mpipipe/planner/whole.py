@@ -1,0 +1,77 @@
+"""What the order of the groups costs. A plan cuts them in the order of the model, because the order in which
+autograd adds gradients, and with it the bits, follows that of the forwards. Stages of the whole graph, in any
+order that its edges allow, are placed here beside it: no cut of a plan can beat them by more than this says.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpipipe.errors import PlanError
+from mpipipe.planner.placement.problem import Operator, Problem, gap, loads
+from mpipipe.planner.placement.solve import place
+from mpipipe.planner.search import cut_indices
+from mpipipe.planner.stages import bounds
+from mpipipe.values import Costs, Graph, Link, Node, Plan, Value
+
+BUDGET_S = 1.0
+
+
+@dataclass(frozen=True)
+class Order(Value):
+    """Seconds of the most loaded stage for one micro-batch: forward, backward, and each tensor that it sends
+    or receives, once."""
+
+    planned_s: float  # of the plan's cuts
+    bound_s: float  # of stages in any order, at least
+
+    @property
+    def gap(self) -> float:
+        return gap(self.planned_s, self.bound_s)
+
+
+def any_order(graph: Graph, plan: Plan, costs: Costs, budget_s: float = BUDGET_S) -> Order | None:
+    """The plan's stages beside the best ones of the whole graph, without limits of memory. None for one
+    stage, for ranks of unequal speed, and where no placement was found in `budget_s` seconds."""
+    n_ranks = plan.layout.n_stages
+    if n_ranks == 1 or len({device.speed for device in costs.cluster.devices[:n_ranks]}) > 1:
+        return None
+    problem = problem_of(graph, costs, n_ranks)
+    stage_of = [
+        stage
+        for stage, (first, end) in enumerate(
+            bounds(len(graph.groups), cut_indices(plan.layout, graph.groups))
+        )
+        for _ in range(first, end)
+    ]
+    try:
+        found = place(problem, "the graph", contiguous=True, budget_s=budget_s)
+    except PlanError:
+        return None
+    return Order(loads(problem, stage_of).most_s, found.bound_s)
+
+
+def problem_of(graph: Graph, costs: Costs, n_ranks: int) -> Problem:
+    """The groups as operators. What a group gives to others is one tensor, which crosses the link of ranks 0
+    and 1 once to each stage that reads it, and once back as a gradient where it has one."""
+    maker = {node.name: node for node in graph.nodes}
+    edges: set[tuple[int, int]] = set()
+    given: list[dict[str, Node]] = [{} for _ in graph.groups]
+    for node in graph.nodes:
+        for name in node.inputs:
+            made = maker.get(name)
+            if made is not None and node.group >= 0 and made.group >= 0 and made.group != node.group:
+                edges.add((made.group, node.group))
+                given[made.group][name] = made
+    link = costs.cluster.link(0, 1)
+    operators = [
+        Operator(i, cost.name, cost.seconds, math.inf, 0.0, sum(_seconds(link, n) for n in nodes.values()))
+        for i, (cost, nodes) in enumerate(zip(costs.groups, given, strict=True))
+    ]
+    return Problem(tuple(operators), tuple(sorted(edges)), n_ranks, 0, math.inf)
+
+
+def _seconds(link: Link, node: Node) -> float:
+    ways = [2 if "float" in spec.dtype else 1 for spec in node.outputs]
+    return sum(way * link.seconds(spec.nbytes) for way, spec in zip(ways, node.outputs, strict=True))
