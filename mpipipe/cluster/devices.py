@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpipipe.config.cluster import CountedConfig, FlopsConfig
 
-SAME_SPEED = 0.15  # relative: ranks of one processor differ by that much from the next fastest by chance
+SAME_SPEED = 0.25  # relative: ranks of one processor differ by that much from the next fastest by chance
 SAME_MEMORY = 0.05
 DIGITS = 4  # of a rate that are worth writing
 

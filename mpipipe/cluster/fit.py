@@ -28,7 +28,7 @@ class Line:
 
 def fit_line(nbytes: Sequence[float], seconds: Sequence[float]) -> Line:
     """The line of least soft-L1 differences between logarithms, so that 8 bytes count as much as a megabyte
-    (Triggs et al. 2000, robust least squares).
+    (robust least squares: Triggs et al. 1999).
 
     nbytes, seconds: (n,), of at least two lengths; seconds above 0.
     """

@@ -22,6 +22,7 @@ from mpipipe.cluster.launch import launcher_rank
 from mpipipe.cluster.links import MeasuredLink, measure_levels
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.places import places
+from mpipipe.commands.doctor import positive
 from mpipipe.config.cluster import ClusterConfig, DeviceConfig, LinkConfig, LinksConfig
 from mpipipe.config.cluster_text import cluster_text
 from mpipipe.errors import ConfigError
@@ -34,7 +35,7 @@ from mpipipe.state.files import write_text
 from mpipipe.values import Cluster
 
 LIMIT_S = 120.0  # it takes seconds; a rank that does not answer takes for ever
-ROUNDS = 2  # of the rates; the better counts, because what else runs on a machine only adds
+ROUNDS = 3  # of the rates; the best counts, because what else runs on a machine only adds
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("cluster.yaml"), metavar="FILE",
                         help="where it is written (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=1, choices=range(1, 1025), metavar="N",
+    parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="pipeline.threads of the training (default: %(default)s, as there)")  # fmt: skip
     parser.add_argument("--gemm", choices=("mkl", "onednn"), default="mkl",
                         help="kernels.gemm of the training (default: %(default)s, as there)")  # fmt: skip

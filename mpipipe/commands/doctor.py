@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         "Alone, or under mpirun or srun as a training would be started; exit code 1 if there is a problem.",
     )
     parser.add_argument(
-        "--threads", type=_positive, default=1,
+        "--threads", type=positive, default=1,
         help="pipeline.threads of the training (default: %(default)s, as there); it ignores OMP_NUM_THREADS",
     )  # fmt: skip
     parser.add_argument(
@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Of an argument. Raises argparse.ArgumentTypeError."""
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return int(text)

@@ -14,7 +14,7 @@ import numpy as np
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.schedules import SCHEDULES, live_micro_batches
 from mpipipe.planner.search import norm_seconds, program_for
-from mpipipe.planner.stages import Ending, Ranges, StageTie, stage_ties
+from mpipipe.planner.stages import Ending, Ranges, StageTie, in_order, stage_ties
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Costs, Float64, Op, Plan
 
@@ -23,11 +23,14 @@ Key = tuple[int, int, int]  # op, stage, other stage of a message or -1
 
 
 class Many:
-    """What every cut costs under every draw. factors: (draws, groups)."""
+    """What every cut costs under every draw, with the ranks of the plan, numbered as its stages are.
+    factors: (draws, groups)."""
 
     def __init__(self, plan: Plan, costs: Costs, factors: Float64) -> None:
         layout, n_micro = plan.layout, plan.numerics.micro_batches
-        self.plan, self.costs, self.factors = plan, costs, factors
+        ranks = tuple((stage,) for stage in range(layout.n_stages))
+        self.plan = replace(plan, layout=replace(layout, ranks=ranks))
+        self.costs, self.factors = in_order(costs, layout.order), factors
         self._ranges = Ranges(costs, layout.receive_window, n_micro, plan.numerics.tied)
         self._live = live_micro_batches(SCHEDULES[layout.schedule](layout.n_stages, n_micro))
         self._endings = dict[int, Ending]()

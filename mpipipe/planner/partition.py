@@ -60,7 +60,7 @@ def partition(
     then with the stage, the group, the bytes that are missing and the least number of ranks that would do;
     with explain=False without, as to find these takes longer than to find that there is no cut.
     """
-    _check_counts(costs, n_micro, schedule, n_stages)
+    check_counts(costs, n_micro, schedule, n_stages)
     live = live_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
     ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
     problem = Problem(costs, ranges, np.array(live))
@@ -127,7 +127,8 @@ class Problem:
         )  # fmt: skip
 
 
-def _check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> None:
+def check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> None:
+    """Raises PlanError where there cannot be a cut, whatever the costs are."""
     n_groups, n_ranks = len(costs.groups), len(costs.cluster.devices)
     if schedule not in SCHEDULES:
         raise PlanError(f"schedule {schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")

@@ -15,7 +15,7 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.planner.noise import WORTH
 from mpipipe.planner.search import cut_indices, make_plan, plan_of, program_for
-from mpipipe.planner.stages import bounds, stage_costs
+from mpipipe.planner.stages import bounds, in_order, stage_costs
 from mpipipe.values import (
     COMPUTE,
     Costs,
@@ -70,12 +70,13 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     """Costs whose stages take what was measured. spread: of the micro-batches of each stage, median over
     least. Raises PlanError where spans are missing or cannot be."""
     cuts = cut_indices(layout, [group.name for group in costs.groups])
-    stages = stage_costs(costs, cuts)
+    placed = in_order(costs, layout.order)
+    stages = stage_costs(placed, cuts)
     ratios = _ratios(stages, measured)
     rate = float(ratios[Op.STEP].min())  # of the update of a byte; what a stage has beyond goes to its groups
     groups = list[GroupCost]()
     for s, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
-        speed, spread = costs.cluster.devices[s].speed, _spread(measured, s)
+        speed, spread = placed.cluster.devices[s].speed, _spread(measured, s)
         mine = costs.groups[first:end]
         planned_s = stages[s].step_s * speed - sum(g.update_s for g in mine)  # of the bytes alone
         beyond_s = (ratios[Op.STEP][s] - rate) * planned_s

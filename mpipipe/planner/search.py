@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.lower import lower
-from mpipipe.planner.partition import partition
+from mpipipe.planner.partition import check_counts, partition
 from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
 from mpipipe.planner.schedules import SCHEDULES, check, forward_only, on_ranks
@@ -39,6 +39,7 @@ def make_plan(
 ) -> tuple[Plan, Program]:
     """Plan `n_ranks` stages, one per rank, in the best of the orders of ranks that are promising: the next
     ones are taken only where they gain something. Raises PlanError if no cut fits (see `partition`)."""
+    check_counts(costs, numerics.micro_batches, schedule, n_ranks)
     norm_s = norm_seconds(costs.cluster, n_ranks)
     bound_s = any_order_bound_s(costs, numerics.micro_batches, n_ranks, norm_s)  # of all cuts
     best: tuple[Plan, Program] | None = None
@@ -56,11 +57,9 @@ def _plan_in(
 ) -> tuple[Plan, Program]:  # fmt: skip
     """With stage s on rank `order[s]`."""
     program: Program | None = None
-    placed, n_ranks = in_order(costs, order), len(order)
+    placed, n_micro = in_order(costs, order), numerics.micro_batches
     starts = [
-        partition(
-            placed, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied, update
-        ).cuts
+        partition(placed, n_micro, schedule, len(order), receive_window, numerics.tied, update).cuts
         for update in (False, True)
     ]
 
@@ -76,7 +75,7 @@ def _plan_in(
             program = program_for(layout, numerics, costs.ties, group_names)
         return Plan(numerics, layout, predict(costs, layout, program, group_names, bound_s)[0], costs)
 
-    best = _refine(plan, starts, len(group_names), n_ranks * numerics.micro_batches)
+    best = _refine(plan, starts, len(group_names), len(order) * n_micro)
     if program is None or costs.ties:
         program = program_for(best.layout, numerics, costs.ties, group_names)
     return best, program
@@ -206,9 +205,10 @@ def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
 
 
 def norm_seconds(cluster: Cluster, n_ranks: int) -> float:
-    """Of the norm's collective, a few bytes per parameter: one slow latency per doubling."""
-    links = [cluster.link(rank, rank + 1) for rank in range(n_ranks - 1)]
-    return math.ceil(math.log2(n_ranks)) * max((link.latency_s for link in links), default=0.0)
+    """Of the norm's collective, a few bytes per parameter: one slow latency per doubling, in any order."""
+    spanned = cluster.in_order(range(n_ranks)).spanned
+    latencies = [link.latency_s for level, link in cluster.links.items() if level in spanned]
+    return math.ceil(math.log2(n_ranks)) * max(latencies, default=0.0)
 
 
 def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:

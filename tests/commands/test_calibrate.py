@@ -9,11 +9,14 @@ import pytest
 
 from mpipipe.cluster import links
 from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.devices import Rates
 from mpipipe.cluster.doctor.facts import Route
+from mpipipe.cluster.links import MeasuredLink
 from mpipipe.cluster.local import run_local
 from mpipipe.commands import calibrate
 from mpipipe.config.cluster import load_cluster
 from mpipipe.errors import ConfigError
+from mpipipe.values import Cluster, Device, Link
 
 NODES = (0, 0, 1)
 
@@ -66,3 +69,28 @@ def test_fp32_is_that_of_the_route_which_the_training_takes(tmp_path: Path) -> N
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"-o .*no/c.yaml: cannot be written \(No such file"):
         calibrated(tmp_path / "no" / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "numa", "cores", "keys"),
+    [
+        ((0, 0, 1, 1), (), (), {"ranks_per_node"}),
+        ((0, 0, 0, 1), (), (), {"ranks_per_node"}),
+        ((0, 1, 1, 1), (), (), {"node_of_rank"}),
+        ((0, 1, 0, 1), (), (), {"node_of_rank"}),
+        ((0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3), {"ranks_per_numa", "ranks_per_core"}),
+        ((0,) * 4, (0, 1, 0, 1), (), {"numa_of_rank"}),
+        ((0,) * 4, (0, 0, 0, 1), (0, 0, 1, 2), {"core_of_rank"}),
+        ((0, 0, 0, 1), (0, 0, 1, 2), (), {"numa_of_rank"}),
+    ],
+)
+def test_units_are_told_as_shortly_as_they_can_be(
+    nodes: tuple[int, ...], numa: tuple[int, ...], cores: tuple[int, ...], keys: set[str]
+) -> None:
+    where = Cluster((Device("", 1.0, 0, 1),) * len(nodes), nodes, {}, numa, cores)
+    measured = {level: MeasuredLink(Link(1e-6, 1e9), 1, 0.0) for level in where.spanned}
+    ranks = [Rates("cpu", 1, 1 << 30, 1e11, 2e11, 1e10)] * len(nodes)
+    config = calibrate.configured(ranks, where, measured)
+    assert keys <= config.model_fields_set
+    cluster = config.of(len(nodes), "fp32", 1, 0, None)
+    assert (cluster.node_of_rank, cluster.numa_of_rank, cluster.core_of_rank) == (nodes, numa, cores)

@@ -199,6 +199,14 @@ def test_many_ranks_are_searched_within_the_work_that_is_allowed(monkeypatch):
     assert planned(costs, 12).prediction.gap >= 0
 
 
+def test_more_stages_than_there_can_be_are_refused():
+    costs = two_nodes(1e9, 8.0, (1.0, 2.0, 1.0, 1.0))
+    with pytest.raises(PlanError, match="5 stages but only 4 ranks"):
+        planned(costs, 5)
+    with pytest.raises(PlanError, match="4 stages but only 3 groups"):
+        planned(replace(costs, groups=costs.groups[:3]), 4)
+
+
 def test_equal_ranks_that_are_neighbours_already_cost_no_search(monkeypatch):
     groups = tuple(group(f"g{i}", act_bytes=4, grad_bytes=4) for i in range(16))
     costs = Costs(

@@ -15,7 +15,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for, simulate, stage_costs
 from mpipipe.planner.refine import refine, refined_costs, stage_seconds
 from mpipipe.planner.search import cut_indices, norm_seconds
-from mpipipe.planner.stages import stage_ties
+from mpipipe.planner.stages import in_order, stage_ties
 from mpipipe.values import Op, Plan, Timeline
 
 RATIO = st.floats(0.25, 4.0)
@@ -27,12 +27,13 @@ def step(plan: Plan, ratios: list[tuple[float, ...]]) -> Timeline:
     assert costs is not None
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
+    stages = stage_costs(in_order(costs, plan.layout.order), cuts)
     stages = [
         replace(
             s, fwd_s=s.fwd_s * f, bwd_input_s=s.bwd_input_s * i, bwd_weight_s=s.bwd_weight_s * w,
             step_s=s.step_s * u,
         )
-        for s, (f, i, w, u) in zip(stage_costs(costs, cuts), ratios, strict=False)
+        for s, (f, i, w, u) in zip(stages, ratios, strict=False)
     ]  # fmt: skip
     program = program_for(plan.layout, plan.numerics, costs.ties, names)
     norm_s = norm_seconds(costs.cluster, len(stages))
@@ -54,7 +55,8 @@ def test_the_refined_costs_predict_the_step_that_was_measured(problem, ratios) -
     assert refined.plan == refined.ran or refined.plan.prediction.step_s < refined.ran.prediction.step_s
     assert refined.plan.numerics == plan.numerics
     assert refined.plan.costs is not None
-    stages = stage_costs(refined.plan.costs, cut_indices(plan.layout, names))
+    placed = in_order(refined.plan.costs, plan.layout.order)
+    stages = stage_costs(placed, cut_indices(plan.layout, names))
     took = stage_seconds(measured)
     assert [s.fwd_s * n_micro for s in stages] == pytest.approx(took[Op.F].tolist())
     assert [s.step_s for s in stages] == pytest.approx(took[Op.STEP].tolist())
