@@ -61,7 +61,7 @@ def test_a_chain_has_one_order():
 
 
 def test_intertwined_branches_are_parted_where_messages_are_dear():
-    """0 -> 2 -> 4 and 1 -> 3 -> 5: a cut in this order sends two tensors there and back; apart they send none."""
+    """0 -> 2 -> 4 and 1 -> 3 -> 5: a cut in this order sends two tensors and back, parted they send none."""
     plan = planned([1.0] * 6, ("g3",), MIB.nbytes * 10.0, (1.0, 1.0))
     branches = graph({0: (), 1: (), 2: (0,), 3: (1,), 4: (2,), 5: (3,)})
     found = any_order(branches, plan, plan.costs)
