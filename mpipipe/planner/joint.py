@@ -1,0 +1,188 @@
+"""What a run may choose before step 0, searched together: number of micro-batches, schedule and cuts.
+
+The batch is given, so fewer micro-batches are larger ones: kernels get faster, the bubble and the memory
+grow. Number and size belong to `Numerics`: they are searched at the first start of a run only. Schedule and
+cuts belong to `Layout`.
+
+A number whose bound is above the best step found is not simulated. The answer is the shortest simulated step
+of all numbers, schedules and cuts that were asked for wherever `Joint.exact` says so: then each cut was
+simulated or ruled out by a bound. Else cuts are those of `make_plan`, and `Joint.bound_s` says how short a
+step could be at best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.bounds import bottleneck_bound_s, step_bound_s
+from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
+from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.search import make_plan, norm_seconds
+from mpipipe.values import Costs, Numerics, Plan, Program
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is searched. numerics: with any number of micro-batches; counts: those to look at; schedules:
+    the first one is taken where several are equally fast."""
+
+    numerics: Numerics
+    counts: tuple[int, ...]
+    schedules: tuple[str, ...]
+    receive_window: int
+    n_ranks: int
+
+    def of(self, count: int) -> Numerics:
+        """With so many micro-batches."""
+        n = self.numerics
+        return replace(n, micro_batches=count, micro_batch=math.ceil(n.batch / count))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of the largest micro-batch for each of the counts, ascending."""
+        return sorted({self.of(count).micro_batch for count in self.counts})
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One number of micro-batches with one schedule. made: its best plan and program; None where there is
+    none, and then `why`. bound_s: no cut of this number has a shorter step; None where no cut will do."""
+
+    micro_batches: int
+    micro_batch: int
+    schedule: str
+    made: Made | None
+    bound_s: float | None
+    why: str
+
+    @property
+    def step_s(self) -> float:
+        return step_s(self.made)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """tried: the best first, then those that were looked at, in their order; exact: none that was asked for
+    has a better cut, number or schedule."""
+
+    tried: tuple[Tried, ...]
+    exact: bool
+
+    @property
+    def plan(self) -> Plan:
+        return self._made[0]
+
+    @property
+    def program(self) -> Program:
+        return self._made[1]
+
+    @property
+    def _made(self) -> Made:
+        made = self.tried[0].made
+        assert made is not None
+        return made
+
+    @property
+    def bound_s(self) -> float:
+        """Nothing that was asked for has a shorter step."""
+        return min(self.tried[0].step_s, *(t.bound_s for t in self.tried if t.bound_s is not None))
+
+
+def schedules_of(name: str) -> tuple[str, ...]:
+    """Those to choose from: with "auto" all that are registered. 1f1b comes first, because it keeps the
+    fewest micro-batches, then gpipe, then those of one's own as they were registered."""
+    return tuple(SCHEDULES) if name == "auto" else (name,)
+
+
+def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:
+    """For each size of a micro-batch the least number that makes up the batch: those that differ in what a
+    micro-batch costs. Multiples of `blocks`, descending. Raises PlanError where there is none."""
+    least = (blocks * math.ceil(batch / (size * blocks)) for size in range(1, batch + 1))
+    counts = sorted({count for count in least if count <= batch}, reverse=True)
+    if not counts:
+        raise PlanError(
+            f"a batch of {batch} has no number of micro-batches that {blocks} blocks divide; use "
+            f"{batch} blocks at most"
+        )
+    return tuple(counts)
+
+
+def search(
+    asked: Asked,
+    costs_of: Callable[[int], Costs],
+    late: Callable[[], bool] = lambda: False,
+    first: Collection[int] = (),
+) -> Joint:
+    """The shortest simulated step of all numbers, schedules and cuts that fit into memory.
+
+    costs_of: a number of micro-batches -> costs. late: asked between two things to try, True when the time is
+    used; what was found until then is the answer. first: numbers that are looked at before the others, so
+    that only one of them rules another one out. Raises PlanError where nothing fits, or the time is used
+    before anything is found; DeadlockError where the only schedule cannot run.
+    """
+    costs = {count: costs_of(count) for count in asked.counts}
+    rough = {count: count * bottleneck_bound_s(costs[count], asked.n_ranks) for count in asked.counts}
+    finder = _Finder(asked, late)
+    for count in sorted(asked.counts, key=lambda count: (count not in first, rough[count], count)):
+        finder.look(count, costs[count], rough[count])
+    return finder.joint()
+
+
+class _Finder:
+    def __init__(self, asked: Asked, late: Callable[[], bool]) -> None:
+        self.asked, self.late = asked, late
+        self.best_s = math.inf
+        self.tried: list[Tried] = []
+        self.errors: dict[int, PlanError | DeadlockError] = {}
+        self.exact = True
+
+    def look(self, count: int, costs: Costs, bound_s: float) -> None:
+        """All schedules with one number of micro-batches, unless its bound rules it out."""
+        n_ranks = self.asked.n_ranks
+        if bound_s < self.best_s * ROUNDING < math.inf and not self.late():
+            bound_s = step_bound_s(costs, count, n_ranks, norm_seconds(costs.cluster, n_ranks))
+        for schedule in self.asked.schedules:
+            if bound_s >= self.best_s * ROUNDING:
+                self._note(count, schedule, None, bound_s, "ruled out by its bound")
+            elif self.late():
+                self.exact = False
+                self._note(count, schedule, None, bound_s, "not looked at, the time was used")
+            else:
+                self._simulate(costs, self.asked.of(count), schedule)
+
+    def _simulate(self, costs: Costs, numerics: Numerics, schedule: str) -> None:
+        asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
+        made: Made | None = None
+        try:
+            made = make_plan(costs, numerics, schedule, asked.receive_window, names, asked.n_ranks)
+        except (PlanError, DeadlockError) as error:
+            self.errors.setdefault(count, error)
+        every = EveryCut(costs, numerics, schedule, asked.receive_window, asked.n_ranks)
+        made, exact = every.best(made, self.late)
+        self.exact = self.exact and exact
+        if made is None:
+            self._note(count, schedule, None, None, str(self.errors[count]))
+        else:
+            self._note(count, schedule, made, made[0].prediction.lower_bound_s, "")
+        self.best_s = min(self.best_s, step_s(made))
+
+    def _note(self, count: int, schedule: str, made: Made | None, bound_s: float | None, why: str) -> None:
+        size = self.asked.of(count).micro_batch
+        self.tried.append(Tried(count, size, schedule, made, bound_s, why))
+
+    def joint(self) -> Joint:
+        best = next((t for t in self.tried if t.step_s * ROUNDING <= self.best_s < math.inf), None)
+        if best is None:
+            raise self._nothing()
+        return Joint((best, *(t for t in self.tried if t is not best)), self.exact)
+
+    def _nothing(self) -> PlanError | DeadlockError:
+        if not self.errors:
+            return PlanError("the time was used before any plan was found; give the search more of it")
+        finest = max(self.errors)  # the smallest micro-batches need the least memory
+        if len(self.asked.counts) == 1:
+            return self.errors[finest]
+        return PlanError(f"no number of micro-batches will do; with {finest}: {self.errors[finest]}")
