@@ -80,8 +80,8 @@ def ways_to_cut(n_groups: int, n_stages: int) -> Int64:
 
 def cut_bounds_s(costs: Costs, cuts: Int64, n_micro: int) -> Float64:
     """For each row of `cuts`, as `ways_to_cut` gives them: no order of F and full B makes its step shorter,
-    without the norm. As `step_bound_s`, with the messages that fill the pipeline and the slowest update. Array
-    (ways,)."""
+    without the norm. As `step_bound_s`, with the messages that fill the pipeline and the slowest update.
+    Array (ways,)."""
     edges = np.pad(cuts, ((0, 0), (1, 1)))  # (ways, stages + 1)
     edges[:, -1] = len(costs.groups)
     speed = np.array([device.speed for device in costs.cluster.devices[: edges.shape[1] - 1]])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpipipe.planner.alternatives import Alternative
+from mpipipe.planner.joint import Joint, Tried
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import stage_costs
 from mpipipe.report.progress import MIB, number
@@ -105,6 +107,40 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
         f"most memory: rank {fullest}, {p.peak_bytes[fullest] / MIB:.0f} MiB"
     )
+
+
+def chosen(joint: Joint, sizes: Sequence[int], seconds: float) -> str:
+    """One line: what the search has tried, what it took, and what the next best loses. sizes: samples of the
+    micro-batches whose costs were taken for it, in so many seconds; none where their number was given."""
+    best, p = joint.tried[0], joint.plan.prediction
+    counts = sorted({t.micro_batches for t in joint.tried}, reverse=True)
+    schedules = ", ".join(sorted({t.schedule for t in joint.tried}))
+    of_costs = f", costs of {_listed(sizes)} samples in {seconds:.1f} s" if sizes else ""
+    what = f"{_listed(counts)} micro-batches, {schedules}{of_costs}" if sizes else schedules
+    others = [
+        t
+        for t in joint.tried
+        if t.bound_s and (t.micro_batches, t.schedule) != (best.micro_batches, best.schedule)
+    ]
+    others = [t for t in others if t.micro_batches != best.micro_batches or not sizes]
+    line = f"tried {what}: {_called(best)}"
+    if not others:
+        return f"{line}; nothing else fits"
+    second = min(others, key=_at_least_s)
+    loss = _at_least_s(second) / p.step_s - 1.0
+    return f"{line}; next best {_called(second)}, {'' if second.made else 'at least '}{loss:+.1%}"
+
+
+def _at_least_s(t: Tried) -> float:
+    return t.step_s if t.made else t.bound_s or math.inf
+
+
+def _called(t: Tried) -> str:
+    return f"{t.micro_batches} of {t.micro_batch}, {t.schedule}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers)) if len(numbers) < 10 else f"{len(numbers)} numbers of"
 
 
 def against(found: Sequence[Alternative], width: int = 120) -> str:

@@ -54,7 +54,7 @@ def steps_of_all(a: Asked, costs: Costs) -> dict[tuple[int, str, tuple[int, ...]
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problems(max_groups=5))
 def test_it_finds_what_trying_everything_finds(problem):
     costs, n_ranks, _ = problem
@@ -120,13 +120,13 @@ def test_a_limit_of_memory_moves_the_choice_to_smaller_micro_batches():
 
 
 def test_of_equally_fast_schedules_the_first_is_taken(monkeypatch):
-    found = search(
-        asked(2, schedules=schedules_of("auto")), lambda count: of_size(uniform(4, 2), BATCH / count)
-    )
-    assert found.plan.layout.schedule == "1f1b"
-    count = found.plan.numerics.micro_batches
-    same = {t.schedule: t.step_s for t in found.tried if t.micro_batches == count}
-    assert same["gpipe"] == same["1f1b"]
+    def step_of(*schedules: str) -> tuple[str, float]:
+        found = search(asked(2, schedules=schedules), lambda count: of_size(uniform(4, 2), BATCH / count)).plan
+        return found.layout.schedule, found.prediction.step_s
+
+    steps = [step_of(name)[1] for name in ("1f1b", "gpipe")]
+    assert steps[0] == steps[1]
+    assert step_of(*schedules_of("auto")) == ("1f1b", steps[0])
     monkeypatch.setitem(SCHEDULES, "own", SCHEDULES["1f1b"])
     assert schedules_of("auto") == ("1f1b", "gpipe", "own")
     assert schedules_of("gpipe") == ("gpipe",)
