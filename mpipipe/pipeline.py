@@ -9,7 +9,6 @@ notebook, or started without mpirun, there is one rank. `mpipipe.train` is a use
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -31,8 +30,8 @@ from mpipipe.cluster.node import cache_folder, cores_available
 from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
 from mpipipe.data.user import as_batch, from_user
-from mpipipe.errors import CheckpointError, EndOfData, MpipipeError
-from mpipipe.graph.program import LABELS, Batch, Loss, Metric, spec
+from mpipipe.errors import EndOfData, MpipipeError
+from mpipipe.graph.program import Batch, Loss, Metric, batch_names, spec
 from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models.losses import from_mean
@@ -53,7 +52,7 @@ from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.costs import CostCache
 from mpipipe.state.gather import collect, save, together, verify
-from mpipipe.state.resume import RunState, check_numerics, read_state
+from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
 from mpipipe.values import Numerics, Plan, Program, Timeline, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
@@ -147,14 +146,11 @@ class Pipeline:
         self.rank, self.size = comm.rank, comm.size
         self._say = say if say is not None else print
         self.memory = resident_memory()
-        if resume is not None:  # one folder for all, though a link to it may move meanwhile
-            resume = comm.bcast_object(Path(resume).resolve() if comm.rank == 0 else Path())
-        saved = None if resume is None else read_state(resume)
+        folder = _one_folder(comm, resume)
+        saved = None if folder is None else read_state(folder)
         given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
-        decided = (
-            given_plan.numerics if saved is None and given_plan is not None else saved and saved.numerics
-        )
-        count = _micro_batches(micro_batches, batch, blocks, decided, new_numerics)
+        before = saved or given_plan
+        count = _micro_batches(micro_batches, batch, blocks, before and before.numerics, new_numerics)
         self.numerics = numerics_of(
             batch=batch, micro_batches=count or blocks, blocks=blocks, threads=_threads(comm, threads, saved),
             gemm=gemm, precision=precision, tied=tied, seed=seed,
@@ -171,12 +167,9 @@ class Pipeline:
             checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
         )  # fmt: skip
 
-        weights = None if resume is None else Reader(resume, "model")
-        source = ModelSource(model, seed, weights or initial)
-        if weights is not None:
-            weights.check({name: spec(source.tensor(name)) for name in source.persistent})
-        check_given(comm, source)
-        self._names = [*inspect.signature(source.module.forward).parameters, LABELS[0]]
+        weights = None if folder is None else Reader(folder, "model")
+        source = self._source(model, initial, weights)
+        self._names = batch_names(source.module)
         self.data: Dataset = from_user(
             data, val, batch=batch, micro_batches=count, names=self._names, collate=collate,
             shuffle=shuffle, seed=seed, varying=varying, val_batch=val_batch, comm=comm,
@@ -196,15 +189,10 @@ class Pipeline:
             self.numerics = settled.numerics
         self.variants = settled.variants if settled else variants_of(self.numerics.micro_batch)
         check_trained(self.variants, unused)
-        if saved is not None and saved.graph != self.variants.graph.hash and not new_numerics:
-            raise CheckpointError(
-                f"{resume}: made by another form of this model or loss (graph {saved.graph[:8]}, now "
-                f"{self.variants.graph.hash[:8]}); go back to it, or go on with --new-numerics"
-            )
+        if saved is not None and folder is not None and not new_numerics:
+            check_graph(folder, saved.graph, self.variants.graph.hash)
         if given_plan is not None:
-            where, names = "the plan" if isinstance(plan, Plan) else str(plan), self.variants.graph.groups
-            for note in check_given_plan(given_plan, self.numerics, comm.size, names, where):
-                self.say(f"note: {note}")
+            self._check_plan(given_plan, "the plan" if isinstance(plan, Plan) else str(plan))
         started = time.perf_counter()
         if settled is None:
             found = timing(self.variants, self.numerics)
@@ -219,6 +207,18 @@ class Pipeline:
         self.steps_done = 0
         if saved is not None and weights is not None:
             self._resume(weights, saved)
+
+    def _source(self, model: Model, initial: Initial | None, weights: Reader | None) -> ModelSource:
+        """The model, with the first values that it was given or those of a checkpoint. Collective."""
+        source = ModelSource(model, self.numerics.seed, weights or initial)
+        if weights is not None:
+            weights.check({name: spec(source.tensor(name)) for name in source.persistent})
+        check_given(self.comm, source)
+        return source
+
+    def _check_plan(self, given: Plan, where: str) -> None:
+        for note in check_given_plan(given, self.numerics, self.size, self.variants.graph.groups, where):
+            self.say(f"note: {note}")
 
     def _timed(
         self, memory_bytes: int | None, cost_cache: bool, variants: Variants, numerics: Numerics
@@ -259,8 +259,8 @@ class Pipeline:
                     self.say(
                         chosen(joint, settled.sizes if settled else (), settled.seconds if settled else 0.0)
                     )
-            text = to_json(plan, None)
-        plan = from_json(Plan, comm.bcast_object(text))
+            text = to_json(replace(plan, costs=None), None)  # the costs are everywhere
+        plan = replace(from_json(Plan, comm.bcast_object(text)), costs=self.costs)
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
         agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})
         bound_s = plan.prediction.lower_bound_s
@@ -389,6 +389,13 @@ class Pipeline:
 
 
 # -- the parts -----------------------------------------------------------------------------------
+
+
+def _one_folder(comm: Communicator, given: str | Path | None) -> Path | None:
+    """The same on all ranks, though a link to it may move meanwhile. Collective."""
+    if given is None:
+        return None
+    return comm.bcast_object(Path(given).resolve() if comm.rank == 0 else Path())
 
 
 def _threads(comm: Communicator, threads: int | Literal["auto"], saved: RunState | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -200,12 +199,10 @@ class Run:
 
     def _stages(self) -> tuple[list[int], list[int]]:
         """Groups and parameters of each stage."""
-        pipe, graph = self.pipe, self.pipe.variants.graph
-        cuts = cut_indices(pipe.plan.layout, graph.groups)
-        parameters = [0] * (len(cuts) + 1)
-        for name, spec in graph.params.items():
-            parameters[pipe.trainer.owner[name]] += math.prod(spec.shape)
-        return [end - first for first, end in bounds(len(graph.groups), cuts)], parameters
+        layout, variants = self.pipe.plan.layout, self.pipe.variants
+        names = variants.graph.groups
+        groups = [end - first for first, end in bounds(len(names), cut_indices(layout, names))]
+        return groups, variants.parameters_by_stage(layout.cuts)
 
     def _sizes(self) -> tuple[Int64, ...]:
         pipe = self.pipe

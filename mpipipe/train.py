@@ -18,19 +18,17 @@ from mpipipe.cluster.ending import end
 from mpipipe.cluster.launch import launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import Config, load
-from mpipipe.config.dotted import resolve
+from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset, prepare
 from mpipipe.errors import CheckpointError, MpipipeError
 from mpipipe.models import build
 from mpipipe.pipeline import Pipeline
-from mpipipe.planner.schedules import register
 from mpipipe.report.metrics import cut_metrics
 from mpipipe.report.perfetto import PERFETTO
 from mpipipe.report.progress import Progress, Silent
 from mpipipe.report.scalars import need_tensorboard
 from mpipipe.report.trace import TRACE
 from mpipipe.running import Run
-from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.process import resident_memory
 from mpipipe.state.files import room_in
 from mpipipe.state.resume import newest, read_state, set_aside, survey, unreadable
@@ -155,22 +153,6 @@ def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], 
     )
     said = [*passed_over, f"mpipipe: {going_on}"]
     return run_dir, checkpoint, said, True, new_data
-
-
-def schedule_name(config: Config) -> str:
-    """The name of the schedule; one of the user's own is made known under its dotted path."""
-    name = config.pipeline.schedule
-    if ":" in name:
-        register(name, resolve("pipeline.schedule", name))
-    return name
-
-
-def optimizer_settings(config: Config) -> OptimizerSettings:
-    t = config.train
-    return OptimizerSettings(
-        kind=t.optimizer, lr=t.lr, betas=t.betas, eps=t.eps, momentum=t.momentum, weight_decay=t.weight_decay,
-        warmup=t.warmup, min_lr_ratio=t.min_lr_ratio, steps=t.steps, clip=t.clip,
-    )  # fmt: skip
 
 
 def _progress(comm: Communicator, config: Config, run_dir: Path) -> Progress | Silent:

@@ -194,6 +194,11 @@ class StageCost(Value):
     act_bytes: int  # sent to the next stage per micro-batch
     grad_bytes: int  # sent to the previous stage per micro-batch
 
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of one micro-batch."""
+        return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
+
 
 # -- what to do --------------------------------------------------------------------------------
 

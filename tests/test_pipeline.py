@@ -666,8 +666,9 @@ def test_an_edited_plan_gives_the_same_bits_with_its_own_cuts(tmp_path: Path) ->
         pipe = pipeline(comm)
         return pipe.plan, pipe.variants.graph.groups, result(pipe)
 
-    plan, groups, expected = run_local(2, made)[0]
+    (plan, groups, expected), (elsewhere, *_) = run_local(2, made)
     assert plan.costs is not None
+    assert plan == elsewhere  # with its costs
     assert [g.name for g in plan.costs.groups] == list(groups)
     other = next(g for g in groups[1:] if (g,) != plan.layout.cuts)
     layout = replace(plan.layout, cuts=(other,), schedule="gpipe", receive_window=2)

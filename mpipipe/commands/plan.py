@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import math
 import shlex
 import statistics
@@ -22,13 +21,14 @@ from mpipipe.commands import run
 from mpipipe.commands.machines import Here, Machine, There
 from mpipipe.config import Config, load
 from mpipipe.config.cluster import load_cluster
+from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset
 from mpipipe.data.base import Dataset
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.text import VOCAB
 from mpipipe.data.user import from_user
 from mpipipe.errors import DataError, PlanError
-from mpipipe.graph.program import LABELS
+from mpipipe.graph.program import batch_names
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
@@ -41,7 +41,6 @@ from mpipipe.runtime.modelling import Found, costs_of, find
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.files import write_text
-from mpipipe.train import optimizer_settings, schedule_name
 from mpipipe.values import Numerics
 
 
@@ -94,7 +93,7 @@ def _plan(a: argparse.Namespace) -> None:
     window = config.pipeline.receive_window
     plan, program = make_plan(costs, numerics, schedule_name(config), window, graph.groups, a.ranks)
     timeline = predict(costs, plan.layout, program, graph.groups, plan.prediction.lower_bound_s)[1]
-    rows = stage_rows(plan, costs, timeline, _parameters(variants, plan.layout.cuts, a.ranks))
+    rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
     others = alternatives(plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, base_bytes))
 
     total, per_sample = sum(math.prod(s.shape) for s in graph.params.values()), data.tokens_per_sample
@@ -123,7 +122,7 @@ def _model(config: Config) -> tuple[Variants, Dataset]:
     data, val = opened if isinstance(opened, tuple) else (opened, None)
     built, t, micro_batches = build(config, data), config.train, config.pipeline.micro_batches
     source = ModelSource(built.model, t.seed, built.initial)
-    names = [*inspect.signature(source.module.forward).parameters, LABELS[0]]
+    names = batch_names(source.module)
     shaped = from_user(built.data, val, batch=t.batch, micro_batches=micro_batches, names=names, seed=t.seed)
     variants = Variants(
         source,
@@ -166,15 +165,6 @@ def _source(found: Found, machine: Machine, seconds: float) -> str:
         middle = statistics.median(found.compared)
         lines.append(f"modelled / timed, where both are known: {middle:.2f} ({low:.2f} to {high:.2f})")
     return "\n       ".join(lines)
-
-
-def _parameters(variants: Variants, cuts: Sequence[str], n_stages: int) -> list[int]:
-    """Elements by stage, a tied parameter at its owner."""
-    counts = [0] * n_stages
-    owner = variants.stage_of_param(cuts)
-    for name, spec in variants.graph.params.items():
-        counts[owner[name]] += math.prod(spec.shape)
-    return counts
 
 
 def _write(path: Path, text: str) -> None:

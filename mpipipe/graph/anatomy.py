@@ -49,6 +49,11 @@ class Anatomy:
         return tuple(n for n in self.captured.graph.nodes if n.op == "call_function")
 
     @cached_property
+    def node_of_param(self) -> dict[str, fx.Node]:
+        """A node that reads it, by canonical name."""
+        return {name: node for node, name in self.captured.param.items()}
+
+    @cached_property
     def needed(self) -> frozenset[fx.Node]:
         """Operators that the outputs, a buffer update or an in-place write depend on."""
         wanted = [*self.captured.outputs, *(u.node for u in self.captured.updates)]

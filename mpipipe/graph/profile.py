@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from mpipipe.cluster.memory import growth_bytes
-from mpipipe.graph.anatomy import Anatomy, output_specs, spec_of
+from mpipipe.graph.anatomy import Anatomy, needs_grad, output_specs, spec_of
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Port, extract
 from mpipipe.graph.groups import group_of
@@ -117,7 +117,7 @@ def _piece(
     code = extract(anatomy, body, received, sent, [], uses)
     sizes = [sum(s.nbytes for s in output_specs(n)) for n in body]
     params = tuple(dict.fromkeys(leaf[0] for leaf in code.leaves))
-    weights = [_param_spec(anatomy, p).nbytes for p in params]
+    weights = [spec_of(anatomy.node_of_param[p]).nbytes for p in params]
     # one output and its gradient, and a weight gradient before it is added
     return Piece(
         name,
@@ -131,16 +131,11 @@ def _piece(
     )
 
 
-def _param_spec(anatomy: Anatomy, name: str) -> TensorSpec:
-    node = next(n for n, p in anatomy.captured.param.items() if p == name)
-    return spec_of(node)
-
-
 def _key(anatomy: Anatomy, code: Code) -> str:
     """Operators, wiring, constants, shapes and dtypes; without names."""
     index: dict[fx.Node, int] = {}
     lines = [repr([(p.spec, p.stride, p.needs_grad) for p in code.received])]
-    lines.append(repr([_param_spec(anatomy, name) for name, _ in code.leaves]))
+    lines.append(repr([spec_of(anatomy.node_of_param[name]) for name, _ in code.leaves]))
     for node in code.forward.graph.nodes:
         index[node] = len(index)
         shapes = output_specs(node) if "val" in node.meta and node.op == "call_function" else ()
@@ -240,19 +235,8 @@ class Profiler:
         that were there already are not seen."""
         own, _, sent = saved
         stash = own + sum(piece.code.sent[i].spec.nbytes for i in sent)
-        held = growth_bytes(lambda: self._run(piece.code, received, rest))
+        held = growth_bytes(lambda: self._once(piece.code, received, rest, True, False))
         return max(piece.workspace_bytes, held - stash)
-
-    def _run(self, code: Code, received: list[Tensor], rest: list[object]) -> None:
-        """Forward and backward, and nothing else."""
-        inputs = [
-            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
-        ]
-        with torch.enable_grad(), autocast(self.precision):
-            sent, _ = code.forward(*inputs, *rest)
-        heads = [t for t in sent if t.requires_grad]
-        if heads:
-            torch.autograd.backward(heads, [torch.ones_like(t) for t in heads])
 
     def _rest(self, code: Code) -> list[object]:
         """Every argument after the received tensors: batch, parameters, buffers, step and micro."""
@@ -261,9 +245,8 @@ class Profiler:
         inputs = [torch.zeros(specs[key].shape, dtype=specs[key].dtype) for key in code.inputs]
         leaves = []
         for name, _ in code.leaves:
-            spec = _param_spec(self.anatomy, name)
-            leaf = _fill(spec).mul_(0.02)
-            trained = next(n for n, p in c.param.items() if p == name).meta["val"].requires_grad
+            node = self.anatomy.node_of_param[name]
+            leaf, trained = _fill(spec_of(node)).mul_(0.02), needs_grad(node)
             leaves.append(leaf.requires_grad_(trained))
             if trained:
                 leaf.grad = torch.zeros_like(leaf)
@@ -275,20 +258,17 @@ class Profiler:
         self, code: Code, received: list[Tensor], rest: list[object], weights: bool, chilled: bool = True
     ) -> tuple[float, float]:
         """Seconds of one forward and one backward; `weights=False`: input gradients alone, after a forward
-        that does not count. chilled: with the caches as in a step."""
-        inputs = [
-            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
-        ]
+        that does not count. chilled: with the caches as in a step; else this is forward and backward, and
+        nothing else."""
+        inputs = arguments(code, received, rest, weights)
         leaves = [x for x in rest if isinstance(x, Tensor) and x.requires_grad]
-        if not weights:
-            rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
         if weights and chilled:
             self.chill(leaves)
-        for t in inputs:
-            t.detach().clone()  # what the group before has just made is in cache
+            for t in received:
+                t.clone()  # what the group before has just made is in cache
         start = self.clock()
         with torch.enable_grad(), autocast(self.precision):
-            sent, _ = code.forward(*inputs, *rest)
+            sent, _ = code.forward(*inputs)
         middle = self.clock()
         heads = [t for t in sent if t.requires_grad]
         if chilled:
@@ -308,15 +288,12 @@ class Profiler:
         def pack(t: Tensor) -> None:  # a tensor kept here would keep its graph, and so itself, for ever
             storages.setdefault(storage_id(t), t.untyped_storage())
 
-        code = piece.code
-        inputs = [
-            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
-        ]
+        inputs = arguments(piece.code, received, rest)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.empty(0))
         with torch.enable_grad(), hooks, autocast(self.precision):
-            sent, _ = code.forward(*inputs, *rest)
+            sent, _ = piece.code.forward(*inputs)
         params = {storage_id(t) for t in rest if isinstance(t, Tensor) and t.requires_grad}
-        of_received, of_sent = [storage_id(t) for t in inputs], [storage_id(t) for t in sent]
+        of_received, of_sent = [storage_id(t) for t in received], [storage_id(t) for t in sent]
         known = params | set(of_received) | set(of_sent)
         own = sum(storage.nbytes() for p, storage in storages.items() if p not in known)
         return (
@@ -324,6 +301,15 @@ class Profiler:
             tuple(i for i, p in enumerate(of_received) if p in storages),
             tuple(i for i, p in enumerate(of_sent) if p in storages and p not in of_received),
         )
+
+
+def arguments(
+    code: Code, received: Sequence[Tensor], rest: Sequence[object], weights: bool = True
+) -> list[object]:
+    """Of one run: the received tensors as leaves of its own, then the rest; `weights=False`: of which nothing
+    asks for a gradient."""
+    inputs = [t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)]
+    return [*inputs, *(x if weights or not isinstance(x, Tensor) else x.detach() for x in rest)]
 
 
 def _fill(spec: TensorSpec, port: Port | None = None) -> Tensor:

@@ -30,6 +30,11 @@ Metric = Loss  # (sum, weight) of one micro-batch, as a loss
 LABELS = ("labels", "y")
 
 
+def batch_names(module: nn.Module) -> list[str]:
+    """Of the elements of a tuple: the parameters of forward, then the labels."""
+    return [*inspect.signature(module.forward).parameters, LABELS[0]]
+
+
 def spec(t: Tensor) -> TensorSpec:
     return TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
 

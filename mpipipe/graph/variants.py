@@ -6,6 +6,7 @@ Evaluation, prediction and micro-batches of other shapes are variants; they foll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
@@ -151,6 +152,13 @@ class Variants:
         }
         names = [*self.graph.params, *self.graph.buffers]
         return {name: updates.get(name, owner.get(name, 0)) for name in names}
+
+    def parameters_by_stage(self, cuts: Sequence[str]) -> list[int]:
+        """Elements of each stage; a tied parameter counts at its owner."""
+        counts, owner = [0] * (len(cuts) + 1), self.stage_of_param(cuts)
+        for name, spec in self.graph.params.items():
+            counts[owner[name]] += math.prod(spec.shape)
+        return counts
 
 
 def _shapes(specs: Specs) -> Shapes:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.layers import Layer
-from mpipipe.graph.profile import Piece, Profiler
+from mpipipe.graph.profile import Piece, Profiler, arguments
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import tensors
 
@@ -114,15 +114,9 @@ class Tallier(Profiler):
         self, piece: Piece, received: list[Tensor], rest: list[object], weights: bool
     ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
         """Work of one forward and one backward; `weights=False`: input gradients alone."""
-        code = piece.code
-        inputs = [
-            t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)
-        ]
-        if not weights:
-            rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
-        ahead, back = _Counter(), _Counter()
+        inputs, ahead, back = arguments(piece.code, received, rest, weights), _Counter(), _Counter()
         with ahead, torch.enable_grad(), autocast(self.precision):
-            sent, _ = code.forward(*inputs, *rest)
+            sent, _ = piece.code.forward(*inputs)
         heads = [t for t in sent if t.grad_fn is not None]
         if heads:
             grads = [torch.ones_like(t) for t in heads]

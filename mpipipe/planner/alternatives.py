@@ -90,8 +90,7 @@ class _Asked:
         return float(seconds.max()), float((seconds**2).sum())
 
     def _stage_s(self, cuts: Cuts) -> np.ndarray:
-        stages = stage_costs(self.costs, cuts)
-        return np.array([s.fwd_s + s.bwd_input_s + s.bwd_weight_s for s in stages])
+        return np.array([stage.seconds for stage in stage_costs(self.costs, cuts)])
 
     def _equal_groups(self) -> Cuts | None:
         n = len(self.names)

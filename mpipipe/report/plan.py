@@ -33,7 +33,7 @@ def describe(
     rows = []
     for s, cost in enumerate(stage_costs(costs, cuts)):
         end = [*cuts, len(names)][s]
-        ms = (cost.fwd_s + cost.bwd_input_s + cost.bwd_weight_s) * 1e3
+        ms = cost.seconds * 1e3
         send = (cost.act_bytes + cost.grad_bytes) / MIB
         memory = plan.prediction.peak_bytes[plan.layout.ranks[s][0]] / MIB
         row = (f"{ms:.2f}", f"{send:.2f}", f"{memory:.0f}")
@@ -83,7 +83,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
             start=names[edges[s]],
             groups=edges[s + 1] - edges[s],
             parameters=parameters[s],
-            compute_s=cost.fwd_s + cost.bwd_input_s + cost.bwd_weight_s,
+            compute_s=cost.seconds,
             step_s=cost.step_s,
             sent_bytes=cost.act_bytes + cost.grad_bytes,
             memory_bytes=plan.prediction.peak_bytes[on[0]],

@@ -56,8 +56,9 @@ def measure(
     names = names_of(distinct, setting(numerics, kinds[0], comm, on_core, profiler.chilled_bytes))
     known = known or {}
     samples, timed = reuse(team, {key: known[name] for key, name in names.items() if name in known})
-    updates = [f(optimizer, clock, profiler.chill) for f in (update_s_per_byte, update_s_per_parameter)]
-    per_byte, per_parameter = (min(x) * slower for x in zip(*comm.allgather_object(updates), strict=True))
+    times = (update_s_per_byte, update_s_per_parameter)
+    updates = [f(optimizer, clock, profiler.chill) * slower for f in times]
+    per_byte, per_parameter = map(min, zip(*comm.allgather_object(updates), strict=True))
     del profiler, team  # and the memory that it chills the caches with
 
     links = measure_links(comm)

@@ -77,7 +77,7 @@ def _is_small(tally: Tally) -> bool:
 
 
 def _seconds(s: Sample) -> float:
-    return max(s.fwd_s + s.bwd_input_s + s.bwd_weight_s, 1e-9)
+    return max(s.seconds, 1e-9)
 
 
 def costs_of(

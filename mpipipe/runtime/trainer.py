@@ -47,15 +47,13 @@ class Trainer:
                 variants.anatomy("train", data.specs(rows))
         self._programs: dict[tuple[int, bool], Program] = {}
         self.program = self._program(len(self.bounds), train=True)
-        self.owner = variants.stage_of_param(layout.cuts)
+        owner = variants.stage_of_param(layout.cuts)
         stages = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
-            weights = StageWeights(
-                variants.source, graph, s, self.owner, leaves, variants.trained, numerics.tied
-            )
+            weights = StageWeights(variants.source, graph, s, owner, leaves, variants.trained, numerics.tied)
             stages[s] = Stage(weights, numerics.precision)
-        ties = Ties(graph, layout.cuts, self.owner, frozenset(variants.trained))
+        ties = Ties(graph, layout.cuts, owner, frozenset(variants.trained))
         self.interpreter = Interpreter(
             comm, variants, layout.cuts, stages, ties, numerics, optimizer, resident_bytes
         )

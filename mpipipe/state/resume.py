@@ -244,6 +244,15 @@ def way_out(folder: Path) -> str:
     return f"{older} is whole: remove {folder}, and --resume goes on from there"
 
 
+def check_graph(folder: Path, saved: str, now: str) -> None:
+    """saved, now: hashes of the graph. Raises CheckpointError where they differ."""
+    if saved != now:
+        raise CheckpointError(
+            f"{folder}: made by another form of this model or loss (graph {saved[:8]}, now {now[:8]}); go "
+            "back to it, or go on with --new-numerics"
+        )
+
+
 def check_numerics(saved: Numerics, now: Numerics) -> None:
     """Raises ConfigError with every field that differs: the run would go on with other bits."""
     fields = [f.name for f in dataclasses.fields(Numerics)]

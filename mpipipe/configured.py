@@ -1,0 +1,24 @@
+"""What a config means in the words of `Pipeline`: one reading for those who train and those who plan."""
+
+from __future__ import annotations
+
+from mpipipe.config import Config
+from mpipipe.config.dotted import resolve
+from mpipipe.planner.schedules import register
+from mpipipe.runtime.optimizer import OptimizerSettings
+
+
+def schedule_name(config: Config) -> str:
+    """The name of the schedule; one of the user's own is made known under its dotted path."""
+    name = config.pipeline.schedule
+    if ":" in name:
+        register(name, resolve("pipeline.schedule", name))
+    return name
+
+
+def optimizer_settings(config: Config) -> OptimizerSettings:
+    t = config.train
+    return OptimizerSettings(
+        kind=t.optimizer, lr=t.lr, betas=t.betas, eps=t.eps, momentum=t.momentum, weight_decay=t.weight_decay,
+        warmup=t.warmup, min_lr_ratio=t.min_lr_ratio, steps=t.steps, clip=t.clip,
+    )  # fmt: skip
