@@ -149,8 +149,9 @@ class Pipeline:
         folder = _one_folder(comm, resume)
         saved = None if folder is None else read_state(folder)
         given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
-        before = saved or given_plan
-        count = _micro_batches(micro_batches, batch, blocks, before and before.numerics, new_numerics)
+        before = given_plan if saved is None else saved
+        decided = None if before is None else before.numerics
+        count = _micro_batches(micro_batches, batch, blocks, decided, new_numerics)
         self.numerics = numerics_of(
             batch=batch, micro_batches=count or blocks, blocks=blocks, threads=_threads(comm, threads, saved),
             gemm=gemm, precision=precision, tied=tied, seed=seed,
@@ -221,13 +222,16 @@ class Pipeline:
             self.say(f"note: {note}")
 
     def _timed(
-        self, memory_bytes: int | None, cost_cache: bool, variants: Variants, numerics: Numerics
-    ) -> Measured:
+        self, memory_bytes: int | None, cost_cache: bool,
+        variants: Variants, numerics: Numerics, before: Measured | None = None,
+    ) -> Measured:  # fmt: skip
         """Costs, as far as they hold from the runs before; what was found is kept for the next one."""
         kind = device_kind(numerics.instruction_set)
         cache = CostCache(cache_folder() if cost_cache else None, kind, self.say)
         known = cache.read() if self.rank == 0 else {}
-        found = measure(self.comm, variants, numerics, self.optimizer, self.memory, memory_bytes, known)
+        found = measure(
+            self.comm, variants, numerics, self.optimizer, self.memory, memory_bytes, known, before
+        )
         if self.rank == 0:
             cache.write(found.samples)
         return found
@@ -252,13 +256,12 @@ class Pipeline:
             if given is not None:
                 plan = plan_of(self.costs, self.numerics, given.layout, graph.groups)
             else:
-                joint = settled.joint if settled else None
-                joint = joint or search(asked, lambda _: self.costs)
+                joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
                 plan = joint.plan
-                if len(joint.tried) > 1:
-                    self.say(
-                        chosen(joint, settled.sizes if settled else (), settled.seconds if settled else 0.0)
-                    )
+                if settled is not None:
+                    self.say(chosen(joint, settled.sizes, settled.seconds))
+                elif len(joint.tried) > 1:
+                    self.say(chosen(joint))
             text = to_json(replace(plan, costs=None), None)  # the costs are everywhere
         plan = replace(from_json(Plan, comm.bcast_object(text)), costs=self.costs)
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)

@@ -42,7 +42,8 @@ class Config(Section):
 
     @property
     def micro_batch(self) -> int | None:
-        """Samples per training micro-batch; where they do not divide, later ones have one less. None = searched."""
+        """Samples per training micro-batch; where they do not divide, later ones have one less. None where
+        their number is searched."""
         count = self.pipeline.micro_batches
         return None if count == "auto" else math.ceil(self.train.batch / count)
 

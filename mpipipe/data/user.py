@@ -36,10 +36,11 @@ def from_user(
     """A data set as the trainer wants it; its kind is the first of those above that fits.
 
     val: validation data, of any kind that goes with `data`. batch: samples per step, in `micro_batches`
-    parts, None where that is searched; val_batch: per batch of validation, None = the same. names: of the elements of a batch that is a
-    tuple, that of the labels last. collate: list of samples -> batch; None = torch's default_collate.
-    varying: the shapes of micro-batches differ in more than the number of samples; None = whether those of
-    the first ones do. comm: spares the others a look at a plain iterable; collective then. Raises DataError.
+    parts; None where that is searched; val_batch: per batch of validation, None = the same. names: of the
+    elements of a batch that is a tuple, that of the labels last. collate: list of samples -> batch; None =
+    torch's default_collate. varying: the shapes of micro-batches differ in more than the number of samples;
+    None = whether those of the first ones do. comm: spares the others a look at a plain iterable; collective
+    then. Raises DataError.
     """
     if hasattr(data, "specs") and hasattr(data, "batch"):
         return _one_of_ours(data, val)

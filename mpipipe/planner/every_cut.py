@@ -39,7 +39,7 @@ class EveryCut:
     def best(self, made: Made | None, late: Callable[[], bool]) -> tuple[Made | None, bool]:
         """`made`, or what has a shorter step than it; and whether nothing has a shorter one."""
         count, n_ranks = self.numerics.micro_batches, self.n_ranks
-        if not 1 <= self.ways <= FEW_CUTS:
+        if not 1 <= self.ways <= FEW_CUTS or n_ranks > len(self.costs.cluster.devices):
             return made, False
         norm_s = norm_seconds(self.costs.cluster, n_ranks)
         cuts = ways_to_cut(len(self.names), n_ranks)

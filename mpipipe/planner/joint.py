@@ -23,11 +23,13 @@ from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import make_plan, norm_seconds
 from mpipipe.values import Costs, Numerics, Plan, Program
 
+LIKE = 1.01  # a step that is longer by less is as good
+
 
 @dataclass(frozen=True)
 class Asked:
     """What is searched. numerics: with any number of micro-batches; counts: those to look at; schedules:
-    the first one is taken where several are equally fast."""
+    the first one is preferred."""
 
     numerics: Numerics
     counts: tuple[int, ...]
@@ -65,11 +67,13 @@ class Tried:
 
 @dataclass(frozen=True)
 class Joint:
-    """tried: the best first, then those that were looked at, in their order; exact: none that was asked for
-    has a better cut, number or schedule."""
+    """best: one of `tried`, which are in the order in which they were looked at; exact: nothing that was
+    asked for has a shorter step, but for what `preferred` takes as equal; late: the time was used before."""
 
+    best: Tried
     tried: tuple[Tried, ...]
     exact: bool
+    late: bool
 
     @property
     def plan(self) -> Plan:
@@ -80,20 +84,38 @@ class Joint:
         return self._made[1]
 
     @property
+    def costs(self) -> Costs:
+        """Those that the plan was made with."""
+        assert self.plan.costs is not None
+        return self.plan.costs
+
+    @property
     def _made(self) -> Made:
-        made = self.tried[0].made
-        assert made is not None
-        return made
+        assert self.best.made is not None
+        return self.best.made
 
     @property
     def bound_s(self) -> float:
         """Nothing that was asked for has a shorter step."""
-        return min(self.tried[0].step_s, *(t.bound_s for t in self.tried if t.bound_s is not None))
+        return min(self.best.step_s, *(t.bound_s for t in self.tried if t.bound_s is not None))
+
+
+def least_s(tried: Tried) -> float:
+    """Its step, or what that takes at least; endless where no cut will do."""
+    return tried.step_s if tried.made or tried.bound_s is None else tried.bound_s
+
+
+def preferred(tried: Collection[Tried]) -> Tried:
+    """The one with the shortest step; of its number of micro-batches the first schedule that is as fast, but
+    for `LIKE`."""
+    best = min(tried, key=lambda t: t.step_s)
+    return next(t for t in tried if t.micro_batches == best.micro_batches and t.step_s <= best.step_s * LIKE)
 
 
 def schedules_of(name: str) -> tuple[str, ...]:
-    """Those to choose from: with "auto" all that are registered. 1f1b comes first, because it keeps the
-    fewest micro-batches, then gpipe, then those of one's own as they were registered."""
+    """Those to choose from, the one that is preferred first: with "auto" all that are registered. 1f1b leads,
+    because it keeps the fewest micro-batches, then comes gpipe, then those of one's own as they were
+    registered."""
     return tuple(SCHEDULES) if name == "auto" else (name,)
 
 
@@ -133,11 +155,15 @@ def search(
 
 class _Finder:
     def __init__(self, asked: Asked, late: Callable[[], bool]) -> None:
-        self.asked, self.late = asked, late
+        self.asked, self._late = asked, late
         self.best_s = math.inf
         self.tried: list[Tried] = []
         self.errors: dict[int, PlanError | DeadlockError] = {}
-        self.exact = True
+        self.exact, self.was_late = True, False
+
+    def late(self) -> bool:
+        self.was_late = self.was_late or self._late()
+        return self.was_late
 
     def look(self, count: int, costs: Costs, bound_s: float) -> None:
         """All schedules with one number of micro-batches, unless its bound rules it out."""
@@ -148,7 +174,6 @@ class _Finder:
             if bound_s >= self.best_s * ROUNDING:
                 self._note(count, schedule, None, bound_s, "ruled out by its bound")
             elif self.late():
-                self.exact = False
                 self._note(count, schedule, None, bound_s, "not looked at, the time was used")
             else:
                 self._simulate(costs, self.asked.of(count), schedule)
@@ -174,14 +199,14 @@ class _Finder:
         self.tried.append(Tried(count, size, schedule, made, bound_s, why))
 
     def joint(self) -> Joint:
-        best = next((t for t in self.tried if t.step_s * ROUNDING <= self.best_s < math.inf), None)
-        if best is None:
+        if self.best_s == math.inf:
             raise self._nothing()
-        return Joint((best, *(t for t in self.tried if t is not best)), self.exact)
+        exact = self.exact and not self.was_late
+        return Joint(preferred(self.tried), tuple(self.tried), exact, self.was_late)
 
     def _nothing(self) -> PlanError | DeadlockError:
         if not self.errors:
-            return PlanError("the time was used before any plan was found; give the search more of it")
+            return PlanError("the time was used before any plan was found; raise --budget, or leave it out")
         finest = max(self.errors)  # the smallest micro-batches need the least memory
         if len(self.asked.counts) == 1:
             return self.errors[finest]

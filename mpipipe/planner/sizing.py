@@ -16,11 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from mpipipe.errors import CaptureError, PlanError
-from mpipipe.planner.joint import Asked, Joint, search
+from mpipipe.planner.joint import LIKE, Asked, Joint, preferred, search
 from mpipipe.values import Costs, GroupCost
 
 PER_RANK = 4  # micro-batches for each rank: about where a pipeline is worth its bubble
-WORTH = 0.01  # of a step: a size that promises less is not taken
 MOST_SIZES = 5  # that are taken
 _SECONDS = ("fwd_s", "bwd_input_s", "bwd_weight_s")
 _BYTES = ("stash_bytes", "workspace_bytes", "act_bytes", "grad_bytes")
@@ -87,15 +86,12 @@ def settle(
             usual = math.ceil(batch / (PER_RANK * asked.n_ranks))
             return min(asked.sizes[1:], key=lambda size: (abs(size - usual), size))
         joint = search(asked, lambda count: costs_at(taken, batch, count), late, known)
-        best = joint.tried[0]
-        if best.micro_batch not in taken:
-            of_taken = min((t for t in joint.tried if t.micro_batches in known), key=lambda t: t.step_s)
-            promises = (
-                best.step_s < (1.0 - WORTH) * of_taken.step_s and len(taken) < MOST_SIZES and not late()
-            )
+        if joint.best.micro_batch not in taken:
+            of_taken = preferred([t for t in joint.tried if t.micro_batches in known])
+            promises = joint.best.step_s * LIKE < of_taken.step_s and len(taken) < MOST_SIZES and not late()
             if promises or of_taken.made is None:
-                return best.micro_batch
-            joint = Joint((of_taken, *(t for t in joint.tried if t is not of_taken)), False)
+                return joint.best.micro_batch
+            joint = replace(joint, best=of_taken, exact=False)
         found[:] = [joint]
         return None
 

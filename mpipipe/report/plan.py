@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpipipe.planner.alternatives import Alternative
-from mpipipe.planner.joint import Joint, Tried
+from mpipipe.planner.joint import Joint, Tried, least_s
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import stage_costs
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
 
+_MOST_LISTED = 12  # numbers
 _MOST_ROWS = 24  # of stages; more do not fit on a screen
 _HEADERS = (
     "stage", "from", "groups", "parameters", "F+B ms", "step ms", "send MiB", "memory MiB", "idle",
@@ -109,30 +109,25 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     )
 
 
-def chosen(joint: Joint, sizes: Sequence[int], seconds: float) -> str:
+def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str:
     """One line: what the search has tried, what it took, and what the next best loses. sizes: samples of the
     micro-batches whose costs were taken for it, in so many seconds; none where their number was given."""
-    best, p = joint.tried[0], joint.plan.prediction
-    counts = sorted({t.micro_batches for t in joint.tried}, reverse=True)
-    schedules = ", ".join(sorted({t.schedule for t in joint.tried}))
-    of_costs = f", costs of {_listed(sizes)} samples in {seconds:.1f} s" if sizes else ""
-    what = f"{_listed(counts)} micro-batches, {schedules}{of_costs}" if sizes else schedules
-    others = [
-        t
-        for t in joint.tried
-        if t.bound_s and (t.micro_batches, t.schedule) != (best.micro_batches, best.schedule)
-    ]
-    others = [t for t in others if t.micro_batches != best.micro_batches or not sizes]
-    line = f"tried {what}: {_called(best)}"
+    best = joint.best
+    others = [t for t in joint.tried if t.bound_s is not None and t is not best]
+    tried = ", ".join(dict.fromkeys(t.schedule for t in joint.tried))
+    if sizes:
+        others = [t for t in others if t.micro_batches != best.micro_batches]
+        counts = sorted({t.micro_batches for t in joint.tried})
+        some = _listed(counts) if len(counts) < _MOST_LISTED else f"{len(counts)} numbers of"
+        tried += f" with {some} micro-batches (costs of {_listed(sizes)} samples in {seconds:.1f} s)"
+    line, end = f"tried {tried}; took {_called(best)}", ""
+    if joint.late:
+        end = f"; the time was used: a step of {_seconds(joint.bound_s)} is not ruled out"
     if not others:
-        return f"{line}; nothing else fits"
-    second = min(others, key=_at_least_s)
-    loss = _at_least_s(second) / p.step_s - 1.0
-    return f"{line}; next best {_called(second)}, {'' if second.made else 'at least '}{loss:+.1%}"
-
-
-def _at_least_s(t: Tried) -> float:
-    return t.step_s if t.made else t.bound_s or math.inf
+        return f"{line}; nothing else fits{end}"
+    second = min(others, key=least_s)
+    loss = least_s(second) / best.step_s - 1.0
+    return f"{line}; next best {_called(second)}: {'' if second.made else 'at least '}{loss:+.1%}{end}"
 
 
 def _called(t: Tried) -> str:
@@ -140,7 +135,7 @@ def _called(t: Tried) -> str:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    return " ".join(map(str, numbers)) if len(numbers) < 10 else f"{len(numbers)} numbers of"
+    return ", ".join(map(str, numbers))
 
 
 def against(found: Sequence[Alternative], width: int = 120) -> str:

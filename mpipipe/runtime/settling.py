@@ -20,8 +20,9 @@ from mpipipe.values import Costs, Numerics
 
 @dataclass(frozen=True)
 class Settled:
-    """The answer, the same on every rank but for `joint`, which rank 0 has. sizes: samples of the micro-batches
-    that were timed; timed: distinct groups timed now, and all of them, over all sizes; seconds: of all this."""
+    """The answer, the same on every rank but for `joint`, which rank 0 has. sizes: samples of the
+    micro-batches that were timed; timed: distinct groups timed now, and all of them, over all sizes;
+    seconds: of all this."""
 
     numerics: Numerics
     variants: Variants
@@ -36,10 +37,10 @@ def settle_micro_batches(
     comm: Communicator,
     asked: Asked,
     variants_of: Callable[[int], Variants],
-    measured: Callable[[Variants, Numerics], Measured],
+    measured: Callable[[Variants, Numerics, Measured | None], Measured],
 ) -> Settled:
-    """variants_of(rows): the model for micro-batches of so many samples. Raises PlanError on rank 0, and
-    CaptureError."""
+    """variants_of(rows): the model for micro-batches of so many samples; measured: as `measure`, its last
+    argument what was measured before. Raises PlanError on rank 0, and CaptureError."""
     started = time.perf_counter()
     at: dict[int, tuple[Variants, Measured]] = {}
 
@@ -47,7 +48,8 @@ def settle_micro_batches(
         variants = variants_of(rows)
         _ = variants.graph  # what cannot be captured is refused before ranks wait for each other
         one = replace(asked.numerics, batch=rows, micro_batch=rows, micro_batches=1)
-        at[rows] = variants, measured(variants, one)
+        before = next((m for _, m in at.values()), None)
+        at[rows] = variants, measured(variants, one, before)
         return at[rows][1].costs
 
     def share(decide: Callable[[], int | None]) -> int | None:

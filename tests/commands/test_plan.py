@@ -147,7 +147,7 @@ def test_auto_threads_are_those_of_a_run_on_this_machine(monkeypatch: pytest.Mon
 def test_a_folder_that_is_not_there_is_refused_before_planning(
     run: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "make_plan", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr(plan, "Costing", lambda *_: pytest.fail("planned"))
     code, out, err = run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "no/where.json")
     assert (code, out) == (1, "")
     assert "-o no/where.json: the folder no is not there; make it first" in err
