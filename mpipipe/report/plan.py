@@ -13,7 +13,7 @@ from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
 
-_MOST_LISTED = 12  # numbers
+_MOST_LISTED = 8  # numbers
 _MOST_ROWS = 24  # of stages; more do not fit on a screen
 _HEADERS = (
     "stage", "from", "groups", "parameters", "F+B ms", "step ms", "send MiB", "memory MiB", "idle",
