@@ -48,10 +48,11 @@ def one_run(model: str, ranks: int, steps: int, *more: str) -> tuple[dict[str, A
         return found | {"wall_s": time.time() - started}, read_plan(run_dir / "plan.json")
 
 
-def _counts(model: str) -> dict[str, list[str]]:
-    """By the name of a side: its arguments."""
+def _counts(model: str, numbers: str) -> dict[str, list[str]]:
+    """By the name of a side: its arguments. numbers: those to run, with commas; empty: all."""
     config = load(config_of(model))
-    counts = counts_of(config.train.batch, config.pipeline.blocks)
+    every = counts_of(config.train.batch, config.pipeline.blocks)
+    counts = [int(number) for number in numbers.split(",")] if numbers else every
     named = {str(count): [f"pipeline.micro_batches={count}"] for count in counts}
     return named | {AUTO: ["pipeline.micro_batches=auto", "pipeline.schedule=auto"]}
 
@@ -74,7 +75,7 @@ def _cuts(model: str, ranks: int, most: int, folder: Path) -> dict[str, list[str
 
 def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        sides = _cuts(model, a.ranks, a.most, Path(folder)) if a.cuts else _counts(model)
+        sides = _cuts(model, a.ranks, a.most, Path(folder)) if a.cuts else _counts(model, a.numbers)
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
         took = []
         for number in range(a.rounds):
@@ -110,6 +111,7 @@ def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="chosen by hand against chosen automatically")
     parser.add_argument("--models", default="gpt10m,vgg", help="names in examples/, with commas")
+    parser.add_argument("--numbers", default="", help="of micro-batches, with commas; empty: all")
     parser.add_argument("--cuts", action="store_true", help="cuts instead of numbers of micro-batches")
     parser.add_argument("--most", type=int, default=9, help="cuts that are run by hand")
     parser.add_argument("--ranks", type=int, default=2)

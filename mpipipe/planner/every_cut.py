@@ -14,7 +14,7 @@ from mpipipe.planner.search import norm_seconds, predict, program_for
 from mpipipe.planner.stages import StageTie, crossing_s, stage_ties
 from mpipipe.values import Costs, Float64, Int64, Layout, Numerics, Plan, Program
 
-FEW_CUTS = 4096  # ways to cut up to which all are looked at
+FEW_CUTS = 1 << 14  # ways to cut up to which all are looked at
 FEW_ACTIONS = 1 << 13  # simulated for it: ways x stages x micro-batches
 ROUNDING = 1.0 - 1e-9  # of sums that are taken in another order
 Made = tuple[Plan, Program]

@@ -146,10 +146,15 @@ def search(
     before anything is found; DeadlockError where the only schedule cannot run.
     """
     costs = {count: costs_of(count) for count in asked.counts}
-    rough = {count: count * bottleneck_bound_s(costs[count], asked.n_ranks) for count in asked.counts}
+    slowest = {count: bottleneck_bound_s(costs[count], asked.n_ranks) for count in asked.counts}
+
+    def promise(count: int) -> tuple[bool, float]:
+        """Where stages are equal, the step; the shortest first rules out the most."""
+        return count not in first, (count + asked.n_ranks - 1) * slowest[count]
+
     finder = _Finder(asked, late)
-    for count in sorted(asked.counts, key=lambda count: (count not in first, rough[count], count)):
-        finder.look(count, costs[count], rough[count])
+    for count in sorted(asked.counts, key=promise):
+        finder.look(count, costs[count], count * slowest[count])
     return finder.joint()
 
 
