@@ -18,7 +18,9 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import ConfigError, DataError, LaunchError, PlanError
 from mpipipe.graph.profile import Profiler
+from mpipipe.pipeline import _micro_batches
 from mpipipe.runtime import costing
+from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.values import Link, Numerics
 
@@ -126,8 +128,27 @@ def test_a_resumed_run_keeps_the_number(tmp_path: Path, price: dict[str, float])
     assert run_local(1, resume)[0] == (kept, end)
     with pytest.raises(ConfigError, match="batch: 4 in the checkpoint, 3 now"):
         numerics(1, resume=tmp_path / "c", batch=3)
-    price.update(call=1.0)
-    assert numerics(1, resume=tmp_path / "c", batch=3, new_numerics=True).micro_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "decided", "new_numerics", "count"),
+    [
+        (3, 8, 4, False, 3),
+        ("auto", 8, None, False, None),
+        ("auto", 8, 4, False, 4),
+        ("auto", 8, 4, True, 4),
+        ("auto", 6, 4, True, None),  # another batch, and it may be split in another way
+        ("auto", 3, 4, False, 3),  # what differs is refused next
+    ],
+)
+def test_what_was_decided_holds_as_long_as_the_batch_does(
+    given: Any, batch: int, decided: int | None, new_numerics: bool, count: int | None
+) -> None:
+    of_8 = numerics_of(
+        batch=8, micro_batches=decided or 1, blocks=1, threads=1, gemm="mkl", precision="fp32",
+        tied="per_use", seed=0,
+    )  # fmt: skip
+    assert _micro_batches(given, batch, 1, of_8 if decided else None, new_numerics) == count
 
 
 def test_a_batch_norm_never_gets_a_single_sample(price: dict[str, float]) -> None:

@@ -54,9 +54,20 @@ def steps_of_all(a: Asked, costs: Costs) -> dict[tuple[int, str, tuple[int, ...]
     return found
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(problems(max_groups=5))
 def test_it_finds_what_trying_everything_finds(problem):
+    _compare(problem)
+
+
+@pytest.mark.full
+@settings(max_examples=500, deadline=None)
+@given(problems(max_groups=6))
+def test_it_finds_what_trying_everything_finds_500_times(problem):
+    _compare(problem)
+
+
+def _compare(problem: tuple[Costs, int, int]) -> None:
     costs, n_ranks, _ = problem
     a = asked(n_ranks)
     everything = steps_of_all(a, costs)
