@@ -32,7 +32,7 @@ from benchmarks.common import config_of, launch, machine
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
 from mpipipe.planner.search import cut_indices
-from mpipipe.planner.stages import stage_costs
+from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.values import Instr, Op, Plan, from_json
 
@@ -144,9 +144,11 @@ def _instructions(plan_path: Path, kept: Sequence[Sequence[tuple[int, str, float
     """Per rank and kind: seconds as predicted, on the wall and on a core; medians without the first step."""
     plan = from_json(Plan, plan_path.read_text())
     assert plan.costs is not None
-    stages = stage_costs(plan.costs, cut_indices(plan.layout, [g.name for g in plan.costs.groups]))
+    cuts = cut_indices(plan.layout, [g.name for g in plan.costs.groups])
+    stages = stage_costs(in_order(plan.costs, plan.layout.order), cuts)
     out = []
-    for stage, rows in zip(stages, kept, strict=True):
+    for rank, rows in enumerate(kept):
+        stage = stages[plan.layout.order.index(rank)]
         predicted = {
             "F": stage.fwd_s,
             "B": stage.bwd_input_s + stage.bwd_weight_s,

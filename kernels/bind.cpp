@@ -1,9 +1,11 @@
 // The thin door: addresses in, nothing out. No libtorch, so one build serves every torch version.
 // The callers (mpipipe/ops) own the checks: contiguous, right dtype, n elements on both sides.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "mpipipe/evict.h"
 #include "mpipipe/philox.h"
+#include "mpipipe/reuse.h"
 
 namespace py = pybind11;
 using namespace mpipipe;
@@ -28,7 +30,7 @@ void dropout(uint64_t key, uint32_t step, uint32_t micro, uint64_t threshold, Sc
 PYBIND11_MODULE(_kernels, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.doc() = "Compiled kernels of mpipipe; the contract is kernels/include.";
-    m.attr("version") = "2";  // of the functions below; mpipipe/ops asks for the same one
+    m.attr("version") = "3";  // of the functions below; mpipipe/ops asks for the same one
     m.def("words", [](uint64_t key, uint32_t step, uint32_t micro, uint64_t start, Address out, size_t n) {
         cpu::words({key, step, micro}, start, n, at<uint32_t>(out));
     }, no_gil);
@@ -42,6 +44,11 @@ PYBIND11_MODULE(_kernels, m) {
         return py::make_tuple(out[0], out[1], out[2], out[3]);
     });
     m.def("evict", [](Address p, size_t nbytes) { return cpu::evict(at<const void>(p), nbytes); }, no_gil);
+    m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {
+        std::vector<const char*> prefixes;
+        for (const auto& library : libraries) prefixes.push_back(library.c_str());
+        return cpu::reuse_freed_blocks(prefixes.data(), prefixes.size(), largest);
+    });
     m.def("dropout_f32", &dropout<float, float>, no_gil);
     m.def("dropout_f64", &dropout<double, double>, no_gil);
     m.def("dropout_bf16", &dropout<bf16, float>, no_gil);

@@ -9,9 +9,14 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": ("mpipipe.train", "train as a config says; under mpirun, on as many ranks as it starts"),
     "plan": ("mpipipe.commands.plan", "the cut, time and memory on any number of ranks; without mpirun"),
+    "partition": ("mpipipe.commands.partition", "which device holds which node of a graph from elsewhere"),
     "draw": ("mpipipe.commands.draw", "draw a plan, or the measured step of a run"),
     "report": ("mpipipe.commands.report", "a run as a page, or two runs side by side"),
     "doctor": ("mpipipe.commands.doctor", "what is wrong with this machine, alone or under mpirun or srun"),
+    "calibrate": (
+        "mpipipe.commands.calibrate",
+        "measure the ranks that it is started on, for plan --cluster",
+    ),
     "tokenize": ("mpipipe.data.tokenize", "make a token file of text, on all cores; without mpirun"),
 }
 

@@ -31,6 +31,7 @@ from mpipipe.report.progress import Progress, Silent
 from mpipipe.report.scalars import FOLDER, Scalars
 from mpipipe.report.summary import summary
 from mpipipe.report.trace import TRACE, Trace, thin, write_trace
+from mpipipe.report.truth import largest_miss, truths
 from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
 from mpipipe.state.files import write_text, write_whole
@@ -217,7 +218,8 @@ class Run:
             write_text(self.run_dir / "sample.txt", text)
             self.log.say(f"\nsample:\n{text}\n")
         write_text(self.run_dir / "summary.json", to_json(report))  # last: where it is, the run has ended
-        self.log.say(f"{draw_texts(timelines, width=110)}\n\n{summary(report)}")
+        missed = largest_miss(truths(timelines))
+        self.log.say(f"{draw_texts(timelines, width=110)}\n{missed}\n\n{summary(report)}")
         self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
 
 

@@ -15,11 +15,14 @@ Invariants
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,11 +121,20 @@ class Graph(Value):
 
 @dataclass(frozen=True)
 class Link(Value):
+    """latency_s and bytes_per_s are those of one message while no other is on its way (Hockney 1994)."""
+
     latency_s: float
     bytes_per_s: float
+    contention: float = (
+        1.0  # times as long for the bytes of each while all ranks of a node talk at this level
+    )
 
     def seconds(self, nbytes: float) -> float:
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
+
+    def shared(self, talking: float) -> Link:
+        """While this share of the ranks of a node talks."""
+        return Link(self.latency_s, self.bytes_per_s / max(1.0, self.contention * talking))
 
 
 @dataclass(frozen=True)
@@ -136,17 +148,76 @@ class Device(Value):
     base_bytes: int = 0  # of it resident before any weight: code and buffers of the libraries, the graph
 
 
+LEVELS = ("core", "numa", "node", "switch")  # what two ranks share at the finest
+
+
 @dataclass(frozen=True)
 class Cluster(Value):
+    """Nodes, NUMA domains and cores are numbered through, and lie one in the other. Where no two ranks share
+    a core, or a domain is a whole node, or nobody knows, their numbers are left out."""
+
     devices: tuple[Device, ...]  # by rank
     node_of_rank: tuple[int, ...]
-    links: dict[str, Link]  # "node": two ranks of one node; "switch": two nodes
+    links: dict[str, Link]  # of the levels that occur, by name
+    numa_of_rank: tuple[int, ...] = ()
+    core_of_rank: tuple[int, ...] = ()
+
+    @property
+    def spanned(self) -> tuple[str, ...]:
+        """The levels at which two of its ranks are linked, the finest first."""
+        finer: Sequence[int] = range(len(self.devices))
+        found = []
+        units = (self.core_of_rank, self.numa_of_rank, self.node_of_rank, (0,) * len(self.devices))
+        for level, unit in zip(LEVELS, units, strict=True):
+            if unit:
+                if len(set(zip(unit, finer, strict=True))) > len(set(unit)):
+                    found.append(level)
+                finer = unit
+        return tuple(found)
+
+    def level(self, a: int, b: int) -> str:
+        """The finest that holds both ranks; "switch": they are on two nodes."""
+        if self.node_of_rank[a] != self.node_of_rank[b]:
+            return "switch"
+        if self.core_of_rank and self.core_of_rank[a] == self.core_of_rank[b]:
+            return "core"
+        return "numa" if self.numa_of_rank and self.numa_of_rank[a] == self.numa_of_rank[b] else "node"
 
     def link(self, a: int, b: int) -> Link:
-        """The link between ranks `a` and `b`; free within one rank."""
+        """The link between ranks `a` and `b`; free within one rank. Of a level that is not given: the next
+        coarser one, as for a rank that is thought of, or the coarsest there is."""
         if a == b:
             return Link(0.0, math.inf)
-        return self.links["node" if self.node_of_rank[a] == self.node_of_rank[b] else "switch"]
+        known = [level for level in LEVELS if level in self.links]
+        at = LEVELS.index(self.level(a, b))
+        return self.links[next((level for level in known if LEVELS.index(level) >= at), known[-1])]
+
+    def in_order(self, order: Sequence[int]) -> Cluster:
+        """Of the ranks `order` alone, which are numbered anew: 0 is the one that comes first."""
+
+        def picked(x: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(x[rank] for rank in order) if x else x
+
+        units = (picked(x) for x in (self.node_of_rank, self.numa_of_rank, self.core_of_rank))
+        node, numa, core = units
+        return Cluster(picked(self.devices), node, self.links, numa, core)
+
+    def loaded(self, order: Sequence[int]) -> Cluster:
+        """With links as slow as they are while all neighbours in `order` talk at once: contention counts by
+        the share of a node's ranks that have a neighbour at this level, on the node where it is largest."""
+        if all(link.contention == 1.0 for link in self.links.values()):
+            return self
+        talking: dict[str, set[int]] = {level: set() for level in LEVELS}
+        for a, b in itertools.pairwise(order):
+            talking[self.level(a, b)] |= {a, b}
+        there = Counter(self.node_of_rank[rank] for rank in order)
+
+        def share(ranks: set[int]) -> float:
+            found = Counter(self.node_of_rank[rank] for rank in ranks)
+            return max((n / there[node] for node, n in found.items()), default=0.0)
+
+        links = {level: link.shared(share(talking[level])) for level, link in self.links.items()}
+        return Cluster(self.devices, self.node_of_rank, links, self.numa_of_rank, self.core_of_rank)
 
 
 @dataclass(frozen=True)
@@ -163,6 +234,7 @@ class GroupCost(Value):
     act_bytes: int  # crosses forward when the cut is after this group
     grad_bytes: int  # crosses backward there
     update_s: float = 0.0  # once per step, beside what `Costs` says of each byte of its parameters
+    spread: float = 0.0  # relative, of its repeated timings; 0 = that of all groups
 
     @property
     def seconds(self) -> float:
@@ -178,6 +250,13 @@ class Costs(Value):
     step_s_per_byte: float  # clip, update and zero, per byte of weights
     source: Literal["measured", "modelled"]
     spread: float  # relative spread of the repeated timings
+
+    @cached_property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Each field of the groups but `name` as an array (n_groups,): seconds float64, bytes int64."""
+        names = [f.name for f in fields(GroupCost) if f.name != "name"]
+        return {n: np.array([getattr(g, n) for g in self.groups], float if n.endswith("_s") else np.int64)
+                for n in names}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -240,6 +319,11 @@ class Layout(Value):
     def n_stages(self) -> int:
         return len(self.ranks)
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The first rank of each stage."""
+        return tuple(ranks[0] for ranks in self.ranks)
+
 
 @dataclass(frozen=True)
 class Prediction(Value):
@@ -291,6 +375,7 @@ class Op(IntEnum):
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP})
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD, Op.SEND_TIED, Op.SEND_COPY})
 RECVS = frozenset({Op.RECV_ACT, Op.RECV_GRAD, Op.RECV_TIED, Op.RECV_COPY})
+_COMPUTES = np.isin(range(len(Op)), sorted(COMPUTE))  # by op
 
 
 class Action(NamedTuple):
@@ -398,8 +483,7 @@ class Timeline:
 
     def busy_s(self, rank: int) -> float:
         """Seconds of compute (F, B, I, W, STEP) of one rank."""
-        mask = np.isin(self.program.codes[rank][:, 0], [int(op) for op in COMPUTE])
-        t = self.times[rank][mask]
+        t = self.times[rank][_COMPUTES[self.program.codes[rank][:, 0]]]
         return float((t[:, 1] - t[:, 0]).sum())
 
     @property

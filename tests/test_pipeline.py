@@ -12,7 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,12 @@ def trained(ranks: int, model: Any = Net, data: Callable[[], Any] | None = None,
     return run_local(ranks, lambda comm: result(pipeline(comm, model, data and data(), **how)))[0]
 
 
+@cache
+def plainly_trained() -> Result:
+    """On one rank, with nothing said."""
+    return trained(1)
+
+
 def alone(body: Callable[[Communicator], Any]) -> Any:
     return run_local(1, body)[0]
 
@@ -153,7 +159,7 @@ def test_a_class_a_function_an_instance_and_a_list_are_one_model() -> None:
 
 
 def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = trained(1)
+    expected = plainly_trained()
     monkeypatch.undo()
     assert trained(2) == expected
 
@@ -215,7 +221,7 @@ def test_a_mean_where_a_sum_is_promised_is_refused() -> None:
 
 
 def test_elements_without_keys_are_named_after_forward() -> None:
-    expected = trained(1)
+    expected = plainly_trained()
     for form in (lambda x, y: [x, y], lambda x, y: {"x": x, "labels": y}):
         assert trained(1, data=partial(Samples, 37, form=form)) == expected
 
@@ -223,7 +229,7 @@ def test_elements_without_keys_are_named_after_forward() -> None:
 def test_an_argument_of_forward_that_a_batch_brings_is_used() -> None:
     ones = trained(1, data=lambda: Samples(37, form=lambda x, y: (x, torch.ones(()), y)))
     twos = trained(1, data=lambda: Samples(37, form=lambda x, y: (x, torch.tensor(2.0), y)))
-    assert ones["losses"] == trained(1)["losses"] != twos["losses"]
+    assert ones["losses"] == plainly_trained()["losses"] != twos["losses"]
 
 
 class Epochs:
@@ -595,7 +601,7 @@ def backwards(n_stages: int, n_micro: int) -> list[str]:
 @pytest.mark.usefixtures("own_schedules")
 def test_a_schedule_of_one_s_own_changes_no_bits() -> None:
     register_schedule("backwards", backwards)
-    assert trained(2, schedule="backwards") == trained(1)
+    assert trained(2, schedule="backwards") == plainly_trained()
 
 
 @pytest.mark.usefixtures("own_schedules")

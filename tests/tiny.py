@@ -205,22 +205,25 @@ def even_cuts(groups: Sequence[str], n_stages: int) -> tuple[str, ...]:
     return tuple(groups[i * len(groups) // n_stages] for i in range(1, n_stages))
 
 
-def plan_of(case: Case, schedule: str, cuts: Sequence[str], window: int = 3) -> Plan:
-    ranks = tuple((rank,) for rank in range(len(cuts) + 1))
+def plan_of(
+    case: Case, schedule: str, cuts: Sequence[str], window: int = 3, order: Sequence[int] = ()
+) -> Plan:
+    """order: the rank of each stage, its number if not given."""
+    ranks = tuple((rank,) for rank in order or range(len(cuts) + 1))
     layout = Layout(tuple(cuts), ranks, schedule, window)
     return Plan(case.numerics, layout, Prediction(0.0, 0.0, 0.0, (), 0.0, 0.0))
 
 
 def train(
     comm: Communicator, case: Case, schedule: str = "1f1b", cuts: Sequence[str] | None = None,
-    variants: Variants | None = None, window: int = 3,
+    variants: Variants | None = None, window: int = 3, order: Sequence[int] = (),
 ) -> Result:  # fmt: skip
     """A few steps; the same result on every rank. `cuts` are even ones if not given. Collective."""
     set_threads(case.numerics.threads)
     variants = variants or case.variants
     if cuts is None:
         cuts = even_cuts(variants.graph.groups, comm.size)
-    plan = plan_of(case, schedule, cuts, window)
+    plan = plan_of(case, schedule, cuts, window, order)
     trainer = Trainer(comm, variants, plan, case.settings, case.dataset)
     outcomes, validation = [], []
     for step in range(case.steps):

@@ -2,10 +2,144 @@
 // The callers (mpipipe/planner) own the checks; each function has a reference there that tests compare with.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cuts.h"
+#include "placement_bind.h"
+#include "walk.h"
 
 namespace py = pybind11;
+using namespace mpipipe::planner;
+
+namespace {
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+template <typename T>
+using Arrays = std::vector<Array<T>>;  // one per rank
+
+Codes codes_of(const Arrays<int32_t>& arrays) {
+    Codes codes;
+    for (const auto& a : arrays) codes.push_back({a.data(), static_cast<int32_t>(a.shape(0))});
+    return codes;
+}
+
+template <typename T, typename Source>
+std::vector<T*> pointers(const Arrays<Source>& arrays) {
+    std::vector<T*> out;
+    for (const auto& a : arrays) out.push_back(const_cast<T*>(a.data()));
+    return out;
+}
+
+// (partner by rank, (kind, rank, index, other) of the first fault)
+py::tuple match_messages(const Arrays<int32_t>& arrays) {
+    const Codes codes = codes_of(arrays);
+    Arrays<int32_t> partner;
+    for (const Code& code : codes) {
+        partner.emplace_back(code.n);
+        std::fill_n(partner.back().mutable_data(), code.n, -1);
+    }
+    const Partner to = pointers<int32_t>(partner);
+    Fault fault;
+    {
+        py::gil_scoped_release no_gil;
+        fault = match(codes, to);
+    }
+    return py::make_tuple(partner, py::make_tuple(static_cast<int>(fault.kind), fault.rank, fault.index, fault.other));
+}
+
+// (whether all end, where each rank ends or stands)
+py::tuple prove_program(const Arrays<int32_t>& arrays, const Arrays<int32_t>& partner, int32_t receive_window) {
+    const Codes codes = codes_of(arrays);
+    const Partner to = pointers<int32_t>(partner);
+    std::vector<int32_t> at;
+    bool ends;
+    {
+        py::gil_scoped_release no_gil;
+        ends = prove(codes, to, receive_window, at);
+    }
+    return py::make_tuple(ends, at);
+}
+
+// (n, 2) start and end of each rank's instructions; None if the program cannot end
+py::object simulate_program(const Arrays<int32_t>& arrays, const Arrays<int32_t>& partner,
+                            const Arrays<double>& seconds, double norm_s) {
+    const Codes codes = codes_of(arrays);
+    const Partner to = pointers<int32_t>(partner);
+    Arrays<double> times;
+    for (const Code& code : codes) {
+        times.emplace_back(std::vector<py::ssize_t>{code.n, 2});
+        std::fill_n(times.back().mutable_data(), 2 * int64_t{code.n}, 0.0);
+    }
+    const auto of = pointers<const double>(seconds);
+    const auto out = pointers<double>(times);
+    bool ends;
+    {
+        py::gil_scoped_release no_gil;
+        ends = simulate(codes, to, of, norm_s, out);
+    }
+    return ends ? py::object(py::cast(times)) : py::none();
+}
+
+// A Cutter with the arrays that it borrows.
+struct Partition {
+    std::vector<py::array> arrays;
+    Cutter cutter;
+};
+
+Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_input_s, const Array<double>& bwd_weight_s,
+                       const Array<int64_t>& param_bytes, const Array<int64_t>& stash_bytes,
+                       const Array<int64_t>& workspace_bytes, const Array<int64_t>& act_in,
+                       const Array<int64_t>& grad_in, const Array<double>& crossing_s, std::vector<double> speed,
+                       std::vector<int64_t> memory_bytes, std::vector<int64_t> live, std::vector<int32_t> link_in,
+                       std::vector<int32_t> link_out, const std::vector<std::pair<std::vector<int64_t>, int64_t>>& ties,
+                       int64_t window, int64_t tied_window, int64_t tied_repeats, double bytes_per_param_byte) {
+    Problem p;
+    p.n_groups = fwd_s.size();
+    p.fwd_s = fwd_s.data(), p.bwd_input_s = bwd_input_s.data(), p.bwd_weight_s = bwd_weight_s.data();
+    p.param_bytes = param_bytes.data(), p.stash_bytes = stash_bytes.data();
+    p.workspace_bytes = workspace_bytes.data(), p.act_in = act_in.data(), p.grad_in = grad_in.data();
+    p.crossing_s = crossing_s.data();
+    p.speed = std::move(speed), p.memory_bytes = std::move(memory_bytes), p.live = std::move(live);
+    p.link_in = std::move(link_in), p.link_out = std::move(link_out);
+    for (const auto& [groups, nbytes] : ties) p.ties.push_back({groups, nbytes});
+    p.window = window, p.tied_window = tied_window, p.tied_repeats = tied_repeats;
+    p.bytes_per_param_byte = bytes_per_param_byte;
+    return {{fwd_s, bwd_input_s, bwd_weight_s, param_bytes, stash_bytes, workspace_bytes, act_in, grad_in, crossing_s},
+            Cutter(std::move(p))};
+}
+
+// (bottleneck_s, cuts, whether they are of least squares), or None where nothing fits
+py::object best_cuts(Partition& partition, double guess, int64_t most_work) {
+    std::optional<Cuts> found;
+    {
+        py::gil_scoped_release no_gil;
+        found = partition.cutter.best(guess, most_work);
+    }
+    return found ? py::object(py::make_tuple(found->bottleneck_s, found->cuts, found->least_squares)) : py::none();
+}
+
+// (stage, first, end, bytes that are missing)
+py::tuple misfit(Partition& partition) {
+    const Misfit m = partition.cutter.misfit();
+    return py::make_tuple(m.stage, m.first, m.end, m.short_bytes);
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_planner, m) {
+    const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.doc() = "Hot loops of mpipipe.planner.";
-    m.attr("version") = "1";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    m.attr("version") = "2";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    m.def("match", match_messages);
+    m.def("prove", prove_program);
+    m.def("simulate", simulate_program);
+    py::class_<Partition>(m, "Partition")
+        .def(py::init(&partition_of))
+        .def("best", best_cuts)
+        .def("misfit", misfit)
+        .def("least_stages", [](const Partition& p, const std::vector<int64_t>& live_from_end, int64_t memory) {
+            return p.cutter.least_stages(live_from_end, memory);
+        }, no_gil);
+    mpipipe::placement::bind(m);
 }

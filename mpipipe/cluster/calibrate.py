@@ -61,20 +61,20 @@ def _next_on_node(comm: Communicator, first: int) -> int | None:
 
 
 def measure_pair(
-    comm: Communicator, peers: Mapping[int, int], lengths: Sequence[int]
+    comm: Communicator, peers: Mapping[int, int], lengths: Sequence[int], quantile: float = 0.5
 ) -> tuple[float, ...] | None:
-    """Median one-way seconds of a message of each length (bytes); None where another rank measures.
-    Called by every rank; peers as from `pairs_of`."""
+    """One-way seconds of a message of each length (bytes), the median or another quantile; None where
+    another rank measures. Called by every rank; peers as from `pairs_of`."""
     peer = peers.get(comm.rank)
     if peer is None:
         return None
-    medians = []
+    found = []
     for nbytes in lengths:
         if comm.rank < peer:
-            medians.append(float(np.median(list(_ping(comm, peer, nbytes)))))
+            found.append(float(np.quantile(list(_ping(comm, peer, nbytes)), quantile)))
         else:
             _pong(comm, peer, nbytes)
-    return tuple(medians) or None
+    return tuple(found) or None
 
 
 def _ping(comm: Communicator, peer: int, nbytes: int) -> Iterator[float]:

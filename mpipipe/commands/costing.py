@@ -14,7 +14,7 @@ from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.planner.joint import Asked, Joint, counts_of, schedules_of
-from mpipipe.planner.sizing import settle
+from mpipipe.planner.sizing import costs_at, settle
 from mpipipe.runtime.modelling import Found, costs_of, find
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of
@@ -49,6 +49,11 @@ class Costing:
         assert joint is not None
         return joint
 
+    def given(self) -> Costs:
+        """Of the number of micro-batches that the config gives, whatever ranks there are."""
+        taken = {size: self._take(size) for size in self.asked.sizes}
+        return costs_at(taken, self.asked.numerics.batch, self.asked.numerics.micro_batches)
+
     def _take(self, rows: int) -> Costs:
         variants = self._variants_of(rows)
         check_trained(variants, self._unused)
@@ -60,7 +65,7 @@ class Costing:
             self._update_s = self._machine.update_s(self._optimizer, tallier.chill)
         del tallier  # and the memory that it empties the caches with
         if not self.at:
-            self.base_bytes = self._memory.now_bytes  # of a process that has captured the model, as each rank
+            self.base_bytes = self._memory.base_bytes  # of a process that has captured the model
         cluster = self._machine.cluster(n_ranks, self.base_bytes)
         costs = costs_of(found, variants, one, self._optimizer, cluster, self._update_s)
         self.at[rows] = variants, found

@@ -17,7 +17,7 @@ from mpipipe.runtime.costing import update_s_per_byte, update_s_per_parameter
 from mpipipe.runtime.modelling import update_bytes
 from mpipipe.runtime.optimizer import Optimizer
 from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
-from mpipipe.values import Cluster, Link
+from mpipipe.values import LEVELS, Cluster, Link
 
 
 class Machine(ABC):
@@ -66,7 +66,7 @@ class Here(Machine):
         return like_this_node(n_ranks, self.threads, instruction_set(), base_bytes, self.limit)
 
     def assumed(self, cluster: Cluster) -> Sequence[str]:
-        device, node, switch = cluster.devices[0], cluster.links["node"], cluster.links["switch"]
+        device = cluster.devices[0]
         fewer = (
             "" if self.used == self.threads else f", costs are those of {self.used}: give --cluster instead"
         )
@@ -75,7 +75,7 @@ class Here(Machine):
             f"assumed: ranks like this process, {device.kind}, threads: {self.threads}{fewer}",
             f"         ranks per node: {ranks_per_node(self.threads)}; "
             f"{size_text(device.memory_bytes)} each ({limit})",
-            f"         links: {_link(node)} within a node, {_link(switch)} between nodes (10 Gb/s Ethernet)",
+            f"         links: {_links(cluster)} (10 Gb/s Ethernet)",
         )
 
 
@@ -105,18 +105,33 @@ class There(Machine):
         return self.file.of(n_ranks, self.precision, self.threads, base_bytes, self.limit)
 
     def assumed(self, cluster: Cluster) -> Sequence[str]:
-        device, node, switch = cluster.devices[0], cluster.links["node"], cluster.links["switch"]
+        device, file = cluster.devices[0], self.file
         kinds = ", ".join(dict.fromkeys(d.kind for d in cluster.devices))
         all_of_them = self.file.first.threads
         part = (
             "" if self.share == 1.0 else f" of {all_of_them}: set pipeline.threads={all_of_them} to use all"
         )
+        nodes = f"nodes: {len(set(cluster.node_of_rank))}"
+        per_node = nodes if file.node_of_rank else f"ranks per node: {file.ranks_per_node}"
         return (
             f"assumed: {kinds}, threads: {self.threads}{part}",
-            f"         ranks per node: {self.file.ranks_per_node}; {size_text(device.memory_bytes)} each",
-            f"         links: {_link(node)} within a node, {_link(switch)} between nodes",
+            f"         {per_node}; {size_text(device.memory_bytes)} each",
+            *([f"         links: {_links(cluster)}"] if cluster.links else []),
         )
 
 
+_BETWEEN = {
+    "core": "on a core",
+    "numa": "in a NUMA domain",
+    "node": "within a node",
+    "switch": "between nodes",
+}
+
+
+def _links(cluster: Cluster) -> str:
+    known = [level for level in LEVELS if level in cluster.links]
+    return ", ".join(f"{_link(cluster.links[level])} {_BETWEEN[level]}" for level in known)
+
+
 def _link(link: Link) -> str:
-    return f"{link.latency_s * 1e6:g} us and {link.bytes_per_s / 1e9:g} GB/s"
+    return f"{link.latency_s * 1e6:.3g} us and {link.bytes_per_s / 1e9:.3g} GB/s"

@@ -18,7 +18,9 @@ from typing import Any
 
 from mpipipe.commands import run
 from mpipipe.commands.costing import Costing
+from mpipipe.commands.levels import check_output, curve_on, levels, show
 from mpipipe.commands.machines import Here, Machine, There
+from mpipipe.commands.refine import refine_run
 from mpipipe.config import Config, load
 from mpipipe.config.cluster import load_cluster
 from mpipipe.data import open_dataset
@@ -32,19 +34,25 @@ from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import build
 from mpipipe.planner.alternatives import alternatives
+from mpipipe.planner.noise import noise
 from mpipipe.planner.search import predict
-from mpipipe.report.plan import against, chosen, outlook, stage_rows
+from mpipipe.report.plan import against, chosen, outlook, stage_rows, steadiness
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.modelling import Found
 from mpipipe.state.files import write_text
 
 
 def main(argv: Sequence[str]) -> int:
-    a = _parser().parse_intermixed_args(list(argv))
+    parser = _parser()
+    a = parser.parse_intermixed_args(list(argv))
+    if a.refine and (a.config or a.levels or a.cluster):
+        parser.error("--refine has config, ranks and cluster from the run; leave them out")
+    if not a.refine and not (a.config and a.levels):
+        parser.error("the following arguments are required: config, --ranks; or --refine RUN")
     collecting = gc.isenabled()
     gc.disable()  # a large model's graph is a million objects that stay: to look through them takes seconds
     try:
-        return run(lambda: _plan(a))
+        return run(lambda: _refine(a) if a.refine else _plan(a))
     finally:
         if collecting:
             gc.enable()
@@ -55,14 +63,28 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mpipipe plan",
         description="cut, time and memory on any number of ranks; without mpirun",
     )
-    parser.add_argument("config", help="the YAML file of a run")
+    parser.add_argument("config", nargs="?", help="the YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of the config")
-    parser.add_argument("--ranks", type=int, required=True, help="how many there would be")
+    parser.add_argument(
+        "--ranks",
+        dest="levels",
+        metavar="N",
+        type=levels,
+        help="how many there would be; 1..64 or 1,2,4,12: what more would bring",
+    )
     parser.add_argument("--cluster", metavar="FILE", help="another machine; without it, ranks like this one")
     parser.add_argument(
         "--budget", type=_seconds, default=math.inf, metavar="TIME", help="such as 10s: the best plan so far"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan there, for `train --plan`")
+    parser.add_argument(
+        "--refine", metavar="RUN", help="instead of a config: plan a run anew from what its stages took"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the plan there, for `train --plan`; of several --ranks, curve.json or curve.png",
+    )
     return parser
 
 
@@ -75,12 +97,15 @@ def _seconds(text: str) -> float:
 
 
 def _plan(a: argparse.Namespace) -> None:
-    if a.ranks < 1:
-        raise PlanError(f"--ranks {a.ranks}: a plan needs one rank at least")
-    if a.output and not Path(a.output).parent.is_dir():
-        raise PlanError(f"-o {a.output}: the folder {Path(a.output).parent} is not there; make it first")
+    a.ranks = a.levels[0]  # costs are taken once, for the smallest level
+    if a.output and len(a.levels) > 1:
+        check_output(a.output)
+    _check_folder(a.output)
     config = load(a.config, a.overrides)
     machine = There(config, load_cluster(a.cluster)) if a.cluster else Here(config, a.ranks)
+    if len(a.levels) > 1:
+        _curve(a, config, machine)
+        return
     variants_of, data = _model(config)
     costing = Costing(config, machine, a.ranks, variants_of)
     joint = costing.search(a.budget)
@@ -96,18 +121,62 @@ def _plan(a: argparse.Namespace) -> None:
         plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, costing.base_bytes), tried
     )
 
-    total, per_sample = sum(math.prod(s.shape) for s in graph.params.values()), data.tokens_per_sample
-    what = f"{config.model.name}, {total:,} parameters, {len(graph.groups)} groups"
-    print(f"{a.config} on {a.ranks} ranks: {what}")
+    per_sample = data.tokens_per_sample
+    print(_heading(a, config, variants, str(a.ranks)))
     print(said, *machine.assumed(cluster), "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
     if len(joint.tried) > 1:
         print(chosen(joint, sorted(costing.at) if tried else (), costing.seconds))
-    print("", against(others), sep="\n")
+    print(*steadiness(noise(plan, costs)), "", against(others), sep="\n")
     if a.output:
         _write(Path(a.output), plan_text(plan))
         train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]
         print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
+
+
+def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
+    """Of several numbers of ranks, with costs that are taken once."""
+    p = config.pipeline
+    if p.micro_batches == "auto" or p.schedule == "auto":
+        raise PlanError(
+            f"--ranks {a.levels[0]} to {a.levels[-1]}: pipeline.micro_batches is {p.micro_batches}, "
+            f"pipeline.schedule is {p.schedule}, and auto is searched for one number of ranks; set both, or "
+            "plan for one"
+        )
+    variants_of, data = _model(config)
+    costing = Costing(config, machine, a.ranks, variants_of)
+    costs = costing.given()
+    variants, found = costing.at[costing.asked.sizes[0]]
+    curve = curve_on(
+        costs, costing.asked.numerics, costing.asked.schedules[0], p.receive_window, a.levels,
+        lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples,
+    )  # fmt: skip
+    cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
+    print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
+    print(_source(found, machine, costing.seconds), *machine.assumed(cluster), "", sep="\n")
+    show(curve, a.config, a.output)
+
+
+def _refine(a: argparse.Namespace) -> None:
+    _check_folder(a.output)
+    plan, said = refine_run(Path(a.refine))
+    print(said)
+    if a.output:
+        _write(Path(a.output), plan_text(plan))
+        print(f"\nplan: {a.output}; to train it: the command of that run with --plan {shlex.quote(a.output)}")
+
+
+def _check_folder(output: str | None) -> None:
+    if output and not Path(output).parent.is_dir():
+        raise PlanError(f"-o {output}: the folder {Path(output).parent} is not there; make it first")
+
+
+def _heading(a: argparse.Namespace, config: Config, variants: Variants, ranks: str) -> str:
+    graph = variants.graph
+    total = sum(math.prod(s.shape) for s in graph.params.values())
+    return (
+        f"{a.config} on {ranks} ranks: {config.model.name}, {total:,} parameters, {len(graph.groups)} groups"
+    )
 
 
 def _model(config: Config) -> tuple[Callable[[int], Variants], Dataset]:

@@ -1,22 +1,25 @@
 """A cluster that is not here, as a YAML file: what each rank computes on, and the links between them.
 
-Keys mean what they mean in `values.Cluster`; `examples/cluster.yaml` is one with every key.
+Keys mean what they mean in `values.Cluster`; `examples/cluster.yaml` is one with every key, and
+`python -m mpipipe calibrate` writes one of the ranks that it is started on.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, Strict, ValidationError, model_validator
 
 from mpipipe.config.read import lines_of, read_sections, read_text
-from mpipipe.config.sections import Above0, Positive, Section
+from mpipipe.config.sections import Above0, Count, Positive, Section
 from mpipipe.errors import ConfigError, PlanError
-from mpipipe.values import Cluster, Device, Link
+from mpipipe.values import LEVELS, Cluster, Device, Link
 
 _UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -52,24 +55,55 @@ class CountedConfig(DeviceConfig):
 class LinkConfig(Section):
     latency_s: Above0
     bytes_per_s: Above0  # of one message between two ranks
+    contention: Annotated[float, Field(ge=1.0)] = 1.0  # times as long while all ranks of a node talk so
 
 
 class LinksConfig(Section):
-    node: LinkConfig  # two ranks of one node
-    switch: LinkConfig  # two nodes
+    core: LinkConfig | None = None  # two ranks on one core
+    numa: LinkConfig | None = None  # in one NUMA domain
+    node: LinkConfig | None = None  # on one node
+    switch: LinkConfig | None = None  # two nodes
+
+
+Numbers = Annotated[tuple[Count, ...], Strict(False)]
 
 
 class ClusterConfig(Section):
     device: DeviceConfig | None = None  # the same for every rank
     devices: Annotated[tuple[CountedConfig, ...], Strict(False)] = ()  # or different ones, by rank
     ranks_per_node: Positive = 1
+    ranks_per_numa: Positive | None = (
+        None  # that share a NUMA domain; null: it is not told apart from the node
+    )
+    ranks_per_core: Positive | None = None  # that share a core
+    node_of_rank: Numbers = ()  # instead of ranks_per_node: the number of each rank's node
+    numa_of_rank: Numbers = ()  # and of its domain, numbered through all nodes
+    core_of_rank: Numbers = ()
     links: LinksConfig
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> ClusterConfig:
+    def _fits_together(self) -> ClusterConfig:
         if (self.device is None) == (not self.devices):
             raise ValueError("give either device, the same for every rank, or devices, a list with counts")
+        for level in ("numa", "core"):
+            told = getattr(self, f"ranks_per_{level}") or getattr(self, f"{level}_of_rank")
+            if getattr(self.links, level) and not told:
+                raise ValueError(
+                    f"links.{level} is given, but not which ranks it links; add ranks_per_{level}"
+                )
+        for inner, outer in (("core", "numa"), ("core", "node"), ("numa", "node")):
+            self._check_inside(inner, outer)
         return self
+
+    def _check_inside(self, inner: str, outer: str) -> None:
+        place: dict[int, int] = {}
+        pairs = zip(getattr(self, f"{inner}_of_rank"), getattr(self, f"{outer}_of_rank"), strict=False)
+        for rank, (a, b) in enumerate(pairs):
+            if place.setdefault(a, b) != b:
+                raise ValueError(
+                    f"rank {rank} is in {inner} {a}, which {outer}_of_rank puts in {outer} {place[a]} and in "
+                    f"{outer} {b}; number each {inner} of another {outer} anew"
+                )
 
     @property
     def first(self) -> DeviceConfig:
@@ -79,7 +113,7 @@ class ClusterConfig(Section):
     def of(self, n_ranks: int, precision: str, threads: int, base_bytes: int, limit: int | None) -> Cluster:
         """The first `n_ranks` ranks. precision: "fp32" or "bf16", by which speeds are compared; base_bytes:
         taken on each rank before any weight; limit: of its memory, at most. Raises PlanError if
-        there are fewer."""
+        there are fewer, or a link between two of them is not given."""
         counted: list[DeviceConfig] = [d for d in self.devices for _ in range(d.count)]
         counted = counted or [self.first] * n_ranks
         if len(counted) < n_ranks:
@@ -95,8 +129,51 @@ class ClusterConfig(Section):
             )
             for d in counted[:n_ranks]
         )
-        links = {level: Link(**dict(link)) for level, link in self.links}
-        return Cluster(devices, tuple(rank // self.ranks_per_node for rank in range(n_ranks)), links)
+        links = {level: Link(**dict(link)) for level, link in self.links if link is not None}
+        node = self._units("node", (0,) * n_ranks)
+        numa = self._units("numa", node)
+        found = Cluster(devices, node, links, numa, self._units("core", numa or node))
+        _check_links(found)
+        return found
+
+    def _units(self, level: str, outer: tuple[int, ...]) -> tuple[int, ...]:
+        """Of each rank; empty where nobody says. outer: what they lie in."""
+        given, each = getattr(self, f"{level}_of_rank"), getattr(self, f"ranks_per_{level}")
+        if given and len(given) < len(outer):
+            raise PlanError(
+                f"{len(outer)} ranks, but {level}_of_rank of the cluster file has {len(given)}; measure "
+                f"so many, {_CALIBRATE.format(len(outer))}, or give ranks_per_{level} instead"
+            )
+        if given or each is None:
+            return tuple(given[: len(outer)])
+        seen: Counter[int] = Counter()
+        numbers: dict[tuple[int, int], int] = {}
+        units = []
+        for unit in outer:
+            units.append(numbers.setdefault((unit, seen[unit] // each), len(numbers)))
+            seen[unit] += 1
+        return tuple(units)
+
+
+_CALIBRATE = "mpirun -n {} python -m mpipipe calibrate"
+_WHERE = {
+    "core": "on one core",
+    "numa": "in one NUMA domain",
+    "node": "on one node",
+    "switch": "on two nodes",
+}
+
+
+def _check_links(cluster: Cluster) -> None:
+    n_ranks = len(cluster.devices)
+    for level in cluster.spanned:
+        if level not in cluster.links:
+            a, b = next(p for p in combinations(range(n_ranks), 2) if cluster.level(*p) == level)
+            raise PlanError(
+                f"of {n_ranks} ranks, {a} and {b} are {_WHERE[level]}, but links.{level} is missing in the "
+                f"cluster file; write it, measure it, {_CALIBRATE.format(n_ranks)}, or say which ranks share "
+                "a node by ranks_per_node"
+            )
 
 
 def load_cluster(path: str | Path) -> ClusterConfig:
@@ -133,7 +210,7 @@ def _valid_keys(loc: tuple[int | str, ...]) -> list[str]:
     """Of the section in which the last part of `loc` is not a key."""
     sections: dict[str, Any] = {
         "device": DeviceConfig, "devices": CountedConfig, "flops_per_s": FlopsConfig, "links": LinksConfig,
-        "node": LinkConfig, "switch": LinkConfig,
+        **dict.fromkeys(LEVELS, LinkConfig),
     }  # fmt: skip
     inside = [str(part) for part in loc[:-1] if isinstance(part, str)]
     return list(sections[inside[-1]].model_fields if inside else ClusterConfig.model_fields)

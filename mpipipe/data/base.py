@@ -47,6 +47,11 @@ class Dataset(Protocol):
         ...
 
     @property
+    def train_samples(self) -> int | None:
+        """Those of an epoch; None where they have no end, or are not counted."""
+        ...
+
+    @property
     def val_samples(self) -> int | None:
         """Size of the validation set, 0 where there is none; None when it has no natural end, or where only
         reading it to its end can tell (`exact` is False)."""
@@ -90,6 +95,7 @@ class DatasetBase:
 
     vocab: int | None = None
     tokens_per_sample: int = 1
+    train_samples: int | None = None
     val_samples: int | None = None
     varying: bool = False
     exact: bool = True

@@ -44,7 +44,7 @@ class Images(DatasetBase):
         self.classes = classes or int(max(train.y.max(), val.y.max())) + 1
         self._y = {"train": _labels(train, self.classes), "val": _labels(val, self.classes)}
         self.sample = {"x": TensorSpec(a, "float32"), "labels": TensorSpec((), "int64")}
-        self.val_samples = len(val.x)
+        self.train_samples, self.val_samples = len(train.x), len(val.x)
         self._orders: dict[Split, Order] = {
             "train": Order(len(train.x), batch, seed, shuffle=True),
             "val": Order(len(val.x), val_batch),

@@ -50,6 +50,7 @@ class SyntheticVectors(DatasetBase):
     def __init__(self, inputs: int, classes: int, samples: int, seed: int) -> None:
         self.sample = {"x": TensorSpec((inputs,), "float32"), "y": TensorSpec((), "int64")}
         self._inputs, self._samples, self._seed = inputs, samples, seed
+        self.train_samples = samples
         self._teacher = generator(seed, "teacher", 0).standard_normal((inputs, classes))
         self._sets: dict[Split, tuple[NDArray[np.float32], NDArray[np.int64]]] = {}
 
@@ -73,7 +74,7 @@ class Drawn(DatasetBase, ABC):
     whole = True
 
     def __init__(self, samples: int, batch: int, val_batch: int, seed: int) -> None:
-        self.val_samples = -(-samples // 8)
+        self.train_samples, self.val_samples = samples, -(-samples // 8)
         self._seed = seed
         self._orders: dict[Split, Order] = {
             "train": Order(samples, batch, seed, shuffle=True),

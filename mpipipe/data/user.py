@@ -102,7 +102,7 @@ class UserData(DatasetBase):
         self._sources: dict[Split, Source | None] = {"train": train, "val": val}
         self._names, self._structure = names, structure
         self.varying = structure.varying
-        self.val_samples = val.samples if val else 0
+        self.train_samples, self.val_samples = train.samples, val.samples if val else 0
 
     def specs(self, rows: int) -> Specs:
         return self._structure.of_rows(rows)

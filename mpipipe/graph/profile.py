@@ -354,6 +354,7 @@ def group_costs(
                 piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s, piece.param_bytes, stash,
                 s.workspace_bytes, sum(sizes.values()),
                 sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
+                s.spread,
             )
         )  # fmt: skip
     return tuple(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpipipe.native import load
 
-KERNELS_VERSION = "2"  # of the functions that mpipipe/ops calls; kernels/bind.cpp holds the same
+KERNELS_VERSION = "3"  # of the functions that mpipipe/ops calls; kernels/bind.cpp holds the same
 kernels = load(
     "_kernels",
     KERNELS_VERSION,

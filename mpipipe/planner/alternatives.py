@@ -19,7 +19,7 @@ from mpipipe.planner.joint import Tried, least_s
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import stage_costs
+from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
@@ -98,7 +98,8 @@ class _Asked:
         return float(seconds.max()), float((seconds**2).sum())
 
     def _stage_s(self, cuts: Cuts) -> np.ndarray:
-        return np.array([stage.seconds for stage in stage_costs(self.costs, cuts)])
+        stages = stage_costs(in_order(self.costs, self.plan.layout.order), cuts)
+        return np.array([stage.seconds for stage in stages])
 
     def _equal_groups(self) -> Cuts | None:
         n = len(self.names)
@@ -162,7 +163,8 @@ class _Asked:
             try:
                 p = self._planned(self.cluster_of(ranks))
             except (PlanError, DeadlockError) as error:
-                yield Alternative(name, None, None, self._why_not(ranks, error))
+                why = why_no_plan(self._planned, self.cluster_of, ranks, error)
+                yield Alternative(name, None, None, why)
                 continue
             why = f"{self.plan.prediction.step_s / p.step_s:.2f} times as fast, bubble {p.bubble:.1%}"
             yield Alternative(name, p.step_s, p.step_s / self.plan.prediction.step_s - 1.0, why)
@@ -172,18 +174,6 @@ class _Asked:
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
         made = make_plan(costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks)
         return made[0].prediction
-
-    def _why_not(self, ranks: int, error: PlanError | DeadlockError) -> str:
-        """What the fastest cut would lack; the error itself where it is not memory."""
-        try:
-            cluster = self.cluster_of(ranks)
-            endless = tuple(replace(d, memory_bytes=_ENDLESS) for d in cluster.devices)
-            full = too_full(self._planned(replace(cluster, devices=endless)).peak_bytes, cluster)
-        except (PlanError, DeadlockError):
-            full = None
-        if full is None:
-            return _first_sentence(error)
-        return f"no cut fits; with the fastest, rank {full[0]} lacks {size_text(full[1])} of memory"
 
     # -- what they are worth ------------------------------------------------------------------------
 
@@ -242,3 +232,22 @@ class _Asked:
 
 def _first_sentence(error: Exception | str) -> str:
     return re.split(r"[;\n]", str(error))[0]
+
+
+def why_no_plan(
+    planned: Callable[[Cluster], Prediction],
+    cluster_of: Callable[[int], Cluster],
+    ranks: int,
+    error: PlanError | DeadlockError,
+) -> str:
+    """What the fastest cut would lack; the error itself where it is not memory. planned: raises as
+    `make_plan` does."""
+    try:
+        cluster = cluster_of(ranks)
+        endless = tuple(replace(d, memory_bytes=_ENDLESS) for d in cluster.devices)
+        full = too_full(planned(replace(cluster, devices=endless)).peak_bytes, cluster)
+    except (PlanError, DeadlockError):
+        full = None
+    if full is None:
+        return _first_sentence(error)
+    return f"no cut fits; with the fastest, rank {full[0]} lacks {size_text(full[1])} of memory"

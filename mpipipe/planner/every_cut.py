@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.bounds import step_bound_s
+from mpipipe.planner.placing import Order, any_order_bound_s
 from mpipipe.planner.search import norm_seconds, predict, program_for
-from mpipipe.planner.stages import StageTie, crossing_s, stage_ties
+from mpipipe.planner.stages import StageTie, crossing_s, in_order, stage_ties
 from mpipipe.values import Costs, Float64, Int64, Layout, Numerics, Plan, Program
 
 FEW_CUTS = 1 << 14  # ways to cut up to which all are looked at
@@ -37,14 +37,16 @@ class EveryCut:
         self._programs: dict[tuple[StageTie, ...], Program] = {}
 
     def best(self, made: Made | None, late: Callable[[], bool]) -> tuple[Made | None, bool]:
-        """`made`, or what has a shorter step than it; and whether nothing has a shorter one."""
+        """`made`, or what has a shorter step than it; and whether nothing has a shorter one, with the stages
+        on the ranks that `made` has them on."""
         count, n_ranks = self.numerics.micro_batches, self.n_ranks
         if not 1 <= self.ways <= FEW_CUTS or n_ranks > len(self.costs.cluster.devices):
             return made, False
         norm_s = norm_seconds(self.costs.cluster, n_ranks)
         cuts = ways_to_cut(len(self.names), n_ranks)
-        bounds = cut_bounds_s(self.costs, cuts, count) + norm_s
-        whole_s = step_bound_s(self.costs, count, n_ranks, norm_s)
+        order = made[0].layout.order if made else tuple(range(n_ranks))
+        bounds = cut_bounds_s(in_order(self.costs, order), cuts, count) + norm_s
+        whole_s = any_order_bound_s(self.costs, count, n_ranks, norm_s)
         left = FEW_ACTIONS // (n_ranks * count)
         for i in np.argsort(bounds, kind="stable").tolist():
             if bounds[i] >= step_s(made) * ROUNDING:
@@ -53,15 +55,15 @@ class EveryCut:
                 return made, False
             left -= 1
             try:
-                other = self._made(tuple(cuts[i].tolist()), whole_s)
+                other = self._made(tuple(cuts[i].tolist()), order, whole_s)
             except (PlanError, DeadlockError):
                 continue
             if step_s(other) < step_s(made) * ROUNDING:
                 made = other
         return made, True
 
-    def _made(self, cuts: tuple[int, ...], bound_s: float) -> Made:
-        ranks = tuple((rank,) for rank in range(self.n_ranks))
+    def _made(self, cuts: tuple[int, ...], order: Order, bound_s: float) -> Made:
+        ranks = tuple((rank,) for rank in order)
         starts = tuple(self.names[cut] for cut in cuts)
         layout = Layout(starts, ranks, self.schedule, self.receive_window)
         ties = stage_ties(self.costs.ties, cuts)  # by them alone the order depends on cuts
@@ -87,7 +89,8 @@ def cut_bounds_s(costs: Costs, cuts: Int64, n_micro: int) -> Float64:
     speed = np.array([device.speed for device in costs.cluster.devices[: edges.shape[1] - 1]])
     work = np.diff(_before([g.seconds for g in costs.groups])[edges], axis=1) / speed  # of one micro-batch
     update = np.diff(_before(_update_s(costs))[edges], axis=1) / speed
-    links = [crossing_s(costs, stage)[cuts[:, stage]] for stage in range(cuts.shape[1])]
+    ways = [costs.cluster.link(stage, stage + 1) for stage in range(cuts.shape[1])]
+    links = [crossing_s(costs, link)[cuts[:, stage]] for stage, link in enumerate(ways)]
     first = np.cumsum(np.stack([np.zeros(len(cuts)), *(work[:, s] + x for s, x in enumerate(links))]), axis=0)
     return np.asarray((n_micro * work + first.T).max(axis=1) + update.max(axis=1), np.float64)
 

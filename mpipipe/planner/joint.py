@@ -16,9 +16,12 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.bounds import bottleneck_bound_s, step_bound_s
+from mpipipe.planner.bounds import bottleneck_bound_s
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
+from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import make_plan, norm_seconds
 from mpipipe.values import Costs, Numerics, Plan, Program
@@ -146,7 +149,7 @@ def search(
     before anything is found; DeadlockError where the only schedule cannot run.
     """
     costs = {count: costs_of(count) for count in asked.counts}
-    slowest = {count: bottleneck_bound_s(costs[count], asked.n_ranks) for count in asked.counts}
+    slowest = {count: _bottleneck_s(costs[count], asked.n_ranks) for count in asked.counts}
 
     def promise(count: int) -> tuple[bool, float]:
         """Where stages are equal, the step; the shortest first rules out the most."""
@@ -156,6 +159,11 @@ def search(
     for count in sorted(asked.counts, key=promise):
         finder.look(count, costs[count], count * slowest[count])
     return finder.joint()
+
+
+def _bottleneck_s(costs: Costs, n_ranks: int) -> float:
+    speed = np.array([device.speed for device in costs.cluster.devices[:n_ranks]])
+    return bottleneck_bound_s(np.array([group.seconds for group in costs.groups]), speed)
 
 
 class _Finder:
@@ -174,7 +182,7 @@ class _Finder:
         """All schedules with one number of micro-batches, unless its bound rules it out."""
         n_ranks = self.asked.n_ranks
         if bound_s < self.best_s * ROUNDING < math.inf and not self.late():
-            bound_s = step_bound_s(costs, count, n_ranks, norm_seconds(costs.cluster, n_ranks))
+            bound_s = any_order_bound_s(costs, count, n_ranks, norm_seconds(costs.cluster, n_ranks))
         for schedule in self.asked.schedules:
             if bound_s >= self.best_s * ROUNDING:
                 self._note(count, schedule, None, bound_s, "ruled out by its bound")

@@ -23,13 +23,15 @@ ascend), which MPI never overtakes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mpipipe.errors import PlanError
+from mpipipe.planner.schedules import stages_of_ranks
 from mpipipe.planner.stages import StageTie
-from mpipipe.values import Action, Instr, Op, Program, Schedule
+from mpipipe.values import Action, Instr, Int32, Op, Program, Schedule
 
 Pair = tuple[int, int]  # user stage, owner stage
 
@@ -60,19 +62,41 @@ def lower(
         raise PlanError(f"receive window {receive_window} is negative; 4 is a good value")
     wires = _Wires(schedule.rank_of_stage, tied_pairs(ties) if train else {}, max(1, receive_window))
     codes = []
-    for rank in range(len(schedule.codes)):
-        instrs: list[Instr] = []
-        for action in schedule.actions(rank):
-            instrs += _with_messages(action, schedule.n_stages, wires, tied == "eager")
-        if train:
-            instrs += _end_of_step(rank, wires, tied == "per_use")
-        codes.append(np.array(instrs, np.int32).reshape(-1, len(Instr._fields)))
+    for actions, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
+        last = list(_end_of_step(stages, wires, tied == "per_use")) if train else []
+        codes.append(_written(actions, stages, wires, tied == "eager", last))
     return Program(schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes))
 
 
 def max_tag(program: Program) -> int:
     """The largest tag in use, to hold against MPI's TAG_UB; -1 without messages."""
     return max((int(codes[:, 5].max()) for codes in program.codes if len(codes)), default=-1)
+
+
+def _written(
+    actions: Int32, stages: Sequence[int], wires: _Wires, eager: bool, last: Sequence[Instr]
+) -> Int32:
+    """The instructions of one rank. Around each action of one kind and stage stand the same ones but for
+    the micro-batch: they are made once, and written for all of these actions together."""
+    parts = []
+    lengths = np.zeros(len(actions), np.int64)
+    for stage, kind in itertools.product(stages, (Op.F, Op.B, Op.I, Op.W)):
+        place = np.flatnonzero((actions[:, 0] == kind) & (actions[:, 1] == stage))
+        instrs = list(_with_messages(Action(kind, stage, 0), len(wires.rank_of_stage), wires, eager)) if len(place) else []
+        lengths[place] = len(instrs)
+        parts.append((place, instrs))
+    ends = np.cumsum(lengths)
+    codes = np.empty((int(lengths.sum()) + len(last), len(Instr._fields)), np.int32)
+    for place, instrs in parts:
+        micros = actions[place, 2]
+        for offset, instr in enumerate(instrs):
+            rows = ends[place] - len(instrs) + offset
+            codes[rows] = instr
+            codes[rows, 2] = micros
+            if instr.tag >= 0:
+                codes[rows, 5] += micros % wires.slots
+    codes[len(codes) - len(last) :] = np.array(last, np.int32).reshape(-1, len(Instr._fields))
+    return codes
 
 
 class _Wires:
@@ -137,10 +161,9 @@ def _with_messages(action: Action, n_stages: int, wires: _Wires, eager: bool) ->
             yield from wires.message(Op.SEND_TIED, stage, micro, owner)
 
 
-def _end_of_step(rank: int, wires: _Wires, merge_tied: bool) -> Iterator[Instr]:
+def _end_of_step(stages: Sequence[int], wires: _Wires, merge_tied: bool) -> Iterator[Instr]:
     """Every rank goes through the pairs in the same order, sending or receiving: the first message
     that is not done can always go on, so no circle of waits can close."""
-    stages = [stage for stage, r in enumerate(wires.rank_of_stage) if r == rank]
     for user, owner in wires.pairs if merge_tied else ():
         if user in stages:
             yield from wires.message(Op.SEND_TIED, user, -1, owner)

@@ -5,26 +5,36 @@
 Dynamic programming as in PipeDream (Narayanan et al. 2019) and Alpa (Zheng et al. 2022), with
 communication, the schedule's stage-dependent memory and unequal speeds. A second sweep picks, among
 all cuts with that bottleneck, the smallest sum of squared stage times: the others are even too.
+
+Both sweeps are in numpy here and, for many groups and stages, compiled (kernels/planner/cuts.h), with the
+same cuts. Where the second one would take the compiled code more than `MOST_WORK` steps (seconds), it leaves
+cuts that have the exact bottleneck and are even, but perhaps not the evenest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s
+from mpipipe.planner.native import compiled
 from mpipipe.planner.schedules import SCHEDULES, live_micro_batches
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import Ranges, crossing_s
 from mpipipe.planner.sweep import low_for, sweep, sweep_near
-from mpipipe.values import Costs, Float64
+from mpipipe.values import Costs, Float64, Int64
+
+MOST_WORK = 1 << 30  # (stage, first, end) that the search for least squares may look at
+Cuts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Partition:
-    cuts: tuple[int, ...]  # index of the first group of stages 1 .. S-1
+    cuts: Cuts  # index of the first group of stages 1 .. S-1
     bottleneck_s: float  # the slowest stage, one micro-batch, links included: the optimum
     lower_bound_s: float  # an independent bound: what no cut at all can undercut
 
@@ -36,53 +46,88 @@ def partition(
     n_stages: int,
     receive_window: int = 0,
     tied: str = "per_use",
+    with_update: bool = False,
+    explain: bool = True,
 ) -> Partition:
     """The cuts with the smallest bottleneck. Stage s runs on rank s.
 
     The time of a stage is (forward + backward) / speed + the seconds of its messages on the
     links to both neighbours; its memory is `Ending.memory_bytes` with the stash that `schedule`
-    keeps alive. `receive_window` and `tied` only size the receive buffers.
+    keeps alive. `receive_window` and `tied` only size the receive buffers. `with_update`: the time counts
+    the stage's share of the step's one update too, so that it balances m * (F + B) + STEP.
 
     Raises PlanError if there are more stages than groups or ranks, or if no cut fits into memory:
-    then with the stage, the group, the bytes that are missing and the least number of ranks that would do.
+    then with the stage, the group, the bytes that are missing and the least number of ranks that would do;
+    with explain=False without, as to find these takes longer than to find that there is no cut.
     """
     _check_counts(costs, n_micro, schedule, n_stages)
     live = live_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
-    problem = _Problem(costs, Ranges(costs, receive_window, n_micro, tied), np.array(live))
-    lower_bound_s = bottleneck_bound_s(costs, n_stages)
-    fastest = np.array([group.seconds for group in costs.groups]) / max(problem.speed)
-    best, cuts = sweep_near(len(costs.groups), n_stages, problem.times, fastest, lower_bound_s)
-    bottleneck = best[n_stages, -1]
-    if not np.isfinite(bottleneck):
-        raise PlanError(_explain(problem, best, schedule, n_micro))
-
-    def squares(before: Float64, time: Float64) -> Float64:
-        sums: Float64 = before + np.where(time <= bottleneck, time, np.inf) ** 2
-        return sums
-
-    low = low_for(fastest, float(bottleneck))
-    _, cuts = sweep(len(costs.groups), n_stages, problem.times, squares, low)
-    return Partition(cuts, float(bottleneck), lower_bound_s)
+    ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
+    problem = Problem(costs, ranges, np.array(live))
+    lower_bound_s = bottleneck_bound_s(ranges.seconds, problem.speed)
+    if compiled is None:
+        found = problem.swept(lower_bound_s)
+    else:
+        found = problem.searched(lower_bound_s)
+    if found is None:
+        raise PlanError(_explain(problem, schedule, n_micro) if explain else "no cut fits")
+    bottleneck_s, cuts = found
+    return Partition(cuts, bottleneck_s, lower_bound_s)
 
 
-class _Problem:
-    """Times and memory of every (stage, first, end), one column at a time."""
+class Problem:
+    """Times and memory of every (stage, first, end), one column at a time; live: by stage."""
 
-    def __init__(self, costs: Costs, ranges: Ranges, live: np.ndarray) -> None:
+    def __init__(self, costs: Costs, ranges: Ranges, live: Int64) -> None:
         devices = costs.cluster.devices[: len(live)]
         self.costs, self.ranges, self.live = costs, ranges, live
         self.memory = np.array([device.memory_bytes - device.base_bytes for device in devices], np.int64)
         self.speed = np.array([device.speed for device in devices])
+        links = [costs.cluster.link(s, s + 1) for s in range(len(live) - 1)]
+        distinct = {link: row for row, link in enumerate(dict.fromkeys(links), 1)}
         no_link = np.zeros(len(costs.groups) + 1)
-        links = [no_link, *(crossing_s(costs, s) for s in range(len(live) - 1)), no_link]
-        self._in_s, self._out_s = np.array(links[:-1]), np.array(links[1:])
+        self._crossing_s = np.array([no_link, *(crossing_s(costs, link) for link in distinct)])
+        rows = [distinct[link] for link in links]
+        self._in, self._out = np.array([0, *rows]), np.array([*rows, 0])
 
     def times(self, low: int, end: int) -> Float64:
         """Seconds (n_stages, end - low) of the stages [first, end); inf where one does not fit."""
         ending = self.ranges.ending_at(end, low)
-        time = ending.seconds / self.speed[:, None] + self._in_s[:, low:end] + self._out_s[:, end, None]
+        in_s, out_s = self._crossing_s[:, low:end][self._in], self._crossing_s[self._out, end, None]
+        time = ending.seconds / self.speed[:, None] + in_s + out_s
         fits = ending.memory_bytes(self.live[:, None]) <= self.memory[:, None]
         return np.where(fits, time, np.inf)
+
+    def swept(self, lower_bound_s: float) -> tuple[float, Cuts] | None:
+        """The bottleneck and the cuts by both sweeps; None where nothing fits."""
+        n_groups, n_stages = len(self.costs.groups), len(self.live)
+        fastest = self.ranges.seconds / self.speed.max()
+        best, cuts = sweep_near(n_groups, n_stages, self.times, fastest, lower_bound_s)
+        bottleneck = float(best[n_stages, -1])
+        if not np.isfinite(bottleneck):
+            return None
+
+        def squares(before: Float64, time: Float64) -> Float64:
+            sums: Float64 = before + np.where(time <= bottleneck, time, np.inf) ** 2
+            return sums
+
+        _, cuts = sweep(n_groups, n_stages, self.times, squares, low_for(fastest, bottleneck))
+        return bottleneck, cuts
+
+    def searched(self, lower_bound_s: float, most_work: int = MOST_WORK) -> tuple[float, Cuts] | None:
+        """As `swept`, by compiled code."""
+        found = self.compiled().best(lower_bound_s, most_work)
+        return None if found is None else (found[0], tuple(found[1]))
+
+    def compiled(self) -> Any:
+        """What kernels/planner/cuts.h makes of it."""
+        assert compiled is not None
+        r, ties = self.ranges, [(tie.groups, tie.nbytes) for tie in self.costs.ties]
+        return compiled.Partition(
+            r.fwd_s, r.bwd_input_s, r.bwd_weight_s, r.param_bytes, r.stash_bytes, r.workspace_bytes, r.act_in,
+            r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in, self._out, ties, r.window,
+            r.tied_window, r.tied_repeats, self.costs.bytes_per_param_byte,
+        )  # fmt: skip
 
 
 def _check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> None:
@@ -99,9 +144,9 @@ def _check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> N
         raise PlanError(f"{n_stages} stages but only {n_ranks} ranks; plan at most {n_ranks} stages")
 
 
-def _explain(problem: _Problem, best: Float64, schedule: str, n_micro: int) -> str:
+def _explain(problem: Problem, schedule: str, n_micro: int) -> str:
     """Which stage cannot begin or finish, what it lacks at the least, and what would do."""
-    stage, first, end, short = _misfit(problem, best)
+    stage, first, end, short = misfit(problem) if compiled is None else problem.compiled().misfit()
     names, device = problem.costs.groups, problem.costs.cluster.devices[stage]
     base = size_text(device.base_bytes)
     taken = f", of which {base} are taken before any weight" if device.base_bytes else ""
@@ -115,7 +160,7 @@ def _explain(problem: _Problem, best: Float64, schedule: str, n_micro: int) -> s
     )
 
 
-def _next_move(problem: _Problem, schedule: str, n_micro: int) -> str:
+def _next_move(problem: Problem, schedule: str, n_micro: int) -> str:
     try:
         enough = _enough_stages(problem, schedule, n_micro)
     except PlanError:  # a schedule of the user's, which refuses so many stages
@@ -129,9 +174,10 @@ def _next_move(problem: _Problem, schedule: str, n_micro: int) -> str:
     )
 
 
-def _misfit(problem: _Problem, best: Float64) -> tuple[int, int, int, int]:
+def misfit(problem: Problem) -> tuple[int, int, int, int]:
     """The first stage that no cut lets begin and end, and its (first, end) that lacks least bytes."""
     n_groups, n_stages = len(problem.costs.groups), len(problem.live)
+    best, _ = sweep(n_groups, n_stages, problem.times, np.maximum)
     usable = np.isfinite(best)  # (n_stages + 1, n_groups + 1): ends, with a group left for each later stage
     for count in range(n_stages + 1):
         usable[count, n_groups - (n_stages - count) + 1 :] = False
@@ -147,15 +193,23 @@ def _misfit(problem: _Problem, best: Float64) -> tuple[int, int, int, int]:
     return stage, first, end, short
 
 
-def _enough_stages(problem: _Problem, schedule: str, n_micro: int) -> int | None:
+def _enough_stages(problem: Problem, schedule: str, n_micro: int) -> int | None:
     """Smallest number of stages that fits when every rank has the smallest rank's memory.
 
     Stages are counted from the end, where the live stash does not depend on how many come before
     (true of the built-in schedules, and tested; for others the answer is an estimate), so that one
     sweep answers for all counts. Raises PlanError where the schedule refuses as many stages as groups.
     """
-    n_groups, memory = len(problem.costs.groups), problem.memory.min()
-    live = live_micro_batches(SCHEDULES[schedule](n_groups, n_micro))[::-1]
+    live = live_micro_batches(SCHEDULES[schedule](len(problem.costs.groups), n_micro))[::-1]
+    if compiled is None:
+        return least_stages(problem, live, int(problem.memory.min()))
+    found: int | None = problem.compiled().least_stages(live, int(problem.memory.min()))
+    return found
+
+
+def least_stages(problem: Problem, live: Sequence[int], memory: int) -> int | None:
+    """live[k]: of a stage with k stages after it; memory: of every rank."""
+    n_groups = len(problem.costs.groups)
     endings = map(problem.ranges.ending_at, range(1, n_groups + 1))
     sizes = [(ending.memory_bytes(0), ending.stash_bytes) for ending in endings]
     covered = np.zeros(n_groups + 1, bool)  # [first]: groups first.. fit into `count` stages

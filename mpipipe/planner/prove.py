@@ -15,9 +15,12 @@ other: at the end of a proved step every message of it has been received.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mpipipe.errors import DeadlockError
+from mpipipe.planner.native import compiled
 from mpipipe.planner.walk import Ends, match, place, walk
 from mpipipe.values import RECVS, SENDS, Int32, Op, Program
 
@@ -28,12 +31,17 @@ def prove(program: Program) -> None:
 
     Raises DeadlockError with every blocked rank, its instruction and what it waits for.
     """
-    rules = _NoBuffering(match(program))
-    if not walk(rules.ends, rules, rules.at):
-        raise DeadlockError(rules.report())
+    ends = match(program)
+    if compiled is None:
+        rules = NoBuffering(ends)
+        ended = walk(ends, rules, at := rules.at)
+    else:
+        ended, at = compiled.prove(program.codes, ends.partners, program.receive_window)
+    if not ended:
+        raise DeadlockError(_report(ends, at))
 
 
-class _NoBuffering:
+class NoBuffering:
     """The rules of the file's head; `received[rank]` counts the RECVs it has passed."""
 
     def __init__(self, ends: Ends) -> None:
@@ -43,7 +51,8 @@ class _NoBuffering:
         self._once = [(codes[:, 2] < 0).tolist() for codes in ends.program.codes]
 
     def waits_for(self, rank: int, index: int) -> int:
-        op, peer, other = self._end(rank, index)
+        ends = self.ends
+        op, peer, other = ends.ops[rank][index], ends.peers[rank][index], ends.partner[rank][index]
         if op in SENDS:
             return -1 if self._is_posted(peer, other) else peer
         if op in RECVS:
@@ -56,35 +65,33 @@ class _NoBuffering:
     def norm(self, index: list[int]) -> None:
         pass
 
-    def _end(self, rank: int, index: int) -> tuple[int, int, int]:
-        ends = self.ends
-        return ends.ops[rank][index], ends.peers[rank][index], ends.partner[rank][index]
-
     def _is_posted(self, rank: int, recv: int) -> bool:
         if self.at[rank] >= recv or self._once[rank][recv]:
             return self.at[rank] >= recv
         return self._ordinals[rank][recv] - self.received[rank] < self.ends.program.receive_window
 
-    def report(self) -> str:
-        program = self.ends.program
-        blocked = [r for r, ops in enumerate(self.ends.ops) if self.at[r] < len(ops)]
-        lines = [f"  {place(program, r, self.at[r])} waits for {self._reason(r)}" for r in blocked]
-        return (
-            f"deadlock: {len(blocked)} of {len(program.codes)} ranks are blocked with "
-            f"receive_window {program.receive_window} and no buffering\n"
-            + "\n".join(lines)
-            + "\n  try a larger receive_window; if it stays, the order of the schedule is wrong"
-        )
 
-    def _reason(self, rank: int) -> str:
-        op, peer, other = self._end(rank, self.at[rank])
-        if op == Op.NORM:
-            late = [r for r, ops in enumerate(self.ends.ops)
-                    if self.at[r] == len(ops) or ops[self.at[r]] != Op.NORM]  # fmt: skip
-            return f"ranks {late}, which are not at NORM"
-        verb = "post" if op in SENDS else "reach"
-        where = "its end" if self.at[peer] == len(self.ends.ops[peer]) else f"instruction {self.at[peer]}"
-        return f"rank {peer} to {verb} its instruction {other}; it is at {where}"
+def _report(ends: Ends, at: Sequence[int]) -> str:
+    program = ends.program
+    blocked = [rank for rank, codes in enumerate(program.codes) if at[rank] < len(codes)]
+    lines = [f"  {place(program, r, at[r])} waits for {_reason(ends, at, r)}" for r in blocked]
+    return (
+        f"deadlock: {len(blocked)} of {len(program.codes)} ranks are blocked with "
+        f"receive_window {program.receive_window} and no buffering\n"
+        + "\n".join(lines)
+        + "\n  try a larger receive_window; if it stays, the order of the schedule is wrong"
+    )
+
+
+def _reason(ends: Ends, at: Sequence[int], rank: int) -> str:
+    codes, index = ends.program.codes, at[rank]
+    op, peer = codes[rank][index, [0, 4]].tolist()
+    if op == Op.NORM:
+        late = [r for r, c in enumerate(codes) if at[r] == len(c) or c[at[r], 0] != Op.NORM]
+        return f"ranks {late}, which are not at NORM"
+    verb = "post" if op in SENDS else "reach"
+    where = "its end" if at[peer] == len(codes[peer]) else f"instruction {at[peer]}"
+    return f"rank {peer} to {verb} its instruction {ends.partners[rank][index]}; it is at {where}"
 
 
 def _ordinals(codes: Int32) -> list[int]:

@@ -1,8 +1,8 @@
 """In which order each stage works: functions (n_stages, n_micro) -> Schedule.
 
 Order only: no messages (`lower` writes them in) and no times (`simulate` finds them). Stage s is
-on rank s. Backward runs in ascending micro-batch order on every stage, in every schedule: that is
-the order in which gradients are added, and so it decides the bits.
+on rank s, unless `on_ranks` moves it. Backward runs in ascending micro-batch order on every stage, in
+every schedule: that is the order in which gradients are added, and so it decides the bits.
 
 4 stages, 6 micro-batches, "1f1b":
 
@@ -20,9 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpipipe.errors import PlanError
-from mpipipe.values import Action, Int32, Op, Schedule
-
-BACKWARD = frozenset({Op.B, Op.W})  # the actions that end the life of a stash
+from mpipipe.values import Action, Int32, Op, Program, Schedule
 
 
 def gpipe(n_stages: int, n_micro: int) -> Schedule:
@@ -105,15 +103,32 @@ def _schedule(n_micro: int, codes: list[Int32]) -> Schedule:
     return Schedule(tuple(range(len(codes))), n_micro, tuple(codes))
 
 
+def stages_of_ranks(order: Schedule | Program) -> list[list[int]]:
+    """The stages of each rank, ascending."""
+    stages: list[list[int]] = [[] for _ in order.codes]
+    for stage, rank in enumerate(order.rank_of_stage):
+        stages[rank].append(stage)
+    return stages
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """The same order, with the work of rank s on rank `ranks[s]`."""
+    if tuple(ranks) == schedule.rank_of_stage:
+        return schedule
+    held = dict(zip(ranks, schedule.codes, strict=True))
+    rank_of_stage = tuple(ranks[rank] for rank in schedule.rank_of_stage)
+    return Schedule(rank_of_stage, schedule.n_micro, tuple(held[rank] for rank in range(len(held))))
+
+
 def live_micro_batches(schedule: Schedule) -> tuple[int, ...]:
     """Per stage, the largest number of micro-batches between their F and the end of their
     backward; 1 for a stage without backward, which keeps only what it works on."""
     live = [0] * schedule.n_stages
-    for codes in schedule.codes:
-        for stage in np.unique(codes[:, 1]).tolist():
+    for codes, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
+        for stage in stages:
             kinds = codes[codes[:, 1] == stage, 0]
-            ends = np.isin(kinds, list(BACKWARD))
-            count = np.cumsum((kinds == Op.F).astype(np.int64) - ends)
+            ends = (kinds == Op.B) | (kinds == Op.W)
+            count = np.cumsum((kinds == Op.F).astype(np.int32) - ends, dtype=np.int32)
             live[stage] = int(count.max()) if ends.any() else 1
     return tuple(live)
 
@@ -127,7 +142,9 @@ def check(schedule: Schedule) -> None:
     3. backward ascends in micro-batches on every stage;
     4. on each rank, no action comes before one that it needs on the same rank.
     """
-    place: dict[Action, int] = {}
+    if _is_sound(schedule):
+        return
+    place: dict[Action, int] = {}  # which action it is, and why
     for rank in range(len(schedule.codes)):
         for index, action in enumerate(schedule.actions(rank)):
             _check_place(schedule, rank, action, place)
@@ -136,6 +153,33 @@ def check(schedule: Schedule) -> None:
     _check_ascending(schedule)
     for action, index in place.items():
         _check_needs(schedule, action, index, place)
+
+
+def _is_sound(schedule: Schedule) -> bool:
+    """Whether `check` finds nothing, in whole arrays."""
+    n_stages, n_micro = schedule.n_stages, schedule.n_micro
+    place = np.full((4, n_stages, n_micro), -1, np.int32)  # of each F, B, I and W on its rank
+    home = np.array(schedule.rank_of_stage)
+    for rank, codes in enumerate(schedule.codes):
+        inside = (codes >= 0) & (codes < (4, n_stages, n_micro))
+        if not inside.all() or (home[codes[:, 1]] != rank).any():
+            return False
+        kind, stage, micro = codes.T
+        place[kind, stage, micro] = index = np.arange(len(codes))
+        if (place[kind, stage, micro] != index).any():  # one of them comes twice
+            return False
+    f, b, i, w = place
+    if (f < 0).any():
+        return False
+    same = (home[1:] == home[:-1])[:, None]  # stages of one rank
+    ordered = not (same & (f[1:] < f[:-1])).any()
+    if (place[1:] < 0).all():
+        return ordered
+    whole, split = (b >= 0) & (i < 0) & (w < 0), (b < 0) & (i >= 0) & (w > i)
+    back = np.maximum(b, i)
+    ordered &= not (same & (back[:-1] < back[1:])).any()
+    ascending = all((np.diff(last, axis=1) > 0).all() for last in (back, np.maximum(b, w)))
+    return bool(ordered and ascending and (whole | split).all() and (back > f).all())
 
 
 def _check_place(schedule: Schedule, rank: int, action: Action, seen: dict[Action, int]) -> None:

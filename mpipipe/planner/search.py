@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.bounds import step_bound_s
 from mpipipe.planner.lower import lower
 from mpipipe.planner.partition import partition
+from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import SCHEDULES, check, forward_only
+from mpipipe.planner.schedules import SCHEDULES, check, forward_only, on_ranks
 from mpipipe.planner.simulate import message_bytes, simulate
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import bounds, stage_costs, stage_ties
+from mpipipe.planner.stages import bounds, in_order, stage_costs, stage_ties
 from mpipipe.values import Cluster, Costs, Int64, Layout, Numerics, Plan, Prediction, Program, Tie, Timeline
 
 REFINE_WORK = 512  # stages x micro-batches up to which neighbouring cuts are simulated
@@ -37,21 +37,36 @@ def make_plan(
     group_names: Sequence[str],
     n_ranks: int,
 ) -> tuple[Plan, Program]:
-    """Plan `n_ranks` stages, one per rank. Raises PlanError if no cut fits (see `partition`)."""
+    """Plan `n_ranks` stages, one per rank, in the best of the orders of ranks that are promising: the next
+    ones are taken only where they gain something. Raises PlanError if no cut fits (see `partition`)."""
+    norm_s = norm_seconds(costs.cluster, n_ranks)
+    bound_s = any_order_bound_s(costs, numerics.micro_batches, n_ranks, norm_s)  # of all cuts
+    best: tuple[Plan, Program] | None = None
+    for order in promising(costs, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied):
+        found = _plan_in(order, costs, numerics, schedule, receive_window, group_names, bound_s)
+        if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
+            best = found
+    assert best is not None
+    return best
+
+
+def _plan_in(
+    order: Order, costs: Costs, numerics: Numerics, schedule: str, receive_window: int,
+    group_names: Sequence[str], bound_s: float,
+) -> tuple[Plan, Program]:  # fmt: skip
+    """With stage s on rank `order[s]`."""
     program: Program | None = None
+    placed, n_ranks = in_order(costs, order), len(order)
     starts = [
-        partition(c, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied).cuts
-        for c in (costs, _with_updates(costs, numerics.micro_batches))
+        partition(placed, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied, update).cuts
+        for update in (False, True)
     ]
-    bound_s = step_bound_s(
-        costs, numerics.micro_batches, n_ranks, norm_seconds(costs.cluster, n_ranks)
-    )  # of all cuts
 
     def plan(cuts: Cuts) -> Plan:
         nonlocal program
         layout = Layout(
             cuts=tuple(group_names[cut] for cut in cuts),
-            ranks=tuple((rank,) for rank in range(n_ranks)),
+            ranks=tuple((rank,) for rank in order),
             schedule=schedule,
             receive_window=receive_window,
         )
@@ -70,15 +85,6 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Seque
     `predict` do."""
     program = program_for(layout, numerics, costs.ties, group_names)
     return Plan(numerics, layout, predict(costs, layout, program, group_names)[0], costs)
-
-
-def _with_updates(costs: Costs, n_micro: int) -> Costs:
-    """Costs whose backward carries its share of the step's one update: the bottleneck of these
-    balances m * (F + B) + STEP."""
-    rate = costs.step_s_per_byte
-    updates = [(g, (rate * g.param_bytes + g.update_s) / n_micro) for g in costs.groups]
-    groups = [replace(g, bwd_weight_s=g.bwd_weight_s + share_s) for g, share_s in updates]
-    return replace(costs, groups=tuple(groups))
 
 
 def _refine(plan: Callable[[Cuts], Plan], starts: Sequence[Cuts], n_groups: int, work: int) -> Plan:
@@ -127,7 +133,7 @@ def program_for(
     if layout.schedule not in SCHEDULES:
         raise PlanError(f"schedule {layout.schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
     build = SCHEDULES[layout.schedule] if train else forward_only
-    schedule = build(layout.n_stages, n_micro or numerics.micro_batches)
+    schedule = on_ranks(build(layout.n_stages, n_micro or numerics.micro_batches), layout.order)
     check(schedule)
     program = lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
     prove(program)
@@ -150,9 +156,9 @@ def expect(
     """As `predict`, whether the memory is there or not."""
     cuts = cut_indices(layout, group_names)
     norm_s = norm_seconds(costs.cluster, layout.n_stages)
-    ties = stage_ties(costs.ties, cuts)
-    timeline = simulate(program, stage_costs(costs, cuts), costs.cluster, norm_s, ties)
-    bound = step_bound_s(costs, program.n_micro, layout.n_stages, norm_s) if bound_s is None else bound_s
+    ties, stages = stage_ties(costs.ties, cuts), stage_costs(in_order(costs, layout.order), cuts)
+    timeline = simulate(program, stages, costs.cluster.loaded(layout.order), norm_s, ties)
+    bound = any_order_bound_s(costs, program.n_micro, layout.n_stages, norm_s) if bound_s is None else bound_s
     step = timeline.makespan_s
     bases = [device.base_bytes for device in costs.cluster.devices]
     memory = tuple(held + base for held, base in zip(timeline.memory_bytes, bases, strict=False))
@@ -173,16 +179,17 @@ def sizes_of_messages(
 ) -> tuple[Int64, ...]:
     """Bytes of each message instruction, 0 for the others: per rank an array (n,)."""
     cuts = cut_indices(layout, group_names)
-    return message_bytes(program, stage_costs(costs, cuts), stage_ties(costs.ties, cuts))
+    stages = stage_costs(in_order(costs, layout.order), cuts)
+    return message_bytes(program, stages, stage_ties(costs.ties, cuts))
 
 
 def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
     """Index of the first group of stages 1 .. S-1. Raises PlanError for a name that is no group,
-    cuts out of order, or stages that are not on ranks 0 .. S-1 in order."""
-    if layout.ranks != tuple((rank,) for rank in range(len(layout.cuts) + 1)):
+    cuts out of order, or stages that are not on ranks 0 .. S-1, each alone on one of them."""
+    if sorted(layout.ranks) != [(rank,) for rank in range(len(layout.cuts) + 1)]:
         raise PlanError(
             f"layout.ranks is {layout.ranks} for {len(layout.cuts) + 1} stages; "
-            "stage s must be on rank s alone: ((0,), (1,), ...)"
+            f"each of the ranks 0 to {len(layout.cuts)} must hold one: ((0,), (1,), ...), in any order"
         )
     place = {name: index for index, name in enumerate(group_names)}
     for name in layout.cuts:

@@ -8,18 +8,27 @@ be proved (`prove`): here nothing is said about deadlock.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.lower import tied_pairs
+from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
+from mpipipe.planner.schedules import stages_of_ranks
 from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
-from mpipipe.values import RECVS, SENDS, Cluster, Int32, Int64, Op, Program, StageCost, Timeline
+from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
 
 __all__ = ["message_bytes", "prove", "simulate"]
+
+TIED = {Op.SEND_TIED, Op.RECV_TIED, Op.SEND_COPY, Op.RECV_COPY}
+IS_SEND, IS_RECV, IS_TIED, WORKS, ENDS_STASH = (
+    np.isin(range(len(Op)), sorted(ops))  # by op
+    for ops in (SENDS, RECVS, TIED, {Op.F, Op.B, Op.I, Op.W}, {Op.B, Op.W})
+)
 
 
 def simulate(
@@ -40,11 +49,13 @@ def simulate(
             f"{len(stages)} stages and a cluster of {len(cluster.devices)} ranks; plan again for this cluster"
         )
     sizes = message_bytes(program, stages, ties)
-    clock = _Clock(match(program), _seconds(program, stages, sizes, cluster), norm_s)
-    if not walk(clock.ends, clock, clock.at):
+    ends, seconds = match(program), instruction_seconds(program, stages, sizes, cluster)
+    times = _walked(ends, seconds, norm_s) if compiled is None else compiled.simulate(
+        program.codes, ends.partners, seconds, norm_s
+    )  # fmt: skip
+    if times is None:
         raise DeadlockError("the program cannot end even with endless buffers; call prove() for the place")
-    times = tuple(np.array([s, e]).T.reshape(-1, 2) for s, e in zip(clock.starts, clock.stops, strict=True))
-    return Timeline(program, times, _memory_bytes(program, stages, sizes))
+    return Timeline(program, tuple(times), _memory_bytes(program, stages, sizes))
 
 
 def _memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
@@ -53,19 +64,17 @@ def _memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence
     each other, as receive buffers are kept for the next ones."""
     stash = np.array([stage.stash_bytes for stage in stages], np.int64)
     out = []
-    for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
-        mine = [stage for s, stage in enumerate(stages) if program.rank_of_stage[s] == rank]
-        fixed = sum(stage.fixed_bytes for stage in mine) + _window_peak(codes, nbytes, program.receive_window)
-        workspace = max((stage.workspace_bytes for stage in mine), default=0)
-        works = np.isin(codes[:, 0], [Op.F, Op.B, Op.I, Op.W])
-        out.append(fixed + _stashed(codes, stash) + np.where(works, workspace, 0))
+    for mine, codes, nbytes in zip(stages_of_ranks(program), program.codes, sizes, strict=True):
+        fixed = sum(stages[s].fixed_bytes for s in mine) + _window_peak(codes, nbytes, program.receive_window)
+        workspace = max((stages[s].workspace_bytes for s in mine), default=0)
+        out.append(fixed + _stashed(codes, stash) + np.where(WORKS[codes[:, 0]], workspace, 0))
     return tuple(out)
 
 
 def _stashed(codes: Int32, stash: Int64) -> Int64:
     """During each instruction, from F through B (or W); a program without backward keeps only the
     micro-batch at work."""
-    forward, last = codes[:, 0] == Op.F, np.isin(codes[:, 0], [Op.B, Op.W])
+    forward, last = codes[:, 0] == Op.F, ENDS_STASH[codes[:, 0]]
     held = np.where(forward | last, stash[codes[:, 1]], 0)
     if not last.any():
         return held
@@ -75,44 +84,61 @@ def _stashed(codes: Int32, stash: Int64) -> Int64:
 
 def _window_peak(codes: Int32, nbytes: Int64, window: int) -> int:
     """COPY lands in the weight itself and needs no buffer."""
-    sizes = np.where(codes[:, 0] == Op.RECV_COPY, 0, nbytes)[np.isin(codes[:, 0], sorted(RECVS))]
+    sizes = np.where(codes[:, 0] == Op.RECV_COPY, 0, nbytes)[IS_RECV[codes[:, 0]]]
     ends = np.concatenate([[0], np.cumsum(sizes)])
-    last = np.minimum(np.arange(len(ends)) + window, len(sizes))
-    return int((ends[last] - ends).max())
+    return int((ends[min(window, len(sizes)) :] - ends[: max(1, len(ends) - window)]).max())
 
 
 def message_bytes(
     program: Program, stages: Sequence[StageCost], ties: Sequence[StageTie]
 ) -> tuple[Int64, ...]:
     """Bytes of each message instruction, 0 for the others: per rank an array (n,)."""
-    sizes: dict[tuple[int, int, int], int] = {}  # (op, stage, other)
-    for s in range(len(stages) - 1):
-        sizes[Op.SEND_ACT, s, s + 1] = sizes[Op.RECV_ACT, s + 1, s] = stages[s].act_bytes
-        sizes[Op.SEND_GRAD, s + 1, s] = sizes[Op.RECV_GRAD, s, s + 1] = stages[s + 1].grad_bytes
+    table = np.zeros((len(Op), len(stages)), np.int64)  # by op and stage: ACT and GRAD go to neighbours
+    table[Op.SEND_ACT, :-1] = table[Op.RECV_ACT, 1:] = [stage.act_bytes for stage in stages[:-1]]
+    table[Op.SEND_GRAD, 1:] = table[Op.RECV_GRAD, :-1] = [stage.grad_bytes for stage in stages[1:]]
+    pairs: dict[tuple[int, int, int], int] = {}  # (op, stage, other)
     for (user, owner), nbytes in tied_pairs(ties).items():
-        sizes[Op.SEND_TIED, user, owner] = sizes[Op.RECV_TIED, owner, user] = nbytes
-        sizes[Op.SEND_COPY, owner, user] = sizes[Op.RECV_COPY, user, owner] = nbytes
-    keys = (map(tuple, codes[:, [0, 1, 3]].tolist()) for codes in program.codes)
-    return tuple(np.array([sizes.get(key, 0) for key in rank], np.int64) for rank in keys)
+        pairs[Op.SEND_TIED, user, owner] = pairs[Op.RECV_TIED, owner, user] = nbytes
+        pairs[Op.SEND_COPY, owner, user] = pairs[Op.RECV_COPY, user, owner] = nbytes
+    return tuple(_rank_bytes(codes, table, pairs) for codes in program.codes)
 
 
-def _seconds(
+def _rank_bytes(codes: Int32, table: Int64, pairs: dict[tuple[int, int, int], int]) -> Int64:
+    sizes: Int64 = table[codes[:, 0], codes[:, 1]]
+    tied = np.flatnonzero(IS_TIED[codes[:, 0]])
+    sizes[tied] = [pairs.get(tuple(key), 0) for key in codes[tied][:, [0, 1, 3]].tolist()]
+    return sizes
+
+
+def instruction_seconds(
     program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], cluster: Cluster
-) -> list[list[float]]:
+) -> tuple[Float64, ...]:
     """Per rank and instruction: seconds of compute, or of the message on its link for a SEND."""
     table = np.zeros((len(Op), len(stages)))
     for s, stage in enumerate(stages):
         table[Op.F, s], table[Op.STEP, s] = stage.fwd_s, stage.step_s
         table[Op.I, s], table[Op.W, s] = stage.bwd_input_s, stage.bwd_weight_s
         table[Op.B, s] = stage.bwd_input_s + stage.bwd_weight_s
+    ranks = program.rank_of_stage
+    for s, (stage, after) in enumerate(itertools.pairwise(stages)):
+        table[Op.SEND_ACT, s] = cluster.link(ranks[s], ranks[s + 1]).seconds(stage.act_bytes)
+        table[Op.SEND_GRAD, s + 1] = cluster.link(ranks[s + 1], ranks[s]).seconds(after.grad_bytes)
     out = []
     for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
-        seconds: list[float] = table[codes[:, 0], codes[:, 1]].tolist()
-        links = {peer: cluster.link(rank, peer) for peer in set(codes[:, 4].tolist()) if peer >= 0}
-        for index in np.flatnonzero(np.isin(codes[:, 0], sorted(SENDS))).tolist():
-            seconds[index] = links[int(codes[index, 4])].seconds(int(nbytes[index]))
+        seconds = table[codes[:, 0], codes[:, 1]]
+        tied = np.flatnonzero(IS_SEND[codes[:, 0]] & IS_TIED[codes[:, 0]])
+        seconds[tied] = [cluster.link(rank, peer).seconds(size)
+                         for peer, size in zip(codes[tied, 4].tolist(), nbytes[tied].tolist(), strict=True)]
         out.append(seconds)
-    return out
+    return tuple(out)
+
+
+def _walked(ends: Ends, seconds: Sequence[Float64], norm_s: float) -> tuple[Float64, ...] | None:
+    """Start and end of each rank's instructions (n, 2); None if they cannot end."""
+    clock = _Clock(ends, [s.tolist() for s in seconds], norm_s)
+    if not walk(ends, clock, clock.at):
+        return None
+    return tuple(np.array([s, e]).T.reshape(-1, 2) for s, e in zip(clock.starts, clock.stops, strict=True))
 
 
 class _Clock:

@@ -9,6 +9,7 @@ One column (all stages, all first groups, one end) is one numpy expression: O(st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -65,3 +66,26 @@ def sweep_near(
             return best, cuts
         limit *= 2.0
     return sweep(n_groups, n_stages, column, np.maximum)
+
+
+def least(guess: float, attempt: Callable[[float], float]) -> float:
+    """The least value that can be had, exact to the last bit, by bisection.
+
+    guess: no value is below it. attempt(limit): a value of at most `limit` that can be had, else inf.
+    """
+    if math.isfinite(found := attempt(guess)):
+        return found
+    below, more = guess, 0.0625  # nothing can be had at `below`
+    while math.isinf(found := attempt(limit := guess * (1.0 + more))):
+        below, more = limit, 2.0 * more
+    last_step = False
+    while (following := math.nextafter(found, -math.inf)) > below:
+        middle = below + (found - below) / 2.0
+        near = found - below < 1e-3 * found  # then try whether it is the least already, every other time
+        tried = following if (near and last_step) or middle <= below else min(middle, following)
+        value, last_step = attempt(tried), not last_step
+        if math.isinf(value):
+            below = tried
+        else:
+            found = value
+    return found

@@ -4,6 +4,9 @@ The rules say for the instruction at which a rank stands whether it waits, and f
 wait that ends must stay ended, as ranks go on: then the order in which ranks are tried does not
 matter. A rank is tried again only when the rank it waits for has moved, so the work is linear in
 the number of instructions (times the neighbours of a rank).
+
+`match`, and the walks of `prove` and `simulate`, are compiled where they can be (kernels/planner/walk.h), with
+the same results; what is here in Python is what they mean.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from mpipipe.errors import DeadlockError
-from mpipipe.values import RECVS, SENDS, Instr, Op, Program
+from mpipipe.planner.native import compiled
+from mpipipe.values import RECVS, SENDS, Instr, Int32, Op, Program
 
 RECV_OF: dict[int, Op] = {
     Op.SEND_ACT: Op.RECV_ACT,
@@ -25,7 +29,9 @@ RECV_OF: dict[int, Op] = {
     Op.SEND_TIED: Op.RECV_TIED,
     Op.SEND_COPY: Op.RECV_COPY,
 }
-Partners = tuple[list[int], ...]
+Partners = tuple[Int32, ...]
+Lists = tuple[list[int], ...]
+NO_RECV, OTHER_VALUE, NO_SEND = 1, 2, 3  # what is wrong with a message
 
 
 class Rules(Protocol):
@@ -43,12 +49,22 @@ class Rules(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Ends:
-    """A program with its messages matched; plain lists, they are read one by one."""
+    """A program with its messages matched; plain lists where they are read one by one."""
 
     program: Program
-    ops: tuple[list[int], ...]
-    peers: tuple[list[int], ...]
-    partner: Partners  # index at the peer of the other end of each message; -1: no message
+    partners: Partners  # index at the peer of the other end of each message; -1: no message
+
+    @cached_property
+    def partner(self) -> Lists:
+        return tuple(partner.tolist() for partner in self.partners)
+
+    @cached_property
+    def ops(self) -> Lists:
+        return tuple(codes[:, 0].tolist() for codes in self.program.codes)
+
+    @cached_property
+    def peers(self) -> Lists:
+        return tuple(codes[:, 4].tolist() for codes in self.program.codes)
 
 
 @lru_cache(maxsize=2)  # a program is proved, then simulated, often more than once
@@ -57,30 +73,44 @@ def match(program: Program) -> Ends:
 
     Raises DeadlockError if an end is missing or if the two ends do not mean the same value.
     """
-    partner: Partners = tuple([-1] * len(codes) for codes in program.codes)
-    rows = [codes.tolist() for codes in program.codes]
+    if compiled is None:
+        return Ends(program, matched(program))
+    partners, (kind, rank, index, other) = compiled.match(program.codes)
+    if kind:
+        raise _fault(program, kind, rank, index, other)
+    return Ends(program, tuple(partners))
+
+
+def matched(program: Program) -> Partners:
+    """The partners of each rank's messages."""
+    partner: Partners = tuple(np.full(len(codes), -1, np.int32) for codes in program.codes)
     waiting: dict[tuple[int, int, int], deque[int]] = {}
     for rank, index, peer, tag in _messages(program, RECVS):
         waiting.setdefault((peer, rank, tag), deque()).append(index)
     for rank, index, peer, tag in _messages(program, SENDS):
         queue = waiting.get((rank, peer, tag))
         if not queue:
-            raise DeadlockError(f"{place(program, rank, index)}: rank {peer} has no RECV for it (tag {tag})")
+            raise _fault(program, NO_RECV, rank, index)
         other = queue.popleft()
-        op, stage, micro, to, _, _ = rows[rank][index]
-        if rows[peer][other] != [RECV_OF[op], to, micro, stage, rank, tag]:
-            raise DeadlockError(
-                f"{place(program, rank, index)} would be received as {place(program, peer, other)}: "
-                f"tag {tag} does not name one value there; give each channel its own tags"
-            )
+        op, stage, micro, to, _, _ = program.codes[rank][index].tolist()
+        if program.codes[peer][other].tolist() != [RECV_OF[op], to, micro, stage, rank, tag]:
+            raise _fault(program, OTHER_VALUE, rank, index, other)
         partner[rank][index], partner[peer][other] = other, index
-    for (peer, rank, tag), queue in waiting.items():
+    for (_, rank, _), queue in waiting.items():
         if queue:
-            raise DeadlockError(
-                f"{place(program, rank, queue[0])}: rank {peer} has no SEND for it (tag {tag})"
-            )
-    ops = tuple(codes[:, 0].tolist() for codes in program.codes)
-    return Ends(program, ops, tuple(codes[:, 4].tolist() for codes in program.codes), partner)
+            raise _fault(program, NO_SEND, rank, queue[0])
+    return partner
+
+
+def _fault(program: Program, kind: int, rank: int, index: int, other: int = -1) -> DeadlockError:
+    peer, tag = program.codes[rank][index, 4:].tolist()
+    here = place(program, rank, index)
+    if kind == OTHER_VALUE:
+        return DeadlockError(
+            f"{here} would be received as {place(program, peer, other)}: "
+            f"tag {tag} does not name one value there; give each channel its own tags"
+        )
+    return DeadlockError(f"{here}: rank {peer} has no {'RECV' if kind == NO_RECV else 'SEND'} for it (tag {tag})")
 
 
 def walk(ends: Ends, rules: Rules, at: list[int]) -> bool:

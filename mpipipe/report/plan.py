@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.joint import Joint, Tried, least_s
+from mpipipe.planner.noise import Noise
 from mpipipe.planner.search import cut_indices
-from mpipipe.planner.stages import stage_costs
+from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
@@ -31,7 +32,7 @@ def describe(
     cuts = cut_indices(plan.layout, names)
     starts = [0, *cuts]
     rows = []
-    for s, cost in enumerate(stage_costs(costs, cuts)):
+    for s, cost in enumerate(stage_costs(in_order(costs, plan.layout.order), cuts)):
         end = [*cuts, len(names)][s]
         ms = cost.seconds * 1e3
         send = (cost.act_bytes + cost.grad_bytes) / MIB
@@ -46,10 +47,18 @@ def describe(
     return (
         f"plan ({plan.layout.schedule}, {n.micro_batches} micro-batches of {n.micro_batch}, "
         f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
-        f"{text_table(headers, rows, width, _NAMES)}\n"
+        f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}"
         f"predicted step {p.step_s * 1e3:.1f} ms, bubble {p.bubble:.1%}; no cut is faster than "
         f"{p.lower_bound_s * 1e3:.1f} ms (gap {p.gap:.1%})"
     )
+
+
+def _on_ranks(plan: Plan) -> str:
+    """A line, where stages are not on the ranks of their numbers."""
+    order = plan.layout.order
+    if order == tuple(range(len(order))):
+        return ""
+    return f"on ranks, in the order of the stages: {', '.join(map(str, order))}\n"
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
     edges, span = (0, *cuts, len(names)), timeline.makespan_s
+    stages = stage_costs(in_order(costs, plan.layout.order), cuts)
     return [
         Row(
             stage=s,
@@ -89,7 +99,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
             memory_bytes=plan.prediction.peak_bytes[on[0]],
             idle=1.0 - timeline.busy_s(on[0]) / span if span else 0.0,
         )
-        for s, (cost, on) in enumerate(zip(stage_costs(costs, cuts), plan.layout.ranks, strict=True))
+        for s, (cost, on) in enumerate(zip(stages, plan.layout.ranks, strict=True))
     ]
 
 
@@ -101,7 +111,7 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     fullest = max(range(len(p.peak_bytes)), key=p.peak_bytes.__getitem__)
     more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
     return (
-        f"{table}\n{more}\n"
+        f"{table}\n{more}{_on_ranks(plan)}\n"
         f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
         f"{n.micro_batches} micro-batches of {n.micro_batch}, bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
@@ -136,6 +146,21 @@ def _called(t: Tried) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def steadiness(found: Noise | None) -> list[str]:
+    """How the step and the cut move where the costs are a little wrong; no line where that is not known."""
+    if found is None:
+        return []
+    low, high = map(_seconds, found.step_s)
+    off = f"{found.spread:.0%}, {'assumed' if found.assumed else 'as their timings spread'}"
+    lines = [f"costs that are each off by up to {off}: step {low} to {high} in {found.draws} draws"]
+    if found.cuts:
+        gain = f"; the best of them would gain {found.gain:.1%} at most" if found.gain > 0.0005 else ""
+        lines.append(
+            f"the cut holds in {found.held} of {found.draws} draws, against {found.cuts} others{gain}"
+        )
+    return lines
 
 
 def against(found: Sequence[Alternative], width: int = 120) -> str:

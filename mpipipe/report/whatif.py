@@ -15,7 +15,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
 from mpipipe.planner.simulate import simulate
-from mpipipe.planner.stages import stage_costs, stage_ties
+from mpipipe.planner.stages import in_order, stage_costs, stage_ties
 from mpipipe.values import Cluster, Costs, Link, Numerics, Plan, StageCost, Value
 
 LEAST_SHARE = 0.001  # of the step: what is saved below it is not worth a line
@@ -122,16 +122,17 @@ def _free(costs: Costs) -> Costs:
 
 
 def _with_one_more(cluster: Cluster) -> Cluster:
-    devices, nodes = cluster.devices, cluster.node_of_rank
-    return replace(cluster, devices=(*devices, devices[-1]), node_of_rank=(*nodes, nodes[-1]))
+    ranks = range(len(cluster.devices))
+    return cluster.in_order((*ranks, ranks[-1]))
 
 
 def _balanced_s(plan: Plan, costs: Costs) -> float:
     """Of the plan as it is, but for the work, which every rank has the same share of by its speed."""
     names, n = [group.name for group in costs.groups], plan.layout.n_stages
     cuts = cut_indices(plan.layout, names)
-    stages = stage_costs(costs, cuts)
-    speeds = [device.speed for device in costs.cluster.devices[:n]]
+    placed = in_order(costs, plan.layout.order)
+    stages = stage_costs(placed, cuts)
+    speeds = [device.speed for device in placed.cluster.devices[:n]]
 
     def even(seconds: Callable[[StageCost], float]) -> float:
         return sum(seconds(s) * speed for s, speed in zip(stages, speeds, strict=True)) / sum(speeds)
@@ -148,4 +149,5 @@ def _balanced_s(plan: Plan, costs: Costs) -> float:
         for stage in stages
     ]
     norm_s = norm_seconds(costs.cluster, n)
-    return simulate(program, equal, costs.cluster, norm_s, stage_ties(costs.ties, cuts)).makespan_s
+    links = costs.cluster.loaded(plan.layout.order)
+    return simulate(program, equal, links, norm_s, stage_ties(costs.ties, cuts)).makespan_s

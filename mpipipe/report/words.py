@@ -13,6 +13,7 @@ from mpipipe.report.draw import draw_texts
 from mpipipe.report.progress import number
 from mpipipe.report.run import RunData
 from mpipipe.report.summary import summary
+from mpipipe.report.truth import largest_miss, truth_table, truths
 from mpipipe.report.whatif import WhatIf, what_if
 from mpipipe.values import Timeline
 
@@ -38,8 +39,10 @@ def words(run: RunData, width: int = 110) -> str:
     if run.timelines:
         parts += ["", draw_texts(run.timelines, width), ""]
         parts += ["where the time went:", *(f"  {line}" for line in where(run.timelines))]
-    found, told = buys_back(run)
-    parts += ["", "what would buy it back:", f"  {told}", *(f"  {saving(w)} [{w.how}]" for w in found)]
+        if found := truths(run.timelines):
+            parts += ["", truth_table(found, width), largest_miss(found)]
+    saved, told = buys_back(run)
+    parts += ["", "what would buy it back:", f"  {told}", *(f"  {saving(w)} [{w.how}]" for w in saved)]
     return "\n".join(_wrapped(line, width) for line in parts) + "\n"
 
 

@@ -64,7 +64,7 @@ def measure(
     del profiler, team  # and the memory that it chills the caches with
 
     links = measure_links(comm)
-    base = memory.now_bytes  # every kernel has run, and MPI has its buffers: what is left is not weights
+    base = memory.base_bytes  # every kernel has run, and MPI has its buffers: what is left is not weights
     share = memory_share(comm) + base  # collective, so that ranks may be given different limits
     limits = comm.allgather_object((memory_bytes or share, base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))

@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import end
-from mpipipe.cluster.memory import PeakMemory, keep_freed_memory
+from mpipipe.cluster.memory import KEPT_BYTES, PeakMemory, keep_freed_memory
 from mpipipe.cluster.mpi import connect
 from mpipipe.errors import MpipipeError
 from mpipipe.graph.capture import warm_up_tracer
+from mpipipe.ops.reuse import reuse_freed_blocks
 
 _world: Communicator | None = None
 _memory: PeakMemory | None = None
@@ -66,6 +67,7 @@ def resident_memory() -> PeakMemory:
     global _memory
     if _memory is None:
         keep_freed_memory()
+        reuse_freed_blocks(KEPT_BYTES)
         warm_up_tracer()
         _memory = PeakMemory()
     return _memory

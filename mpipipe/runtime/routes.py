@@ -1,4 +1,5 @@
-"""How fast this rank multiplies matrices, by each route that a config can choose, and how exact that is."""
+"""How fast this rank multiplies matrices, by each route that a config can choose, and how exact that is; and
+how fast its memory is."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from mpipipe.runtime.setting import FP32_ERROR, relative_error, use_gemm_route
 
 SHAPES = ((512, 768, 3072), (512, 3072, 768))  # tokens, inputs, outputs: the two products of a GPT's MLP
 BUDGET_S, MIN_ROUNDS = 0.1, 2
+TRIAD_ELEMENTS = 1 << 23  # of each array: beyond the caches that a rank has to itself
 RouteName = Literal["mkl", "onednn", "bf16"]
 ROUTES: tuple[RouteName, ...] = ("mkl", "onednn", "bf16")
 
@@ -53,3 +55,16 @@ def _median_s(x: torch.Tensor, weight: torch.Tensor) -> float:
         linear(x, weight)
         times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 2]
+
+
+@torch.no_grad()
+def triad_bytes_per_s() -> float:
+    """a = b + 3 c over arrays in memory, with the threads that are set: two reads and one write for each
+    element (STREAM, McCalpin 1995). The median."""
+    a, b, c = (torch.full((TRIAD_ELEMENTS,), float(i)) for i in range(3))
+    times: list[float] = []
+    while sum(times) < BUDGET_S or len(times) < MIN_ROUNDS:
+        start = time.perf_counter()
+        torch.add(b, c, alpha=3.0, out=a)
+        times.append(time.perf_counter() - start)
+    return 3 * a.nbytes / sorted(times)[len(times) // 2]

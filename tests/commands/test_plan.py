@@ -19,9 +19,11 @@ from mpipipe.commands import machines, plan
 from mpipipe.config import parse
 from mpipipe.errors import PlanError
 from mpipipe.graph.profile import Profiler, Sample
+from mpipipe.planner.curve import Curve
 from mpipipe.report.plan_file import read_plan
 from mpipipe.runtime import costing, modelling
 from mpipipe.runtime.process import resident_memory
+from mpipipe.values import from_json
 
 CLUSTER = """\
 device: {kind: new, threads: 4, memory: 1 GiB, flops_per_s: {fp32: 1.0e+9, bf16: 2.0e+9}, bytes_per_s: 1.0e+9}
@@ -68,6 +70,30 @@ def test_it_says_where_to_cut_what_that_takes_and_why_not_another(run: Plan) -> 
         "1 us and 1 GB/s within a node",
     ):  # fmt: skip
         assert words in out, words
+
+
+def test_several_levels_of_ranks_are_a_curve_on_the_same_costs(run: Plan) -> None:
+    code, out, err = run(MLP, "--ranks", "1..16", "--cluster", "cluster.yaml", "-o", "c.json")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "config.yaml on 1 to 16 ranks: mlp, 25,480 parameters, 7 groups"
+    curve = from_json(Curve, Path("c.json").read_text())
+    assert [level.ranks for level in curve.levels] == [1, 2, 4]
+    assert [(m.ranks, m.why) for m in curve.misfits] == [
+        (n, f"{n} stages but only 7 groups to cut between") for n in (8, 16)
+    ]
+    assert (curve.steps, curve.epoch) == (64 / 16, True)
+    assert len([line for line in lines if re.match(r" +\d+  ", line)]) == 5
+    assert "ask for" in out
+    run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "p.json")
+    assert curve.levels[1].step_s == read_plan("p.json").prediction.step_s
+
+
+def test_a_curve_is_not_written_as_a_plan(run: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "load", lambda *_: pytest.fail("planned"))
+    code, _, err = run(MLP, "--ranks", "1..4", "-o", "curve.txt")
+    assert code == 1
+    assert "written as .json or drawn as .png" in err
 
 
 def test_seconds_are_operations_and_bytes_at_the_rates_of_the_cluster(run: Plan) -> None:

@@ -38,7 +38,7 @@ def test_form_slices_and_epochs(kind: str) -> None:
     again = torch.cat([everything(data, step=step, n=8)["labels"] for step in range(8, 16)])
     key = next(iter(whole))
     assert sorted(map(str, whole["labels"].tolist())) == sorted(map(str, again.tolist())), "one set of 64"
-    assert data.val_samples == 8
+    assert (data.train_samples, data.val_samples) == (64, 8)
     assert not torch.equal(everything(data, "val", n=8)[key], whole[key][:8])
 
 

@@ -61,7 +61,7 @@ def test_map_style_visits_every_sample_once_per_epoch(data: Any) -> None:
     batch = mine.batch("train", 1, 0, 2, BOTH)
     assert torch.equal(batch["x"], X[batch["labels"]])
     assert set(mine.batch("train", 1, 0, 2, frozenset(["x"]))) == {"x"}
-    assert (mine.exact, mine.varying, mine.val_samples) == (True, False, 0)
+    assert (mine.exact, mine.varying, mine.train_samples, mine.val_samples) == (True, False, 10, 0)
     assert ids(user(data, seed=1), "train", 0, 0, 4) != seen[:4]
     assert ids(user(data, shuffle=False), "train", 2, 0, 2, 4) == [8, 9, 0, 1]
 
@@ -139,7 +139,7 @@ def test_micro_batches_are_asked_for_by_number() -> None:
     for split in ("train", "val"):
         values = [mine.batch(split, s, a, a + 2, BOTH)["x"][0, 0].item() for s in range(3) for a in (0, 2)]  # type: ignore[arg-type]
         assert values == [0, 1, 10, 11, 20, 21]
-    assert mine.val_samples is None
+    assert (mine.train_samples, mine.val_samples) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def read(data: Dataset, split: Any, steps: int) -> list[int | None]:
 
 def test_a_generator_is_read_in_order_to_its_end() -> None:
     mine = user(batches(3))
-    assert (mine.exact, mine.val_samples) == (False, 0)
+    assert (mine.exact, mine.train_samples, mine.val_samples) == (False, None, 0)
     assert mine.specs(2) == {"x": TensorSpec((2, 3), "float32"), "labels": TensorSpec((2,), "int64")}
     assert read(mine, "train", 5) == [0, 1, 2, None, None]
     with pytest.raises(DataError, match="in order only"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import MODELS, SHAPES, capture, captured
+from tiny import SHAPES, capture, captured
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_unflatten
 
@@ -46,7 +46,6 @@ def test_names_are_module_path_operator_and_ordinal() -> None:
 def test_names_do_not_depend_on_batch_size_or_mode(model: str) -> None:
     train = names(model, "train", 2)
     assert names(model, "train", 3) == train
-    assert names(model, "train", 5) == train
     rest = {"eval": names(model, "eval", 3), "predict": names(model, "predict", 1)}
     for mode, found in rest.items():
         shared = [n for n in train if n in set(found)]
@@ -54,7 +53,7 @@ def test_names_do_not_depend_on_batch_size_or_mode(model: str) -> None:
         assert len(shared) == len(found), f"{mode}: names of its own"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SHAPES)
 def test_the_graph_says_nothing_of_the_process_that_made_it(model: str) -> None:
     """Its hash and the keys of its pieces are compared between ranks."""
     one, other = captured(model, 2), capture(model, 2)

@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mpipipe.values import Plan, from_json
+from mpipipe.report.trace import read_trace, write_trace
+from mpipipe.values import Op, Plan, from_json
 
 pytestmark = pytest.mark.jobs
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -50,3 +53,33 @@ def test_an_edited_plan_trains_to_the_same_weights_with_its_own_cuts(launch: Lau
     assert ran.layout.cuts == (other,)
     assert ran.costs is not None
     assert ran.hash == summaries[1]["plan_hash"]
+
+
+def test_a_refined_plan_trains_to_the_same_weights(launch: Launch, tmp_path: Path) -> None:
+    """The measured step is made to say that stage 0 was slow, so that the cut moves."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", "run.dir=first", cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    trace = read_trace(tmp_path / "first" / "timeline.json")
+    measured = trace.timelines["measured"]
+    works = np.isin(measured.program.codes[0][:, 0], [Op.F, Op.B])
+    times = measured.times[0].copy()
+    times[works, 1] += 20 * (times[works, 1] - times[works, 0]) + 0.01
+    slower = replace(measured, times=(times, measured.times[1]))
+    write_trace(
+        tmp_path / "first" / "timeline.json",
+        replace(trace, timelines={**trace.timelines, "measured": slower}),
+    )
+
+    refine = [sys.executable, "-c", PLANS, "plan", "--refine", "first", "-o", "refined.json"]
+    made = subprocess.run(refine, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (made.returncode, made.stderr) == (0, ""), made.stderr
+    assert "new plan: " in made.stdout
+    given = ["--plan", "refined.json", "run.dir=second"]
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", *given, cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    first, second = (json.loads((tmp_path / d / "summary.json").read_text()) for d in ("first", "second"))
+    assert first["weights_sha256"] == second["weights_sha256"]
+    ran, planned = (from_json(Plan, (tmp_path / d / "plan.json").read_text()) for d in ("second", "first"))
+    refined = from_json(Plan, (tmp_path / "refined.json").read_text())
+    assert ran.layout == refined.layout != planned.layout

@@ -38,7 +38,7 @@ def exported(model: nn.Module, *args: torch.Tensor) -> nn.Module:
     return torch.export.export(model, args, strict=False).module()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_gpt_exports_to_the_same_bits(rows: int, mode: str, tied: bool) -> None:
@@ -47,7 +47,7 @@ def test_gpt_exports_to_the_same_bits(rows: int, mode: str, tied: bool) -> None:
     assert torch.equal(exported(model, x)(x), model(x))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_mlp_exports_to_the_same_bits(rows: int, mode: str) -> None:
     model = MLP(6, [8, 7], 3, 0.0).train(mode == "train")

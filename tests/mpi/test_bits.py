@@ -106,6 +106,14 @@ def test_any_cut(comm: MpiCommunicator, case: Case) -> None:
         expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("case", [Case("gpt", tied="eager"), Case("gpt, untied")], ids=str)
+def test_any_order_of_the_ranks(comm: MpiCommunicator, case: Case) -> None:
+    for order in (tuple(reversed(range(comm.size))), (*range(1, comm.size), 0)):
+        got = tiny.train(comm, case, order=order)
+        expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
+
+
 # -- the product as it is called -----------------------------------------------------------------------
 
 CONFIG = """

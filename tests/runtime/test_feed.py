@@ -269,7 +269,6 @@ def test_validation_is_not_read_ahead_of_a_stream() -> None:
 @pytest.fixture
 def threads() -> Callable[[], int]:
     """Counts the threads that load."""
-    gc.collect()
 
     def count() -> int:
         return sum(t.name == "mpipipe-prefetch" for t in threading.enumerate())

@@ -38,7 +38,8 @@ class _Adapted(DatasetBase):
     def __init__(self, data: Dataset, model: HfModel, seed: int) -> None:
         self._data, self._model, self._seed = data, model, seed
         self.vocab, self.tokens_per_sample = data.vocab, data.tokens_per_sample
-        self.val_samples, self.varying = data.val_samples, data.varying
+        self.train_samples, self.val_samples = data.train_samples, data.val_samples
+        self.varying = data.varying
         self.exact, self.whole = data.exact, data.whole
         self._label = next((k for k in LABELS if k in data.specs(1)), LABELS[0])
 

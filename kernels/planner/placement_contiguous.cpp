@@ -1,0 +1,287 @@
+// The contiguous optimum: a dynamic programme over ideals, layer by layer of used devices, that keeps only ideals
+// from which a placement below a target can still be completed. The target rises from the proven bound, so that the
+// expensive searches are those near the optimum, and each one that finds nothing proves its target as a bound.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <optional>
+
+#include "placement_expand.h"
+#include "placement_layer.h"
+#include "placement_merge.h"
+#include "placement_orders.h"
+
+namespace mpipipe::placement {
+
+namespace {
+
+constexpr double tolerance = 1e-9;  // relative; a placement better by less is not looked for
+constexpr int first_targets = 64;   // the first one lies this fraction of the gap above the bound
+constexpr double infinite = std::numeric_limits<double>::infinity();
+
+class Search {
+  public:
+    Search(const Problem& problem, const Budget& budget, Limits limits);
+
+    // The placement of least load below the target, where there is one; see finished().
+    std::optional<std::vector<int>> run();
+    bool finished() const { return finished_; }  // false: the budget ended before all was searched
+    int64_t states() const;
+
+  private:
+    Layer& layer(int accelerators, int cpus) { return layers_[accelerators * (problem_.n_cpus + 1) + cpus]; }
+    Rest rest(int accelerators, int cpus) const;
+    bool is_useful(int accelerators, int cpus, const State& state, const Word* ideal);
+    bool is_dominated(const Layer& within, const std::vector<int32_t>& kept, const State& state, const Word* ideal);
+    bool expand(int accelerators, int cpus);
+    bool try_device(int accelerators, int cpus, int32_t index, bool on_cpu);
+    void offer_all(int accelerators, int cpus, int32_t index, bool on_cpu);
+    void look_for_the_end(int accelerators, int cpus);
+    std::vector<int> placement() const;
+
+    const Problem& problem_;
+    const Budget& budget_;
+    Limits limits_;
+    std::vector<double> absorbed_, absorbed_with_tensors_;  // (n_cpus + 1,) see absorbed_s
+    std::vector<Layer> layers_;     // (n_accelerators + 1) x (n_cpus + 1)
+    Expansion expansion_;
+    std::vector<Word> all_;         // the ideal of all items
+    Word all_hash_ = 0;
+    bool finished_ = false;
+    int end_accelerators_ = -1, end_cpus_ = -1;
+};
+
+Search::Search(const Problem& problem, const Budget& budget, Limits limits)
+    : problem_(problem), budget_(budget), limits_(limits),
+      layers_(static_cast<size_t>(problem.n_accelerators + 1) * (problem.n_cpus + 1), Layer(problem.n_items())),
+      expansion_(problem, budget), all_(words_for(problem.n_items())) {
+    for (int cpus = 0; cpus <= problem.n_cpus; ++cpus) {
+        const double cpu_s = cpus * limits.target, limit = cpus ? limits.target : 0;
+        absorbed_.push_back(absorbed_s(problem, cpu_s, limit, false));
+        absorbed_with_tensors_.push_back(absorbed_s(problem, cpu_s, limit, true));
+    }
+    for (int item = 0; item < problem.n_items(); ++item) {
+        flip(all_.data(), item);
+        all_hash_ ^= item_hash(item);
+    }
+}
+
+int64_t Search::states() const {
+    return std::accumulate(layers_.begin(), layers_.end(), int64_t{0},
+                           [](int64_t sum, const Layer& layer) { return sum + layer.size(); });
+}
+
+Rest Search::rest(int accelerators, int cpus) const {
+    const double capacity_s = accelerators * limits_.target;
+    return {capacity_s + absorbed_[cpus], capacity_s + absorbed_with_tensors_[cpus],
+            cpus ? infinite : accelerators * problem_.capacity};
+}
+
+// False: no better placement is missed without it. Enters the expansion.
+bool Search::is_useful(int accelerators, int cpus, const State& state, const Word* ideal) {
+    if (state.load >= limits_.target || state.hash == all_hash_) return false;
+    const auto cheaper = [&](int f, int c) {
+        const int32_t index = layer(f, c).find(ideal, state.hash);
+        return index != Layer::none && layer(f, c).state(index).load <= state.load;
+    };
+    if ((accelerators && cheaper(accelerators - 1, cpus)) || (cpus && cheaper(accelerators, cpus - 1))) return false;
+    expansion_.enter(ideal);
+    const Rest left = rest(problem_.n_accelerators - accelerators, problem_.n_cpus - cpus);
+    const double can_s = std::min(left.capacity_s, left.tensor_capacity_s - expansion_.crossing_s());
+    return expansion_.remaining_s() <= can_s + tolerance * limits_.target;
+}
+
+// An ideal of the same devices that holds J and more, as cheap, where what it holds more is free to take.
+bool Search::is_dominated(const Layer& within, const std::vector<int32_t>& kept, const State& state, const Word* ideal) {
+    for (int32_t index : kept) {
+        if (within.state(index).load > state.load) continue;
+        const Word* larger = within.ideal(index);
+        bool holds = true;
+        for (size_t w = 0; w < all_.size() && holds; ++w) holds = (ideal[w] & ~larger[w]) == 0;
+        if (holds && expansion_.is_free_to_grow(larger)) return true;
+    }
+    return false;
+}
+
+// The last device takes everything that is left.
+void Search::offer_all(int accelerators, int cpus, int32_t index, bool on_cpu) {
+    const Layer& from = layer(accelerators, cpus);
+    double load = on_cpu ? 0 : expansion_.crossing_s(), bytes = 0;
+    for (int item = 0; item < problem_.n_items(); ++item) {
+        if (has(from.ideal(index), item)) continue;
+        load += on_cpu ? problem_.cpu_s[item] : problem_.accelerator_s[item];
+        bytes += problem_.nbytes[item];
+    }
+    if (load >= limits_.target || (!on_cpu && bytes > problem_.capacity)) return;
+    load = std::max({load, from.state(index).load, limits_.proven});
+    layer(accelerators + !on_cpu, cpus + on_cpu).offer(all_.data(), {all_hash_, load, index, on_cpu});
+}
+
+bool Search::try_device(int accelerators, int cpus, int32_t index, bool on_cpu) {
+    const int more_accelerators = problem_.n_accelerators - accelerators - !on_cpu;
+    const int more_cpus = problem_.n_cpus - cpus - on_cpu;
+    bool whole = true;
+    if (more_accelerators + more_cpus == 0) {
+        offer_all(accelerators, cpus, index, on_cpu);
+    } else {
+        whole = expansion_.run(layer(accelerators, cpus).state(index), index, on_cpu,
+                               rest(more_accelerators, more_cpus), limits_,
+                               layer(accelerators + !on_cpu, cpus + on_cpu));
+    }
+    look_for_the_end(accelerators + !on_cpu, cpus + on_cpu);
+    return whole;
+}
+
+// A complete placement lowers the target for all that follows.
+void Search::look_for_the_end(int accelerators, int cpus) {
+    const int32_t index = layer(accelerators, cpus).find(all_.data(), all_hash_);
+    if (index == Layer::none) return;
+    const double load = layer(accelerators, cpus).state(index).load;
+    if (load >= limits_.target) return;
+    end_accelerators_ = accelerators;
+    end_cpus_ = cpus;
+    limits_.target = load * (1 - tolerance);
+}
+
+bool Search::expand(int accelerators, int cpus) {
+    const Layer& from = layer(accelerators, cpus);
+    std::vector<int32_t> kept;
+    for (int32_t index : from.largest_first()) {
+        if (budget_.over() || states() > budget_.states) return false;
+        if (limits_.target <= limits_.proven) return true;
+        const State& state = from.state(index);
+        if (!is_useful(accelerators, cpus, state, from.ideal(index))) continue;
+        if (is_dominated(from, kept, state, from.ideal(index))) continue;
+        kept.push_back(index);
+        if (accelerators < problem_.n_accelerators && !try_device(accelerators, cpus, index, false)) return false;
+        if (cpus < problem_.n_cpus && !try_device(accelerators, cpus, index, true)) return false;
+    }
+    return true;
+}
+
+std::optional<std::vector<int>> Search::run() {
+    const std::vector<Word> nothing(all_.size());
+    layer(0, 0).offer(nothing.data(), {0, limits_.proven, Layer::none, false});
+    finished_ = true;
+    for (int used = 0; used < problem_.n_devices() && finished_; ++used)
+        for (int cpus = std::max(0, used - problem_.n_accelerators); cpus <= std::min(used, problem_.n_cpus); ++cpus)
+            finished_ = finished_ && expand(used - cpus, cpus);
+    if (end_accelerators_ < 0) return std::nullopt;
+    return placement();
+}
+
+std::vector<int> Search::placement() const {
+    std::vector<int> device(problem_.n_items());
+    int f = end_accelerators_, c = end_cpus_;
+    const auto at = [&](int accelerators, int cpus) -> const Layer& {
+        return layers_[accelerators * (problem_.n_cpus + 1) + cpus];
+    };
+    int32_t index = at(f, c).find(all_.data(), all_hash_);
+    while (f + c > 0) {
+        const Layer& whole = at(f, c);
+        const State& state = whole.state(index);
+        (state.parent_cpu ? c : f) -= 1;
+        const Word *now = whole.ideal(index), *before = at(f, c).ideal(state.parent);
+        for (int item = 0; item < problem_.n_items(); ++item)
+            if (has(now, item) && !has(before, item))
+                device[item] = state.parent_cpu ? problem_.n_accelerators + c : f;
+        index = state.parent;
+    }
+    return device;
+}
+
+// The bound, the best placement so far and the searches that bring the two together.
+class Rising {
+  public:
+    Rising(const Problem& problem, const Budget& budget, double bound, BestOrder known)
+        : problem_(problem), budget_(budget), bound_(bound), load_(known.chain.load), device_(known.chain.device) {}
+
+    void run() {
+        const double most = upper_limit(problem_);
+        double step = (std::min(load_, most) - bound_) / first_targets;
+        while (!finished() && !budget_.over()) {
+            const double top = std::min(load_ * (1 - tolerance), most);
+            const double target = bound_ + step >= bound_ + 0.7 * (top - bound_) ? top : bound_ + step;
+            if (!search(target) || target >= most) break;
+            step = load_ < top ? 0.5 * (load_ - bound_) : 2 * step;
+        }
+        none_ = device_.empty() && bound_ >= most;
+    }
+    bool finished() const { return bound_ >= load_ * (1 - 2 * tolerance); }
+    bool none() const { return none_; }  // proven: nothing fits
+
+    Solution solution() const {
+        if (none_) return {Status::infeasible, {}, infinite, infinite, ideals_};
+        if (device_.empty()) return {Status::budget, {}, infinite, bound_, ideals_};
+        return {Status::placed, device_, load_, finished() ? load_ : bound_, ideals_};
+    }
+
+  private:
+    bool search(double target) {
+        static const double alpha = getenv("ALPHA") ? atof(getenv("ALPHA")) : 0.5;
+        const double enough = bound_ + alpha * (target - bound_);
+        Search search(problem_, budget_, {target, enough});
+        const auto found = search.run();
+        ideals_ += search.states();
+        if (found) {
+            const double load = most_loaded(problem_, *found);
+            if (load < load_) load_ = load, device_ = *found;
+        }
+        if (search.finished()) bound_ = !found ? std::max(bound_, target) : load_ > enough ? load_ : bound_;
+        return search.finished();
+    }
+
+    const Problem& problem_;
+    const Budget& budget_;
+    double bound_, load_;
+    std::vector<int> device_;
+    bool none_ = false;
+    int64_t ideals_ = 0;
+};
+
+Solution solve_merged(const Problem& problem, const Budget& budget) {
+    const double bound = divided_work_bound(problem) * (1 - 1e-12);
+    if (std::isinf(bound)) return {Status::infeasible, {}, infinite, infinite, 0};
+    Random random(1);
+    BestOrder best = best_order(problem, bound, budget, random);
+    // Deciding along a good order finds good placements, and ideals of neighbours, first.
+    std::vector<int> order = best.order;
+    if (order.empty()) order = topological_order(problem, Preference::newest, random);
+    const Merged numbered = renumber(problem, order);
+    BestOrder known{{best.chain.load, {}, {}}, {}};
+    if (!best.chain.device.empty()) {
+        known.chain.device.resize(problem.n_items());
+        for (int item = 0; item < problem.n_items(); ++item)
+            known.chain.device[numbered.item_of[item]] = best.chain.device[item];
+    }
+    Rising rising(numbered.problem, budget, bound, known);
+    rising.run();
+    Solution solution = rising.solution();
+    if (solution.status == Status::placed) {
+        std::vector<int> device(problem.n_items());
+        for (int item = 0; item < problem.n_items(); ++item) device[item] = solution.device[numbered.item_of[item]];
+        solution.device = std::move(device);
+    }
+    return solution;
+}
+
+}  // namespace
+
+Solution solve_contiguous(const Problem& problem, const Budget& budget) {
+    Merged merged = merge_for_free(problem);
+    Problem& small = merged.problem;
+    const double all_bytes = std::accumulate(small.nbytes.begin(), small.nbytes.end(), 0.0);
+    if (all_bytes <= small.capacity) std::fill(small.nbytes.begin(), small.nbytes.end(), 0.0);  // they never bind
+    Solution solution = solve_merged(small, budget);
+    if (solution.status != Status::placed) return solution;
+    std::vector<int> device(problem.n_items());
+    for (int item = 0; item < problem.n_items(); ++item) device[item] = solution.device[merged.item_of[item]];
+    solution.device = std::move(device);
+    const double load = most_loaded(problem, solution.device);
+    solution.bound = solution.bound >= solution.load ? load : std::min(solution.bound, load);
+    solution.load = load;
+    return solution;
+}
+
+}  // namespace mpipipe::placement

@@ -1,0 +1,175 @@
+"""`mpirun -n N python -m mpipipe calibrate [-o cluster.yaml]`: the ranks that it is started on, measured.
+
+places, rates, links of each rank -> gathered -> ClusterConfig -> cluster.yaml     for `plan --cluster`
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpipipe.cluster.calibrate import memory_share
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.devices import Rates, devices_of, rounded
+from mpipipe.cluster.doctor.machine import binding
+from mpipipe.cluster.doctor.watch import Watch
+from mpipipe.cluster.ending import end
+from mpipipe.cluster.launch import launcher_rank
+from mpipipe.cluster.links import MeasuredLink, measure_levels
+from mpipipe.cluster.mpi import connect
+from mpipipe.cluster.places import places
+from mpipipe.config.cluster import ClusterConfig, DeviceConfig, LinkConfig, LinksConfig
+from mpipipe.config.cluster_text import cluster_text
+from mpipipe.errors import ConfigError
+from mpipipe.planner.sizes import size_text
+from mpipipe.report.table import text_table
+from mpipipe.runtime.costing import device_kind
+from mpipipe.runtime.routes import measure_routes, triad_bytes_per_s
+from mpipipe.runtime.setting import instruction_set, set_threads
+from mpipipe.state.files import write_text
+from mpipipe.values import Cluster
+
+LIMIT_S = 120.0  # it takes seconds; a rank that does not answer takes for ever
+ROUNDS = 2  # of the rates; the better counts, because what else runs on a machine only adds
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code; on an error, ends every rank of the job with a non-zero one."""
+    options = _parser().parse_args(argv)
+    comm: Communicator | None = None
+    watch = Watch(LIMIT_S, _stuck)
+    try:
+        watch.doing = "the start of MPI"
+        comm = connect()
+        text = calibrate(comm, options.threads, options.gemm, options.output, watch)
+        if comm.rank == 0:
+            print(text, flush=True)
+        comm.close()
+        return 0
+    except BaseException as error:
+        return end(comm, error)
+    finally:
+        watch.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mpipipe calibrate",
+        description="Measures the ranks that it is started on, by mpirun or srun as a training would be: "
+        "rates of each, links at every level, into the file that `plan --cluster` reads.",
+    )
+    parser.add_argument("-o", "--output", type=Path, default=Path("cluster.yaml"), metavar="FILE",
+                        help="where it is written (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=1, choices=range(1, 1025), metavar="N",
+                        help="pipeline.threads of the training (default: %(default)s, as there)")  # fmt: skip
+    parser.add_argument("--gemm", choices=("mkl", "onednn"), default="mkl",
+                        help="kernels.gemm of the training (default: %(default)s, as there)")  # fmt: skip
+    return parser
+
+
+def _stuck(doing: str) -> None:
+    if launcher_rank(os.environ) == 0:
+        print(f"mpipipe calibrate: no end after {LIMIT_S:.0f} s: a rank is stuck in {doing}; "
+              "`python -m mpipipe doctor` tells more", flush=True)  # fmt: skip
+
+
+def calibrate(comm: Communicator, threads: int, gemm: str, file: Path, watch: Watch) -> str:
+    """What to tell people; rank 0 has written the file. Collective. Raises ConfigError where it cannot be."""
+    begun = time.perf_counter()
+    watch.doing = "the rates"
+    ranks = comm.allgather_object(_rates(comm, threads, gemm))
+    watch.doing = "the links"
+    where = places(comm, binding())
+    links = measure_levels(comm, where)
+    if comm.rank != 0:
+        return ""
+    config = configured(ranks, where, links)
+    spent_s = time.perf_counter() - begun
+    head = f"{_count(comm.size, 'rank')} on {_count(len(set(comm.node_of_rank)), 'node')}, {spent_s:.1f} s"
+    _write(file, cluster_text(config, f"Measured by python -m mpipipe calibrate: {head}"))
+    more = f"\n\n{_link_table(links)}" if links else ""
+    plan = f"python -m mpipipe plan config.yaml --ranks {comm.size} --cluster {file}"
+    return f"measured: {head}\n\n{_device_table(config)}{more}\n\n{file} is written; plan with it:\n  {plan}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n > 1)}"
+
+
+def _rates(comm: Communicator, threads: int, gemm: str) -> Rates:
+    """Of this rank, while all others compute too. Collective."""
+    set_threads(threads)
+    rounds = []
+    for _ in range(ROUNDS):
+        comm.barrier()
+        flops = {route.name: route.flops_per_s for route in measure_routes()}
+        comm.barrier()
+        rounds.append((flops[gemm], flops["bf16"], triad_bytes_per_s()))  # type: ignore[index]
+    fp32, bf16, nbytes = (max(found) for found in zip(*rounds, strict=True))
+    return Rates(device_kind(instruction_set()), threads, memory_share(comm), fp32, bf16, nbytes)
+
+
+def configured(ranks: Sequence[Rates], where: Cluster, links: Mapping[str, MeasuredLink]) -> ClusterConfig:
+    """The file's value; figures are rounded, so that it is read back as the same."""
+    devices = devices_of(ranks)
+    one = DeviceConfig(**{k: v for k, v in devices[0] if k != "count"}) if len(devices) == 1 else None
+    found = {
+        level: LinkConfig(
+            latency_s=rounded(m.link.latency_s),
+            bytes_per_s=rounded(m.link.bytes_per_s),
+            contention=rounded(m.link.contention),
+        )
+        for level, m in links.items()
+    }
+    units = {"node": where.node_of_rank, "numa": where.numa_of_rank, "core": where.core_of_rank}
+    keys: dict[str, Any] = {}
+    for level, numbers in units.items():
+        keys |= _regular(level, numbers, where.node_of_rank)
+    return ClusterConfig(device=one, devices=() if one else devices, links=LinksConfig(**found), **keys)
+
+
+def _regular(level: str, numbers: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:
+    """How many ranks share a unit, where all have as many and come one after the other; else each one's."""
+    if not numbers:
+        return {}
+    each = numbers.count(numbers[0])
+    if numbers == tuple(rank // each for rank in range(len(numbers))) and nodes.count(nodes[0]) % each == 0:
+        return {f"ranks_per_{level}": each}
+    return {f"{level}_of_rank": numbers}
+
+
+def _device_table(config: ClusterConfig) -> str:
+    headers = ("device", "ranks", "threads", "fp32 Gflop/s", "bf16 Gflop/s", "memory GB/s", "memory")
+    rows = [
+        (
+            d.kind, str(getattr(d, "count", "all")), str(d.threads), f"{d.flops_per_s.fp32 / 1e9:.4g}",
+            f"{d.flops_per_s.bf16 / 1e9:.4g}", f"{d.bytes_per_s / 1e9:.3g}", size_text(d.memory),
+        )
+        for d in ([config.device] if config.device else config.devices)
+    ]  # fmt: skip
+    return text_table(headers, rows, 110)
+
+
+def _link_table(links: Mapping[str, MeasuredLink]) -> str:
+    headers = ("level", "latency us", "GB/s", "pairs", "all at once", "residual")
+    rows = [
+        (
+            level, f"{m.link.latency_s * 1e6:.3g}", f"{m.link.bytes_per_s / 1e9:.3g}", str(m.pairs),
+            f"{m.link.contention:.3g} times", f"{m.residual:.0%}",
+        )
+        for level, m in links.items()
+    ]  # fmt: skip
+    return text_table(headers, rows, 110)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        write_text(file, text)
+    except OSError as error:
+        raise ConfigError(
+            f"-o {file}: cannot be written ({error.strerror}); name a file in a folder of yours"
+        ) from error

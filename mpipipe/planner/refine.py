@@ -1,0 +1,156 @@
+"""Costs as a run has shown them, and the plan that follows: profile-guided, one run late.
+
+Of each stage and kind of work, the seconds of its groups are multiplied by measured / planned, so that their
+sums are what was measured; how the seconds of a stage are shared among its groups is kept. Links are kept
+too, and memory. What changes is the `Layout`: the bits of a run stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpipipe.errors import PlanError
+from mpipipe.planner.noise import WORTH
+from mpipipe.planner.search import cut_indices, make_plan, plan_of, program_for
+from mpipipe.planner.stages import bounds, stage_costs
+from mpipipe.values import (
+    COMPUTE,
+    Costs,
+    Float64,
+    GroupCost,
+    Layout,
+    Op,
+    Plan,
+    Program,
+    StageCost,
+    Timeline,
+    Value,
+)
+
+_BACK = (Op.B, Op.I, Op.W)
+Seconds = dict[Op, Float64]
+
+
+@dataclass(frozen=True)
+class Refined(Value):
+    """Both on the refined costs: `ran` is the layout of the run, `plan` a better one, or the same where what
+    is found gains less than `WORTH`."""
+
+    ran: Plan
+    plan: Plan
+
+
+def refine(plan: Plan, measured: Timeline) -> Refined:
+    """Plans anew from the measured step of a run of `plan`.
+
+    Raises PlanError where the plan holds no costs, the step is of another program, or its spans cannot be.
+    """
+    if plan.costs is None:
+        raise PlanError("the plan holds no costs to be refined; run again with this version of mpipipe")
+    names = [group.name for group in plan.costs.groups]
+    program = program_for(plan.layout, plan.numerics, plan.costs.ties, names)
+    if program.hash != measured.program.hash:
+        raise PlanError(
+            "the measured step is that of another program than the plan's; refine the run as it was"
+        )
+    if any((times[:, 1] < times[:, 0]).any() for times in measured.times):
+        raise PlanError("the measured step has spans that end before they begin; run again to measure anew")
+    costs = refined_costs(plan.costs, plan.layout, measured)
+    ran = plan_of(costs, plan.numerics, plan.layout, names)
+    layout = plan.layout
+    best, _ = make_plan(costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_stages)
+    worth = best.prediction.step_s < ran.prediction.step_s * (1.0 - WORTH)
+    return Refined(ran, best if worth else ran)
+
+
+def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
+    """Costs whose stages take what was measured. spread: of the micro-batches of each stage, median over
+    least. Raises PlanError where spans are missing or cannot be."""
+    cuts = cut_indices(layout, [group.name for group in costs.groups])
+    stages = stage_costs(costs, cuts)
+    ratios = _ratios(stages, measured)
+    rate = float(ratios[Op.STEP].min())  # of the update of a byte; what a stage has beyond goes to its groups
+    groups = list[GroupCost]()
+    for s, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
+        speed, spread = costs.cluster.devices[s].speed, _spread(measured, s)
+        mine = costs.groups[first:end]
+        planned_s = stages[s].step_s * speed - sum(g.update_s for g in mine)  # of the bytes alone
+        beyond_s = (ratios[Op.STEP][s] - rate) * planned_s
+        groups += [
+            replace(
+                g,
+                fwd_s=g.fwd_s * ratios[Op.F][s],
+                bwd_input_s=g.bwd_input_s * ratios[Op.I][s],
+                bwd_weight_s=g.bwd_weight_s * ratios[Op.W][s],
+                update_s=g.update_s * ratios[Op.STEP][s] + beyond_s * share,
+                spread=spread,
+            )
+            for g, share in zip(mine, _shares(mine), strict=True)
+        ]
+    return replace(
+        costs,
+        groups=tuple(groups),
+        step_s_per_byte=costs.step_s_per_byte * rate,
+        source="measured",
+        spread=float(np.median([g.spread for g in groups])),
+    )
+
+
+def stage_seconds(timeline: Timeline) -> Seconds:
+    """Of a whole step, by kind of work that there is: seconds of each stage, (stages,)."""
+    return _sums(timeline.program, [times[:, 1] - times[:, 0] for times in timeline.times])
+
+
+def _sums(program: Program, values: Sequence[Float64]) -> Seconds:
+    """values: by rank, (instructions,)."""
+    found: Seconds = {}
+    for codes, each in zip(program.codes, values, strict=True):
+        for op in COMPUTE & {Op(code) for code in np.unique(codes[:, 0]).tolist()}:
+            mine = codes[:, 0] == op
+            here = np.bincount(codes[mine, 1], each[mine], minlength=program.n_stages)
+            found[op] = found.get(op, np.zeros(program.n_stages)) + here
+    return found
+
+
+def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
+    """measured / planned of F, I, W and STEP, (stages,); a backward that is not split counts for I and W."""
+    took = stage_seconds(measured)
+    counts = _sums(measured.program, [np.ones(len(times)) for times in measured.times])
+    planned = {
+        Op.F: [s.fwd_s for s in stages], Op.B: [s.bwd_input_s + s.bwd_weight_s for s in stages],
+        Op.I: [s.bwd_input_s for s in stages], Op.W: [s.bwd_weight_s for s in stages],
+        Op.STEP: [s.step_s for s in stages],
+    }  # fmt: skip
+    ratios: Seconds = {}
+    for op, seconds in took.items():
+        expected = counts[op] * np.array(planned[op])
+        for stage in np.flatnonzero((counts[op] > 0) & ~(seconds > 0.0) & (expected > 0.0)).tolist():
+            raise PlanError(
+                f"the measured {op.name} of stage {stage} take {seconds[stage]:g} s, planned are "
+                f"{expected[stage]:g} s: spans of the run are missing or torn; run again to measure anew"
+            )
+        ratios[op] = np.divide(seconds, expected, out=np.ones(len(stages)), where=expected > 0.0)
+    if Op.F not in ratios or not ratios.keys() & set(_BACK) or Op.STEP not in ratios:
+        raise PlanError("the measured step has no forward, backward and update; run again to measure one")
+    whole = ratios.get(Op.B, np.ones(len(stages)))
+    return {**dict.fromkeys((Op.I, Op.W), whole), **ratios}
+
+
+def _spread(measured: Timeline, stage: int) -> float:
+    """Of a micro-batch on a stage: the sum of the medians of its kinds over that of the least, less 1."""
+    typical_s, least_s = 0.0, 0.0
+    for codes, times in zip(measured.program.codes, measured.times, strict=True):
+        for op in (Op.F, *_BACK):
+            took = (times[:, 1] - times[:, 0])[(codes[:, 0] == op) & (codes[:, 1] == stage)]
+            if len(took):
+                typical_s, least_s = typical_s + float(np.median(took)), least_s + float(took.min())
+    return max(0.0, typical_s / least_s - 1.0) if least_s > 0.0 else 0.0
+
+
+def _shares(groups: Sequence[GroupCost]) -> list[float]:
+    """Of the bytes of a stage's weights; equal ones where it has none."""
+    total = sum(g.param_bytes for g in groups)
+    return [g.param_bytes / total if total else 1.0 / len(groups) for g in groups]

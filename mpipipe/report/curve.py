@@ -1,0 +1,107 @@
+"""What more ranks would bring, as a table, a sentence and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpipipe.planner.curve import Curve, Level
+from mpipipe.planner.sizes import size_text
+from mpipipe.report.progress import number
+from mpipipe.report.table import text_table
+
+if TYPE_CHECKING:  # imported by `draw_curve` alone: it costs half a second
+    from matplotlib.axes import Axes
+
+_KNEE, _LINE = "#c0392b", "#2e86c1"
+
+
+def curve_table(curve: Curve, width: int = 128) -> str:
+    """A row for each number of ranks, also where no plan fits; `<` marks the knee. Node-hours are those of
+    `Curve.steps`, as `advice` says."""
+    heads = ("ranks", "nodes", "samples/s", "efficiency", "bubble", "memory", "node-hours", "")
+    rows = {level.ranks: _row(level, level.ranks == curve.knee) for level in curve.levels}
+    rows |= {m.ranks: (str(m.ranks), *["-"] * (len(heads) - 2), m.why) for m in curve.misfits}
+    return text_table(
+        heads, [rows[n] for n in sorted(rows)], width, (len(heads) - 1,), (len(heads) - 1,), gap=2
+    )
+
+
+def advice(curve: Curve) -> str:
+    """How many nodes to ask for, in one sentence."""
+    at = next(i for i, level in enumerate(curve.levels) if level.ranks == curve.knee)
+    knee, rest = curve.levels[at], curve.levels[at + 1 :]
+    text = (
+        f"ask for {_nodes(knee)}: {number(knee.samples_per_s)} samples/s at {knee.efficiency:.0%} efficiency "
+        f"and {number(knee.node_hours)} node-hours per {_span(curve)}"
+    )
+    if rest:
+        more, faster = rest[0], rest[0].samples_per_s / knee.samples_per_s
+        cost = more.node_hours / knee.node_hours
+        return (
+            f"{text}; {_nodes(more)} would be {faster:.2f} times as fast for {cost:.2f} times the node-hours"
+        )
+    return f"{text}; that is the largest level that was planned, and larger ones may be worth it as well"
+
+
+def draw_curve(curve: Curve, path: str | Path, title: str) -> None:
+    """PNG: throughput, efficiency with the bubble, memory and node-hours over the ranks."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{title}: {advice(curve)}", fontsize=9, wrap=True)
+    panels = figure.subplots(2, 2, sharex=True)
+    ranks = [level.ranks for level in curve.levels]
+    speed, share, memory, cost = panels.flat
+    speed.plot(ranks, [level.samples_per_s for level in curve.levels], "o-", color=_LINE, label="predicted")
+    first = curve.levels[0]
+    per_rank = first.samples_per_s / first.ranks
+    speed.plot(ranks, [per_rank * n for n in ranks], ":", color="grey", label="in proportion to the ranks")
+    share.plot(ranks, [level.efficiency for level in curve.levels], "o-", color=_LINE, label="efficiency")
+    share.plot(ranks, [level.bubble for level in curve.levels], "s--", color="#f0b27a", label="bubble")
+    memory.plot(ranks, [level.peak_bytes / 2**30 for level in curve.levels], "o-", color=_LINE)
+    cost.plot(ranks, [level.node_hours for level in curve.levels], "o-", color=_LINE)
+    _finish(speed, curve, "samples/s", legend=True)
+    _finish(share, curve, "share", legend=True)
+    _finish(memory, curve, "memory of the fullest rank, GiB")
+    _finish(cost, curve, f"node-hours per {_span(curve)}")
+    speed.set_yscale("log", base=2)
+    speed.yaxis.set_major_formatter(lambda y, _: number(y))
+    for panel in (share, memory, cost):
+        panel.set_ylim(0, 1.05 * panel.dataLim.y1)
+    for panel in (memory, cost):
+        panel.set_xlabel("ranks; the red line is the knee")
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _finish(axes: Axes, curve: Curve, label: str, legend: bool = False) -> None:
+    ticks = list[int]()
+    for level in curve.levels:  # each number needs room
+        if not ticks or level.ranks >= 1.3 * ticks[-1]:
+            ticks.append(level.ranks)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.axvline(curve.knee, color=_KNEE, linewidth=0.8)
+    axes.set_ylabel(label, fontsize=9)
+    axes.grid(alpha=0.3)
+    if legend:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _row(level: Level, knee: bool) -> tuple[str, ...]:
+    return (
+        str(level.ranks), str(level.nodes), number(level.samples_per_s), f"{level.efficiency:.1%}",
+        f"{level.bubble:.1%}", size_text(level.peak_bytes), number(level.node_hours),
+        "< knee" if knee else "",
+    )  # fmt: skip
+
+
+def _nodes(level: Level) -> str:
+    nodes = f"{level.nodes} node{'s' * (level.nodes > 1)}"
+    return f"{nodes} ({level.ranks} rank{'s' * (level.ranks > 1)})"
+
+
+def _span(curve: Curve) -> str:
+    return "epoch" if curve.epoch else f"{curve.steps:,.0f} steps"

@@ -1,0 +1,101 @@
+"""`plan --refine RUN`: what a run folder must hold, and what is said and written."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_run import made_run
+
+from mpipipe.commands import plan
+from mpipipe.report.plan_file import read_plan
+from mpipipe.report.trace import read_trace, write_trace
+from mpipipe.values import Op
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return made_run(tmp_path / "made", n_micro=8)
+
+
+def slow(folder: Path, factor: float) -> None:
+    """As if the forward and backward of stage 0 had taken `factor` as long."""
+    trace = read_trace(folder / "timeline.json")
+    measured = trace.timelines["measured"]
+    first = measured.times[0].copy()
+    works = np.isin(measured.program.codes[0][:, 0], [Op.F, Op.B])
+    first[works, 1] += (factor - 1) * (first[works, 1] - first[works, 0])
+    slower = replace(measured, times=(first, *measured.times[1:]))
+    write_trace(folder / "timeline.json", replace(trace, timelines={**trace.timelines, "measured": slower}))
+
+
+def test_a_stage_that_was_slow_gives_groups_away(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow(folder, 3.0)
+    assert plan.main(["--refine", str(folder), "-o", str(folder / "new.json")]) == 0
+    old, new = read_plan(folder / "plan.json"), read_plan(folder / "new.json")
+    assert new.numerics == old.numerics
+    assert new.layout.cuts < old.layout.cuts
+    assert new.costs is not None
+    assert new.costs.source == "measured"
+    out = capsys.readouterr().out
+    for words in (
+        "predicted | measured in a step", "largest miss: B of stage 0", "step as it was planned: ",
+        "predicted from what was measured: ", "new plan: ", f"{old.layout.cuts[0]} -> {new.layout.cuts[0]}",
+        "with --plan ", "in the middle half of its steps",
+    ):  # fmt: skip
+        assert words in out, words
+    assert f"{new.prediction.step_s * 1e3:.4g} ms predicted" in out
+
+
+def test_a_plan_that_cannot_be_bettered_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = read_trace(folder / "timeline.json")
+    as_planned = dict.fromkeys(("predicted", "measured"), trace.timelines["predicted"])
+    write_trace(folder / "timeline.json", replace(trace, timelines=as_planned))
+    assert plan.main(["--refine", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "no better cut is found" in out
+    assert re.search(r"predicted from what was measured: .* 0\.0% (above|below) the measured step", out)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("timeline.json", None, "timeline.json: is not there"),
+        ("timeline.json", '{"version": 1', "is cut short"),
+        ("plan.json", "{}", "plan.json: cannot be read"),
+        ("summary.json", None, "the run has not come to its end"),
+    ],
+)
+def test_a_run_without_measured_spans_says_what_is_missing(
+    folder: Path, file: str, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / file).unlink()
+    if text is not None:
+        (folder / file).write_text(text)
+    if file == "summary.json":
+        (folder / "timeline.json").unlink()
+    assert plan.main(["--refine", str(folder)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"mpipipe: error: {folder}: cannot be refined: ")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_torn_spans_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow(folder, 0.0)
+    assert plan.main(["--refine", str(folder)]) == 1
+    assert "the measured F of stage 0 take 0 s" in capsys.readouterr().err
+
+
+def test_it_is_a_run_or_a_config_and_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--refine", str(folder), "--ranks", "2"], ["c.yaml", "--refine", str(folder)]):
+        with pytest.raises(SystemExit):
+            plan.main(words)
+        assert "leave them out" in capsys.readouterr().err
+    for words in ([], ["c.yaml"], ["--ranks", "2"]):
+        with pytest.raises(SystemExit):
+            plan.main(words)
+        assert "required: config, --ranks" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""Costs from a measured step: what is measured is what is predicted then, and the plan follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_run import made_plan
+from planner_cases import problems
+
+from mpipipe.errors import PlanError
+from mpipipe.planner import make_plan, program_for, simulate, stage_costs
+from mpipipe.planner.refine import refine, refined_costs, stage_seconds
+from mpipipe.planner.search import cut_indices, norm_seconds
+from mpipipe.planner.stages import stage_ties
+from mpipipe.values import Op, Plan, Timeline
+
+RATIO = st.floats(0.25, 4.0)
+
+
+def step(plan: Plan, ratios: list[tuple[float, ...]]) -> Timeline:
+    """Simulated with F, I, W and STEP of each stage multiplied."""
+    costs = plan.costs
+    assert costs is not None
+    names = [g.name for g in costs.groups]
+    cuts = cut_indices(plan.layout, names)
+    stages = [
+        replace(
+            s, fwd_s=s.fwd_s * f, bwd_input_s=s.bwd_input_s * i, bwd_weight_s=s.bwd_weight_s * w,
+            step_s=s.step_s * u,
+        )
+        for s, (f, i, w, u) in zip(stage_costs(costs, cuts), ratios, strict=False)
+    ]  # fmt: skip
+    program = program_for(plan.layout, plan.numerics, costs.ties, names)
+    norm_s = norm_seconds(costs.cluster, len(stages))
+    return simulate(program, stages, costs.cluster, norm_s, stage_ties(costs.ties, cuts))
+
+
+@settings(max_examples=20)
+@given(problems("huge"), st.lists(st.tuples(RATIO, RATIO, RATIO), min_size=4, max_size=4))
+def test_the_refined_costs_predict_the_step_that_was_measured(problem, ratios) -> None:
+    """Also with ties and with ranks of other speeds; a backward that is not split has one ratio."""
+    costs, n_stages, n_micro = problem
+    names = [g.name for g in costs.groups]
+    numerics = replace(made_plan()[0].numerics, batch=n_micro, micro_batch=1, micro_batches=n_micro)
+    plan = make_plan(costs, numerics, "1f1b", 3, names, n_stages)[0]
+    measured = step(plan, [(f, b, b, u) for f, b, u in ratios])
+    refined = refine(plan, measured)
+    assert refined.ran.layout == plan.layout
+    assert refined.ran.prediction.step_s == pytest.approx(measured.makespan_s)
+    assert refined.plan == refined.ran or refined.plan.prediction.step_s < refined.ran.prediction.step_s
+    assert refined.plan.numerics == plan.numerics
+    assert refined.plan.costs is not None
+    stages = stage_costs(refined.plan.costs, cut_indices(plan.layout, names))
+    took = stage_seconds(measured)
+    assert [s.fwd_s * n_micro for s in stages] == pytest.approx(took[Op.F].tolist())
+    assert [s.step_s for s in stages] == pytest.approx(took[Op.STEP].tolist())
+    assert all(g.update_s >= -1e-12 for g in refined.plan.costs.groups)
+    kept = [(g.param_bytes, g.stash_bytes, g.act_bytes) for g in costs.groups]
+    assert [(g.param_bytes, g.stash_bytes, g.act_bytes) for g in refined.plan.costs.groups] == kept
+
+
+def test_a_stage_that_was_slow_gives_groups_away() -> None:
+    plan, _ = made_plan(2, 8, 12)
+    measured = step(plan, [(3.0, 3.0, 3.0, 1.0), (1.0, 1.0, 1.0, 1.0)])
+    refined = refine(plan, measured)
+    names = [g.name for g in plan.costs.groups]  # type: ignore[union-attr]
+    (before,), (after,) = (cut_indices(p.layout, names) for p in (plan, refined.plan))
+    assert after < before
+    assert refined.plan.prediction.step_s < 0.8 * refined.ran.prediction.step_s
+    assert replace(refined.plan.layout, cuts=()) == replace(plan.layout, cuts=())
+
+
+def test_what_was_predicted_well_changes_nothing() -> None:
+    plan, timelines = made_plan(2, 8, 12)
+    refined = refine(plan, timelines["predicted"])
+    assert refined.plan.layout == plan.layout
+    assert refined.plan.prediction.step_s == pytest.approx(plan.prediction.step_s)
+
+
+def test_the_spread_is_that_of_the_micro_batches_of_a_stage() -> None:
+    plan, timelines = made_plan(2, 5, 8)
+    measured = timelines["predicted"]
+    times = [t.copy() for t in measured.times]
+    f = np.flatnonzero(measured.program.codes[0][:, 0] == Op.F)
+    times[0][f, 1] = times[0][f, 0] + np.array([4.0, 5.0, 6.0, 9.0, 9.0])  # median 6, least 4
+    b = np.flatnonzero(measured.program.codes[0][:, 0] == Op.B)
+    times[0][b, 1] = times[0][b, 0] + np.array([6.0, 6.0, 6.0, 6.0, 7.0])
+    costs = refined_costs(plan.costs, plan.layout, replace(measured, times=tuple(times)))  # type: ignore[arg-type]
+    (cut,) = cut_indices(plan.layout, [g.name for g in costs.groups])
+    assert [g.spread for g in costs.groups[:cut]] == pytest.approx([12 / 10 - 1] * cut)
+    assert [g.spread for g in costs.groups[cut:]] == pytest.approx([0.0] * (8 - cut))
+    assert sum(g.fwd_s for g in costs.groups[:cut]) == pytest.approx(33 / 5)
+
+
+def test_what_cannot_be_a_measured_step_of_the_plan_is_refused() -> None:
+    plan, timelines = made_plan()
+    measured = timelines["measured"]
+    with pytest.raises(PlanError, match="no costs to be refined"):
+        refine(replace(plan, costs=None), measured)
+    with pytest.raises(PlanError, match="another program"):
+        refine(plan, made_plan(n_micro=6)[1]["measured"])
+    with pytest.raises(PlanError, match="end before they begin"):
+        refine(plan, replace(measured, times=tuple(-t for t in measured.times)))
+    with pytest.raises(PlanError, match=r"measured F of stage 0 take 0 s, .* missing or torn"):
+        refine(plan, replace(measured, times=tuple(0 * t for t in measured.times)))

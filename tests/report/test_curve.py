@@ -1,0 +1,40 @@
+"""The table and the sentence of levels of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpipipe.planner.curve import Curve, Level, Misfit
+from mpipipe.report.curve import advice, curve_table
+
+CURVE = Curve(
+    levels=(
+        Level(2, 1, 4.0, 4.0, 1.0, 0.1, 3 << 30, 20.0),
+        Level(4, 2, 2.5, 6.4, 0.8, 0.25, 2 << 30, 25.0),
+        Level(8, 4, 2.0, 8.0, 0.5, 0.5, 1 << 30, 40.0),
+    ),
+    misfits=(Misfit(1, "no cut fits; with the fastest, rank 0 lacks 1 GiB of memory"),),
+    steps=1000.0, epoch=False, knee=4,
+)  # fmt: skip
+
+
+def test_a_row_for_each_level_those_that_do_not_fit_included() -> None:
+    rows = [line.split() for line in curve_table(CURVE).splitlines()]
+    assert rows[0] == ["ranks", "nodes", "samples/s", "efficiency", "bubble", "memory", "node-hours"]
+    assert rows[1][:7] == ["1", *"------"]
+    assert " ".join(rows[1][7:]).endswith("rank 0 lacks 1 GiB of memory")
+    assert rows[2] == ["2", "1", "4", "100.0%", "10.0%", "3", "GiB", "20"]
+    assert rows[3] == ["4", "2", "6.4", "80.0%", "25.0%", "2", "GiB", "25", "<", "knee"]
+    assert rows[4] == ["8", "4", "8", "50.0%", "50.0%", "1", "GiB", "40"]
+
+
+def test_it_says_how_many_nodes_to_ask_for() -> None:
+    assert advice(CURVE) == (
+        "ask for 2 nodes (4 ranks): 6.4 samples/s at 80% efficiency and 25 node-hours per 1,000 steps; "
+        "4 nodes (8 ranks) would be 1.25 times as fast for 1.60 times the node-hours"
+    )
+    last = advice(replace(CURVE, knee=8, epoch=True))
+    assert last.startswith(
+        "ask for 4 nodes (8 ranks): 8 samples/s at 50% efficiency and 40 node-hours per epoch;"
+    )
+    assert last.endswith("the largest level that was planned, and larger ones may be worth it as well")

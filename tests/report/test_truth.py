@@ -1,0 +1,73 @@
+"""Predicted and measured by stage and kind: figures that a hand can check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_run import made_plan, made_run
+
+from mpipipe.planner.refine import stage_seconds
+from mpipipe.report.run import read_run
+from mpipipe.report.truth import Truth, largest_miss, truth_table, truths
+from mpipipe.report.words import words
+from mpipipe.values import Timeline
+
+FOUND = (
+    Truth(0, "F", 0.1, 0.11), Truth(0, "NORM", 0.0, 0.002),
+    Truth(1, "F", 0.2, 0.15), Truth(1, "NORM", 0.001, 0.2 + 0.001),
+)  # fmt: skip
+
+
+def test_seconds_of_a_step_by_stage_and_kind(timeline: Timeline) -> None:
+    """Of the small drawing: two forwards of a second each; a split backward beside a whole one."""
+    seconds = {op.name: each.tolist() for op, each in stage_seconds(timeline).items()}
+    assert seconds == {"F": [2.0, 2.0], "B": [4.0, 2.0], "I": [0.0, 1.0], "W": [0.0, 1.0], "STEP": [1.0, 1.0]}
+
+
+def test_without_both_steps_of_one_program_there_is_nothing_to_compare() -> None:
+    _, timelines = made_plan()
+    assert truths({"predicted": timelines["predicted"]}) == ()
+    assert truths({**timelines, "measured": made_plan(n_micro=6)[1]["measured"]}) == ()
+
+
+def test_one_row_for_each_stage_and_the_largest_miss_in_words() -> None:
+    head, *lines = truth_table(FOUND).splitlines()
+    assert head == "predicted | measured in a step, ms, and their ratio:"
+    assert [line.split() for line in lines] == [
+        ["stage", "F", "NORM"],
+        ["0", "100", "|", "110", "1.10", "0", "|", "2", "-"],
+        ["1", "200", "|", "150", "0.75", "1", "|", "201", ">99"],
+    ]
+    assert largest_miss(FOUND) == (
+        "largest miss: NORM of stage 1, 1 ms predicted and 201 ms measured (+200.0 ms, 201.00 of it)"
+    )
+    assert largest_miss(FOUND[:2]).endswith("100 ms predicted and 110 ms measured (+10.0 ms, 1.10 of it)")
+
+
+def test_of_many_stages_those_are_shown_that_are_farthest_off() -> None:
+    found = [Truth(s, "F", 1.0, 1.0 + 0.01 * (s * 7 % 40)) for s in range(40)]
+    lines = truth_table(found).splitlines()
+    shown = [int(line.split()[0]) for line in lines[2:-1]]
+    assert len(shown) == 12
+    assert shown == sorted(sorted(range(40), key=lambda s: -(s * 7 % 40))[:12])
+    assert lines[-1] == "(28 stages more, which are less far off)"
+
+
+def test_the_report_of_a_run_has_them(tmp_path: Path) -> None:
+    run = read_run(made_run(tmp_path / "made"))
+    text = words(run)
+    assert truth_table(truths(run.timelines)) in text
+    assert "largest miss: F of stage 1" in text
+    assert max(map(len, truth_table(truths(run.timelines)).splitlines())) <= 110
+    assert "largest miss" not in words(read_run(made_run(tmp_path / "going", ended=False)))
+
+
+def test_the_parts_are_those_of_the_step() -> None:
+    _, timelines = made_plan(4, 6, 16)
+    found = truths(timelines)
+    for rank in range(4):
+        mine = [t.measured_s for t in found if t.stage == rank and t.kind not in ("NORM", "messages")]
+        assert sum(mine) == pytest.approx(timelines["measured"].busy_s(rank))
+    assert np.all([t.measured_s >= 0 for t in found])
