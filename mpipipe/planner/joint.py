@@ -6,8 +6,8 @@ cuts belong to `Layout`.
 
 A number whose bound is above the best step found is not simulated. The answer is the shortest simulated step
 of all numbers, schedules and cuts that were asked for wherever `Joint.exact` says so: then each cut was
-simulated or ruled out by a bound. Else cuts are those of `make_plan`, and `Joint.bound_s` says how short a
-step could be at best.
+simulated or ruled out by a bound, in the order of ranks that `make_plan` chose. Else cuts are those of
+`make_plan`, and `Joint.bound_s` says how short a step could be at best.
 """
 
 from __future__ import annotations
