@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import MpipipeError
@@ -11,7 +12,9 @@ from mpipipe.graph.variants import Variants
 from mpipipe.state.checkpoint import tensor_digest, weights_sha256
 
 
-def check_counts(batch: int, micro_batches: int, blocks: int) -> None:
+def check_counts(batch: int, micro_batches: int | Literal["auto"], blocks: int) -> None:
+    if micro_batches == "auto":
+        return
     if not 1 <= micro_batches <= batch:
         raise MpipipeError(
             f"micro_batches = {micro_batches} for batch = {batch}; a micro-batch needs a sample: give 1 at "

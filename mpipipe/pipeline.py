@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,21 +36,24 @@ from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models.losses import from_mean
 from mpipipe.planner.given import check_given as check_given_plan
-from mpipipe.planner.search import make_plan, plan_of, predict, program_for
+from mpipipe.planner.joint import Asked, counts_of, schedules_of, search
+from mpipipe.planner.search import plan_of, predict, program_for
+from mpipipe.report.plan import chosen
 from mpipipe.report.plan_file import read_plan
-from mpipipe.runtime.costing import device_kind, measure
+from mpipipe.runtime.costing import Measured, device_kind, measure
 from mpipipe.runtime.foreign import Factory, UserOptimizer
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
 from mpipipe.runtime.setting import numerics_of, set_gemm_route, set_threads
+from mpipipe.runtime.settling import Settled, settle_micro_batches
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.costs import CostCache
 from mpipipe.state.gather import collect, save, together, verify
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
-from mpipipe.values import Plan, Program, Timeline, from_json, to_json
+from mpipipe.values import Numerics, Plan, Program, Timeline, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
@@ -77,6 +81,8 @@ class Pipeline:
     optimizer  factory(named parameters) -> torch optimizer, or (optimizer, scheduler); or
                OptimizerSettings; None = OptimizerSettings(): AdamW with a constant rate
     batch      samples per step, over all micro-batches
+    micro_batches  parts of a batch, or "auto": searched at the first start, and then kept by checkpoints
+    schedule   1f1b, gpipe, one of your own, or "auto": the one whose simulated step is the shortest
     val        as data, for `evaluate`, in batches of `val_batch` samples (None = batch)
     weight_of  weight_of(batch) -> number of labels, say, that a mean loss was divided by
     metrics    name -> function like the loss, for `evaluate`
@@ -99,7 +105,7 @@ class Pipeline:
         optimizer: Factory | OptimizerSettings | None = None,
         *,
         batch: int,
-        micro_batches: int = 8,
+        micro_batches: int | Literal["auto"] = 8,
         val: Any = None,
         val_batch: int | None = None,
         weight_of: Callable[[Any], Tensor | float] | None = None,
@@ -142,8 +148,12 @@ class Pipeline:
         self.memory = resident_memory()
         folder = _one_folder(comm, resume)
         saved = None if folder is None else read_state(folder)
+        given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
+        before = given_plan if saved is None else saved
+        decided = None if before is None else before.numerics
+        count = _micro_batches(micro_batches, batch, blocks, decided, new_numerics)
         self.numerics = numerics_of(
-            batch=batch, micro_batches=micro_batches, blocks=blocks, threads=_threads(comm, threads, saved),
+            batch=batch, micro_batches=count or blocks, blocks=blocks, threads=_threads(comm, threads, saved),
             gemm=gemm, precision=precision, tied=tied, seed=seed,
         )  # fmt: skip
         if saved is not None and not new_numerics:
@@ -151,10 +161,10 @@ class Pipeline:
         set_threads(self.numerics.threads)
         set_gemm_route(gemm)
         self.optimizer = _optimizer(optimizer, clip)
-        given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
         self._agree(
             schedule=schedule, receive_window=receive_window, max_shapes=max_shapes, val_batch=self.val_batch,
             shuffle=shuffle, unused=unused, samples=len(data) if hasattr(data, "__len__") else None,
+            searched=count is None,
             checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
         )  # fmt: skip
 
@@ -162,25 +172,37 @@ class Pipeline:
         source = self._source(model, initial, weights)
         self._names = batch_names(source.module)
         self.data: Dataset = from_user(
-            data, val, batch=batch, micro_batches=micro_batches, names=self._names, collate=collate,
+            data, val, batch=batch, micro_batches=count, names=self._names, collate=collate,
             shuffle=shuffle, seed=seed, varying=varying, val_batch=val_batch, comm=comm,
         )  # fmt: skip
         if self.data.exact:
             agree(comm, {"the first samples": fingerprint(self.data, self.numerics.micro_batch)}, SAME_DATA)
         full_loss: Loss = loss if weight_of is None else from_mean(loss, weight_of)
-        self.variants = Variants(
-            source, full_loss, self.data.specs, self.numerics.micro_batch, precision, metrics, max_shapes
-        )
+
+        def variants_of(rows: int) -> Variants:
+            return Variants(source, full_loss, self.data.specs, rows, precision, metrics, max_shapes)
+
+        counts = (count,) if count is not None else counts_of(batch, blocks)
+        asked = Asked(self.numerics, counts, schedules_of(schedule), receive_window, comm.size)
+        timing = partial(self._timed, memory_bytes, cost_cache)
+        settled = settle_micro_batches(comm, asked, variants_of, timing) if count is None else None
+        if settled is not None:
+            self.numerics = settled.numerics
+        self.variants = settled.variants if settled else variants_of(self.numerics.micro_batch)
         check_trained(self.variants, unused)
         if saved is not None and folder is not None and not new_numerics:
             check_graph(folder, saved.graph, self.variants.graph.hash)
         if given_plan is not None:
             self._check_plan(given_plan, "the plan" if isinstance(plan, Plan) else str(plan))
         started = time.perf_counter()
-        self._measure(memory_bytes, cost_cache)
+        if settled is None:
+            found = timing(self.variants, self.numerics)
+            self.costs, self.timed = found.costs, (found.timed, found.of)
+        else:
+            self.costs, self.timed = settled.costs, settled.timed
         self.memory.restart()  # what the timing took has been given back
-        self.plan, self.predicted = self._plan(schedule, receive_window, given_plan)
-        self.planning_s = time.perf_counter() - started
+        self.plan, self.predicted = self._plan(asked, given_plan, settled)
+        self.planning_s = time.perf_counter() - started + (settled.seconds if settled else 0.0)
         self.trainer = Trainer(comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample)
         give_back_freed_memory()  # of the first weights, which were made one by one
         self.steps_done = 0
@@ -199,17 +221,20 @@ class Pipeline:
         for note in check_given_plan(given, self.numerics, self.size, self.variants.graph.groups, where):
             self.say(f"note: {note}")
 
-    def _measure(self, memory_bytes: int | None, cost_cache: bool) -> None:
+    def _timed(
+        self, memory_bytes: int | None, cost_cache: bool,
+        variants: Variants, numerics: Numerics, before: Measured | None = None,
+    ) -> Measured:  # fmt: skip
         """Costs, as far as they hold from the runs before; what was found is kept for the next one."""
-        kind = device_kind(self.numerics.instruction_set)
+        kind = device_kind(numerics.instruction_set)
         cache = CostCache(cache_folder() if cost_cache else None, kind, self.say)
         known = cache.read() if self.rank == 0 else {}
         found = measure(
-            self.comm, self.variants, self.numerics, self.optimizer, self.memory, memory_bytes, known
+            self.comm, variants, numerics, self.optimizer, self.memory, memory_bytes, known, before
         )
         if self.rank == 0:
             cache.write(found.samples)
-        self.costs, self.timed = found.costs, (found.timed, found.of)
+        return found
 
     def _agree(self, **settings: Any) -> None:
         """All ranks prove that they were given the same numbers. Collective."""
@@ -222,7 +247,7 @@ class Pipeline:
         numerics = {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)}
         agree(self.comm, {name: repr(value) for name, value in (numerics | settings).items()})
 
-    def _plan(self, schedule: str, receive_window: int, given: Plan | None) -> tuple[Plan, Timeline]:
+    def _plan(self, asked: Asked, given: Plan | None, settled: Settled | None) -> tuple[Plan, Timeline]:
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
         model, plan and program."""
         graph, comm = self.variants.graph, self.comm
@@ -231,9 +256,12 @@ class Pipeline:
             if given is not None:
                 plan = plan_of(self.costs, self.numerics, given.layout, graph.groups)
             else:
-                plan, _ = make_plan(
-                    self.costs, self.numerics, schedule, receive_window, graph.groups, comm.size
-                )
+                joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
+                plan = joint.plan
+                if settled is not None:
+                    self.say(chosen(joint, settled.sizes, settled.seconds))
+                elif len(joint.tried) > 1:
+                    self.say(chosen(joint))
             text = to_json(replace(plan, costs=None), None)  # the costs are everywhere
         plan = replace(from_json(Plan, comm.bcast_object(text)), costs=self.costs)
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
@@ -378,6 +406,17 @@ def _threads(comm: Communicator, threads: int | Literal["auto"], saved: RunState
     if threads != "auto":
         return threads
     return default_threads(comm, cores_available()) if saved is None else saved.numerics.threads
+
+
+def _micro_batches(
+    given: int | Literal["auto"], batch: int, blocks: int, decided: Numerics | None, new_numerics: bool
+) -> int | None:
+    """What "auto" means is decided once: a resumed run keeps it, and a plan has it. None: it is searched."""
+    if given != "auto":
+        return given
+    if decided is None or (new_numerics and (decided.batch, decided.blocks) != (batch, blocks)):
+        return None
+    return min(decided.micro_batches, batch)
 
 
 def _optimizer(given: Factory | OptimizerSettings | None, clip: float | None) -> Optimizer:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import re
 import shlex
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpipipe.checks import check_trained
 from mpipipe.commands import run
+from mpipipe.commands.costing import Costing
 from mpipipe.commands.levels import check_output, curve_on, levels, show
 from mpipipe.commands.machines import Here, Machine, There
 from mpipipe.commands.refine import refine_run
 from mpipipe.config import Config, load
 from mpipipe.config.cluster import load_cluster
-from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset
 from mpipipe.data.base import Dataset
 from mpipipe.data.synthetic import SyntheticTokens
@@ -33,19 +32,15 @@ from mpipipe.errors import DataError, PlanError
 from mpipipe.graph.program import batch_names
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
-from mpipipe.graph.work import Tallier
 from mpipipe.models import build
 from mpipipe.planner.alternatives import alternatives
 from mpipipe.planner.noise import noise
-from mpipipe.planner.search import make_plan, predict
+from mpipipe.planner.search import predict
 from mpipipe.planner.whole import any_order
-from mpipipe.report.plan import against, beside_any_order, outlook, stage_rows, steadiness
+from mpipipe.report.plan import against, beside_any_order, chosen, outlook, stage_rows, steadiness
 from mpipipe.report.plan_file import plan_text
-from mpipipe.runtime.modelling import Found, costs_of, find
-from mpipipe.runtime.process import resident_memory
-from mpipipe.runtime.setting import numerics_of
+from mpipipe.runtime.modelling import Found
 from mpipipe.state.files import write_text
-from mpipipe.values import Numerics
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cluster", metavar="FILE", help="another machine; without it, ranks like this one")
     parser.add_argument(
+        "--budget", type=_seconds, default=math.inf, metavar="TIME", help="such as 10s: the best plan so far"
+    )
+    parser.add_argument(
         "--refine", metavar="RUN", help="instead of a config: plan a run anew from what its stages took"
     )
     parser.add_argument(
@@ -91,6 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _seconds(text: str) -> float:
+    """Of "500ms", "10s", "2m" or a number of seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give one such as 500ms, 10s or 2m")
+    return float(found[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[found[2]]
+
+
 def _plan(a: argparse.Namespace) -> None:
     a.ranks = a.levels[0]  # costs are taken once, for the smallest level
     if a.output and len(a.levels) > 1:
@@ -98,47 +104,59 @@ def _plan(a: argparse.Namespace) -> None:
     _check_folder(a.output)
     config = load(a.config, a.overrides)
     machine = There(config, load_cluster(a.cluster)) if a.cluster else Here(config, a.ranks)
-    numerics = _numerics(config, machine.threads)
-    memory = resident_memory()
-    variants, data = _model(config)
-    graph, optimizer = variants.graph, optimizer_settings(config)
-
-    started = time.perf_counter()
-    tallier = Tallier(variants.primary, numerics.precision, ranks=a.ranks)
-    found = find(variants, tallier, machine.rates(tallier.chill), machine.timed)
-    update_s = machine.update_s(optimizer, tallier.chill)
-    del tallier  # and the memory that it empties the caches with
-    base_bytes = memory.base_bytes  # of a process that has captured the model, as each rank has
-    cluster = machine.cluster(a.ranks, base_bytes)
-    costs = costs_of(found, variants, numerics, optimizer, cluster, update_s)
-    said = _source(found, machine, time.perf_counter() - started)
-
-    window = config.pipeline.receive_window
     if len(a.levels) > 1:
-        curve = curve_on(
-            costs, numerics, schedule_name(config), window, a.levels,
-            lambda ranks: machine.cluster(ranks, base_bytes), data.train_samples,
-        )  # fmt: skip
-        cluster = machine.cluster(curve.levels[-1].ranks, base_bytes)
-        print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
-        print(said, *machine.assumed(cluster), "", sep="\n")
-        show(curve, a.config, a.output)
+        _curve(a, config, machine)
         return
-    plan, program = make_plan(costs, numerics, schedule_name(config), window, graph.groups, a.ranks)
-    timeline = predict(costs, plan.layout, program, graph.groups, plan.prediction.lower_bound_s)[1]
+    variants_of, data = _model(config)
+    costing = Costing(config, machine, a.ranks, variants_of)
+    joint = costing.search(a.budget)
+    plan, costs = joint.plan, joint.costs
+    variants, found = costing.at[plan.numerics.micro_batch]
+    graph, cluster = variants.graph, costs.cluster
+    said = _source(found, machine, costing.seconds)
+
+    timeline = predict(costs, plan.layout, joint.program, graph.groups, plan.prediction.lower_bound_s)[1]
     rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
-    others = alternatives(plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, base_bytes))
+    tried = joint.tried if len(costing.counts) > 1 else ()
+    others = alternatives(
+        plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, costing.base_bytes), tried
+    )
 
     per_sample = data.tokens_per_sample
     print(_heading(a, config, variants, str(a.ranks)))
     print(said, *machine.assumed(cluster), "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
+    if len(joint.tried) > 1:
+        print(chosen(joint, sorted(costing.at) if tried else (), costing.seconds))
     order = beside_any_order(any_order(graph, plan, costs))
     print(*order, *steadiness(noise(plan, costs)), "", against(others), sep="\n")
     if a.output:
         _write(Path(a.output), plan_text(plan))
         train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]
         print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
+
+
+def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
+    """Of several numbers of ranks, with costs that are taken once."""
+    p = config.pipeline
+    if p.micro_batches == "auto" or p.schedule == "auto":
+        raise PlanError(
+            f"--ranks {a.levels[0]} to {a.levels[-1]}: pipeline.micro_batches is {p.micro_batches}, "
+            f"pipeline.schedule is {p.schedule}, and auto is searched for one number of ranks; set both, or "
+            "plan for one"
+        )
+    variants_of, data = _model(config)
+    costing = Costing(config, machine, a.ranks, variants_of)
+    costs = costing.given()
+    variants, found = costing.at[costing.asked.sizes[0]]
+    curve = curve_on(
+        costs, costing.asked.numerics, costing.asked.schedules[0], p.receive_window, a.levels,
+        lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples,
+    )  # fmt: skip
+    cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
+    print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
+    print(_source(found, machine, costing.seconds), *machine.assumed(cluster), "", sep="\n")
+    show(curve, a.config, a.output)
 
 
 def _refine(a: argparse.Namespace) -> None:
@@ -163,32 +181,21 @@ def _heading(a: argparse.Namespace, config: Config, variants: Variants, ranks: s
     )
 
 
-def _numerics(config: Config, threads: int) -> Numerics:
-    p, t = config.pipeline, config.train
-    return numerics_of(
-        batch=t.batch, micro_batches=p.micro_batches, blocks=p.blocks, threads=threads,
-        gemm=config.kernels.gemm, precision=t.precision, tied=p.tied, seed=t.seed,
-    )  # fmt: skip
-
-
-def _model(config: Config) -> tuple[Variants, Dataset]:
-    """As `Pipeline` captures it, and the data that its shapes are from."""
+def _model(config: Config) -> tuple[Callable[[int], Variants], Dataset]:
+    """As `Pipeline` captures it, for micro-batches of so many samples; the data that its shapes are from."""
     opened = _data(config)
     data, val = opened if isinstance(opened, tuple) else (opened, None)
-    built, t, micro_batches = build(config, data), config.train, config.pipeline.micro_batches
+    built, t, count = build(config, data), config.train, config.pipeline.micro_batches
     source = ModelSource(built.model, t.seed, built.initial)
     names = batch_names(source.module)
+    micro_batches = None if count == "auto" else count
     shaped = from_user(built.data, val, batch=t.batch, micro_batches=micro_batches, names=names, seed=t.seed)
-    variants = Variants(
-        source,
-        built.loss,
-        shaped.specs,
-        config.micro_batch,
-        t.precision,
-        max_shapes=config.capture.max_shapes,
-    )
-    check_trained(variants, t.unused)
-    return variants, shaped
+
+    def variants_of(rows: int) -> Variants:
+        shapes = config.capture.max_shapes
+        return Variants(source, built.loss, shaped.specs, rows, t.precision, max_shapes=shapes)
+
+    return variants_of, shaped
 
 
 def _data(config: Config) -> Any:

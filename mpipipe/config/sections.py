@@ -268,8 +268,8 @@ class CaptureConfig(Section):
 
 
 class PipelineConfig(Section):
-    schedule: Literal["1f1b", "gpipe"] | Dotted = "1f1b"  # or package.module:function of your own
-    micro_batches: Positive = 8  # parts of a batch; 4 per stage or more keeps ranks busy
+    schedule: Literal["1f1b", "gpipe", "auto"] | Dotted = "1f1b"  # auto = fastest; or package.module:function
+    micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
     blocks: Positive = 1  # equal accumulation blocks; 1 = plain order of additions
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
@@ -278,7 +278,7 @@ class PipelineConfig(Section):
     cost_cache: bool = True  # use the costs of earlier runs, in ~/.cache/mpipipe, where they hold
 
     def misfits(self) -> Iterator[str]:
-        if self.micro_batches % self.blocks:
+        if self.micro_batches != "auto" and self.micro_batches % self.blocks:
             yield (
                 f"pipeline.blocks = {self.blocks} does not divide "
                 f"pipeline.micro_batches = {self.micro_batches}"

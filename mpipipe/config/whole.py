@@ -41,9 +41,11 @@ class Config(Section):
     sample: SampleConfig = SampleConfig()
 
     @property
-    def micro_batch(self) -> int:
-        """Samples per training micro-batch; where they do not divide, later ones have one less."""
-        return math.ceil(self.train.batch / self.pipeline.micro_batches)
+    def micro_batch(self) -> int | None:
+        """Samples per training micro-batch; where they do not divide, later ones have one less. None where
+        their number is searched."""
+        count = self.pipeline.micro_batches
+        return None if count == "auto" else math.ceil(self.train.batch / count)
 
     @property
     def eval_batch(self) -> int:
@@ -71,7 +73,7 @@ def _misfits(c: Config) -> Iterator[str]:
             f"model.name = {model} cannot read data.name = {data}; "
             f"set data.name to {' or '.join([*kinds, 'synthetic'])}"
         )
-    if c.train.batch < p.micro_batches:
+    if p.micro_batches != "auto" and c.train.batch < p.micro_batches:
         yield (
             f"train.batch = {c.train.batch} is smaller than pipeline.micro_batches = {p.micro_batches}; "
             "a micro-batch needs a sample: raise the one or lower the other"

@@ -29,22 +29,23 @@ _ABSENT = object()
 
 
 def from_user(
-    data: Any, val: Any = None, *, batch: int, micro_batches: int, names: Sequence[str],
+    data: Any, val: Any = None, *, batch: int, micro_batches: int | None, names: Sequence[str],
     collate: Collate | None = None, shuffle: bool = True, seed: int = 0, varying: bool | None = None,
     val_batch: int | None = None, comm: Communicator | None = None,
 ) -> Dataset:  # fmt: skip
     """A data set as the trainer wants it; its kind is the first of those above that fits.
 
     val: validation data, of any kind that goes with `data`. batch: samples per step, in `micro_batches`
-    parts; val_batch: per batch of validation, None = the same. names: of the elements of a batch that is a
-    tuple, that of the labels last. collate: list of samples -> batch; None = torch's default_collate.
-    varying: the shapes of micro-batches differ in more than the number of samples; None = whether those of
-    the first ones do. comm: spares the others a look at a plain iterable; collective then. Raises DataError.
+    parts; None where that is searched; val_batch: per batch of validation, None = the same. names: of the
+    elements of a batch that is a tuple, that of the labels last. collate: list of samples -> batch; None =
+    torch's default_collate. varying: the shapes of micro-batches differ in more than the number of samples;
+    None = whether those of the first ones do. comm: spares the others a look at a plain iterable; collective
+    then. Raises DataError.
     """
     if hasattr(data, "specs") and hasattr(data, "batch"):
         return _one_of_ours(data, val)
-    micro_rows = math.ceil(batch / micro_batches)
-    parts = split_evenly(batch, micro_batches)
+    micro_rows = math.ceil(batch / (micro_batches or 1))
+    parts = split_evenly(batch, micro_batches or min(batch, _EXAMPLES))
     number = {part: micro for micro, part in enumerate(parts)}
     held_out = _source(val, "val", (val_batch or batch, seed, False), collate, lambda a, b: a // micro_rows)
     source = _source(data, "train", (batch, seed, shuffle), collate, lambda *part: number[part])
@@ -56,6 +57,11 @@ def from_user(
         raise DataError(
             f"{what} is a {type(found).__name__}; expected len({what}) and {what}[i], or {what}.batch(step, "
             "micro); an iterable of batches may be the training data, and then the validation data as well"
+        )
+    if micro_batches is None and (isinstance(source, ByMicroBatch) or isinstance(held_out, ByMicroBatch)):
+        raise DataError(
+            "micro_batches = 'auto', but the data are asked for by micro-batch, data.batch(step, micro), so "
+            "they decide how many there are; set micro_batches to that number"
         )
     seen = parts[: _EXAMPLES if varying is None else 1]
     examples = [as_batch(source(0, *part), names, "step 0") for part in seen]

@@ -1,7 +1,8 @@
 """Why not another plan? The next best ones, simulated with the same costs, and what each of them loses.
 
 Alternatives with other cuts, another schedule or another number of ranks keep the batch. Those with another
-number of micro-batches keep the size of one, so the batch changes and time is compared per sample.
+number of micro-batches keep the size of one, so the batch changes and time is compared per sample; but where
+their number was searched, they are those of the search, and keep the batch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.joint import Tried, least_s
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import size_text
@@ -22,6 +24,7 @@ from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, P
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _ENDLESS = 2**62  # bytes
+MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
 Cuts = tuple[int, ...]
 
 
@@ -34,10 +37,15 @@ class Alternative(Value):
 
 
 def alternatives(
-    plan: Plan, costs: Costs, group_names: Sequence[str], cluster_of: Callable[[int], Cluster]
+    plan: Plan,
+    costs: Costs,
+    group_names: Sequence[str],
+    cluster_of: Callable[[int], Cluster],
+    tried: Sequence[Tried] = (),
 ) -> tuple[Alternative, ...]:
-    """cluster_of(ranks): the cluster with another number of ranks; raises PlanError where it has too few."""
-    return tuple(_Asked(plan, costs, group_names, cluster_of).all())
+    """cluster_of(ranks): the cluster with another number of ranks; raises PlanError where it has too few.
+    tried: what the plan was chosen from, where its number of micro-batches was."""
+    return tuple(_Asked(plan, costs, group_names, cluster_of).all(tried))
 
 
 class _Asked:
@@ -49,11 +57,11 @@ class _Asked:
         self.n_ranks = plan.layout.n_stages
         self._programs: dict[tuple[str, int], Program] = {}
 
-    def all(self) -> Iterator[Alternative]:
+    def all(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
         if self.n_ranks > 1:
             yield from self._other_cuts()
             yield from self._other_schedules()
-        yield from self._micro_batches()
+        yield from self._searched(tried) if tried else self._micro_batches()
         yield from self._ranks()
 
     # -- other cuts -------------------------------------------------------------------------------
@@ -139,6 +147,28 @@ class _Asked:
             name = f"{count} micro-batches, batch {numerics.batch}"
             yield self._judged(name, p, numerics.batch, lambda p: f"per sample; {self._bubbles(p)}")
 
+    def _searched(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
+        """The best of the other numbers of micro-batches, and the largest of those that do not fit."""
+        by_count: dict[int, list[Tried]] = {}
+        for t in tried:
+            if t.micro_batches != self.plan.numerics.micro_batches:
+                by_count.setdefault(t.micro_batches, []).append(t)
+        best = sorted((min(ts, key=least_s) for ts in by_count.values()), key=least_s)
+        fits = [t for t in best if t.bound_s is not None]
+        misfits = sorted((t for t in best if t.bound_s is None), key=lambda t: t.micro_batch)
+        for t in [*fits[:MOST_NUMBERS], *misfits[:1]]:
+            yield self._number(t)
+
+    def _number(self, t: Tried) -> Alternative:
+        name, ours = f"{t.micro_batches} micro-batches of {t.micro_batch}", self.plan.prediction.step_s
+        if t.made is not None:
+            plan = t.made[0]
+            other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
+            return Alternative(name, t.step_s, t.step_s / ours - 1.0, other + self._bubbles(plan.prediction))
+        if t.bound_s is None:
+            return Alternative(name, None, None, _first_sentence(t.why))
+        return Alternative(name, None, None, f"{t.bound_s / ours - 1.0:+.1%} at least; {t.why}")
+
     def _ranks(self) -> Iterator[Alternative]:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
             if not 1 <= ranks <= len(self.names):
@@ -214,7 +244,7 @@ class _Asked:
         return f"bubble {p.bubble:.1%}, now {self.plan.prediction.bubble:.1%}"
 
 
-def _first_sentence(error: Exception) -> str:
+def _first_sentence(error: Exception | str) -> str:
     return re.split(r"[;\n]", str(error))[0]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpipipe.planner.alternatives import Alternative
+from mpipipe.planner.joint import Joint, Tried, least_s
 from mpipipe.planner.noise import Noise
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import in_order, stage_costs
@@ -14,6 +15,7 @@ from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
 
+_MOST_LISTED = 8  # numbers
 _MOST_ROWS = 24  # of stages; more do not fit on a screen
 _HEADERS = (
     "stage", "from", "groups", "parameters", "F+B ms", "step ms", "send MiB", "memory MiB", "idle",
@@ -127,6 +129,35 @@ def beside_any_order(found: Order | None) -> list[str]:
         f"most loaded stage, messages included: {planned} per micro-batch; with the groups in any order "
         f"that the graph allows, at least {least} (gap {found.gap:.1%})"
     ]
+
+
+def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str:
+    """One line: what the search has tried, what it took, and what the next best loses. sizes: samples of the
+    micro-batches whose costs were taken for it, in so many seconds; none where their number was given."""
+    best = joint.best
+    others = [t for t in joint.tried if t.bound_s is not None and t is not best]
+    tried = ", ".join(dict.fromkeys(t.schedule for t in joint.tried))
+    if sizes:
+        others = [t for t in others if t.micro_batches != best.micro_batches]
+        counts = sorted({t.micro_batches for t in joint.tried})
+        some = _listed(counts) if len(counts) < _MOST_LISTED else f"{len(counts)} numbers of"
+        tried += f" with {some} micro-batches (costs of {_listed(sizes)} samples in {seconds:.1f} s)"
+    line, end = f"tried {tried}; took {_called(best)}", ""
+    if joint.late:
+        end = f"; the time was used: a step of {_seconds(joint.bound_s)} is not ruled out"
+    if not others:
+        return f"{line}; nothing else fits{end}"
+    second = min(others, key=least_s)
+    loss = least_s(second) / best.step_s - 1.0
+    return f"{line}; next best {_called(second)}: {'' if second.made else 'at least '}{loss:+.1%}{end}"
+
+
+def _called(t: Tried) -> str:
+    return f"{t.micro_batches} of {t.micro_batch}, {t.schedule}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def steadiness(found: Noise | None) -> list[str]:

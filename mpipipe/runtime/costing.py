@@ -26,22 +26,26 @@ _UPDATE_ELEMENTS, _UPDATE_PARAMETERS = 1 << 20, 32
 @dataclass(frozen=True)
 class Measured:
     """costs, and the samples that they are made of, by the name under which a later run finds them; timed,
-    of: how many distinct groups were timed now, and how many there are."""
+    of: how many distinct groups were timed now, and how many there are; update_s: of an optimizer step, per
+    byte of weights, and of a parameter without elements."""
 
     costs: Costs
     samples: dict[str, Sample]
     timed: int
     of: int
+    update_s: tuple[float, float]
 
 
 def measure(
     comm: Communicator, variants: Variants, numerics: Numerics, optimizer: Optimizer,
     memory: PeakMemory, memory_bytes: int | None, known: Mapping[str, Sample] | None = None,
+    before: Measured | None = None,
 ) -> Measured:  # fmt: skip
     """Times every distinct group on one rank each, the ranks sharing the work, and gathers all.
 
     memory_bytes: limit per rank; None = its share of what the node has. known: on rank 0, samples of
-    earlier runs by name (`Measured.samples`); None = time all.
+    earlier runs by name (`Measured.samples`); None = time all. before: of micro-batches of another size,
+    whose links and update count.
     """
     threads = numerics.threads
     clock, slower = _clock(comm, threads)
@@ -56,9 +60,7 @@ def measure(
     names = names_of(distinct, setting(numerics, kinds[0], comm, on_core, profiler.chilled_bytes))
     known = known or {}
     samples, timed = reuse(team, {key: known[name] for key, name in names.items() if name in known})
-    times = (update_s_per_byte, update_s_per_parameter)
-    updates = [f(optimizer, clock, profiler.chill) * slower for f in times]
-    per_byte, per_parameter = map(min, zip(*comm.allgather_object(updates), strict=True))
+    update_s = before.update_s if before else _updates_s(comm, optimizer, clock, profiler, slower)
     del profiler, team  # and the memory that it chills the caches with
 
     links = measure_links(comm)
@@ -67,16 +69,26 @@ def measure(
     limits = comm.allgather_object((memory_bytes or share, base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
     costs = Costs(
-        groups=group_costs(variants.primary, parts, samples, per_parameter, numerics.fill),
+        groups=group_costs(variants.primary, parts, samples, update_s[1], numerics.fill),
         cluster=Cluster(devices, comm.node_of_rank, links),
         ties=variants.graph.ties,
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
-        step_s_per_byte=per_byte,
+        step_s_per_byte=update_s[0],
         source="measured",
         spread=float(np.median([s.spread for s in samples.values()])),
     )
     kept = {name: samples[key] for key, name in names.items()}
-    return Measured(costs, kept, timed, len(distinct))
+    return Measured(costs, kept, timed, len(distinct), update_s)
+
+
+def _updates_s(
+    comm: Communicator, optimizer: Optimizer, clock: Callable[[], float], profiler: Profiler, slower: float
+) -> tuple[float, float]:
+    """`Measured.update_s`, of the rank that was disturbed least."""
+    times = (update_s_per_byte, update_s_per_parameter)
+    updates = [f(optimizer, clock, profiler.chill) * slower for f in times]
+    per_byte, per_parameter = map(min, zip(*comm.allgather_object(updates), strict=True))
+    return per_byte, per_parameter
 
 
 def device_kind(instruction_set: str) -> str:

@@ -173,7 +173,7 @@ def test_auto_threads_are_those_of_a_run_on_this_machine(monkeypatch: pytest.Mon
 def test_a_folder_that_is_not_there_is_refused_before_planning(
     run: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "make_plan", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr(plan, "Costing", lambda *_: pytest.fail("planned"))
     code, out, err = run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "no/where.json")
     assert (code, out) == (1, "")
     assert "-o no/where.json: the folder no is not there; make it first" in err
@@ -312,3 +312,28 @@ def test_the_examples_of_a_cluster_and_a_large_model_are_read() -> None:
     examples = Path(__file__).resolve().parents[2] / "examples"
     assert load_cluster(examples / "cluster.yaml").of(16, "bf16", 96, 0, None).node_of_rank[-1] == 7
     assert load(examples / "llama-70b.yaml").model.name == "llama"
+
+
+def test_a_searched_number_of_micro_batches_keeps_the_batch_across_rows(run: Plan) -> None:
+    auto = MLP.replace("micro_batches: 4", "micro_batches: auto, schedule: auto")
+    arguments = ["--ranks", "2", "--cluster", "cluster.yaml", "--budget", "10m", "-o", "p.json"]
+    code, out, err = run(auto, *arguments)
+    assert (code, err) == (0, "")
+    made = read_plan("p.json").numerics
+    assert made.batch == 16
+    line = next(line for line in out.splitlines() if line.startswith("tried "))
+    assert "1f1b, gpipe with 1, 2, 3, 4, 6, 8, 16 micro-batches (costs of " in line
+    assert f"; took {made.micro_batches} of {made.micro_batch}, " in line
+    assert ", batch " not in out
+    rows = re.findall(r"^(\d+) micro-batches of (\d+) ", out, re.MULTILINE)
+    assert len(rows) == 5
+    assert all(-(-16 // int(count)) == int(size) and int(count) != made.micro_batches for count, size in rows)
+
+
+def test_a_budget_ends_the_search_and_one_that_is_too_short_says_so(run: Plan) -> None:
+    auto = MLP.replace("micro_batches: 4", "micro_batches: auto")
+    code, out, err = run(auto, "--ranks", "2", "--cluster", "cluster.yaml", "--budget", "0s")
+    assert (code, out) == (1, "")
+    assert "the time was used before any plan was found; raise --budget, or leave it out" in err
+    with pytest.raises(SystemExit):
+        run(auto, "--ranks", "2", "--budget", "soon")

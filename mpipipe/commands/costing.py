@@ -1,0 +1,73 @@
+"""Costs for a plan without ranks, of micro-batches of any size, taken where the search asks for them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from mpipipe.checks import check_trained
+from mpipipe.commands.machines import Machine
+from mpipipe.config import Config
+from mpipipe.configured import optimizer_settings, schedule_name
+from mpipipe.graph.variants import Variants
+from mpipipe.graph.work import Tallier
+from mpipipe.planner.joint import Asked, Joint, counts_of, schedules_of
+from mpipipe.planner.sizing import costs_at, settle
+from mpipipe.runtime.modelling import Found, costs_of, find
+from mpipipe.runtime.process import resident_memory
+from mpipipe.runtime.setting import numerics_of
+from mpipipe.values import Costs
+
+
+class Costing:
+    """at: by the size of a micro-batch, the model and its samples; base_bytes: taken on each rank before any
+    weight; seconds: of taking costs."""
+
+    def __init__(
+        self, config: Config, machine: Machine, n_ranks: int, variants_of: Callable[[int], Variants]
+    ) -> None:
+        p, t = config.pipeline, config.train
+        self.counts = counts_of(t.batch, p.blocks) if p.micro_batches == "auto" else (p.micro_batches,)
+        numerics = numerics_of(
+            batch=t.batch, micro_batches=self.counts[0], blocks=p.blocks, threads=machine.threads,
+            gemm=config.kernels.gemm, precision=t.precision, tied=p.tied, seed=t.seed,
+        )  # fmt: skip
+        schedules = schedules_of(schedule_name(config))
+        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks)
+        self.at: dict[int, tuple[Variants, Found]] = {}
+        self.base_bytes, self.seconds = 0, 0.0
+        self._machine, self._variants_of, self._unused = machine, variants_of, t.unused
+        self._optimizer, self._memory = optimizer_settings(config), resident_memory()
+        self._update_s = (0.0, 0.0)
+
+    def search(self, budget_s: float = math.inf) -> Joint:
+        """The best plan, or the best so far when the time is used. Raises PlanError."""
+        end = time.perf_counter() + budget_s
+        joint, _ = settle(self.asked, self._take, lambda: time.perf_counter() > end)
+        assert joint is not None
+        return joint
+
+    def given(self) -> Costs:
+        """Of the number of micro-batches that the config gives, whatever ranks there are."""
+        taken = {size: self._take(size) for size in self.asked.sizes}
+        return costs_at(taken, self.asked.numerics.batch, self.asked.numerics.micro_batches)
+
+    def _take(self, rows: int) -> Costs:
+        variants = self._variants_of(rows)
+        check_trained(variants, self._unused)
+        started, n_ranks = time.perf_counter(), self.asked.n_ranks
+        one = replace(self.asked.numerics, batch=rows, micro_batch=rows, micro_batches=1)
+        tallier = Tallier(variants.primary, one.precision, ranks=n_ranks)
+        found = find(variants, tallier, self._machine.rates(tallier.chill), self._machine.timed)
+        if not self.at:
+            self._update_s = self._machine.update_s(self._optimizer, tallier.chill)
+        del tallier  # and the memory that it empties the caches with
+        if not self.at:
+            self.base_bytes = self._memory.base_bytes  # of a process that has captured the model
+        cluster = self._machine.cluster(n_ranks, self.base_bytes)
+        costs = costs_of(found, variants, one, self._optimizer, cluster, self._update_s)
+        self.at[rows] = variants, found
+        self.seconds += time.perf_counter() - started
+        return costs

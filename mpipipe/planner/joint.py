@@ -1,0 +1,226 @@
+"""What a run may choose before step 0, searched together: number of micro-batches, schedule and cuts.
+
+The batch is given, so fewer micro-batches are larger ones: kernels get faster, the bubble and the memory
+grow. Number and size belong to `Numerics`: they are searched at the first start of a run only. Schedule and
+cuts belong to `Layout`.
+
+A number whose bound is above the best step found is not simulated. The answer is the shortest simulated step
+of all numbers, schedules and cuts that were asked for wherever `Joint.exact` says so: then each cut was
+simulated or ruled out by a bound, in the order of ranks that `make_plan` chose. Else cuts are those of
+`make_plan`, and `Joint.bound_s` says how short a step could be at best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.bounds import bottleneck_bound_s
+from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
+from mpipipe.planner.placing import any_order_bound_s
+from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.search import make_plan, norm_seconds
+from mpipipe.values import Costs, Numerics, Plan, Program
+
+LIKE = 1.01  # a step that is longer by less is as good
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is searched. numerics: with any number of micro-batches; counts: those to look at; schedules:
+    the first one is preferred."""
+
+    numerics: Numerics
+    counts: tuple[int, ...]
+    schedules: tuple[str, ...]
+    receive_window: int
+    n_ranks: int
+
+    def of(self, count: int) -> Numerics:
+        """With so many micro-batches."""
+        n = self.numerics
+        return replace(n, micro_batches=count, micro_batch=math.ceil(n.batch / count))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of the largest micro-batch for each of the counts, ascending."""
+        return sorted({self.of(count).micro_batch for count in self.counts})
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One number of micro-batches with one schedule. made: its best plan and program; None where there is
+    none, and then `why`. bound_s: no cut of this number has a shorter step; None where no cut will do."""
+
+    micro_batches: int
+    micro_batch: int
+    schedule: str
+    made: Made | None
+    bound_s: float | None
+    why: str
+
+    @property
+    def step_s(self) -> float:
+        return step_s(self.made)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """best: one of `tried`, which are in the order in which they were looked at; exact: nothing that was
+    asked for has a shorter step, but for what `preferred` takes as equal; late: the time was used before."""
+
+    best: Tried
+    tried: tuple[Tried, ...]
+    exact: bool
+    late: bool
+
+    @property
+    def plan(self) -> Plan:
+        return self._made[0]
+
+    @property
+    def program(self) -> Program:
+        return self._made[1]
+
+    @property
+    def costs(self) -> Costs:
+        """Those that the plan was made with."""
+        assert self.plan.costs is not None
+        return self.plan.costs
+
+    @property
+    def _made(self) -> Made:
+        assert self.best.made is not None
+        return self.best.made
+
+    @property
+    def bound_s(self) -> float:
+        """Nothing that was asked for has a shorter step."""
+        return min(self.best.step_s, *(t.bound_s for t in self.tried if t.bound_s is not None))
+
+
+def least_s(tried: Tried) -> float:
+    """Its step, or what that takes at least; endless where no cut will do."""
+    return tried.step_s if tried.made or tried.bound_s is None else tried.bound_s
+
+
+def preferred(tried: Collection[Tried]) -> Tried:
+    """The one with the shortest step; of its number of micro-batches the first schedule that is as fast, but
+    for `LIKE`."""
+    best = min(tried, key=lambda t: t.step_s)
+    return next(t for t in tried if t.micro_batches == best.micro_batches and t.step_s <= best.step_s * LIKE)
+
+
+def schedules_of(name: str) -> tuple[str, ...]:
+    """Those to choose from, the one that is preferred first: with "auto" all that are registered. 1f1b leads,
+    because it keeps the fewest micro-batches, then comes gpipe, then those of one's own as they were
+    registered."""
+    return tuple(SCHEDULES) if name == "auto" else (name,)
+
+
+def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:
+    """For each size of a micro-batch the least number that makes up the batch: those that differ in what a
+    micro-batch costs. Multiples of `blocks`, descending. Raises PlanError where there is none."""
+    least = (blocks * math.ceil(batch / (size * blocks)) for size in range(1, batch + 1))
+    counts = sorted({count for count in least if count <= batch}, reverse=True)
+    if not counts:
+        raise PlanError(
+            f"a batch of {batch} has no number of micro-batches that {blocks} blocks divide; use "
+            f"{batch} blocks at most"
+        )
+    return tuple(counts)
+
+
+def search(
+    asked: Asked,
+    costs_of: Callable[[int], Costs],
+    late: Callable[[], bool] = lambda: False,
+    first: Collection[int] = (),
+) -> Joint:
+    """The shortest simulated step of all numbers, schedules and cuts that fit into memory.
+
+    costs_of: a number of micro-batches -> costs. late: asked between two things to try, True when the time is
+    used; what was found until then is the answer. first: numbers that are looked at before the others, so
+    that only one of them rules another one out. Raises PlanError where nothing fits, or the time is used
+    before anything is found; DeadlockError where the only schedule cannot run.
+    """
+    costs = {count: costs_of(count) for count in asked.counts}
+    slowest = {count: _bottleneck_s(costs[count], asked.n_ranks) for count in asked.counts}
+
+    def promise(count: int) -> tuple[bool, float]:
+        """Where stages are equal, the step; the shortest first rules out the most."""
+        return count not in first, (count + asked.n_ranks - 1) * slowest[count]
+
+    finder = _Finder(asked, late)
+    for count in sorted(asked.counts, key=promise):
+        finder.look(count, costs[count], count * slowest[count])
+    return finder.joint()
+
+
+def _bottleneck_s(costs: Costs, n_ranks: int) -> float:
+    speed = np.array([device.speed for device in costs.cluster.devices[:n_ranks]])
+    return bottleneck_bound_s(np.array([group.seconds for group in costs.groups]), speed)
+
+
+class _Finder:
+    def __init__(self, asked: Asked, late: Callable[[], bool]) -> None:
+        self.asked, self._late = asked, late
+        self.best_s = math.inf
+        self.tried: list[Tried] = []
+        self.errors: dict[int, PlanError | DeadlockError] = {}
+        self.exact, self.was_late = True, False
+
+    def late(self) -> bool:
+        self.was_late = self.was_late or self._late()
+        return self.was_late
+
+    def look(self, count: int, costs: Costs, bound_s: float) -> None:
+        """All schedules with one number of micro-batches, unless its bound rules it out."""
+        n_ranks = self.asked.n_ranks
+        if bound_s < self.best_s * ROUNDING < math.inf and not self.late():
+            bound_s = any_order_bound_s(costs, count, n_ranks, norm_seconds(costs.cluster, n_ranks))
+        for schedule in self.asked.schedules:
+            if bound_s >= self.best_s * ROUNDING:
+                self._note(count, schedule, None, bound_s, "ruled out by its bound")
+            elif self.late():
+                self._note(count, schedule, None, bound_s, "not looked at, the time was used")
+            else:
+                self._simulate(costs, self.asked.of(count), schedule)
+
+    def _simulate(self, costs: Costs, numerics: Numerics, schedule: str) -> None:
+        asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
+        made: Made | None = None
+        try:
+            made = make_plan(costs, numerics, schedule, asked.receive_window, names, asked.n_ranks)
+        except (PlanError, DeadlockError) as error:
+            self.errors.setdefault(count, error)
+        every = EveryCut(costs, numerics, schedule, asked.receive_window, asked.n_ranks)
+        made, exact = every.best(made, self.late)
+        self.exact = self.exact and exact
+        if made is None:
+            self._note(count, schedule, None, None, str(self.errors[count]))
+        else:
+            self._note(count, schedule, made, made[0].prediction.lower_bound_s, "")
+        self.best_s = min(self.best_s, step_s(made))
+
+    def _note(self, count: int, schedule: str, made: Made | None, bound_s: float | None, why: str) -> None:
+        size = self.asked.of(count).micro_batch
+        self.tried.append(Tried(count, size, schedule, made, bound_s, why))
+
+    def joint(self) -> Joint:
+        if self.best_s == math.inf:
+            raise self._nothing()
+        exact = self.exact and not self.was_late
+        return Joint(preferred(self.tried), tuple(self.tried), exact, self.was_late)
+
+    def _nothing(self) -> PlanError | DeadlockError:
+        if not self.errors:
+            return PlanError("the time was used before any plan was found; raise --budget, or leave it out")
+        finest = max(self.errors)  # the smallest micro-batches need the least memory
+        if len(self.asked.counts) == 1:
+            return self.errors[finest]
+        return PlanError(f"no number of micro-batches will do; with {finest}: {self.errors[finest]}")

@@ -1,0 +1,54 @@
+"""A number of micro-batches that was searched by real ranks, and kept by the run (make test-mpi)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpipipe.state.resume import newest, read_state
+from mpipipe.values import Plan, from_json
+
+pytestmark = pytest.mark.jobs
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+CONFIG = """\
+model: {name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}
+data: {name: synthetic, samples: 64}
+train: {batch: 8, warmup: 1}
+eval: {every: 0, batches: 1}
+pipeline: {micro_batches: auto, schedule: auto}
+"""
+
+
+def test_ranks_search_together_and_a_resumed_run_keeps_what_they_found(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+
+    def train(ranks: int, folder: str, steps: int, *arguments: str) -> str:
+        given = ["config.yaml", f"run.dir={folder}", f"train.steps={steps}", *arguments]
+        job = launch(ranks, "-m", "mpipipe.train", *given, cwd=tmp_path)
+        assert job.returncode == 0, job.stderr
+        return job.stdout
+
+    assert "; took " in train(2, "searched", 2)
+    saved = newest(tmp_path / "searched")
+    assert saved is not None
+    kept = read_state(saved).numerics
+    plan = from_json(Plan, (tmp_path / "searched" / "plan.json").read_text())
+    assert plan.numerics == kept
+    assert kept.batch == 8
+    assert "tried 1f1b, gpipe with" not in train(1, "searched", 4, "--resume")
+    again = newest(tmp_path / "searched")
+    assert again is not None
+    assert read_state(again).numerics == kept
+    train(2, "given", 2, f"pipeline.micro_batches={kept.micro_batches}")
+    train(2, "given", 4, "--resume", f"pipeline.micro_batches={kept.micro_batches}")
+    hashes = [
+        json.loads((tmp_path / name / "summary.json").read_text())["weights_sha256"]
+        for name in ("searched", "given")
+    ]
+    assert hashes[0] == hashes[1]

@@ -1,0 +1,177 @@
+"""`micro_batches="auto"` and `schedule="auto"`: searched at the first start, the same on all ranks, and then
+kept. Times are made up: a call has a price, and so has each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mpipipe import Pipeline
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.errors import ConfigError, DataError, LaunchError, PlanError
+from mpipipe.graph.profile import Profiler
+from mpipipe.pipeline import _micro_batches
+from mpipipe.runtime import costing
+from mpipipe.runtime.setting import numerics_of
+from mpipipe.state.checkpoint import tensor_digest
+from mpipipe.values import Link, Numerics
+
+FEATURES, CLASSES, BATCH = 8, 4, 4
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def price(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+    """Seconds of a forward: of the call, and of each sample; a backward takes twice as long."""
+    seconds = {"call": 1e-3, "sample": 1e-3}
+
+    def once(self: Profiler, *_: Any) -> tuple[float, float]:
+        rows = next(iter(self.anatomy.captured.inputs)).meta["val"].shape[0]
+        forward = seconds["call"] + rows * seconds["sample"]
+        return forward, 2 * forward
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(Profiler, "_once", once)
+    monkeypatch.setattr(Profiler, "_call_s", (0.0, 0.0))
+    monkeypatch.setattr(costing, "_UPDATE_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(costing, "measure_links", lambda _: {"node": Link(1e-6, 1e9)})
+    monkeypatch.setattr("mpipipe.pipeline.give_back_freed_memory", lambda: None)
+    yield seconds
+    torch.set_num_threads(before)
+
+
+class Net(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8) if norm else nn.Identity()
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.first(x))))
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.randn(37, FEATURES, generator=torch.Generator().manual_seed(1))
+    return [(x, x[:CLASSES].argmax()) for x in draw]
+
+
+def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    return functional.cross_entropy(outputs, batch["labels"], reduction="sum"), len(outputs)
+
+
+def pipeline(comm: Communicator, model: Any = Net, data: Any = None, **how: Any) -> Pipeline:
+    given = {"batch": BATCH, "micro_batches": "auto", "cost_cache": False, "say": lambda _: None, **how}
+    return Pipeline(model, loss, samples() if data is None else data, comm=comm, **given)
+
+
+def result(pipe: Pipeline, steps: int) -> tuple[list[str], dict[str, str]]:
+    losses = [pipe.step().loss.hex() for _ in range(steps)]
+    found = {name: tensor_digest(name, t) for name, t in pipe.state_dict(full=False).items()}
+    return losses, {k: v for part in pipe.comm.allgather_object(found) for k, v in part.items()}
+
+
+def numerics(ranks: int, **how: Any) -> Numerics:
+    found = run_local(ranks, lambda comm: pipeline(comm, **how).numerics)
+    assert len(set(map(repr, found))) == 1, "ranks differ"
+    return found[0]
+
+
+def test_all_ranks_agree_the_bits_are_those_of_the_number_and_the_plan_keeps_it(
+    price: dict[str, float],
+) -> None:
+    said: list[str] = []
+
+    def body(comm: Communicator, **how: Any) -> Any:
+        pipe = pipeline(comm, schedule="auto", say=said.append, **how)
+        return pipe.plan, result(pipe, 1)
+
+    searched = run_local(2, body)
+    assert repr(searched[0]) == repr(searched[1])
+    plan, bits = searched[0]
+    assert plan.numerics.micro_batches == 2, "calls have a price, and so has a bubble"
+    line = next(text for text in said if text.startswith("tried "))
+    assert line.startswith("tried 1f1b, gpipe with 1, 2, 4 micro-batches (costs of 1, 2 samples in ")
+    assert "; took 2 of 2, 1f1b; next best " in line
+    price.update(call=1e-9)
+    again, same = run_local(2, lambda comm: body(comm, plan=plan))[0]
+    assert (again.numerics, again.layout, same) == (plan.numerics, plan.layout, bits)
+    assert run_local(1, lambda comm: result(pipeline(comm, micro_batches=2), 1))[0] == bits
+    other = replace(plan, numerics=replace(plan.numerics, batch=3))
+    with pytest.raises(PlanError, match=r"numerics\.batch = 3, this run 4"):
+        run_local(2, lambda comm: pipeline(comm, plan=other))
+
+
+def test_a_resumed_run_keeps_the_number(tmp_path: Path, price: dict[str, float]) -> None:
+    def begin(comm: Communicator) -> Any:
+        pipe = pipeline(comm)
+        result(pipe, 1)
+        pipe.save(tmp_path / "c")
+        return pipe.numerics, result(pipe, 1)
+
+    kept, end = run_local(2, begin)[0]
+    price.update(call=1e-9)
+    assert kept.micro_batches == 2
+    assert numerics(2).micro_batches == 4, "a search would take another one now"
+
+    def resume(comm: Communicator) -> Any:
+        pipe = pipeline(comm, resume=tmp_path / "c")
+        return pipe.numerics, result(pipe, 1)
+
+    assert run_local(1, resume)[0] == (kept, end)
+    with pytest.raises(ConfigError, match="batch: 4 in the checkpoint, 3 now"):
+        numerics(1, resume=tmp_path / "c", batch=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "decided", "new_numerics", "count"),
+    [
+        (3, 8, 4, False, 3),
+        ("auto", 8, None, False, None),
+        ("auto", 8, 4, False, 4),
+        ("auto", 8, 4, True, 4),
+        ("auto", 6, 4, True, None),  # another batch, and it may be split in another way
+        ("auto", 3, 4, False, 3),  # what differs is refused next
+    ],
+)
+def test_what_was_decided_holds_as_long_as_the_batch_does(
+    given: Any, batch: int, decided: int | None, new_numerics: bool, count: int | None
+) -> None:
+    of_8 = numerics_of(
+        batch=8, micro_batches=decided or 1, blocks=1, threads=1, gemm="mkl", precision="fp32",
+        tied="per_use", seed=0,
+    )  # fmt: skip
+    assert _micro_batches(given, batch, 1, of_8 if decided else None, new_numerics) == count
+
+
+def test_a_batch_norm_never_gets_a_single_sample(price: dict[str, float]) -> None:
+    price.update(call=1e-9)
+    assert numerics(2, model=lambda: Net(norm=True)).micro_batches == 2
+
+
+def test_data_by_micro_batch_have_a_number_already() -> None:
+    class Mine:
+        def batch(self, step: int, micro: int) -> Batch:
+            return {"x": torch.zeros(2, FEATURES), "labels": torch.zeros(2, dtype=torch.int64)}
+
+    with pytest.raises(DataError, match=r"asked for by micro-batch.*set micro_batches to that number"):
+        run_local(1, lambda comm: pipeline(comm, data=Mine()))
+
+
+def test_blocks_divide_the_number_and_too_many_are_refused(price: dict[str, float]) -> None:
+    price.update(call=1.0)
+    assert numerics(1, blocks=2).micro_batches == 2
+    with pytest.raises(PlanError, match="use 4 blocks at most"):
+        numerics(1, blocks=5)
+
+
+def test_ranks_of_which_only_some_search_are_caught() -> None:
+    with pytest.raises(LaunchError, match="searched"):
+        run_local(2, lambda comm: pipeline(comm, micro_batches="auto" if comm.rank else 1))
