@@ -169,7 +169,7 @@ def parallel_chains(
 
 
 def items(graph: Drawn, n_devices: int, n_cpus: int = 0, capacity: float = 16 * GIB) -> dict:
-    """The arguments of the compiled solver, without budget. Forward nodes are drawn in a topological order, and
+    """The arguments of the compiled solver, without budget. Forward nodes are drawn in topological order, and
     so are their classes: each begins with its forward node."""
     classes, item = np.unique(graph.colour, return_inverse=True)
     consumers: dict[int, set[int]] = {}
