@@ -83,7 +83,8 @@ py::dict answer(const Solution& solution, const Budget& budget) {
 
 std::vector<int> placement_of(const Problem& problem, const Array<int32_t>& start) {
     std::vector<int> device(start.data(), start.data() + start.size());
-    require(device.empty() || static_cast<int>(device.size()) == problem.n_items(), "start has not one device per item");
+    require(device.empty() || static_cast<int>(device.size()) == problem.n_items(),
+            "start has not one device per item");
     for (int d : device) require(d >= 0 && d < problem.n_devices(), "start names a device that is not there");
     require(device.empty() || supported(problem, device), "start has an item on a device that does not support it");
     return device;

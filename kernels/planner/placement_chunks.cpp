@@ -29,7 +29,8 @@ class Annealer {
     Annealer(const Problem& problem, const Budget& budget, uint64_t seed, const std::vector<int>& start)
         : problem_(problem), budget_(budget), random_(seed), n_devices_(problem.n_devices()),
           bound_(divided_work_bound(problem)), device_(start), goal_(upper_limit(problem)),
-          held_pins_(static_cast<size_t>(problem.n_tensors()) * n_devices_), load_(n_devices_), bytes_(n_devices_), seen_(problem.n_items()) {
+          held_pins_(static_cast<size_t>(problem.n_tensors()) * n_devices_), load_(n_devices_), bytes_(n_devices_),
+          seen_(problem.n_items()) {
         if (start.empty()) scatter();
         rebuild();
         keep_if_better();

@@ -16,12 +16,12 @@ namespace mpipipe::placement {
 
 namespace {
 
-constexpr double tolerance = 1e-9;  // relative; a placement better by less is not looked for
+constexpr double tolerance = 1e-9;   // relative; a placement better by less is not looked for
 constexpr double growth = 1.5;       // of the steps from one target to the next
-constexpr int first_targets = 64;   // the first one lies this fraction of the gap above the bound
-constexpr double infinite = std::numeric_limits<double>::infinity();
-
+constexpr int first_targets = 64;    // the first one lies this fraction of the gap above the bound
+constexpr double rounding = 1e-12;   // relative
 constexpr double largest_loss = 1e-3, largest_cpu_loss = 2e-2;  // of the bound: what relax may cut off an item
+constexpr double infinite = std::numeric_limits<double>::infinity();
 
 // The devices of the items that became `item_of`; nothing from nothing.
 std::vector<int> expanded(const std::vector<int>& device, const std::vector<int>& item_of) {
@@ -91,7 +91,7 @@ Rest Search::rest(int accelerators, int cpus) const {
 
 // False: no better placement is missed without it. Enters the expansion.
 bool Search::is_useful(int accelerators, int cpus, const State& state, const Word* ideal) {
-    if (state.load >= limits_.target || state.hash == all_hash_) return false;
+    if (state.load >= limits_.target || std::equal(all_.begin(), all_.end(), ideal)) return false;
     const auto cheaper = [&](int f, int c) {
         const int32_t index = layer(f, c).find(ideal, state.hash);
         return index != Layer::none && layer(f, c).state(index).load <= state.load;
@@ -104,7 +104,8 @@ bool Search::is_useful(int accelerators, int cpus, const State& state, const Wor
 }
 
 // An ideal of the same devices that holds J and more, as cheap, where what it holds more is free to take.
-bool Search::is_dominated(const Layer& within, const std::vector<int32_t>& kept, const State& state, const Word* ideal) {
+bool Search::is_dominated(const Layer& within, const std::vector<int32_t>& kept, const State& state,
+                          const Word* ideal) {
     for (int32_t index : kept) {
         if (within.state(index).load > state.load) continue;
         const Word* larger = within.ideal(index);
@@ -222,7 +223,6 @@ class Rising {
         none_ = device_.empty() && bound_ >= most;
     }
     bool finished() const { return bound_ >= load_ * (1 - 2 * tolerance); }
-    bool none() const { return none_; }  // proven: nothing fits
 
     Solution solution() const {
         if (none_) return {Status::infeasible, {}, infinite, infinite, ideals_};
@@ -248,7 +248,7 @@ class Rising {
     const Budget& budget_;
     double bound_, load_;
     std::vector<int> device_;
-    bool none_ = false;
+    bool none_ = false;  // proven: nothing fits
     int64_t ideals_ = 0;
 };
 
@@ -275,21 +275,32 @@ Solution improve_on(const Problem& problem, const Budget& budget, Known known) {
     return solution;
 }
 
-// First the problem with small side branches joined to what they feed: its bound holds, and often so does its
-// placement. What is still open is left to the problem itself.
+// First some orders without CPUs, with small side branches joined to what they feed; then all devices, joined: that
+// bound holds, and often so does the placement. What is still open is left to the problem itself.
 Solution solve_merged(const Problem& problem, const Budget& budget) {
-    Known known{divided_work_bound(problem) * (1 - 1e-12), infinite, {}};
+    Known known{divided_work_bound(problem) * (1 - rounding), infinite, {}};
     if (std::isinf(known.bound)) return {Status::infeasible, {}, infinite, infinite, 0};
-    const Merged relaxed = relax(problem, largest_loss * known.bound, largest_cpu_loss * known.bound);
     int64_t ideals = 0;
+    const auto consider = [&](const std::vector<int>& of_joined, const std::vector<int>& item_of) {
+        std::vector<int> device = expanded(of_joined, item_of);
+        if (device.empty() || !fits(problem, device)) return;
+        const double load = most_loaded(problem, device);
+        if (load < known.load) known.load = load, known.device = std::move(device);
+    };
+    if (problem.n_cpus && problem.n_accelerators) {
+        Problem accelerators = problem;
+        accelerators.n_cpus = 0;
+        const Merged easier = relax(accelerators, largest_loss * known.bound, 0);
+        Random random(1);
+        consider(best_order(easier.problem, known.bound, budget, random).chain.device, easier.item_of);
+    }
+    const Merged relaxed = relax(problem, largest_loss * known.bound, largest_cpu_loss * known.bound);
     if (relaxed.problem.n_items() < problem.n_items()) {
         const Solution easier = improve_on(relaxed.problem, budget, {known.bound, infinite, {}});
         if (easier.status == Status::infeasible) return easier;
+        consider(easier.device, relaxed.item_of);
+        ideals += easier.ideals;
         known.bound = std::max(known.bound, easier.bound);
-        known.device = expanded(easier.device, relaxed.item_of);
-        if (!known.device.empty() && fits(problem, known.device)) known.load = most_loaded(problem, known.device);
-        else known.device.clear();
-        ideals = easier.ideals;
     }
     Solution solution = improve_on(problem, budget, std::move(known));
     solution.ideals += ideals;

@@ -29,11 +29,11 @@ struct Rest {
 
 // Sums over J + S or over what is outside it; kept whole, so that taking a decision back brings no rounding.
 struct Sums {
-    double work_s = 0;      // of S on the next device
-    double gain_s = 0;      // of S on an accelerator
-    double paid_s = 0;      // tensors that S will certainly pay
-    double crossing_s = 0;  // tensors that will certainly have pins inside and outside J + S
-    double bytes = 0;       // of S
+    double work_s = 0;       // of S on the next device
+    double gain_s = 0;       // of S on an accelerator
+    double paid_s = 0;       // tensors that S will certainly pay
+    double crossing_s = 0;   // tensors that will certainly have pins inside and outside J + S
+    double bytes = 0;        // of S
     double open_work_s = 0;  // of the undecided items on the next device
     double open_gain_s = 0;  // of the undecided items on an accelerator
     double open_bytes = 0;
@@ -48,7 +48,6 @@ class Expansion {
     // Speak of J from now on.
     void enter(const Word* ideal);
     double remaining_s() const { return remaining_s_; }  // accelerator seconds outside J
-    double remaining_bytes() const { return remaining_bytes_; }
     double crossing_s() const { return crossing_s_; }    // tensors with pins inside and outside J
     // True: `larger`, an ideal that holds J, is no worse than J if reached at no higher cost. Shown item by item.
     bool is_free_to_grow(const Word* larger);

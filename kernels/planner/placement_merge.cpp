@@ -57,6 +57,8 @@ Merged relabelled(const Problem& problem, std::vector<int> item_of, int count) {
     return merged;
 }
 
+constexpr double cpu_share = 0.2;  // of a partner's CPU time: what relax may forget beside it
+
 struct Costs {
     double between = 0, other = 0;
 };
@@ -83,7 +85,7 @@ bool may_join_for_free(const Problem& problem, bool bytes_count, int item, int p
     return problem.accelerator_s[item] + costs.other <= costs.between;
 }
 
-// Joins items to partners as long as `may_join(problem, item, partner)`; `joined(problem, item, partner)` may first
+// Joins items to partners as long as `may_join(problem, item, partner)`; `on_join(problem, item, partner)` may first
 // change what the item brings along.
 template <typename May, typename Joined>
 Merged join_neighbours(const Problem& problem, const May& may_join, const Joined& on_join) {
@@ -156,7 +158,7 @@ Merged relax(const Problem& problem, double loss_s, double cpu_loss_s) {
         [&](const Problem& now, int item, int partner) {
             if (!now.before[item].empty() && !now.after[item].empty()) return false;
             if (bytes_count && now.nbytes[item] > 0) return false;
-            if (problem.n_cpus && now.cpu_s[item] > cpu_loss_s) return false;
+            if (problem.n_cpus && now.cpu_s[item] > std::max(cpu_loss_s, cpu_share * now.cpu_s[partner])) return false;
             const double kept = kept_s(now, item, partner);
             return kept >= 0 && now.accelerator_s[item] - kept <= loss_s;
         },

@@ -23,8 +23,8 @@ Merged merge_for_free(const Problem& problem);
 
 // A problem that is no harder: the least load of a contiguous placement is the same or lower. Joins items without
 // predecessors or without successors as above, but also where this is not free. Their CPU time, up to `cpu_loss_s`
-// each, is forgotten; their own time beyond the tensors to the partner, up to `loss_s` each, is cut off: whoever
-// takes the partner pays at least the tensors or the time.
+// each or a fifth of the partner's, is forgotten; their own time beyond the tensors to the partner, up to `loss_s`
+// each, is cut off: whoever takes the partner pays at least the tensors or the time.
 Merged relax(const Problem& problem, double loss_s, double cpu_loss_s);
 
 // The same problem with items numbered along `order`.

@@ -20,7 +20,8 @@ struct Step {
 // The pieces order[begin:end] that grow from one begin.
 class Piece {
   public:
-    explicit Piece(const Problem& problem) : problem_(problem), before_(problem.n_tensors()), held_(problem.n_tensors()) {}
+    explicit Piece(const Problem& problem)
+        : problem_(problem), before_(problem.n_tensors()), held_(problem.n_tensors()) {}
 
     void restart() {
         for (int t : touched_) held_[t] = 0;
