@@ -43,6 +43,7 @@ from mpipipe.report.plan_file import read_plan
 from mpipipe.runtime.costing import Measured, device_kind, measure
 from mpipipe.runtime.foreign import Factory, UserOptimizer
 from mpipipe.runtime.interpreter import Outcome
+from mpipipe.runtime.loading import with_loading
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
@@ -234,7 +235,9 @@ class Pipeline:
         )
         if self.rank == 0:
             cache.write(found.samples)
-        return found
+        costs, rows = found.costs, numerics.micro_batch
+        costs = with_loading(costs, variants.graph, self.data, rows, self.comm, numerics.threads)
+        return replace(found, costs=costs)
 
     def _agree(self, **settings: Any) -> None:
         """All ranks prove that they were given the same numbers. Collective."""

@@ -15,6 +15,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.planner.joint import Asked, Joint, counts_of, schedules_of
 from mpipipe.planner.sizing import costs_at, settle
+from mpipipe.runtime.costing import Updates
 from mpipipe.runtime.modelling import Found, costs_of, find
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of
@@ -40,7 +41,7 @@ class Costing:
         self.base_bytes, self.seconds = 0, 0.0
         self._machine, self._variants_of, self._unused = machine, variants_of, t.unused
         self._optimizer, self._memory = optimizer_settings(config), resident_memory()
-        self._update_s = (0.0, 0.0)
+        self._update_s = Updates(0.0, 0.0, 0.0)
 
     def search(self, budget_s: float = math.inf) -> Joint:
         """The best plan, or the best so far when the time is used. Raises PlanError."""

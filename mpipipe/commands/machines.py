@@ -13,7 +13,7 @@ from mpipipe.config.cluster import ClusterConfig
 from mpipipe.errors import PlanError
 from mpipipe.graph.rates import Rates, Roofline, Trials
 from mpipipe.planner.sizes import size_text
-from mpipipe.runtime.costing import update_s_per_byte, update_s_per_parameter
+from mpipipe.runtime.costing import Updates, update_times
 from mpipipe.runtime.modelling import update_bytes
 from mpipipe.runtime.optimizer import Optimizer
 from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
@@ -32,8 +32,8 @@ class Machine(ABC):
         """chill: empties the caches, where something is timed."""
 
     @abstractmethod
-    def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> tuple[float, float]:
-        """Of an optimizer step: per byte of weights, and of a parameter without elements."""
+    def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> Updates:
+        """Of an optimizer step."""
 
     @abstractmethod
     def cluster(self, n_ranks: int, base_bytes: int) -> Cluster:
@@ -58,9 +58,8 @@ class Here(Machine):
     def rates(self, chill: Callable[[], object]) -> Rates:
         return Trials(chill)
 
-    def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> tuple[float, float]:
-        clock = time.perf_counter
-        return update_s_per_byte(optimizer, clock, chill), update_s_per_parameter(optimizer, clock, chill)
+    def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> Updates:
+        return update_times(optimizer, time.perf_counter, chill)
 
     def cluster(self, n_ranks: int, base_bytes: int) -> Cluster:
         return like_this_node(n_ranks, self.threads, instruction_set(), base_bytes, self.limit)
@@ -98,8 +97,8 @@ class There(Machine):
         flops = {precision: rate * self.share for precision, rate in device.flops_per_s}
         return Roofline(flops, device.bytes_per_s * self.share)
 
-    def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> tuple[float, float]:
-        return update_bytes(optimizer) / (self.file.first.bytes_per_s * self.share), 0.0
+    def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> Updates:
+        return Updates(update_bytes(optimizer) / (self.file.first.bytes_per_s * self.share), 0.0, 0.0)
 
     def cluster(self, n_ranks: int, base_bytes: int) -> Cluster:
         return self.file.of(n_ranks, self.precision, self.threads, base_bytes, self.limit)

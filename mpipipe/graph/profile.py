@@ -328,10 +328,11 @@ def group_costs(
     samples: dict[str, Sample],
     update_s: float = 0.0,
     fill: float = 1.0,
+    statistic_s: float = 0.0,
 ) -> tuple[GroupCost, ...]:
     """Puts the samples of distinct groups back on every group, in order: seconds of the mean micro-batch,
     bytes of the largest. update_s: seconds of the update of a parameter without elements; fill: as in
-    `Numerics`."""
+    `Numerics`; statistic_s: of what a micro-batch adds to a buffer, which is counted with its backward."""
     crossing = anatomy.crossings()
     starts: list[int] = []
     groups = group_of(anatomy)
@@ -347,11 +348,12 @@ def group_costs(
         new = {anatomy.root(n): n for n in values if anatomy.root(n) not in seen}
         seen |= set(new)
         stash = s.saved_bytes + sum(sum(x.nbytes for x in output_specs(n)) for n in new.values())
+        applied_s = statistic_s * len(piece.code.updates)
         cut = [n for n in crossing[position] if isinstance(n.meta["val"], torch.Tensor)]
         sizes = {n: sum(x.nbytes for x in output_specs(n)) for n in cut}
         out.append(
             GroupCost(
-                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s, piece.param_bytes, stash,
+                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s + applied_s, piece.param_bytes, stash,
                 s.workspace_bytes, sum(sizes.values()),
                 sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
                 s.spread,

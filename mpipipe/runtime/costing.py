@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,20 +21,28 @@ from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings
 from mpipipe.runtime.weights import Flat, ParamGroup
 from mpipipe.values import Cluster, Costs, Device, Numerics
 
-_UPDATE_ELEMENTS, _UPDATE_PARAMETERS = 1 << 20, 32
+_UPDATE_ELEMENTS, _UPDATE_PARAMETERS, _STATISTICS = 1 << 20, 32, 64
+
+
+class Updates(NamedTuple):
+    """Seconds of norm, clip, update and zero for a byte of weights, and for a parameter without elements:
+    torch's calls alone. And of what a micro-batch adds to a buffer such as a running mean."""
+
+    of_byte: float
+    of_parameter: float
+    of_statistic: float
 
 
 @dataclass(frozen=True)
 class Measured:
     """costs, and the samples that they are made of, by the name under which a later run finds them; timed,
-    of: how many distinct groups were timed now, and how many there are; update_s: of an optimizer step, per
-    byte of weights, and of a parameter without elements."""
+    of: how many distinct groups were timed now, and how many there are."""
 
     costs: Costs
     samples: dict[str, Sample]
     timed: int
     of: int
-    update_s: tuple[float, float]
+    update_s: Updates
 
 
 def measure(
@@ -69,11 +78,13 @@ def measure(
     limits = comm.allgather_object((memory_bytes or share, base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
     costs = Costs(
-        groups=group_costs(variants.primary, parts, samples, update_s[1], numerics.fill),
+        groups=group_costs(
+            variants.primary, parts, samples, update_s.of_parameter, numerics.fill, update_s.of_statistic
+        ),
         cluster=Cluster(devices, comm.node_of_rank, links),
         ties=variants.graph.ties,
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
-        step_s_per_byte=update_s[0],
+        step_s_per_byte=update_s.of_byte,
         source="measured",
         spread=float(np.median([s.spread for s in samples.values()])),
     )
@@ -83,12 +94,10 @@ def measure(
 
 def _updates_s(
     comm: Communicator, optimizer: Optimizer, clock: Callable[[], float], profiler: Profiler, slower: float
-) -> tuple[float, float]:
+) -> Updates:
     """`Measured.update_s`, of the rank that was disturbed least."""
-    times = (update_s_per_byte, update_s_per_parameter)
-    updates = [f(optimizer, clock, profiler.chill) * slower for f in times]
-    per_byte, per_parameter = map(min, zip(*comm.allgather_object(updates), strict=True))
-    return per_byte, per_parameter
+    mine = [seconds * slower for seconds in update_times(optimizer, clock, profiler.chill)]
+    return Updates(*map(min, zip(*comm.allgather_object(mine), strict=True)))
 
 
 def device_kind(instruction_set: str) -> str:
@@ -129,21 +138,30 @@ def _speeds(comm: Communicator, kind: str, reference_s: float) -> tuple[list[str
     return [k for k, _ in seen], [fastest[seen[0][0]] / fastest[k] for k, _ in seen]
 
 
-def update_s_per_byte(
+def update_times(
     optimizer: Optimizer, clock: Callable[[], float], chill: Callable[[], object] = lambda: None
-) -> float:
-    """Norm, clip, update and zero of a block of weights, per byte of weights. A user's own optimizer,
-    which may want the model's parameters and no others, counts as AdamW. chill: empties the caches."""
-    shapes = {"w": torch.Size([_UPDATE_ELEMENTS])}
-    return _update_s(optimizer, clock, chill, shapes) / (4 * _UPDATE_ELEMENTS)
+) -> Updates:
+    """Timed on this rank. A user's own optimizer, which may want the model's parameters and no others, counts
+    as AdamW. chill: empties the caches."""
+    whole, single = {"": torch.Size([_UPDATE_ELEMENTS])}, torch.Size([1])
+    single_s = _update_s(optimizer, clock, chill, {str(i): single for i in range(_UPDATE_PARAMETERS)})
+    return Updates(
+        of_byte=_update_s(optimizer, clock, chill, whole) / (4 * _UPDATE_ELEMENTS),
+        of_parameter=single_s / _UPDATE_PARAMETERS,
+        of_statistic=_statistic_s(clock),
+    )
 
 
-def update_s_per_parameter(
-    optimizer: Optimizer, clock: Callable[[], float], chill: Callable[[], object] = lambda: None
-) -> float:
-    """The same of a parameter without elements: torch's calls alone, of which a small model is full."""
-    shapes = {str(i): torch.Size([1]) for i in range(_UPDATE_PARAMETERS)}
-    return _update_s(optimizer, clock, chill, shapes) / _UPDATE_PARAMETERS
+@torch.no_grad()
+def _statistic_s(clock: Callable[[], float]) -> float:
+    """As `Stage.apply_statistics` does it, for small buffers."""
+    buffers, value, seconds = [torch.zeros(64) for _ in range(_STATISTICS)], torch.ones(64), []
+    for _ in range(4):
+        start = clock()
+        for buffer in buffers:
+            buffer.mul_(0.9).add_(value, alpha=0.1)
+        seconds.append(clock() - start)
+    return min(seconds[1:]) / _STATISTICS
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from mpipipe.graph.rates import Rates, sample_of
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier, Tally
 from mpipipe.planner.sizes import size_text
-from mpipipe.runtime.costing import bytes_per_param_byte
+from mpipipe.runtime.costing import Updates, bytes_per_param_byte
 from mpipipe.runtime.optimizer import Optimizer
 from mpipipe.values import Cluster, Costs, Numerics
 
@@ -82,16 +82,22 @@ def _seconds(s: Sample) -> float:
 
 def costs_of(
     found: Found, variants: Variants, numerics: Numerics, optimizer: Optimizer, cluster: Cluster,
-    update_s: tuple[float, float],
+    update_s: Updates,
 ) -> Costs:  # fmt: skip
-    """Costs on a cluster that is not here. update_s: of an optimizer step, per byte of weights, and of a
-    parameter without elements."""
+    """Costs on a cluster that is not here."""
     return Costs(
-        groups=group_costs(variants.primary, found.parts, found.samples, update_s[1], numerics.fill),
+        groups=group_costs(
+            variants.primary,
+            found.parts,
+            found.samples,
+            update_s.of_parameter,
+            numerics.fill,
+            update_s.of_statistic,
+        ),
         cluster=cluster,
         ties=variants.graph.ties,
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
-        step_s_per_byte=update_s[0],
+        step_s_per_byte=update_s.of_byte,
         source="modelled" if found.modelled else "measured",
         spread=found.spread,
     )

@@ -1,0 +1,54 @@
+"""What loading costs a rank whose cores are all at work: the thread that loads shares them with the step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.node import cores_available
+from mpipipe.runtime.feed import Data
+from mpipipe.values import Costs, Graph
+
+_TIMES, _BUDGET_S = 3, 0.05
+
+
+def with_loading(
+    costs: Costs, graph: Graph, data: Data, rows: int, comm: Communicator, threads: int
+) -> Costs:
+    """Adds what loading takes to the forward of the first group that reads the batch and of the last, which are
+    on the first stage and the last: the seconds of their keys, for `rows` samples. Not where a core is left for
+    it, nor for data that cannot be asked for one micro-batch alone. Collective."""
+    on_node = comm.node_of_rank.count(comm.node_of_rank[comm.rank])
+    spare = on_node * (threads + 1) <= len(cores_available())
+    reads = _keys_of_groups(graph)
+    if any(comm.allgather_object(spare)) or not reads or not data.exact or data.varying:
+        return costs
+    first, last = min(reads), max(reads)
+    if comm.size == 1 or first == last:
+        reads = {first: frozenset().union(*reads.values())}
+    groups = list(costs.groups)
+    for group in {first, last} & reads.keys():
+        loaded_s = min(comm.allgather_object(_seconds(data, rows, reads[group])))
+        groups[group] = replace(groups[group], fwd_s=groups[group].fwd_s + loaded_s)
+    return replace(costs, groups=tuple(groups))
+
+
+def _keys_of_groups(graph: Graph) -> dict[int, frozenset[str]]:
+    """The batch keys that each group reads; groups that read none are left out."""
+    found: dict[int, frozenset[str]] = {}
+    for node in graph.nodes:
+        keys = graph.inputs.keys() & node.inputs
+        if keys and node.group >= 0:
+            found[node.group] = found.get(node.group, frozenset()) | keys
+    return found
+
+
+def _seconds(data: Data, rows: int, keys: frozenset[str]) -> float:
+    """On the core. The first time is cold, and counts only where it takes long."""
+    seconds: list[float] = []
+    while len(seconds) < 1 + _TIMES and sum(seconds) < _BUDGET_S:
+        start = time.thread_time()
+        data.batch("train", 0, 0, rows, keys)
+        seconds.append(time.thread_time() - start)
+    return min(seconds)

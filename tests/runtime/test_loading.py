@@ -1,0 +1,80 @@
+"""Loading is a part of the forward where it shares a core with it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from made_run import made_costs
+
+from mpipipe.cluster.local import run_local
+from mpipipe.runtime import loading
+from mpipipe.values import Graph, Node, TensorSpec
+
+ROW = TensorSpec((2, 4), "float32")
+GRAPH = Graph(
+    nodes=(
+        Node("a", "aten.relu.default", "", ("x",), (ROW,), (), 0, ""),
+        Node("b", "aten.relu.default", "", ("a",), (ROW,), (), 1, ""),
+        Node("mask", "aten.relu.default", "", ("x",), (ROW,), (), -1, ""),
+        Node("c", "aten.mul.Tensor", "", ("b", "y"), (ROW,), (), 2, ""),
+    ),
+    groups=("a", "b", "c"),
+    inputs={"x": ROW, "y": ROW},
+    params={},
+    buffers={},
+    ties=(),
+)
+
+
+class Slow:
+    """Data whose keys take a millisecond of the core each."""
+
+    exact, varying, whole = True, False, False
+
+    def __init__(self) -> None:
+        self.asked: list[frozenset[str]] = []
+
+    def batch(self, split, step, start, stop, keys):
+        self.asked.append(keys)
+        end = time.thread_time() + 1e-3 * len(keys)
+        while time.thread_time() < end:
+            pass
+        return {key: torch.zeros(stop - start, 4) for key in keys}
+
+
+def added(n_ranks: int, cores: int, monkeypatch, data=None):
+    """Seconds that each group's forward is longer, on every rank."""
+    monkeypatch.setattr(loading, "cores_available", lambda: range(cores))
+    costs = made_costs(n_ranks, n_groups=3)
+
+    def rank(comm):
+        found = loading.with_loading(costs, GRAPH, data or Slow(), 2, comm, 1)
+        return [b.fwd_s - a.fwd_s for a, b in zip(costs.groups, found.groups, strict=True)]
+
+    return run_local(n_ranks, rank)
+
+
+def test_the_stages_at_both_ends_load_what_they_read(monkeypatch):
+    first, *others = added(2, 2, monkeypatch)
+    assert all(other == first for other in others)
+    assert 1e-3 <= first[0] < 3e-3
+    assert first[1] == 0
+    assert 1e-3 <= first[2] < 3e-3
+
+
+def test_one_rank_loads_all_once(monkeypatch):
+    (found,) = added(1, 1, monkeypatch)
+    assert 2e-3 <= found[0] < 5e-3
+    assert found[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("change", [{"cores": 4}, {"exact": False}, {"varying": True}])
+def test_nothing_is_added_where_a_core_is_left_or_nothing_can_be_asked(monkeypatch, change):
+    data = Slow()
+    for name, value in change.items():
+        setattr(data, name, value)
+    for found in added(2, change.get("cores", 2), monkeypatch, data):
+        assert found == [0, 0, 0]
+    assert not data.asked
