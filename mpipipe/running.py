@@ -51,6 +51,7 @@ class Run:
         self.data, self.comm = pipe.data, pipe.comm
         self.recorder = Recorder(pipe.comm, pipe.program)
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
+        self.first_step, self.all_steps_s = pipe.steps_done, 0.0
         self.saved, self.sha = -1, ""
         state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
         nbytes = pipe.size * sum(t.nbytes for t in state.values())
@@ -102,6 +103,7 @@ class Run:
             last = step
             self.recorder.add(outcome)
             self.step_s.append(step.seconds)
+            self.all_steps_s += step.seconds
             values, done = self._values(step), step.step >= t.steps
             if self._due(self.config.eval.every, step.step) and not step.stop:  # who asked may not wait: save
                 self.values = self._evaluate()
@@ -187,7 +189,7 @@ class Run:
             bubble=measured.bubble,
             predicted_bubble=prediction.bubble,
             ranks=rank_reports(pipe.predicted, measured, *self._stages(), self._sizes()),
-            per_s=self._per_second(step_s),
+            per_s=self._per_second(self.all_steps_s / (pipe.steps_done - self.first_step)),
             unit=self.unit,
             weights_sha256=self.sha,
             steps=pipe.steps_done,

@@ -447,7 +447,7 @@ class Report(Value):
     bubble: float
     predicted_bubble: float
     ranks: tuple[RankReport, ...]
-    per_s: float  # of `unit`
+    per_s: float  # of `unit`: mean over the time of all steps since the run began or went on
     unit: str  # "tokens" or "samples"
     weights_sha256: str
     steps: int

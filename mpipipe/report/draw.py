@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpipipe.report.account import meetings_s
 from mpipipe.report.progress import number
 from mpipipe.values import Float64, Op, Span, Timeline
 
@@ -44,6 +46,7 @@ def draw_text(timeline: Timeline, width: int = 100, span_s: float | None = None)
 
     span_s: seconds of the whole width, to draw several on one scale; None = the makespan.
     """
+    timeline = _norms_met(timeline)
     n = len(timeline.times)
     columns, start = _columns(timeline, width), _start(timeline)
     scale = columns / (span_s or timeline.makespan_s or 1.0)
@@ -157,6 +160,7 @@ def draw_png(timelines: Mapping[str, Timeline], path: str | Path) -> None:
 def _panel(axes: Axes, timeline: Timeline, row_inches: float) -> None:
     from matplotlib.collections import PolyCollection
 
+    timeline = _norms_met(timeline)
     start, ranks = _start(timeline), range(len(timeline.times))
     for op in _ops([timeline]):
         boxes = [_boxes(timeline, rank, op, start) for rank in ranks]
@@ -194,6 +198,16 @@ def _labels(axes: Axes, timeline: Timeline, start: float) -> None:
 
 
 # -- both ------------------------------------------------------------------------------------------
+
+
+def _norms_met(timeline: Timeline) -> Timeline:
+    """Each NORM from when the last rank has come to it: before that, a rank waits."""
+    times = [t.copy() for t in timeline.times]
+    met = meetings_s(timeline) if times else np.zeros(0)
+    for own, codes in zip(times, timeline.program.codes, strict=True):
+        norms = codes[:, 0] == Op.NORM
+        own[norms, 0] = np.minimum(own[norms, 1], np.maximum(own[norms, 0], met))
+    return replace(timeline, times=tuple(times))
 
 
 def _ops(timelines: Iterable[Timeline]) -> list[Op]:

@@ -76,7 +76,8 @@ def _folded(heads: list[Head], numbers: Float64) -> tuple[list[Head], Float64]:
 
 
 def _lines(r: Report) -> list[str]:
-    lines = [f"{r.steps} steps, final training loss {number(r.final_loss)}, {number(r.per_s)} {r.unit}/s"]
+    speed = f"{number(r.per_s)} {r.unit}/s in the mean"
+    lines = [f"{r.steps} steps, final training loss {number(r.final_loss)}, {speed}"]
     if r.stopped_by is not None:
         lines[0] += f", stopped by {r.stopped_by}"
     if r.val_loss is not None:

@@ -15,7 +15,7 @@ from mpipipe.values import Cluster, Device, Link, Program, StageCost, Timeline
 
 PICTURE = """\
 r0 |0---1---        0=======    1=======NNNNSSSS|
-r1 |    0---0~~~0:::1---1=======NNNNNNNNNNNNSSSS|"""
+r1 |    0---0~~~0:::1---1=======        NNNNSSSS|"""
 
 
 def test_the_picture(timeline: Timeline) -> None:
@@ -32,7 +32,7 @@ def test_lines_fit_the_width_and_each_other(timeline: Timeline, width: int) -> N
 def test_the_share_of_blanks_is_the_share_of_waiting(timeline: Timeline) -> None:
     rows = [line.split("|")[1] for line in draw_text(timeline, width=1105).splitlines()]
     assert [len(row) for row in rows] == [1100, 1100]
-    assert [row.count(" ") for row in rows] == [300, 100]
+    assert [row.count(" ") for row in rows] == [300, 300]
 
 
 def test_a_box_too_narrow_for_its_number_has_none(timeline: Timeline) -> None:
@@ -81,7 +81,7 @@ def test_several_timelines_have_one_axis_and_a_legend(timeline: Timeline) -> Non
     assert lines == [
         "predicted: 5500 ms, idle 36.4%",
         "r0 |0-1-    0===  1===NNSS                      |",
-        "r1 |  0-0~0:1-1===NNNNNNSS                      |",
+        "r1 |  0-0~0:1-1===    NNSS                      |",
         "measured: 11000 ms, idle 36.4%",
         *PICTURE.splitlines(),
         "    0 ms                5000                10000"[:49],

@@ -39,7 +39,7 @@ def test_summary_puts_predicted_next_to_measured(report: Report) -> None:
     }
     assert len(bars) == 1, "the bars stand below each other"
     assert "validation loss 2.25 = 0.750 of the unigram entropy 3\n" in text
-    assert "200 steps, final training loss 2.2, 7448 tokens/s\n" in text
+    assert "200 steps, final training loss 2.2, 7448 tokens/s in the mean\n" in text
     assert f"weights {report.weights_sha256}\n" in text
     assert f"plan {report.plan_hash}\n" in text
 
