@@ -35,6 +35,7 @@ from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models.losses import from_mean
 from mpipipe.planner.given import check_given as check_given_plan
+from mpipipe.planner.partition import check_stages
 from mpipipe.planner.search import make_plan, plan_of, predict, program_for
 from mpipipe.report.plan_file import read_plan
 from mpipipe.runtime.costing import device_kind, measure
@@ -143,7 +144,7 @@ class Pipeline:
         folder = _one_folder(comm, resume)
         saved = None if folder is None else read_state(folder)
         self.numerics = numerics_of(
-            batch=batch, micro_batches=micro_batches, blocks=blocks, threads=_threads(comm, threads, saved),
+            batch=batch, micro_batches=micro_batches, blocks=blocks, threads=threads_of(comm, threads, saved),
             gemm=gemm, precision=precision, tied=tied, seed=seed,
         )  # fmt: skip
         if saved is not None and not new_numerics:
@@ -176,6 +177,7 @@ class Pipeline:
             check_graph(folder, saved.graph, self.variants.graph.hash)
         if given_plan is not None:
             self._check_plan(given_plan, "the plan" if isinstance(plan, Plan) else str(plan))
+        check_stages(self.size, len(self.variants.graph.groups))
         started = time.perf_counter()
         self._measure(memory_bytes, cost_cache)
         self.memory.restart()  # what the timing took has been given back
@@ -373,8 +375,8 @@ def _one_folder(comm: Communicator, given: str | Path | None) -> Path | None:
     return comm.bcast_object(Path(given).resolve() if comm.rank == 0 else Path())
 
 
-def _threads(comm: Communicator, threads: int | Literal["auto"], saved: RunState | None) -> int:
-    """What "auto" means is decided once: a resumed run keeps it, on any machine."""
+def threads_of(comm: Communicator, threads: int | Literal["auto"], saved: RunState | None) -> int:
+    """What "auto" means is decided once: a resumed run keeps it, on any machine. Collective."""
     if threads != "auto":
         return threads
     return default_threads(comm, cores_available()) if saved is None else saved.numerics.threads

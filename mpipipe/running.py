@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections import deque
 from contextlib import nullcontext
@@ -35,9 +36,10 @@ from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.resume import prune, step_folder
-from mpipipe.state.rundir import METRICS
+from mpipipe.state.rundir import CONFIG, METRICS
 from mpipipe.values import Int64, Report, Timeline, to_json
 
+END_OF_DATA = "the end of the data"  # as a reason to stop
 SAVE_BYTES_PER_S = 100e6  # of a slow file system: what a save is taken to need before the first one
 
 
@@ -60,10 +62,14 @@ class Run:
         self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
 
     def all(self) -> Report:
-        pipe, threads = self.pipe, self.pipe.numerics.threads
-        self.log.say(f"mpipipe: {pipe.size} ranks x {threads} threads, run folder {self.run_dir}")
-        if advice := _advice(self.comm, threads):
+        pipe = self.pipe
+        if advice := _advice(self.comm, pipe.numerics.threads):
             self.log.say(f"note: {advice}")
+        if pipe.data.val_samples == 0 and (
+            self.built.metrics or "every" in self.config.eval.model_fields_set
+        ):
+            missing = ", ".join(["validation loss", *self.built.metrics])
+            self.log.say(f"note: the data set has no validation part, so nothing is evaluated: no {missing}")
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         if pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
@@ -91,7 +97,7 @@ class Run:
             except EndOfData:
                 if last is None:
                     raise
-                asked.append("the end of the data")
+                asked.append(END_OF_DATA)
                 if not self._due(self.config.eval.every, last.step):
                     self.values = self._evaluate()
                     if self.values:
@@ -221,6 +227,14 @@ class Run:
         write_text(self.run_dir / "summary.json", to_json(report))  # last: where it is, the run has ended
         self.log.say(f"{draw_texts(timelines, width=110)}\n\n{summary(report)}")
         self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
+        if report.stopped_by not in (None, END_OF_DATA):
+            self.log.say(f"to go on: {self._resume()}")
+
+    def _resume(self) -> str:
+        """The command line that goes on from here."""
+        launcher = ["mpirun", "-n", str(self.pipe.size)] if self.pipe.size > 1 else []
+        place = [str(self.run_dir / CONFIG), f"run.dir={self.run_dir}"]
+        return shlex.join([*launcher, "python", "-m", "mpipipe.train", *place, "--resume"])
 
 
 def _advice(comm: Communicator, threads: int) -> str | None:

@@ -115,6 +115,15 @@ def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> 
     return None
 
 
+def load_advice(load: float, cores: int) -> str | None:
+    """What the load of a node before the ranks compute says; None when they have its cores to themselves."""
+    if load <= cores:
+        return None
+    return (
+        f"others use this machine too: load {load:.1f} on {cores} cores; what is measured here means little"
+    )
+
+
 def launcher_on_terminal(proc: Path = Path("/proc")) -> bool:
     """Whether what started this process writes to a terminal. mpirun gives its ranks a terminal of
     their own and copies it to wherever it writes itself, so their own `isatty` says nothing."""

@@ -63,7 +63,9 @@ def _of_timeline(
 def _instruction(span: Span, nbytes: int, met_s: float) -> Event:
     """met_s: when the last rank has come to NORM."""
     instr = span.instr
-    about = {"stage": instr.stage, "micro": instr.micro, "peer": instr.peer, "bytes": nbytes or -1}
+    about: dict[str, float] = {
+        "stage": instr.stage, "micro": instr.micro, "peer": instr.peer, "bytes": nbytes or -1,
+    }  # fmt: skip
     if instr.op == Op.NORM:
         about["waiting_us"] = max(0.0, _us(min(met_s, span.end_s)) - _us(span.start_s))
     start = _us(span.start_s)

@@ -76,7 +76,7 @@ def test_summary_of_a_run_without_validation_or_prediction(report: Report) -> No
     text = summary(bare)
     assert "validation" not in text
     assert row(text, "idle share (bubble)") == ["0", "0.125", "-"]
-    assert "stopped by SIGTERM" in text
+    assert ", asked to stop (SIGTERM)" in text
     assert "entropy" not in summary(replace(report, unigram_entropy=None))
 
 

@@ -11,6 +11,7 @@ from mpipipe.report.account import Account, account
 from mpipipe.report.page.html import Html, legend, section, tag
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.run import RunData
+from mpipipe.report.summary import stopped
 from mpipipe.report.words import PARTS, buys_back, saving, so_far, where
 from mpipipe.values import Report
 
@@ -62,8 +63,7 @@ def _figures(r: Report) -> Iterator[tuple[str, str, str, str]]:
     """(what, figure, unit, what stands beside it)."""
     ratio = f", {r.step_s / r.predicted_step_s:.2f} of it" if r.predicted_step_s else ""
     yield "step", number(r.step_s * 1e3), " ms", f"predicted {number(r.predicted_step_s * 1e3)} ms{ratio}"
-    stopped = f", stopped by {r.stopped_by}" if r.stopped_by else ""
-    yield "speed", number(r.per_s), f" {r.unit}/s", f"mean, {r.steps} {_plural('step', r.steps)}{stopped}"
+    yield "speed", number(r.per_s), f" {r.unit}/s", f"mean, {r.steps} {_plural('step', r.steps)}{stopped(r)}"
     yield "bubble", f"{100 * r.bubble:.1f}", " %", f"predicted {100 * r.predicted_bubble:.1f} %"
     yield "training loss", number(r.final_loss), "", "of the last step"
     if r.val_loss is not None:
