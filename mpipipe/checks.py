@@ -11,12 +11,14 @@ from mpipipe.graph.variants import Variants
 from mpipipe.state.checkpoint import tensor_digest, weights_sha256
 
 
-def check_counts(batch: int, micro_batches: int, blocks: int) -> None:
+def check_counts(batch: int, micro_batches: int, blocks: int, receive_window: int = 1) -> None:
     if not 1 <= micro_batches <= batch:
         raise MpipipeError(
             f"micro_batches = {micro_batches} for batch = {batch}; a micro-batch needs a sample: give 1 at "
             "least, and as many as samples at most"
         )
+    if receive_window < 1:
+        raise MpipipeError(f"receive_window = {receive_window}; must be at least 1")
     if blocks < 1 or micro_batches % blocks:
         raise MpipipeError(f"blocks = {blocks} does not divide micro_batches = {micro_batches}; change one")
 

@@ -128,7 +128,7 @@ class Pipeline:
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        check_counts(batch, micro_batches, blocks)
+        check_counts(batch, micro_batches, blocks, receive_window)
         check_metrics(list(metrics or ()))
         check_choices(
             {

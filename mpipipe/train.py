@@ -56,8 +56,11 @@ def main(argv: Sequence[str]) -> int:
         if flags & {"-h", "--help"}:
             print(USAGE)
             return 0
-        if not given or flags - {"--resume", "--new-numerics"}:
-            raise MpipipeError(USAGE)
+        if unknown := sorted(flags - {"--resume", "--new-numerics"}):
+            hint = "a key of the config is set as section.key=value, such as train.steps=50"
+            raise MpipipeError(f"{unknown[0]} is no option; {hint}\n{USAGE}")
+        if not given:
+            raise MpipipeError(f"no config is named\n{USAGE}")
         comm = connect()
         train(comm, load(given[0], given[1:]), "--resume" in flags, "--new-numerics" in flags, plan)
         comm.close()

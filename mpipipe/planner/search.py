@@ -179,10 +179,16 @@ def sizes_of_messages(
 def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
     """Index of the first group of stages 1 .. S-1. Raises PlanError for a name that is no group,
     cuts out of order, or stages that are not on ranks 0 .. S-1 in order."""
-    if layout.ranks != tuple((rank,) for rank in range(len(layout.cuts) + 1)):
+    n_stages = len(layout.cuts) + 1
+    if layout.n_stages != n_stages:
         raise PlanError(
-            f"layout.ranks is {layout.ranks} for {len(layout.cuts) + 1} stages; "
-            "stage s must be on rank s alone: ((0,), (1,), ...)"
+            f"{n_stages} stages by layout.cuts, but layout.ranks has {layout.n_stages}; "
+            "make them fit each other"
+        )
+    if layout.ranks != tuple((rank,) for rank in range(n_stages)):
+        raise PlanError(
+            f"layout.ranks is {[list(on) for on in layout.ranks]}; "
+            "stage s must be on rank s alone: [[0], [1], ...]"
         )
     place = {name: index for index, name in enumerate(group_names)}
     for name in layout.cuts:

@@ -49,14 +49,13 @@ def _subtitle(run: RunData) -> Iterator[str]:
     numerics, layout, costs = run.plan.numerics, run.plan.layout, run.plan.costs
     n = len({rank for on in layout.ranks for rank in on})
     yield f"{n} {_plural('rank', n)} x {numerics.threads} {_plural('thread', numerics.threads)}"
-    count = numerics.micro_batches
-    yield f"{layout.schedule}, {count} {_plural('micro-batch', count, 'es')} of {numerics.micro_batch}"
+    yield f"{layout.schedule}, {numerics.split}"
     if costs is not None:
         yield " and ".join(dict.fromkeys(device.kind for device in costs.cluster.devices[:n]))
 
 
-def _plural(word: str, count: int, ending: str = "s") -> str:
-    return word if count == 1 else word + ending
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else word + "s"
 
 
 def _figures(r: Report) -> Iterator[tuple[str, str, str, str]]:
