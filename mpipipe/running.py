@@ -63,13 +63,9 @@ class Run:
 
     def all(self) -> Report:
         pipe = self.pipe
-        if advice := _advice(self.comm, pipe.numerics.threads):
-            self.log.say(f"note: {advice}")
-        if pipe.data.val_samples == 0 and (
-            self.built.metrics or "every" in self.config.eval.model_fields_set
-        ):
-            missing = ", ".join(["validation loss", *self.built.metrics])
-            self.log.say(f"note: the data set has no validation part, so nothing is evaluated: no {missing}")
+        for note in (_advice(self.comm, pipe.numerics.threads), self._missing()):
+            if note:
+                self.log.say(f"note: {note}")
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         if pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
@@ -77,6 +73,14 @@ class Run:
             with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
                 last = self.loop(metrics, asked)
             return self.end(last, asked)
+
+    def _missing(self) -> str | None:
+        """What was asked for and cannot be computed."""
+        asked = self.built.metrics or "every" in self.config.eval.model_fields_set
+        if self.data.val_samples != 0 or not asked:
+            return None
+        missing = " and no ".join(["validation loss", *self.built.metrics])
+        return f"the data set has no validation part, so there is no {missing}"
 
     def _metrics(self) -> Metrics:
         on = self.config.run.tensorboard

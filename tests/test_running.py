@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mpipipe.config import parse
 from mpipipe.errors import EndOfData
 from mpipipe.pipeline import Step
 from mpipipe.running import Run
@@ -57,3 +58,23 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     assert run.pipe.evaluated == [2]
     assert written == shown == rows
     assert run.all_steps_s == pytest.approx(0.2), "the time of both"
+
+
+@pytest.mark.parametrize(
+    ("config", "metrics", "val_samples", "says"),
+    [
+        ("", {}, 0, None),
+        ("", {"top5": None}, 8, None),
+        ("", {"top5": None}, None, None),
+        ("", {"top5": None}, 0, "no validation part, so there is no validation loss and no top5"),
+        ("eval: {every: 5}", {}, 0, "no validation part, so there is no validation loss"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_evaluated_is_said(
+    config: str, metrics: dict[str, None], val_samples: int | None, says: str | None
+) -> None:
+    run: Any = Run.__new__(Run)
+    run.config, run.built = parse(config), SimpleNamespace(metrics=metrics)
+    run.data = SimpleNamespace(val_samples=val_samples)
+    found = run._missing()
+    assert found is None if says is None else found.endswith(says)

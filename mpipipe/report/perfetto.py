@@ -67,7 +67,7 @@ def _instruction(span: Span, nbytes: int, met_s: float) -> Event:
         "stage": instr.stage, "micro": instr.micro, "peer": instr.peer, "bytes": nbytes or -1,
     }  # fmt: skip
     if instr.op == Op.NORM:
-        about["waiting_us"] = max(0.0, _us(min(met_s, span.end_s)) - _us(span.start_s))
+        about["waiting_us"] = _us(max(0.0, min(met_s, span.end_s) - span.start_s))
     start = _us(span.start_s)
     return {
         "ph": "X",

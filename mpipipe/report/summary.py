@@ -94,11 +94,9 @@ def stopped(r: Report) -> str:
     """Behind the number of steps: why they are not all."""
     if r.stopped_by is None:
         return ""
-    return (
-        f", asked to stop ({r.stopped_by})"
-        if r.stopped_by.startswith("SIG")
-        else f", stopped by {r.stopped_by}"
-    )
+    if r.stopped_by.startswith("SIG"):
+        return f", asked to stop ({r.stopped_by})"
+    return f", stopped by {r.stopped_by}"
 
 
 def _pair(predicted: float, measured: float) -> tuple[str, str, str]:
