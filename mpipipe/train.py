@@ -167,8 +167,9 @@ def _beginning(comm: Communicator, model: str, threads: int, run_dir: Path) -> l
     """What is said before the first thing that takes long."""
     # of ranks that share cores the load says nothing: it is their own
     advice = None if comm.oversubscribed else load_advice(load_average(), os.cpu_count() or 1)
+    ranks, each = "rank" + "s" * (comm.size > 1), "thread" + "s" * (threads > 1)
     return [
-        f"mpipipe: {comm.size} ranks x {threads} threads, run folder {run_dir}",
+        f"mpipipe: {comm.size} {ranks} x {threads} {each}, run folder {run_dir}",
         *([f"note: {advice}"] if advice else []),
         f"{model}: it is captured, then what its parts cost here is measured ...",
     ]
