@@ -37,6 +37,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.models.losses import from_mean
 from mpipipe.planner.given import check_given as check_given_plan
 from mpipipe.planner.joint import Asked, counts_of, schedules_of, search
+from mpipipe.planner.partition import check_stages
 from mpipipe.planner.search import plan_of, predict, program_for
 from mpipipe.report.plan import chosen
 from mpipipe.report.plan_file import read_plan
@@ -134,7 +135,7 @@ class Pipeline:
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        check_counts(batch, micro_batches, blocks)
+        check_counts(batch, micro_batches, blocks, receive_window)
         check_metrics(list(metrics or ()))
         check_choices(
             {
@@ -154,8 +155,8 @@ class Pipeline:
         decided = None if before is None else before.numerics
         count = _micro_batches(micro_batches, batch, blocks, decided, new_numerics)
         self.numerics = numerics_of(
-            batch=batch, micro_batches=count or blocks, blocks=blocks, threads=_threads(comm, threads, saved),
-            gemm=gemm, precision=precision, tied=tied, seed=seed,
+            batch=batch, micro_batches=count or blocks, blocks=blocks,
+            threads=threads_of(comm, threads, saved), gemm=gemm, precision=precision, tied=tied, seed=seed,
         )  # fmt: skip
         if saved is not None and not new_numerics:
             check_numerics(saved.numerics, self.numerics)
@@ -195,6 +196,7 @@ class Pipeline:
             check_graph(folder, saved.graph, self.variants.graph.hash)
         if given_plan is not None:
             self._check_plan(given_plan, "the plan" if isinstance(plan, Plan) else str(plan))
+        check_stages(self.size, len(self.variants.graph.groups))
         started = time.perf_counter()
         if settled is None:
             found = timing(self.variants, self.numerics)
@@ -404,8 +406,8 @@ def _one_folder(comm: Communicator, given: str | Path | None) -> Path | None:
     return comm.bcast_object(Path(given).resolve() if comm.rank == 0 else Path())
 
 
-def _threads(comm: Communicator, threads: int | Literal["auto"], saved: RunState | None) -> int:
-    """What "auto" means is decided once: a resumed run keeps it, on any machine."""
+def threads_of(comm: Communicator, threads: int | Literal["auto"], saved: RunState | None) -> int:
+    """What "auto" means is decided once: a resumed run keeps it, on any machine. Collective."""
     if threads != "auto":
         return threads
     return default_threads(comm, cores_available()) if saved is None else saved.numerics.threads

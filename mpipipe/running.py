@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections import deque
 from contextlib import nullcontext
@@ -36,9 +37,10 @@ from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.resume import prune, step_folder
-from mpipipe.state.rundir import METRICS
+from mpipipe.state.rundir import CONFIG, METRICS
 from mpipipe.values import Int64, Report, Timeline, to_json
 
+END_OF_DATA = "the end of the data"  # as a reason to stop
 SAVE_BYTES_PER_S = 100e6  # of a slow file system: what a save is taken to need before the first one
 
 
@@ -52,6 +54,7 @@ class Run:
         self.data, self.comm = pipe.data, pipe.comm
         self.recorder = Recorder(pipe.comm, pipe.program)
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
+        self.first_step, self.all_steps_s = pipe.steps_done, 0.0
         self.saved, self.sha = -1, ""
         state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
         nbytes = pipe.size * sum(t.nbytes for t in state.values())
@@ -60,10 +63,10 @@ class Run:
         self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
 
     def all(self) -> Report:
-        pipe, threads = self.pipe, self.pipe.numerics.threads
-        self.log.say(f"mpipipe: {pipe.size} ranks x {threads} threads, run folder {self.run_dir}")
-        if advice := _advice(self.comm, threads):
-            self.log.say(f"note: {advice}")
+        pipe = self.pipe
+        for note in (_advice(self.comm, pipe.numerics.threads), self._missing()):
+            if note:
+                self.log.say(f"note: {note}")
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         if pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
@@ -71,6 +74,14 @@ class Run:
             with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
                 last = self.loop(metrics, asked)
             return self.end(last, asked)
+
+    def _missing(self) -> str | None:
+        """What was asked for and cannot be computed."""
+        asked = self.built.metrics or "every" in self.config.eval.model_fields_set
+        if self.data.val_samples != 0 or not asked:
+            return None
+        missing = " and no ".join(["validation loss", *self.built.metrics])
+        return f"the data set has no validation part, so there is no {missing}"
 
     def _metrics(self) -> Metrics:
         on = self.config.run.tensorboard
@@ -91,7 +102,7 @@ class Run:
             except EndOfData:
                 if last is None:
                     raise
-                asked.append("the end of the data")
+                asked.append(END_OF_DATA)
                 if not self._due(self.config.eval.every, last.step):
                     self.values = self._evaluate()
                     if self.values:
@@ -103,6 +114,7 @@ class Run:
             last = step
             self.recorder.add(outcome)
             self.step_s.append(step.seconds)
+            self.all_steps_s += step.seconds
             values, done = self._values(step), step.step >= t.steps
             if self._due(self.config.eval.every, step.step) and not step.stop:  # who asked may not wait: save
                 self.values = self._evaluate()
@@ -188,7 +200,7 @@ class Run:
             bubble=measured.bubble,
             predicted_bubble=prediction.bubble,
             ranks=rank_reports(pipe.predicted, measured, *self._stages(), self._sizes()),
-            per_s=self._per_second(step_s),
+            per_s=self._per_second(self.all_steps_s / (pipe.steps_done - self.first_step)),
             unit=self.unit,
             weights_sha256=self.sha,
             steps=pipe.steps_done,
@@ -221,6 +233,14 @@ class Run:
         missed = largest_miss(truths(timelines))
         self.log.say(f"{draw_texts(timelines, width=110)}\n{missed}\n\n{summary(report)}")
         self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
+        if report.stopped_by not in (None, END_OF_DATA):
+            self.log.say(f"to go on: {self._resume()}")
+
+    def _resume(self) -> str:
+        """The command line that goes on from here."""
+        launcher = ["mpirun", "-n", str(self.pipe.size)] if self.pipe.size > 1 else []
+        place = [str(self.run_dir / CONFIG), f"run.dir={self.run_dir}"]
+        return shlex.join([*launcher, "python", "-m", "mpipipe.train", *place, "--resume"])
 
 
 def _advice(comm: Communicator, threads: int) -> str | None:

@@ -8,6 +8,7 @@ ends all.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +16,15 @@ from pathlib import Path
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import end
-from mpipipe.cluster.launch import launcher_on_terminal
+from mpipipe.cluster.launch import launcher_on_terminal, load_advice
 from mpipipe.cluster.mpi import connect
+from mpipipe.cluster.node import load as load_average
 from mpipipe.config import Config, load
 from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset, prepare
 from mpipipe.errors import CheckpointError, MpipipeError
 from mpipipe.models import build
-from mpipipe.pipeline import Pipeline
+from mpipipe.pipeline import Pipeline, threads_of
 from mpipipe.report.metrics import cut_metrics
 from mpipipe.report.perfetto import PERFETTO
 from mpipipe.report.progress import Progress, Silent
@@ -54,8 +56,11 @@ def main(argv: Sequence[str]) -> int:
         if flags & {"-h", "--help"}:
             print(USAGE)
             return 0
-        if not given or flags - {"--resume", "--new-numerics"}:
-            raise MpipipeError(USAGE)
+        if unknown := sorted(flags - {"--resume", "--new-numerics"}):
+            hint = "a key of the config is set as section.key=value, such as train.steps=50"
+            raise MpipipeError(f"{unknown[0]} is no option; {hint}\n{USAGE}")
+        if not given:
+            raise MpipipeError(f"no config is named\n{USAGE}")
         comm = connect()
         train(comm, load(given[0], given[1:]), "--resume" in flags, "--new-numerics" in flags, plan)
         comm.close()
@@ -104,10 +109,13 @@ def train(
         for line in said:
             log.say(line)
         c, t, p = config, config.train, config.pipeline
+        threads = threads_of(comm, p.threads, None if checkpoint is None else read_state(checkpoint))
+        for line in _beginning(comm, c.model.name, threads, run_dir):
+            log.say(line)
         pipe = Pipeline(
             built.model, built.loss, built.data, optimizer_settings(config), batch=t.batch, val=val,
             val_batch=c.eval_batch, micro_batches=p.micro_batches, metrics=built.metrics,
-            schedule=schedule_name(config), precision=t.precision, threads=p.threads, blocks=p.blocks,
+            schedule=schedule_name(config), precision=t.precision, threads=threads, blocks=p.blocks,
             tied=p.tied, gemm=c.kernels.gemm, seed=t.seed, unused=t.unused,
             max_shapes=c.capture.max_shapes, receive_window=p.receive_window, memory_bytes=p.memory_bytes,
             cost_cache=p.cost_cache,
@@ -153,6 +161,18 @@ def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], 
     )
     said = [*passed_over, f"mpipipe: {going_on}"]
     return run_dir, checkpoint, said, True, new_data
+
+
+def _beginning(comm: Communicator, model: str, threads: int, run_dir: Path) -> list[str]:
+    """What is said before the first thing that takes long."""
+    # of ranks that share cores the load says nothing: it is their own
+    advice = None if comm.oversubscribed else load_advice(load_average(), os.cpu_count() or 1)
+    ranks, each = "rank" + "s" * (comm.size > 1), "thread" + "s" * (threads > 1)
+    return [
+        f"mpipipe: {comm.size} {ranks} x {threads} {each}, run folder {run_dir}",
+        *([f"note: {advice}"] if advice else []),
+        f"{model}: it is captured, then what its parts cost here is measured ...",
+    ]
 
 
 def _progress(comm: Communicator, config: Config, run_dir: Path) -> Progress | Silent:

@@ -22,11 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 T = TypeVar("T")
 
@@ -305,6 +305,13 @@ class Numerics(Value):
         """Samples of the mean micro-batch / those of the largest, which is the one that is captured."""
         return self.batch / (self.micro_batch * self.micro_batches)
 
+    @property
+    def split(self) -> str:
+        """For people: 8 micro-batches of 4, or of 3 or 4."""
+        least, larger = divmod(self.batch, self.micro_batches)
+        plural = "es" if self.micro_batches > 1 else ""
+        return f"{self.micro_batches} micro-batch{plural} of {f'{least} or {least + 1}' if larger else least}"
+
 
 @dataclass(frozen=True)
 class Layout(Value):
@@ -313,7 +320,7 @@ class Layout(Value):
     cuts: tuple[str, ...]  # the first group of each stage but stage 0
     ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it
     schedule: str
-    receive_window: int  # receives posted ahead, per rank
+    receive_window: Annotated[int, Field(ge=1)]  # receives posted ahead, per rank
 
     @property
     def n_stages(self) -> int:
@@ -531,7 +538,7 @@ class Report(Value):
     bubble: float
     predicted_bubble: float
     ranks: tuple[RankReport, ...]
-    per_s: float  # of `unit`
+    per_s: float  # of `unit`: mean over the time of all steps since the run began or went on
     unit: str  # "tokens" or "samples"
     weights_sha256: str
     steps: int

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mpipipe.config import parse
 from mpipipe.errors import EndOfData
 from mpipipe.pipeline import Step
 from mpipipe.running import Run
@@ -48,7 +49,7 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     )
     run.pipe, run.data = Ends(), SimpleNamespace(val_samples=8, tokens_per_sample=1)
     run.recorder, run.step_s, run.values, run.unit = SimpleNamespace(add=lambda _: None), [], {}, "samples"
-    run.turn_s, run.save_s, run.save = 0.0, 0.0, lambda: None
+    run.turn_s, run.save_s, run.all_steps_s, run.save = 0.0, 0.0, 0.0, lambda: None
     run.log = SimpleNamespace(step=lambda step, values: shown.append((step, "val_loss" in values)))
     metrics: Any = SimpleNamespace(write=lambda step, **values: written.append((step, "val_loss" in values)))
     asked: list[str] = []
@@ -56,3 +57,24 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     assert asked == ["the end of the data"]
     assert run.pipe.evaluated == [2]
     assert written == shown == rows
+    assert run.all_steps_s == pytest.approx(0.2), "the time of both"
+
+
+@pytest.mark.parametrize(
+    ("config", "metrics", "val_samples", "says"),
+    [
+        ("", {}, 0, None),
+        ("", {"top5": None}, 8, None),
+        ("", {"top5": None}, None, None),
+        ("", {"top5": None}, 0, "no validation part, so there is no validation loss and no top5"),
+        ("eval: {every: 5}", {}, 0, "no validation part, so there is no validation loss"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_evaluated_is_said(
+    config: str, metrics: dict[str, None], val_samples: int | None, says: str | None
+) -> None:
+    run: Any = Run.__new__(Run)
+    run.config, run.built = parse(config), SimpleNamespace(metrics=metrics)
+    run.data = SimpleNamespace(val_samples=val_samples)
+    found = run._missing()
+    assert found is None if says is None else found.endswith(says)

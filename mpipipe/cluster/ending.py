@@ -52,7 +52,7 @@ def stop_signals(says: bool = False) -> Iterator[list[str]]:
         signals += 1
         name = signal.Signals(number).name
         if says and signals == 1:  # past Python's files, within a write to which the signal may have come
-            os.write(2, f"mpipipe: {name}: stopping after this step, with a checkpoint\n".encode())
+            os.write(2, f"mpipipe: asked to stop ({name}): after this step, with a checkpoint\n".encode())
         asked.append(name)
 
     before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}

@@ -29,6 +29,9 @@ class Launcher:
     rank: str  # environment variable: which of them this one is
 
 
+_MUCH = 1.5  # of the cores
+
+
 PRTE = Launcher("the mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 HYDRA = Launcher("the mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK")
 MVAPICH = Launcher("the mpiexec of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK")
@@ -113,6 +116,16 @@ def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> 
         use = f"{ranks_on_node} ranks x {threads} threads leave {idle} of {cores} cores idle"
         return f"{use}; start more ranks, or set pipeline.threads (changes the bits of the run)"
     return None
+
+
+def load_advice(load: float, cores: int) -> str | None:
+    """What the load of a node before the ranks compute says; None when they have its cores to themselves, or
+    when it may be what is left in the mean of a run that has just ended."""
+    if load <= _MUCH * cores:
+        return None
+    return (
+        f"others use this machine too: load {load:.1f} on {cores} cores; what is measured here means little"
+    )
 
 
 def launcher_on_terminal(proc: Path = Path("/proc")) -> bool:

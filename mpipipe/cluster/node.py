@@ -33,6 +33,11 @@ def processor(root: Path = ROOT) -> str:
     return os.uname().machine
 
 
+def load(root: Path = ROOT) -> float:
+    """Runnable processes of the whole node, mean of the last minute."""
+    return float((text(root / "proc/loadavg").split() or ["0"])[0])
+
+
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Where files go that can be made anew (XDG base directories); None where this process has no home."""
     base = environ.get("XDG_CACHE_HOME", "")

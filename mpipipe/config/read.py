@@ -85,8 +85,10 @@ def read_sections(text: str, source: str, such_as: str) -> dict[str, Any]:
 
 
 def read_yaml(text: str, source: str) -> Any:
+    loader = _Loader(text)  # a SafeLoader
+    loader.name = source  # as its messages call the place
     try:
-        return yaml.load(text, _Loader)  # _Loader is a SafeLoader
+        return loader.get_single_data()
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {error}") from error
 

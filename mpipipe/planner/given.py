@@ -23,8 +23,9 @@ def check_given(
     """
     layout = plan.layout
     if layout.n_stages != n_ranks:
+        ranks = "is 1 rank" if n_ranks == 1 else f"are {n_ranks} ranks"
         raise PlanError(
-            f"{where} has {layout.n_stages} stages in layout.ranks, and there are {n_ranks} ranks; start "
+            f"{where} has {layout.n_stages} stages in layout.ranks, and there {ranks}; start "
             f"{layout.n_stages} ranks, or plan again with --ranks {n_ranks}"
         )
     notes = list(_differences(plan.numerics, numerics, where))

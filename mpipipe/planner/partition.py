@@ -134,12 +134,17 @@ def check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> No
         raise PlanError(f"schedule {schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
     if n_stages < 1 or n_micro < 1:
         raise PlanError(f"{n_stages} stages and {n_micro} micro-batches; both must be at least 1")
+    check_stages(n_stages, n_groups)
+    if n_stages > n_ranks:
+        raise PlanError(f"{n_stages} stages but only {n_ranks} ranks; plan at most {n_ranks} stages")
+
+
+def check_stages(n_stages: int, n_groups: int) -> None:
+    """Raises PlanError where a stage would have no group."""
     if n_stages > n_groups:
         raise PlanError(
             f"{n_stages} stages but only {n_groups} groups to cut between; start at most {n_groups} ranks"
         )
-    if n_stages > n_ranks:
-        raise PlanError(f"{n_stages} stages but only {n_ranks} ranks; plan at most {n_ranks} stages")
 
 
 def _explain(problem: Problem, schedule: str, n_micro: int) -> str:

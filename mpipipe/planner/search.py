@@ -187,10 +187,16 @@ def sizes_of_messages(
 def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
     """Index of the first group of stages 1 .. S-1. Raises PlanError for a name that is no group,
     cuts out of order, or stages that are not on ranks 0 .. S-1, each alone on one of them."""
-    if sorted(layout.ranks) != [(rank,) for rank in range(len(layout.cuts) + 1)]:
+    n_stages = len(layout.cuts) + 1
+    if layout.n_stages != n_stages:
         raise PlanError(
-            f"layout.ranks is {layout.ranks} for {len(layout.cuts) + 1} stages; "
-            f"each of the ranks 0 to {len(layout.cuts)} must hold one: ((0,), (1,), ...), in any order"
+            f"{n_stages} stages by layout.cuts, but layout.ranks has {layout.n_stages}; "
+            "make them fit each other"
+        )
+    if sorted(layout.ranks) != [(rank,) for rank in range(n_stages)]:
+        raise PlanError(
+            f"layout.ranks is {[list(on) for on in layout.ranks]}; each of the ranks 0 to {n_stages - 1} "
+            "must hold one stage: [[0], [1], ...], in any order"
         )
     place = {name: index for index, name in enumerate(group_names)}
     for name in layout.cuts:

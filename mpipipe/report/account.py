@@ -32,7 +32,7 @@ class Account(Value):
 
 def account(timeline: Timeline) -> tuple[Account, ...]:
     """One per rank. Raises DeadlockError if a message of the program has one end only."""
-    exposed, meeting_s = exposed_s(timeline), _meetings(timeline)
+    exposed, meeting_s = exposed_s(timeline), meetings_s(timeline)
     return tuple(_of_rank(timeline, rank, waits, meeting_s) for rank, waits in enumerate(exposed))
 
 
@@ -49,7 +49,7 @@ def exposed_s(timeline: Timeline) -> tuple[Float64, ...]:
     return tuple(out)
 
 
-def _meetings(timeline: Timeline) -> Float64:
+def meetings_s(timeline: Timeline) -> Float64:
     """When the last rank has come to each NORM, in their order."""
     arrivals = [
         times[codes[:, 0] == Op.NORM, 0]

@@ -115,7 +115,7 @@ def _by_step(run: RunData, key: str) -> dict[int, float]:
 def _figures(a: Report, b: Report) -> Iterator[tuple[str, ...]]:
     yield _row("step, ms", a.step_s * 1e3, b.step_s * 1e3)
     yield _row("predicted, ms", a.predicted_step_s * 1e3, b.predicted_step_s * 1e3)
-    yield _row(f"{a.unit}/s", a.per_s, b.per_s)
+    yield _row(f"{a.unit}/s, mean", a.per_s, b.per_s)
     yield _row("bubble", a.bubble, b.bubble)
     yield _row("steps", a.steps, b.steps)
     yield _row("last training loss", a.final_loss, b.final_loss)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpipipe.report.account import meetings_s
 from mpipipe.report.progress import number
 from mpipipe.values import Float64, Op, Span, Timeline
 
@@ -32,6 +34,7 @@ _WORD = {
 _MOST_LABELS = 2000  # a drawing with more boxes has no room for their numbers
 _FOLDED = 16  # ranks shown at either end of a text drawing
 _ROWS_INCHES = 20.0  # all rows of a picture together
+_SECONDS_FROM_S = 10.0  # a longer drawing is in seconds
 _TICK_COLUMNS = 12  # between two marks of the time axis of a text drawing
 
 
@@ -44,6 +47,7 @@ def draw_text(timeline: Timeline, width: int = 100, span_s: float | None = None)
 
     span_s: seconds of the whole width, to draw several on one scale; None = the makespan.
     """
+    timeline = _norms_met(timeline)
     n = len(timeline.times)
     columns, start = _columns(timeline, width), _start(timeline)
     scale = columns / (span_s or timeline.makespan_s or 1.0)
@@ -59,8 +63,9 @@ def draw_text(timeline: Timeline, width: int = 100, span_s: float | None = None)
 def draw_texts(timelines: Mapping[str, Timeline], width: int = 100) -> str:
     """One under the other, each with its name, on one time axis; and what the signs mean."""
     span_s = max((t.makespan_s for t in timelines.values()), default=0.0)
+    unit, per_s = _unit(span_s)
     parts = [
-        f"{name}: {number(t.makespan_s * 1e3)} ms, idle {t.bubble:.1%}\n{draw_text(t, width, span_s)}"
+        f"{name}: {number(t.makespan_s * per_s)} {unit}, idle {t.bubble:.1%}\n{draw_text(t, width, span_s)}"
         for name, t in timelines.items()
     ]
     for first in list(timelines.values())[:1]:
@@ -76,10 +81,11 @@ def _legend(timelines: Iterable[Timeline]) -> str:
 
 
 def _axis(span_s: float, columns: int) -> str:
-    """Marks at round numbers of milliseconds; each number begins in the column of its time."""
-    row, scale = "", columns / (span_s * 1e3 or 1.0)
-    for tick in _ticks(span_s * 1e3, columns // _TICK_COLUMNS):
-        label = number(tick) + ("" if row else " ms")
+    """Marks at round numbers; each begins in the column of its time."""
+    unit, per_s = _unit(span_s)
+    row, scale = "", columns / (span_s * per_s or 1.0)
+    for tick in _ticks(span_s * per_s, columns // _TICK_COLUMNS):
+        label = number(tick) + ("" if row else f" {unit}")
         column = round(tick * scale)
         if column + len(label) <= columns + 1:
             row = row.ljust(column) + label
@@ -140,13 +146,15 @@ def draw_png(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     row_inches = min(0.4, _ROWS_INCHES / max(rows, 1))
     figure = Figure(figsize=(14, 1.2 * len(timelines) + row_inches * rows), layout="constrained")
     FigureCanvasAgg(figure)
+    span_s = max((t.makespan_s for t in timelines.values()), default=0.0)
+    unit, per_s = _unit(span_s)
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (name, timeline) in zip(panels, timelines.items(), strict=True):
-        _panel(panel, timeline, row_inches)
-        bubble = f"{timeline.bubble:.1%}"
-        panel.set_title(f"{name}: {timeline.makespan_s * 1e3:.4g} ms, idle {bubble}", loc="left", fontsize=10)
-    panels[-1].set_xlim(0, 1e3 * max((t.makespan_s for t in timelines.values()), default=0.0) or 1.0)
-    panels[-1].set_xlabel("ms; the numbers are micro-batches")
+        _panel(panel, timeline, row_inches, per_s)
+        title = f"{name}: {timeline.makespan_s * per_s:.4g} {unit}, idle {timeline.bubble:.1%}"
+        panel.set_title(title, loc="left", fontsize=10)
+    panels[-1].set_xlim(0, per_s * span_s or 1.0)
+    panels[-1].set_xlabel(f"{unit}; the numbers are micro-batches")
     legend = [Patch(color=_COLOUR[op], label=f"{op.name} {_WORD[op]}") for op in _ops(timelines.values())]
     figure.legend(
         handles=legend, loc="outside upper right", ncols=max(1, len(legend)), fontsize=8, frameon=False
@@ -154,12 +162,14 @@ def draw_png(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     figure.savefig(path, dpi=120, format="png")
 
 
-def _panel(axes: Axes, timeline: Timeline, row_inches: float) -> None:
+def _panel(axes: Axes, timeline: Timeline, row_inches: float, per_s: float) -> None:
+    """per_s: units of the time axis in a second."""
     from matplotlib.collections import PolyCollection
 
+    timeline = _norms_met(timeline)
     start, ranks = _start(timeline), range(len(timeline.times))
     for op in _ops([timeline]):
-        boxes = [_boxes(timeline, rank, op, start) for rank in ranks]
+        boxes = [_boxes(timeline, rank, op, start, per_s) for rank in ranks]
         drawn = PolyCollection(
             list(np.concatenate(boxes)),
             facecolors=_COLOUR[op],
@@ -169,31 +179,46 @@ def _panel(axes: Axes, timeline: Timeline, row_inches: float) -> None:
         drawn.set_in_layout(False)
         axes.add_collection(drawn)
     if row_inches >= 0.12 and sum(len(t) for t in timeline.times) <= _MOST_LABELS:
-        _labels(axes, timeline, start)
+        _labels(axes, timeline, start, per_s)
     every = max(1, math.ceil(0.15 / row_inches))  # a name needs so many inches
     axes.set_yticks(ranks[::every], [f"rank {rank}" for rank in ranks[::every]])
     axes.set_ylim(len(ranks) - 0.5, -0.5)
 
 
-def _boxes(timeline: Timeline, rank: int, op: Op, start: float) -> Float64:
-    """The corners of the boxes of one kind, (n, 4, 2), in ms and rows."""
+def _boxes(timeline: Timeline, rank: int, op: Op, start: float, per_s: float) -> Float64:
+    """The corners of the boxes of one kind, (n, 4, 2), in units of time and rows."""
     times = timeline.times[rank][timeline.program.codes[rank][:, 0] == op]
     corners = np.empty((len(times), 4, 2))
-    corners[:, :, 0] = (times[:, [0, 0, 1, 1]] - start) * 1e3
+    corners[:, :, 0] = (times[:, [0, 0, 1, 1]] - start) * per_s
     corners[:, :, 1] = rank + np.array([-0.4, 0.4, 0.4, -0.4])
     return corners
 
 
-def _labels(axes: Axes, timeline: Timeline, start: float) -> None:
+def _labels(axes: Axes, timeline: Timeline, start: float, per_s: float) -> None:
     for rank in range(len(timeline.times)):
         for span in timeline.spans(rank):
             if span.instr.op in _COLOUR and span.instr.micro >= 0:
-                middle, micro = ((span.start_s + span.end_s) / 2 - start) * 1e3, str(span.instr.micro)
+                middle, micro = ((span.start_s + span.end_s) / 2 - start) * per_s, str(span.instr.micro)
                 text = axes.text(middle, rank, micro, ha="center", va="center", fontsize=6, clip_on=True)
                 text.set_in_layout(False)
 
 
 # -- both ------------------------------------------------------------------------------------------
+
+
+def _unit(span_s: float) -> tuple[str, float]:
+    """Of a drawing's times, and how many are a second."""
+    return ("s", 1.0) if span_s >= _SECONDS_FROM_S else ("ms", 1e3)
+
+
+def _norms_met(timeline: Timeline) -> Timeline:
+    """Each NORM from when the last rank has come to it: before that, a rank waits."""
+    times = [t.copy() for t in timeline.times]
+    met = meetings_s(timeline) if times else np.zeros(0)
+    for own, codes in zip(times, timeline.program.codes, strict=True):
+        norms = codes[:, 0] == Op.NORM
+        own[norms, 0] = np.minimum(own[norms, 1], np.maximum(own[norms, 0], met))
+    return replace(timeline, times=tuple(times))
 
 
 def _ops(timelines: Iterable[Timeline]) -> list[Op]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe.planner.walk import match
+from mpipipe.report.account import meetings_s
 from mpipipe.report.progress import MIB
 from mpipipe.values import COMPUTE, SENDS, Int64, Op, Span, Timeline
 
@@ -45,23 +46,28 @@ def _of_timeline(
     process: int, name: str, timeline: Timeline, sizes: Sequence[Int64] | None, ids: Iterator[int]
 ) -> Iterator[Event]:
     yield _name("process_name", process, 1, name)
-    arrows = _arrows(timeline, ids)
+    arrows, met_s = _arrows(timeline, ids), float(meetings_s(timeline).max(initial=0.0))
     for rank in range(len(timeline.times)):
         yield _name("thread_name", process, rank + 1, f"rank {rank}")
         held = timeline.memory_bytes[rank].tolist()
         nbytes = [0] * len(held) if sizes is None else sizes[rank].tolist()
         for index, span in enumerate(timeline.spans(rank)):
             at = {"pid": process, "tid": rank + 1}
-            yield _instruction(span, nbytes[index]) | at
+            yield _instruction(span, nbytes[index], met_s) | at
             yield from (arrow | at for arrow in arrows.get((rank, index), ()))
             if index == 0 or held[index] != held[index - 1]:
                 value = {"MiB": round(held[index] / MIB, 3)}
                 yield {"ph": "C", "name": f"memory, rank {rank}", "ts": _us(span.end_s), "args": value} | at
 
 
-def _instruction(span: Span, nbytes: int) -> Event:
+def _instruction(span: Span, nbytes: int, met_s: float) -> Event:
+    """met_s: when the last rank has come to NORM."""
     instr = span.instr
-    about = {"stage": instr.stage, "micro": instr.micro, "peer": instr.peer, "bytes": nbytes or -1}
+    about: dict[str, float] = {
+        "stage": instr.stage, "micro": instr.micro, "peer": instr.peer, "bytes": nbytes or -1,
+    }  # fmt: skip
+    if instr.op == Op.NORM:
+        about["waiting_us"] = _us(max(0.0, min(met_s, span.end_s) - span.start_s))
     start = _us(span.start_s)
     return {
         "ph": "X",

@@ -17,10 +17,9 @@ from mpipipe.values import Costs, Plan, Timeline
 
 _MOST_LISTED = 8  # numbers
 _MOST_ROWS = 24  # of stages; more do not fit on a screen
-_HEADERS = (
-    "stage", "from", "groups", "parameters", "F+B ms", "step ms", "send MiB", "memory MiB", "idle",
-)  # fmt: skip
+_HEADERS = ("stage", "from", "groups", "parameters", "F+B ms", "step ms", "send MiB")
 _NAMES = (0, 1)  # columns of text: stages, and the group that is their first
+_GIB_FROM = 10 << 30  # bytes, from where on memory is said in GiB
 _LIKE = 0.005  # relative: stages whose numbers differ by less are shown as one row
 
 
@@ -32,25 +31,25 @@ def describe(
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
     starts = [0, *cuts]
-    rows = []
+    rows, unit = [], _unit(max(plan.prediction.peak_bytes))
     for s, cost in enumerate(stage_costs(in_order(costs, plan.layout.order), cuts)):
         end = [*cuts, len(names)][s]
         ms = cost.seconds * 1e3
         send = (cost.act_bytes + cost.grad_bytes) / MIB
-        memory = plan.prediction.peak_bytes[plan.layout.ranks[s][0]] / MIB
-        row = (f"{ms:.2f}", f"{send:.2f}", f"{memory:.0f}")
+        memory = _memory(plan.prediction.peak_bytes[plan.layout.ranks[s][0]], unit)
+        row = (f"{ms:.2f}", f"{send:.2f}", memory)
         rows.append((f"{s}", names[starts[s]], f"{end - starts[s]}", *row))
-    headers = ("stage", "from", "groups", "F+B ms", "send MiB", "memory MiB")
+    headers = ("stage", "from", "groups", "F+B ms", "send MiB", f"memory {unit}")
     p, n = plan.prediction, plan.numerics
     source: str = costs.source
     if timed is not None and timed[0] < timed[1]:
         source = f"cached, {timed[0]} of {timed[1]} timed anew,"
     return (
-        f"plan ({plan.layout.schedule}, {n.micro_batches} micro-batches of {n.micro_batch}, "
+        f"plan ({plan.layout.schedule}, {n.split}, "
         f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
         f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}"
-        f"predicted step {p.step_s * 1e3:.1f} ms, bubble {p.bubble:.1%}; no cut is faster than "
-        f"{p.lower_bound_s * 1e3:.1f} ms (gap {p.gap:.1%})"
+        f"predicted step {_seconds(p.step_s)}, bubble {p.bubble:.1%}; no cut is faster than "
+        f"{_seconds(p.lower_bound_s)} (gap {p.gap:.1%})"
     )
 
 
@@ -107,16 +106,17 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
 def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: int = 120) -> str:
     """The cut, and what a step should take. per_step: tokens or samples (`unit`) of a step."""
     folded, left_out = _folded(rows)
-    table = text_table(_HEADERS, [_cells(run) for run in folded], width, _NAMES)
     p, n = plan.prediction, plan.numerics
+    memory = _unit(max(p.peak_bytes))
+    table = text_table((*_HEADERS, f"memory {memory}", "idle"), _with_gaps(folded, memory), width, _NAMES)
     fullest = max(range(len(p.peak_bytes)), key=p.peak_bytes.__getitem__)
     more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
     return (
         f"{table}\n{more}{_on_ranks(plan)}\n"
         f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
-        f"{n.micro_batches} micro-batches of {n.micro_batch}, bubble {p.bubble:.1%}\n"
+        f"{n.split}, bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
-        f"most memory: rank {fullest}, {p.peak_bytes[fullest] / MIB:.0f} MiB"
+        f"most memory: rank {fullest}, {_memory(p.peak_bytes[fullest], memory)} {memory}"
     )
 
 
@@ -203,13 +203,34 @@ def _folded(rows: Sequence[Row]) -> tuple[list[list[Row]], int]:
     return [runs[i] for i in kept], len(rows) - sum(len(runs[i]) for i in kept)
 
 
-def _cells(run: Sequence[Row]) -> tuple[str, ...]:
+def _with_gaps(runs: Sequence[Sequence[Row]], memory: str) -> list[tuple[str, ...]]:
+    """The cells of each, and a row of dots where stages are left out. memory: its unit."""
+    cells, expected = [], 0
+    for run in runs:
+        if run[0].stage != expected:
+            cells.append(("...",) * (len(_HEADERS) + 2))
+        cells.append(_cells(run, memory))
+        expected = run[-1].stage + 1
+    return cells
+
+
+def _unit(most_bytes: int) -> str:
+    """In which all memory of a table is said."""
+    return "GiB" if most_bytes >= _GIB_FROM else "MiB"
+
+
+def _memory(nbytes: int, unit: str) -> str:
+    return f"{nbytes / 1024 / MIB:.1f}" if unit == "GiB" else f"{nbytes / MIB:.0f}"
+
+
+def _cells(run: Sequence[Row], memory: str) -> tuple[str, ...]:
     first, last = run[0], run[-1]
     stages = f"{first.stage}" if first is last else f"{first.stage}..{last.stage}"
     return (
         stages, first.start, f"{first.groups}", _count(first.parameters), number(first.compute_s * 1e3),
         number(first.step_s * 1e3), number(first.sent_bytes / MIB),
-        _range([f"{row.memory_bytes / MIB:.0f}" for row in run]), _range([f"{row.idle:.1%}" for row in run]),
+        _range([_memory(row.memory_bytes, memory) for row in run]),
+        _range([f"{row.idle:.1%}" for row in run]),
     )  # fmt: skip
 
 

@@ -56,4 +56,6 @@ def _complaint(place: str, detail: Any) -> str:
         return f"{place} is not a key of a plan; remove it, or write it as `python -m mpipipe plan -o` does"
     if kind in ("missing", "missing_argument"):
         return f"{place} is missing; write it, or plan again"
+    if kind == "greater_than_equal":
+        return f"{place} = {detail['input']!r}; must be at least {detail['ctx']['ge']}"
     return f"{place} = {detail['input']!r}; {detail['msg'][0].lower()}{detail['msg'][1:]}"

@@ -76,9 +76,9 @@ def _folded(heads: list[Head], numbers: Float64) -> tuple[list[Head], Float64]:
 
 
 def _lines(r: Report) -> list[str]:
-    lines = [f"{r.steps} steps, final training loss {number(r.final_loss)}, {number(r.per_s)} {r.unit}/s"]
-    if r.stopped_by is not None:
-        lines[0] += f", stopped by {r.stopped_by}"
+    speed = f"{number(r.per_s)} {r.unit}/s in the mean"
+    lines = [f"{r.steps} steps, final training loss {number(r.final_loss)}, {speed}"]
+    lines[0] += stopped(r)
     if r.val_loss is not None:
         lines.append(f"validation loss {number(r.val_loss)}")
         if r.unigram_entropy:
@@ -88,6 +88,15 @@ def _lines(r: Report) -> list[str]:
     if not r.exact_resume:
         lines.append("a resume of this run is not exact: its data is a plain iterable, read from the start")
     return [*lines, f"plan {r.plan_hash}", f"weights {r.weights_sha256}"]
+
+
+def stopped(r: Report) -> str:
+    """Behind the number of steps: why they are not all."""
+    if r.stopped_by is None:
+        return ""
+    if r.stopped_by.startswith("SIG"):
+        return f", asked to stop ({r.stopped_by})"
+    return f", stopped by {r.stopped_by}"
 
 
 def _pair(predicted: float, measured: float) -> tuple[str, str, str]:

@@ -16,9 +16,9 @@ _TIMES, _BUDGET_S = 3, 0.05
 def with_loading(
     costs: Costs, graph: Graph, data: Data, rows: int, comm: Communicator, threads: int
 ) -> Costs:
-    """Adds what loading takes to the forward of the first group that reads the batch and of the last, which are
-    on the first stage and the last: the seconds of their keys, for `rows` samples. Not where a core is left for
-    it, nor for data that cannot be asked for one micro-batch alone. Collective."""
+    """Adds what loading takes to the forward of the first group that reads the batch, and of the last: they
+    are on the first stage and the last. Seconds of their keys, for `rows` samples. Not where a core is left
+    for it, nor for data that cannot be asked for one micro-batch alone. Collective."""
     on_node = comm.node_of_rank.count(comm.node_of_rank[comm.rank])
     spare = on_node * (threads + 1) <= len(cores_available())
     reads = _keys_of_groups(graph)

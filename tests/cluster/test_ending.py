@@ -99,7 +99,7 @@ def test_a_reason_of_the_run_itself_is_no_signal(capfd: pytest.CaptureFixture[st
         asked.append("the time limit")
         signal.raise_signal(signal.SIGINT)
         assert asked == ["the time limit", "SIGINT"]
-        assert capfd.readouterr().err.startswith("mpipipe: SIGINT")
+        assert capfd.readouterr().err.startswith("mpipipe: asked to stop (SIGINT)")
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -125,4 +125,4 @@ def test_the_first_signal_is_answered_at_once_where_somebody_speaks(
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.raise_signal(number)
         said = capfd.readouterr().err
-    assert said == ("mpipipe: SIGUSR1: stopping after this step, with a checkpoint\n" if says else "")
+    assert said == ("mpipipe: asked to stop (SIGUSR1): after this step, with a checkpoint\n" if says else "")

@@ -10,6 +10,7 @@ from mpipipe.cluster.launch import (
     check_world,
     default_threads,
     launcher_rank,
+    load_advice,
     needs_sharing,
     ranks_per_node,
 )
@@ -92,6 +93,11 @@ def test_threads_fill_the_fullest_node_and_are_the_same_everywhere() -> None:
     assert run_local(9, threads) == [1] * 9
     bound = run_local(2, lambda comm: default_threads(comm, frozenset({2 * comm.rank, 2 * comm.rank + 1})))
     assert bound == [2, 2]
+
+
+def test_a_machine_that_others_use_is_noted() -> None:
+    assert load_advice(2.9, 2) is None
+    assert str(load_advice(4.84, 2)).startswith("others use this machine too: load 4.8 on 2 cores")
 
 
 def test_nodes_are_numbered_by_their_lowest_rank() -> None:

@@ -131,6 +131,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch: Launch, fold
     assert job.returncode == 0, job.stderr
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 5)
+    resume = "mpirun -n 2 python -m mpipipe.train run/config.yaml run.dir=run --resume"
+    assert f"\nto go on: {resume}\n" in job.stdout
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 5
     assert len(load(folder / "run" / "checkpoint")) == 8  # weight and bias of four layers
 
@@ -140,7 +142,7 @@ def test_a_sigterm_to_the_launch_script_ends_cleanly(launch: Launch, folder: Pat
     assert job.returncode == 0, job.stderr
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["stopped_by"] == "SIGUSR1"
-    assert job.stderr.count("mpipipe: SIGUSR1: stopping after this step, with a checkpoint") == 1
+    assert job.stderr.count("mpipipe: asked to stop (SIGUSR1): after this step, with a checkpoint") == 1
     assert summary["steps"] in (4, 5)
     assert len(load(folder / "run" / "checkpoint")) == 8
 

@@ -15,7 +15,7 @@ from mpipipe.values import Cluster, Device, Link, Program, StageCost, Timeline
 
 PICTURE = """\
 r0 |0---1---        0=======    1=======NNNNSSSS|
-r1 |    0---0~~~0:::1---1=======NNNNNNNNNNNNSSSS|"""
+r1 |    0---0~~~0:::1---1=======        NNNNSSSS|"""
 
 
 def test_the_picture(timeline: Timeline) -> None:
@@ -32,7 +32,7 @@ def test_lines_fit_the_width_and_each_other(timeline: Timeline, width: int) -> N
 def test_the_share_of_blanks_is_the_share_of_waiting(timeline: Timeline) -> None:
     rows = [line.split("|")[1] for line in draw_text(timeline, width=1105).splitlines()]
     assert [len(row) for row in rows] == [1100, 1100]
-    assert [row.count(" ") for row in rows] == [300, 100]
+    assert [row.count(" ") for row in rows] == [300, 300]
 
 
 def test_a_box_too_narrow_for_its_number_has_none(timeline: Timeline) -> None:
@@ -79,12 +79,12 @@ def test_several_timelines_have_one_axis_and_a_legend(timeline: Timeline) -> Non
     half = replace(timeline, times=tuple((t - 10) / 2 for t in timeline.times))
     lines = draw_texts({"predicted": half, "measured": timeline}, width=4 + 44 + 1).splitlines()
     assert lines == [
-        "predicted: 5500 ms, idle 36.4%",
+        "predicted: 5.5 s, idle 36.4%",
         "r0 |0-1-    0===  1===NNSS                      |",
-        "r1 |  0-0~0:1-1===NNNNNNSS                      |",
-        "measured: 11000 ms, idle 36.4%",
+        "r1 |  0-0~0:1-1===    NNSS                      |",
+        "measured: 11 s, idle 36.4%",
         *PICTURE.splitlines(),
-        "    0 ms                5000                10000"[:49],
+        "    0 s                 5                   10",
         "0--- forward, 0=== backward, 0~~~ input gradient,",
         "0::: weight gradient, S update, N gradient norm,",
         "blank waiting; the numbers are micro-batches",
@@ -93,7 +93,7 @@ def test_several_timelines_have_one_axis_and_a_legend(timeline: Timeline) -> Non
 
 @pytest.mark.parametrize(
     ("span_s", "marks"),
-    [(0.0123, [0, 2, 4, 6, 8, 10, 12]), (1.0, [0, 200, 400, 600, 800, 1000]), (60.0, range(0, 60001, 10000))],
+    [(0.0123, [0, 2, 4, 6, 8, 10, 12]), (1.0, [0, 200, 400, 600, 800, 1000]), (9.0, range(0, 9001, 2000))],
 )
 def test_marks_of_the_axis_stand_at_their_times(span_s: float, marks) -> None:
     program = of_ranks(1).program

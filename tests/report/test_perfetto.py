@@ -73,8 +73,13 @@ def test_the_boxes_are_the_instructions(timelines: dict[str, Timeline], tmp_path
     assert (first["name"], first["cat"], first["args"]) == ("0F0", "compute", {"stage": 0, "micro": 0})
     assert (sent["name"], sent["cat"]) == ("0SEND_ACT0->r1", "message")
     assert sent["args"] == {"stage": 0, "micro": 0, "peer": 1, "bytes": 40}
-    norm = next(e for e in boxes[1, 1] if e["name"] == "NORM")
-    assert (norm["cat"], norm["args"]) == ("norm", {})
+    norms = [next(e for e in boxes[1, rank] if e["name"] == "NORM") for rank in (1, 2, 3)]
+    assert {norm["cat"] for norm in norms} == {"norm"}
+    waits = [norm["args"].pop("waiting_us") for norm in norms]
+    assert {tuple(norm["args"]) for norm in norms} == {()}
+    assert min(waits) == 0.0, "the last rank waits for nobody"
+    own = [norm["dur"] - waited for norm, waited in zip(norms, waits, strict=True)]
+    assert own == pytest.approx([100] * 3)
 
 
 def test_each_message_is_one_arrow_from_its_send_to_its_receive(

@@ -56,6 +56,7 @@ def test_an_edited_file_is_another_plan(tmp_path: Path):
         ('"1f1b"', "1f1b", "is not JSON: .* line"),
         ('"schedule"', '"shedule"', "layout.shedule is not a key of a plan|layout.schedule is missing"),
         ('"blocks": 1,', "", "numerics.blocks is missing"),
+        ('"receive_window": 4', '"receive_window": 0', "layout.receive_window = 0; must be at least 1"),
         ('"batch": 16', '"batch": "many"', "numerics.batch = 'many'; input should be a valid integer"),
     ],
 )
@@ -99,6 +100,26 @@ def test_of_many_stages_the_ends_the_slowest_and_the_fullest_are_shown():
     assert {"0", "30", "63"} <= set(shown)
     assert len(shown) <= 24
     assert f"({64 - len(shown)} stages more" in text
+    firsts = [line.split()[0] for line in text.splitlines() if line[:1].isdigit() or line[:3] == "..."]
+    assert [firsts[i - 1 : i + 2] for i, first in enumerate(firsts) if first == "..."] == [
+        ["10", "...", "30"], ["30", "...", "53"],
+    ]  # fmt: skip
+
+
+def test_much_memory_is_said_in_gib_and_a_long_step_in_seconds():
+    p = dataclasses.replace(plan().prediction, step_s=664.0, peak_bytes=(318 << 30, 1 << 30))
+    text = outlook(dataclasses.replace(plan(), prediction=p), rows(2), 16, "samples")
+    assert "memory GiB" in text
+    assert "most memory: rank 0, 318.0 GiB" in text
+    assert "step 664 s: " in text
+
+
+def test_micro_batches_of_two_sizes_are_said():
+    made = plan()
+    uneven = dataclasses.replace(made, numerics=dataclasses.replace(NUMERICS, batch=14))
+    for p, words in ((made, "1f1b, 4 micro-batches of 4, "), (uneven, "1f1b, 4 micro-batches of 3 or 4, ")):
+        assert words in outlook(p, rows(2), 16, "samples")
+        assert words in describe(p, p.costs, 1.0)
 
 
 def test_only_the_names_of_groups_are_shortened():

@@ -39,7 +39,7 @@ def test_summary_puts_predicted_next_to_measured(report: Report) -> None:
     }
     assert len(bars) == 1, "the bars stand below each other"
     assert "validation loss 2.25 = 0.750 of the unigram entropy 3\n" in text
-    assert "200 steps, final training loss 2.2, 7448 tokens/s\n" in text
+    assert "200 steps, final training loss 2.2, 7448 tokens/s in the mean\n" in text
     assert f"weights {report.weights_sha256}\n" in text
     assert f"plan {report.plan_hash}\n" in text
 
@@ -76,7 +76,7 @@ def test_summary_of_a_run_without_validation_or_prediction(report: Report) -> No
     text = summary(bare)
     assert "validation" not in text
     assert row(text, "idle share (bubble)") == ["0", "0.125", "-"]
-    assert "stopped by SIGTERM" in text
+    assert ", asked to stop (SIGTERM)" in text
     assert "entropy" not in summary(replace(report, unigram_entropy=None))
 
 

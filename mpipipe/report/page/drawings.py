@@ -37,7 +37,7 @@ def _timelines(run: RunData) -> Html:
     )
     keys = {
         "F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "STEP": "update",
-        "NORM": "gradient norm", "exposed_s": "exposed message",
+        "NORM": "gradient norm", "exposed_s": "exposed message", "bubble_s": "waiting for all ranks",
     }  # fmt: skip
     if not any((codes[:, 0] == Op.I).any() for t in run.timelines.values() for codes in t.program.codes):
         del keys["I"], keys["W"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mpipipe.cluster.doctor.facts import Finding, RankFacts, Ranks
 from mpipipe.cluster.doctor.judge.words import for_each_node, size
+from mpipipe.cluster.launch import load_advice
 
 SECTION = "memory and limits"
 GIB, MIB = 1 << 30, 1 << 20
@@ -29,7 +30,7 @@ def busy(on_node: list[RankFacts]) -> bool:
     """Others use the cores too, or the ranks outnumber them: what was measured there means little."""
     cores = {core for r in on_node for core in r.binding.usable}
     first = on_node[0]
-    return len(on_node) > len(cores) or first.machine.load > len(first.binding.job)
+    return len(on_node) > len(cores) or load_advice(first.machine.load, len(first.binding.job)) is not None
 
 
 def _memory(on_node: list[RankFacts]) -> Iterator[Finding]:
@@ -83,9 +84,8 @@ def _user_limits(on_node: list[RankFacts], n_ranks: int) -> Iterator[Finding]:
 
 def _kernel(on_node: list[RankFacts]) -> Iterator[Finding]:
     first = on_node[0]
-    if first.machine.load > len(first.binding.job):
-        text = f"others use this machine too: load {first.machine.load:.1f} on {len(first.binding.job)} cores"
-        yield Finding(SECTION, "note", f"{text}; what is measured here means little")
+    if advice := load_advice(first.machine.load, len(first.binding.job)):
+        yield Finding(SECTION, "note", advice)
     if first.machine.huge_pages == "never":
         fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled  # as root"
         yield Finding(SECTION, "note", "no huge pages: large tensors cost more page faults", fix)
