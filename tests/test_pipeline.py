@@ -165,7 +165,7 @@ def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_ranks_than_groups_are_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pipeline, "_measure", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(Pipeline, "_timed", lambda *_: pytest.fail("timed"))
     with pytest.raises(PlanError, match=r"3 stages but only 1 group.* start at most 1 rank"):
         run_local(3, lambda comm: pipeline(comm, lambda: nn.Linear(FEATURES, CLASSES)))
 
