@@ -48,6 +48,7 @@ from mpipipe.runtime.loading import with_loading
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
+from mpipipe.runtime.rehearsal import rehearse
 from mpipipe.runtime.setting import numerics_of, set_gemm_route, set_threads
 from mpipipe.runtime.settling import Settled, settle_micro_batches
 from mpipipe.runtime.trainer import Trainer
@@ -208,6 +209,7 @@ class Pipeline:
         self.planning_s = time.perf_counter() - started + (settled.seconds if settled else 0.0)
         self.trainer = Trainer(comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample)
         give_back_freed_memory()  # of the first weights, which were made one by one
+        self._rehearse()
         self.steps_done = 0
         if saved is not None and weights is not None:
             self._resume(weights, saved)
@@ -273,6 +275,12 @@ class Pipeline:
         agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})
         bound_s = plan.prediction.lower_bound_s
         return plan, predict(self.costs, plan.layout, program, graph.groups, bound_s)[1]
+
+    def _rehearse(self) -> None:
+        """The plan as it is, predicted anew."""
+        self.costs, layout, graph = rehearse(self.trainer, self.costs), self.plan.layout, self.variants.graph
+        prediction, self.predicted = predict(self.costs, layout, self.program, graph.groups)
+        self.plan = replace(self.plan, costs=self.costs, prediction=prediction)
 
     # -- training ------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,7 +40,7 @@ from mpipipe.errors import (
 from mpipipe.graph.profile import Profiler
 from mpipipe.planner import SCHEDULES
 from mpipipe.report.plan_file import plan_text
-from mpipipe.runtime import costing
+from mpipipe.runtime import costing, rehearsal
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.values import Plan
 
@@ -162,6 +163,30 @@ def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plainly_trained()
     monkeypatch.undo()
     assert trained(2) == expected
+
+
+def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(_: object) -> None:  # a backward cannot be faster
+        end = time.thread_time() + 0.005
+        while time.thread_time() < end:
+            pass
+
+    monkeypatch.setattr(rehearsal, "_statistics", busy)
+
+    def run(comm: Communicator) -> tuple[Plan, dict[str, Tensor], float]:
+        pipe = pipeline(comm)
+        weights = [stage.weights for stage in pipe.trainer.interpreter.stages.values()]
+        left = sum(float(t.abs().sum()) for w in weights for t in w.accumulators())
+        return pipe.plan, pipe.state_dict(), left
+
+    plans, states, left = zip(*run_local(2, run), strict=True)
+    ((_, first, _),) = run_local(1, run)
+    assert plans[0] == plans[1]
+    assert plans[0].prediction.step_s > plans[0].numerics.micro_batches * 0.005
+    assert {name: t for state in states for name, t in state.items()}.keys() == first.keys()
+    assert states[0]["norm.num_batches_tracked"] == 0
+    assert not states[0]["norm.running_mean"].any()
+    assert left == (0.0, 0.0)
 
 
 def test_more_ranks_than_groups_are_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def measure(
     whose links and update count.
     """
     threads = numerics.threads
-    clock, slower = _clock(comm, threads)
+    clock, slower = clock_of(comm, threads)
     kind = device_kind(numerics.instruction_set)
     kinds, speeds = _speeds(comm, kind, _reference_s(clock))
 
@@ -111,7 +111,7 @@ def bytes_per_param_byte(optimizer: Optimizer, numerics: Numerics) -> float:
     return 2.0 + optimizer.state_buffers + levels
 
 
-def _clock(comm: Communicator, threads: int) -> tuple[Callable[[], float], float]:
+def clock_of(comm: Communicator, threads: int) -> tuple[Callable[[], float], float]:
     """Wall time; where ranks outnumber cores, time on the core, and how often a rank has to wait."""
     if not comm.oversubscribed or threads > 1:
         return time.perf_counter, 1.0

@@ -19,10 +19,13 @@ def with_loading(
     """Adds what loading takes to the forward of the first group that reads the batch, and of the last: they
     are on the first stage and the last. Seconds of their keys, for `rows` samples. Not where a core is left
     for it, nor for data that cannot be asked for one micro-batch alone. Collective."""
-    on_node = comm.node_of_rank.count(comm.node_of_rank[comm.rank])
-    spare = on_node * (threads + 1) <= len(cores_available())
     reads = _keys_of_groups(graph)
-    if any(comm.allgather_object(spare)) or not reads or not data.exact or data.varying:
+    if (
+        any(comm.allgather_object(a_core_is_left(comm, threads)))
+        or not reads
+        or not data.exact
+        or data.varying
+    ):
         return costs
     first, last = min(reads), max(reads)
     if comm.size == 1 or first == last:
@@ -32,6 +35,12 @@ def with_loading(
         loaded_s = min(comm.allgather_object(_seconds(data, rows, reads[group])))
         groups[group] = replace(groups[group], fwd_s=groups[group].fwd_s + loaded_s)
     return replace(costs, groups=tuple(groups))
+
+
+def a_core_is_left(comm: Communicator, threads: int) -> bool:
+    """For the loading thread of each rank of this node."""
+    on_node = comm.node_of_rank.count(comm.node_of_rank[comm.rank])
+    return on_node * (threads + 1) <= len(cores_available())
 
 
 def _keys_of_groups(graph: Graph) -> dict[int, frozenset[str]]:

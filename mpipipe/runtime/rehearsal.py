@@ -1,0 +1,99 @@
+"""A rehearsal: before step 0 each rank runs its stage a few times, all of them at once, as in a step.
+
+Groups are timed one by one, and the least counts. Together they take a few per cent more: caches, memory and
+clock are shared. The cut is searched with the former; what a step will take is predicted with the latter.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mpipipe.graph.cut import Code
+from mpipipe.graph.source import TRACING
+from mpipipe.planner.search import cut_indices
+from mpipipe.planner.stages import bounds
+from mpipipe.runtime.costing import clock_of
+from mpipipe.runtime.loading import a_core_is_left
+from mpipipe.runtime.stage import Stage
+from mpipipe.runtime.trainer import Trainer
+from mpipipe.runtime.transport import Form
+from mpipipe.values import Costs
+
+WARM_UP, MOST_ROUNDS, BUDGET_S = 1, 5, 0.5
+
+
+def rehearse(trainer: Trainer, costs: Costs) -> Costs:
+    """Costs whose stages take what they took in the rehearsal: the seconds of a stage's groups are multiplied
+    alike, forward and backward each. As before where the data cannot be asked for one micro-batch alone. No
+    weight, statistic or random stream changes. Collective."""
+    if not trainer.data.exact or trainer.data.varying:
+        return costs
+    comm, layout, numerics = trainer.comm, trainer.plan.layout, trainer.plan.numerics
+    clock, slower = clock_of(comm, numerics.threads)
+    factor = slower * costs.cluster.devices[comm.rank].speed * numerics.fill
+    comm.barrier()
+    stages = trainer.interpreter.stages
+    mine = {s: [x * factor for x in _seconds(trainer, s, stage, clock)] for s, stage in stages.items()}
+    took = {s: seconds for found in comm.allgather_object(mine) for s, seconds in found.items()}
+    groups = []
+    for s, (first, end) in enumerate(
+        bounds(len(costs.groups), cut_indices(layout, [g.name for g in costs.groups]))
+    ):
+        here = costs.groups[first:end]
+        fwd = took[s][0] / (sum(g.fwd_s for g in here) or 1.0)
+        bwd = took[s][1] / (sum(g.bwd_input_s + g.bwd_weight_s for g in here) or 1.0)
+        groups += [
+            replace(
+                g, fwd_s=g.fwd_s * fwd, bwd_input_s=g.bwd_input_s * bwd, bwd_weight_s=g.bwd_weight_s * bwd
+            )
+            for g in here
+        ]
+    return replace(costs, groups=tuple(groups))
+
+
+def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float]) -> tuple[float, float]:
+    """Forward and backward of the first micro-batch, medians; what they add to gradients is taken back."""
+    code = trainer.variants.code("train", trainer.variants.first, trainer.plan.layout.cuts, s)
+    rows, keys = trainer.plan.numerics.micro_batch, frozenset(code.inputs)
+    alone = a_core_is_left(trainer.comm, trainer.plan.numerics.threads)
+    batch = trainer.data.batch("train", 0, 0, rows, keys)
+    received = [_filled(Form.of(port)) for port in code.received]
+    grads = [_filled(Form.of_grad(port)) for port in code.sent if port.needs_grad]
+    found: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while len(found) < WARM_UP + 1 or (
+        len(found) < WARM_UP + MOST_ROUNDS and time.perf_counter() - began < BUDGET_S
+    ):
+        start = clock()
+        if keys and not alone:  # the thread that loads will work on this core
+            batch = trainer.data.batch("train", 0, 0, rows, keys)
+        with TRACING:
+            stage.forward(code, 0, received, batch, 0, True)
+        between = clock()
+        with TRACING:
+            stage.backward(0, grads)
+            _statistics(code)
+        found.append((between - start, clock() - between))
+        stage.forget_statistics()
+    for accumulator in stage.weights.accumulators():
+        accumulator.zero_()
+    forward, backward = zip(*found[WARM_UP:], strict=True)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _statistics(code: Code) -> None:
+    """What applying them takes, which a step does at its end."""
+    buffer, value = torch.zeros(64), torch.ones(64)
+    for _ in code.updates:
+        buffer.mul_(0.9).add_(value, alpha=0.1)
+
+
+def _filled(form: Form) -> Tensor:
+    t = form.empty()
+    return t.fill_(0.01) if t.dtype.is_floating_point else t.zero_()
