@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.launch import default_threads
 from mpipipe.cluster.node import cores_available
 from mpipipe.runtime.feed import Data
 from mpipipe.values import Costs, Graph
@@ -19,10 +20,9 @@ def with_loading(
     """Adds what loading takes to the forward of the first group that reads the batch, and of the last: they
     are on the first stage and the last. Seconds of their keys, for `rows` samples. Not where a core is left
     for it, nor for data that cannot be asked for one micro-batch alone. Collective."""
-    on_node = comm.node_of_rank.count(comm.node_of_rank[comm.rank])
-    spare = on_node * (threads + 1) <= len(cores_available())
+    spare = default_threads(comm, cores_available()) > threads
     reads = _keys_of_groups(graph)
-    if any(comm.allgather_object(spare)) or not reads or not data.exact or data.varying:
+    if spare or not reads or not data.exact or data.varying:
         return costs
     first, last = min(reads), max(reads)
     if comm.size == 1 or first == last:
