@@ -91,7 +91,7 @@ def _end(edge: dict[str, Any], key: str, at: dict[int | str, int], i: int, sourc
 
 
 def _outputs(edges: list[dict[str, Any]], source: str) -> dict[Any, float]:
-    """The cost of each node's output, which every edge from it repeats. edges: between nodes that are there."""
+    """The cost of each node's output, which every edge from it repeats. edges: of nodes that are there."""
     costs: dict[Any, float] = {}
     for i, edge in enumerate(edges):
         place = f"{source}: edge number {i}"
