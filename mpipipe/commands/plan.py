@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--refine has config, ranks and cluster from the run; leave them out")
     if not a.refine and not (a.config and a.levels):
         parser.error("the following arguments are required: config, --ranks; or --refine RUN")
+    if a.budget < math.inf and (a.refine or len(a.levels) > 1):
+        parser.error("--budget is for one number of --ranks; leave it out")
     collecting = gc.isenabled()
     gc.disable()  # a large model's graph is a million objects that stay: to look through them takes seconds
     try:
