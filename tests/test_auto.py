@@ -175,3 +175,12 @@ def test_blocks_divide_the_number_and_too_many_are_refused(price: dict[str, floa
 def test_ranks_of_which_only_some_search_are_caught() -> None:
     with pytest.raises(LaunchError, match="searched"):
         run_local(2, lambda comm: pipeline(comm, micro_batches="auto" if comm.rank else 1))
+
+
+def test_links_are_measured_for_the_first_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = list[int]()
+    monkeypatch.setattr(costing, "measure_links", lambda comm: measured.append(comm.size) or {})
+    said = list[str]()
+    run_local(1, lambda comm: pipeline(comm, say=said.append))
+    assert any("costs of 1, " in line for line in said)  # and another size
+    assert measured == [1]

@@ -98,7 +98,15 @@ def test_a_level_that_is_used_must_be_given(tmp_path, levels, n_ranks, words):
         ),
         (
             "node_of_rank: [0, 1]\nnuma_of_rank: [0, 0]\nlinks: {}\n",
-            "rank 1 is in numa 0, which node_of_rank puts in node 0 and in node 1; number each numa",
+            "rank 1 is in numa 0, which is in node 0 and in node 1; number each numa",
+        ),
+        (
+            "ranks_per_node: 2\nnuma_of_rank: [0, 1, 0, 1]\nlinks: {}\n",
+            "rank 2 is in numa 0, which is in node 0 and in node 1; number each numa",
+        ),
+        (
+            "ranks_per_node: 4\nranks_per_numa: 1\ncore_of_rank: [0, 0]\nlinks: {}\n",
+            "rank 1 is in core 0, which is in numa 0 and in numa 1; number each core",
         ),
         (
             "links: {node: {latency_s: 0.0, bytes_per_s: 1.0}}\n",
@@ -152,7 +160,7 @@ def test_ranks_that_differ_are_counted_in_their_order():
 
 
 @pytest.mark.parametrize(
-    "devices", [[rates()], [rates(), rates(memory=12345678, speed=1 / 3), rates("gpu: H200, #1")]]
+    "devices", [[rates()], [rates(), rates(memory=12345678, speed=1 / 3), rates('"gpu": H200, #1 \\ µ')]]
 )
 @pytest.mark.parametrize("levels", [LEVELS, "node_of_rank: [0, 1, 0]\nlinks: {}\n"])
 def test_a_file_that_is_written_is_read_back_as_the_same(tmp_path, devices, levels):

@@ -99,22 +99,23 @@ Dynamic dynamic_of(const dl_phdr_info& library) {
     return found;
 }
 
-bool read_only_after_loading(const dl_phdr_info& library, uintptr_t slot) {
+// The loader protects whole pages of a library's RELRO part: its last, begun page stays writable.
+bool read_only_after_loading(const dl_phdr_info& library, uintptr_t slot, uintptr_t page_bytes) {
     for (int i = 0; i < library.dlpi_phnum; ++i) {
         const auto& part = library.dlpi_phdr[i];
-        const uintptr_t begin = library.dlpi_addr + part.p_vaddr;
-        if (part.p_type == PT_GNU_RELRO && slot >= begin && slot < begin + part.p_memsz) return true;
+        const uintptr_t begin = library.dlpi_addr + part.p_vaddr, end = (begin + part.p_memsz) & ~(page_bytes - 1);
+        if (part.p_type == PT_GNU_RELRO && slot >= (begin & ~(page_bytes - 1)) && slot < end) return true;
     }
     return false;
 }
 
 bool write(const dl_phdr_info& library, uintptr_t slot) {
-    const uintptr_t page = slot & ~static_cast<uintptr_t>(sysconf(_SC_PAGESIZE) - 1);
-    const bool guarded = read_only_after_loading(library, slot);
-    const size_t length = slot + sizeof(void*) - page;
-    if (guarded && mprotect(reinterpret_cast<void*>(page), length, PROT_READ | PROT_WRITE) != 0) return false;
+    const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t page = slot & ~(page_bytes - 1);  // a slot is aligned, so it lies in one page
+    const bool guarded = read_only_after_loading(library, slot, page_bytes);
+    if (guarded && mprotect(reinterpret_cast<void*>(page), page_bytes, PROT_READ | PROT_WRITE) != 0) return false;
     __atomic_store_n(reinterpret_cast<void**>(slot), reinterpret_cast<void*>(&aligned), __ATOMIC_RELEASE);
-    if (guarded) mprotect(reinterpret_cast<void*>(page), length, PROT_READ);
+    if (guarded) mprotect(reinterpret_cast<void*>(page), page_bytes, PROT_READ);
     return true;
 }
 

@@ -22,7 +22,7 @@ from mpipipe.cluster.launch import launcher_rank
 from mpipipe.cluster.links import MeasuredLink, measure_levels
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.places import places
-from mpipipe.commands.doctor import positive
+from mpipipe.commands.arguments import positive
 from mpipipe.config.cluster import ClusterConfig, DeviceConfig, LinkConfig, LinksConfig
 from mpipipe.config.cluster_text import cluster_text
 from mpipipe.errors import ConfigError

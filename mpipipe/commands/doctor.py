@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mpipipe.cluster.doctor.watch import LATER_S
 from mpipipe.cluster.launch import launcher_rank
+from mpipipe.commands.arguments import positive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,13 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="the findings and all facts as JSON")
     return parser
-
-
-def positive(text: str) -> int:
-    """Of an argument. Raises argparse.ArgumentTypeError."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
 
 
 def _not_started(text: str, as_json: bool) -> int:

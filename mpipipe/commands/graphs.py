@@ -42,11 +42,11 @@ def parse_json(text: str, source: str) -> Problem:
     nodes, edges = (_entries(whole, key, source) for key in ("nodes", "edges"))
     places = [f"{source}: node {node.get('id', f'at position {i}')}" for i, node in enumerate(nodes)]
     at = _positions(nodes, places)
-    outputs = _outputs(edges, source)
     ends = [
         tuple(_end(edge, key, at, i, source) for key in ("sourceId", "destId"))
         for i, edge in enumerate(edges)
     ]
+    outputs = _outputs(edges, source)
     operators = [
         _operator(node, outputs.get(node["id"], 0.0), place)
         for node, place in zip(nodes, places, strict=True)
@@ -91,11 +91,11 @@ def _end(edge: dict[str, Any], key: str, at: dict[int | str, int], i: int, sourc
 
 
 def _outputs(edges: list[dict[str, Any]], source: str) -> dict[Any, float]:
-    """The cost of each node's output, which every edge from it repeats."""
+    """The cost of each node's output, which every edge from it repeats. edges: of nodes that are there."""
     costs: dict[Any, float] = {}
     for i, edge in enumerate(edges):
         place = f"{source}: edge number {i}"
-        cost, node = _number(edge, "cost", place), _value(edge, "sourceId", place)
+        cost, node = _number(edge, "cost", place), edge["sourceId"]
         if not math.isclose(costs.setdefault(node, cost), cost, rel_tol=1e-6):
             raise PlanError(
                 f"{place}: cost = {cost}, but another edge from node {node} has {costs[node]}; they carry "

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from mpipipe.commands import run
+from mpipipe.commands.arguments import seconds
 from mpipipe.commands.graphs import MS, is_profile, parse_json, parse_profile
 from mpipipe.config.cluster import Size
 from mpipipe.errors import PlanError
 from mpipipe.planner.placement import Placement, Problem, Profile, Replicated, place, replicate
 from mpipipe.planner.sizes import size_text
 from mpipipe.report.placement import device_names, placement_text, replicated_text
-
-_SECONDS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--contiguous", action="store_true", help="devices in an order: no forward edge goes back")
     add("--replicas", action="store_true", help="of a graph.txt: stages with copies, as PipeDream plans")
     add("--bandwidth", type=float, metavar="N", help="of a graph.txt: bytes per second between two devices")
-    add("--budget", type=_seconds, default=10.0, metavar="TIME", help="such as 500ms or 2m; default: 10s")
+    add("--budget", type=seconds, default=10.0, metavar="TIME", help="such as 500ms or 2m; default: 10s")
     add("-o", "--output", metavar="FILE", help="write load, bound, gap, stages and seconds there, as JSON")
     return parser
 
@@ -59,13 +57,6 @@ def _bytes(text: str) -> int:
         return TypeAdapter(Size).validate_python(text)
     except ValidationError:
         raise argparse.ArgumentTypeError(f"{text!r}; give bytes, or a size such as 16GiB") from None
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|)", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r}; give a time such as 500ms, 10s or 2m")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 def _partition(a: argparse.Namespace) -> None:

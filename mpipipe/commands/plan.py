@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import re
 import shlex
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe.commands import run
+from mpipipe.commands.arguments import seconds
 from mpipipe.commands.costing import Costing
 from mpipipe.commands.levels import check_output, curve_on, levels, show
 from mpipipe.commands.machines import Here, Machine, There
@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--refine has config, ranks and cluster from the run; leave them out")
     if not a.refine and not (a.config and a.levels):
         parser.error("the following arguments are required: config, --ranks; or --refine RUN")
+    if a.budget < math.inf and (a.refine or len(a.levels) > 1):
+        parser.error("--budget is for one number of --ranks; leave it out")
     collecting = gc.isenabled()
     gc.disable()  # a large model's graph is a million objects that stay: to look through them takes seconds
     try:
@@ -75,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cluster", metavar="FILE", help="another machine; without it, ranks like this one")
     parser.add_argument(
-        "--budget", type=_seconds, default=math.inf, metavar="TIME", help="such as 10s: the best plan so far"
+        "--budget", type=seconds, default=math.inf, metavar="TIME", help="such as 10s: the best plan so far"
     )
     parser.add_argument(
         "--refine", metavar="RUN", help="instead of a config: plan a run anew from what its stages took"
@@ -87,14 +89,6 @@ def _parser() -> argparse.ArgumentParser:
         help="write the plan there, for `train --plan`; of several --ranks, curve.json or curve.png",
     )
     return parser
-
-
-def _seconds(text: str) -> float:
-    """Of "500ms", "10s", "2m" or a number of seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give one such as 500ms, 10s or 2m")
-    return float(found[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[found[2]]
 
 
 def _plan(a: argparse.Namespace) -> None:

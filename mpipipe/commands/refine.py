@@ -53,9 +53,10 @@ def _lines(run: RunData, plan: Plan, refined: Refined, measured: Timeline) -> li
             f"{a} -> {b}" for a, b in zip(plan.layout.cuts, refined.plan.layout.cuts, strict=True) if a != b
         ]
         more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
-        lines.append(
-            f"new plan: {new} predicted, {gain:.1%} shorter; cuts that move: {', '.join(moved[:3])}{more}"
-        )
+        cuts = f"cuts that move: {', '.join(moved[:3])}{more}" if moved else "the same cuts"
+        order = refined.plan.layout.order
+        on = f"; on ranks {', '.join(map(str, order))}" if order != plan.layout.order else ""
+        lines.append(f"new plan: {new} predicted, {gain:.1%} shorter; {cuts}{on}")
     assert refined.plan.costs is not None
     return [*lines, *steadiness(noise(refined.plan, refined.plan.costs))]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,19 +91,11 @@ class ClusterConfig(Section):
                 raise ValueError(
                     f"links.{level} is given, but not which ranks it links; add ranks_per_{level}"
                 )
+        given = [len(x) for x in (self.node_of_rank, self.numa_of_rank, self.core_of_rank) if x]
+        units = self._all_units(min(given, default=0))
         for inner, outer in (("core", "numa"), ("core", "node"), ("numa", "node")):
-            self._check_inside(inner, outer)
+            _check_inside(inner, units[inner], outer, units[outer])
         return self
-
-    def _check_inside(self, inner: str, outer: str) -> None:
-        place: dict[int, int] = {}
-        pairs = zip(getattr(self, f"{inner}_of_rank"), getattr(self, f"{outer}_of_rank"), strict=False)
-        for rank, (a, b) in enumerate(pairs):
-            if place.setdefault(a, b) != b:
-                raise ValueError(
-                    f"rank {rank} is in {inner} {a}, which {outer}_of_rank puts in {outer} {place[a]} and in "
-                    f"{outer} {b}; number each {inner} of another {outer} anew"
-                )
 
     @property
     def first(self) -> DeviceConfig:
@@ -130,11 +122,16 @@ class ClusterConfig(Section):
             for d in counted[:n_ranks]
         )
         links = {level: Link(**dict(link)) for level, link in self.links if link is not None}
-        node = self._units("node", (0,) * n_ranks)
-        numa = self._units("numa", node)
-        found = Cluster(devices, node, links, numa, self._units("core", numa or node))
+        units = self._all_units(n_ranks)
+        found = Cluster(devices, units["node"], links, units["numa"], units["core"])
         _check_links(found)
         return found
+
+    def _all_units(self, n_ranks: int) -> dict[str, tuple[int, ...]]:
+        """By level, as `Cluster` has them."""
+        node = self._units("node", (0,) * n_ranks)
+        numa = self._units("numa", node)
+        return {"node": node, "numa": numa, "core": self._units("core", numa or node)}
 
     def _units(self, level: str, outer: tuple[int, ...]) -> tuple[int, ...]:
         """Of each rank; empty where nobody says. outer: what they lie in."""
@@ -162,6 +159,17 @@ _WHERE = {
     "node": "on one node",
     "switch": "on two nodes",
 }
+
+
+def _check_inside(inner: str, of_inner: Sequence[int], outer: str, of_outer: Sequence[int]) -> None:
+    """of_inner, of_outer: numbers, by rank; none where nobody says."""
+    place: dict[int, int] = {}
+    for rank, (a, b) in enumerate(zip(of_inner, of_outer, strict=False)):
+        if place.setdefault(a, b) != b:
+            raise ValueError(
+                f"rank {rank} is in {inner} {a}, which is in {outer} {place[a]} and in {outer} {b}; number "
+                f"each {inner} of another {outer} anew"
+            )
 
 
 def _check_links(cluster: Cluster) -> None:

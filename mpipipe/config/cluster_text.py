@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 
 from mpipipe.config.cluster import ClusterConfig
@@ -53,4 +54,4 @@ def _flow(value: object) -> str:
         return "[" + ", ".join(map(_flow, value)) + "]"
     if isinstance(value, float):
         return f"{value:.3e}" if float(f"{value:.3e}") == value else repr(value)
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(value) if isinstance(value, str) else str(value)

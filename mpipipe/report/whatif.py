@@ -81,7 +81,7 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
         yield ("free links", "a bound: no network is", lambda: planned(_free(costs)))
         yield ("stages of equal work", "a bound: groups cannot be cut", lambda: _balanced_s(plan, costs))
         yield ("one rank less", f"mpirun -n {n - 1}", lambda: planned(costs, n=n - 1))
-    if n < len(costs.groups):
+    if n < len(costs.groups) and costs.cluster.links:  # a single rank has measured none
         more, how = replace(costs, cluster=_with_one_more(costs.cluster)), f"mpirun -n {n + 1}"
         yield (
             "one more rank like the last",

@@ -72,7 +72,7 @@ def measure(
     update_s = before.update_s if before else _updates_s(comm, optimizer, clock, profiler, slower)
     del profiler, team  # and the memory that it chills the caches with
 
-    links = measure_links(comm)
+    links = before.costs.cluster.links if before else measure_links(comm)
     base = memory.base_bytes  # every kernel has run, and MPI has its buffers: what is left is not weights
     share = memory_share(comm) + base  # collective, so that ranks may be given different limits
     limits = comm.allgather_object((memory_bytes or share, base))

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.launch import default_threads
 from mpipipe.cluster.node import cores_available
 from mpipipe.runtime.feed import Data
 from mpipipe.values import Costs, Graph
@@ -20,12 +21,7 @@ def with_loading(
     are on the first stage and the last. Seconds of their keys, for `rows` samples. Not where a core is left
     for it, nor for data that cannot be asked for one micro-batch alone. Collective."""
     reads = _keys_of_groups(graph)
-    if (
-        any(comm.allgather_object(a_core_is_left(comm, threads)))
-        or not reads
-        or not data.exact
-        or data.varying
-    ):
+    if a_core_is_left(comm, threads) or not reads or not data.exact or data.varying:
         return costs
     first, last = min(reads), max(reads)
     if comm.size == 1 or first == last:
@@ -38,9 +34,8 @@ def with_loading(
 
 
 def a_core_is_left(comm: Communicator, threads: int) -> bool:
-    """For the loading thread of each rank of this node."""
-    on_node = comm.node_of_rank.count(comm.node_of_rank[comm.rank])
-    return on_node * (threads + 1) <= len(cores_available())
+    """For the loading thread of each rank, on every node. Collective."""
+    return default_threads(comm, cores_available()) > threads
 
 
 def _keys_of_groups(graph: Graph) -> dict[int, frozenset[str]]:

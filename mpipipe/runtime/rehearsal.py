@@ -37,9 +37,10 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     comm, layout, numerics = trainer.comm, trainer.plan.layout, trainer.plan.numerics
     clock, slower = clock_of(comm, numerics.threads)
     factor = slower * costs.cluster.devices[comm.rank].speed * numerics.fill
+    loads = not a_core_is_left(comm, numerics.threads)
     comm.barrier()
     stages = trainer.interpreter.stages
-    mine = {s: [x * factor for x in _seconds(trainer, s, stage, clock)] for s, stage in stages.items()}
+    mine = {s: [x * factor for x in _seconds(trainer, s, stage, clock, loads)] for s, stage in stages.items()}
     took = {s: seconds for found in comm.allgather_object(mine) for s, seconds in found.items()}
     groups = []
     for s, (first, end) in enumerate(
@@ -57,11 +58,13 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     return replace(costs, groups=tuple(groups))
 
 
-def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float]) -> tuple[float, float]:
-    """Forward and backward of the first micro-batch, medians; what they add to gradients is taken back."""
+def _seconds(
+    trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float], loads: bool
+) -> tuple[float, float]:
+    """Forward and backward of the first micro-batch, medians; what they add to gradients is taken back. loads:
+    the thread that loads works on this core."""
     code = trainer.variants.code("train", trainer.variants.first, trainer.plan.layout.cuts, s)
     rows, keys = trainer.plan.numerics.micro_batch, frozenset(code.inputs)
-    alone = a_core_is_left(trainer.comm, trainer.plan.numerics.threads)
     batch = trainer.data.batch("train", 0, 0, rows, keys)
     received = [_filled(Form.of(port)) for port in code.received]
     grads = [_filled(Form.of_grad(port)) for port in code.sent if port.needs_grad]
@@ -71,7 +74,7 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
         len(found) < WARM_UP + MOST_ROUNDS and time.perf_counter() - began < BUDGET_S
     ):
         start = clock()
-        if keys and not alone:  # the thread that loads will work on this core
+        if keys and loads:
             batch = trainer.data.batch("train", 0, 0, rows, keys)
         with TRACING:
             stage.forward(code, 0, received, batch, 0, True)

@@ -202,6 +202,10 @@ def changed(*path: str | int, to: object = None) -> dict[str, Any]:
         (changed("edges", 2, "cost"), "graph: edge number 2: 'cost' is missing; write it"),
         (changed("edges", 2, "cost", to=-0.5), "graph: edge number 2: cost = -0.5; give a finite number"),
         (
+            changed("edges", 2, "sourceId", to=[1]),
+            "graph: edge number 2: sourceId = [1] is the id of no node",
+        ),
+        (
             changed("edges", 2, "sourceId", to=3),
             "graph: the graph has a cycle of 1 nodes, layer3 -> layer3",
         ),

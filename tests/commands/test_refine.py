@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from made_run import made_run
 
-from mpipipe.commands import plan
+from mpipipe.commands import plan, refine
+from mpipipe.planner.refine import Refined
 from mpipipe.report.plan_file import read_plan
 from mpipipe.report.trace import read_trace, write_trace
 from mpipipe.values import Op
@@ -60,6 +61,16 @@ def test_a_plan_that_cannot_be_bettered_stays(folder: Path, capsys: pytest.Captu
     assert re.search(r"predicted from what was measured: .* 0\.0% (above|below) the measured step", out)
 
 
+def test_stages_that_change_ranks_alone_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = read_plan(folder / "plan.json")
+    new = replace(old, layout=replace(old.layout, ranks=old.layout.ranks[::-1]))
+    monkeypatch.setattr(refine, "refine", lambda *_: Refined(old, new))
+    assert plan.main(["--refine", str(folder)]) == 0
+    assert "0.0% shorter; the same cuts; on ranks 1, 0\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
@@ -95,6 +106,10 @@ def test_it_is_a_run_or_a_config_and_ranks(folder: Path, capsys: pytest.CaptureF
         with pytest.raises(SystemExit):
             plan.main(words)
         assert "leave them out" in capsys.readouterr().err
+    for words in (["--refine", str(folder)], ["c.yaml", "--ranks", "1,2"]):
+        with pytest.raises(SystemExit):
+            plan.main([*words, "--budget", "1s"])
+        assert "--budget is for one number of --ranks" in capsys.readouterr().err
     for words in ([], ["c.yaml"], ["--ranks", "2"]):
         with pytest.raises(SystemExit):
             plan.main(words)

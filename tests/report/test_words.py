@@ -61,6 +61,13 @@ def test_one_rank_more_and_less_are_planned_anew() -> None:
     assert fewer["free links"].step_s == pytest.approx(6.0)
 
 
+def test_a_single_rank_has_no_links_to_plan_for_another() -> None:
+    plan, _ = made_plan(1)
+    assert plan.costs is not None
+    alone = replace(plan.costs, cluster=replace(plan.costs.cluster, links={}))
+    assert not any("more rank" in w.change for w in what_if(replace(plan, costs=alone)))
+
+
 def test_equal_stages_are_a_bound() -> None:
     """Three groups on two ranks: (4 + 1) 6 with a stage of two, (4 + 1) 4.5 if they could be halved."""
     found = {w.change: w for w in what_if(even_plan(2, 4, 3))}

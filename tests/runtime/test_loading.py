@@ -44,9 +44,11 @@ class Slow:
         return {key: torch.zeros(stop - start, 4) for key in keys}
 
 
-def added(n_ranks: int, cores: int, monkeypatch, data=None):
-    """Seconds that each group's forward is longer, on every rank."""
-    monkeypatch.setattr(loading, "cores_available", lambda: range(cores))
+def added(n_ranks: int, cores: int | None, monkeypatch, data=None):
+    """Seconds that each group's forward is longer, on every rank. cores: of all; None = two for each rank."""
+    bound = iter([range(2 * i, 2 * i + 2) for i in range(n_ranks)])
+    own = (lambda: next(bound)) if cores is None else lambda: range(cores)
+    monkeypatch.setattr(loading, "cores_available", own)
     costs = made_costs(n_ranks, n_groups=3)
 
     def rank(comm):
@@ -70,7 +72,7 @@ def test_one_rank_loads_all_once(monkeypatch):
     assert found[1:] == [0, 0]
 
 
-@pytest.mark.parametrize("change", [{"cores": 4}, {"exact": False}, {"varying": True}])
+@pytest.mark.parametrize("change", [{"cores": 4}, {"cores": None}, {"exact": False}, {"varying": True}])
 def test_nothing_is_added_where_a_core_is_left_or_nothing_can_be_asked(monkeypatch, change):
     data = Slow()
     for name, value in change.items():
