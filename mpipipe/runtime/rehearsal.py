@@ -61,8 +61,8 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
 def _seconds(
     trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float], loads: bool
 ) -> tuple[float, float]:
-    """Forward and backward of the first micro-batch, medians; what they add to gradients is taken back. loads:
-    the thread that loads works on this core."""
+    """Forward and backward of the first micro-batch, medians; what they add to gradients is taken back.
+    loads: the thread that loads works on this core."""
     code = trainer.variants.code("train", trainer.variants.first, trainer.plan.layout.cuts, s)
     rows, keys = trainer.plan.numerics.micro_batch, frozenset(code.inputs)
     batch = trainer.data.batch("train", 0, 0, rows, keys)
