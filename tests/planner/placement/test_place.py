@@ -183,6 +183,15 @@ def test_a_linear_split_is_the_best_of_its_order() -> None:
     assert place_linearly(items, 2, 0, 30.0) == []
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_no_cpu_can_run_is_no_segment_of_one() -> None:
+    operators = tuple(Operator(v, f"n{v}", 5.0, (1.0, math.inf, 1.0)[v], 0.0, 0.0) for v in range(3))
+    items = contract(Problem(operators, ((0, 1), (1, 2)), 1, 1, math.inf), contiguous=True)
+    (device,) = place_linearly(items, 1, 1, math.inf)
+    assert device[1] == 0
+    assert device.tolist() in ([0, 0, 1], [1, 0, 0])
+
+
 def test_the_simple_bound_is_below_every_placement_and_met_where_work_can_be_parted() -> None:
     for seed in range(400, 440):
         problem = random_problem(seed)
