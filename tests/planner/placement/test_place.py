@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from placement_cases import brute_force_s, random_problem
 
@@ -181,6 +183,17 @@ def test_a_linear_split_is_the_best_of_its_order() -> None:
     (device,) = place_linearly(items, 3, 0, 30.0)
     assert loads(problem, device.tolist()).most_s == pytest.approx(brute_force_s(problem, contiguous=True))
     assert place_linearly(items, 2, 0, 30.0) == []
+
+
+def test_a_large_graph_that_has_a_placement_is_not_cut_in_other_orders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    items = contract(chain(7, 3, capacity_bytes=30.0), contiguous=True)
+    found = {"status": "placed", "device": np.zeros(7, np.int32), "load": 2.0, "bound": 1.0}
+    monkeypatch.setattr(search, "compiled", SimpleNamespace(solve_contiguous=lambda *_: found))
+    assert len(search.solve_in_order(items, 3, 0, 30.0, 1.0)[0]) == 2
+    monkeypatch.setattr(search, "LINEAR", 0)
+    assert len(search.solve_in_order(items, 3, 0, 30.0, 1.0)[0]) == 1
 
 
 @pytest.mark.filterwarnings("error")
