@@ -18,7 +18,7 @@ struct Tied {
     int64_t nbytes;
 };
 
-// What the fields mean: Ranges in stages.py, _Problem in partition.py. Pointers are borrowed.
+// What the fields mean: Ranges in stages.py, Problem in partition.py. Pointers are borrowed.
 struct Problem {
     int64_t n_groups = 0;
     const double *fwd_s = nullptr, *bwd_input_s = nullptr, *bwd_weight_s = nullptr;  // (n_groups,), as those below

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mpipipe.errors import PlanError
 from mpipipe.planner.many import Cuts, Many
 from mpipipe.planner.partition import partition
 from mpipipe.planner.search import cut_indices
@@ -104,11 +105,18 @@ def _others(many: Many, ours: Cuts, most: int) -> list[Cuts]:
         if all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups))) and many.fits(cuts, changed):
             near.append((many.slowest_s(cuts, changed), cuts))
     exact = next((few for work, few in _PARTITIONED.items() if n_groups * n_stages <= work), 0)
-    found = [
-        partition(
-            drawn_costs(costs, factors), plan.numerics.micro_batches, plan.layout.schedule, n_stages,
-            plan.layout.receive_window, plan.numerics.tied,
-        ).cuts
-        for factors in many.factors[:exact]
-    ]  # fmt: skip
+    drawn = [_least_bottleneck(many, factors) for factors in many.factors[:exact]]
+    found = [cuts for cuts in drawn if cuts is not None]
     return [c for c in dict.fromkeys([*(c for _, c in sorted(near)[:most]), *found]) if c != ours]
+
+
+def _least_bottleneck(many: Many, factors: Float64) -> Cuts | None:
+    """None where no cut fits by the memory of `partition`, which is a little above what is simulated."""
+    numerics, layout = many.plan.numerics, many.plan.layout
+    try:
+        return partition(
+            drawn_costs(many.costs, factors), numerics.micro_batches, layout.schedule, layout.n_stages,
+            layout.receive_window, numerics.tied, explain=False,
+        ).cuts  # fmt: skip
+    except PlanError:
+        return None

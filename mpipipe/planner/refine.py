@@ -61,7 +61,12 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     costs = refined_costs(plan.costs, plan.layout, measured)
     ran = plan_of(costs, plan.numerics, plan.layout, names)
     layout = plan.layout
-    best, _ = make_plan(costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_stages)
+    try:
+        best, _ = make_plan(
+            costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_stages
+        )
+    except PlanError:  # by the memory of `partition`, which is a little above what is simulated
+        return Refined(ran, ran)
     worth = best.prediction.step_s < ran.prediction.step_s * (1.0 - WORTH)
     return Refined(ran, best if worth else ran)
 

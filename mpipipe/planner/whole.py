@@ -64,9 +64,11 @@ def problem_of(graph: Graph, costs: Costs, n_ranks: int) -> Problem:
             if made is not None and node.group >= 0 and made.group >= 0 and made.group != node.group:
                 edges.add((made.group, node.group))
                 given[made.group][name] = made
-    link = costs.cluster.link(0, 1)
+    link, speed = costs.cluster.link(0, 1), costs.cluster.devices[0].speed
     operators = [
-        Operator(i, cost.name, cost.seconds, math.inf, 0.0, sum(_seconds(link, n) for n in nodes.values()))
+        Operator(
+            i, cost.name, cost.seconds / speed, math.inf, 0.0, sum(_seconds(link, n) for n in nodes.values())
+        )
         for i, (cost, nodes) in enumerate(zip(costs.groups, given, strict=True))
     ]
     return Problem(tuple(operators), tuple(sorted(edges)), n_ranks, 0, math.inf)

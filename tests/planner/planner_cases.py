@@ -150,3 +150,11 @@ TIES = st.lists(
 def on(n_stages: int, ties: list[StageTie]) -> tuple[StageTie, ...]:
     """Those of `TIES` that a pipeline of `n_stages` has."""
     return tuple(tie for tie in ties if max(tie.users) < n_stages)
+
+
+def barely_fitting() -> tuple[Costs, tuple[str, ...]]:
+    """Costs of two ranks with few bytes, and cuts that fit as they are simulated with a receive window of 8
+    and 4 micro-batches: a stage receives 4 messages, `partition` counts as many as the window lets it."""
+    groups = tuple(group(f"g{i}", act_bytes=10, param_bytes=1) for i in range(4))
+    machine = cluster([1.0, 1.0], [70, 70])
+    return Costs(groups, machine, (), 1.0, 0.0, "modelled", 0.0), ("g2",)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_run import made_costs, made_plan
-from planner_cases import all_cuts, problems, uniform
+from planner_cases import all_cuts, barely_fitting, problems, uniform
 
 from mpipipe.planner import noise as module
 from mpipipe.planner.many import Many
 from mpipipe.planner.noise import ASSUMED_SPREAD, WORTH, drawn_costs, noise, spreads
 from mpipipe.planner.search import make_plan, plan_of
-from mpipipe.values import Costs, Numerics, Plan
+from mpipipe.values import Costs, Layout, Numerics, Plan
 
 
 def numerics(n_micro: int, tied: str = "per_use") -> Numerics:
@@ -124,3 +124,11 @@ def test_predict_is_the_draw_in_which_nothing_is_off() -> None:
     cuts = tuple(names.index(name) for name in plan.layout.cuts)
     found = Many(plan, plan.costs, np.ones((1, 16))).steps_s([cuts])
     assert found[0, 0] == pytest.approx(plan.prediction.step_s)
+
+
+def test_a_plan_that_barely_fits_has_its_noise_too() -> None:
+    costs, cuts = barely_fitting()
+    layout = Layout(cuts, ((0,), (1,)), "1f1b", 8)
+    found = noise(plan_of(costs, numerics(4), layout, [g.name for g in costs.groups]), costs, draws=3)
+    assert found is not None
+    assert (found.held, found.gain) == (3, 0.0), "nothing else fits"

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_run import made_plan
-from planner_cases import problems
+from planner_cases import barely_fitting, problems
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for, simulate, stage_costs
 from mpipipe.planner.refine import refine, refined_costs, stage_seconds
-from mpipipe.planner.search import cut_indices, norm_seconds
+from mpipipe.planner.search import cut_indices, norm_seconds, plan_of
 from mpipipe.planner.stages import in_order, stage_ties
-from mpipipe.values import Op, Plan, Timeline
+from mpipipe.values import Layout, Op, Plan, Timeline
 
 RATIO = st.floats(0.25, 4.0)
 
@@ -109,3 +109,13 @@ def test_what_cannot_be_a_measured_step_of_the_plan_is_refused() -> None:
         refine(plan, replace(measured, times=tuple(-t for t in measured.times)))
     with pytest.raises(PlanError, match=r"measured F of stage 0 take 0 s, .* missing or torn"):
         refine(plan, replace(measured, times=tuple(0 * t for t in measured.times)))
+
+
+def test_a_plan_that_barely_fits_stays_as_it_is():
+    costs, cuts = barely_fitting()
+    numerics = replace(made_plan()[0].numerics, batch=4, micro_batch=1, micro_batches=4)
+    layout = Layout(cuts, ((0,), (1,)), "1f1b", 8)
+    plan = plan_of(costs, numerics, layout, [g.name for g in costs.groups])
+    with pytest.raises(PlanError, match="cannot hold"):
+        make_plan(costs, numerics, "1f1b", 8, [g.name for g in costs.groups], 2)
+    assert refine(plan, step(plan, [(1.0, 1.0, 1.0, 1.0)] * 2)).plan.layout == layout

@@ -70,6 +70,13 @@ def test_intertwined_branches_are_parted_where_messages_are_dear():
     assert found.bound_s == pytest.approx(3.0)
 
 
+def test_slow_ranks_take_longer():
+    plan = planned([1.0] * 4, ("g2",), 1e12, (0.5, 0.5))
+    found = any_order(graph({0: (), 1: (0,), 2: (1,), 3: (2,)}), plan, plan.costs)
+    assert found is not None
+    assert found.planned_s == pytest.approx(4.0, rel=1e-4)
+
+
 def test_nothing_is_said_of_one_stage_or_unlike_ranks():
     chain = graph({0: (), 1: (0,)})
     one = planned([1.0, 1.0], (), 1e9, (1.0,))

@@ -87,8 +87,9 @@ def segments(items: Items, order: list[int], capacity_bytes: float) -> tuple[Flo
     here = summed(np.where(fits, items.accelerator_s, 0.0)) + _communication(items, at)
     full = summed(items.nbytes) > capacity_bytes * (1 + 1e-12)
     here[empty | full | (summed(np.where(fits, 0.0, 1.0)) > 0)] = np.inf
-    cpu = summed(items.cpu_s)
-    cpu[empty] = np.inf
+    on_cpu = np.isfinite(items.cpu_s)
+    cpu = summed(np.where(on_cpu, items.cpu_s, 0.0))
+    cpu[empty | (summed(np.where(on_cpu, 0.0, 1.0)) > 0)] = np.inf
     return here, cpu
 
 

@@ -14,6 +14,9 @@ from mpipipe.values import Int32
 
 LIVE_IDEALS = 1_000_000  # of the exact search at a time; beyond, its bound is not met
 EXACT = 0.9  # of the budget for the exact search
+LINEAR = (
+    100_000_000  # items x items x devices of an order that is cut beside a placement that is there: a second
+)
 SEED = 0
 
 
@@ -33,7 +36,8 @@ def solve_in_order(
     if found["status"] == "infeasible":
         return [], np.inf
     devices_of = [found["device"]] if found["status"] == "placed" else []
-    if not devices_of or found["bound"] < found["load"]:
+    small = len(items) ** 2 * (n_accelerators + n_cpus) <= LINEAR
+    if not devices_of or (small and found["bound"] < found["load"]):
         devices_of += place_linearly(items, *devices, budget_s * (1 - EXACT))
     return devices_of, found["bound"]
 

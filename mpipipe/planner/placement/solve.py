@@ -100,7 +100,7 @@ def _in_chunks(problem: Problem, items: Items, started: float, budget_s: float) 
     if bound_s < known_s * (1 - PRECISION):
         solved = solve_mixed(items, *devices, known_s, started + budget_s - time.perf_counter())
         found += [each for each in _by_operator(items, solved.device) if _holds(problem, each)]
-        bound_s = max(bound_s, solved.bound_s)
+        bound_s = max(bound_s, min(solved.bound_s, known_s))
     return found, bound_s
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from placement_cases import brute_force_s, random_problem
 
@@ -181,6 +183,26 @@ def test_a_linear_split_is_the_best_of_its_order() -> None:
     (device,) = place_linearly(items, 3, 0, 30.0)
     assert loads(problem, device.tolist()).most_s == pytest.approx(brute_force_s(problem, contiguous=True))
     assert place_linearly(items, 2, 0, 30.0) == []
+
+
+def test_a_large_graph_that_has_a_placement_is_not_cut_in_other_orders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    items = contract(chain(7, 3, capacity_bytes=30.0), contiguous=True)
+    found = {"status": "placed", "device": np.zeros(7, np.int32), "load": 2.0, "bound": 1.0}
+    monkeypatch.setattr(search, "compiled", SimpleNamespace(solve_contiguous=lambda *_: found))
+    assert len(search.solve_in_order(items, 3, 0, 30.0, 1.0)[0]) == 2
+    monkeypatch.setattr(search, "LINEAR", 0)
+    assert len(search.solve_in_order(items, 3, 0, 30.0, 1.0)[0]) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_no_cpu_can_run_is_no_segment_of_one() -> None:
+    operators = tuple(Operator(v, f"n{v}", 5.0, (1.0, math.inf, 1.0)[v], 0.0, 0.0) for v in range(3))
+    items = contract(Problem(operators, ((0, 1), (1, 2)), 1, 1, math.inf), contiguous=True)
+    (device,) = place_linearly(items, 1, 1, math.inf)
+    assert device[1] == 0
+    assert device.tolist() in ([0, 0, 1], [1, 0, 0])
 
 
 def test_the_simple_bound_is_below_every_placement_and_met_where_work_can_be_parted() -> None:
