@@ -99,7 +99,7 @@ class Joint:
 
     @property
     def bound_s(self) -> float:
-        """Nothing that was asked for has a shorter step."""
+        """Nothing that was asked for and fits, as `partition` counts memory, has a shorter step."""
         return min(self.best.step_s, *(t.bound_s for t in self.tried if t.bound_s is not None))
 
 
