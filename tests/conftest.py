@@ -9,6 +9,7 @@ full    takes minutes (make test-full)
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -29,7 +30,7 @@ TESTBED = os.environ.get("MPIPIPE_TESTBED")
 MEETING_S = 120.0  # how long a rank waits for the others after a test
 
 # Deadlines would measure the machine, not the code. Ranks must draw the same examples in one order.
-settings.register_profile("alone", deadline=None)
+settings.register_profile("alone", deadline=None, max_examples=50)
 settings.register_profile("same", deadline=None, derandomize=True, database=None)
 
 
@@ -47,6 +48,12 @@ def _own_cache(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["XDG_CACHE_HOME"] = folder.name
     config.add_cleanup(folder.cleanup)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 # -- markers -----------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ def numerics(ranks: int, **how: Any) -> Numerics:
     return found[0]
 
 
+@pytest.mark.full  # tests/launch/test_auto.py says it of real ranks
 def test_all_ranks_agree_the_bits_are_those_of_the_number_and_the_plan_keeps_it(
     price: dict[str, float],
 ) -> None:
@@ -109,6 +110,7 @@ def test_all_ranks_agree_the_bits_are_those_of_the_number_and_the_plan_keeps_it(
         run_local(2, lambda comm: pipeline(comm, plan=other))
 
 
+@pytest.mark.full  # as above
 def test_a_resumed_run_keeps_the_number(tmp_path: Path, price: dict[str, float]) -> None:
     def begin(comm: Communicator) -> Any:
         pipe = pipeline(comm)

@@ -159,6 +159,7 @@ def test_a_class_a_function_an_instance_and_a_list_are_one_model() -> None:
     assert all(torch.equal(t, kept[name]) for name, t in instance.state_dict().items()), "it is left alone"
 
 
+@pytest.mark.full  # all that tests/launch trains has measured costs
 def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plainly_trained()
     monkeypatch.undo()
@@ -466,8 +467,11 @@ def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("optimizer", "micro_batches", "ranks"),
-    [(None, 3, 3), (adam, 4, 3), (momentum, 4, 1)],
-    ids=["AdamW, ragged", "Adam", "SGD and a scheduler"],
+    [
+        pytest.param(None, 3, 3, id="AdamW, ragged"),
+        pytest.param(adam, 4, 3, id="Adam", marks=pytest.mark.full),
+        pytest.param(momentum, 4, 1, id="SGD and a scheduler", marks=pytest.mark.full),
+    ],
 )
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
     tmp_path: Path, optimizer: Any, micro_batches: int, ranks: int

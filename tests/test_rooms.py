@@ -11,6 +11,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,11 @@ RULES = {
 }
 
 
+@cache
+def tree(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
+
+
 @pytest.mark.parametrize("what", RULES)
 def test_outside_things_stay_in_their_rooms(what):
     uses, rooms = RULES[what]
@@ -93,7 +99,7 @@ def test_outside_things_stay_in_their_rooms(what):
         f"mpipipe/{path.relative_to(PACKAGE).as_posix()}:{line} {what}; only {', '.join(rooms)} may"
         for path in SOURCES
         if not path.relative_to(PACKAGE).as_posix().startswith(rooms)
-        for line in uses(ast.parse(path.read_text()))
+        for line in uses(tree(path))
     ]
     assert found == []
 

@@ -9,11 +9,12 @@ the cuts, and with them the tests, are the same on every machine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 import torch.export
 from torch import Tensor, nn
@@ -199,6 +200,14 @@ def capture(model: str, rows: int = 2, precision: str = "fp32") -> Variants:
 
 
 captured = cache(capture)
+
+
+def full_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Values of a parameter, or tuples of several: some in the fast suite, the others in the full one."""
+    return [
+        v if v in fast else pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full)
+        for v in values
+    ]
 
 
 def even_cuts(groups: Sequence[str], n_stages: int) -> tuple[str, ...]:

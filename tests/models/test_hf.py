@@ -39,7 +39,7 @@ from mpipipe.values import TensorSpec
 
 def all_but_one_full(fast: str) -> list[Any]:
     """Every model; the one with the most to go wrong in the fast suite, the others in the full one."""
-    return [m if m == fast else pytest.param(m, marks=pytest.mark.full) for m in CONFIGS]
+    return tiny.full_but([fast], CONFIGS)
 
 
 def library() -> Any:
@@ -92,7 +92,7 @@ def assert_same_bits(case: HfCase, numbers_of_stages: tuple[int, ...]) -> None:
         assert tiny.differences(whole, tiny.train_local(case, n_stages)) == [], n_stages
 
 
-@pytest.mark.parametrize("case", [tiny_t5(), tiny_moe()], ids=str)
+@pytest.mark.parametrize("case", [tiny_t5(), pytest.param(tiny_moe(), marks=pytest.mark.full)], ids=str)
 def test_bits_do_not_depend_on_the_cut(case: HfCase) -> None:
     assert_same_bits(case, (3,))
 
@@ -156,6 +156,7 @@ def test_loss_and_gradients_are_the_library_s_own_over_one_big_batch(name: str) 
     assert norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-5)
 
 
+@pytest.mark.full
 def test_the_balance_of_experts_is_part_of_the_loss_as_the_library_adds_it() -> None:
     model = built("mixtral")
     case, module = HfCase("mixtral", batch=2, micro_batches=1), real(built("mixtral"))
@@ -231,7 +232,7 @@ def opened(model: hf.HfModel, folder: Path) -> Any:
     return module.eval()
 
 
-@pytest.mark.parametrize("name", all_but_one_full("t5"))
+@pytest.mark.parametrize("name", all_but_one_full("gpt2"))
 def test_what_a_run_saves_opens_in_the_library_and_gives_the_same_outputs(name: str, tmp_path: Path) -> None:
     model, case, folder = built(name), HfCase(name), tmp_path / "checkpoint"
     data, variants = case.dataset, case.variants

@@ -11,14 +11,16 @@ import torch
 
 from mpipipe.ops.native import kernels
 
-# Each in a process of its own: the change is for good. The small blocks stay and take the ends that were cut
-# off, as the objects of a step's graph do; the equal tensors are made and freed again and again.
+# The change is for good: a fork has it, its parent goes on without. The small blocks stay and take the ends
+# that were cut off, as the objects of a step's graph do; the equal tensors are made and freed over and over.
 PROGRAM = """
-import ctypes, random, sys, torch
+import ctypes, os, random, torch
 from mpipipe.cluster.memory import KEPT_BYTES, PeakMemory, keep_freed_memory
 from mpipipe.ops.reuse import reuse_freed_blocks
+fork = os.fork()
+assert not fork or os.waitpid(fork, 0)[1] == 0
 keep_freed_memory()
-redirected = reuse_freed_blocks(KEPT_BYTES) if sys.argv[1] == "with" else 0
+redirected = 0 if fork else reuse_freed_blocks(KEPT_BYTES)
 malloc, memory, draw = ctypes.CDLL(None).malloc, PeakMemory(), random.Random(0)
 tensors = [torch.ones(4096 * draw.randint(1, 4)) for _ in range(200)]
 for _ in range(6000):
@@ -31,19 +33,13 @@ print(redirected, memory.nbytes)
 """
 
 
-def held(how: str) -> tuple[int, int]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True)
-    redirected, nbytes = map(int, done.stdout.split())
-    return redirected, nbytes
-
-
 def test_less_is_held_where_calls_are_redirected():
     if kernels is None:
         pytest.skip("no compiled kernels")
-    redirected, nbytes = held("with")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    redirected, nbytes, _, without = map(int, done.stdout.split())
     if not redirected:
         libc = " ".join(platform.libc_ver())
         pytest.skip(f"{libc} needs no mending")
-    without = held("without")[1]
     assert nbytes < without / 2  # about a tenth
     assert torch.ones(1).data_ptr() % 64 == 0

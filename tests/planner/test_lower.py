@@ -82,7 +82,7 @@ def test_ties_between_the_same_stages_share_a_message():
     assert text(program).count("SEND_COPY") == 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(list(SCHEDULES)), st.integers(1, 7), st.integers(1, 8), TIES,
     st.sampled_from(["per_use", "eager"]), st.integers(1, 5),

@@ -30,7 +30,7 @@ def stage_times(costs: Costs, cuts: tuple[int, ...]) -> list[float]:
     return [naive_stage_s(costs, edges, s) for s in range(len(cuts) + 1)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), SCHEDULE, WINDOW, TIED)
 def test_is_the_optimum_of_all_cuts(problem, schedule, window, tied):
     costs, n_stages, n_micro = problem
@@ -49,7 +49,7 @@ def test_is_the_optimum_of_all_cuts(problem, schedule, window, tied):
     assert found.lower_bound_s <= best * (1 + 1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(memory="tight", max_groups=6), SCHEDULE, WINDOW, TIED)
 def test_the_error_names_the_smallest_number_of_stages_that_would_do(problem, schedule, window, tied):
     costs, n_stages, n_micro = problem
@@ -66,7 +66,7 @@ def test_the_error_names_the_smallest_number_of_stages_that_would_do(problem, sc
     assert ([int(said[1])] if said else []) == fits[:1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(memory="tight"), SCHEDULE)
 def test_the_missing_bytes_are_exact(problem, schedule):
     """One byte less than said and the same stage still fails; all of them, and it does not."""
@@ -184,7 +184,7 @@ def test_1f1b_memory_pushes_work_to_the_end():
     assert partition(roomy, 8, "gpipe", 2).cuts == (3,)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(memory="huge"))
 def test_the_bound_of_a_step_is_its_formula_over_all_cuts(problem):
     """With equal speeds the bound is the minimum over all cuts of max_s(m c_s + sum_{j<s} c_j)."""

@@ -84,7 +84,7 @@ def programs(draw: st.DrawFn) -> Program:
     return program(ranks, draw(st.integers(0, 3)))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(programs())
 def test_agrees_with_every_interleaving(p):
     final = ends(p)
@@ -152,7 +152,7 @@ def test_every_schedule_is_free_of_deadlock(name):
         prove(lower(forward_only(n_stages, n_micro), (), "per_use", window, train=False))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(list(SCHEDULES)),
     st.integers(2, 7),

@@ -153,7 +153,7 @@ def test_messages_of_one_direction_follow_each_other():
     assert copied == ends[Op.RECV_TIED] + 1 + 10
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems(memory="huge"), st.sampled_from(list(SCHEDULES)), st.data())
 def test_against_the_recursion(problem, name, data):
     """End of each action = its seconds after the later of the action before it and its message."""

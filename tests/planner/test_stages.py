@@ -32,7 +32,7 @@ def test_a_tied_gpt_on_two_stages_by_hand():
     assert stage_ties(costs.ties, ()) == ()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems(memory="huge"), st.data())
 def test_against_plain_sums(problem, data):
     costs, n_stages, _ = problem

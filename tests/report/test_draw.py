@@ -116,6 +116,6 @@ def test_many_ranks_are_folded_and_that_is_said() -> None:
 
 
 def test_a_picture_of_many_ranks_is_not_endless(tmp_path: Path) -> None:
-    draw_png({"predicted": of_ranks(128, n_micro=1)}, tmp_path / "many.png")
+    draw_png({"predicted": of_ranks(64, n_micro=1)}, tmp_path / "many.png")
     height, width, _ = imread(tmp_path / "many.png").shape
-    assert 128 * 10 < height < 2 * width
+    assert 64 * 10 < height < 2 * width

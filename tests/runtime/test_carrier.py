@@ -9,7 +9,7 @@ import random
 from functools import cache
 
 import pytest
-from tiny import BITS, SEED, Case, capture, differences, plan_of, train, train_local, warm
+from tiny import BITS, SEED, Case, capture, differences, full_but, plan_of, train, train_local, warm
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
@@ -19,8 +19,16 @@ from mpipipe.state.checkpoint import tensor_digest
 
 one_stage = cache(train_local)
 
+FAST = [
+    Case("gpt", precision="bf16", tied="eager"),
+    Case("gpt", batch=7, evaluate=True),
+    Case("conv and norm", evaluate=True),
+    Case("traps", precision="bf16", optimizer="sgd"),
+    Case("thrice", tied="eager", batch=11),
+]
 
-@pytest.mark.parametrize("case", BITS, ids=str)
+
+@pytest.mark.parametrize("case", full_but(FAST, BITS), ids=str)
 def test_any_number_of_stages_gives_the_bits_of_one(case: Case) -> None:
     expected = one_stage(case, 1)
     assert len(set(expected["losses"])) == len(expected["losses"]), "something is learned"
@@ -64,7 +72,11 @@ def first_step(comm: Communicator, case: Case, cuts: tuple[str, ...]) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("model", "n"), [("gpt", 12), ("gpt, untied", 5), ("skips", 12), ("thrice", 8), ("traps", 8)]
+    ("model", "n"),
+    full_but(
+        [("gpt", 6), ("traps", 8)],
+        [("gpt", 6), ("gpt, untied", 5), ("skips", 12), ("thrice", 8), ("traps", 8)],
+    ),
 )
 def test_random_cuts_give_the_loss_and_gradients_of_one_stage(model: str, n: int) -> None:
     case = Case(model, optimizer="sgd", clip=None, batch=4, micro_batches=2)
@@ -90,6 +102,7 @@ def test_whatever_rank_holds_a_stage_the_bits_are_those_of_one(case: Case, order
     assert differences(one_stage(case, 1), train_local(case, 3, order=order)) == []
 
 
+@pytest.mark.full  # tests/mpi says it of real ranks
 def test_ranks_that_capture_for_themselves_agree() -> None:
     """As real ranks do: nothing is shared between the threads but the messages."""
     case = Case("gpt, no dropout")
