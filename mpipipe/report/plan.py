@@ -126,8 +126,8 @@ def beside_any_order(found: Order | None) -> list[str]:
         return []
     planned, least = _seconds(found.planned_s), _seconds(found.bound_s)
     return [
-        f"most loaded stage, messages included: {planned} per micro-batch; with the groups in any order "
-        f"that the graph allows, at least {least} (gap {found.gap:.1%})"
+        f"most loaded stage, with its messages over the fastest link: {planned} per micro-batch; with the groups "
+        f"in any order that the graph allows, at least {least} (gap {found.gap:.1%})"
     ]
 
 
