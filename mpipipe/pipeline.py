@@ -36,6 +36,7 @@ from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models.losses import from_mean
 from mpipipe.planner.given import check_given as check_given_plan
+from mpipipe.planner.given import check_ranks
 from mpipipe.planner.joint import Asked, counts_of, schedules_of, search
 from mpipipe.planner.partition import check_stages
 from mpipipe.planner.search import plan_of, predict, program_for
@@ -170,6 +171,9 @@ class Pipeline:
             searched=count is None,
             checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
         )  # fmt: skip
+        called = str(plan) if isinstance(plan, str | Path) else "the plan"
+        if given_plan is not None:
+            check_ranks(given_plan.layout, self.size, called)
 
         weights = None if folder is None else Reader(folder, "model")
         source = self._source(model, initial, weights)
@@ -196,7 +200,7 @@ class Pipeline:
         if saved is not None and folder is not None and not new_numerics:
             check_graph(folder, saved.graph, self.variants.graph.hash)
         if given_plan is not None:
-            self._check_plan(given_plan, "the plan" if isinstance(plan, Plan) else str(plan))
+            self._check_plan(given_plan, called)
         check_stages(self.size, len(self.variants.graph.groups))
         started = time.perf_counter()
         if settled is None:

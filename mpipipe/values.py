@@ -184,12 +184,14 @@ class Cluster(Value):
         return "numa" if self.numa_of_rank and self.numa_of_rank[a] == self.numa_of_rank[b] else "node"
 
     def link(self, a: int, b: int) -> Link:
-        """The link between ranks `a` and `b`; free within one rank. Of a level that is not given: the next
-        coarser one, as for a rank that is thought of, or the coarsest there is."""
-        if a == b:
-            return Link(0.0, math.inf)
+        """The link between ranks `a` and `b`; free within one rank."""
+        return Link(0.0, math.inf) if a == b else self.link_at(self.level(a, b))
+
+    def link_at(self, level: str) -> Link:
+        """The link of a level. Where it is not given: of the next coarser one, as for a rank that is thought
+        of, or of the coarsest there is."""
         known = [level for level in LEVELS if level in self.links]
-        at = LEVELS.index(self.level(a, b))
+        at = LEVELS.index(level)
         return self.links[next((level for level in known if LEVELS.index(level) >= at), known[-1])]
 
     def in_order(self, order: Sequence[int]) -> Cluster:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,14 +19,16 @@ from mpipipe.cluster.devices import Rates, devices_of, rounded
 from mpipipe.cluster.doctor.machine import binding
 from mpipipe.cluster.doctor.watch import Watch
 from mpipipe.cluster.ending import end
-from mpipipe.cluster.launch import launcher_rank
+from mpipipe.cluster.launch import launcher_rank, load_advice
 from mpipipe.cluster.links import MeasuredLink, measure_levels
 from mpipipe.cluster.mpi import connect
+from mpipipe.cluster.node import cores_available
+from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.places import places
 from mpipipe.commands.arguments import positive
 from mpipipe.config.cluster import ClusterConfig, DeviceConfig, LinkConfig, LinksConfig
 from mpipipe.config.cluster_text import cluster_text
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ConfigError, LaunchError
 from mpipipe.planner.sizes import size_text
 from mpipipe.report.table import text_table
 from mpipipe.runtime.costing import device_kind
@@ -36,6 +39,7 @@ from mpipipe.values import Cluster
 
 LIMIT_S = 120.0  # it takes seconds; a rank that does not answer takes for ever
 ROUNDS = 3  # of the rates; the best counts, because what else runs on a machine only adds
+SUFFIXES = (".yaml", ".yml")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,8 +83,11 @@ def _stuck(doing: str) -> None:
 
 
 def calibrate(comm: Communicator, threads: int, gemm: str, file: Path, watch: Watch) -> str:
-    """What to tell people; rank 0 has written the file. Collective. Raises ConfigError where it cannot be."""
+    """What to tell people; rank 0 has written the file. Collective. Raises ConfigError where it cannot be,
+    LaunchError where a rank has fewer cores than threads."""
     begun = time.perf_counter()
+    _check(comm, threads, file)
+    busy = _busy(comm)
     watch.doing = "the rates"
     ranks = comm.allgather_object(_rates(comm, threads, gemm))
     watch.doing = "the links"
@@ -91,10 +98,44 @@ def calibrate(comm: Communicator, threads: int, gemm: str, file: Path, watch: Wa
     config = configured(ranks, where, links)
     spent_s = time.perf_counter() - begun
     head = f"{_count(comm.size, 'rank')} on {_count(len(set(comm.node_of_rank)), 'node')}, {spent_s:.1f} s"
-    _write(file, cluster_text(config, f"Measured by python -m mpipipe calibrate: {head}"))
+    notes = [f"note: {said}" for said in (busy, _missing(where)) if said]
+    above = "\n".join([f"Measured by python -m mpipipe calibrate: {head}", *notes])
+    _write(file, cluster_text(config, above))
     more = f"\n\n{_link_table(links)}" if links else ""
+    more += "".join(f"\n\n{textwrap.fill(note, 110)}" for note in notes)
     plan = f"python -m mpipipe plan config.yaml --ranks {comm.size} --cluster {file}"
     return f"measured: {head}\n\n{_device_table(config)}{more}\n\n{file} is written; plan with it:\n  {plan}"
+
+
+def _check(comm: Communicator, threads: int, file: Path) -> None:
+    """Before anything takes long. Raises ConfigError, LaunchError. Collective."""
+    cores = [len(found) for found in comm.allgather_object(cores_available())]
+    if file.suffix not in SUFFIXES and not (file.exists() and not file.is_file()):
+        raise ConfigError(f"-o {file}: a cluster is written as YAML; name a file that ends with .yaml")
+    if threads > min(cores):
+        bound = min(cores)
+        raise LaunchError(
+            f"--threads {threads}, but rank {cores.index(bound)} may use {_count(bound, 'core')}: the rates "
+            "would be those of fewer threads; start with `mpirun --bind-to none` or "
+            f"`--map-by slot:PE={threads}`, or give --threads {bound}"
+        )
+
+
+def _busy(comm: Communicator) -> str | None:
+    """About the load of the first node that others use too. Collective."""
+    # of ranks that share cores the load says nothing: it is their own
+    advice = None if comm.oversubscribed else load_advice(load_average(), os.cpu_count() or 1)
+    return next(filter(None, comm.allgather_object(advice)), None)
+
+
+def _missing(where: Cluster) -> str | None:
+    """What was not measured, because the ranks are on one node."""
+    if "switch" in where.spanned:
+        return None
+    return (
+        "links between nodes (switch) were not measured, as all ranks are on one node; a plan for several "
+        "nodes needs them: calibrate on two nodes, or fill in the line that stands in the file"
+    )
 
 
 def _count(n: int, what: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from mpipipe.errors import PlanError
 from mpipipe.planner.curve import Curve, resource_curve
 from mpipipe.planner.search import make_plan
-from mpipipe.report.curve import advice, curve_table, draw_curve
+from mpipipe.report.curve import advice, beyond_proportion, curve_table, draw_curve
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.values import Cluster, Costs, Numerics, Prediction, to_json
 
@@ -47,7 +47,7 @@ def _powers_of_two(last: int) -> Iterator[int]:
     return (1 << i for i in range(last.bit_length()) if 1 << i <= last)
 
 
-def check_output(path: str) -> None:
+def check_curve_output(path: str) -> None:
     if not path.endswith((".json", ".png")):
         raise PlanError(
             f"-o {path}: several levels of ranks are written as .json or drawn as .png; name such a file"
@@ -75,7 +75,8 @@ def curve_on(
 
 def show(curve: Curve, title: str, output: str | None) -> None:
     """Raises PlanError where it cannot be written."""
-    print(curve_table(curve), "", textwrap.fill(advice(curve), 120), sep="\n")
+    told = [textwrap.fill(text, 120) for text in (*beyond_proportion(curve), advice(curve))]
+    print(curve_table(curve), "", *told, sep="\n")
     if output:
         write_curve(output, curve, title)
         print(f"\ncurve: {output}")

@@ -18,7 +18,7 @@ from typing import Any
 from mpipipe.commands import run
 from mpipipe.commands.arguments import seconds
 from mpipipe.commands.costing import Costing
-from mpipipe.commands.levels import check_output, curve_on, levels, show
+from mpipipe.commands.levels import check_curve_output, curve_on, levels, show
 from mpipipe.commands.machines import Here, Machine, There
 from mpipipe.commands.refine import refine_run
 from mpipipe.config import Config, load
@@ -93,9 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(a: argparse.Namespace) -> None:
     a.ranks = a.levels[0]  # costs are taken once, for the smallest level
-    if a.output and len(a.levels) > 1:
-        check_output(a.output)
-    _check_folder(a.output)
+    _check_output(a.output, curve=len(a.levels) > 1)
     config = load(a.config, a.overrides)
     machine = There(config, load_cluster(a.cluster)) if a.cluster else Here(config, a.ranks)
     if len(a.levels) > 1:
@@ -154,7 +152,7 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
 
 
 def _refine(a: argparse.Namespace) -> None:
-    _check_folder(a.output)
+    _check_output(a.output)
     plan, said = refine_run(Path(a.refine))
     print(said)
     if a.output:
@@ -162,9 +160,20 @@ def _refine(a: argparse.Namespace) -> None:
         print(f"\nplan: {a.output}; to train it: the command of that run with --plan {shlex.quote(a.output)}")
 
 
-def _check_folder(output: str | None) -> None:
-    if output and not Path(output).parent.is_dir():
-        raise PlanError(f"-o {output}: the folder {Path(output).parent} is not there; make it first")
+def _check_output(output: str | None, curve: bool = False) -> None:
+    """What is there and is no file, such as /dev/stdout, may have any name."""
+    if not output:
+        return
+    path = Path(output)
+    if curve:
+        check_curve_output(output)
+    elif path.suffix != ".json" and not (path.exists() and not path.is_file()):
+        raise PlanError(
+            f"-o {output}: a plan is written as .json; name such a file, and draw it with python -m mpipipe "
+            f"draw {path.stem}.json -o {path.stem}.png"
+        )
+    if not path.parent.is_dir():
+        raise PlanError(f"-o {output}: the folder {path.parent} is not there; make it first")
 
 
 def _heading(a: argparse.Namespace, config: Config, variants: Variants, ranks: str) -> str:

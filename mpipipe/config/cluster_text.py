@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping
 from mpipipe.config.cluster import ClusterConfig
 from mpipipe.config.sections import Section
 
+_SWITCH = "switch: {latency_s: ..., bytes_per_s: ...}"
+
 
 def cluster_text(cluster: ClusterConfig, head: str) -> str:
-    """head: lines for people, above it."""
+    """head: lines for people, above it. The link between nodes, where it is not given, is a comment to be
+    filled in."""
     return "\n".join([*(f"# {line}" for line in head.splitlines()), *_lines(cluster)]) + "\n"
 
 
@@ -27,8 +30,14 @@ def _lines(cluster: ClusterConfig) -> Iterator[str]:
         ):
             yield f"{key}: {_flow(value)}"
     links = [f"  {level}: {_flow(link)}" for level, link in _given(cluster.links)]
-    yield "links:" if links else "links: {}  # one rank has none"
+    if not links:
+        yield "links: {}  # one rank has none; of several nodes:"
+        yield f"# links: {{{_SWITCH}}}"
+        return
+    yield "links:"
     yield from links
+    if cluster.links.switch is None:
+        yield f"  # {_SWITCH}"
 
 
 def _given(section: Section) -> list[tuple[str, object]]:

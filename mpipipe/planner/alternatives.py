@@ -166,7 +166,7 @@ class _Asked:
             other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
             return Alternative(name, t.step_s, t.step_s / ours - 1.0, other + self._bubbles(plan.prediction))
         if t.bound_s is None:
-            return Alternative(name, None, None, _first_sentence(t.why))
+            return Alternative(name, None, None, first_sentence(t.why))
         return Alternative(name, None, None, f"{t.bound_s / ours - 1.0:+.1%} at least; {t.why}")
 
     def _ranks(self) -> Iterator[Alternative]:
@@ -198,7 +198,7 @@ class _Asked:
         try:
             return self._predicted(cuts, schedule, numerics)
         except (PlanError, DeadlockError) as error:
-            return _first_sentence(error)
+            return first_sentence(error)
 
     def _predicted(self, cuts: Cuts, schedule: str | None, numerics: Numerics | None) -> Prediction:
         numerics, old = numerics or self.plan.numerics, self.plan.layout
@@ -244,7 +244,7 @@ class _Asked:
         return f"bubble {p.bubble:.1%}, now {self.plan.prediction.bubble:.1%}"
 
 
-def _first_sentence(error: Exception | str) -> str:
+def first_sentence(error: Exception | str) -> str:
     return re.split(r"[;\n]", str(error))[0]
 
 
@@ -263,5 +263,5 @@ def why_no_plan(
     except (PlanError, DeadlockError):
         full = None
     if full is None:
-        return _first_sentence(error)
+        return first_sentence(error)
     return f"no cut fits; with the fastest, rank {full[0]} lacks {size_text(full[1])} of memory"

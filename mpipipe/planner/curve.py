@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.alternatives import why_no_plan
+from mpipipe.planner.alternatives import first_sentence, why_no_plan
 from mpipipe.values import Cluster, Prediction, Value
 
 
@@ -46,6 +46,7 @@ class Curve(Value):
     steps: float
     epoch: bool
     knee: int  # ranks
+    end: str  # why the cluster has no more ranks than the largest level; "": it has, or nobody has asked
 
 
 def resource_curve(
@@ -73,7 +74,16 @@ def resource_curve(
             misfits.append(Misfit(n, why_no_plan(planned, cluster_of, n, error)))
             continue
         levels.append(_level(cluster, found, batch, steps, levels[0] if levels else None))
-    return Curve(tuple(levels), tuple(misfits), steps, train_samples is not None, knee_of(levels))
+    end = _end(cluster_of, ranks[-1])
+    return Curve(tuple(levels), tuple(misfits), steps, train_samples is not None, knee_of(levels), end)
+
+
+def _end(cluster_of: Callable[[int], Cluster], most: int) -> str:
+    try:
+        cluster_of(most + 1)
+    except PlanError as error:
+        return first_sentence(error)
+    return ""
 
 
 def _level(cluster: Cluster, found: Prediction, batch: int, steps: float, first: Level | None) -> Level:

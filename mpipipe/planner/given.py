@@ -8,10 +8,25 @@ from dataclasses import fields
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.schedules import SCHEDULES
-from mpipipe.planner.search import cut_indices
-from mpipipe.values import Numerics, Plan
+from mpipipe.planner.search import check_order, cut_indices
+from mpipipe.values import Layout, Numerics, Plan
 
 _OF_THE_MACHINE = ("torch", "instruction_set")  # where it was planned; this run has its own
+
+
+def check_ranks(layout: Layout, n_ranks: int, where: str) -> None:
+    """What can be said before the model is captured. Raises PlanError where there is not one stage for each
+    rank."""
+    if layout.n_stages != n_ranks:
+        ranks = "is 1 rank" if n_ranks == 1 else f"are {n_ranks} ranks"
+        raise PlanError(
+            f"{where} has {layout.n_stages} stages in layout.ranks, and there {ranks}; start "
+            f"{layout.n_stages} ranks, or plan again with --ranks {n_ranks}"
+        )
+    try:
+        check_order(layout)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
 
 
 def check_given(
@@ -22,12 +37,7 @@ def check_given(
     Raises PlanError at the first difference: number of ranks, what decides the bits, schedule, groups, cuts.
     """
     layout = plan.layout
-    if layout.n_stages != n_ranks:
-        ranks = "is 1 rank" if n_ranks == 1 else f"are {n_ranks} ranks"
-        raise PlanError(
-            f"{where} has {layout.n_stages} stages in layout.ranks, and there {ranks}; start "
-            f"{layout.n_stages} ranks, or plan again with --ranks {n_ranks}"
-        )
+    check_ranks(layout, n_ranks, where)
     notes = list(_differences(plan.numerics, numerics, where))
     if layout.schedule not in SCHEDULES:
         near = difflib.get_close_matches(layout.schedule, SCHEDULES, n=1)

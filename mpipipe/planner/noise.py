@@ -37,6 +37,7 @@ class Noise(Value):
     draws: int
     cuts: int  # that the plan's was held against
     spread: float  # median over groups
+    widest: float  # of all groups, the largest
     assumed: bool  # the spread is `ASSUMED_SPREAD`, not one of timings
     step_s: tuple[float, float]  # of the plan: the least and the most of all draws
     held: int  # draws in which no other cut gains more than `WORTH`
@@ -61,6 +62,7 @@ def noise(plan: Plan, costs: Costs, draws: int = DRAWS, seed: int = 0) -> Noise 
         draws=draws,
         cuts=len(others),
         spread=float(np.median(spread)),
+        widest=float(spread.max()),
         assumed=assumed,
         step_s=(float(steps[0].min()), float(steps[0].max())),
         held=int((gains <= WORTH).sum()),

@@ -48,6 +48,7 @@ def partition(
     tied: str = "per_use",
     with_update: bool = False,
     explain: bool = True,
+    finest: bool = False,
 ) -> Partition:
     """The cuts with the smallest bottleneck. Stage s runs on rank s.
 
@@ -58,7 +59,8 @@ def partition(
 
     Raises PlanError if there are more stages than groups or ranks, or if no cut fits into memory:
     then with the stage, the group, the bytes that are missing and the least number of ranks that would do;
-    with explain=False without, as to find these takes longer than to find that there is no cut.
+    with explain=False without, as to find these takes longer than to find that there is no cut. finest: a
+    micro-batch is one sample, so that smaller ones are no way out.
     """
     check_counts(costs, n_micro, schedule, n_stages)
     live = live_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
@@ -67,7 +69,7 @@ def partition(
     lower_bound_s = bottleneck_bound_s(ranges.seconds, problem.speed)
     found = problem.swept(lower_bound_s) if compiled is None else problem.searched(lower_bound_s)
     if found is None:
-        raise PlanError(_explain(problem, schedule, n_micro) if explain else "no cut fits")
+        raise PlanError(_explain(problem, schedule, n_micro, finest) if explain else "no cut fits")
     bottleneck_s, cuts = found
     return Partition(cuts, bottleneck_s, lower_bound_s)
 
@@ -147,7 +149,7 @@ def check_stages(n_stages: int, n_groups: int) -> None:
         )
 
 
-def _explain(problem: Problem, schedule: str, n_micro: int) -> str:
+def _explain(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
     """Which stage cannot begin or finish, what it lacks at the least, and what would do."""
     stage, first, end, short = misfit(problem) if compiled is None else problem.compiled().misfit()
     names, device = problem.costs.groups, problem.costs.cluster.devices[stage]
@@ -159,17 +161,18 @@ def _explain(problem: Problem, schedule: str, n_micro: int) -> str:
     return (
         f"stage {stage} of {len(problem.live)} (rank {stage}, {size_text(device.memory_bytes)}{taken}) "
         f"cannot hold {what}: {size_text(short)} short with schedule {schedule!r} and {n_micro} "
-        f"micro-batches; {_next_move(problem, schedule, n_micro)}"
+        f"micro-batches; {_next_move(problem, schedule, n_micro, finest)}"
     )
 
 
-def _next_move(problem: Problem, schedule: str, n_micro: int) -> str:
+def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
     try:
         enough = _enough_stages(problem, schedule, n_micro)
     except PlanError:  # a schedule of the user's, which refuses so many stages
-        return "use more ranks or smaller micro-batches, or give more memory"
+        return f"use more ranks{'' if finest else ' or smaller micro-batches'}, or give more memory"
     if enough is None:
-        return "no number of ranks would do: give more memory or use smaller micro-batches"
+        smaller = "" if finest else " or use smaller micro-batches"
+        return f"no number of ranks would do: give more memory{smaller}"
     least = size_text(int(problem.memory.min()))
     return (
         f"start {enough} ranks: that is the least that would do, with the {least} each that the smallest "

@@ -59,9 +59,12 @@ def _plan_in(
     program: Program | None = None
     placed, n_micro = in_order(costs, order), numerics.micro_batches
     starts = [
-        partition(placed, n_micro, schedule, len(order), receive_window, numerics.tied, update).cuts
+        partition(
+            placed, n_micro, schedule, len(order), receive_window, numerics.tied, update,
+            finest=numerics.micro_batch == 1,
+        ).cuts
         for update in (False, True)
-    ]
+    ]  # fmt: skip
 
     def plan(cuts: Cuts) -> Plan:
         nonlocal program
@@ -186,7 +189,22 @@ def sizes_of_messages(
 
 def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
     """Index of the first group of stages 1 .. S-1. Raises PlanError for a name that is no group,
-    cuts out of order, or stages that are not on ranks 0 .. S-1, each alone on one of them."""
+    cuts out of order, or as `check_order` does."""
+    check_order(layout)
+    place = {name: index for index, name in enumerate(group_names)}
+    for name in layout.cuts:
+        if name not in place:
+            near = difflib.get_close_matches(name, group_names, n=1) or list(group_names[:1])
+            raise PlanError(
+                f"layout.cuts names {name!r}, which is no group of this model; did you mean {near[0]!r}?"
+            )
+    cuts = tuple(place[name] for name in layout.cuts)
+    bounds(len(group_names), cuts)
+    return cuts
+
+
+def check_order(layout: Layout) -> None:
+    """Raises PlanError for stages that are not on ranks 0 .. S-1, each alone on one of them."""
     n_stages = len(layout.cuts) + 1
     if layout.n_stages != n_stages:
         raise PlanError(
@@ -198,16 +216,6 @@ def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
             f"layout.ranks is {[list(on) for on in layout.ranks]}; each of the ranks 0 to {n_stages - 1} "
             "must hold one stage: [[0], [1], ...], in any order"
         )
-    place = {name: index for index, name in enumerate(group_names)}
-    for name in layout.cuts:
-        if name not in place:
-            near = difflib.get_close_matches(name, group_names, n=1) or list(group_names[:1])
-            raise PlanError(
-                f"layout.cuts names {name!r}, which is no group of this model; did you mean {near[0]!r}?"
-            )
-    cuts = tuple(place[name] for name in layout.cuts)
-    bounds(len(group_names), cuts)
-    return cuts
 
 
 def norm_seconds(cluster: Cluster, n_ranks: int) -> float:

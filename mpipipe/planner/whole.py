@@ -13,7 +13,7 @@ from mpipipe.planner.placement.problem import Operator, Problem, gap, loads
 from mpipipe.planner.placement.solve import place
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import bounds
-from mpipipe.values import Costs, Graph, Link, Node, Plan, Value
+from mpipipe.values import Cluster, Costs, Graph, Link, Node, Plan, Value
 
 BUDGET_S = 1.0
 
@@ -21,7 +21,8 @@ BUDGET_S = 1.0
 @dataclass(frozen=True)
 class Order(Value):
     """Seconds of the most loaded stage for one micro-batch: forward, backward, and each tensor that it sends
-    or receives, once."""
+    or receives, once. All messages have the price of `fastest_link`: the bound then holds wherever a stage
+    is, and the gap is about the order alone, not about who sits beside whom."""
 
     planned_s: float  # of the plan's cuts
     bound_s: float  # of stages in any order, at least
@@ -34,10 +35,10 @@ class Order(Value):
 def any_order(graph: Graph, plan: Plan, costs: Costs, budget_s: float = BUDGET_S) -> Order | None:
     """The plan's stages beside the best ones of the whole graph, without limits of memory. None for one
     stage, for ranks of unequal speed, and where no placement was found in `budget_s` seconds."""
-    n_ranks = plan.layout.n_stages
-    if n_ranks == 1 or len({device.speed for device in costs.cluster.devices[:n_ranks]}) > 1:
+    used = costs.cluster.in_order(plan.layout.order)
+    if plan.layout.n_stages == 1 or len({device.speed for device in used.devices}) > 1:
         return None
-    problem = problem_of(graph, costs, n_ranks)
+    problem = problem_of(graph, costs, used)
     stage_of = [
         stage
         for stage, (first, end) in enumerate(
@@ -52,9 +53,16 @@ def any_order(graph: Graph, plan: Plan, costs: Costs, budget_s: float = BUDGET_S
     return Order(loads(problem, stage_of).most_s, found.bound_s)
 
 
-def problem_of(graph: Graph, costs: Costs, n_ranks: int) -> Problem:
-    """The groups as operators. What a group gives to others is one tensor, which crosses the link of ranks 0
-    and 1 once to each stage that reads it, and once back as a gradient where it has one."""
+def fastest_link(cluster: Cluster) -> Link:
+    """No message between two of its ranks takes less."""
+    links = [cluster.link_at(level) for level in cluster.spanned]
+    return Link(min(link.latency_s for link in links), max(link.bytes_per_s for link in links))
+
+
+def problem_of(graph: Graph, costs: Costs, used: Cluster) -> Problem:
+    """The groups as operators. What a group gives to others is one tensor, which crosses a link once to each
+    stage that reads it, and once back as a gradient where it has one. used: the ranks that have a stage, of
+    equal speed."""
     maker = {node.name: node for node in graph.nodes}
     edges: set[tuple[int, int]] = set()
     given: list[dict[str, Node]] = [{} for _ in graph.groups]
@@ -64,14 +72,14 @@ def problem_of(graph: Graph, costs: Costs, n_ranks: int) -> Problem:
             if made is not None and node.group >= 0 and made.group >= 0 and made.group != node.group:
                 edges.add((made.group, node.group))
                 given[made.group][name] = made
-    link, speed = costs.cluster.link(0, 1), costs.cluster.devices[0].speed
+    link, speed = fastest_link(used), used.devices[0].speed
     operators = [
         Operator(
             i, cost.name, cost.seconds / speed, math.inf, 0.0, sum(_seconds(link, n) for n in nodes.values())
         )
         for i, (cost, nodes) in enumerate(zip(costs.groups, given, strict=True))
     ]
-    return Problem(tuple(operators), tuple(sorted(edges)), n_ranks, 0, math.inf)
+    return Problem(tuple(operators), tuple(sorted(edges)), len(used.devices), 0, math.inf)
 
 
 def _seconds(link: Link, node: Node) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpipipe.planner.curve import Curve, Level
+from mpipipe.planner.curve import Curve, Level, Misfit
 from mpipipe.planner.sizes import size_text
 from mpipipe.report.progress import number
 from mpipipe.report.table import text_table
@@ -14,6 +16,7 @@ if TYPE_CHECKING:  # imported by `draw_curve` alone: it costs half a second
     from matplotlib.axes import Axes
 
 _KNEE, _LINE = "#c0392b", "#2e86c1"
+_ABOVE = 1.0005  # an efficiency that is shown as more than 100 %
 
 
 def curve_table(curve: Curve, width: int = 128) -> str:
@@ -21,7 +24,7 @@ def curve_table(curve: Curve, width: int = 128) -> str:
     `Curve.steps`, as `advice` says."""
     heads = ("ranks", "nodes", "samples/s", "efficiency", "bubble", "memory", "node-hours", "")
     rows = {level.ranks: _row(level, level.ranks == curve.knee) for level in curve.levels}
-    rows |= {m.ranks: (str(m.ranks), *["-"] * (len(heads) - 2), m.why) for m in curve.misfits}
+    rows |= {n: (str(n), *["-"] * (len(heads) - 2), why) for n, why in _reasons(curve.misfits)}
     return text_table(
         heads, [rows[n] for n in sorted(rows)], width, (len(heads) - 1,), (len(heads) - 1,), gap=2
     )
@@ -41,7 +44,20 @@ def advice(curve: Curve) -> str:
         return (
             f"{text}; {_nodes(more)} would be {faster:.2f} times as fast for {cost:.2f} times the node-hours"
         )
+    if why := next((m.why for m in curve.misfits if m.ranks > knee.ranks), curve.end):
+        return f"{text}; larger levels could not be planned: {why}"
     return f"{text}; that is the largest level that was planned, and larger ones may be worth it as well"
+
+
+def beyond_proportion(curve: Curve) -> list[str]:
+    """Why there is an efficiency above 100 %; no line where there is none."""
+    first = curve.levels[0]
+    if all(level.efficiency < _ABOVE for level in curve.levels):
+        return []
+    return [
+        f"efficiency above 100%: it is relative to {_ranks(first)}, the smallest level that fits, where each "
+        "rank gets less done, as memory or whole groups make stages uneven there"
+    ]
 
 
 def draw_curve(curve: Curve, path: str | Path, title: str) -> None:
@@ -98,9 +114,20 @@ def _row(level: Level, knee: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _reasons(misfits: Sequence[Misfit]) -> Iterator[tuple[int, str]]:
+    """By ranks; one that differs from an earlier one by the number of ranks alone is not told again."""
+    told: dict[str, int] = {}
+    for misfit in misfits:
+        first = told.setdefault(re.sub(rf"\b{misfit.ranks}\b", "N", misfit.why), misfit.ranks)
+        yield misfit.ranks, misfit.why if first == misfit.ranks else f"as with {first} ranks"
+
+
 def _nodes(level: Level) -> str:
-    nodes = f"{level.nodes} node{'s' * (level.nodes > 1)}"
-    return f"{nodes} ({level.ranks} rank{'s' * (level.ranks > 1)})"
+    return f"{level.nodes} node{'s' * (level.nodes > 1)} ({_ranks(level)})"
+
+
+def _ranks(level: Level) -> str:
+    return f"{level.ranks} rank{'s' * (level.ranks > 1)}"
 
 
 def _span(curve: Curve) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.joint import Joint, Tried, least_s
-from mpipipe.planner.noise import Noise
+from mpipipe.planner.noise import WORTH, Noise
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.planner.whole import Order
@@ -126,8 +126,8 @@ def beside_any_order(found: Order | None) -> list[str]:
         return []
     planned, least = _seconds(found.planned_s), _seconds(found.bound_s)
     return [
-        f"most loaded stage, messages included: {planned} per micro-batch; with the groups in any order "
-        f"that the graph allows, at least {least} (gap {found.gap:.1%})"
+        f"most loaded stage, its messages over the fastest link: {planned} per micro-batch; with the groups "
+        f"in any order that the graph allows, at least {least} (gap {found.gap:.1%})"
     ]
 
 
@@ -165,10 +165,12 @@ def steadiness(found: Noise | None) -> list[str]:
     if found is None:
         return []
     low, high = map(_seconds, found.step_s)
-    off = f"{found.spread:.0%}, {'assumed' if found.assumed else 'as their timings spread'}"
-    lines = [f"costs that are each off by up to {off}: step {low} to {high} in {found.draws} draws"]
+    each, most = f"{found.spread:.0%}", f"{found.widest:.0%}"
+    off = each if each == most else f"about {each} in the middle, {most} at most"
+    why = "assumed" if found.assumed else "as their timings spread"
+    lines = [f"costs that are each off by up to {off}, {why}: step {low} to {high} in {found.draws} draws"]
     if found.cuts:
-        gain = f"; the best of them would gain {found.gain:.1%} at most" if found.gain > 0.0005 else ""
+        gain = f"; the best of them would gain {found.gain:.1%} at most" if found.gain > WORTH else ""
         lines.append(
             f"the cut holds in {found.held} of {found.draws} draws, against {found.cuts} others{gain}"
         )

@@ -43,9 +43,23 @@ def read_plan(path: str | Path) -> Plan:
     try:
         return from_json(Plan, text)
     except ValidationError as error:
+        if _is_curve(text):
+            raise PlanError(
+                f"{path}: this is a curve of several levels of ranks, not a plan; plan for one of them, "
+                "python -m mpipipe plan config.yaml --ranks N -o plan.json"
+            ) from error
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise PlanError(f"{path}: {_complaint(place, first)}") from error
+
+
+def _is_curve(text: str) -> bool:
+    """Whether `plan --ranks 1..16 -o` has written it."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and {"levels", "knee"} <= value.keys()
 
 
 def _complaint(place: str, detail: Any) -> str:

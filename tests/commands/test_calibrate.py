@@ -15,7 +15,7 @@ from mpipipe.cluster.links import MeasuredLink
 from mpipipe.cluster.local import run_local
 from mpipipe.commands import calibrate
 from mpipipe.config.cluster import load_cluster
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ConfigError, LaunchError
 from mpipipe.values import Cluster, Device, Link
 
 NODES = (0, 0, 1)
@@ -31,15 +31,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "measure_routes", lambda: routes)
     monkeypatch.setattr(calibrate, "triad_bytes_per_s", lambda: 1.2344e10)
     monkeypatch.setattr(calibrate, "memory_share", lambda comm: (9 << 30) + comm.rank)
+    monkeypatch.setattr(calibrate, "cores_available", lambda: frozenset({0, 1}))
+    monkeypatch.setattr(calibrate, "load_average", lambda: 0.0)
     monkeypatch.setattr(links, "LENGTHS", (8, 4096, 1 << 20))
     monkeypatch.setattr(links, "SWEEPS", 1)
 
 
-def calibrated(file: Path, gemm: str = "mkl") -> list[str]:
+def calibrated(file: Path, gemm: str = "mkl", threads: int = 1, nodes: tuple[int, ...] = NODES) -> list[str]:
     def body(comm: Communicator) -> str:
-        return calibrate.calibrate(comm, 1, gemm, file, SimpleNamespace(doing=""))  # type: ignore[arg-type]
+        watch = SimpleNamespace(doing="")
+        comm.oversubscribed = False  # type: ignore[misc]
+        return calibrate.calibrate(comm, threads, gemm, file, watch)  # type: ignore[arg-type]
 
-    return run_local(len(NODES), body, node_of_rank=NODES)
+    return run_local(len(nodes), body, node_of_rank=nodes)
 
 
 def test_one_rank_tells_and_the_file_is_a_cluster(tmp_path: Path) -> None:
@@ -57,6 +61,43 @@ def test_one_rank_tells_and_the_file_is_a_cluster(tmp_path: Path) -> None:
     cluster = config.of(3, "bf16", 1, 0, None)
     assert cluster.node_of_rank == NODES
     assert cluster.spanned == ("node", "switch")
+
+
+def test_a_busy_machine_is_said_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, words = tmp_path / "c.yaml", "note: others use this machine too: load 1000.0 on "
+    assert words not in calibrated(file)[0]
+    assert words not in file.read_text()
+    monkeypatch.setattr(calibrate, "load_average", lambda: 1000.0)
+    assert words in calibrated(file)[0]
+    assert f"# {words}" in file.read_text()
+    load_cluster(file)
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 0)])
+def test_on_one_node_what_is_missing_is_said_and_can_be_filled_in(
+    tmp_path: Path, nodes: tuple[int, ...]
+) -> None:
+    file = tmp_path / "c.yaml"
+    assert "note: links between nodes (switch) were not measured" in calibrated(file, nodes=nodes)[0]
+    given = load_cluster(file).links
+    assert (given.node is None, given.switch) == (len(nodes) == 1, None)
+    text = file.read_text().replace("...", "1.0e-6").replace("links: {}", "# links: {}")
+    file.write_text(text.replace("# switch:", "switch:").replace("# links: {switch", "links: {switch"))
+    switch = load_cluster(file).links.switch
+    assert switch is not None
+    assert switch.latency_s == 1e-6
+    assert "note:" not in calibrated(file)[0], "of two nodes"
+
+
+def test_threads_without_cores_of_their_own_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"--threads 8, but rank 0 may use 2 cores: .* give --threads 2"):
+        calibrated(tmp_path / "c.yaml", threads=8)
+    assert not (tmp_path / "c.yaml").exists()
+
+
+def test_a_cluster_is_written_as_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"-o .*c.json: a cluster is written as YAML; name a file"):
+        calibrated(tmp_path / "c.json")
 
 
 def test_fp32_is_that_of_the_route_which_the_training_takes(tmp_path: Path) -> None:

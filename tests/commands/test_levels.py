@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpipipe.commands.levels import check_output, levels, write_curve
+from mpipipe.commands.levels import check_curve_output, levels, write_curve
 from mpipipe.errors import PlanError
 from mpipipe.planner.curve import Curve, Level
 from mpipipe.values import from_json
@@ -34,13 +34,13 @@ def test_what_is_no_number_of_ranks_is_refused(text: str) -> None:
 
 
 def test_a_curve_is_json_or_a_picture(tmp_path: Path) -> None:
-    curve = Curve((Level(2, 1, 4.0, 4.0, 1.0, 0.1, 3 << 30, 20.0),), (), 1000.0, False, 2)
+    curve = Curve((Level(2, 1, 4.0, 4.0, 1.0, 0.1, 3 << 30, 20.0),), (), 1000.0, False, 2, "")
     for name in ("curve.json", "curve.png"):
-        check_output(name)
+        check_curve_output(name)
         write_curve(str(tmp_path / name), curve, "made")
     assert from_json(Curve, (tmp_path / "curve.json").read_text()) == curve
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(PlanError, match=r"-o plan\.txt: several levels"):
-        check_output("plan.txt")
+        check_curve_output("plan.txt")
     with pytest.raises(PlanError, match="cannot be written"):
         write_curve(str(tmp_path / "none" / "curve.json"), curve, "made")

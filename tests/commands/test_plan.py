@@ -89,6 +89,14 @@ def test_several_levels_of_ranks_are_a_curve_on_the_same_costs(run: Plan) -> Non
     assert curve.levels[1].step_s == read_plan("p.json").prediction.step_s
 
 
+def test_a_plan_is_not_written_as_a_picture(run: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "load", lambda *_: pytest.fail("planned"))
+    code, _, err = run(MLP, "--ranks", "2", "-o", "x.png")
+    assert code == 1
+    assert "-o x.png: a plan is written as .json" in err
+    assert "python -m mpipipe draw x.json -o x.png" in err
+
+
 def test_a_curve_is_not_written_as_a_plan(run: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "load", lambda *_: pytest.fail("planned"))
     code, _, err = run(MLP, "--ranks", "1..4", "-o", "curve.txt")

@@ -56,6 +56,11 @@ def test_each_level_is_the_closed_formula() -> None:
         assert level.bubble == pytest.approx((n - 1) / (MICRO + n - 1))
         assert level.node_hours == pytest.approx(level.nodes * step_s(n) * 10 / 3600)
     assert from_json(Curve, to_json(found)) == found
+    assert found.end == ""
+
+
+def test_where_the_cluster_ends_is_known() -> None:
+    assert curve((1, 12)).end == "13 ranks, but there are 12"
 
 
 def test_data_without_an_end_are_counted_by_a_thousand_steps() -> None:

@@ -9,7 +9,7 @@ from planner_cases import uniform
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan
-from mpipipe.planner.given import check_given
+from mpipipe.planner.given import check_given, check_ranks
 from mpipipe.values import Numerics, Plan
 
 NOW = Numerics(16, 4, 4, 1, 1, "torch", "mkl", "fp32", "per_use", {}, "2.13", "AVX512", 0)
@@ -48,6 +48,18 @@ def test_one_that_fits_is_taken_and_another_machine_is_a_note():
 def test_a_layout_that_does_not_fit_is_refused(given, words):
     with pytest.raises(PlanError, match=words):
         check_given(given, NOW, 2, NAMES, "p.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (plan(ranks=((0,),)), "p.json has 1 stages in layout.ranks, and there are 2 ranks"),
+        (plan(cuts=("g1", "g2")), "p.json: 3 stages by layout.cuts, but layout.ranks has 2"),
+    ],
+)
+def test_stages_are_held_against_ranks_without_a_model(given, words):
+    with pytest.raises(PlanError, match=words):
+        check_ranks(given.layout, 2, "p.json")
 
 
 @pytest.mark.parametrize(

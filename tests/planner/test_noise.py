@@ -73,7 +73,7 @@ def test_of_two_stages_all_cuts_are_held_against_the_plan(seed: int) -> None:
         for layout in (plan.layout, other)
     ])  # fmt: skip
     gains = np.maximum(0.0, 1 - steps[1] / steps[0])
-    assert (found.cuts, found.draws, found.spread, found.assumed) == (1, 20, 0.5, False)
+    assert (found.cuts, found.draws, found.spread, found.widest, found.assumed) == (1, 20, 0.5, 0.5, False)
     assert found.step_s == pytest.approx((steps[0].min(), steps[0].max()))
     assert found.held == (gains <= WORTH).sum()
     assert found.gain == pytest.approx(gains.max())

@@ -113,6 +113,13 @@ def test_the_text_of_the_error():
     )
 
 
+def test_a_single_sample_is_not_advised_to_be_smaller():
+    groups = (group("wte", stash_bytes=10), group("head", stash_bytes=60))
+    costs = Costs(groups, cluster([1.0, 1.0], [50, 50]), (), 4.0, 0.0, "modelled", 0.0)
+    with pytest.raises(PlanError, match=r"would do: give more memory$"):
+        partition(costs, 8, "1f1b", 2, finest=True)
+
+
 def test_a_schedule_that_refuses_other_numbers_of_stages_hides_the_least(monkeypatch):
     def picky(n_stages, n_micro):
         if n_stages != 2:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mpipipe.planner.search import plan_of
-from mpipipe.planner.whole import any_order
+from mpipipe.planner.whole import any_order, fastest_link
 from mpipipe.values import (
     Cluster,
     Costs,
@@ -75,6 +75,28 @@ def test_slow_ranks_take_longer():
     found = any_order(graph({0: (), 1: (0,), 2: (1,), 3: (2,)}), plan, plan.costs)
     assert found is not None
     assert found.planned_s == pytest.approx(4.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+def test_on_two_nodes_the_price_of_a_message_is_that_of_the_fastest_link(order: tuple[int, ...]):
+    """Ranks 0 and 1 are on two nodes: at that price the bound would be above what can be reached."""
+    plan = planned([1.0] * 3, ("g1", "g2"), 1e12, (1.0,) * 3)
+    links = {"node": Link(0.0, MIB.nbytes * 10.0), "switch": Link(0.0, MIB.nbytes / 10.0)}
+    cluster = Cluster(plan.costs.cluster.devices, (0, 1, 0), links)
+    plan = replace(plan, layout=replace(plan.layout, ranks=tuple((rank,) for rank in order)))
+    found = any_order(graph({0: (), 1: (0,), 2: (1,)}), plan, replace(plan.costs, cluster=cluster))
+    assert found is not None
+    assert found.planned_s == pytest.approx(1.0 + 4 * 0.1)
+    assert found.gap == 0.0
+
+
+def test_the_fastest_link_is_of_a_level_that_occurs():
+    device, links = Device("", 1.0, 0, 1), {"node": Link(1e-6, 1e10), "switch": Link(1e-5, 1e9, 2.0)}
+    apart, mixed = (Cluster((device,) * 3, nodes, links) for nodes in ((0, 1, 2), (0, 1, 0)))
+    assert fastest_link(apart) == Link(1e-5, 1e9)
+    assert fastest_link(mixed) == Link(1e-6, 1e10)
+    strange = replace(mixed, links={"node": Link(1e-6, 1e8), "switch": Link(1e-5, 1e9)})
+    assert fastest_link(strange) == Link(1e-6, 1e9)
 
 
 def test_nothing_is_said_of_one_stage_or_unlike_ranks():

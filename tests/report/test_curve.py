@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipipe.planner.curve import Curve, Level, Misfit
-from mpipipe.report.curve import advice, curve_table
+from mpipipe.report.curve import advice, beyond_proportion, curve_table
 
 CURVE = Curve(
     levels=(
@@ -14,7 +14,7 @@ CURVE = Curve(
         Level(8, 4, 2.0, 8.0, 0.5, 0.5, 1 << 30, 40.0),
     ),
     misfits=(Misfit(1, "no cut fits; with the fastest, rank 0 lacks 1 GiB of memory"),),
-    steps=1000.0, epoch=False, knee=4,
+    steps=1000.0, epoch=False, knee=4, end="",
 )  # fmt: skip
 
 
@@ -38,3 +38,26 @@ def test_it_says_how_many_nodes_to_ask_for() -> None:
         "ask for 4 nodes (8 ranks): 8 samples/s at 50% efficiency and 40 node-hours per epoch;"
     )
     assert last.endswith("the largest level that was planned, and larger ones may be worth it as well")
+
+
+def test_what_could_not_be_planned_is_not_said_to_be_worth_it() -> None:
+    last = replace(CURVE, knee=8)
+    few = replace(last, misfits=(*CURVE.misfits, Misfit(16, "16 stages but only 9 groups"), Misfit(32, "no")))
+    assert advice(few).endswith("; larger levels could not be planned: 16 stages but only 9 groups")
+    ended = replace(last, end="9 ranks, but the cluster file counts 8 devices")
+    assert advice(ended).endswith("; larger levels could not be planned: " + ended.end)
+
+
+def test_a_reason_is_told_once() -> None:
+    why = "of {} ranks, 0 and 2 are on two nodes, but links.switch is missing"
+    misfits = (*(Misfit(n, why.format(n)) for n in (16, 32, 64)), Misfit(128, "another"))
+    rows = curve_table(replace(CURVE, misfits=misfits), width=200).splitlines()[4:]
+    assert rows[0].endswith(why.format(16))
+    assert [row.split("-  ")[-1].strip() for row in rows[1:]] == ["as with 16 ranks"] * 2 + ["another"]
+
+
+def test_an_efficiency_above_all_is_explained() -> None:
+    assert beyond_proportion(CURVE) == []
+    more = replace(CURVE, levels=(CURVE.levels[0], replace(CURVE.levels[1], efficiency=1.2)))
+    (said,) = beyond_proportion(more)
+    assert said.startswith("efficiency above 100%: it is relative to 2 ranks, the smallest level that fits")

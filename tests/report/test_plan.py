@@ -13,7 +13,8 @@ from made_run import made_costs
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan
 from mpipipe.planner.alternatives import Alternative
-from mpipipe.report.plan import Row, against, describe, outlook
+from mpipipe.planner.noise import Noise
+from mpipipe.report.plan import Row, against, describe, outlook, steadiness
 from mpipipe.report.plan_file import plan_text, read_plan
 from mpipipe.values import Cluster, Costs, Device, GroupCost, Link, Numerics, Plan, Tie, from_json
 
@@ -72,6 +73,24 @@ def test_a_broken_file_is_named_with_the_place(tmp_path: Path, old: str, new: st
 def test_a_missing_file_is_named():
     with pytest.raises(PlanError, match=r"nowhere.json: cannot be read .*; name a plan.json"):
         read_plan("nowhere.json")
+
+
+def test_a_curve_is_not_taken_for_a_plan(tmp_path: Path):
+    path = tmp_path / "curve.json"
+    path.write_text('{"levels": [], "misfits": [], "steps": 1.0, "epoch": false, "knee": 4, "end": ""}')
+    with pytest.raises(PlanError, match=r"curve.json: this is a curve of several levels of ranks, not a"):
+        read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("widest", "words"),
+    [(0.12, "up to 12%, as their"), (0.4, "up to about 12% in the middle, 40% at most, as")],
+)
+def test_spreads_that_differ_are_told_apart(widest: float, words: str):
+    found = Noise(32, 5, 0.12, widest, False, (1.0, 2.0), 32, 0.0009)
+    off, holds = steadiness(found)
+    assert f"each off by {words}" in off
+    assert holds == "the cut holds in 32 of 32 draws, against 5 others"
 
 
 # -- the table -----------------------------------------------------------------------------------------
