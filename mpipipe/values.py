@@ -28,6 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from mpipipe.errors import PlanError
+
 T = TypeVar("T")
 
 DTYPE_BYTES = {
@@ -185,11 +187,17 @@ class Cluster(Value):
 
     def link(self, a: int, b: int) -> Link:
         """The link between ranks `a` and `b`; free within one rank. Of a level that is not given: the next
-        coarser one, as for a rank that is thought of, or the coarsest there is."""
+        coarser one, as for a rank that is thought of, or the coarsest there is. Raises PlanError where there
+        is none."""
         if a == b:
             return Link(0.0, math.inf)
         known = [level for level in LEVELS if level in self.links]
         at = LEVELS.index(self.level(a, b))
+        if not known:
+            raise PlanError(
+                f"ranks {a} and {b} are linked at the level '{LEVELS[at]}', but the cluster has no links; "
+                f"give links.{LEVELS[at]}"
+            )
         return self.links[next((level for level in known if LEVELS.index(level) >= at), known[-1])]
 
     def in_order(self, order: Sequence[int]) -> Cluster:
