@@ -132,6 +132,37 @@ def test_what_does_not_fit_is_refused_with_its_place(tmp_path, levels, words):
         written(tmp_path, DEVICE + levels)
 
 
+def test_a_training_config_is_no_cluster_file():
+    example = Path(__file__).resolve().parents[1] / "examples" / "gpt.yaml"
+    with pytest.raises(ConfigError, match=r"gpt.yaml: this is a training config .*, not a cluster file") as e:
+        load_cluster(example)
+    assert len(str(e.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DEVICE.replace("{fp32: 1.0e+9, bf16: 2.0e+9}", "1.0e+9"), "expected keys fp32, bf16"),
+        ("device: 3\nlinks: {}\n", "device = 3; expected keys kind, threads, memory, flops_per_s"),
+        ("devices: [3]\nlinks: {}\n", "devices.0 = 3; expected keys kind, threads"),
+        (f"{DEVICE}links: {{node: fast}}\n", "expected keys latency_s, bytes_per_s, contention"),
+        (f"{DEVICE}links: fast\n", "links = 'fast'; expected keys core, numa, node, switch"),
+    ],
+)
+def test_what_is_no_section_is_told_its_keys(tmp_path, text, said):
+    with pytest.raises(ConfigError, match=said):
+        written(tmp_path, text if "links" in text else text + "links: {}\n")
+
+
+def test_ranks_of_a_cluster_without_links_have_none_to_use():
+    cluster = Cluster((), (0, 1), {})
+    assert cluster.link(0, 0).seconds(8) == 0
+    with pytest.raises(
+        PlanError, match=r"ranks 0 and 1 .* 'switch', but the cluster has no links; give links"
+    ):
+        cluster.link(0, 1)
+
+
 def rates(kind: str = "cpu", memory: int = 8 << 30, speed: float = 1.0) -> Rates:
     return Rates(kind, 2, memory, speed * 1e11, speed * 3e11, 2e10)
 

@@ -29,8 +29,11 @@ def is_profile(text: str) -> bool:
 # -- JSON of dnn-partitioning ------------------------------------------------------------------
 
 
-def parse_json(text: str, source: str) -> Problem:
-    """Raises PlanError that names the file, the node or edge, what stands there and what may."""
+def parse_json(
+    text: str, source: str, n_accelerators: int | None = None, capacity_bytes: float | None = None
+) -> Problem:
+    """n_accelerators, capacity_bytes: instead of what the file says of them. Raises PlanError that names the
+    file, the node or edge, what stands there and what may."""
     try:
         whole = json.loads(text)
     except json.JSONDecodeError as error:
@@ -54,10 +57,27 @@ def parse_json(text: str, source: str) -> Problem:
     return Problem(
         operators=tuple(operators),
         edges=tuple((a, b) for a, b in ends),
-        n_accelerators=_whole(whole, "maxFPGAs", source),
+        n_accelerators=_accelerators(whole, source) if n_accelerators is None else n_accelerators,
         n_cpus=_whole(whole, "maxCPUs", source),
-        capacity_bytes=_number(whole, "maxSizePerFPGA", source),
+        capacity_bytes=_capacity_bytes(whole, source) if capacity_bytes is None else capacity_bytes,
     )
+
+
+def _accelerators(whole: Mapping[str, Any], source: str) -> int:
+    if "maxFPGAs" not in whole:
+        raise PlanError(f"{source}: 'maxFPGAs' is missing; write it, or give --devices N")
+    count = _whole(whole, "maxFPGAs", source)
+    if not count:
+        raise PlanError(
+            f"{source}: maxFPGAs = 0, and CPUs alone are not planned; write 1 at least, or give --devices N"
+        )
+    return count
+
+
+def _capacity_bytes(whole: Mapping[str, Any], source: str) -> float:
+    if "maxSizePerFPGA" not in whole:
+        raise PlanError(f"{source}: 'maxSizePerFPGA' is missing; write it, or give --memory SIZE")
+    return _number(whole, "maxSizePerFPGA", source)
 
 
 def _entries(whole: Mapping[str, Any], key: str, source: str) -> list[dict[str, Any]]:
@@ -84,6 +104,16 @@ def _positions(nodes: list[dict[str, Any]], places: list[str]) -> dict[int | str
 def _end(edge: dict[str, Any], key: str, at: dict[int | str, int], i: int, source: str) -> int:
     found = _value(edge, key, f"{source}: edge number {i}")
     if isinstance(found, bool) or not isinstance(found, int | str) or found not in at:
+        if isinstance(found, str) and found in map(str, at):
+            raise PlanError(
+                f"{source}: edge number {i}: {key} = {json.dumps(found)} is text, but the id of that node is "
+                f"a number; write {found}"
+            )
+        if isinstance(found, int) and not isinstance(found, bool) and str(found) in at:
+            raise PlanError(
+                f"{source}: edge number {i}: {key} = {found} is a number, but the id of that node is text; "
+                f'write "{found}"'
+            )
         raise PlanError(
             f"{source}: edge number {i}: {key} = {found!r} is the id of no node; add it, or take the edge out"
         )

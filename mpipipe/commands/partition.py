@@ -8,7 +8,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from mpipipe.commands.graphs import MS, is_profile, parse_json, parse_profile
 from mpipipe.config.cluster import Size
 from mpipipe.errors import PlanError
 from mpipipe.planner.placement import Placement, Problem, Profile, Replicated, place, replicate
-from mpipipe.planner.sizes import size_text
+from mpipipe.planner.sizes import counted, size_text
 from mpipipe.report.placement import device_names, placement_text, replicated_text
 
 
@@ -46,7 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--contiguous", action="store_true", help="devices in an order: no forward edge goes back")
     add("--replicas", action="store_true", help="of a graph.txt: stages with copies, as PipeDream plans")
-    add("--bandwidth", type=float, metavar="N", help="of a graph.txt: bytes per second between two devices")
+    add(
+        "--bandwidth",
+        type=_bytes_per_s,
+        metavar="SIZE",
+        help="of a graph.txt: a second between two devices, such as 1.25e9 or 10GB",
+    )
     add("--budget", type=seconds, default=10.0, metavar="TIME", help="such as 500ms or 2m; default: 10s")
     add("-o", "--output", metavar="FILE", help="write load, bound, gap, stages and seconds there, as JSON")
     return parser
@@ -57,6 +61,19 @@ def _bytes(text: str) -> int:
         return TypeAdapter(Size).validate_python(text)
     except ValidationError:
         raise argparse.ArgumentTypeError(f"{text!r}; give bytes, or a size such as 16GiB") from None
+
+
+def _bytes_per_s(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return float(TypeAdapter(Size).validate_python(text.removesuffix("/s")))
+    except ValidationError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; give bytes per second, such as 1.25e9, or a size, such as 10GB"
+        ) from None
 
 
 def _partition(a: argparse.Namespace) -> None:
@@ -71,16 +88,12 @@ def _partition(a: argparse.Namespace) -> None:
             return
         problem = profile.problem(a.devices, a.bandwidth, math.inf if a.memory is None else a.memory)
     else:
-        problem = parse_json(text, a.graph)
         for option, given in (("--replicas", a.replicas), ("--bandwidth", a.bandwidth is not None)):
             if given:
                 raise PlanError(
                     f"{option}: for a graph.txt of PipeDream, but {a.graph} is JSON; leave it out"
                 )
-        if a.devices is not None:
-            problem = replace(problem, n_accelerators=a.devices)
-        if a.memory is not None:
-            problem = replace(problem, capacity_bytes=a.memory)
+        problem = parse_json(text, a.graph, a.devices, a.memory)
     _place(a, problem)
 
 
@@ -100,7 +113,8 @@ def _needs_profile_options(a: argparse.Namespace) -> None:
 
 def _place(a: argparse.Namespace, problem: Problem) -> None:
     placement = place(problem, a.graph, contiguous=a.contiguous, budget_s=a.budget)
-    print(f"{a.graph}: {len(problem.operators)} nodes, {len(problem.edges)} edges on {_devices(problem)}\n")
+    size = f"{counted(len(problem.operators), 'node')}, {counted(len(problem.edges), 'edge')}"
+    print(f"{a.graph}: {size} on {_devices(problem)}\n")
     print(placement_text(problem, placement))
     held: list[list[int | str]] = [[] for _ in range(problem.n_devices)]
     for operator, device in zip(problem.operators, placement.device_of, strict=True):
@@ -112,13 +126,14 @@ def _place(a: argparse.Namespace, problem: Problem) -> None:
 
 def _devices(problem: Problem) -> str:
     memory = "" if problem.capacity_bytes == math.inf else f" of {size_text(int(problem.capacity_bytes))}"
-    cpus = f" and {problem.n_cpus} CPUs" if problem.n_cpus else ""
-    return f"{problem.n_accelerators} accelerators{memory}{cpus}"
+    cpus = f" and {counted(problem.n_cpus, 'CPU')}" if problem.n_cpus else ""
+    return f"{counted(problem.n_accelerators, 'accelerator')}{memory}{cpus}"
 
 
 def _replicas(a: argparse.Namespace, profile: Profile) -> None:
     plan = replicate(profile, a.graph, a.devices, a.bandwidth)
-    print(f"{a.graph}: {len(profile.layers)} nodes on {a.devices} devices, {a.bandwidth / 1e9:g} GB/s\n")
+    size = f"{counted(len(profile.layers), 'node')} on {counted(a.devices, 'device')}"
+    print(f"{a.graph}: {size}, {a.bandwidth / 1e9:g} GB/s\n")
     print(replicated_text(profile, plan))
     stages = [[profile.layers[v].id for v in stage.layers] for stage in plan.stages]
     _write(a.output, plan, {"stages": stages, "replicas": [stage.copies for stage in plan.stages]})

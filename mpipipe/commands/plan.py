@@ -41,6 +41,8 @@ from mpipipe.report.plan import against, beside_any_order, chosen, outlook, stag
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.modelling import Found
 from mpipipe.state.files import write_text
+from mpipipe.state.rundir import CONFIG
+from mpipipe.values import Plan
 
 
 def main(argv: Sequence[str]) -> int:
@@ -157,7 +159,14 @@ def _refine(a: argparse.Namespace) -> None:
     print(said)
     if a.output:
         _write(Path(a.output), plan_text(plan))
-        print(f"\nplan: {a.output}; to train it: the command of that run with --plan {shlex.quote(a.output)}")
+        print(f"\nplan: {a.output}; to train it:\n  {_train(Path(a.refine), plan, a.output)}")
+
+
+def _train(folder: Path, plan: Plan, file: str) -> str:
+    """The command; overrides of the run are in its config.yaml."""
+    ranks, old = sum(map(len, plan.layout.ranks)), folder.resolve()
+    words = [str(folder / CONFIG), f"run.dir={folder.parent / old.name}-refined", "--plan", file]
+    return f"mpirun -n {ranks} python -m mpipipe.train {shlex.join(words)}"
 
 
 def _check_output(output: str | None, curve: bool = False) -> None:

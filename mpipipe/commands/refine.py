@@ -7,14 +7,17 @@ from statistics import quantiles
 
 from mpipipe.config.dotted import resolve
 from mpipipe.errors import MpipipeError, ReportError
-from mpipipe.planner.noise import noise
+from mpipipe.planner.noise import noise, shorter
 from mpipipe.planner.refine import Refined, refine
 from mpipipe.planner.schedules import SCHEDULES, register
 from mpipipe.report.plan import steadiness
 from mpipipe.report.progress import number
 from mpipipe.report.run import RunData, read_run
+from mpipipe.report.trace import TRACE
 from mpipipe.report.truth import largest_miss, truth_table, truths
 from mpipipe.values import Plan, Timeline
+
+_MOSTLY = 0.75  # of the draws: by chance, a cut is shorter than its like in half of them
 
 
 def refine_run(folder: Path) -> tuple[Plan, str]:
@@ -31,12 +34,29 @@ def refine_run(folder: Path) -> tuple[Plan, str]:
         refined = refine(run.plan, measured)
     except MpipipeError as error:
         raise ReportError(f"{folder}: cannot be refined: {error}") from error
-    found = truths(run.timelines)
-    parts = [f"run {run.name}", "", truth_table(found), largest_miss(found), ""]
-    return refined.plan, "\n".join([*parts, *_lines(run, run.plan, refined, measured)])
+    found, doubt = truths(run.timelines), _doubt(run, run.plan, refined)
+    missing = f"its {TRACE} has no predicted step to compare stage by stage"
+    table = [truth_table(found), largest_miss(found)] if found else [missing]
+    lines = _lines(run, run.plan, refined, measured, doubt)
+    return refined.ran if doubt else refined.plan, "\n".join([f"run {run.name}", "", *table, "", *lines])
 
 
-def _lines(run: RunData, plan: Plan, refined: Refined, measured: Timeline) -> list[str]:
+def _doubt(run: RunData, plan: Plan, refined: Refined) -> str:
+    """Why another cut than the run's may be one by chance alone; nothing where it is the same, or is not."""
+    new, ran = refined.plan, refined.ran
+    if new.layout == plan.layout:
+        return ""
+    gain_s, middle_s = ran.prediction.step_s - new.prediction.step_s, _middle_s(run)
+    if middle_s and gain_s < middle_s[1] - middle_s[0]:
+        return f"the steps of the run differ by more, {_ms(middle_s[1] - middle_s[0])} in their middle half"
+    assert new.costs is not None
+    held = shorter(new, ran, new.costs)
+    if held and held[0] < _MOSTLY * held[1]:
+        return f"it is shorter in {held[0]} of {held[1]} draws of the costs as they spread"
+    return ""
+
+
+def _lines(run: RunData, plan: Plan, refined: Refined, measured: Timeline, doubt: str) -> list[str]:
     old, ran, new = (_ms(p.prediction.step_s) for p in (plan, refined.ran, refined.plan))
     took_s, ran_s = measured.makespan_s, refined.ran.prediction.step_s
     off = ran_s / took_s - 1.0
@@ -56,18 +76,28 @@ def _lines(run: RunData, plan: Plan, refined: Refined, measured: Timeline) -> li
         cuts = f"cuts that move: {', '.join(moved[:3])}{more}" if moved else "the same cuts"
         order = refined.plan.layout.order
         on = f"; on ranks {', '.join(map(str, order))}" if order != plan.layout.order else ""
-        lines.append(f"new plan: {new} predicted, {gain:.1%} shorter; {cuts}{on}")
-    assert refined.plan.costs is not None
-    return [*lines, *steadiness(noise(refined.plan, refined.plan.costs))]
+        what = "another plan" if doubt else "new plan"
+        lines.append(f"{what}: {new} predicted, {gain:.1%} shorter; {cuts}{on}")
+    if doubt:
+        lines.append(f"not distinguishable from the old cut: kept; {doubt}")
+    best = refined.ran if doubt else refined.plan
+    assert best.costs is not None
+    return [*lines, *steadiness(noise(best, best.costs))]
 
 
 def _steps(run: RunData) -> str:
-    """How far the steps of the run differ, the first left out."""
+    """How far the steps of the run differ."""
+    middle_s = _middle_s(run)
+    return f" ({_ms(middle_s[0])} to {_ms(middle_s[1])} in the middle half of its steps)" if middle_s else ""
+
+
+def _middle_s(run: RunData) -> tuple[float, float] | None:
+    """The ends of the middle half of its steps, the first left out; None where there are too few."""
     seconds = [s for line in run.metrics[1:] if isinstance(s := line.get("step_s"), int | float)]
     if len(seconds) < 4:
-        return ""
+        return None
     low, _, high = quantiles(seconds, n=4)
-    return f" ({_ms(low)} to {_ms(high)} in the middle half of its steps)"
+    return low, high
 
 
 def _ms(seconds: float) -> str:

@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, Strict, ValidationError, model_vali
 
 from mpipipe.config.read import lines_of, read_sections, read_text
 from mpipipe.config.sections import Above0, Count, Positive, Section
+from mpipipe.config.whole import Config
 from mpipipe.errors import ConfigError, PlanError
 from mpipipe.values import LEVELS, Cluster, Device, Link
 
@@ -187,8 +188,15 @@ def _check_links(cluster: Cluster) -> None:
 def load_cluster(path: str | Path) -> ClusterConfig:
     """The cluster of a YAML file. Raises ConfigError that names file, line, key and what is expected."""
     text = read_text(path)
+    sections = read_sections(text, str(path), "device")
+    training = sorted(sections.keys() & (Config.model_fields.keys() - ClusterConfig.model_fields.keys()))
+    if training and not sections.keys() & ClusterConfig.model_fields.keys():
+        raise ConfigError(
+            f"{path}: this is a training config (its keys are {', '.join(training)}), not a cluster file; "
+            "name one, such as `python -m mpipipe calibrate` writes"
+        )
     try:
-        return ClusterConfig.model_validate(read_sections(text, str(path), "device"))
+        return ClusterConfig.model_validate(sections)
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error, str(path), lines_of(text)))) from error
 
@@ -210,15 +218,22 @@ def _messages(error: ValidationError, source: str, lines: dict[tuple[str, ...], 
             yield f"{place}: {detail['ctx']['error']}"
         else:
             wanted = detail["msg"].removeprefix("Input should be ")
+            if detail["type"] in ("model_type", "model_attributes_type"):
+                wanted = f"keys {', '.join(_keys(path))}"
             size = " or a size such as 24 GiB" if path[-1] == "memory" else ""
             yield f"{place}: {key} = {detail['input']!r}; expected {wanted}{size}"
 
 
 def _valid_keys(loc: tuple[int | str, ...]) -> list[str]:
     """Of the section in which the last part of `loc` is not a key."""
+    return _keys(loc[:-1])
+
+
+def _keys(loc: tuple[int | str, ...]) -> list[str]:
+    """Of the section at `loc`."""
     sections: dict[str, Any] = {
         "device": DeviceConfig, "devices": CountedConfig, "flops_per_s": FlopsConfig, "links": LinksConfig,
         **dict.fromkeys(LEVELS, LinkConfig),
     }  # fmt: skip
-    inside = [str(part) for part in loc[:-1] if isinstance(part, str)]
+    inside = [part for part in loc if isinstance(part, str) and part in sections]
     return list(sections[inside[-1]].model_fields if inside else ClusterConfig.model_fields)

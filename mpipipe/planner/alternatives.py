@@ -24,6 +24,7 @@ from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, P
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _ENDLESS = 2**62  # bytes
+_NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
 MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
 Cuts = tuple[int, ...]
 
@@ -235,8 +236,11 @@ class _Asked:
             return f"slowest stage: {slow} with {now[slow] * 1e3:.5g} ms, now {before.max() * 1e3:.5g}"
         if cuts != self.cuts:
             return f"no stage is slower; {self._bubbles(p)}"
-        grown = np.array(p.peak_bytes) - np.array(self.plan.prediction.peak_bytes)
+        peaks = np.array(self.plan.prediction.peak_bytes)
+        grown = np.array(p.peak_bytes) - peaks
         rank = int(np.abs(grown).argmax())
+        if abs(grown[rank]) <= _NO_BYTES * peaks[rank]:
+            return self._bubbles(p)
         more = f"{'+' if grown[rank] >= 0 else '-'}{size_text(abs(int(grown[rank])))}"
         return f"{self._bubbles(p)}; memory of rank {rank} {more}"
 

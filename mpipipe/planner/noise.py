@@ -70,6 +70,22 @@ def noise(plan: Plan, costs: Costs, draws: int = DRAWS, seed: int = 0) -> Noise 
     )
 
 
+def shorter(
+    plan: Plan, other: Plan, costs: Costs, draws: int = DRAWS, seed: int = 0
+) -> tuple[int, int] | None:
+    """In how many of the draws the step of `plan` is more than `WORTH` shorter than that of `other`, of the
+    same numerics, schedule and number of ranks; and the draws. None as for `noise`."""
+    instructions = 6 * plan.layout.n_stages * plan.numerics.micro_batches
+    spread, _ = spreads(costs)
+    if not spread.any() or instructions > _MOST_INSTRUCTIONS:
+        return None
+    factors, names = _factors(costs.groups, spread, draws, seed), [group.name for group in costs.groups]
+    ours_s, theirs_s = (
+        Many(p, costs, factors).steps_s([cut_indices(p.layout, names)])[0] for p in (plan, other)
+    )
+    return int((ours_s < theirs_s * (1.0 - WORTH)).sum()), draws
+
+
 def spreads(costs: Costs) -> tuple[Float64, bool]:
     """Of each group, (groups,): its own, else that of all, and of a modelled one at least what is
     assumed; and whether all are assumed."""

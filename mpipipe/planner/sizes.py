@@ -1,4 +1,4 @@
-"""Sizes in words."""
+"""Sizes and counts in words."""
 
 from __future__ import annotations
 
@@ -8,4 +8,9 @@ def size_text(nbytes: int) -> str:
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:.0f} {unit}"
-    return f"{nbytes} bytes"
+    return counted(nbytes, "byte")
+
+
+def counted(count: int, thing: str) -> str:
+    """1 node, 2 nodes."""
+    return f"{count} {thing}{'s' * (count != 1)}"

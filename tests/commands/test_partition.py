@@ -16,7 +16,8 @@ import pytest
 
 from mpipipe.commands.graphs import parse_json, parse_profile
 from mpipipe.commands.partition import main
-from mpipipe.planner.placement import is_contiguous, loads, search
+from mpipipe.planner.placement import Placement, is_contiguous, loads, search
+from mpipipe.report.placement import placement_text
 
 PROFILE = """\
 node1 -- Input0 -- forward_compute_time=50.000, backward_compute_time=0.000, activation_size=600.000, parameter_size=0.000
@@ -99,10 +100,41 @@ def test_a_cpu_is_a_device_of_its_own(run: Partition) -> None:
     assert "cpu 0" in out
 
 
+def test_where_memory_keeps_nodes_off_the_accelerators_it_is_said(run: Partition) -> None:
+    """Two nodes of 100 bytes share a device each time."""
+    with_cpu = graph() | {"maxCPUs": 1}
+    code, out, _ = run(with_cpu | {"maxSizePerFPGA": 150.0})
+    assert code == 0
+    assert "\n3 of 3 accelerators unused\n" in out
+    assert "no accelerator can hold 12 of the 12 nodes: what has to be on one device takes up to\n" in out
+    assert "\n200 bytes, each has 150 bytes; --memory 200B would hold the largest\n" in out
+    _, out, _ = run(with_cpu | {"maxSizePerFPGA": 300.0})
+    assert "the accelerators lack 300 bytes to hold all nodes, which take 1200 bytes\n" in out
+    assert "unused" not in out
+    _, out, _ = run(with_cpu)
+    assert "1 of 1 CPU unused" in out
+    assert "lack" not in out
+    assert "can hold" not in out
+
+
+def test_devices_and_memory_of_the_command_need_not_be_in_the_file(run: Partition) -> None:
+    given = {key: value for key, value in graph().items() if key not in ("maxFPGAs", "maxSizePerFPGA")}
+    code, out, _ = run(given, "--devices", "1", "--memory", "1MiB", "--budget", "1s")
+    assert code == 0
+    assert "12 nodes, 10 edges on 1 accelerator of 1 MiB\n" in out
+
+
+def test_a_gap_that_is_small_is_not_proved(run: Partition) -> None:
+    problem = parse_json(json.dumps(graph(1)), "it")
+    found = loads(problem, [0, 0])
+    for bound_s, said in ((found.most_s * (1 - 2e-5), "gap 0.002%, not proved"), (3.2e-3, "gap 25.00%, not")):
+        assert said in placement_text(problem, Placement((0, 0), found, bound_s, False, 0.1))
+
+
 def test_a_profile_of_pipedream_is_placed_with_a_bandwidth(run: Partition) -> None:
     """Cut between the convolutions 100 bytes cross, and their gradient: 200 bytes at 100 bytes/ms. The input
     is free, so that it may be with either."""
-    code, out, _ = run(PROFILE, "--devices", "2", "--bandwidth", "100e3", "--contiguous", "-o", "out.json")
+    code, out, _ = run(PROFILE, "--devices", "2", "--bandwidth", "100kB/s", "--contiguous", "-o", "out.json")
     written = json.loads(Path("out.json").read_text())
     assert code == 0
     assert sorted([node for node in stage if node != "node1"] for stage in written["stages"]) == [
@@ -160,7 +192,10 @@ def changed(*path: str | int, to: object = None) -> dict[str, Any]:
         ("[1]", "graph: a list, where an object with nodes and edges is expected"),
         (changed("nodes"), "graph: 'nodes' is missing; write it"),
         (changed("nodes", to=[3]), "graph: 'nodes' is no list of objects"),
-        (changed("nodes", to=[]) | {"edges": []}, "graph: operators 0; give 1 at least"),
+        (changed("nodes", to=[]) | {"edges": []}, "graph: the graph has no node; give 1 at least"),
+        (changed("maxFPGAs"), "graph: 'maxFPGAs' is missing; write it, or give --devices N"),
+        (changed("maxSizePerFPGA"), "graph: 'maxSizePerFPGA' is missing; write it, or give --memory SIZE"),
+        (changed("maxFPGAs", to=0), "graph: maxFPGAs = 0, and CPUs alone are not planned; write 1 at least"),
         (changed("maxFPGAs", to=1.5), "graph: maxFPGAs = 1.5; give a whole number"),
         (
             changed("maxSizePerFPGA", to="16 GB"),
@@ -198,6 +233,10 @@ def changed(*path: str | int, to: object = None) -> dict[str, Any]:
             changed("edges", 2, "sourceId", to=99),
             "graph: edge number 2: sourceId = 99 is the id of no node; add it",
         ),
+        (
+            changed("edges", 2, "sourceId", to="1"),
+            'graph: edge number 2: sourceId = "1" is text, but the id of that node is a number; write 1',
+        ),
         (changed("edges", 2, "destId"), "graph: edge number 2: 'destId' is missing; write it"),
         (changed("edges", 2, "cost"), "graph: edge number 2: 'cost' is missing; write it"),
         (changed("edges", 2, "cost", to=-0.5), "graph: edge number 2: cost = -0.5; give a finite number"),
@@ -207,7 +246,7 @@ def changed(*path: str | int, to: object = None) -> dict[str, Any]:
         ),
         (
             changed("edges", 2, "sourceId", to=3),
-            "graph: the graph has a cycle of 1 nodes, layer3 -> layer3",
+            "graph: the graph has a cycle of 1 node, layer3 -> layer3",
         ),
         (
             changed("edges", 2, to={"sourceId": 1, "destId": 4, "cost": 0.75}),
@@ -325,7 +364,9 @@ def test_a_budget_that_ends_before_anything_is_found(run: Partition, monkeypatch
     )
 
 
-@pytest.mark.parametrize("option", [["--budget", "soon"], ["--memory", "16 GX"], ["--memory", "0"]])
+@pytest.mark.parametrize(
+    "option", [["--budget", "soon"], ["--memory", "16 GX"], ["--memory", "0"], ["--bandwidth", "10 GX"]]
+)
 def test_times_and_sizes_are_texts_with_units(run: Partition, option: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(graph(), *option)

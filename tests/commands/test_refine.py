@@ -45,10 +45,51 @@ def test_a_stage_that_was_slow_gives_groups_away(folder: Path, capsys: pytest.Ca
     for words in (
         "predicted | measured in a step", "largest miss: B of stage 0", "step as it was planned: ",
         "predicted from what was measured: ", "new plan: ", f"{old.layout.cuts[0]} -> {new.layout.cuts[0]}",
-        "with --plan ", "in the middle half of its steps",
+        "mpipipe.train ", "in the middle half of its steps",
     ):  # fmt: skip
         assert words in out, words
     assert f"{new.prediction.step_s * 1e3:.4g} ms predicted" in out
+    command = f"mpirun -n 2 python -m mpipipe.train {folder}/config.yaml run.dir={folder}-refined"
+    assert out.splitlines()[-1] == f"  {command} --plan {folder}/new.json"
+
+
+def metrics(folder: Path, *steps_s: float) -> None:
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step_s": {s}}}\n' for s in (9.0, *steps_s)))
+
+
+def test_a_cut_that_gains_less_than_steps_differ_is_not_taken(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow(folder, 3.0)
+    metrics(folder, 0.2, 0.2, 0.9, 0.9)
+    assert plan.main(["--refine", str(folder), "-o", str(folder / "new.json")]) == 0
+    assert read_plan(folder / "new.json").layout == read_plan(folder / "plan.json").layout
+    out = capsys.readouterr().out
+    assert "another plan: " in out
+    assert "not distinguishable from the old cut: kept; the steps of the run differ by more, 700 ms" in out
+
+
+@pytest.mark.parametrize(("held", "kept"), [((23, 32), True), ((24, 32), False), (None, False)])
+def test_a_cut_that_is_shorter_in_few_draws_is_not_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, held: tuple[int, int] | None, kept: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    slow(folder, 3.0)
+    metrics(folder, 0.2)
+    monkeypatch.setattr(refine, "shorter", lambda *_: held)
+    found, said = refine.refine_run(folder)
+    assert (found.layout == read_plan(folder / "plan.json").layout) == kept
+    assert ("kept; it is shorter in 23 of 32 draws" in said) == kept
+
+
+def test_without_a_predicted_step_there_is_no_table(folder: Path) -> None:
+    trace = read_trace(folder / "timeline.json")
+    measured = {"measured": trace.timelines["measured"]}
+    write_trace(folder / "timeline.json", replace(trace, timelines=measured))
+    _, said = refine.refine_run(folder)
+    lines = said.splitlines()
+    assert lines[2] == "its timeline.json has no predicted step to compare stage by stage"
+    assert lines[4].startswith("step as it was planned: ")
 
 
 def test_a_plan_that_cannot_be_bettered_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +107,8 @@ def test_stages_that_change_ranks_alone_are_told(
 ) -> None:
     old = read_plan(folder / "plan.json")
     new = replace(old, layout=replace(old.layout, ranks=old.layout.ranks[::-1]))
+    (folder / "metrics.jsonl").unlink()
+    monkeypatch.setattr(refine, "shorter", lambda *_: None)
     monkeypatch.setattr(refine, "refine", lambda *_: Refined(old, new))
     assert plan.main(["--refine", str(folder)]) == 0
     assert "0.0% shorter; the same cuts; on ranks 1, 0\n" in capsys.readouterr().out

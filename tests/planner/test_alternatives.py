@@ -48,6 +48,16 @@ def test_each_is_simulated_with_the_same_costs():
     assert rows["schedule gpipe"].loss == pytest.approx(0.0)
 
 
+def test_memory_that_differs_by_nothing_is_left_out():
+    """Of groups that keep nothing, gpipe holds as much as 1f1b; where they do, more."""
+    bare = uniform(8, 2)
+    kept = dataclasses.replace(
+        bare, groups=tuple(dataclasses.replace(g, stash_bytes=100) for g in bare.groups)
+    )
+    assert "memory of rank" not in found(bare, 2, 4)["schedule gpipe"].why
+    assert "memory of rank 1 +1200 bytes" in found(kept, 2, 4)["schedule gpipe"].why
+
+
 def test_another_number_of_micro_batches_is_compared_per_sample():
     rows = found(uniform(8, 2), 2, 4)
     assert rows["8 micro-batches, batch 32"].loss == pytest.approx((8 + 1) / 8 / ((4 + 1) / 4) - 1)

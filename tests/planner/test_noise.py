@@ -13,7 +13,7 @@ from planner_cases import all_cuts, barely_fitting, problems, uniform
 
 from mpipipe.planner import noise as module
 from mpipipe.planner.many import Many
-from mpipipe.planner.noise import ASSUMED_SPREAD, WORTH, drawn_costs, noise, spreads
+from mpipipe.planner.noise import ASSUMED_SPREAD, WORTH, drawn_costs, noise, shorter, spreads
 from mpipipe.planner.search import make_plan, plan_of
 from mpipipe.values import Costs, Layout, Numerics, Plan
 
@@ -126,9 +126,30 @@ def test_predict_is_the_draw_in_which_nothing_is_off() -> None:
     assert found[0, 0] == pytest.approx(plan.prediction.step_s)
 
 
+<<<<<<< HEAD
 def test_a_plan_that_barely_fits_has_its_noise_too() -> None:
     costs, cuts = barely_fitting()
     layout = Layout(cuts, ((0,), (1,)), "1f1b", 8)
     found = noise(plan_of(costs, numerics(4), layout, [g.name for g in costs.groups]), costs, draws=3)
     assert found is not None
     assert (found.held, found.gain) == (3, 0.0), "nothing else fits"
+=======
+@settings(max_examples=10)
+@given(problems("huge"))
+def test_the_draws_in_which_one_plan_is_shorter_are_counted(problem) -> None:
+    costs, n_stages, n_micro = problem
+    costs = replace(costs, spread=0.3, source="measured")
+    plan, names = planned(costs, n_stages, n_micro), [g.name for g in costs.groups]
+    factors = module._factors(costs.groups, spreads(costs)[0], 5, 7)
+    for cuts in list(all_cuts(len(names), n_stages))[:3]:
+        layout = replace(plan.layout, cuts=tuple(names[cut] for cut in cuts))
+        other = plan_of(costs, plan.numerics, layout, names)
+        fewer = 0
+        for each in factors:
+            drawn = drawn_costs(costs, each)
+            a, b = (plan_of(drawn, p.numerics, p.layout, names).prediction.step_s for p in (plan, other))
+            fewer += a < b * (1 - WORTH)
+        assert shorter(plan, other, costs, draws=5, seed=7) == (fewer, 5)
+    assert shorter(plan, plan, costs, draws=5) == (0, 5)
+    assert shorter(plan, plan, replace(costs, spread=0.0)) is None
+>>>>>>> mendb

@@ -28,7 +28,7 @@ def check_items(problem: Problem, items: Items, source: str) -> None:
         raise PlanError(
             f"{source}: {_named(problem, items, heaviest)} needs {size_text(int(needs))}, a device has "
             f"{size_text(int(has))}: {size_text(int(np.ceil(needs - has)))} short, and no number of devices "
-            f"would do; give --memory {int(np.ceil(needs))} at least"
+            f"would do; give --memory {int(np.ceil(needs))}B at least"
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpipipe.errors import PlanError
+from mpipipe.planner.sizes import counted
 from mpipipe.values import Value
 
 
@@ -139,11 +140,9 @@ def find_cycle(n: int, edges: Sequence[tuple[int, int]]) -> list[int] | None:
 
 def check(problem: Problem, source: str) -> None:
     """Raises PlanError where the devices or the graph cannot be; `source` names it."""
-    for what, count, least in (
-        ("--devices", problem.n_accelerators, 1),
-        ("CPUs", problem.n_cpus, 0),
-        ("operators", len(problem.operators), 1),
-    ):
+    if not problem.operators:
+        raise PlanError(f"{source}: the graph has no node; give 1 at least")
+    for what, count, least in (("--devices", problem.n_accelerators, 1), ("CPUs", problem.n_cpus, 0)):
         if count < least:
             raise PlanError(f"{source}: {what} {count}; give {least} at least")
     if not problem.capacity_bytes >= 0:
@@ -152,5 +151,6 @@ def check(problem: Problem, source: str) -> None:
         names = [str(problem.operators[v].name) for v in [*cycle, cycle[0]]]
         text = " -> ".join(names if len(names) <= 12 else [*names[:6], "...", *names[-5:]])
         raise PlanError(
-            f"{source}: the graph has a cycle of {len(cycle)} nodes, {text}; take one of its edges out"
+            f"{source}: the graph has a cycle of {counted(len(cycle), 'node')}, {text}; take one of "
+            "its edges out"
         )

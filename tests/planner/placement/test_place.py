@@ -230,7 +230,7 @@ def test_the_simple_bound_is_below_every_placement_and_met_where_work_can_be_par
             chain(3, 2, 5.0),
             True,
             "it: node 0 (layer0) needs 10 bytes, a device has 5 bytes: 5 bytes short, and no number of "
-            "devices would do; give --memory 10 at least",
+            "devices would do; give --memory 10B at least",
         ),
         (
             chain(9, 2, 25.0),
