@@ -186,29 +186,18 @@ class Cluster(Value):
         return "numa" if self.numa_of_rank and self.numa_of_rank[a] == self.numa_of_rank[b] else "node"
 
     def link(self, a: int, b: int) -> Link:
-<<<<<<< HEAD
-        """The link between ranks `a` and `b`; free within one rank."""
+        """The link between ranks `a` and `b`; free within one rank. Raises PlanError where there is none."""
         return Link(0.0, math.inf) if a == b else self.link_at(self.level(a, b))
 
     def link_at(self, level: str) -> Link:
         """The link of a level. Where it is not given: of the next coarser one, as for a rank that is thought
-        of, or of the coarsest there is."""
+        of, or of the coarsest there is. Raises PlanError where there is none."""
         known = [level for level in LEVELS if level in self.links]
         at = LEVELS.index(level)
-=======
-        """The link between ranks `a` and `b`; free within one rank. Of a level that is not given: the next
-        coarser one, as for a rank that is thought of, or the coarsest there is. Raises PlanError where there
-        is none."""
-        if a == b:
-            return Link(0.0, math.inf)
-        known = [level for level in LEVELS if level in self.links]
-        at = LEVELS.index(self.level(a, b))
         if not known:
             raise PlanError(
-                f"ranks {a} and {b} are linked at the level '{LEVELS[at]}', but the cluster has no links; "
-                f"give links.{LEVELS[at]}"
+                f"ranks are linked at the level '{level}', but the cluster has no links; give links.{level}"
             )
->>>>>>> mendb
         return self.links[next((level for level in known if LEVELS.index(level) >= at), known[-1])]
 
     def in_order(self, order: Sequence[int]) -> Cluster:

@@ -126,14 +126,14 @@ def test_predict_is_the_draw_in_which_nothing_is_off() -> None:
     assert found[0, 0] == pytest.approx(plan.prediction.step_s)
 
 
-<<<<<<< HEAD
 def test_a_plan_that_barely_fits_has_its_noise_too() -> None:
     costs, cuts = barely_fitting()
     layout = Layout(cuts, ((0,), (1,)), "1f1b", 8)
     found = noise(plan_of(costs, numerics(4), layout, [g.name for g in costs.groups]), costs, draws=3)
     assert found is not None
     assert (found.held, found.gain) == (3, 0.0), "nothing else fits"
-=======
+
+
 @settings(max_examples=10)
 @given(problems("huge"))
 def test_the_draws_in_which_one_plan_is_shorter_are_counted(problem) -> None:
@@ -152,4 +152,3 @@ def test_the_draws_in_which_one_plan_is_shorter_are_counted(problem) -> None:
         assert shorter(plan, other, costs, draws=5, seed=7) == (fewer, 5)
     assert shorter(plan, plan, costs, draws=5) == (0, 5)
     assert shorter(plan, plan, replace(costs, spread=0.0)) is None
->>>>>>> mendb
