@@ -88,7 +88,7 @@ def _misfit(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> tuple[i
         error = str(caught)
     else:
         return None
-    found = re.match(r"stage (\d+) .* cannot hold (.*): (\d+) bytes short", error)
+    found = re.match(r"stage (\d+) .* cannot hold (.*): (\d+) bytes? short", error)
     assert found, error
     return int(found[1]), found[2], int(found[3])
 
