@@ -40,7 +40,8 @@ from mpipipe.errors import (
 from mpipipe.graph.profile import Profiler
 from mpipipe.planner import SCHEDULES
 from mpipipe.report.plan_file import plan_text
-from mpipipe.runtime import costing, rehearsal
+from mpipipe.runtime import costing
+from mpipipe.runtime.stage import Stage
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.values import Plan
 
@@ -167,12 +168,12 @@ def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(_: object) -> None:  # a backward cannot be faster
+    def busy(*_: object) -> None:  # a backward cannot be faster
         end = time.thread_time() + 0.005
         while time.thread_time() < end:
             pass
 
-    monkeypatch.setattr(rehearsal, "_statistics", busy)
+    monkeypatch.setattr(Stage, "apply_statistics", busy)
 
     def run(comm: Communicator) -> tuple[Plan, dict[str, Tensor], float]:
         pipe = pipeline(comm)

@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from mpipipe.graph.cut import Code
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import bounds
@@ -25,7 +23,7 @@ from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Form
 from mpipipe.values import Costs
 
-WARM_UP, MOST_ROUNDS, BUDGET_S = 1, 5, 0.5
+WARM_UP, MOST_ROUNDS, BUDGET_S = 1, 5, 0.2
 
 
 def rehearse(trainer: Trainer, costs: Costs) -> Costs:
@@ -68,6 +66,7 @@ def _seconds(
     batch = trainer.data.batch("train", 0, 0, rows, keys)
     received = [_filled(Form.of(port)) for port in code.received]
     grads = [_filled(Form.of_grad(port)) for port in code.sent if port.needs_grad]
+    copies = {update.buffer: stage.weights.buffer(update.buffer).clone() for update in code.updates}
     found: list[tuple[float, float]] = []
     began = time.perf_counter()
     while len(found) < WARM_UP + 1 or (
@@ -81,20 +80,12 @@ def _seconds(
         between = clock()
         with TRACING:
             stage.backward(0, grads)
-            _statistics(code)
+            stage.apply_statistics(copies.__getitem__)  # which a step does at its end
         found.append((between - start, clock() - between))
-        stage.forget_statistics()
     for accumulator in stage.weights.accumulators():
         accumulator.zero_()
     forward, backward = zip(*found[WARM_UP:], strict=True)
     return statistics.median(forward), statistics.median(backward)
-
-
-def _statistics(code: Code) -> None:
-    """What applying them takes, which a step does at its end."""
-    buffer, value = torch.zeros(64), torch.ones(64)
-    for _ in code.updates:
-        buffer.mul_(0.9).add_(value, alpha=0.1)
 
 
 def _filled(form: Form) -> Tensor:

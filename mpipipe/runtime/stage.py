@@ -9,7 +9,7 @@ as it was sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +83,12 @@ class Stage:
         return out
 
     @torch.no_grad()
-    def apply_statistics(self) -> None:
-        """Buffer updates of the step, in micro-batch order, whatever the order of the forwards was."""
+    def apply_statistics(self, buffers: Callable[[str], Tensor] | None = None) -> None:
+        """Buffer updates of the step, in micro-batch order, whatever the order of the forwards was. buffers:
+        others than the stage's own, by name."""
         updates = (update for _, of_micro in sorted(self._statistics.items()) for update in of_micro)
         for name, momentum, value in updates:
-            buffer = self.weights.buffer(name)
+            buffer = (buffers or self.weights.buffer)(name)
             if momentum is None or value is None:
                 buffer.add_(1)
             else:
