@@ -258,6 +258,7 @@ class Costs(Value):
     step_s_per_byte: float  # clip, update and zero, per byte of weights
     source: Literal["measured", "modelled"]
     spread: float  # relative spread of the repeated timings
+    state_bytes_per_param_byte: float = 0.0  # of it optimizer state, which only a tied parameter's owner has
 
     @cached_property
     def columns(self) -> dict[str, NDArray[Any]]:

@@ -175,10 +175,15 @@ def stage_costs(costs: Costs, cuts: Sequence[int]) -> tuple[StageCost, ...]:
 
     cuts: index of the first group of stages 1 .. S-1. `fixed_bytes` counts weight, gradient and
     optimizer state of every parameter once, plus one gradient for each further use of a tied
-    parameter (an upper bound in mode "eager" and for users, which need no optimizer state).
+    parameter (an upper bound in mode "eager"). Users of one have no optimizer state for it, which the
+    partition counts all the same.
     `stash_bytes` includes the received activation. Raises PlanError on bad cuts.
     """
     ranges, groups = Ranges(costs), costs.groups
+    elsewhere = [0] * (len(cuts) + 1)  # by stage, bytes of the tied parameters that another one updates
+    for tie in stage_ties(costs.ties, cuts):
+        for stage in tie.users:
+            elsewhere[stage] += tie.nbytes
     out = []
     for stage, (first, end) in enumerate(bounds(len(groups), cuts)):
         e, speed = ranges.ending_at(end, first), costs.cluster.devices[stage].speed
@@ -188,7 +193,7 @@ def stage_costs(costs: Costs, cuts: Sequence[int]) -> tuple[StageCost, ...]:
                 bwd_input_s=float(e.bwd_input_s[0]) / speed,
                 bwd_weight_s=float(e.bwd_weight_s[0]) / speed,
                 step_s=float(e.step_s[0]) / speed,
-                fixed_bytes=int(e.fixed_bytes[0]),
+                fixed_bytes=int(e.fixed_bytes[0] - costs.state_bytes_per_param_byte * elsewhere[stage]),
                 stash_bytes=int(e.stash_bytes[0]),
                 workspace_bytes=int(e.workspace_bytes[0]),
                 act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,

@@ -84,6 +84,7 @@ def measure(
         cluster=Cluster(devices, comm.node_of_rank, links),
         ties=variants.graph.ties,
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
+        state_bytes_per_param_byte=float(optimizer.state_buffers),
         step_s_per_byte=update_s.of_byte,
         source="measured",
         spread=float(np.median([s.spread for s in samples.values()])),

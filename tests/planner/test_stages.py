@@ -60,6 +60,13 @@ def test_a_stage_updates_each_of_its_groups():
     assert [stage.step_s for stage in stage_costs(costs, (1,))] == [4 + 1, (8 + 2 + 4) / 2]
 
 
+def test_only_the_owner_of_a_tied_parameter_has_its_state():
+    groups = tuple(group(str(i), 1, 1, 1, param_bytes=8) for i in range(3))
+    ties = (Tie("w", 8, (0, 2)),)
+    costs = Costs(groups, cluster([1.0] * 2, [HUGE] * 2), ties, 4.0, 0.0, "modelled", 0.0, 2.0)
+    assert [stage.fixed_bytes for stage in stage_costs(costs, (1,))] == [8 * 4, 8 * 4 + 8 * 2]
+
+
 def test_ties_are_stages_each_once():
     ties = (Tie("a", 8, (0, 3, 4, 9)), Tie("b", 4, (3, 3)), Tie("c", 2, (4, 5)))
     assert stage_ties(ties, (3, 5, 8)) == (StageTie(0, (1, 3), 8), StageTie(1, (2,), 2))
