@@ -57,7 +57,7 @@ from mpipipe.state.checkpoint import Reader
 from mpipipe.state.costs import CostCache
 from mpipipe.state.gather import collect, save, together, verify
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
-from mpipipe.values import Numerics, Plan, Program, Timeline, from_json, to_json
+from mpipipe.values import Numerics, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
@@ -209,7 +209,7 @@ class Pipeline:
         else:
             self.costs, self.timed = settled.costs, settled.timed
         self.memory.restart()  # what the timing took has been given back
-        self.plan, self.predicted = self._plan(asked, given_plan, settled)
+        self.plan = self._plan(asked, given_plan, settled)
         self.planning_s = time.perf_counter() - started + (settled.seconds if settled else 0.0)
         self.trainer = Trainer(comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample)
         give_back_freed_memory()  # of the first weights, which were made one by one
@@ -258,7 +258,7 @@ class Pipeline:
         numerics = {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)}
         agree(self.comm, {name: repr(value) for name, value in (numerics | settings).items()})
 
-    def _plan(self, asked: Asked, given: Plan | None, settled: Settled | None) -> tuple[Plan, Timeline]:
+    def _plan(self, asked: Asked, given: Plan | None, settled: Settled | None) -> Plan:
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
         model, plan and program."""
         graph, comm = self.variants.graph, self.comm
@@ -277,8 +277,7 @@ class Pipeline:
         plan = replace(from_json(Plan, comm.bcast_object(text)), costs=self.costs)
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
         agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})
-        bound_s = plan.prediction.lower_bound_s
-        return plan, predict(self.costs, plan.layout, program, graph.groups, bound_s)[1]
+        return plan
 
     def _rehearse(self) -> None:
         """The plan as it is, predicted anew."""
