@@ -77,10 +77,7 @@ class _Replay:
         self.sent = [[0.0] * len(ops) for ops in ends.ops]
 
     def waits_for(self, rank: int, index: int) -> int:
-        if self.ends.ops[rank][index] not in RECVS:
-            return -1
-        peer = self.ends.peers[rank][index]
-        return -1 if self.at[peer] > self.ends.partner[rank][index] else peer
+        return self.ends.sender_of(rank, index, self.at)
 
     def passed(self, rank: int, index: int) -> None:
         op = self.ends.ops[rank][index]

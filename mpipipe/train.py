@@ -8,7 +8,6 @@ ends all.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import end
-from mpipipe.cluster.launch import launcher_on_terminal, load_advice
+from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
 from mpipipe.config import Config, load
@@ -25,6 +24,7 @@ from mpipipe.data import open_dataset, prepare
 from mpipipe.errors import CheckpointError, MpipipeError
 from mpipipe.models import build
 from mpipipe.pipeline import Pipeline, threads_of
+from mpipipe.planner.sizes import counted
 from mpipipe.report.metrics import cut_metrics
 from mpipipe.report.perfetto import PERFETTO
 from mpipipe.report.progress import Progress, Silent
@@ -165,11 +165,9 @@ def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], 
 
 def _beginning(comm: Communicator, model: str, threads: int, run_dir: Path) -> list[str]:
     """What is said before the first thing that takes long."""
-    # of ranks that share cores the load says nothing: it is their own
-    advice = None if comm.oversubscribed else load_advice(load_average(), os.cpu_count() or 1)
-    ranks, each = "rank" + "s" * (comm.size > 1), "thread" + "s" * (threads > 1)
+    advice = busy_advice(comm, load_average())
     return [
-        f"mpipipe: {comm.size} {ranks} x {threads} {each}, run folder {run_dir}",
+        f"mpipipe: {counted(comm.size, 'rank')} x {counted(threads, 'thread')}, run folder {run_dir}",
         *([f"note: {advice}"] if advice else []),
         f"{model}: it is captured, then what its parts cost here is measured ...",
     ]

@@ -128,6 +128,11 @@ def load_advice(load: float, cores: int) -> str | None:
     )
 
 
+def busy_advice(comm: Communicator, load: float) -> str | None:
+    """`load_advice` for this node; None where ranks share cores, as the load is then their own."""
+    return None if comm.oversubscribed else load_advice(load, os.cpu_count() or 1)
+
+
 def launcher_on_terminal(proc: Path = Path("/proc")) -> bool:
     """Whether what started this process writes to a terminal. mpirun gives its ranks a terminal of
     their own and copies it to wherever it writes itself, so their own `isatty` says nothing."""

@@ -19,17 +19,18 @@ from mpipipe.cluster.devices import Rates, devices_of, rounded
 from mpipipe.cluster.doctor.machine import binding
 from mpipipe.cluster.doctor.watch import Watch
 from mpipipe.cluster.ending import end
-from mpipipe.cluster.launch import launcher_rank, load_advice
+from mpipipe.cluster.launch import busy_advice, launcher_rank
 from mpipipe.cluster.links import MeasuredLink, measure_levels
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import cores_available
 from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.places import places
 from mpipipe.commands.arguments import positive
+from mpipipe.commands.output import writing
 from mpipipe.config.cluster import ClusterConfig, DeviceConfig, LinkConfig, LinksConfig
 from mpipipe.config.cluster_text import cluster_text
 from mpipipe.errors import ConfigError, LaunchError
-from mpipipe.planner.sizes import size_text
+from mpipipe.planner.sizes import counted, size_text
 from mpipipe.report.table import text_table
 from mpipipe.runtime.costing import device_kind
 from mpipipe.runtime.routes import measure_routes, triad_bytes_per_s
@@ -97,10 +98,11 @@ def calibrate(comm: Communicator, threads: int, gemm: str, file: Path, watch: Wa
         return ""
     config = configured(ranks, where, links)
     spent_s = time.perf_counter() - begun
-    head = f"{_count(comm.size, 'rank')} on {_count(len(set(comm.node_of_rank)), 'node')}, {spent_s:.1f} s"
+    head = f"{counted(comm.size, 'rank')} on {counted(len(set(comm.node_of_rank)), 'node')}, {spent_s:.1f} s"
     notes = [f"note: {said}" for said in (busy, _missing(where)) if said]
     above = "\n".join([f"Measured by python -m mpipipe calibrate: {head}", *notes])
-    _write(file, cluster_text(config, above))
+    with writing(file, ConfigError):
+        write_text(file, cluster_text(config, above))
     more = f"\n\n{_link_table(links)}" if links else ""
     more += "".join(f"\n\n{textwrap.fill(note, 110)}" for note in notes)
     plan = f"python -m mpipipe plan config.yaml --ranks {comm.size} --cluster {file}"
@@ -115,7 +117,7 @@ def _check(comm: Communicator, threads: int, file: Path) -> None:
     if threads > min(cores):
         bound = min(cores)
         raise LaunchError(
-            f"--threads {threads}, but rank {cores.index(bound)} may use {_count(bound, 'core')}: the rates "
+            f"--threads {threads}, but rank {cores.index(bound)} may use {counted(bound, 'core')}: the rates "
             "would be those of fewer threads; start with `mpirun --bind-to none` or "
             f"`--map-by slot:PE={threads}`, or give --threads {bound}"
         )
@@ -123,9 +125,7 @@ def _check(comm: Communicator, threads: int, file: Path) -> None:
 
 def _busy(comm: Communicator) -> str | None:
     """About the load of the first node that others use too. Collective."""
-    # of ranks that share cores the load says nothing: it is their own
-    advice = None if comm.oversubscribed else load_advice(load_average(), os.cpu_count() or 1)
-    return next(filter(None, comm.allgather_object(advice)), None)
+    return next(filter(None, comm.allgather_object(busy_advice(comm, load_average()))), None)
 
 
 def _missing(where: Cluster) -> str | None:
@@ -136,10 +136,6 @@ def _missing(where: Cluster) -> str | None:
         "links between nodes (switch) were not measured, as all ranks are on one node; a plan for several "
         "nodes needs them: calibrate on two nodes, or fill in the line that stands in the file"
     )
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n > 1)}"
 
 
 def _rates(comm: Communicator, threads: int, gemm: str) -> Rates:
@@ -206,12 +202,3 @@ def _link_table(links: Mapping[str, MeasuredLink]) -> str:
         for level, m in links.items()
     ]  # fmt: skip
     return text_table(headers, rows, 110)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        write_text(file, text)
-    except OSError as error:
-        raise ConfigError(
-            f"-o {file}: cannot be written ({error.strerror}); name a file in a folder of yours"
-        ) from error

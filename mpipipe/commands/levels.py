@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mpipipe.commands.output import writing
 from mpipipe.errors import PlanError
 from mpipipe.planner.curve import Curve, resource_curve
 from mpipipe.planner.search import make_plan
@@ -84,12 +85,8 @@ def show(curve: Curve, title: str, output: str | None) -> None:
 
 def write_curve(path: str, curve: Curve, title: str) -> None:
     """Raises PlanError where it cannot be written."""
-    try:
+    with writing(path):
         if path.endswith(".png"):
             write_whole(Path(path), lambda partial: draw_curve(curve, partial, title))
         else:
             write_text(Path(path), to_json(curve) + "\n")
-    except OSError as error:
-        raise PlanError(
-            f"-o {path}: cannot be written ({error.strerror}); name a file in a folder of yours"
-        ) from error

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from mpipipe.commands import run
 from mpipipe.commands.arguments import seconds
 from mpipipe.commands.graphs import MS, is_profile, parse_json, parse_profile
+from mpipipe.commands.output import check_folder, write_output, writing
 from mpipipe.config.cluster import Size
 from mpipipe.errors import PlanError
 from mpipipe.planner.placement import Placement, Problem, Profile, Replicated, place, replicate
@@ -77,8 +78,8 @@ def _bytes_per_s(text: str) -> float:
 
 
 def _partition(a: argparse.Namespace) -> None:
-    if a.output and not Path(a.output).parent.is_dir():
-        raise PlanError(f"-o {a.output}: the folder {Path(a.output).parent} is not there; make it first")
+    if a.output:
+        check_folder(a.output)
     text = _read(a.graph)
     if is_profile(text):
         profile = parse_profile(text, a.graph)
@@ -160,7 +161,5 @@ def _write(output: str | None, plan: Placement | Replicated, more: dict[str, Any
         "seconds": plan.seconds,
         **more,
     }
-    try:
-        Path(output).write_text(json.dumps(found) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"-o {output}: cannot be written ({error.strerror}); name a file of yours") from error
+    with writing(output, move="name a file of yours"):
+        write_output(Path(output), json.dumps(found) + "\n")

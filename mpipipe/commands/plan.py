@@ -20,6 +20,7 @@ from mpipipe.commands.arguments import seconds
 from mpipipe.commands.costing import Costing
 from mpipipe.commands.levels import check_curve_output, curve_on, levels, show
 from mpipipe.commands.machines import Here, Machine, There
+from mpipipe.commands.output import check_folder, write_output, writing
 from mpipipe.commands.refine import refine_run
 from mpipipe.config import Config, load
 from mpipipe.config.cluster import load_cluster
@@ -40,7 +41,6 @@ from mpipipe.planner.whole import any_order
 from mpipipe.report.plan import against, beside_any_order, chosen, outlook, stage_rows, steadiness
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.modelling import Found
-from mpipipe.state.files import write_text
 from mpipipe.state.rundir import CONFIG
 from mpipipe.values import Plan
 
@@ -125,7 +125,8 @@ def _plan(a: argparse.Namespace) -> None:
     order = beside_any_order(any_order(graph, plan, costs))
     print(*order, *steadiness(noise(plan, costs)), "", against(others), sep="\n")
     if a.output:
-        _write(Path(a.output), plan_text(plan))
+        with writing(a.output):
+            write_output(Path(a.output), plan_text(plan))
         train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]
         print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
 
@@ -158,7 +159,8 @@ def _refine(a: argparse.Namespace) -> None:
     plan, said = refine_run(Path(a.refine))
     print(said)
     if a.output:
-        _write(Path(a.output), plan_text(plan))
+        with writing(a.output):
+            write_output(Path(a.output), plan_text(plan))
         print(f"\nplan: {a.output}; to train it:\n  {_train(Path(a.refine), plan, a.output)}")
 
 
@@ -181,8 +183,7 @@ def _check_output(output: str | None, curve: bool = False) -> None:
             f"-o {output}: a plan is written as .json; name such a file, and draw it with python -m mpipipe "
             f"draw {path.stem}.json -o {path.stem}.png"
         )
-    if not path.parent.is_dir():
-        raise PlanError(f"-o {output}: the folder {path.parent} is not there; make it first")
+    check_folder(output)
 
 
 def _heading(a: argparse.Namespace, config: Config, variants: Variants, ranks: str) -> str:
@@ -239,16 +240,3 @@ def _source(found: Found, machine: Machine, seconds: float) -> str:
         middle = statistics.median(found.compared)
         lines.append(f"modelled / timed, where both are known: {middle:.2f} ({low:.2f} to {high:.2f})")
     return "\n       ".join(lines)
-
-
-def _write(path: Path, text: str) -> None:
-    """A file appears whole; what is there and is none, such as /dev/stdout, is written to as it is."""
-    try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_text(path, text)
-    except OSError as error:
-        raise PlanError(
-            f"-o {path}: cannot be written ({error.strerror}); name a file in a folder of yours"
-        ) from error

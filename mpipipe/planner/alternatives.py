@@ -18,7 +18,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.joint import Tried, least_s
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
-from mpipipe.planner.sizes import size_text
+from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
 from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
 
@@ -174,7 +174,7 @@ class _Asked:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
             if not 1 <= ranks <= len(self.names):
                 continue
-            name = f"{ranks} rank{'s' * (ranks > 1)}"
+            name = counted(ranks, "rank")
             try:
                 p = self._planned(self.cluster_of(ranks))
             except (PlanError, DeadlockError) as error:

@@ -124,10 +124,7 @@ class _Clocks:
         self._link_free = dict[tuple[int, int], Float64]()
 
     def waits_for(self, rank: int, index: int) -> int:
-        if self.ends.ops[rank][index] not in RECVS:
-            return -1
-        peer = self.ends.peers[rank][index]
-        return -1 if self.at[peer] > self.ends.partner[rank][index] else peer
+        return self.ends.sender_of(rank, index, self.at)
 
     def passed(self, rank: int, index: int) -> None:
         op, peer, now = self.ends.ops[rank][index], self.ends.peers[rank][index], self.now[rank]

@@ -156,10 +156,7 @@ class _Clock:
         self._link_free: dict[tuple[int, int], float] = {}
 
     def waits_for(self, rank: int, index: int) -> int:
-        if self.ends.ops[rank][index] in RECVS:
-            peer = self.ends.peers[rank][index]
-            return -1 if self.at[peer] > self.ends.partner[rank][index] else peer
-        return -1
+        return self.ends.sender_of(rank, index, self.at)
 
     def passed(self, rank: int, index: int) -> None:
         op, now = self.ends.ops[rank][index], self._now[rank]

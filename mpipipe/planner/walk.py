@@ -12,7 +12,7 @@ with the same results; what is here in Python is what they mean.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -65,6 +65,13 @@ class Ends:
     @cached_property
     def peers(self) -> Lists:
         return tuple(codes[:, 4].tolist() for codes in self.program.codes)
+
+    def sender_of(self, rank: int, index: int, at: Sequence[int]) -> int:
+        """The rank that has yet to send what a RECV takes, where ranks stand `at`; -1: none, or no RECV."""
+        if self.ops[rank][index] not in RECVS:
+            return -1
+        peer = self.peers[rank][index]
+        return -1 if at[peer] > self.partner[rank][index] else peer
 
 
 @lru_cache(maxsize=2)  # a program is proved, then simulated, often more than once

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpipipe.planner.curve import Curve, Level, Misfit
-from mpipipe.planner.sizes import size_text
+from mpipipe.planner.sizes import counted, size_text
 from mpipipe.report.progress import number
 from mpipipe.report.table import text_table
 
@@ -123,11 +123,11 @@ def _reasons(misfits: Sequence[Misfit]) -> Iterator[tuple[int, str]]:
 
 
 def _nodes(level: Level) -> str:
-    return f"{level.nodes} node{'s' * (level.nodes > 1)} ({_ranks(level)})"
+    return f"{counted(level.nodes, 'node')} ({_ranks(level)})"
 
 
 def _ranks(level: Level) -> str:
-    return f"{level.ranks} rank{'s' * (level.ranks > 1)}"
+    return counted(level.ranks, "rank")
 
 
 def _span(curve: Curve) -> str:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mpipipe.cluster import memory
-from mpipipe.commands import machines, plan
+from mpipipe.commands import machines, output, plan
 from mpipipe.config import parse
 from mpipipe.errors import PlanError
 from mpipipe.graph.profile import Profiler, Sample
@@ -193,7 +193,7 @@ def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
     link.symlink_to(file)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     for path in (pipe, link):
-        plan._write(path, "plan")
+        output.write_output(path, "plan")
     assert os.read(reader, 99) == b"plan"
     os.close(reader)
     assert pipe.is_fifo()

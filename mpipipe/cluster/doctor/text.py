@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from mpipipe.cluster.doctor.facts import Diagnosis, Finding
-from mpipipe.cluster.doctor.judge.words import count
+from mpipipe.planner.sizes import counted
 
 WIDTH = 110  # of texts; a line to paste is not broken
 INDENT = " " * 11
@@ -19,7 +19,7 @@ def screen(diagnosis: Diagnosis) -> str:
             lines.append(section)
         lines.append(_told(finding))
     notes = sum(finding.level == "note" for finding in diagnosis.findings)
-    found = f"{count(diagnosis.problems, 'problem')}, {count(notes, 'note')}"
+    found = f"{counted(diagnosis.problems, 'problem')}, {counted(notes, 'note')}"
     return "\n".join([*lines, f"{found}, after {diagnosis.seconds:.1f} s"])
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import yaml
 
+from mpipipe.planner.sizes import counted
 from mpipipe.report.account import Account, account
 from mpipipe.report.page.html import Html, legend, section, tag
 from mpipipe.report.progress import MIB, number
@@ -48,21 +49,17 @@ def _subtitle(run: RunData) -> Iterator[str]:
         return
     numerics, layout, costs = run.plan.numerics, run.plan.layout, run.plan.costs
     n = len({rank for on in layout.ranks for rank in on})
-    yield f"{n} {_plural('rank', n)} x {numerics.threads} {_plural('thread', numerics.threads)}"
+    yield f"{counted(n, 'rank')} x {counted(numerics.threads, 'thread')}"
     yield f"{layout.schedule}, {numerics.split}"
     if costs is not None:
         yield " and ".join(dict.fromkeys(device.kind for device in costs.cluster.devices[:n]))
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else word + "s"
 
 
 def _figures(r: Report) -> Iterator[tuple[str, str, str, str]]:
     """(what, figure, unit, what stands beside it)."""
     ratio = f", {r.step_s / r.predicted_step_s:.2f} of it" if r.predicted_step_s else ""
     yield "step", number(r.step_s * 1e3), " ms", f"predicted {number(r.predicted_step_s * 1e3)} ms{ratio}"
-    yield "speed", number(r.per_s), f" {r.unit}/s", f"mean, {r.steps} {_plural('step', r.steps)}{stopped(r)}"
+    yield "speed", number(r.per_s), f" {r.unit}/s", f"mean, {counted(r.steps, 'step')}{stopped(r)}"
     yield "bubble", f"{100 * r.bubble:.1f}", " %", f"predicted {100 * r.predicted_bubble:.1f} %"
     yield "training loss", number(r.final_loss), "", "of the last step"
     if r.val_loss is not None:

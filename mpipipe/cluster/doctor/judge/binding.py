@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpipipe.cluster.doctor.facts import Cores, Finding, RankFacts, Ranks
-from mpipipe.cluster.doctor.judge.words import count, for_each_node, is_open_mpi, start_line
+from mpipipe.cluster.doctor.judge.words import for_each_node, is_open_mpi, start_line
+from mpipipe.planner.sizes import counted
 
 SECTION = "cores"
 
@@ -16,8 +17,8 @@ def judge_binding(ranks: Ranks, threads: int) -> Iterator[Finding]:
         wrong = list(_crowded(on_node, threads, len(ranks)))
         yield from wrong
         if not wrong:
-            ranks_threads = f"{count(len(on_node), 'rank')} x {count(threads, 'thread')}"
-            yield Finding(SECTION, "ok", f"{ranks_threads} on {count(_room(on_node), 'core')}")
+            ranks_threads = f"{counted(len(on_node), 'rank')} x {counted(threads, 'thread')}"
+            yield Finding(SECTION, "ok", f"{ranks_threads} on {counted(_room(on_node), 'core')}")
             if not ranks[0].launch.error:  # else the others have theirs
                 yield from _idle(on_node, threads, len(ranks))
             yield from _hyperthreads(on_node, threads, len(ranks))
@@ -55,7 +56,7 @@ def _crowded(on_node: list[RankFacts], threads: int, size: int) -> Iterator[Find
     room, job = _room(theirs), _unbound(on_node)
     if len(theirs) * threads <= room:
         return
-    whose = f"{count(len(theirs), 'rank')} x {count(threads, 'thread')} on {count(room, 'core')}"
+    whose = f"{counted(len(theirs), 'rank')} x {counted(threads, 'thread')} on {counted(room, 'core')}"
     if room * len(on_node) < job * len(theirs):  # a rank would have more cores
         text = f"{whose}: bound by the launcher, {job} cores are there"
         fit = max(1, job // len(on_node))

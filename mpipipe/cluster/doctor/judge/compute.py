@@ -7,7 +7,8 @@ from statistics import median
 
 from mpipipe.cluster.doctor.facts import Compute, Finding, RankFacts, Ranks, by_node
 from mpipipe.cluster.doctor.judge.limits import busy
-from mpipipe.cluster.doctor.judge.words import count, rate, who
+from mpipipe.cluster.doctor.judge.words import rate, who
+from mpipipe.planner.sizes import counted
 
 SECTION = "compute"
 WORTH = 1.15  # a gain that is worth other bits
@@ -40,7 +41,7 @@ def _routes(computes: list[Compute], first: RankFacts) -> Iterator[Finding]:
     told = [f"{NAMES[name]} {rate(speed, 'flop/s')}" for name, speed in speeds.items()]
     errors = ", ".join(f"{r.error:.0e}" for r in routes)
     units = f"; units: {', '.join(first.machine.units)}" if first.machine.units else "; no bf16 units"
-    threads = count(computes[0].threads, "thread")
+    threads = counted(computes[0].threads, "thread")
     yield Finding(SECTION, "ok", f"matrix products, {threads}: {', '.join(told)} (errors {errors}){units}")
     exact = {r.name for r in routes if all(x.fp32 for c in computes for x in c.routes if x.name == r.name)}
     best = speeds["mkl"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpipipe.cluster.doctor.facts import Finding, Level, Mpi, RankFacts, Ranks
-from mpipipe.cluster.doctor.judge.words import count, listed
+from mpipipe.cluster.doctor.judge.words import listed
 from mpipipe.cluster.doctor.launcher import family
+from mpipipe.planner.sizes import counted
 
 SECTION = "MPI"
 REBUILD = "make clean setup MPI=site"
@@ -22,7 +23,7 @@ def judge_launch(ranks: Ranks, threads: int) -> Iterator[Finding]:
     level, ulfm = first.mpi.thread_level, ", ULFM" if first.mpi.fault_tolerance else ""
     by = f"started by {first.launch.launcher}" if first.launch.launcher else "started without a launcher"
     if not first.launch.error:
-        yield Finding(SECTION, "ok", f"{first.mpi.library}, {by}: one world of {count(len(ranks), 'rank')}")
+        yield Finding(SECTION, "ok", f"{first.mpi.library}, {by}: one world of {counted(len(ranks), 'rank')}")
     yield Finding(SECTION, "ok", f"MPI_THREAD_{level.upper()}, tags up to {first.mpi.tag_ub}{ulfm}")
     if first.launch.settings:
         yield Finding(SECTION, "ok", f"as set: {listed(first.launch.settings)}")

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from mpipipe.cluster.doctor.facts import Finding, RankFacts, Ranks, by_node
-from mpipipe.cluster.doctor.judge.words import count, is_open_mpi, listed, start_line, who
+from mpipipe.cluster.doctor.judge.words import is_open_mpi, listed, start_line, who
+from mpipipe.planner.sizes import counted
 
 SECTION = "ranks"
 SAME: dict[str, Callable[[RankFacts], str]] = {
@@ -30,7 +31,9 @@ def judge_ranks(ranks: Ranks, threads: int) -> Iterator[Finding]:
     if not each and len(counts) > 1:
         each = f", {listed(counts)} on them"
     hosts = listed([on_node[0].machine.host for on_node in nodes.values()])
-    yield Finding(SECTION, "ok", f"{count(len(ranks), 'rank')} on {count(len(nodes), 'node')}{each}: {hosts}")
+    yield Finding(
+        SECTION, "ok", f"{counted(len(ranks), 'rank')} on {counted(len(nodes), 'node')}{each}: {hosts}"
+    )
     yield from _software(ranks)
     yield from _processors(ranks)
     yield from _order(ranks, len(nodes))

@@ -32,14 +32,6 @@ def rate(per_s: float, unit: str) -> str:
     return f"{per_s:.0f} {unit}"
 
 
-def count(n: int, noun: str) -> str:
-    """
-    >>> count(1, "rank"), count(2, "rank")
-    ('1 rank', '2 ranks')
-    """
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
 def listed(names: Sequence[object]) -> str:
     """
     >>> listed(["a", "b", "c", "d", "e", "f"])
