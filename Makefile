@@ -104,5 +104,5 @@ bench: setup ## one benchmark, BENCH, a JSON line for each result; see benchmark
 	@$(PY) -m benchmarks.$(strip $(BENCH)) $(ARGS)
 
 clean: ## remove all that was built; runs/ stays
-	rm -rf $(VENV) build *.egg-info mpipipe/_kernels.*.so mpipipe/_planner.*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info mpipipe/_kernels_*.so mpipipe/_planner.*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

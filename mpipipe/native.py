@@ -1,10 +1,29 @@
-"""The one place that loads a compiled part of the package."""
+"""The one place that loads a compiled part of the package, for the processor that it finds."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import platform
 import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from types import ModuleType
+
+CPU_INFO = Path("/proc/cpuinfo")
+FORCED = "MPIPIPE_INSTRUCTION_SET"  # names the set to load, for tests
+# machine -> instruction sets, best first, and what /proc/cpuinfo lists where processor and system have them;
+# setup.py builds the same names. v3 and v4: the levels of the x86-64 psABI.
+_V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
+SETS: Mapping[str, Mapping[str, frozenset[str]]] = {
+    "x86_64": {
+        "v4": _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split()),
+        "v3": _V3,
+        "base": frozenset(),
+    },
+    "aarch64": {"sve": frozenset({"sve"}), "base": frozenset()},
+}
 
 
 def load(name: str, version: str, without: str) -> ModuleType | None:
@@ -23,3 +42,25 @@ def load(name: str, version: str, without: str) -> ModuleType | None:
         stacklevel=2,
     )
     return None
+
+
+@cache
+def instruction_set() -> str:
+    """That the kernels of this process are compiled for: a name in `SETS`, of the best one that this processor
+    runs, or the one that MPIPIPE_INSTRUCTION_SET forces."""
+    return os.environ.get(FORCED) or best_set(platform.machine(), _flags())
+
+
+def best_set(machine: str, flags: frozenset[str]) -> str:
+    """The first set of this machine whose instructions are all among `flags`."""
+    return next((name for name, needs in SETS.get(machine, {}).items() if needs <= flags), "base")
+
+
+def _flags() -> frozenset[str]:
+    """Instructions of the first processor; none where the system does not tell."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    keys = ("flags", "Features")
+    return next((frozenset(x.partition(":")[2].split()) for x in lines if x.startswith(keys)), frozenset())

@@ -1,8 +1,8 @@
 """What each room may touch, beyond the import contracts in pyproject.toml (make lint).
 
 MPI           mpipipe/cluster/mpi.py
-environment   cluster, and the arrows (running.py, train.py, commands, __main__.py)
-files         config, cluster, data, state, report, and the arrows
+environment   cluster, native.py, and the arrows (running.py, train.py, commands, __main__.py)
+files         config, cluster, data, state, report, native.py, and the arrows
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "mpipipe"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 ARROWS = ("running.py", "train.py", "commands/", "__main__.py")
-ENVIRONMENT = ("cluster/", *ARROWS)
-FILES = ("config/", "cluster/", "data/", "state/", "report/", *ARROWS)
+ENVIRONMENT = ("cluster/", "native.py", *ARROWS)
+FILES = ("config/", "cluster/", "data/", "state/", "report/", "native.py", *ARROWS)
 PURE = ("errors", "values", "config", "planner", "cluster", "report")
 
 FILE_MODULES = {"shutil", "tempfile", "glob", "mmap", "fileinput"}

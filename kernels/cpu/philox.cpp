@@ -55,16 +55,7 @@ void for_tiles(Stream stream, uint64_t start, size_t n, Body body) {
 float scaled(float x, float scale) { return x * scale; }
 double scaled(double x, double scale) { return x * scale; }
 
-bf16 scaled(bf16 x, float scale) {
-    const uint32_t wide = uint32_t{x.bits} << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    value *= scale;
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;  // nearest, ties to even
-    return {static_cast<uint16_t>(value != value ? 0x7FC0 : rounded)};    // a NaN has no rounding
-}
+bf16 scaled(bf16 x, float scale) { return to_bf16(wide(x) * scale); }
 
 }  // namespace
 

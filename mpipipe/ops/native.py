@@ -1,12 +1,14 @@
-"""The compiled kernels, or None: then every op uses numpy and torch, with the same bits, slower."""
+"""The compiled kernels, or None: then every op uses numpy and torch, slower."""
 
 from __future__ import annotations
 
-from mpipipe.native import load
+import torch  # noqa: F401 - first: the kernels' threads are those of the OpenMP runtime that torch brought
 
-KERNELS_VERSION = "3"  # of the functions that mpipipe/ops calls; kernels/bind.cpp holds the same
+from mpipipe.native import instruction_set, load
+
+KERNELS_VERSION = "4"  # of the functions that mpipipe/ops calls; kernels/bind.cpp holds the same
 kernels = load(
-    "_kernels",
+    f"_kernels_{instruction_set()}",
     KERNELS_VERSION,
     "random ops run on numpy, with the same results but several times slower",
 )

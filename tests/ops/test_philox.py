@@ -33,7 +33,7 @@ def test_published_vectors(counter, key, expected):
 
 
 def test_the_kernels_are_built():
-    assert kernels is not None, "run `make setup`: the extension mpipipe._kernels is part of the package"
+    assert kernels is not None, "run `make setup`: the extension mpipipe._kernels_* is part of the package"
 
 
 @given(KEYS, HALVES, HALVES, STARTS, st.integers(0, 700))

@@ -17,17 +17,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "mpipipe/bf16.h"
+
 namespace mpipipe {
 
 struct Stream {
     uint64_t key;
     uint32_t step;
     uint32_t micro;
-};
-
-// Bits of a bfloat16: the high half of a float32.
-struct bf16 {
-    uint16_t bits;
 };
 
 namespace reference {

@@ -1,0 +1,29 @@
+// The thin door: numbers and addresses in, nothing out. No libtorch, so one build serves every torch version.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace mpipipe {
+
+// How an argument comes from Python: a pointer as the integer tensor.data_ptr(), 0 for none; numbers as they are.
+template <typename T>
+struct FromPython {
+    using type = T;
+    static T of(type value) { return value; }
+};
+template <typename T>
+struct FromPython<T*> {
+    using type = uintptr_t;
+    static T* of(type address) { return reinterpret_cast<T*>(address); }
+};
+
+// m.name(...) calls `kernel` without the interpreter's lock. The callers (mpipipe/ops) own the checks.
+template <typename Result, typename... Arguments>
+void def(pybind11::module_& m, const char* name, Result (*kernel)(Arguments...)) {
+    m.def(
+        name,
+        [kernel](typename FromPython<Arguments>::type... given) { return kernel(FromPython<Arguments>::of(given)...); },
+        pybind11::call_guard<pybind11::gil_scoped_release>());
+}
+
+}  // namespace mpipipe

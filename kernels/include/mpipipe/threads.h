@@ -1,0 +1,27 @@
+// Work on several threads, with results that do not depend on how many.
+//
+// Work is split into pieces by its own size alone, never by the number of threads; a piece writes only what
+// is its own. Sums over pieces go through a buffer of one partial per piece, added in the order of the pieces.
+#pragma once
+
+#include <cstddef>
+
+namespace mpipipe {
+
+// body(i) for i in [0, n), each once, in any order and on up to `threads` threads (1: on the caller's own).
+template <typename Body>
+void parallel_for(size_t n, int threads, Body body) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > 1)
+    for (size_t i = 0; i < n; ++i) body(i);
+}
+
+// body(first, last) for the pieces of `piece` items, the last one shorter, that [0, n) falls into.
+template <typename Body>
+void parallel_pieces(size_t n, size_t piece, int threads, Body body) {
+    parallel_for((n + piece - 1) / piece, threads, [&](size_t i) {
+        const size_t first = i * piece;
+        body(first, first + piece < n ? first + piece : n);
+    });
+}
+
+}  // namespace mpipipe

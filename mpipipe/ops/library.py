@@ -1,0 +1,40 @@
+"""Our operators as torch knows its own: `torch.ops.mpipipe.<name>`, for torch.export and torch.compile.
+
+An operator has two doors to the same functions:
+
+    eager     a `torch.autograd.Function`, some microseconds a call
+    tracing   the registered operator, with a fake form and its derivative; `traced` says when
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_LIBRARY = torch.library.Library("mpipipe", "DEF")
+
+
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Registers `function` for the processor and `fake`, which makes results without data. Returns the operator.
+
+    schema: `name(Tensor x, float eps) -> Tensor`, of an operator that writes into none of its inputs."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, function, "CPU")
+    torch.library.register_fake(f"mpipipe::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.mpipipe, name)
+
+
+def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+    """The derivative of a defined operator, by torch.library.register_autograd."""
+    torch.library.register_autograd(f"mpipipe::{name}", backward, setup_context=setup, lib=_LIBRARY)
+
+
+def traced(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call on these goes into a graph or has no data: then the registered operator is called."""
+    return torch.compiler.is_compiling() or any(
+        isinstance(t, FakeTensor) or (t is not None and t.device.type == "meta") for t in tensors
+    )
