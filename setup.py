@@ -30,7 +30,9 @@ EXACT = ["-ffp-contract=off"]
 FAST = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
 
 
-def extension(name: str, patterns: tuple[str, ...], flags: list[str], libraries: list[str]) -> Pybind11Extension:
+def extension(
+    name: str, patterns: tuple[str, ...], flags: list[str], libraries: list[str]
+) -> Pybind11Extension:
     root = Path("kernels")
     return Pybind11Extension(
         name,
@@ -50,7 +52,7 @@ def kernels(name: str, flags: list[str]) -> Pybind11Extension:
 
 
 class BuildEachApart(build_ext):
-    """One object file per source and instruction set: the same source in one folder would be compiled once."""
+    """An object file per source and instruction set: in one folder a source would be compiled once."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
         common = self.build_temp

@@ -15,10 +15,10 @@ CPU_INFO = Path("/proc/cpuinfo")
 FORCED = "MPIPIPE_INSTRUCTION_SET"  # names the set to load, for tests
 # machine -> instruction sets, best first, and what /proc/cpuinfo lists where processor and system have them;
 # setup.py builds the same names. v3 and v4: the levels of the x86-64 psABI.
-_V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
+_V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"])
 SETS: Mapping[str, Mapping[str, frozenset[str]]] = {
     "x86_64": {
-        "v4": _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split()),
+        "v4": _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]),
         "v3": _V3,
         "base": frozenset(),
     },
@@ -46,8 +46,8 @@ def load(name: str, version: str, without: str) -> ModuleType | None:
 
 @cache
 def instruction_set() -> str:
-    """That the kernels of this process are compiled for: a name in `SETS`, of the best one that this processor
-    runs, or the one that MPIPIPE_INSTRUCTION_SET forces."""
+    """That the kernels of this process are compiled for: a name in `SETS`, the best that this processor runs,
+    or the one that MPIPIPE_INSTRUCTION_SET forces."""
     return os.environ.get(FORCED) or best_set(platform.machine(), _flags())
 
 

@@ -18,7 +18,7 @@ _LIBRARY = torch.library.Library("mpipipe", "DEF")
 
 
 def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registers `function` for the processor and `fake`, which makes results without data. Returns the operator.
+    """Registers `function` for the processor and `fake`, whose results have no data. Returns the operator.
 
     schema: `name(Tensor x, float eps) -> Tensor`, of an operator that writes into none of its inputs."""
     name = schema.partition("(")[0]
