@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import bounds
@@ -66,6 +67,7 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
     copies = {update.buffer: stage.weights.buffer(update.buffer).clone() for update in code.updates}
     found: list[tuple[float, float]] = []
     began = time.perf_counter()
+    ahead: Prefetch[int, Batch]
     with Prefetch(lambda step: trainer.data.batch("train", step, 0, rows, keys), AHEAD) as ahead:
         ahead.expect(range(WARM_UP + MOST_ROUNDS + AHEAD))
         while len(found) < WARM_UP + 1 or (
