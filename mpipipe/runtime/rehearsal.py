@@ -67,8 +67,11 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
     copies = {update.buffer: stage.weights.buffer(update.buffer).clone() for update in code.updates}
     found: list[tuple[float, float]] = []
     began = time.perf_counter()
-    ahead: Prefetch[int, Batch]
-    with Prefetch(lambda step: trainer.data.batch("train", step, 0, rows, keys), AHEAD) as ahead:
+
+    def load(step: int) -> Batch:
+        return trainer.data.batch("train", step, 0, rows, keys)
+
+    with Prefetch(load, AHEAD) as ahead:
         ahead.expect(range(WARM_UP + MOST_ROUNDS + AHEAD))
         while len(found) < WARM_UP + 1 or (
             len(found) < WARM_UP + MOST_ROUNDS and time.perf_counter() - began < BUDGET_S
