@@ -217,8 +217,9 @@ class Cluster(Value):
             return self
         talking: dict[str, set[int]] = {level: set() for level in LEVELS}
         for a, b in itertools.pairwise(order):
-            talking[self.level(a, b)] |= {a, b}
-        there = Counter(self.node_of_rank[rank] for rank in order)
+            if a != b:
+                talking[self.level(a, b)] |= {a, b}
+        there = Counter(self.node_of_rank[rank] for rank in set(order))
 
         def share(ranks: set[int]) -> float:
             found = Counter(self.node_of_rank[rank] for rank in ranks)
@@ -336,8 +337,12 @@ class Layout(Value):
         return len(self.ranks)
 
     @property
+    def n_ranks(self) -> int:
+        return len({rank for on in self.ranks for rank in on})
+
+    @property
     def order(self) -> tuple[int, ...]:
-        """The first rank of each stage."""
+        """The first rank of each stage; a rank comes as often as it has stages."""
         return tuple(ranks[0] for ranks in self.ranks)
 
 
