@@ -48,8 +48,8 @@ def step_bound_s(costs: Costs, n_micro: int, n_stages: int, norm_s: float = 0.0)
 
 
 def work_bound_s(costs: Costs, n_micro: int, n_ranks: int, norm_s: float = 0.0) -> float:
-    """As `step_bound_s`, for any number of stages per rank and for backwards in two: all work over all speeds,
-    or the heaviest group on the fastest rank, and the update. How a pipeline fills is not in it."""
+    """As `step_bound_s`, for any number of stages per rank and for backwards in two: all work over all
+    speeds, or the heaviest group on the fastest rank, and the update. How a pipeline fills is not in it."""
     ranges = Ranges(costs)
     speed = np.array([device.speed for device in costs.cluster.devices[:n_ranks]])
     update_s = float(ranges.ending_at(len(costs.groups)).step_s[0]) / float(speed.sum())

@@ -66,8 +66,8 @@ def partition(
     order = SCHEDULES[schedule](n_stages, n_micro)
     if len(order.codes) != n_stages:
         raise PlanError(
-            f"schedule {schedule!r} has several stages per rank, for which no cuts are searched yet; give them "
-            "in a layout"
+            f"schedule {schedule!r} has several stages per rank, for which no cuts are searched yet; "
+            "give them in a layout"
         )
     live = live_micro_batches(order)
     ranges = Ranges(costs, receive_window, n_micro, tied, with_update)

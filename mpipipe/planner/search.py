@@ -99,7 +99,9 @@ def _plan_in(
         )
         if program is None or costs.ties:  # the order depends on the cuts through tied parameters alone
             program = program_for(layout, numerics, costs.ties, group_names)
-        return Plan(numerics, layout, predict(costs, layout, program, group_names, bound_s(program))[0], costs)
+        return Plan(
+            numerics, layout, predict(costs, layout, program, group_names, bound_s(program))[0], costs
+        )
 
     best = _refine(plan, starts, len(group_names), len(order) * n_micro)
     if program is None or costs.ties:
@@ -250,8 +252,8 @@ def check_order(layout: Layout) -> None:
         )
     if {len(on) for on in layout.ranks} != {1} or {*layout.order} != {*range(layout.n_ranks)}:
         raise PlanError(
-            f"layout.ranks is {[list(on) for on in layout.ranks]}; each of the ranks 0 to {layout.n_ranks - 1} "
-            "must hold a stage, and each stage be on one rank: [[0], [1], ...], in any order"
+            f"layout.ranks is {[list(on) for on in layout.ranks]}; each stage must be on one rank, and each "
+            f"of the ranks 0 to {layout.n_ranks - 1} hold a stage: [[0], [1], ...], in any order"
         )
 
 

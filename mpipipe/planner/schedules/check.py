@@ -14,7 +14,7 @@ from mpipipe.values import Action, Op, Schedule
 
 class _Fault(NamedTuple):
     rank: int
-    index: int
+    place: int  # in the order of that rank
     text: str
     lacking: Action | None = None
 
@@ -31,9 +31,7 @@ def check(schedule: Schedule) -> None:
     if _is_sound(schedule):
         return
     for fault in _faults(schedule):
-        raise PlanError(
-            f"{fault.text}\n{grid(schedule.codes, {fault.rank: fault.index}, fault.lacking)}"
-        )
+        raise PlanError(f"{fault.text}\n{grid(schedule.codes, {fault.rank: fault.place}, fault.lacking)}")
 
 
 def _faults(schedule: Schedule) -> Iterator[_Fault]:
@@ -130,9 +128,7 @@ def _descending(schedule: Schedule, place: dict[Action, int]) -> Iterator[_Fault
                     yield _Fault(rank, int(own[wrong + 1]), text)
 
 
-def _too_early(
-    schedule: Schedule, action: Action, index: int, place: dict[Action, int]
-) -> Iterator[_Fault]:
+def _too_early(schedule: Schedule, action: Action, index: int, place: dict[Action, int]) -> Iterator[_Fault]:
     rank = schedule.rank_of_stage[action.stage]
     for need in needs(action):
         same_rank = need in place and schedule.rank_of_stage[need.stage] == rank
@@ -173,7 +169,9 @@ def check_ends(schedule: Schedule) -> None:
                 ready.append(waiting.pop(action))
     stuck = {rank: index for rank, index in enumerate(at) if index < len(rows[rank])}
     if stuck:
-        waits = ", ".join(f"rank {rank} for {need}" for need, rank in sorted(waiting.items(), key=lambda x: x[1]))
+        waits = ", ".join(
+            f"rank {rank} for {need}" for need, rank in sorted(waiting.items(), key=lambda x: x[1])
+        )
         raise DeadlockError(
             f"the order cannot end: {waits}; change the order of one of them\n{grid(schedule.codes, stuck)}"
         )

@@ -146,7 +146,7 @@ class _Clock:
         return end_s + (self._work.act_s if need.kind == Op.F else self._work.grad_s)[need.stage]
 
     def turn(self, rank: _Rank, now_s: float) -> tuple[Action | None, float]:
-        """What the rank does now, and when its next turn is; endless: when what it needs is done, or never."""
+        """What the rank does now, and when its next turn is; endless: when what it needs is done, if ever."""
         if rank.place == len(rank.skeleton):
             return self._do(rank, rank.owed[0], now_s) if rank.owed else (None, math.inf)
         ready_s = self.ready_s(rank.next)

@@ -1,7 +1,7 @@
 """Where in a schedule something is wrong: its actions rank by rank, with a mark.
 
-    rank 0    0F0  0F1 [0B1] 0B0  <-- here
-    rank 1    1F0  1B0  1F1  1B1
+rank 0    0F0  0F1 [0B1] 0B0  <-- here
+rank 1    1F0  1B0  1F1  1B1
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def grid(codes: Sequence[Int32], marks: Mapping[int, int], lacking: Action | Non
     high = (lambda at: at + _AFTER) if wide else (lambda _: _FIT)
     digits = len(str(shown[-1]))
     lines = [
-        f"  rank {rank:{digits}}  {_row(codes[rank], marks.get(rank), first, low, high, lacking)}" for rank in shown
+        f"  rank {rank:{digits}}  {_row(codes[rank], marks.get(rank), first, low, high, lacking)}"
+        for rank in shown
     ]
     if len(shown) < len(codes):
         lines.append(f"  ... and {len(codes) - len(shown)} more ranks")

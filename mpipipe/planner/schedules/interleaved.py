@@ -24,8 +24,8 @@ def interleaved(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Sche
     ranks = n_ranks or max(1, n_stages // STAGES_PER_RANK)
     if n_stages % ranks:
         raise PlanError(
-            f"schedule 'interleaved': {n_stages} stages on {ranks} ranks; give each rank equally many, such as "
-            f"{ranks * -(-n_stages // ranks)} stages"
+            f"schedule 'interleaved': {n_stages} stages on {ranks} ranks; give each rank equally many, "
+            f"such as {ranks * -(-n_stages // ranks)} stages"
         )
     if n_micro % ranks:
         raise PlanError(

@@ -68,7 +68,7 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
     moved = tuple(to[rank] for rank in schedule.rank_of_stage)
     if moved != tuple(ranks) or sorted(to.values()) != list(range(len(schedule.codes))):
         raise PlanError(
-            f"the stages are on ranks {list(ranks)}, the schedule has them on {list(schedule.rank_of_stage)}; "
+            f"stages are on ranks {list(ranks)}, the schedule has them on {list(schedule.rank_of_stage)}; "
             "ranks may be numbered otherwise, but the same stages must be together"
         )
     held = {to[rank]: codes for rank, codes in enumerate(schedule.codes)}

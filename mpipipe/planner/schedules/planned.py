@@ -1,10 +1,10 @@
-"""A zero-bubble schedule for real costs and a memory limit (Qi et al. 2023, section 3.1), one stage per rank.
+"""A zero-bubble schedule for real costs and a memory limit (Qi et al. 2023, section 3.1).
 
-The hand-made ones are right where F, I and W take equally long. Here the number of forwards ahead follows from
-the times: a stage works until its first gradient is back, as far as its memory goes, then takes turns of I and
-F, and W fills in (`filled`). Where a wait is shorter than a W it is not plain what is better: each of `GAPS` is
-tried, with forwards ahead rounded down, up, and as in zb-h1, zb-h2. The shortest of these is the answer; that
-it is the shortest of all orders is not claimed.
+One stage per rank. The hand-made ones are right where F, I and W take equally long. Here the number of
+forwards ahead follows from the times: a stage works until its first gradient is back, as far as its memory
+goes, then takes turns of I and F, and W fills in (`filled`). Where a wait is shorter than a W it is not plain
+what is better: each of `GAPS` is tried, with forwards ahead rounded down, up, and as in zb-h1, zb-h2. The
+shortest of these is the answer; that it is the shortest of all orders is not claimed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.fill import Work, filled_in
+from mpipipe.planner.sizes import size_text
 from mpipipe.values import Action, Op, Schedule, StageCost
 
 GAPS = (0.0, 0.5, 1.0)  # of a W; a wait that is shorter is left empty
@@ -30,9 +31,9 @@ def zero_bubble(
 ) -> Schedule:
     """Stage s on rank s, for costs of each stage.
 
-    memory_bytes: of each rank, for all that `StageCost` counts and the receive buffers. act_s, grad_s: seconds
-    of one message from each stage to the next one, and to the one before; () = nothing. Raises PlanError where
-    a rank cannot hold one micro-batch.
+    memory_bytes: of each rank, for all that `StageCost` counts and the receive buffers. act_s, grad_s:
+    seconds of one message from each stage to the next one, and to the one before; () = nothing. Raises
+    PlanError where a rank cannot hold one micro-batch.
     """
     n_stages = len(stages)
     none = (0.0,) * n_stages
@@ -40,9 +41,7 @@ def zero_bubble(
         tuple(s.fwd_s for s in stages), tuple(s.bwd_input_s for s in stages),
         tuple(s.bwd_weight_s for s in stages), tuple(act_s) or none, tuple(grad_s) or none,
     )  # fmt: skip
-    room = [
-        min(n_micro, _room(rank, stages, memory_bytes[rank], receive_window)) for rank in range(n_stages)
-    ]
+    room = [min(n_micro, _room(rank, stages, memory_bytes[rank], receive_window)) for rank in range(n_stages)]
     tried = (
         filled_in(range(n_stages), n_micro, _skeleton(ahead, n_micro), room, work, gap)
         for ahead, gap in itertools.product(dict.fromkeys(_forwards_ahead(work, room)), GAPS)
@@ -57,9 +56,10 @@ def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int
     grad = stages[rank + 1].grad_bytes if rank + 1 < len(stages) else 0
     left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - window * max(act, grad)
     if left < stage.stash_bytes:
+        least = memory_bytes - left + stage.stash_bytes
         raise PlanError(
-            f"rank {rank} has {memory_bytes} bytes, and needs {memory_bytes - left + stage.stash_bytes} for one "
-            "micro-batch; use smaller micro-batches, or more ranks"
+            f"rank {rank} has {size_text(memory_bytes)}, and needs {size_text(least)} for one micro-batch; "
+            "use smaller micro-batches, or more ranks"
         )
     return left // stage.stash_bytes if stage.stash_bytes else 2 * len(stages)
 

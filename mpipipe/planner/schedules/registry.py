@@ -45,21 +45,22 @@ def check_runnable(order: Schedule | Program, name: str) -> None:
     own = max(map(len, stages_of_ranks(order)))
     if own > RUNNABLE_STAGES:
         raise PlanError(
-            f"schedule {name!r} has {own} stages on a rank, which cannot be run yet, only planned; use one that "
-            f"has {RUNNABLE_STAGES}, such as {RUNNABLE[0]}"
+            f"schedule {name!r} has {own} stages on a rank, which cannot be run yet, only planned; use "
+            f"one that has {RUNNABLE_STAGES}, such as {RUNNABLE[0]}"
         )
     kinds = {Op(kind) for codes in order.codes for kind in set(codes[:, 0].tolist())}
     split = kinds & {Op.F, Op.B, Op.I, Op.W} - RUNNABLE_KINDS
     if split:
+        found, known = (", ".join(kind.name for kind in sorted(kinds)) for kinds in (split, RUNNABLE_KINDS))
         raise PlanError(
-            f"schedule {name!r} has the actions {', '.join(kind.name for kind in sorted(split))}, which cannot "
-            f"be run yet, only planned; use one of {', '.join(kind.name for kind in sorted(RUNNABLE_KINDS))} alone"
+            f"schedule {name!r} has the actions {found}, which cannot be run yet, only planned; use one of "
+            f"{known} alone"
         )
 
 
 def build(name: str, n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
-    """A schedule by its name; n_ranks: None = as many as it has by itself. Raises PlanError for one that is not
-    known, or not for these numbers."""
+    """A schedule by its name; n_ranks: None = as many as it has by itself. Raises PlanError for one that is
+    not known, or not for these numbers."""
     check_name(name)
     if n_ranks in (None, n_stages):
         return SCHEDULES[name](n_stages, n_micro)
@@ -87,8 +88,8 @@ def register(name: str, order: Callable[[int, int], Sequence[str]]) -> None:
 
 
 def register_text(name: str, text: str) -> None:
-    """As `register`, for the lines of a file (`from_text`): an order of so many stages, ranks and micro-batches
-    alone. Raises what `from_text` does."""
+    """As `register`, for the lines of a file (`from_text`): an order of so many stages, ranks and
+    micro-batches alone. Raises what `from_text` does."""
     schedule = from_text(text, name)
 
     def made(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:

@@ -1,6 +1,7 @@
-"""Schedules as text: one line per rank, such as `0F0,0F1,,0B0`: stage, kind and micro-batch of each action, as
-torch.distributed.pipelining writes them (`_Action`). An empty cell is a unit of waiting there; here it says
-nothing, as the times follow from the order.
+"""Schedules as text: one line per rank, such as `0F0,0F1,,0B0`.
+
+Each cell has the stage, the kind and the micro-batch of an action, as torch.distributed.pipelining writes
+them (`_Action`). An empty one is a unit of waiting there; here it says nothing, as times follow from the order.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def to_text(schedule: Schedule) -> str:
 def from_text(text: str, name: str = "the schedule") -> Schedule:
     """Inverse of `to_text`. name: how messages call it.
 
-    Raises PlanError and DeadlockError, showing the place, for what is no action, lacks, comes twice, is on two
-    ranks, comes too early, or waits in a circle. What is too large for the memory is seen when it is planned.
+    Raises PlanError and DeadlockError, showing the place, for what is no action, lacks, comes twice, is on
+    two ranks, comes too early, or waits in a circle. What is too large for the memory is seen when it is
+    planned.
     """
     lines = text.rstrip().split("\n")
     words = [[word.strip() for word in line.split(",") if word.strip()] for line in lines]

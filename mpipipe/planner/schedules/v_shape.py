@@ -69,9 +69,7 @@ def _without_clashes(n_ranks: int) -> Times:
         turn_f = 2 * (n_ranks - 1) + 1 + waits[0]
         turn_loss = turn_f + n_ranks + waits[1]
         turn_i = turn_loss + 2 * (n_ranks - 1) + 1 + waits[2]
-        times = [
-            (2 * d, turn_f + u, turn_loss + 2 * d, turn_i + u) for d, u in zip(down, up, strict=True)
-        ]
+        times = [(2 * d, turn_f + u, turn_loss + 2 * d, turn_i + u) for d, u in zip(down, up, strict=True)]
         if all(len({t % _PERIOD for t in each}) == len(each) for each in times):
             return times
     raise AssertionError("the turns can always be put off: see tests/planner/test_schedules.py")

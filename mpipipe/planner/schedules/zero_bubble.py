@@ -1,11 +1,12 @@
-"""Backward in two: I sends the gradient on at once, W waits until there is nothing else to do (Qi et al. 2023,
-"Zero Bubble Pipeline Parallelism"). One stage per rank; 3 stages, 6 micro-batches, "zb-h1":
+"""Backward in two: I sends the gradient on at once, W waits until there is nothing else to do.
+
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism". One stage per rank; 3 stages, 6 micro-batches, "zb-h1":
 
     rank 0   F0 F1 F2 I0 W0 F3 I1 W1 F4 I2 W2 F5 I3 W3 I4 W4 I5 W5
     rank 1   F0 F1 I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 F5 I4 W3 I5 W4 W5
     rank 2   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 F5 I5 W3 W4 W5
 
-A stash lives through W here. The paper lets go of a part of it at I, so its figures are not larger than these.
+A stash lives through W here. The paper lets go of a part of it at I: its figures are not larger.
 """
 
 from __future__ import annotations
