@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpipipe.config.dotted import resolve
-from mpipipe.config.read import read_text
+from mpipipe.config.read import order_text
 from mpipipe.planner.schedules import SCHEDULES, register, register_text
 
 
@@ -16,4 +16,4 @@ def make_known(key: str, name: str, again: bool = True) -> None:
     if ":" in name:
         register(name, resolve(key, name))
     elif name.endswith(".csv"):
-        register_text(name, read_text(name, "CSV file"))
+        register_text(name, order_text(name))

@@ -76,6 +76,11 @@ def read_text(path: str | Path, kind: str = "YAML file") -> str:
         raise ConfigError(f"{path}: is not UTF-8 text ({byte}); save it as UTF-8") from error
 
 
+def order_text(path: str | Path) -> str:
+    """Of a file with the order of a schedule. Raises ConfigError."""
+    return read_text(path, "CSV file")
+
+
 def read_sections(text: str, source: str, such_as: str) -> dict[str, Any]:
     """The keys of a YAML text and what stands below them. Raises ConfigError."""
     raw = read_yaml(text, source)

@@ -17,6 +17,8 @@ _OF_THE_MACHINE = ("torch", "instruction_set")  # where it was planned; this run
 def check_ranks(layout: Layout, n_ranks: int, where: str) -> None:
     """What can be said before the model is captured. Raises PlanError where the ranks are not those of the
     layout."""
+    if layout.n_stages == n_ranks:
+        _check_order(layout, where)
     if layout.n_ranks != n_ranks:
         ranks = "is 1 rank" if n_ranks == 1 else f"are {n_ranks} ranks"
         on = f" on {layout.n_ranks} ranks" if layout.n_ranks != layout.n_stages else ""
@@ -24,6 +26,10 @@ def check_ranks(layout: Layout, n_ranks: int, where: str) -> None:
             f"{where} has {layout.n_stages} stages{on} in layout.ranks, and there {ranks}; start "
             f"{layout.n_ranks} ranks, or plan again with --ranks {n_ranks}"
         )
+    _check_order(layout, where)
+
+
+def _check_order(layout: Layout, where: str) -> None:
     try:
         check_order(layout)
     except PlanError as error:

@@ -252,8 +252,9 @@ def check_order(layout: Layout) -> None:
         )
     if {len(on) for on in layout.ranks} != {1} or {*layout.order} != {*range(layout.n_ranks)}:
         raise PlanError(
-            f"layout.ranks is {[list(on) for on in layout.ranks]}; each stage must be on one rank, and each "
-            f"of the ranks 0 to {layout.n_ranks - 1} hold a stage: [[0], [1], ...], in any order"
+            f"layout.ranks is {[list(on) for on in layout.ranks]}; each of the ranks 0 to "
+            f"{layout.n_ranks - 1} must hold a stage, and each stage be on one rank: [[0], [1], ...], in any "
+            "order"
         )
 
 

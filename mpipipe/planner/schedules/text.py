@@ -1,7 +1,7 @@
 """Schedules as text: one line per rank, such as `0F0,0F1,,0B0`.
 
 Each cell has the stage, the kind and the micro-batch of an action, as torch.distributed.pipelining writes
-them (`_Action`). An empty one is a unit of waiting there; here it says nothing, as times follow from the order.
+them (`_Action`). An empty one is a unit of waiting there; here it says nothing: times follow from the order.
 """
 
 from __future__ import annotations
