@@ -515,9 +515,11 @@ class Timeline:
 
     @property
     def bubble_rank(self) -> float:
-        """Idle share of each rank's own span, mean over ranks (as in Qi et al. 2023)."""
+        """Idle share of each rank's own span, from the first that it computes to the last, mean over ranks
+        (as in Qi et al. 2023)."""
         shares = []
-        for rank, t in enumerate(self.times):
+        for rank in range(len(self.times)):
+            t = self.times[rank][_COMPUTES[self.program.codes[rank][:, 0]]]
             span = float(t[:, 1].max() - t[:, 0].min()) if len(t) else 0.0
             shares.append(1.0 - self.busy_s(rank) / span if span else 0.0)
         return float(np.mean(shares)) if shares else 0.0

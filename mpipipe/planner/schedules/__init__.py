@@ -15,7 +15,7 @@ from mpipipe.planner.schedules.orders import (
     stashes,
 )
 from mpipipe.planner.schedules.plain import forward_only
-from mpipipe.planner.schedules.planned import zero_bubble
+from mpipipe.planner.schedules.planned import zb_planned
 from mpipipe.planner.schedules.registry import (
     RUNNABLE,
     SCHEDULES,
@@ -31,5 +31,5 @@ from mpipipe.planner.schedules.text import from_text, to_text
 __all__ = [
     "RUNNABLE", "SCHEDULES", "build", "check", "check_ends", "check_name", "check_runnable", "forward_only",
     "from_text", "grid", "live_micro_batches", "live_stages", "on_ranks", "register", "register_text",
-    "runnable", "stages_of_ranks", "stashes", "to_text", "zero_bubble",
+    "runnable", "stages_of_ranks", "stashes", "to_text", "zb_planned",
 ]  # fmt: skip

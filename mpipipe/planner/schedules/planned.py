@@ -21,7 +21,7 @@ from mpipipe.values import Action, Op, Schedule, StageCost
 GAPS = (0.0, 0.5, 1.0)  # of a W; a wait that is shorter is left empty
 
 
-def zero_bubble(
+def zb_planned(
     stages: Sequence[StageCost],
     n_micro: int,
     memory_bytes: Sequence[int],
