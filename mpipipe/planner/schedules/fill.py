@@ -87,6 +87,28 @@ def filled_in(
     return by_rank(rank_of_stage, n_micro, (each.order for each in ranks)), clock.end_s
 
 
+def seconds(schedule: Schedule, work: Work) -> float:
+    """Until the last action of an order of F, I and W has ended."""
+    clock = _Clock(work, schedule.n_stages, 1.0)
+    rows = [iter(list(schedule.actions(rank))) for rank in range(len(schedule.codes))]
+    ready = [(0.0, rank, next(row, None)) for rank, row in enumerate(rows)]
+    waiting: dict[
+        Action, tuple[float, int, Action]
+    ] = {}  # by what is needed: clock, rank and its next action
+    while ready:
+        now_s, rank, action = ready.pop()
+        while action is not None:
+            start_s = 0.0 if action.kind == Op.W else clock.ready_s(action)
+            if start_s == math.inf:
+                waiting[clock.need(action)] = now_s, rank, action
+                break
+            now_s = clock.passes(action, max(now_s, start_s))
+            if action in waiting:
+                ready.append(waiting.pop(action))
+            action = next(rows[rank], None)
+    return clock.end_s
+
+
 class _Rank:
     def __init__(self, skeleton: list[Action], room: int) -> None:
         self.skeleton, self.room, self.place = skeleton, room, 0
@@ -161,6 +183,10 @@ class _Clock:
 
     def _do(self, rank: _Rank, action: Action, now_s: float) -> tuple[Action, float]:
         rank.do(action)
+        return action, self.passes(action, now_s)
+
+    def passes(self, action: Action, now_s: float) -> float:
+        """Its end, when it begins now."""
         self._ends_s[action] = end_s = now_s + self._seconds[action.kind][action.stage]
         self.end_s = max(self.end_s, end_s)
-        return action, end_s
+        return end_s

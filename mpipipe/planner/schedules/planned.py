@@ -4,7 +4,7 @@ One stage per rank. The hand-made ones are right where F, I and W take equally l
 forwards ahead follows from the times: a stage works until its first gradient is back, as far as its memory
 goes, then takes turns of I and F, and W fills in (`filled`). Where a wait is shorter than a W it is not plain
 what is better: each of `GAPS` is tried, with forwards ahead rounded down, up, and as in zb-h1, zb-h2. The
-shortest of these is the answer; that it is the shortest of all orders is not claimed.
+shortest of these, and of zb-h1 and zb-h2 where they fit, is the answer; that it is the shortest of all orders is not claimed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.schedules.fill import Work, filled_in
+from mpipipe.planner.schedules.fill import Work, filled_in, seconds
+from mpipipe.planner.schedules.orders import live_stages
+from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.planner.sizes import size_text
 from mpipipe.values import Action, Op, Schedule, StageCost
 
@@ -42,10 +44,13 @@ def zb_planned(
         tuple(s.bwd_weight_s for s in stages), tuple(act_s) or none, tuple(grad_s) or none,
     )  # fmt: skip
     room = [min(n_micro, _room(rank, stages, memory_bytes[rank], receive_window)) for rank in range(n_stages)]
-    tried = (
+    tried = [
         filled_in(range(n_stages), n_micro, _skeleton(ahead, n_micro), room, work, gap)
         for ahead, gap in itertools.product(dict.fromkeys(_forwards_ahead(work, room)), GAPS)
-    )
+    ]
+    for made in (zb_h1(n_stages, n_micro), zb_h2(n_stages, n_micro)):
+        if all(live <= most for live, most in zip(live_stages(made), room, strict=True)):
+            tried.append((made, seconds(made, work)))
     return min(tried, key=lambda found: found[1])[0]
 
 
