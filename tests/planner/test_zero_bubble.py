@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import numpy as np
@@ -55,7 +56,7 @@ def text(schedule: Schedule) -> str:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(RANKS, MICROS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_every_action_is_there_once_in_an_order_that_ends(name, n_ranks, n_micro):
     schedule = made(name, n_ranks, n_micro)
     check(schedule)
@@ -89,7 +90,7 @@ def test_zb_h2_leaves_no_rank_waiting(p, m):
 
 
 @given(RANKS, MICROS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_zb_v_leaves_no_rank_waiting_with_the_memory_of_1f1b(p, m):
     few = made("zb-v", p, m)
     assert max(live_stages(few)) == 2 * min(p, m)  # of half a rank's layers each
@@ -99,7 +100,7 @@ def test_zb_v_leaves_no_rank_waiting_with_the_memory_of_1f1b(p, m):
 
 
 @given(st.integers(3, 9), MICROS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_v_half_keeps_half_of_1f1b_and_waits_half_as_long(p, m):
     m += p
     schedule = made("v-half", p, m)
@@ -122,8 +123,7 @@ def test_interleaving_divides_the_bubble_by_the_stages_per_rank(p, v, rounds):
     assert live_stages(schedule) == tuple(min(2 * (p - 1 - r) + (v - 1) * p + 1, v * m) for r in range(p))
 
 
-def test_interleaved_with_one_stage_per_rank_is_1f1b():
-    """But that the forwards ahead are twice as many, which its backwards of several stages need."""
+def test_interleaved_with_one_stage_per_rank_takes_as_long_as_1f1b():
     assert timed(build("interleaved", 4, 8, 4)).makespan_s == timed(made("1f1b", 4, 8)).makespan_s
 
 
@@ -138,7 +138,7 @@ def test_they_look_like_their_pictures():
     )  # fmt: skip
     assert text(made("zb-v", 2, 2)) == (
         "0F0 0F1 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0I1 0W0 0W1\n1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1"
-    ) or text(made("zb-v", 2, 2)).startswith("0F0 0F1 3F0")
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_numbers_that_do_not_go_are_refused(name, numbers, words):
 
 
 @given(st.sampled_from(["interleaved", "zb-h1", "zb-v", "v-half"]), st.integers(2, 4), st.integers(1, 6))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_messages_pass_between_ranks_alone_and_the_memory_adds_up(name, p, m):
     schedule = made(name, p, m)
     program = lower(schedule, (StageTie(0, (schedule.n_stages - 1,), 5),), "per_use", ENOUGH)
@@ -179,20 +179,19 @@ def test_messages_pass_between_ranks_alone_and_the_memory_adds_up(name, p, m):
             most = max(most, live)
             live -= kind in (Op.B, Op.W)
         peaks.append(most)
-    crossing = sum(a != b for a, b in zip(home, home[1:], strict=False))
+    crossing = sum(a != b for a, b in itertools.pairwise(home))
     sent = sum(i.op in (Op.SEND_ACT, Op.SEND_GRAD) for r in range(p) for i in program.instrs(r))
     assert sent == 2 * crossing * schedule.n_micro
     stages = (StageCost(1.0, 1.0, 1.0, 0.0, 1000, 10, 100, 0, 0),) * schedule.n_stages
     timeline = simulate(program, stages, cluster([1.0] * p, [HUGE] * p))
-    window = 5 if home[-1] != home[0] and home[0] == 0 else 0  # the owner's buffer for the tied gradient
     own = schedule.n_stages // p
-    wanted = [1000 * own + 100 + 10 * most + (window if rank == 0 else 0) for rank, most in enumerate(peaks)]
+    wanted = [1000 * own + 100 + 10 * most for most in peaks]
     assert list(timeline.peak_bytes) == wanted
     assert live_stages(schedule) == tuple(peaks)
 
 
 @given(st.sampled_from(list(PER_RANK)), st.integers(1, 4), st.integers(1, 6), st.integers(0, 99))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_the_simulation_is_the_longest_path(name, p, m, seed):
     schedule, rng = made(name, p, m), random.Random(seed)
     stages = tuple(
@@ -260,7 +259,7 @@ def test_the_planned_one_keeps_to_its_memory_and_is_no_longer_than_those_made_by
 
 
 @given(RANKS, MICROS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_at_unit_costs_the_planned_one_has_the_idle_time_of_the_papers(p, m):
     m += 2 * p - 2
     stages = of_costs([(1.0, 1.0, 1.0)] * p)

@@ -4,7 +4,7 @@ One stage per rank. The hand-made ones are right where F, I and W take equally l
 forwards ahead follows from the times: a stage works until its first gradient is back, as far as its memory
 goes, then takes turns of I and F, and W fills in (`filled`). Where a wait is shorter than a W it is not plain
 what is better: each of `GAPS` is tried, with forwards ahead rounded down, up, and as in zb-h1, zb-h2. The
-shortest of these, and of zb-h1 and zb-h2 where they fit, is the answer; that no order is shorter is not claimed.
+shortest of these, and of zb-h1 and zb-h2 where they fit, is the answer; that none is shorter is not claimed.
 """
 
 from __future__ import annotations

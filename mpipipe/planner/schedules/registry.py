@@ -62,8 +62,8 @@ def build(name: str, n_stages: int, n_micro: int, n_ranks: int | None = None) ->
     """A schedule by its name; n_ranks: None = as many as it has by itself. Raises PlanError for one that is
     not known, or not for these numbers."""
     check_name(name)
-    if n_ranks in (None, n_stages):
-        return SCHEDULES[name](n_stages, n_micro)
+    if n_ranks is None or (n_ranks == n_stages and name not in BUILT_IN):
+        return SCHEDULES[name](n_stages, n_micro)  # what others have registered may know no third number
     return SCHEDULES[name](n_stages, n_micro, n_ranks)
 
 
