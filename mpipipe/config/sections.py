@@ -269,9 +269,7 @@ class CaptureConfig(Section):
 
 
 class PipelineConfig(Section):
-    schedule: Literal["1f1b", "gpipe", "auto"] | Dotted | OrderFile = (
-        "1f1b"  # auto = fastest; or your own function or file
-    )
+    schedule: Literal["1f1b", "gpipe", "auto"] | Dotted | OrderFile = "1f1b"  # auto = fastest; or your own
     micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
     blocks: Positive = 1  # equal accumulation blocks; 1 = plain order of additions
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
