@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from mpipipe.config import Config
-from mpipipe.config.dotted import resolve
-from mpipipe.planner.schedules import register
+from mpipipe.own_schedules import make_known
 from mpipipe.runtime.optimizer import OptimizerSettings
 
 
 def schedule_name(config: Config) -> str:
-    """The name of the schedule; one of the user's own is made known under its dotted path."""
+    """The name of the schedule; one of the user's own is made known under its dotted path or
+    its file."""
     name = config.pipeline.schedule
-    if ":" in name:
-        register(name, resolve("pipeline.schedule", name))
+    make_known("pipeline.schedule", name)
     return name
 
 
