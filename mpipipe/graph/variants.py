@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from mpipipe.errors import CaptureError
-from mpipipe.graph.anatomy import Anatomy
+from mpipipe.graph.anatomy import Anatomy, Lowering
 from mpipipe.graph.capture import capture
 from mpipipe.graph.cut import Code, stage_code, stage_table, weight_code
 from mpipipe.graph.groups import make_graph
@@ -27,6 +27,7 @@ class Variants:
     """specs(rows) gives the shapes of a batch of `rows` samples; `rows` is the full micro-batch.
 
     metrics   name -> (outputs, batch) -> (sum, weight), for evaluation
+    lowering   which operators become our own
     max_shapes   how many shapes of micro-batches one mode may have, the number of rows aside
     """
 
@@ -39,7 +40,9 @@ class Variants:
         precision: str,
         metrics: Mapping[str, Metric] | None = None,
         max_shapes: int = 8,
+        lowering: Lowering = Lowering(),  # noqa: B008 - frozen
     ) -> None:
+        self.lowering = lowering
         self.source, self.loss, self.specs, self.rows, self.precision = source, loss, specs, rows, precision
         self.metrics, self.max_shapes = dict(metrics or {}), max_shapes
         self._anatomies: dict[Mode, dict[Shapes, Anatomy]] = {}
@@ -61,7 +64,8 @@ class Variants:
                 )
             how = self._by_layer(mode, shapes)
             known[shapes] = Anatomy(
-                capture(self.source, self.loss, specs, mode, self.precision, self.metrics, how)
+                capture(self.source, self.loss, specs, mode, self.precision, self.metrics, how),
+                self.lowering,
             )
         return known[shapes]
 
