@@ -58,8 +58,6 @@ def numerics_of(*, batch: int, micro_batches: int, **settings: Any) -> Numerics:
         batch=batch,
         micro_batch=-(-batch // micro_batches),
         micro_batches=micro_batches,
-        bits="torch",
-        op_table={},
         torch=torch.__version__,
         instruction_set=instruction_set(),
         **settings,
