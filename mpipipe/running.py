@@ -16,6 +16,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import TimeLimit, stop_signals
 from mpipipe.cluster.launch import binding_advice
 from mpipipe.cluster.node import cores_available
+from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
 from mpipipe.models import Built
@@ -67,6 +68,7 @@ class Run:
         for note in (_advice(self.comm, pipe.numerics.threads), self._missing()):
             if note:
                 self.log.say(f"note: {note}")
+        self.log.say(f"{PRODUCTS}{pipe.gemm_why}")
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         if pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
@@ -208,6 +210,7 @@ class Run:
             plan_hash=pipe.plan.hash,
             stopped_by=stopped_by,
             exact_resume=self.data.exact,
+            products=f"{PRODUCTS}{pipe.gemm_why}",
         )
 
     def _stages(self) -> tuple[list[int], list[int]]:

@@ -291,6 +291,9 @@ class StageCost(Value):
 # -- what to do --------------------------------------------------------------------------------
 
 
+Gemm = Literal["mkl", "onednn"]  # library of fp32 matrix products
+
+
 @dataclass(frozen=True)
 class Numerics(Value):
     """All that decides the bits of losses and weights. Resolved once, before step 0."""
@@ -301,7 +304,7 @@ class Numerics(Value):
     blocks: int  # accumulation: micro-batches in order inside a block, blocks by a fixed tree
     threads: int  # per rank
     bits: Literal["torch", "fast"]  # torch: its own operators; fast: kernels, by op_table
-    gemm: Literal["mkl", "onednn"]
+    gemm: Gemm
     precision: Literal["fp32", "bf16"]
     tied: Literal["per_use", "eager"]
     op_table: dict[str, str]  # of bits = fast: "op shape dtype" -> "torch" or "fast", which is the default
@@ -555,3 +558,4 @@ class Report(Value):
     plan_hash: str
     stopped_by: str | None
     exact_resume: bool  # False: the data is a plain iterable, which a resumed run reads from its start
+    products: str = ""  # for people: by which library fp32 matrices were multiplied, and why

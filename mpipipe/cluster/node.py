@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path("/")
+BF16_UNITS = ("amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16", "svebf16")
 
 
 def cores_available(root: Path = ROOT) -> frozenset[int]:
@@ -31,6 +32,15 @@ def processor(root: Path = ROOT) -> str:
         if key.strip() == "model name":
             return value.strip()
     return os.uname().machine
+
+
+def bf16_units(root: Path = ROOT) -> tuple[str, ...]:
+    """Of the processor, as the kernel calls them; none where it has none, or nobody says."""
+    for line in text(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return tuple(unit for unit in BF16_UNITS if unit in value.split())
+    return ()
 
 
 def load(root: Path = ROOT) -> float:

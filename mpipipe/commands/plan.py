@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.commands import run
 from mpipipe.commands.arguments import seconds
 from mpipipe.commands.costing import Costing
@@ -118,7 +119,7 @@ def _plan(a: argparse.Namespace) -> None:
 
     per_sample = data.tokens_per_sample
     print(_heading(a, config, variants, str(a.ranks)))
-    print(said, *machine.assumed(cluster), "", sep="\n")
+    print(said, *machine.assumed(cluster), f"{PRODUCTS}{costing.gemm_why}", "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
     if len(joint.tried) > 1:
         print(chosen(joint, sorted(costing.at) if tried else (), costing.seconds))
@@ -150,7 +151,8 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
     )  # fmt: skip
     cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
     print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
-    print(_source(found, machine, costing.seconds), *machine.assumed(cluster), "", sep="\n")
+    print(_source(found, machine, costing.seconds), *machine.assumed(cluster), sep="\n")
+    print(f"{PRODUCTS}{costing.gemm_why}\n")
     show(curve, a.config, a.output)
 
 

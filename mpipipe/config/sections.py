@@ -286,7 +286,7 @@ class PipelineConfig(Section):
 
 
 class KernelsConfig(Section):
-    gemm: Literal["mkl", "onednn"] = "mkl"  # library of fp32 matrix products; changes bits
+    gemm: Literal["auto", "mkl", "onednn"] = "auto"  # library of fp32 products, or the faster; changes bits
 
 
 class RunConfig(Section):

@@ -13,6 +13,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.values import Numerics
 
 FP32_ERROR = 1e-5  # relative, allowed of a matrix product; bf16 operands give 1e-3 to 1e-2
+OWN_ERROR = 8.0  # times the error of MKL's fp32: other orders of addition differ by less, TF32 by a thousand
 
 
 def set_threads(threads: int) -> None:
@@ -50,6 +51,11 @@ def relative_error() -> float:
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
     exact = a.double() @ b.double()
     return float((torch.mm(a, b).double() - exact).norm() / exact.norm())
+
+
+def is_fp32(error: float, own: float) -> bool:
+    """Whether a product with this relative error is one of fp32. own: the error of MKL's for the same."""
+    return error <= min(FP32_ERROR, OWN_ERROR * max(own, 1e-7))
 
 
 def numerics_of(*, batch: int, micro_batches: int, **settings: Any) -> Numerics:
