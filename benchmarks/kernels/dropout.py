@@ -42,7 +42,13 @@ def _of(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Case]:
     return [
         Case("dropout", f"{name}, forward", partial(ours, x), forward, None, 2 * x.nbytes, 0.0),
         Case(
-            "dropout", f"{name}, forward and backward", partial(_both, ours, x, dy), both, 3.0, 4 * x.nbytes, 0.0
+            "dropout",
+            f"{name}, forward and backward",
+            partial(_both, ours, x, dy),
+            both,
+            3.0,
+            4 * x.nbytes,
+            0.0,
         ),
     ]
 
