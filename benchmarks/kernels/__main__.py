@@ -23,8 +23,10 @@ import benchmarks.kernels
 from benchmarks.common import machine
 from benchmarks.kernels.harness import Case, Compared, compare
 from benchmarks.kernels.limits import CPU_INFO, Limits, has_bars, limits, set_fastest_route
+from mpipipe.cluster.memory import KEPT_BYTES, keep_freed_memory
 from mpipipe.native import instruction_set
 from mpipipe.ops.native import kernels
+from mpipipe.ops.reuse import reuse_freed_blocks
 
 ROUNDS = 15
 
@@ -99,6 +101,8 @@ def main(argv: Sequence[str]) -> None:
     if kernels is None:
         sys.exit("the compiled kernels are not there: build them with `make setup`")
     torch.manual_seed(0)
+    keep_freed_memory()  # on both sides, as in a run: else page faults are measured
+    reuse_freed_blocks(KEPT_BYTES)
     common = {
         "gemm": set_fastest_route(),
         "kernels": instruction_set(),

@@ -12,7 +12,7 @@ from benchmarks.kernels.harness import Case
 from mpipipe.ops import dropout
 
 P = 0.1
-SHAPES = {"GPT-85M activations": (2048, 768), "128 MiB": (8192, 4096)}
+SHAPES = {"2048 x 768": (2048, 768), "2048 x 3072": (2048, 3072)}
 
 
 def cases() -> list[Case]:

@@ -27,7 +27,8 @@ class Case:
 
     ours, theirs: calls without arguments that compute the same, theirs by name. Each makes its own results
     or writes into the same place every time, so that a repetition is the same work.
-    bar: the ratio that is aimed at, None for a case of interest only. bytes, flops: what the computation must at least move and compute.
+    bar: the ratio that is aimed at, None for a case of interest only. bytes, flops: what the computation
+    must at least move and compute.
     """
 
     kernel: str
