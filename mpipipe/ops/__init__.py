@@ -3,6 +3,7 @@
 from mpipipe.ops.attention import attention
 from mpipipe.ops.draws import bernoulli, bernoulli_like, integers, normal, normal_like, uniform, uniform_like
 from mpipipe.ops.dropout import dropout
+from mpipipe.ops.flash_attention import flash_attention
 from mpipipe.ops.native import KERNELS_VERSION, kernels
 from mpipipe.ops.philox import philox_words, stream_key
 from mpipipe.ops.replace import draws, replacement
@@ -15,6 +16,7 @@ __all__ = [
     "draws",
     "dropout",
     "integers",
+    "flash_attention",
     "kernels",
     "normal",
     "normal_like",
