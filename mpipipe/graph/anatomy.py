@@ -182,20 +182,19 @@ class Anatomy:
         found = self.lowered(self.order)
         if not found:
             return plain
-        gone = {n for m in found for n in m.nodes}
-        starts = {m.results[0] if len(m.results) == 1 else min(m.results, key=self.index.__getitem__): m
-                  for m in found}
+        gone, starts = {n for m in found for n in m.nodes}, {m.first: m for m in found}
         env = {n: v for n, v in plain.items() if n not in self.index}
-        with TRACING, self.captured.outputs[0].meta["val"].fake_mode, torch.enable_grad():
-            with autocast(self.captured.precision):
-                for n in self.order:
-                    if n in starts:
-                        m = starts[n]
-                        made = m.op(*fx.node.map_arg(m.args, env.__getitem__))
-                        env |= dict(zip(m.results, made if len(m.results) > 1 else (made,), strict=True))
-                    elif n not in gone:
-                        args, kwargs = fx.node.map_arg((n.args, n.kwargs), env.__getitem__)
-                        env[n] = n.target(*args, **kwargs)
+        fake_mode = self.captured.outputs[0].meta["val"].fake_mode
+        with TRACING, fake_mode, torch.enable_grad(), autocast(self.captured.precision):
+            for n in self.order:
+                if n in starts:
+                    match = starts[n]
+                    made = match.op(*fx.node.map_arg(match.args, env.__getitem__))
+                    made = made if len(match.results) > 1 else (made,)
+                    env |= zip(match.results, made, strict=True)
+                elif n not in gone:
+                    args, kwargs = fx.node.map_arg((n.args, n.kwargs), env.__getitem__)
+                    env[n] = n.target(*args, **kwargs)  # type: ignore[operator]
         return env
 
     @cached_property

@@ -142,7 +142,8 @@ def extract(
         env[op] = graph.node_copy(op, {n: env[key] for n, key in of.items()}.__getitem__)
     for match in anatomy.lowered(body):
         of = {n: leaf(n, op) for op in match.nodes for n in op.all_input_nodes if n in c.param}
-        replace(match, env, lambda n, of=of: env[of.get(n, c.buffer.get(n, n))])
+        keys = {n: of.get(n, c.buffer.get(n, n)) for n in match.inputs}
+        replace(match, env, {n: env[key] for n, key in keys.items()}.__getitem__)
     statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
     graph.output((tuple(env[n] for n in sent), statistics))
     return Code(

@@ -47,6 +47,12 @@ class Match:
     results: tuple[fx.Node, ...]
     args: tuple[Any, ...]
     atomic: bool = True  # no cut may part it
+    contested: bool = True  # whether it may be slower than torch's; if not, `form` is in no table
+
+    @property
+    def first(self) -> fx.Node:
+        """The result in whose place the operator runs."""
+        return min(self.results, key=self.nodes.index)
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -58,7 +64,7 @@ def matches(anatomy: Anatomy) -> tuple[Match, ...]:
     find = _Finder(anatomy)
     found = [m for rule in find.rules for node in anatomy.order for m in [find.by(rule, node)] if m]
     norms = [find.with_residual(m) for m in found if m.op in (layer_norm, rms_norm)]
-    return tuple([*(m for m in norms if m), *found])
+    return (*(m for m in norms if m), *found)
 
 
 class _Finder:
@@ -84,7 +90,8 @@ class _Finder:
         for n in match.nodes:
             if n not in a.index or not n.meta.get("region", Region()).plain:
                 return False
-            if n not in match.results and (n in self.outputs or n in self.kept or any(u in a.needed and u not in inside for u in n.users)):
+            others = any(u in a.needed and u not in inside for u in n.users)
+            if n not in match.results and (others or n in self.outputs or n in self.kept):
                 return False
         return not any(a.root(n) in a.last_write for n in (*match.inputs, *match.nodes))
 
@@ -151,7 +158,7 @@ class _Finder:
                 continue
             if gate.op == "call_function" and schema_name(gate) == "aten::silu":
                 x = gate.args[0]
-                if _alike(x, up, node):
+                if isinstance(x, fx.Node) and _alike(x, up, node):
                     form = f"swiglu {_val(node).shape[-1]} {_dtype(node)}"
                     return Match(swiglu, form, (gate, node), (node,), (x, up))
         return None
@@ -203,22 +210,22 @@ class _Finder:
     def with_residual(self, norm: Match) -> Match | None:
         """The norm, and the sum that it is of, where one other reads that: the gradient of a sum with more
         readers would be added up in another order."""
-        total, casts = norm.args[0], []
+        total, casts = norm.args[0], list[fx.Node]()
         while _is_cast(total) and _val(total).dtype == _val(total.args[0]).dtype and len(total.users) > 0:
             casts.insert(0, total)
             total = total.args[0]
         if total.op != "call_function" or schema_name(total) != "aten::add":
             return None
         a, b = total.args[:2]
-        plain = isinstance(a, fx.Node) and isinstance(b, fx.Node) and not total.kwargs and len(total.args) == 2
-        if not plain or not _alike(a, b, total):
+        nodes = isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        if not nodes or total.kwargs or len(total.args) > 2 or not _alike(a, b, total):  # type: ignore[arg-type]
             return None
         read = norm.args[0]
         others = [u for u in read.users if u not in norm.nodes]
         if len(others) != 1 or read in self.outputs:
             return None
-        nodes, args = (total, *casts, *norm.nodes), (a, *norm.args[1:], b)
-        match = Match(norm.op, norm.form, nodes, (norm.results[0], read), args, atomic=False)
+        whole, args = (total, *casts, *norm.nodes), (a, *norm.args[1:], b)
+        match = Match(norm.op, norm.form, whole, (norm.results[0], read), args, atomic=False)
         return match if self.replaceable(match) else None
 
     # -- single operators ----------------------------------------------------------------------
@@ -268,7 +275,8 @@ class _Finder:
             return None
         x, weight, bias, transposed = matrix
         form = f"linear {_val(x).shape[-1]}x{_val(node).shape[-1]} {_dtype(node)}"
-        return Match(linear, form, (node,), (node,), (x, weight, bias, transposed))
+        args = (x, weight, bias, transposed)
+        return Match(linear, form, (node,), (node,), args, contested=False)
 
     def embedding(self, node: fx.Node) -> Match | None:
         if not self.training or schema_name(node) != "aten::embedding":
@@ -283,7 +291,8 @@ class _Finder:
         return Match(embedding, form, (node,), (node,), args)
 
     def _learns(self, weight: Any) -> bool:
-        return isinstance(weight, fx.Node) and self.anatomy.captured.param.get(weight) in self.anatomy.learning
+        learning, param = self.anatomy.learning, self.anatomy.captured.param
+        return isinstance(weight, fx.Node) and param.get(weight) in learning
 
     def _place(self, node: fx.Node) -> int:
         return self.anatomy.index.get(node, -1)
@@ -400,24 +409,22 @@ def replace(match: Match, env: dict[Any, fx.Node], inputs: Callable[[fx.Node], f
     """In a copy of the graph: the copies of the matched operators give way to ours. env: node -> its copy,
     brought up to date; inputs: of a matched operator's input, its copy."""
     old = [env[n] for n in match.nodes]
-    first = env[min(match.results, key=old_place(match))]
+    first = env[match.first]
     graph = first.graph
     with graph.inserting_before(first):
         args = fx.node.map_arg(match.args, inputs)
         new = graph.call_function(match.op, args)
         values = [_val(n) for n in match.results]
         new.meta["val"] = values[0] if len(values) == 1 else tuple(values)
-        parts = [new] if len(values) == 1 else [graph.call_function(item, (new, i)) for i in range(len(values))]
+        parts = [new]
+        if len(values) > 1:
+            parts = [graph.call_function(item, (new, i)) for i in range(len(values))]
     for result, part in zip(match.results, parts, strict=True):
         part.meta["val"] = _val(result)
         env[result].replace_all_uses_with(part)
         env[result] = part
     for n in reversed(old):
         graph.erase_node(n)
-
-
-def old_place(match: Match) -> Callable[[fx.Node], int]:
-    return match.nodes.index
 
 
 def chosen(found: Iterable[Match], wanted: Callable[[str], bool], body: set[fx.Node]) -> Iterator[Match]:

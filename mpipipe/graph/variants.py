@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 from mpipipe.errors import CaptureError
@@ -48,6 +50,19 @@ class Variants:
         self._anatomies: dict[Mode, dict[Shapes, Anatomy]] = {}
         self._codes: dict[tuple[Mode, Shapes, tuple[str, ...], int], Code] = {}
         self._weights: dict[tuple[Mode, Shapes], Code | float] = {}
+
+    def lowered(self, lowering: Lowering) -> Variants:
+        """The same model with other operators of our own; what was captured is shared."""
+        if lowering == self.lowering:
+            return self
+        other = copy(self)
+        other.lowering, other._codes, other._weights = lowering, {}, {}
+        other._anatomies = {
+            mode: {shapes: replace(a, lowering=lowering) for shapes, a in known.items()}
+            for mode, known in self._anatomies.items()
+        }
+        other.__dict__.pop("primary", None)
+        return other
 
     def anatomy(self, mode: Mode, specs: Specs) -> Anatomy:
         """Raises CaptureError where a mode has more than `max_shapes` shapes."""

@@ -86,7 +86,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, key_mask
         _check_keys("key_mask", key_mask, (b, s), torch.bool, q.device)
 
 
-def _check_keys(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def _check_keys(
+    name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
     if x.shape != shape or x.dtype != dtype or x.device != device:
         raise ValueError(
             f"flash_attention: {name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {tuple(shape)} {dtype} on {device}"

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from mpipipe.ops.flash_attention import flash_attention
 from mpipipe.ops.linear import linear
-from mpipipe.ops.stand_ins import bias_gelu, flash_attention, linear_cross_entropy
+from mpipipe.ops.stand_ins import bias_gelu, linear_cross_entropy
 
 Tensor = torch.Tensor
 

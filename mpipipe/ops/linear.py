@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from mpipipe.ops.accumulate import accumulate
+
 Tensor = torch.Tensor
 
 
@@ -58,8 +60,8 @@ def _into(weight: Tensor, rows: Tensor, x: Tensor, transposed: bool) -> Tensor |
     a, b = (x.t(), rows) if transposed else (rows.t(), x)
     if not weight.is_leaf or weight.grad is None:
         return torch.mm(a, b).to(weight.dtype)
-    if weight.grad.dtype == a.dtype:
+    if weight.grad.dtype == a.dtype or a.dtype != torch.bfloat16:
         weight.grad.addmm_(a, b)
     else:
-        weight.grad.add_(torch.mm(a, b))
+        accumulate(weight.grad, torch.mm(a, b))
     return None

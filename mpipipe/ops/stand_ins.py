@@ -8,16 +8,6 @@ from torch.nn import functional
 Tensor = torch.Tensor
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:  # fmt: skip
-    mask = None if key_mask is None else key_mask[:, None, None, :]
-    return functional.scaled_dot_product_attention(
-        q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=q.size(-3) != k.size(-3)
-    )
-
-
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0,
