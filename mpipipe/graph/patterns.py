@@ -218,7 +218,7 @@ class _Finder:
             return None
         a, b = total.args[:2]
         nodes = isinstance(a, fx.Node) and isinstance(b, fx.Node)
-        if not nodes or total.kwargs or len(total.args) > 2 or not _alike(a, b, total):  # type: ignore[arg-type]
+        if not nodes or total.kwargs or len(total.args) > 2 or not _alike(a, b, total):
             return None
         read = norm.args[0]
         others = [u for u in read.users if u not in norm.nodes]
