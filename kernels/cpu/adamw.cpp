@@ -49,8 +49,8 @@ void update(Coefficients c, Buffers<T> at, size_t n) {
             v[i] = square;
             param[i] = narrow<T>(w);
             if constexpr (!std::is_same_v<T, float>) master[i] = w;
-            grad[i] = T{};
         }
+        std::fill_n(grad + block, kBlock, T{});  // apart: in the loop it would keep bf16 from being vectorised
     }
 }
 
