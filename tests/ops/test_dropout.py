@@ -125,7 +125,8 @@ def test_the_registered_operator(key):
     how = (threshold(0.25), 1 / 0.75, _signed(key), 1, 2)
     x = torch.randn(9, 4, requires_grad=True)
     assert torch.equal(torch.ops.mpipipe.dropout(x, *how), dropout(x, 0.25, key, 1, 2))
-    torch.library.opcheck(torch.ops.mpipipe.dropout.default, (x, *how))
+    if key == KEY:
+        torch.library.opcheck(torch.ops.mpipipe.dropout.default, (x, *how))
 
 
 def test_export_sees_one_operator():
