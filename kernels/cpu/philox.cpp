@@ -55,10 +55,10 @@ void for_tiles(Stream stream, uint64_t start, size_t n, Body body) {
     }
 }
 
-float scaled(float x, float scale) { return x * scale; }
-double scaled(double x, double scale) { return x * scale; }
-
-bf16 scaled(bf16 x, float scale) { return to_bf16(wide(x) * scale); }
+// The select is between numbers that were computed for all elements: it needs no branch.
+inline float kept(float x, float scale, bool keep) { return keep ? x * scale : 0.0f; }
+inline double kept(double x, double scale, bool keep) { return keep ? x * scale : 0.0; }
+inline bf16 kept(bf16 x, float scale, bool keep) { return to_bf16(keep ? wide(x) * scale : 0.0f); }
 
 }  // namespace
 
@@ -81,10 +81,8 @@ void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, s
         for_tiles(stream, first, last - first, [=](const uint32_t* w, size_t offset, size_t count) {
             const T* from = x + first + offset;
             T* to = y + first + offset;
-            for (size_t i = 0; i < count; ++i) {
-                const T kept = scaled(from[i], scale);  // computed for all: the select then needs no branch
-                to[i] = w[i] >= least ? kept : T{};
-            }
+#pragma omp simd
+            for (size_t i = 0; i < count; ++i) to[i] = kept(from[i], scale, w[i] >= least);
         });
     });
 }
