@@ -260,7 +260,7 @@ class Pipeline:
         slow, found = prober.slow_bf16()
         if slow:
             self.say(f"note: {slow}")
-        reason = f"{LIBRARIES[self.numerics.gemm]}, as it was chosen before"
+        reason = f"{LIBRARIES[self.numerics.gemm]}, as given or chosen before"
         if given is None:
             choice = prober.choose()
             self.numerics, reason = replace(self.numerics, gemm=choice.gemm), choice.why

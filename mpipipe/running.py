@@ -12,10 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import TimeLimit, stop_signals
-from mpipipe.cluster.launch import binding_advice
-from mpipipe.cluster.node import cores_available
+from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
@@ -65,7 +63,7 @@ class Run:
 
     def all(self) -> Report:
         pipe = self.pipe
-        for note in (_advice(self.comm, pipe.numerics.threads), self._missing()):
+        for note in (threads_advice(self.comm, pipe.numerics.threads), self._missing()):
             if note:
                 self.log.say(f"note: {note}")
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}")
@@ -244,10 +242,3 @@ class Run:
         launcher = ["mpirun", "-n", str(self.pipe.size)] if self.pipe.size > 1 else []
         place = [str(self.run_dir / CONFIG), f"run.dir={self.run_dir}"]
         return shlex.join([*launcher, "python", "-m", "mpipipe.train", *place, "--resume"])
-
-
-def _advice(comm: Communicator, threads: int) -> str | None:
-    """About threads and cores of the first node. Collective."""
-    cores = comm.allgather_object(cores_available())
-    on_first = [c for c, node in zip(cores, comm.node_of_rank, strict=True) if node == 0]
-    return binding_advice(len(frozenset().union(*on_first)), len(on_first), threads, len(cores[0]))

@@ -50,10 +50,10 @@ def agree(comm: Communicator, facts: Mapping[str, str], fix: str = SAME) -> None
 def surroundings(extension: str = "") -> dict[str, str]:
     """The facts of a process that decide bits and that no argument tells: code, and variables of the
     environment. extension: version text of the compiled extension."""
-    return {"code": code_version(extension), **variables(os.environ)}
+    return {"code": code_version(extension), **variables()}
 
 
-def variables(environ: Mapping[str, str]) -> dict[str, str]:
+def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Those of the environment that decide bits."""
     return {name: environ.get(name, "(not set)") for name in _VARIABLES}
 

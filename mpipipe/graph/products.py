@@ -1,7 +1,7 @@
 """The matrix products of a model: those that hold most of its operations, forward and backward.
 
 They come from the graph, counted on fake tensors, so transposed operands and merged batches are as torch will
-meet them.
+meet them. Layers that run as they are written show none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from mpipipe.graph.profile import Piece, pieces
+from mpipipe.graph.profile import pieces
 from mpipipe.graph.rates import reduced
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.variants import Variants
@@ -45,21 +45,11 @@ def products(variants: Variants, precision: Literal["fp32", "bf16"], flops: floa
     precision: of the products, "fp32" or "bf16"; flops: above these a product is taken at a reduced size."""
     parts = pieces(variants.primary, variants.graph, variants.uses)
     tallier, distinct = Tallier(variants.primary, variants.precision), {p.key: p for p in parts}
-    works = {key: _works(tallier, p) for key, p in distinct.items()}
+    works = {key: tallier.works(p) for key, p in distinct.items()}
     of_model = (work for p in parts for work in works[p.key])
     heaviest = _heaviest(of_model, torch.float32 if precision == "fp32" else torch.bfloat16)
     with TRACING, FakeTensorMode():
         return tuple(_product(work, count, flops) for work, count in heaviest)
-
-
-def _works(tallier: Tallier, piece: Piece) -> tuple[Work, ...]:
-    """None of a layer that runs as it is written and does not run without values."""
-    try:
-        return tallier.works(piece)
-    except Exception:
-        if not piece.opaque:
-            raise
-        return ()
 
 
 def _heaviest(works: Iterable[Work], dtype: torch.dtype) -> list[tuple[Work, int]]:

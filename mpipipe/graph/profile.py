@@ -81,11 +81,6 @@ class Piece:
     param_bytes: int
 
     @property
-    def opaque(self) -> bool:
-        """Whether it has layers that run as they are written."""
-        return any(isinstance(n.target, Layer) for n in self.code.forward.graph.nodes)
-
-    @property
     def lasting(self) -> bool:
         """Whether the key says all: operators of torch and of mpipipe, but no code of the user's, which
         may be another one in the next run."""

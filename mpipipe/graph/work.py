@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
+from mpipipe.graph.layers import Layer
 from mpipipe.graph.profile import Piece, Profiler, arguments
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import tensors
@@ -107,10 +108,11 @@ class Tallier(Profiler):
             if any(p.needs_grad for p in code.received):
                 into = self._counted(piece, received, rest, False)[1] if code.leaves else backward
         saved += sum(_RNN_BYTES * _elements(w) for w in forward if w.name == _RNN)
+        opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
         held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         return Tally(
                 forward, backward, into, piece.workspace_bytes, saved, of_received, of_sent, held + saved,
-                piece.opaque,
+                opaque,
             )  # fmt: skip
 
     @property

@@ -8,7 +8,6 @@ are: the next start takes the same route, and so has the same bits.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ class Prober:
     def _name(self, precision: str) -> str:
         n = self.numerics
         kinds = sorted(set(self._gather(device_kind(n.instruction_set))))
-        facts = (precision, self.variants.graph.hash, kinds, n.torch, n.threads, variables(os.environ))
+        facts = (precision, self.variants.graph.hash, kinds, n.torch, n.threads, variables())
         return digest(*map(repr, facts))
 
     def _gather(self, mine: T) -> list[T]:

@@ -72,7 +72,7 @@ class Launch(Value):
     mpirun: str  # the first mpirun or mpiexec on the PATH; asked by the launcher's rank 0 alone
     mpirun_of: str  # and the MPI that it says it is of
     own_mpirun: str  # the one of this environment, if it has one
-    settings: tuple[str, ...]  # variables that choose transports: "OMPI_MCA_btl=tcp,self"
+    settings: tuple[str, ...]  # variables that choose transports or bind threads
     error: str  # why there is no world: what training would have said
 
 

@@ -19,6 +19,7 @@ from mpipipe.cluster.node import (
     ROOT,
     bf16_units,
     cores_available,
+    cores_granted,
     field,
     load,
     memory_available_bytes,
@@ -32,7 +33,7 @@ UNLIMITED = resource.RLIM_INFINITY
 
 def binding(root: Path = ROOT) -> Binding:
     """The cores of this rank, beside those of its job."""
-    usable = tuple(sorted(os.sched_getaffinity(0)))
+    usable = tuple(sorted(cores_granted()))
     cpus = root / "sys/devices/system/cpu"
     siblings = {
         parse_cores(text(cpus / f"cpu{core}/topology/thread_siblings_list")) or (core,) for core in usable
