@@ -1,12 +1,13 @@
-"""Exact attention in tiles, without an array of queries x keys (Dao et al. 2022): kernels/include/mpipipe/attention.h.
+"""Exact attention in tiles, without an array of queries x keys (Dao et al. 2022); the kernel's contract is
+kernels/include/mpipipe/attention.h.
 
-    o[i] = sum over seen j of softmax_j(scale q[i] . k[j]) v[j]        saved for backward: q, k, v, o, one float per row
+    o[i] = sum over seen j of softmax_j(scale q[i] . k[j]) v[j]    kept for backward: q, k, v, o, a float each
 
 Invariants
   1. The bits do not depend on the number of threads.
   2. A query that sees nothing gives 0, and no gradient.
-  3. Results lie in memory as their inputs do: o and dq as q, so after a `transpose(1, 2)` of a projection's output
-     the way back is free.
+  3. Results lie in memory as their inputs do, o and dq as q: where q is a transposed view of a projection's
+     output, the way back is free.
 Float32 and bfloat16 of the processor run on the kernel, in float32; anything else is torch's own attention.
 """
 
@@ -21,6 +22,7 @@ from mpipipe.ops.library import define, differentiate, traced
 from mpipipe.ops.native import kernels
 
 Tensor = torch.Tensor
+Keys = Tensor | None  # which are seen: as lengths, as a mask, or all
 _KERNELS: dict[torch.dtype, tuple[Any, Any]] = (
     {}
     if kernels is None
@@ -43,9 +45,9 @@ def flash_attention(
 ) -> Tensor:
     """Attention of q (B, H, T, E) to k and v (B, Hk, S, E): (B, H, T, E), of q's dtype and order of strides.
 
-    Hk divides H: query head h reads key head h // (H // Hk). causal: query i sees the keys j <= i, with T != S too.
-    key_lengths (B,) int64: sample b has that many keys; key_mask (B, S) bool: those that are seen. `scale` of the
-    products, 1 / sqrt(E) unless told. Keys and values that are not seen should be finite: they may be read.
+    Hk divides H: query head h reads key head h // (H // Hk). causal: query i sees the keys j <= i, also where
+    T != S. key_lengths (B,) int64: that many keys of each sample are seen; key_mask (B, S) bool: those.
+    scale: of the products, 1 / sqrt(E) unless told. Keys and values that a mask hides should be finite.
     Raises ValueError for shapes, dtypes or devices that do not fit, and for a length outside [0, S].
     """
     _check(q, k, v, key_lengths, key_mask)
@@ -58,19 +60,19 @@ def flash_attention(
     return result
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, key_mask: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys) -> None:
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
-            f"flash_attention: q {tuple(q.shape)} and k {tuple(k.shape)} must have 4 dimensions: batch, heads, "
-            "tokens, width; view them so"
+            f"flash_attention: q {tuple(q.shape)} and k {tuple(k.shape)} must have 4 dimensions: batch, "
+            "heads, tokens, width; view them so"
         )
     (b, h, _, e), (samples, hk, s, width) = q.shape, k.shape
     if k.shape != v.shape:
         raise ValueError(f"flash_attention: k is {tuple(k.shape)}, v is {tuple(v.shape)}: they must be equal")
     if samples != b or width != e or e == 0:
         raise ValueError(
-            f"flash_attention: q is {tuple(q.shape)}, k is {tuple(k.shape)}: batch and width must be equal, and the "
-            "width not 0"
+            f"flash_attention: q is {tuple(q.shape)}, k is {tuple(k.shape)}: batch and width must be "
+            "equal, and the width not 0"
         )
     if h % hk if hk else h:
         raise ValueError(f"flash_attention: {h} heads of q cannot share {hk} of k: it must be a multiple")
@@ -91,7 +93,8 @@ def _check_keys(
 ) -> None:
     if x.shape != shape or x.dtype != dtype or x.device != device:
         raise ValueError(
-            f"flash_attention: {name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {tuple(shape)} {dtype} on {device}"
+            f"flash_attention: {name} is {tuple(x.shape)} {x.dtype} on {x.device}; it must be "
+            f"{tuple(shape)} {dtype} on {device}"
         )
 
 
@@ -99,8 +102,8 @@ def _check_lengths(key_lengths: Tensor, keys: int) -> None:
     lengths = key_lengths.tolist()
     if lengths and not 0 <= min(lengths) <= max(lengths) <= keys:
         raise ValueError(
-            f"flash_attention: key_lengths go from {min(lengths)} to {max(lengths)}; with {keys} keys they must be "
-            f"in [0, {keys}]"
+            f"flash_attention: key_lengths go from {min(lengths)} to {max(lengths)}; with {keys} keys they "
+            f"must be in [0, {keys}]"
         )
 
 
@@ -133,7 +136,7 @@ def _packed(x: Tensor | None) -> Tensor | None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, key_mask: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v, key_lengths, key_mask = _rows(q), _rows(k), _rows(v), _packed(key_lengths), _packed(key_mask)
     if key_lengths is not None:
@@ -148,8 +151,8 @@ def _forward(
 
 
 def _backward(
-    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, key_mask: Tensor | None, o: Tensor,
-    lse: Tensor, causal: bool, scale: float,
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys,
+    o: Tensor, lse: Tensor, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, key_lengths, key_mask = _rows(q), _rows(k), _rows(v), _packed(key_lengths), _packed(key_mask)
     d_o = _rows(d_o)
@@ -157,13 +160,14 @@ def _backward(
     _KERNELS[q.dtype][1](
         *_problem(q, k, v, key_lengths, key_mask, causal, scale),
         o.data_ptr(), o.stride(), lse.data_ptr(), d_o.data_ptr(), d_o.stride(),
-        dq.data_ptr(), dq.stride(), dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), torch.get_num_threads(),
+        dq.data_ptr(), dq.stride(), dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return dq, dk, dv
 
 
 def _problem(
-    q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, key_mask: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, causal: bool, scale: float
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments that both kernels begin with."""
     (b, h, t, e), (_, hk, s, _) = q.shape, k.shape
@@ -183,7 +187,7 @@ def _fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
 
 
 def _by_torch(
-    q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, key_mask: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, causal: bool, scale: float
 ) -> Tensor:  # fmt: skip
     """The meaning of the kernel; and the way of any other dtype or device."""
     shared = q.shape[1] != k.shape[1]
@@ -208,8 +212,8 @@ _operator = define(
     _fake_forward,
 )
 _backward_operator = define(
-    "flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor? key_lengths, Tensor? key_mask, "
-    "Tensor o, Tensor lse, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor? key_lengths, "
+    "Tensor? key_mask, Tensor o, Tensor lse, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )
