@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "mpipipe/evict.h"
+#include "mpipipe/norm.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
 
@@ -29,7 +30,7 @@ void reference_words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start
 
 PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     m.doc() = "Compiled kernels of mpipipe; the contract is kernels/include.";
-    m.attr("version") = "4";  // of the functions below; mpipipe/ops asks for the same one
+    m.attr("version") = "5";  // of the functions below; mpipipe/ops asks for the same one
     m.attr("instruction_set") = MPIPIPE_SET;
 
     def(m, "words", &words);
@@ -43,6 +44,15 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "dropout_f32", &dropout<float, float>);
     def(m, "dropout_f64", &dropout<double, double>);
     def(m, "dropout_bf16", &dropout<bf16, float>);
+
+    def(m, "layer_norm_f32", &cpu::layer_norm<float>);
+    def(m, "layer_norm_bf16", &cpu::layer_norm<bf16>);
+    def(m, "layer_norm_backward_f32", &cpu::layer_norm_backward<float>);
+    def(m, "layer_norm_backward_bf16", &cpu::layer_norm_backward<bf16>);
+    def(m, "rms_norm_f32", &cpu::rms_norm<float>);
+    def(m, "rms_norm_bf16", &cpu::rms_norm<bf16>);
+    def(m, "rms_norm_backward_f32", &cpu::rms_norm_backward<float>);
+    def(m, "rms_norm_backward_bf16", &cpu::rms_norm_backward<bf16>);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {
