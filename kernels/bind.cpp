@@ -7,6 +7,7 @@
 #include "mpipipe/attention.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/norms.h"
+#include "mpipipe/norm.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
 
@@ -57,6 +58,14 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "attention_bf16", &cpu::attention<bf16>);
     def(m, "attention_backward_f32", &cpu::attention_backward<float>);
     def(m, "attention_backward_bf16", &cpu::attention_backward<bf16>);
+    def(m, "layer_norm_f32", &cpu::layer_norm<float>);
+    def(m, "layer_norm_bf16", &cpu::layer_norm<bf16>);
+    def(m, "layer_norm_backward_f32", &cpu::layer_norm_backward<float>);
+    def(m, "layer_norm_backward_bf16", &cpu::layer_norm_backward<bf16>);
+    def(m, "rms_norm_f32", &cpu::rms_norm<float>);
+    def(m, "rms_norm_bf16", &cpu::rms_norm<bf16>);
+    def(m, "rms_norm_backward_f32", &cpu::rms_norm_backward<float>);
+    def(m, "rms_norm_backward_bf16", &cpu::rms_norm_backward<bf16>);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {
