@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include "mpipipe/cross_entropy.h"
+#include "mpipipe/embedding.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
@@ -29,7 +31,7 @@ void reference_words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start
 
 PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     m.doc() = "Compiled kernels of mpipipe; the contract is kernels/include.";
-    m.attr("version") = "4";  // of the functions below; mpipipe/ops asks for the same one
+    m.attr("version") = "5";  // of the functions below; mpipipe/ops asks for the same one
     m.attr("instruction_set") = MPIPIPE_SET;
 
     def(m, "words", &words);
@@ -43,6 +45,19 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "dropout_f32", &dropout<float, float>);
     def(m, "dropout_f64", &dropout<double, double>);
     def(m, "dropout_bf16", &dropout<bf16, float>);
+
+    def(m, "cross_entropy_forward_f32", &cpu::cross_entropy_forward<float>);
+    def(m, "cross_entropy_forward_bf16", &cpu::cross_entropy_forward<bf16>);
+    def(m, "cross_entropy_backward_f32", &cpu::cross_entropy_backward<float>);
+    def(m, "cross_entropy_backward_bf16", &cpu::cross_entropy_backward<bf16>);
+    def(m, "reference_cross_entropy_forward_f32", &reference::cross_entropy_forward<float>);
+    def(m, "reference_cross_entropy_forward_bf16", &reference::cross_entropy_forward<bf16>);
+    def(m, "reference_cross_entropy_backward_f32", &reference::cross_entropy_backward<float>);
+    def(m, "reference_cross_entropy_backward_bf16", &reference::cross_entropy_backward<bf16>);
+    def(m, "embedding_backward_f32", &cpu::embedding_backward<float>);
+    def(m, "embedding_backward_bf16", &cpu::embedding_backward<bf16>);
+    def(m, "reference_embedding_backward_f32", &reference::embedding_backward<float>);
+    def(m, "reference_embedding_backward_bf16", &reference::embedding_backward<bf16>);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {
