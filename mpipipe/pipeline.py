@@ -176,7 +176,7 @@ class Pipeline:
             check_numerics(saved.numerics, self.numerics)
         set_threads(self.numerics.threads)
         set_gemm_route(self.numerics.gemm)
-        self.optimizer = _optimizer(optimizer, clip)
+        self.optimizer = _optimizer(optimizer, clip, bits)
         self._agree(
             schedule=schedule, receive_window=receive_window, max_shapes=max_shapes, val_batch=self.val_batch,
             shuffle=shuffle, unused=unused, samples=len(data) if hasattr(data, "__len__") else None,
@@ -501,7 +501,9 @@ def _micro_batches(
     return min(decided.micro_batches, batch)
 
 
-def _optimizer(given: Factory | OptimizerSettings | None, clip: float | None) -> Optimizer:
+def _optimizer(
+    given: Factory | OptimizerSettings | None, clip: float | None, bits: Literal["torch", "fast"]
+) -> Optimizer:
     if callable(given):
         return UserOptimizer(given, clip)
     if not isinstance(given, OptimizerSettings | None):
@@ -509,5 +511,5 @@ def _optimizer(given: Factory | OptimizerSettings | None, clip: float | None) ->
             f"optimizer is a {type(given).__name__}; give the function that makes it, since each rank has "
             "parameters of its own: lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)"
         )
-    settings = given or OptimizerSettings()
+    settings = replace(given or OptimizerSettings(), bits=bits)
     return settings if clip is None else replace(settings, clip=clip)

@@ -192,7 +192,7 @@ class Case:
         lr = 1e-2 if self.optimizer == "adamw" else 0.1
         return OptimizerSettings(
             kind=self.optimizer, lr=lr, betas=(0.9, 0.95), eps=1e-8, momentum=0.9, weight_decay=0.1,
-            warmup=2, min_lr_ratio=0.1, steps=self.steps + 2, clip=self.clip,
+            warmup=2, min_lr_ratio=0.1, steps=self.steps + 2, clip=self.clip, bits=self.bits,
         )  # fmt: skip
 
 

@@ -26,7 +26,9 @@ from mpipipe.graph.regions import Region
 from mpipipe.graph.rewrite import arguments_of, item, schema_name
 from mpipipe.ops import fused
 from mpipipe.ops.linear import linear
-from mpipipe.ops.stand_ins import embedding, layer_norm, rms_norm, swiglu
+from mpipipe.ops.embedding import embedding
+from mpipipe.ops.norm import layer_norm, rms_norm
+from mpipipe.ops.stand_ins import swiglu
 
 if TYPE_CHECKING:
     from mpipipe.graph.anatomy import Anatomy
@@ -107,17 +109,19 @@ class _Finder:
             x = x.args[0]
         matrix = _product(x)
         labels = g["target"]
-        if matrix is None or g["weight"] is not None or g["reduction"] == 0 or _val(labels).dim() != 1:
+        if matrix is None or matrix[3] or g["weight"] is not None or g["reduction"] == 0:
             return None
         width = _val(x).shape[-1]
-        if any(_val(n).shape[-1] != width for n in chain[1:]) or _val(g["self"]).dim() != 2:
+        if (
+            any(_val(n).shape[-1] != width for n in chain[1:])
+            or _val(g["self"]).dim() != 2
+            or _val(labels).dim() != 1
+        ):
             return None
-        values, weight, bias, transposed = matrix
+        values, weight, bias, _ = matrix
         form = f"linear_cross_entropy {_val(values).shape[-1]}x{width} {_dtype(x)}"
-        args = (
-            values, weight, bias, labels, g["ignore_index"], g["label_smoothing"], g["reduction"] == 1,
-            _val(x).dtype, transposed,
-        )  # fmt: skip
+        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1)
+        args = (values, weight, bias, labels, *settings)
         return Match(fused.head_loss, form, (x, *reversed(chain)), (node,), args)
 
     def linear_gelu(self, node: fx.Node) -> Match | None:

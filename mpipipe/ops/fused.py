@@ -12,7 +12,8 @@ import torch
 
 from mpipipe.ops.flash_attention import flash_attention
 from mpipipe.ops.linear import linear
-from mpipipe.ops.stand_ins import bias_gelu, linear_cross_entropy
+from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
+from mpipipe.ops.stand_ins import bias_gelu
 
 Tensor = torch.Tensor
 
@@ -36,13 +37,11 @@ def linear_gelu(
 
 def head_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, smoothing: float,
-    mean: bool, dtype: torch.dtype, transposed: bool = False,
+    mean: bool,
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of the logits x W^T + b: the sum, or the mean over the labels that count. dtype: of the
-    product."""
-    weight = weight.to(dtype)
+    """Cross entropy of the logits x W^T + b: the sum, or the mean over the labels that count."""
     total = linear_cross_entropy(
-        x.reshape(-1, x.shape[-1]).to(dtype), weight.t() if transposed else weight, labels.reshape(-1),
-        bias=None if bias is None else bias.to(dtype), ignore_index=ignore_index, label_smoothing=smoothing,
+        x.reshape(-1, x.shape[-1]), weight, labels, bias=bias, ignore_index=ignore_index,
+        label_smoothing=smoothing,
     )  # fmt: skip
     return total / (labels != ignore_index).sum() if mean else total
