@@ -318,6 +318,10 @@ BITS = [  # what the promise of equal bits is tested on
     Case("thrice", precision="bf16"),
     Case("traps", precision="bf16", optimizer="sgd"),
     Case("thrice", tied="eager", batch=11),
+    Case("gpt", bits="fast", batch=7, evaluate=True),
+    Case("gpt, no dropout", bits="fast", precision="bf16", tied="eager"),
+    Case("gpt, no dropout", bits="fast", batch=16, micro_batches=8, blocks=4),
+    Case("thrice", bits="fast", batch=11),
 ]
 
 

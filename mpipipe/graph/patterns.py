@@ -25,8 +25,8 @@ from torch import fx
 from mpipipe.graph.regions import Region
 from mpipipe.graph.rewrite import arguments_of, item, schema_name
 from mpipipe.ops import fused
-from mpipipe.ops.linear import linear
 from mpipipe.ops.embedding import embedding
+from mpipipe.ops.linear import linear
 from mpipipe.ops.norm import layer_norm, rms_norm
 from mpipipe.ops.stand_ins import swiglu
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from mpipipe.ops.accumulate import accumulate
+from mpipipe.ops.gradients import destination
 
 Tensor = torch.Tensor
 
@@ -22,8 +23,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
     """x (..., I), weight (O, I), or (I, O) if `transposed`, bias (O,) -> (..., O); under autocast in its
     dtype.
 
-    Where `weight` is a leaf that has a gradient already, backward adds to that in place; else the gradient is
-    returned as torch does it. Raises what torch raises for shapes that do not fit.
+    Where the weight has a gradient already, backward adds to that in place (mpipipe.ops.gradients); else the
+    gradient is returned as torch does it. Raises what torch raises for shapes that do not fit.
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -38,12 +39,13 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.x_dtype, ctx.transposed = x.dtype, transposed
         x, used = x.to(dtype), weight.to(dtype)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, used)
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, used)
         return functional.linear(x, used.t() if transposed else used, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, used = ctx.saved_tensors
+        x, used = ctx.saved_tensors
         to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         of_x = of_weight = None
@@ -51,17 +53,20 @@ class _Linear(torch.autograd.Function):
             of_x = (rows @ (used.t() if ctx.transposed else used)).to(ctx.x_dtype)
             of_x = of_x.view(*grad.shape[:-1], of_x.shape[-1])
         if to_weight:
-            of_weight = _into(weight, rows, x.reshape(-1, x.shape[-1]), ctx.transposed)
+            x = x.reshape(-1, x.shape[-1])
+            of_weight = _added(ctx, *((x.t(), rows) if ctx.transposed else (rows.t(), x)))
         return of_x, of_weight, rows.sum(0) if to_bias else None, None, None
 
 
-def _into(weight: Tensor, rows: Tensor, x: Tensor, transposed: bool) -> Tensor | None:
-    """Adds the weight's gradient to the one that is there; returns it where there is none."""
-    a, b = (x.t(), rows) if transposed else (rows.t(), x)
-    if not weight.is_leaf or weight.grad is None:
-        return torch.mm(a, b).to(weight.dtype)
-    if weight.grad.dtype == a.dtype or a.dtype != torch.bfloat16:
-        weight.grad.addmm_(a, b)
+def _added(ctx: Any, a: Tensor, b: Tensor) -> Tensor | None:
+    """Adds the weight's gradient a b to the one that is there; returns it where there is none."""
+    sum = destination(ctx, 1)
+    if sum is None:
+        return torch.mm(a, b).to(ctx.weight_dtype)
+    if sum.dtype == a.dtype:
+        sum.addmm_(a, b)
+    elif sum.dtype == torch.float32 and a.dtype == torch.bfloat16:
+        accumulate(sum, torch.mm(a, b))
     else:
-        accumulate(weight.grad, torch.mm(a, b))
+        sum.add_(torch.mm(a, b))
     return None
