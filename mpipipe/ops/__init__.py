@@ -3,6 +3,8 @@
 from mpipipe.ops.attention import attention
 from mpipipe.ops.draws import bernoulli, bernoulli_like, integers, normal, normal_like, uniform, uniform_like
 from mpipipe.ops.dropout import dropout
+from mpipipe.ops.embedding import embedding
+from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
 from mpipipe.ops.native import KERNELS_VERSION, kernels
 from mpipipe.ops.philox import philox_words, stream_key
 from mpipipe.ops.replace import draws, replacement
@@ -14,8 +16,10 @@ __all__ = [
     "bernoulli_like",
     "draws",
     "dropout",
+    "embedding",
     "integers",
     "kernels",
+    "linear_cross_entropy",
     "normal",
     "normal_like",
     "philox_words",
