@@ -14,4 +14,48 @@ def dropout_f64(
 def dropout_bf16(
     key: int, step: int, micro: int, threshold: int, scale: float, x: int, y: int, n: int
 ) -> None: ...
+def cross_entropy_forward_f32(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
+    threads: int,
+) -> None: ...  # fmt: skip
+def cross_entropy_backward_f32(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
+    on_label: float, on_all: float, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def embedding_backward_f32(
+    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
+) -> None: ...
+def cross_entropy_forward_bf16(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
+    threads: int,
+) -> None: ...  # fmt: skip
+def cross_entropy_backward_bf16(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
+    on_label: float, on_all: float, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def embedding_backward_bf16(
+    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
+) -> None: ...
+def reference_cross_entropy_forward_f32(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
+    threads: int,
+) -> None: ...  # fmt: skip
+def reference_cross_entropy_backward_f32(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
+    on_label: float, on_all: float, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def reference_embedding_backward_f32(
+    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
+) -> None: ...
+def reference_cross_entropy_forward_bf16(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
+    threads: int,
+) -> None: ...  # fmt: skip
+def reference_cross_entropy_backward_bf16(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
+    on_label: float, on_all: float, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def reference_embedding_backward_bf16(
+    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
+) -> None: ...
 def evict(p: int, nbytes: int) -> bool: ...

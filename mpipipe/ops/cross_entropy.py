@@ -7,8 +7,8 @@
 Wijmans et al. 2024 ("Cut your losses"), with torch's own products around the kernel `cross_entropy`. The
 gradient of a token's logits needs its sum over all tiles, so the logits are computed twice; but the last tile
 of forward is kept and is the first of backward. The other way, gradients made in forward from whole rows of
-logits (Hsu et al. 2024, "Liger"), is 3 products instead of nearly 4, and holds a gradient of the weight's size
-from forward to backward.
+logits (Hsu et al. 2024, "Liger"), is 3 products instead of nearly 4, and holds a gradient of the weight's
+size from forward to backward.
 
 Invariants
   1. Tiles follow from the shapes alone, never from threads or free memory: the same bits each time.
@@ -61,7 +61,7 @@ class _Tile(NamedTuple):
 
 
 def _tile_shape(tokens: int, entries: int, width: int) -> tuple[int, int]:
-    """Rows and columns of the largest tile: equal parts, of a quarter of the weight's size at most, unless the
+    """Rows and columns of the largest tile: equal parts, a quarter of the weight's size at most, unless the
     products would be too small."""
     rows = _part(tokens, _ROWS, 1)
     logits = max(entries * width // 4, _ALWAYS)

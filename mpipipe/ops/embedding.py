@@ -29,7 +29,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
     """Rows of weight: indices (...) int64 or int32, weight (V, d) -> (..., d).
 
     padding_idx: an entry, negative ones from the end, that gets no gradient. Raises ValueError for a table
-    that has not two dimensions, for indices of another dtype or device and for an index outside of the table."""
+    that has not two dimensions, for indices of another dtype or device, for an index outside of the table."""
     if (
         weight.dim() != 2
         or indices.dtype not in (torch.int64, torch.int32)
@@ -79,7 +79,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
     grad = destination(ctx, 1) if served else None
     if grad is None:
         return None, _dense(dy, indices, ctx.entries, ctx.padding), None
-    _add_rows(dy, indices, ctx.padding, grad)
+    add_rows(dy, indices, ctx.padding, grad)
     return None, None, None
 
 
@@ -87,7 +87,7 @@ def _dense(dy: Tensor, indices: Tensor, entries: int, padding: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(dy, indices, entries, padding, False)
 
 
-def _add_rows(dy: Tensor, indices: Tensor, padding: int, gradient: Tensor) -> None:
+def add_rows(dy: Tensor, indices: Tensor, padding: int, gradient: Tensor) -> None:
     """gradient[indices[i]] += dy[i] for i = 0, 1, ...; dy (..., d) of the dtype of gradient (V, d)."""
     width = gradient.shape[1]
     dy, indices = dy.contiguous(), indices.to(torch.int64).contiguous()

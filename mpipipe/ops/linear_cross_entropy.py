@@ -28,11 +28,12 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels): a scalar, float32 or that of float64.
+    """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels): a scalar, float32 (float64 for such x).
 
     x (N, d), weight (V, d), bias (V,) floating point of one dtype; labels (N,) int64, each in [0, V) or
     ignore_index. Under autocast the products are made in its dtype. label_smoothing as
-    torch.nn.functional.cross_entropy has it. Raises ValueError for other shapes, dtypes and devices and for a label out of range."""
+    torch.nn.functional.cross_entropy has it. Raises ValueError for other shapes, dtypes and devices and for a
+    label out of range."""
     given = (x, weight, labels, bias)
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))  # of weight only tiles are converted
@@ -67,8 +68,8 @@ def _check(
         )
     if labels.dtype != torch.int64 or labels.shape != x.shape[:1]:
         raise ValueError(
-            f"linear_cross_entropy: labels are {tuple(labels.shape)} {labels.dtype}, x {tuple(x.shape)}: they "
-            f"must be ({x.shape[0]},) torch.int64, one for each row of x"
+            f"linear_cross_entropy: labels are {tuple(labels.shape)} {labels.dtype}, x {tuple(x.shape)}: "
+            f"they must be ({x.shape[0]},) torch.int64, one for each row of x"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != dtype):
         raise ValueError(
@@ -89,7 +90,7 @@ def _check_labels(labels: Tensor, entries: int, ignore_index: int) -> None:
     if wrong.numel():
         raise ValueError(
             f"linear_cross_entropy: label {int(wrong[0])} with a vocabulary of {entries} entries: labels "
-            f"must be in [0, {entries}) or ignore_index={ignore_index}; check the vocabulary of model and data"
+            f"must be in [0, {entries}) or ignore_index={ignore_index}; check the vocabulary of the data"
         )
 
 
