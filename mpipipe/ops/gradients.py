@@ -18,6 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpipipe.ops.library import traced
+
+
+def has_data(gradient: Tensor) -> bool:
+    """Whether a backward runs on it now, rather than being traced into a graph."""
+    return type(gradient) is Tensor and not traced(gradient)
+
 
 def wanted(ctx: Any, position: int) -> bool:
     """Whether this backward needs the gradient of the op's tensor argument `position` (counting tensors)."""
@@ -31,8 +38,10 @@ def wanted(ctx: Any, position: int) -> bool:
 
 
 def destination(ctx: Any, position: int) -> Tensor | None:
-    """The contiguous `.grad` that the running backward may add the gradient of argument `position` to; or None:
-    then it returns the gradient. Whoever writes by address calls `torch.autograd.graph.increment_version`."""
+    """The contiguous `.grad` to which the running backward may add the gradient of argument `position`; or
+    None: then it returns the gradient.
+
+    Whoever writes to it by address calls `torch.autograd.graph.increment_version`."""
     node = ctx.next_functions[position][0]
     leaf = getattr(node, "variable", None)
     grad = None if leaf is None else leaf.grad
