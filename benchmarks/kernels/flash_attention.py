@@ -1,7 +1,7 @@
 """Causal attention, forward and backward, against torch's own: the shapes of GPT-85M, and longer ones.
 
-The bars are for float32 and were set against matrix products by MKL; torch's attention takes the route of `mm`,
-and by oneDNN it is up to twice as fast.
+The bars are for float32 and were set against products by MKL; torch's attention takes the route of its other
+products, and by oneDNN it is up to twice as fast.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-
 from benchmarks.kernels.harness import Case
+
 from mpipipe.ops import flash_attention
 
 Tensor = torch.Tensor
@@ -29,7 +29,10 @@ def cases() -> list[Case]:
 def _pair(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Iterator[Case]:
     b, h, t, e = shape
     q, k, v = (torch.randn(b, t, h, e, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
-    ours, theirs = partial(flash_attention, causal=True), partial(F.scaled_dot_product_attention, is_causal=True)
+    ours, theirs = (
+        partial(flash_attention, causal=True),
+        partial(F.scaled_dot_product_attention, is_causal=True),
+    )
     name, flops = f"{b}x{h}x{t}x{e} {str(dtype).removeprefix('torch.')}", 2.0 * b * h * t * t * e
     barred = dtype == torch.float32 and e == 64
     forward = [_forward(f, q, k, v) for f in (ours, theirs)]
