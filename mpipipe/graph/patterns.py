@@ -28,7 +28,7 @@ from mpipipe.ops import fused
 from mpipipe.ops.embedding import embedding
 from mpipipe.ops.linear import linear
 from mpipipe.ops.norm import layer_norm, rms_norm
-from mpipipe.ops.stand_ins import swiglu
+from mpipipe.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
     from mpipipe.graph.anatomy import Anatomy

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from mpipipe.ops.bias_gelu import bias_gelu
 from mpipipe.ops.flash_attention import flash_attention
 from mpipipe.ops.linear import linear
 from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
-from mpipipe.ops.stand_ins import bias_gelu
 
 Tensor = torch.Tensor
 
