@@ -48,7 +48,7 @@ def load(name: str, version: str, without: str) -> ModuleType | None:
 def instruction_set() -> str:
     """That the kernels of this process are compiled for: a name in `SETS`, the best that this processor runs,
     or the one that MPIPIPE_INSTRUCTION_SET forces."""
-    return os.environ.get(FORCED) or best_set(platform.machine(), _flags())
+    return os.environ.get(FORCED) or best_set(platform.machine(), flags())
 
 
 def best_set(machine: str, flags: frozenset[str]) -> str:
@@ -56,7 +56,7 @@ def best_set(machine: str, flags: frozenset[str]) -> str:
     return next((name for name, needs in SETS.get(machine, {}).items() if needs <= flags), "base")
 
 
-def _flags() -> frozenset[str]:
+def flags() -> frozenset[str]:
     """Instructions of the first processor; none where the system does not tell."""
     try:
         lines = CPU_INFO.read_text().splitlines()
