@@ -2,7 +2,10 @@
 
 #include <pybind11/stl.h>
 
+#include "mpipipe/accumulate.h"
+#include "mpipipe/adamw.h"
 #include "mpipipe/evict.h"
+#include "mpipipe/norms.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
 
@@ -13,23 +16,23 @@ namespace {
 
 template <typename T, typename Scale>
 void dropout(uint64_t key, uint32_t step, uint32_t micro, uint64_t threshold, Scale scale, const T* x, T* y,
-             size_t n) {
-    cpu::dropout<T, Scale>({key, step, micro}, threshold, scale, x, y, n);
+             size_t n, int threads) {
+    cpu::dropout<T, Scale>({key, step, micro}, threshold, scale, x, y, n, threads);
 }
 
-void words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t* out, size_t n) {
-    cpu::words({key, step, micro}, start, n, out);
+void words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t* out, size_t n, int threads) {
+    cpu::words({key, step, micro}, start, n, out, threads);
 }
 
 void reference_words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t* out, size_t n) {
-    reference::words({key, step, micro}, start, n, out);
+    reference::words({key, step, micro}, start, n, out, 1);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     m.doc() = "Compiled kernels of mpipipe; the contract is kernels/include.";
-    m.attr("version") = "4";  // of the functions below; mpipipe/ops asks for the same one
+    m.attr("version") = "5";  // of the functions below; mpipipe/ops asks for the same one
     m.attr("instruction_set") = MPIPIPE_SET;
 
     def(m, "words", &words);
@@ -43,6 +46,12 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "dropout_f32", &dropout<float, float>);
     def(m, "dropout_f64", &dropout<double, double>);
     def(m, "dropout_bf16", &dropout<bf16, float>);
+
+    def(m, "adamw_f32", &cpu::adamw<float>);
+    def(m, "adamw_bf16", &cpu::adamw<bf16>);
+    def(m, "norms_f32", &cpu::norms<float>);
+    def(m, "norms_bf16", &cpu::norms<bf16>);
+    def(m, "accumulate_bf16", &cpu::accumulate);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {
