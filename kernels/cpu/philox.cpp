@@ -55,10 +55,17 @@ void for_tiles(Stream stream, uint64_t start, size_t n, Body body) {
     }
 }
 
-float scaled(float x, float scale) { return x * scale; }
-double scaled(double x, double scale) { return x * scale; }
-
-bf16 scaled(bf16 x, float scale) { return to_bf16(wide(x) * scale); }
+// The product is made for all: to choose afterwards needs no branch. Chosen before it becomes a bf16, because a
+// choice between two structures is not vectorised.
+float scaled(float x, float scale, bool kept) {
+    const float y = x * scale;
+    return kept ? y : 0;
+}
+double scaled(double x, double scale, bool kept) {
+    const double y = x * scale;
+    return kept ? y : 0;
+}
+bf16 scaled(bf16 x, float scale, bool kept) { return to_bf16(scaled(wide(x), scale, kept)); }
 
 }  // namespace
 
@@ -81,10 +88,7 @@ void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, s
         for_tiles(stream, first, last - first, [=](const uint32_t* w, size_t offset, size_t count) {
             const T* from = x + first + offset;
             T* to = y + first + offset;
-            for (size_t i = 0; i < count; ++i) {
-                const T kept = scaled(from[i], scale);  // computed for all: the select then needs no branch
-                to[i] = w[i] >= least ? kept : T{};
-            }
+            for (size_t i = 0; i < count; ++i) to[i] = scaled(from[i], scale, w[i] >= least);
         });
     });
 }
