@@ -25,8 +25,9 @@
 
 namespace mpipipe::check {
 
-// Empty, tiny, and around every vector width and tile.
-inline constexpr size_t sizes[] = {0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 255, 257, 1000, 4099};
+// Empty, tiny, around every vector width and tile, and several pieces of the threads.
+inline constexpr size_t sizes[] = {0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 255, 257, 1000, 4099, 70001};
+inline constexpr int many = 3;  // threads, beside 1
 
 namespace pages {
 
@@ -113,10 +114,12 @@ class Run {
 public:
     explicit Run(const char* kernel) : kernel_(kernel) {}
 
-    // |got - want| <= bound * the largest finite |want|; NaN and infinities at the same places.
+    // |got - want| <= bound * the largest of `least` and the finite |want|; NaN and infinities at the same places.
+    // least: the size of the numbers that the result is a difference of.
     template <typename T, typename U>
-    void close(const std::string& what, const Buffer<T>& got, const Buffer<U>& want, double bound) {
-        double largest = 0;
+    void close(const std::string& what, const Buffer<T>& got, const Buffer<U>& want, double bound,
+               double least = 0) {
+        double largest = least;
         for (size_t i = 0; i < want.size(); ++i)
             if (std::isfinite(value(want[i]))) largest = std::fmax(largest, std::fabs(value(want[i])));
         ++compared;

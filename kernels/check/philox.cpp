@@ -30,8 +30,8 @@ CHECK(words) {
     for (uint64_t start : {uint64_t{0}, uint64_t{3}, (uint64_t{1} << 34) - 130, uint64_t{1} << 60})
         for (size_t n : sizes) {
             Buffer<uint32_t> got(n), want(n);
-            cpu::words(stream, start, n, got.data());
-            reference::words(stream, start, n, want.data());
+            cpu::words(stream, start, n, got.data(), many);
+            reference::words(stream, start, n, want.data(), 1);
             run.same("n = " + std::to_string(n), got, want);
         }
 }
@@ -45,14 +45,14 @@ static void dropout(Run& run, Draw& draw) {
             const Buffer<T> x = draw.normal<T>(n);
             Buffer<T> got(n), want(n), in_place(x);
             Buffer<uint32_t> word(n);
-            reference::words(stream, 0, n, word.data());
+            reference::words(stream, 0, n, word.data(), 1);
             for (size_t i = 0; i < n; ++i) {
                 const Scale kept = word[i] >= threshold ? wide(x[i]) * scale : Scale{0};
                 if constexpr (std::is_same_v<T, bf16>) want[i] = to_bf16(kept);
                 else want[i] = kept;
             }
-            cpu::dropout<T, Scale>(stream, threshold, scale, x.data(), got.data(), n);
-            cpu::dropout<T, Scale>(stream, threshold, scale, in_place.data(), in_place.data(), n);
+            cpu::dropout<T, Scale>(stream, threshold, scale, x.data(), got.data(), n, many);
+            cpu::dropout<T, Scale>(stream, threshold, scale, in_place.data(), in_place.data(), n, 1);
             run.same("n = " + std::to_string(n), got, want);
             run.same("in place, n = " + std::to_string(n), in_place, want);
         }
