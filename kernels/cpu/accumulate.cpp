@@ -1,19 +1,19 @@
 #include "mpipipe/accumulate.h"
 
+#include <algorithm>
+
 #include "mpipipe/threads.h"
 
 namespace mpipipe::cpu {
 namespace {
 
-constexpr size_t kPiece = 1 << 14;  // elements
+constexpr size_t kPiece = 1 << 12;  // elements; of x, 8 KiB: they are zeroed while in the first-level cache
 
 template <bool zero>
 void add(float* __restrict sum, bf16* __restrict x, size_t n) {
 #pragma omp simd
-    for (size_t i = 0; i < n; ++i) {
-        sum[i] += wide(x[i]);
-        if (zero) x[i] = bf16{};
-    }
+    for (size_t i = 0; i < n; ++i) sum[i] += wide(x[i]);
+    if (zero) std::fill_n(x, n, bf16{});
 }
 
 }  // namespace

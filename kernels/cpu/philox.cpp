@@ -55,17 +55,10 @@ void for_tiles(Stream stream, uint64_t start, size_t n, Body body) {
     }
 }
 
-// The product is made for all: to choose afterwards needs no branch. Chosen before it becomes a bf16, because a
-// choice between two structures is not vectorised.
-float scaled(float x, float scale, bool kept) {
-    const float y = x * scale;
-    return kept ? y : 0;
-}
-double scaled(double x, double scale, bool kept) {
-    const double y = x * scale;
-    return kept ? y : 0;
-}
-bf16 scaled(bf16 x, float scale, bool kept) { return to_bf16(scaled(wide(x), scale, kept)); }
+// The select is between numbers that were computed for all elements: it needs no branch.
+inline float kept(float x, float scale, bool keep) { return keep ? x * scale : 0.0f; }
+inline double kept(double x, double scale, bool keep) { return keep ? x * scale : 0.0; }
+inline bf16 kept(bf16 x, float scale, bool keep) { return to_bf16(keep ? wide(x) * scale : 0.0f); }
 
 }  // namespace
 
@@ -88,7 +81,8 @@ void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, s
         for_tiles(stream, first, last - first, [=](const uint32_t* w, size_t offset, size_t count) {
             const T* from = x + first + offset;
             T* to = y + first + offset;
-            for (size_t i = 0; i < count; ++i) to[i] = scaled(from[i], scale, w[i] >= least);
+#pragma omp simd
+            for (size_t i = 0; i < count; ++i) to[i] = kept(from[i], scale, w[i] >= least);
         });
     });
 }

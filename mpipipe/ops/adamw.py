@@ -88,7 +88,8 @@ def _check(buffers: dict[str, Tensor]) -> None:
         if t.dtype != dtype or t.shape != param.shape or t.device != param.device:
             raise ValueError(
                 f"adamw: {name} is {tuple(t.shape)} of {t.dtype} on {t.device}; beside a param "
-                f"{tuple(param.shape)} of {param.dtype} on {param.device} it must be of {dtype}, and of its shape and device"
+                f"{tuple(param.shape)} of {param.dtype} on {param.device} it must be "
+                f"of {dtype}, and of its shape and device"
             )
         if t.dim() != 1 or not t.is_contiguous():
             raise ValueError(

@@ -42,8 +42,8 @@ def _check(x: Tensor, offsets: Tensor, counts: Tensor) -> None:
     for name, t in (("offsets", offsets), ("counts", counts)):
         if t.dtype != torch.int64 or t.shape != offsets.shape or t.dim() != 1 or not t.is_contiguous():
             raise ValueError(
-                f"norms: {name} is {tuple(t.shape)} of {t.dtype}; offsets and counts must be int64, contiguous "
-                f"and of one length, that of offsets is {tuple(offsets.shape)}"
+                f"norms: {name} is {tuple(t.shape)} of {t.dtype}; offsets and counts must be int64, "
+                f"contiguous and of one length, that of offsets is {tuple(offsets.shape)}"
             )
         if t.device.type != "cpu":
             raise ValueError(f"norms: {name} is on {t.device}; offsets and counts must be on the cpu")
