@@ -4,6 +4,7 @@
 
 #include "mpipipe/accumulate.h"
 #include "mpipipe/adamw.h"
+#include "mpipipe/attention.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/norms.h"
 #include "mpipipe/philox.h"
@@ -52,6 +53,10 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "norms_f32", &cpu::norms<float>);
     def(m, "norms_bf16", &cpu::norms<bf16>);
     def(m, "accumulate_bf16", &cpu::accumulate);
+    def(m, "attention_f32", &cpu::attention<float>);
+    def(m, "attention_bf16", &cpu::attention<bf16>);
+    def(m, "attention_backward_f32", &cpu::attention_backward<float>);
+    def(m, "attention_backward_bf16", &cpu::attention_backward<bf16>);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {

@@ -5,6 +5,7 @@ from mpipipe.ops.adamw import adamw
 from mpipipe.ops.attention import attention
 from mpipipe.ops.draws import bernoulli, bernoulli_like, integers, normal, normal_like, uniform, uniform_like
 from mpipipe.ops.dropout import dropout
+from mpipipe.ops.flash_attention import flash_attention
 from mpipipe.ops.native import KERNELS_VERSION, kernels
 from mpipipe.ops.norms import norms
 from mpipipe.ops.philox import philox_words, stream_key
@@ -19,6 +20,7 @@ __all__ = [
     "bernoulli_like",
     "draws",
     "dropout",
+    "flash_attention",
     "integers",
     "kernels",
     "normal",
