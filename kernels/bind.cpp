@@ -5,6 +5,8 @@
 #include "mpipipe/accumulate.h"
 #include "mpipipe/adamw.h"
 #include "mpipipe/attention.h"
+#include "mpipipe/cross_entropy.h"
+#include "mpipipe/embedding.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/norms.h"
 #include "mpipipe/philox.h"
@@ -57,6 +59,18 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "attention_bf16", &cpu::attention<bf16>);
     def(m, "attention_backward_f32", &cpu::attention_backward<float>);
     def(m, "attention_backward_bf16", &cpu::attention_backward<bf16>);
+    def(m, "cross_entropy_forward_f32", &cpu::cross_entropy_forward<float>);
+    def(m, "cross_entropy_forward_bf16", &cpu::cross_entropy_forward<bf16>);
+    def(m, "cross_entropy_backward_f32", &cpu::cross_entropy_backward<float>);
+    def(m, "cross_entropy_backward_bf16", &cpu::cross_entropy_backward<bf16>);
+    def(m, "reference_cross_entropy_forward_f32", &reference::cross_entropy_forward<float>);
+    def(m, "reference_cross_entropy_forward_bf16", &reference::cross_entropy_forward<bf16>);
+    def(m, "reference_cross_entropy_backward_f32", &reference::cross_entropy_backward<float>);
+    def(m, "reference_cross_entropy_backward_bf16", &reference::cross_entropy_backward<bf16>);
+    def(m, "embedding_backward_f32", &cpu::embedding_backward<float>);
+    def(m, "embedding_backward_bf16", &cpu::embedding_backward<bf16>);
+    def(m, "reference_embedding_backward_f32", &reference::embedding_backward<float>);
+    def(m, "reference_embedding_backward_bf16", &reference::embedding_backward<bf16>);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {
