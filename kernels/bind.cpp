@@ -9,6 +9,7 @@
 #include "mpipipe/embedding.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/norms.h"
+#include "mpipipe/norm.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
 
@@ -71,6 +72,14 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "embedding_backward_bf16", &cpu::embedding_backward<bf16>);
     def(m, "reference_embedding_backward_f32", &reference::embedding_backward<float>);
     def(m, "reference_embedding_backward_bf16", &reference::embedding_backward<bf16>);
+    def(m, "layer_norm_f32", &cpu::layer_norm<float>);
+    def(m, "layer_norm_bf16", &cpu::layer_norm<bf16>);
+    def(m, "layer_norm_backward_f32", &cpu::layer_norm_backward<float>);
+    def(m, "layer_norm_backward_bf16", &cpu::layer_norm_backward<bf16>);
+    def(m, "rms_norm_f32", &cpu::rms_norm<float>);
+    def(m, "rms_norm_bf16", &cpu::rms_norm<bf16>);
+    def(m, "rms_norm_backward_f32", &cpu::rms_norm_backward<float>);
+    def(m, "rms_norm_backward_bf16", &cpu::rms_norm_backward<bf16>);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {
