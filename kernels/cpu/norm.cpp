@@ -12,7 +12,7 @@
 namespace mpipipe::cpu {
 namespace {
 
-constexpr size_t kRun = 1024;  // elements summed in float32 before the sum goes on in double
+constexpr size_t kRun = 256;  // elements summed in float32 before the sum goes on in double
 
 // sum(body(first, last)) over the runs of [0, d): long rows lose no digits.
 template <typename Body>

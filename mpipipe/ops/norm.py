@@ -212,8 +212,8 @@ def _or_empty(like: Tensor, *results: Tensor | None) -> tuple[Tensor, ...]:
 def _operator(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, ...]:
-    others = map(_contiguous, (residual, weight, bias))
-    return _or_empty(x, *_forward(x.contiguous(), *others, eps, centred))
+    given = x.contiguous(), _contiguous(residual), _contiguous(weight), _contiguous(bias)
+    return _or_empty(x, *_forward(*given, eps, centred))
 
 
 def _operator_fake(

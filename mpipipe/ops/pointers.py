@@ -19,7 +19,7 @@ def check(
         raise ValueError(f"{name} is on {x.device}, other arguments are on {like.device}; move one of them")
 
 
-def pointer(name: str, x: torch.Tensor | None, shape: torch.Size, like: torch.Tensor) -> int:
+def pointer(name: str, x: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> int:
     """Address of the elements of `x`, contiguous, after `check`; 0 for None. ValueError for other strides."""
     if x is None:
         return 0
