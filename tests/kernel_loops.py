@@ -1,6 +1,6 @@
 """By what the vectorised hot loop of each kernel is recognised in its machine code.
 
-Looked for is an instruction that no other loop of the function has, on the registers of the instruction set.
+Looked for are instructions that no other loop of these functions has, on the registers of the instruction set.
 """
 
 from __future__ import annotations
@@ -8,19 +8,37 @@ from __future__ import annotations
 from typing import NamedTuple
 
 REGISTERS = {"v3": "%ymm", "v4": "%zmm", "sve": r"\bz[0-9]+\.[sdh]"}
+FIXED = r"\bv[0-9]+\.(4s|2d)"  # of aarch64: 16 bytes whatever the processor has
 
 
 class Loop(NamedTuple):
-    symbol: str  # part of the function's name, a regular expression
-    x86: str  # names of instructions
+    """least: instructions of these names (regular expressions) in functions whose name contains `symbol`."""
+
+    symbol: str
+    x86: str
     arm: str
-    least: int = 1  # of them
+    least: int = 1
+    arm_registers: str = REGISTERS["sve"]
 
 
-FUSED = "vfn?m(add|sub)[0-9]+ps", "fn?(mla|mls|mad|msb)"
+FUSED = "vfn?m(add|sub)[0-9]+p[sd]"
+ARM_FUSED = "f(n?mla|n?mls|n?mad|n?msb)"
 LOOPS = {
-    "words": Loop(r"cpu::.*\btile\(", "vpmulu?dq|vpmullq", "mul|umulh", 4),
+    "words": Loop(r"cpu::.*\btile\(mpipipe::Stream", "vpmulu?dq|vpmullq", "mul|umulh", 4),
     "dropout_f32": Loop(r"cpu::dropout<float", "vmulps", "fmul"),
     "dropout_f64": Loop(r"cpu::dropout<double", "vmulpd", "fmul"),
     "dropout_bf16": Loop(r"cpu::dropout<mpipipe::bf16", "vmulps", "fmul"),
+    "adamw_f32": Loop(r"\bupdate<float>", "vsqrtps", "fsqrt"),
+    "adamw_bf16": Loop(r"\bupdate<mpipipe::bf16>", "vsqrtps", "fsqrt"),
+    "norms_f32": Loop(r"cpu::norms<float>", FUSED, ARM_FUSED, 2),
+    "norms_bf16": Loop(r"cpu::norms<mpipipe::bf16>", FUSED, ARM_FUSED, 2),
+    "accumulate": Loop(r"cpu::.*\badd<(true|false)>", "vaddps", "fadd", 2),
+    "attention_products": Loop(r"mpipipe::block<", FUSED, ARM_FUSED, 8, FIXED),
+    "attention_weights": Loop(r"cpu::.*\bweigh\(", FUSED, ARM_FUSED, 4, FIXED),
+    "embedding_f32": Loop(r"cpu::embedding_backward<float>", "vaddps", "fadd"),
+    "embedding_bf16": Loop(r"cpu::embedding_backward<mpipipe::bf16>", "vaddps", "fadd"),
+    "layer_norm_backward_f32": Loop(r"cpu::layer_norm_backward<float>", FUSED, ARM_FUSED),
+    "layer_norm_backward_bf16": Loop(r"cpu::layer_norm_backward<mpipipe::bf16>", FUSED, ARM_FUSED),
+    "rms_norm_backward_f32": Loop(r"cpu::rms_norm_backward<float>", FUSED, ARM_FUSED),
+    "rms_norm_backward_bf16": Loop(r"cpu::rms_norm_backward<mpipipe::bf16>", FUSED, ARM_FUSED),
 }

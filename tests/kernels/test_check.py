@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from compiling import COMPILER, KERNELS, SANITIZED, program
 from disassembly import Instruction, count, functions
-from kernel_loops import LOOPS, REGISTERS
+from kernel_loops import LOOPS
 
 from mpipipe import native
 
@@ -86,7 +86,7 @@ def disassembled(path: Path) -> dict[str, list[Instruction]]:
 @pytest.mark.parametrize("kernel", LOOPS)
 def test_the_hot_loop_works_on_sve_vectors(kernel: str, folder: Path) -> None:
     loop, found = LOOPS[kernel], disassembled(cross_compiled(folder, "sve"))
-    assert count(found, loop.symbol, loop.arm, REGISTERS["sve"]) >= loop.least
+    assert count(found, loop.symbol, loop.arm, loop.arm_registers) >= loop.least
 
 
 def test_every_kernel_has_a_reference_and_a_check() -> None:
