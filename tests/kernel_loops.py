@@ -1,6 +1,6 @@
 """By what the vectorised hot loop of each kernel is recognised in its machine code.
 
-Looked for are instructions that no other loop of these functions has, on the registers of the instruction set.
+Looked for are instructions that no other loop of these functions has, on the registers of an instruction set.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LOOPS = {
     "norms_f32": Loop(r"cpu::norms<float>", FUSED, ARM_FUSED, 2),
     "norms_bf16": Loop(r"cpu::norms<mpipipe::bf16>", FUSED, ARM_FUSED, 2),
     "accumulate": Loop(r"cpu::.*\badd<(true|false)>", "vaddps", "fadd", 2),
-    "attention_products": Loop(r"mpipipe::block<", FUSED, ARM_FUSED, 8, FIXED),
+    "attention_products": Loop(r"mpipipe::block<|cpu::.*\b(Forward|Backward)<", FUSED, ARM_FUSED, 8, FIXED),
     "attention_weights": Loop(r"cpu::.*\bweigh\(", FUSED, ARM_FUSED, 4, FIXED),
     "embedding_f32": Loop(r"cpu::embedding_backward<float>", "vaddps", "fadd"),
     "embedding_bf16": Loop(r"cpu::embedding_backward<mpipipe::bf16>", "vaddps", "fadd"),
-    "layer_norm_backward_f32": Loop(r"cpu::layer_norm_backward<float>", FUSED, ARM_FUSED),
-    "layer_norm_backward_bf16": Loop(r"cpu::layer_norm_backward<mpipipe::bf16>", FUSED, ARM_FUSED),
-    "rms_norm_backward_f32": Loop(r"cpu::rms_norm_backward<float>", FUSED, ARM_FUSED),
-    "rms_norm_backward_bf16": Loop(r"cpu::rms_norm_backward<mpipipe::bf16>", FUSED, ARM_FUSED),
+    "layer_norm_backward_f32": Loop(r"cpu::.*\bbackward<true, float>", FUSED, ARM_FUSED),
+    "layer_norm_backward_bf16": Loop(r"cpu::.*\bbackward<true, mpipipe::bf16>", FUSED, ARM_FUSED),
+    "rms_norm_backward_f32": Loop(r"cpu::.*\bbackward<false, float>", FUSED, ARM_FUSED),
+    "rms_norm_backward_bf16": Loop(r"cpu::.*\bbackward<false, mpipipe::bf16>", FUSED, ARM_FUSED),
 }

@@ -12,9 +12,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmarks are no part of the package
 
-from benchmarks.kernels.__main__ import modules, result, said  # noqa: E402
-from benchmarks.kernels.harness import Case, compare  # noqa: E402
-from benchmarks.kernels.limits import Limits, has_bars  # noqa: E402
+from benchmarks.kernels.__main__ import modules, result, said
+from benchmarks.kernels.harness import Case, compare
+from benchmarks.kernels.limits import Limits, has_bars
 
 
 class Time:
