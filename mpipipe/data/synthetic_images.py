@@ -58,19 +58,19 @@ class Shapes(Drawn):
             "labels": TensorSpec((size, size), "int64"),
         }
         self._channels, self._size, self._classes = channels, size, classes
+        self._places = np.arange(size)
+        pair = (np.arange(classes) + 1) // 2
+        self._brightness = np.where(pair == 0, 0.0, 0.5 + 0.5 * pair / (classes // 2))
 
     def draw(self, split: Split, index: int) -> dict[str, NDArray[Any]]:
         size, form = self._size, (self._channels, self._size, self._size)
         u = self.uniforms(split, index, 4 * _SHAPES + self._channels * size * size)
         labels = np.zeros((size, size), dtype=np.int64)
-        rows, columns = np.mgrid[:size, :size]
-        for kind, row, column, extent in u[: 4 * _SHAPES].reshape(_SHAPES, 4):
+        for kind, row, column, extent in u[: 4 * _SHAPES].reshape(_SHAPES, 4).tolist():
             label = 1 + int(kind * (self._classes - 1))
-            dy, dx = np.abs(rows - row * size), np.abs(columns - column * size)
+            dy, dx = np.abs(self._places - row * size)[:, None], np.abs(self._places - column * size)
             radius = size * (1 + extent) / 8
-            inside = np.maximum(dy, dx) <= radius if label % 2 else dy**2 + dx**2 <= radius**2
+            inside = (dy <= radius) & (dx <= radius) if label % 2 else dy**2 + dx**2 <= radius**2
             labels[inside] = label
-        pairs = self._classes // 2
-        brightness = np.where(labels == 0, 0.0, 0.5 + 0.5 * ((labels + 1) // 2) / pairs)
         noise = (u[4 * _SHAPES :].reshape(form) - 0.5) * _NOISE
-        return {"x": (brightness + noise).astype(np.float32), "labels": labels}
+        return {"x": (self._brightness[labels] + noise).astype(np.float32), "labels": labels}

@@ -5,7 +5,8 @@
     stream    rank 0 reads (data that can be read once only) and sends to those whose stages read
 
 Labels are read before the first forward, for the weight of the loss, and kept until their forward. What
-comes next is loaded by a thread meanwhile (a fork beside MPI would be unsafe).
+comes next is loaded by a thread meanwhile (a fork beside MPI would be unsafe): all labels of the next step,
+so that no rank waits for them when it begins, and a few micro-batches of the rest.
 """
 
 from __future__ import annotations
@@ -222,11 +223,12 @@ class _Loaded:
 
     def expect(self) -> None:
         """Lets the first of this step, and of the next, be loaded ahead."""
-        steps = [self.step, self.step + 1] if self.split == "train" else [self.step]
-        parts = [
-            (micro, keys) for plan in (self.before, self.later) for micro, keys in enumerate(plan) if keys
-        ]
-        self.feed.ahead.expect(self._request(step, m, keys) for step in steps for m, keys in parts)
+        now = [*self._requests(self.step, self.before), *self._requests(self.step, self.later)]
+        if self.split == "train":
+            now += self._requests(self.step + 1, self.later)
+            self.feed.ahead.expect(now, self._requests(self.step + 1, self.before))
+        else:
+            self.feed.ahead.expect(now)
 
     def peek(self, micro: int, keys: Keys) -> Batch:
         if micro not in self.kept:
@@ -238,6 +240,9 @@ class _Loaded:
         if missing := frozenset(keys - found.keys()):
             found |= self._load(micro, self.later[micro] if missing <= self.later[micro] else missing)
         return {key: found[key] for key in keys}
+
+    def _requests(self, step: int, keys_of_micro: Sequence[Keys]) -> list[Request]:
+        return [self._request(step, micro, keys) for micro, keys in enumerate(keys_of_micro) if keys]
 
     def _request(self, step: int, micro: int, keys: Keys) -> Request:
         return self.split, step, *self.bounds[micro], keys

@@ -120,9 +120,9 @@ class Interpreter:
         self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
         self.sums: dict[int, list[float]] = {}  # loss and metrics, by micro-batch
         self.factor: float | None = None
-        self._start_weights()
         receives = [i for i in instrs if i.op in RECVS]
         self.mailbox = Mailbox(self.comm, receives, program.receive_window, self._targets)
+        self._start_weights()
         held = self.resident_bytes()
         for i, instr in enumerate(instrs):
             self.outcome.times[i, 0] = time.perf_counter()

@@ -19,11 +19,12 @@ class _Failed:
 class Prefetch(Generic[R, B]):
     """`expect` says what will be asked for; up to `depth` batches of it are loaded ahead, in that order.
     `get` gives any batch, expected or not. Every call of `load` is made by the one thread, so it need
-    not be thread-safe. At most depth + 1 batches are held."""
+    not be thread-safe. At most depth + 1 batches are held, and those that are expected `all_at_once`."""
 
     def __init__(self, load: Callable[[R], B], depth: int) -> None:
         self._load, self._depth = load, depth
         self._order: list[R] = []  # expected and not yet given
+        self._together: list[R] = []  # likewise; loaded when none of those is due, however many they are
         self._wanted: list[R] = []  # what `get` waits for: none or one
         self._ready: dict[R, B | _Failed] = {}
         self._closed = False
@@ -31,12 +32,12 @@ class Prefetch(Generic[R, B]):
         self._thread = threading.Thread(target=self._work, name="mpipipe-prefetch", daemon=True)
         self._thread.start()
 
-    def expect(self, requests: Iterable[R]) -> None:
-        """What comes next, in order, in place of what was expected before. Loaded batches that still
-        are expected stay."""
+    def expect(self, requests: Iterable[R], all_at_once: Iterable[R] = ()) -> None:
+        """What comes next, in order, in place of what was expected before; and what will be asked for at one
+        moment after that. Loaded batches that still are expected stay."""
         with self._changed:
-            self._order = list(requests)
-            self._ready = {r: batch for r, batch in self._ready.items() if r in self._order}
+            self._order, self._together = list(requests), list(all_at_once)
+            self._ready = {r: batch for r, batch in self._ready.items() if r in self._expected()}
             self._changed.notify_all()
 
     def get(self, request: R) -> B:
@@ -49,8 +50,9 @@ class Prefetch(Generic[R, B]):
             if request not in self._ready:
                 raise RuntimeError(f"{request} is asked of a Prefetch that is closed")
             batch = self._ready.pop(request)
-            if request in self._order:
-                self._order.remove(request)
+            for expected in (self._order, self._together):
+                if request in expected:
+                    expected.remove(request)
             self._changed.notify_all()
         if isinstance(batch, _Failed):
             raise batch.error
@@ -78,7 +80,11 @@ class Prefetch(Generic[R, B]):
 
     def _due(self) -> list[R]:
         """What to load now, the most urgent first."""
-        return [r for r in self._wanted + self._order[: self._depth] if r not in self._ready]
+        urgent = self._wanted + self._order[: self._depth] + self._together
+        return [r for r in urgent if r not in self._ready]
+
+    def _expected(self) -> list[R]:
+        return self._order + self._together
 
     def _work(self) -> None:
         while True:
@@ -94,7 +100,7 @@ class Prefetch(Generic[R, B]):
                 error.add_note(f"while loading {request}")
                 batch = _Failed(error)
             with self._changed:
-                if request in self._wanted + self._order:  # it may have been called off meanwhile
+                if request in self._wanted + self._expected():  # it may have been called off meanwhile
                     self._ready[request] = batch
                     self._changed.notify_all()
             del batch  # held by who asked for it, and not until the next one

@@ -1,4 +1,5 @@
-"""A rehearsal: before step 0 each rank runs its stage a few times, all of them at once, as in a step.
+"""A rehearsal: before step 0 each rank runs its stage a few times, all of them at once, as in a step, and
+loads its batches meanwhile.
 
 Groups are timed one by one, and the least counts. Together they take a few per cent more: caches, memory and
 clock are shared. The cut is searched with the former; what a step will take is predicted with the latter.
@@ -13,11 +14,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import bounds
 from mpipipe.runtime.costing import clock_of
-from mpipipe.runtime.loading import a_core_is_left
+from mpipipe.runtime.feed import AHEAD
+from mpipipe.runtime.prefetch import Prefetch
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Form
@@ -35,10 +38,9 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     comm, layout, numerics = trainer.comm, trainer.plan.layout, trainer.plan.numerics
     clock, slower = clock_of(comm, numerics.threads)
     factor = slower * costs.cluster.devices[comm.rank].speed * numerics.fill
-    loads = not a_core_is_left(comm, numerics.threads)
     comm.barrier()
     stages = trainer.interpreter.stages
-    mine = {s: [x * factor for x in _seconds(trainer, s, stage, clock, loads)] for s, stage in stages.items()}
+    mine = {s: [x * factor for x in _seconds(trainer, s, stage, clock)] for s, stage in stages.items()}
     took = {s: seconds for found in comm.allgather_object(mine) for s, seconds in found.items()}
     groups = []
     for s, (first, end) in enumerate(
@@ -56,32 +58,33 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     return replace(costs, groups=tuple(groups))
 
 
-def _seconds(
-    trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float], loads: bool
-) -> tuple[float, float]:
-    """Forward and backward of the first micro-batch, medians; what they add to gradients is taken back.
-    loads: the thread that loads works on this core."""
+def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float]) -> tuple[float, float]:
+    """Forward and backward of a micro-batch, medians; what they add to gradients is taken back."""
     code = trainer.variants.code("train", trainer.variants.first, trainer.plan.layout.cuts, s)
     rows, keys = trainer.plan.numerics.micro_batch, frozenset(code.inputs)
-    batch = trainer.data.batch("train", 0, 0, rows, keys)
     received = [_filled(Form.of(port)) for port in code.received]
     grads = [_filled(Form.of_grad(port)) for port in code.sent if port.needs_grad]
     copies = {update.buffer: stage.weights.buffer(update.buffer).clone() for update in code.updates}
     found: list[tuple[float, float]] = []
     began = time.perf_counter()
-    while len(found) < WARM_UP + 1 or (
-        len(found) < WARM_UP + MOST_ROUNDS and time.perf_counter() - began < BUDGET_S
-    ):
-        start = clock()
-        if keys and loads:
-            batch = trainer.data.batch("train", 0, 0, rows, keys)
-        with TRACING:
-            stage.forward(code, 0, received, batch, 0, True)
-        between = clock()
-        with TRACING:
-            stage.backward(0, grads)
-            stage.apply_statistics(copies.__getitem__)  # which a step does at its end
-        found.append((between - start, clock() - between))
+
+    def load(step: int) -> Batch:
+        return trainer.data.batch("train", step, 0, rows, keys)
+
+    with Prefetch(load, AHEAD) as ahead:
+        ahead.expect(range(WARM_UP + MOST_ROUNDS + AHEAD))
+        while len(found) < WARM_UP + 1 or (
+            len(found) < WARM_UP + MOST_ROUNDS and time.perf_counter() - began < BUDGET_S
+        ):
+            start = clock()
+            batch = ahead.get(len(found)) if keys else {}
+            with TRACING:
+                stage.forward(code, 0, received, batch, 0, True)
+            between = clock()
+            with TRACING:
+                stage.backward(0, grads)
+                stage.apply_statistics(copies.__getitem__)  # which a step does at its end
+            found.append((between - start, clock() - between))
     for accumulator in stage.weights.accumulators():
         accumulator.zero_()
     forward, backward = zip(*found[WARM_UP:], strict=True)

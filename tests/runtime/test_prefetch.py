@@ -48,6 +48,17 @@ def ahead(load: Loader) -> Iterator[Prefetch[int, int]]:
         load.let()
 
 
+def test_what_comes_all_at_once_is_loaded_however_much_it_is(load: Loader, ahead: Prefetch[int, int]) -> None:
+    ahead.expect([1, 2, 3], [5, 6, 7, 8])
+    load.let()
+    load.wait(6)  # nobody has asked: two of the first, which are more urgent, and all of the others
+    assert load.begun == [1, 2, 5, 6, 7, 8]
+    ahead.expect([5, 6, 7, 8, 9])
+    assert [ahead.get(r) for r in (5, 6, 7, 8)] == [10, 12, 14, 16]
+    load.wait(1)
+    assert load.begun == [1, 2, 5, 6, 7, 8, 9], "none of them twice"
+
+
 def test_what_is_expected_is_loaded_before_it_is_asked_for(load: Loader, ahead: Prefetch[int, int]) -> None:
     ahead.expect([1, 2, 3, 4])
     load.let(2)
