@@ -1,7 +1,7 @@
 """Exact attention in tiles, without an array of queries x keys (Dao et al. 2022); the kernel's contract is
 kernels/include/mpipipe/attention.h.
 
-    o[i] = sum over seen j of softmax_j(scale q[i] . k[j]) v[j]      kept for backward: q, k, v, o, a float a row
+    o[i] = sum over seen j of softmax_j(scale q[i] . k[j]) v[j]    kept for backward: q, k, v, o, a float each
 
 Invariants
   1. The bits do not depend on the number of threads.

@@ -45,22 +45,26 @@ def by_torch(causal, masks, scale):
     return run
 
 
-def compare(inputs, causal, masks, scale=None, factor=2.0):
-    """The error to float64 is at most `factor` times that of torch's own attention, or some roundings."""
+def roundings(q, k, v, d_o, scale):
+    """One rounding of the greatest term of o, dq, dk and dv: what is left where they cancel."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    dp = (d_o.double() @ v.double().mT).abs().amax() * abs(scale)
+    sizes = v.abs().amax(), dp * k.abs().amax(), dp * q.abs().amax(), d_o.abs().amax()
+    return [torch.finfo(q.dtype).eps * size.double() for size in sizes]
+
+
+def compare(inputs, causal, masks, scale=None):
+    """The error to float64 is at most twice that of torch's own attention, or a few roundings."""
     scale = inputs[0].shape[3] ** -0.5 if scale is None else scale
     d_o = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(9))
-    exact = results(
-        by_torch(causal, masks, scale), [x.detach().double().requires_grad_() for x in inputs], d_o
-    )
-    torchs = results(by_torch(causal, masks, scale), inputs, d_o)
+    plain = by_torch(causal, masks, scale)
+    exact = results(plain, [x.detach().double().requires_grad_() for x in inputs], d_o.to(inputs[0].dtype))
+    torchs = results(plain, inputs, d_o)
     ours = results(lambda *x: flash_attention(*x, causal=causal, scale=scale, **masks), inputs, d_o)
-    unit = torch.finfo(inputs[0].dtype).eps
-    for got, other, true in zip(ours, torchs, exact, strict=True):
-        if got.numel() == 0:
-            assert got.shape == true.shape
-            continue
+    units = roundings(*(x.detach() for x in inputs), d_o, scale)
+    for got, other, true, unit in zip(ours, torchs, exact, units, strict=True):
         assert got.dtype == inputs[0].dtype
-        bound = factor * (other.double() - true).abs().max() + 4 * unit * (1e-2 + true.abs().max())
+        bound = 2 * (other.double() - true).abs().max() + 4 * unit
         assert (got.double() - true).abs().max() <= bound
 
 
@@ -70,6 +74,7 @@ def compare(inputs, causal, masks, scale=None, factor=2.0):
     st.sampled_from(MASKS), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([None, 0.3]),
 )  # fmt: skip
 @settings(max_examples=25)
+@example(1, (4, 4), 1, 1, 16, False, "none", torch.float32, None)
 @example(1, (1, 1), 300, 260, 64, True, "none", torch.float32, None)
 @example(1, (2, 1), 65, 200, 80, True, "mask", torch.bfloat16, None)
 def test_against_float64(b, heads, t, s, e, causal, mask, dtype, scale):

@@ -23,7 +23,7 @@ inline Vector load(const float* p) {
     return x;
 }
 inline void store(float* p, Vector x) { std::memcpy(p, &x, sizeof x); }
-inline Vector all(float x) { return Vector{} + x; }
+inline Vector all(float x) { return x - Vector{}; }  // a broadcast alone: x - 0 is x, even of x = -0
 
 // 2^x for x <= 127, relative error below 1e-7; 0 below -126.5, and NaN stays NaN.
 // 2^n 2^r: adding 1.5 * 2^23 + 127 rounds to n in the low bits, biased as the exponent of a float32 is.
@@ -85,7 +85,7 @@ inline void block(Left a, const float* b, size_t ldb, size_t depth, float* c, si
         for (int j = 0; j < kVectors; ++j) row[j] = load(b + k * ldb + j * kLanes);
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i) {
-            const Vector x = all(a.p[i * a.row + k * a.step]);
+            const float x = a.p[i * a.row + k * a.step];
 #pragma GCC unroll 8
             for (int j = 0; j < kVectors; ++j) sum[i][j] += x * row[j];
         }
