@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "mpipipe/math.h"
 #include "mpipipe/threads.h"
@@ -10,58 +11,43 @@
 namespace mpipipe::cpu {
 namespace {
 
-constexpr size_t kBlock = 1024;  // columns whose sum is made in float32
-constexpr size_t kLanes = 16;    // running maxima and sums side by side; the widest vector of float32
+constexpr size_t kBlock = 1024;  // columns whose sums are made in float32
 constexpr size_t kRows = 4;      // of a piece of work
 
 constexpr float kInfinity = __builtin_inff();
 
-// `lanes` partial results of f over block[0, n), lane i % kLanes in the order of i; the same on every vector width.
-template <typename Step>
-void by_lanes(const float* block, size_t n, float (&lanes)[kLanes], Step step) {
-    size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-#pragma omp simd
-        for (size_t j = 0; j < kLanes; ++j) lanes[j] = step(lanes[j], block[i + j]);
-    }
-    for (size_t j = 0; i + j < n; ++j) lanes[j] = step(lanes[j], block[i + j]);
-}
-
-double total(const float (&lanes)[kLanes]) {
-    double sum = 0;
-    for (float lane : lanes) sum += lane;
-    return sum;
-}
-
-// block = logits + bias, in float32
+// n logits with their bias in float32: in `block`, or where they are if they need no change.
 template <typename T>
-void load(const T* logits, const float* bias, size_t n, float* block) {
+const float* with_bias(const T* logits, const float* bias, size_t n, float* block) {
     if (bias) {
 #pragma omp simd
         for (size_t i = 0; i < n; ++i) block[i] = wide(logits[i]) + bias[i];
-    } else {
-#pragma omp simd
-        for (size_t i = 0; i < n; ++i) block[i] = wide(logits[i]);
+        return block;
     }
+    if constexpr (std::is_same_v<T, float>) return logits;
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) block[i] = wide(logits[i]);
+    return block;
 }
 
-void add_block(const float* block, size_t n, double* state) {
-    float lanes[kLanes];
-    std::fill_n(lanes, kLanes, -kInfinity);
-    by_lanes(block, n, lanes, [](float most, float x) { return x > most ? x : most; });
+void add_block(const float* x, size_t n, double* state) {
+    float most = -kInfinity, total = 0;
+#pragma omp simd reduction(max : most) reduction(+ : total)
+    for (size_t i = 0; i < n; ++i) {
+        most = x[i] > most ? x[i] : most;
+        total += x[i];
+    }
     const float before = static_cast<float>(state[0]);
-    const float most = std::max(before, *std::max_element(lanes, lanes + kLanes));
+    most = most > before ? most : before;
     // all -infinity so far: their difference would be NaN, their probability is 0
     const float shift = most == -kInfinity ? 0.0f : most;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (size_t i = 0; i < n; ++i) sum += exp_(x[i] - shift);
     if (most > before) state[1] *= std::exp(static_cast<double>(before) - most);
     state[0] = most;
-
-    std::fill_n(lanes, kLanes, 0.0f);
-    by_lanes(block, n, lanes, [shift](float sum, float x) { return sum + exp_(x - shift); });
-    state[1] += total(lanes);
-    std::fill_n(lanes, kLanes, 0.0f);
-    by_lanes(block, n, lanes, [](float sum, float x) { return sum + x; });
-    state[3] += total(lanes);
+    state[1] += sum;
+    state[3] += total;
 }
 
 }  // namespace
@@ -75,10 +61,10 @@ void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const f
             if (labels[r] == ignored) continue;
             for (size_t c = 0; c < columns; c += kBlock) {
                 const size_t n = std::min(kBlock, columns - c);
-                load(logits + r * columns + c, bias ? bias + c : nullptr, n, block);
-                add_block(block, n, state + 4 * r);
+                const float* x = with_bias(logits + r * columns + c, bias ? bias + c : nullptr, n, block);
+                add_block(x, n, state + 4 * r);
                 const int64_t at = labels[r] - first - static_cast<int64_t>(c);
-                if (at >= 0 && at < static_cast<int64_t>(n)) state[4 * r + 2] = block[at];
+                if (at >= 0 && at < static_cast<int64_t>(n)) state[4 * r + 2] = x[at];
             }
         }
     });
@@ -99,9 +85,9 @@ void cross_entropy_backward(T* logits, size_t rows, size_t columns, const float*
             const float shift = log_sum[r];
             for (size_t c = 0; c < columns; c += kBlock) {
                 const size_t n = std::min(kBlock, columns - c);
-                load(row + c, bias ? bias + c : nullptr, n, block);
+                const float* x = with_bias(row + c, bias ? bias + c : nullptr, n, block);
 #pragma omp simd
-                for (size_t i = 0; i < n; ++i) block[i] = (exp_(block[i] - shift) - on_all) * scale;
+                for (size_t i = 0; i < n; ++i) block[i] = (exp_(x[i] - shift) - on_all) * scale;
                 const int64_t at = labels[r] - first - static_cast<int64_t>(c);
                 if (at >= 0 && at < static_cast<int64_t>(n)) block[at] -= on_label * scale;
 #pragma omp simd
