@@ -29,7 +29,10 @@ def cases() -> list[Case]:
 def _pair(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Iterator[Case]:
     b, h, t, e = shape
     q, k, v = (torch.randn(b, t, h, e, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
-    ours, theirs = partial(flash_attention, causal=True), partial(F.scaled_dot_product_attention, is_causal=True)
+    ours, theirs = (
+        partial(flash_attention, causal=True),
+        partial(F.scaled_dot_product_attention, is_causal=True),
+    )
     name, flops = f"{b}x{h}x{t}x{e} {str(dtype).removeprefix('torch.')}", 2.0 * b * h * t * t * e
     barred = dtype == torch.float32 and e == 64
     forward = [_forward(f, q, k, v) for f in (ours, theirs)]
