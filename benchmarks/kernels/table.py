@@ -21,7 +21,7 @@ MARKED = re.compile(r"(?<=<!-- kernels -->\n).*(?=<!-- end of kernels -->)", re.
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a row for each case, with a column for each number of threads. Of equal lines the last counts."""
+    """Markdown: a row for each case, a column for each number of threads. Of equal lines the last counts."""
     lines = {(found["kernel"], found["case"], found["threads"]): found for found in results}
     threads = sorted({n for _, _, n in lines})
     columns = [f"{n} thread{'' if n == 1 else 's'}" for n in threads]
@@ -55,13 +55,14 @@ def _share(found: dict[str, Any]) -> str:
 
 def _measured(results: Sequence[dict[str, Any]]) -> str:
     """One line for each machine, date and route."""
-    said = dict.fromkeys(
-        f"Measured on {r['date']} by `make bench-kernels`: {r['machine']['processor']}, {r['machine']['cores']} cores, "
-        f"kernels for {r['kernels']}, torch {r['machine']['torch']}, GEMMs by {r['gemm']}, medians of {r['rounds']} "
-        "rounds."
-        for r in results
-    )
-    return "\n".join(said)
+    return "\n".join(dict.fromkeys(map(_said, results)))
+
+
+def _said(found: dict[str, Any]) -> str:
+    m = found["machine"]
+    at = f"{m['processor']}, {m['cores']} cores, kernels for {found['kernels']}, torch {m['torch']}"
+    how = f"GEMMs by {found['gemm']}, medians of {found['rounds']} rounds"
+    return f"Measured on {found['date']} by `make bench-kernels`: {at}, {how}."
 
 
 def main(argv: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmarks are 
 from benchmarks.kernels.__main__ import modules, result, said
 from benchmarks.kernels.harness import Case, compare
 from benchmarks.kernels.limits import Limits, has_bars
+from benchmarks.kernels.table import MARKED, PAGE, table
 
 
 class Time:
@@ -92,6 +93,26 @@ def test_bars_are_for_the_processors_that_they_were_set_on() -> None:
     assert has_bars("vendor_id : AuthenticAMD\nflags : avx2 avx512f\n")
     assert not has_bars("vendor_id : AuthenticAMD\nflags : avx2\n")
     assert not has_bars("vendor_id : GenuineIntel\nflags : avx512f\n")
+
+
+def test_the_table_has_a_row_for_each_case() -> None:
+    t = Time()
+    c = case(t.takes(1.0), torch=t.takes(1.5))
+    common = {"gemm": "mkl", "kernels": "v3", "date": "2026-01-02", "rounds": 3}
+    common |= {"machine": {"processor": "Abacus", "cores": 2, "torch": "2.13.0"}}
+    lines = [result(c, compare(c, 3, t), n, Limits(40.0, 80.0), True) | common for n in (1, 2, 1)]
+    assert table(lines).splitlines() == [
+        "| kernel | case | 1 thread | 2 threads | bar | at most |",
+        "| --- | --- | ---: | ---: | ---: | --- |",
+        "| norm | small | 1.50 (missed) | 1.50 (missed) | 2.0 | 4 of 40 GB/s |",
+        "",
+        "Measured on 2026-01-02 by `make bench-kernels`: Abacus, 2 cores, kernels for v3, torch 2.13.0, "
+        "GEMMs by mkl, medians of 3 rounds.",
+    ]
+
+
+def test_the_page_has_one_place_for_the_table() -> None:
+    assert len(MARKED.findall(PAGE.read_text())) == 1
 
 
 @pytest.mark.kernels
