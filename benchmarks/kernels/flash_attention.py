@@ -1,7 +1,7 @@
 """Causal attention, forward and backward, against torch's own: the shapes of GPT-85M, and longer ones.
 
-The bars are for float32 and were set against matrix products by MKL; torch's attention takes the route of `mm`,
-and by oneDNN it is up to twice as fast.
+The bars are for float32 and were set against products by MKL; torch's attention takes the route of its other
+products, and by oneDNN it is up to twice as fast.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-
 from benchmarks.kernels.harness import Case
+
 from mpipipe.ops import flash_attention
 
 Tensor = torch.Tensor

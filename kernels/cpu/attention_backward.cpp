@@ -169,7 +169,7 @@ void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, S
                         Strides dq_strides, T* dk, Strides dk_strides, T* dv, Strides dv_strides, int threads) {
     const Problem p{batch, heads, key_heads, queries, keys, width, causal, scale, key_lengths, key_mask};
     const size_t groups = groups_for(16, batch * key_heads, (keys + kKeys - 1) / kKeys);
-    const Backward<T> backward{p,   {q, q_strides},     {k, k_strides},   {v, v_strides},   {o, o_strides}, {d_o, d_o_strides},
+    const Backward<T> backward{p, {q, q_strides}, {k, k_strides}, {v, v_strides}, {o, o_strides}, {d_o, d_o_strides},
                                lse, {dq, dq_strides}, {dk, dk_strides}, {dv, dv_strides}, groups};
     std::vector<Floats> sums(batch * key_heads * groups);
     parallel_for(sums.size(), threads, [&](size_t i) {
