@@ -28,7 +28,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels), a scalar: float32 (float64 of float64).
+    """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels): a scalar in float32 or float64.
 
     x (N, d), weight (V, d), bias (V,) floating point of one dtype; labels (N,) int64, each in [0, V) or
     ignore_index. Under autocast the products are made in its dtype. label_smoothing as
