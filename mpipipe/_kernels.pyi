@@ -31,4 +31,48 @@ def attention_f32(*problem_and_results: Any) -> None: ...  # kernels/include/mpi
 def attention_bf16(*problem_and_results: Any) -> None: ...
 def attention_backward_f32(*problem_and_results: Any) -> None: ...
 def attention_backward_bf16(*problem_and_results: Any) -> None: ...
+def cross_entropy_forward_f32(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
+    threads: int,
+) -> None: ...  # fmt: skip
+def cross_entropy_backward_f32(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
+    on_label: float, on_all: float, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def embedding_backward_f32(
+    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
+) -> None: ...
+def cross_entropy_forward_bf16(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
+    threads: int,
+) -> None: ...  # fmt: skip
+def cross_entropy_backward_bf16(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
+    on_label: float, on_all: float, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def embedding_backward_bf16(
+    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
+) -> None: ...
+def reference_cross_entropy_forward_f32(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
+    threads: int,
+) -> None: ...  # fmt: skip
+def reference_cross_entropy_backward_f32(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
+    on_label: float, on_all: float, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def reference_embedding_backward_f32(
+    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
+) -> None: ...
+def reference_cross_entropy_forward_bf16(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
+    threads: int,
+) -> None: ...  # fmt: skip
+def reference_cross_entropy_backward_bf16(
+    logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
+    on_label: float, on_all: float, scale: float, threads: int,
+) -> None: ...  # fmt: skip
+def reference_embedding_backward_bf16(
+    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
+) -> None: ...
 def evict(p: int, nbytes: int) -> bool: ...

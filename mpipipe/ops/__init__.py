@@ -6,6 +6,8 @@ from mpipipe.ops.attention import attention
 from mpipipe.ops.draws import bernoulli, bernoulli_like, integers, normal, normal_like, uniform, uniform_like
 from mpipipe.ops.dropout import dropout
 from mpipipe.ops.flash_attention import flash_attention
+from mpipipe.ops.embedding import embedding
+from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
 from mpipipe.ops.native import KERNELS_VERSION, kernels
 from mpipipe.ops.norms import norms
 from mpipipe.ops.philox import philox_words, stream_key
@@ -21,8 +23,10 @@ __all__ = [
     "draws",
     "dropout",
     "flash_attention",
+    "embedding",
     "integers",
     "kernels",
+    "linear_cross_entropy",
     "normal",
     "normal_like",
     "norms",

@@ -1,13 +1,14 @@
-"""The logits of a linear layer and their cross entropy, tile by tile of the vocabulary: they never exist as a whole.
+"""The logits of a linear layer and their cross entropy, tile by tile of the vocabulary.
 
     forward   for each tile of weight   logits = x @ tile.T             largest and sum online, per token
     backward  for each tile, last first  logits again, in place to their gradient g
                                          dx += g @ tile     dtile += g.T @ x
 
-Wijmans et al. 2024 ("Cut your losses"), with torch's own products around the kernel `cross_entropy`. The gradient of
-a token's logits needs its sum over all tiles, so the logits are computed twice; but the last tile of forward is
-kept and is the first of backward. The other way, gradients made in forward from whole rows of logits (Hsu et al. 2024,
-"Liger"), is 3 products instead of nearly 4, and holds a gradient of the weight's size from forward to backward.
+Wijmans et al. 2024 ("Cut your losses"), with torch's own products around the kernel `cross_entropy`. The
+gradient of a token's logits needs its sum over all tiles, so the logits are computed twice; but the last tile
+of forward is kept and is the first of backward. The other way, gradients made in forward from whole rows of
+logits (Hsu et al. 2024, "Liger"), is 3 products instead of nearly 4, and holds a gradient of the weight's
+size from forward to backward.
 
 Invariants
   1. Tiles follow from the shapes alone, never from threads or free memory: the same bits each time.
@@ -60,15 +61,15 @@ class _Tile(NamedTuple):
 
 
 def _tile_shape(tokens: int, entries: int, width: int) -> tuple[int, int]:
-    """Rows and columns of the largest tile: equal parts, of a quarter of the weight's size at most where tokens are
-    few enough for products of a good size."""
+    """Rows and columns of the largest tile: equal parts, a quarter of the weight's size at most, unless the
+    products would be too small."""
     rows = _part(tokens, _ROWS, 1)
     logits = max(entries * width // 4, _ALWAYS)
     return rows, _part(entries, max(_COLUMNS, logits // max(rows, 1)), 64)
 
 
 def _part(whole: int, most: int, step: int) -> int:
-    """Size of equal parts of `whole` that have at most about `most`, a multiple of `step` unless it is all."""
+    """Size of equal parts of `whole`, each about `most` or less; a multiple of `step` unless it is all."""
     parts = -(-whole // most) if whole else 1
     return min(whole, -(-whole // (parts * step)) * step)
 
@@ -114,7 +115,7 @@ def forward(
     ignore_index: int,
     smoothing: float,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Loss (), log-sum-exp (N,) and, with `keep`, the buffer whose beginning is the last tile of logits."""
     (tokens, width), entries = x.shape, weight.shape[0]
     x, labels, bias = x.contiguous(), labels.contiguous(), None if bias is None else bias.float().contiguous()
@@ -134,35 +135,18 @@ def forward(
     losses.masked_fill_(labels == ignore_index, 0.0)
     # parts of one size: torch splits a longer sum by threads
     loss = sum((part.sum() for part in losses.split(_ROWS)), start=losses.new_zeros(()))
-    return loss.float(), log_sum.float(), buffer if keep else x.new_empty(0)
-
-
-def fake_forward(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns = _tile_shape(x.shape[0], weight.shape[0], x.shape[1])
-    wide = torch.float32
-    return (
-        x.new_empty((), dtype=wide),
-        x.new_empty(x.shape[0], dtype=wide),
-        x.new_empty(rows * columns if keep else 0),
-    )
+    return loss.float(), log_sum.float(), buffer if keep else None
 
 
 @torch.no_grad()
 def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor, kept: Tensor,
+    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor,
+    kept: Tensor | None,
     ignore_index: int, smoothing: float, want: tuple[bool, bool, bool], into: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias where `want` says so; that of weight added to `into` if it is given.
 
-    kept: the buffer of forward, whose tile is used up; or an empty one: all tiles are computed again."""
+    kept: the buffer of forward, whose tile is used up; or None: all tiles are computed again."""
     (tokens, width), entries = x.shape, weight.shape[0]
     x, labels, wide_bias = (
         x.contiguous(),
@@ -173,8 +157,8 @@ def backward(
     dx = torch.zeros(x.shape, dtype=torch.float32) if want[0] else None
     dw = (torch.zeros_like(weight) if into is None else into) if want[1] else None
     db = torch.zeros(entries, dtype=torch.float32) if want[2] else None
-    ready = kept.numel() > 0
-    buffer = kept if ready else x.new_empty(rows * columns)
+    ready = kept is not None
+    buffer = x.new_empty(rows * columns) if kept is None else kept
     shares = (1.0 - smoothing, smoothing / max(entries, 1), float(grad))
     threads = torch.get_num_threads()
     for tile in reversed(list(_tiles(tokens, entries, width))):

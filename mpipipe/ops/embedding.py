@@ -3,8 +3,8 @@
     forward   y[...] = weight[indices[...]]                     torch's own
     backward  weight.grad[indices[...]] += dy[...]              row by row, in the order of the tokens
 
-No gradient of the table's size is made, zeroed or added where `.grad` exists (mpipipe/ops/gradients.py says when);
-elsewhere a dense one is returned, as torch does. The same bits for any number of threads.
+No gradient of the table's size is made, zeroed or added where `.grad` exists (mpipipe/ops/gradients.py says
+when); elsewhere a dense one is returned, as torch does. The same bits for any number of threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpipipe.ops.gradients import destination
+from mpipipe.ops.gradients import destination, has_data
 from mpipipe.ops.library import define, differentiate, traced
 from mpipipe.ops.native import kernels
 
@@ -28,8 +28,8 @@ _KERNELS = (
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Rows of weight: indices (...) int64 or int32, weight (V, d) -> (..., d).
 
-    padding_idx: an entry, negative ones from the end, that gets no gradient. Raises ValueError for a table that has
-    not two dimensions, for indices of another dtype or device and for an index outside of the table."""
+    padding_idx: an entry, negative ones from the end, that gets no gradient. Raises ValueError for a table
+    that has not two dimensions, for indices of another dtype or device, for an index outside of the table."""
     if (
         weight.dim() != 2
         or indices.dtype not in (torch.int64, torch.int32)
@@ -37,8 +37,8 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
     ):
         raise ValueError(
             f"embedding of indices {tuple(indices.shape)} {indices.dtype} on {indices.device} in a table "
-            f"{tuple(weight.shape)} on {weight.device}: indices must be int64 or int32, the table (V, d), both on "
-            "one device"
+            f"{tuple(weight.shape)} on {weight.device}: indices must be int64 or int32, the table (V, d), "
+            "both on one device"
         )
     padding = _padding(padding_idx, weight.shape[0])
     try:
@@ -75,11 +75,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
     (indices,) = ctx.saved_tensors
-    kernel = _KERNELS.get(dy.dtype) if dy.device.type == "cpu" and not traced(dy) else None
-    grad = None if kernel is None else destination(ctx, 1)
+    served = dy.dtype in _KERNELS and dy.device.type == "cpu" and has_data(dy)
+    grad = destination(ctx, 1) if served else None
     if grad is None:
         return None, _dense(dy, indices, ctx.entries, ctx.padding), None
-    _add_rows(dy, indices, ctx.padding, grad)
+    add_rows(dy, indices, ctx.padding, grad)
     return None, None, None
 
 
@@ -87,7 +87,7 @@ def _dense(dy: Tensor, indices: Tensor, entries: int, padding: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(dy, indices, entries, padding, False)
 
 
-def _add_rows(dy: Tensor, indices: Tensor, padding: int, gradient: Tensor) -> None:
+def add_rows(dy: Tensor, indices: Tensor, padding: int, gradient: Tensor) -> None:
     """gradient[indices[i]] += dy[i] for i = 0, 1, ...; dy (..., d) of the dtype of gradient (V, d)."""
     width = gradient.shape[1]
     dy, indices = dy.contiguous(), indices.to(torch.int64).contiguous()
