@@ -9,9 +9,13 @@
 #include "mpipipe/embedding.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/norms.h"
+#include "mpipipe/bias_gelu.h"
+#include "mpipipe/evict.h"
+#include "mpipipe/math.h"
 #include "mpipipe/norm.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
+#include "mpipipe/swiglu.h"
 
 namespace py = pybind11;
 using namespace mpipipe;
@@ -30,6 +34,13 @@ void words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t
 
 void reference_words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t* out, size_t n) {
     reference::words({key, step, micro}, start, n, out, 1);
+}
+
+float normal_cdf(float x) { return normal(x).cdf; }
+
+template <float function(float)>
+void each(const float* x, float* y, size_t n) {
+    for (size_t i = 0; i < n; ++i) y[i] = function(x[i]);
 }
 
 }  // namespace
@@ -80,6 +91,19 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "rms_norm_bf16", &cpu::rms_norm<bf16>);
     def(m, "rms_norm_backward_f32", &cpu::rms_norm_backward<float>);
     def(m, "rms_norm_backward_bf16", &cpu::rms_norm_backward<bf16>);
+    def(m, "bias_gelu_f32", &cpu::bias_gelu<float, float>);
+    def(m, "bias_gelu_bf16", &cpu::bias_gelu<bf16, bf16>);
+    def(m, "bias_gelu_bf16_f32", &cpu::bias_gelu<bf16, float>);
+    def(m, "bias_gelu_backward_f32", &cpu::bias_gelu_backward<float, float>);
+    def(m, "bias_gelu_backward_bf16", &cpu::bias_gelu_backward<bf16, bf16>);
+    def(m, "bias_gelu_backward_bf16_f32", &cpu::bias_gelu_backward<bf16, float>);
+    def(m, "swiglu_f32", &cpu::swiglu<float>);
+    def(m, "swiglu_bf16", &cpu::swiglu<bf16>);
+    def(m, "swiglu_backward_f32", &cpu::swiglu_backward<float>);
+    def(m, "swiglu_backward_bf16", &cpu::swiglu_backward<bf16>);
+    def(m, "math_exp", &each<exp_>);  // for the tests of math.h
+    def(m, "math_sigmoid", &each<sigmoid>);
+    def(m, "math_normal_cdf", &each<normal_cdf>);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
+#include "mpipipe/or_constant.h"
 #include "mpipipe/partial.h"
 #include "mpipipe/threads.h"
 
@@ -57,14 +57,6 @@ void scale(const T* s, const T* weight, const T* bias, float mean, float rstd, T
     for (size_t i = 0; i < d; ++i)
         y[i] = narrow<T>((wide(s[i]) - mean) * rstd * wide(weight[i]) + wide(bias[i]));
 }
-
-// A vector that stands for a missing weight or bias: loops need no second form.
-template <typename T>
-struct OrConstant {
-    OrConstant(const T* given, float value, size_t d) : own(given ? 0 : d, narrow<T>(value)), p(given ? given : own.data()) {}
-    const std::vector<T> own;
-    const T* const p;
-};
 
 // RMS norm is layer norm with the mean taken as 0: `mean` is null.
 template <typename T>
