@@ -41,4 +41,13 @@ LOOPS = {
     "layer_norm_backward_bf16": Loop(r"cpu::.*\bbackward<true, mpipipe::bf16>", FUSED, ARM_FUSED),
     "rms_norm_backward_f32": Loop(r"cpu::.*\bbackward<false, float>", FUSED, ARM_FUSED),
     "rms_norm_backward_bf16": Loop(r"cpu::.*\bbackward<false, mpipipe::bf16>", FUSED, ARM_FUSED),
+    "cross_entropy_forward": Loop(r"cpu::.*\badd_block\(", FUSED, ARM_FUSED, 4),
+    "cross_entropy_backward_f32": Loop(r"cpu::cross_entropy_backward<float>", FUSED, ARM_FUSED, 4),
+    "cross_entropy_backward_bf16": Loop(r"cpu::cross_entropy_backward<mpipipe::bf16>", FUSED, ARM_FUSED, 4),
+    "bias_gelu_f32": Loop(r"cpu::bias_gelu<float, float>", FUSED, ARM_FUSED, 4),
+    "bias_gelu_bf16": Loop(r"cpu::bias_gelu<mpipipe::bf16, mpipipe::bf16>", FUSED, ARM_FUSED, 4),
+    "swiglu_f32": Loop(r"cpu::swiglu<float>", FUSED, ARM_FUSED, 4),
+    "swiglu_bf16": Loop(r"cpu::swiglu<mpipipe::bf16>", FUSED, ARM_FUSED, 4),
+    "swiglu_backward_f32": Loop(r"cpu::swiglu_backward<float>", FUSED, ARM_FUSED, 4),
+    "swiglu_backward_bf16": Loop(r"cpu::swiglu_backward<mpipipe::bf16>", FUSED, ARM_FUSED, 4),
 }
