@@ -40,8 +40,7 @@ FORWARD, BACKWARD = (
         },
     )
 )
-_ROWS = 1024  # tokens of a tile at most: oneDNN's products of more are slower
-_SHARE = 2  # the weight's size over that of the largest tile
+_ROWS = 4096  # tokens of a tile at most
 _COLUMNS = 512  # vocabulary entries of a tile at least: products of fewer are slow
 _ALWAYS = 1 << 20  # logits that are not worth a second product
 
@@ -62,10 +61,10 @@ class _Tile(NamedTuple):
 
 
 def _tile_shape(tokens: int, entries: int, width: int) -> tuple[int, int]:
-    """Rows and columns of the largest tile: equal parts, half of the weight's size at most, unless the
+    """Rows and columns of the largest tile: equal parts, a quarter of the weight's size at most, unless the
     products would be too small."""
     rows = _part(tokens, _ROWS, 1)
-    logits = max(entries * width // _SHARE, _ALWAYS)
+    logits = max(entries * width // 4, _ALWAYS)
     return rows, _part(entries, max(_COLUMNS, logits // max(rows, 1)), 64)
 
 
