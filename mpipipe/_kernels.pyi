@@ -39,9 +39,6 @@ def cross_entropy_backward_f32(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
     on_label: float, on_all: float, scale: float, threads: int,
 ) -> None: ...  # fmt: skip
-def embedding_backward_f32(
-    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
-) -> None: ...
 def cross_entropy_forward_bf16(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
     threads: int,
@@ -50,9 +47,6 @@ def cross_entropy_backward_bf16(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
     on_label: float, on_all: float, scale: float, threads: int,
 ) -> None: ...  # fmt: skip
-def embedding_backward_bf16(
-    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
-) -> None: ...
 def reference_cross_entropy_forward_f32(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
     threads: int,
@@ -61,9 +55,6 @@ def reference_cross_entropy_backward_f32(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
     on_label: float, on_all: float, scale: float, threads: int,
 ) -> None: ...  # fmt: skip
-def reference_embedding_backward_f32(
-    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
-) -> None: ...
 def reference_cross_entropy_forward_bf16(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
     threads: int,
@@ -72,7 +63,4 @@ def reference_cross_entropy_backward_bf16(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
     on_label: float, on_all: float, scale: float, threads: int,
 ) -> None: ...  # fmt: skip
-def reference_embedding_backward_bf16(
-    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
-) -> None: ...
 def evict(p: int, nbytes: int) -> bool: ...

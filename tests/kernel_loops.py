@@ -35,8 +35,6 @@ LOOPS = {
     "accumulate": Loop(r"cpu::.*\badd<(true|false)>", "vaddps", "fadd", 2),
     "attention_products": Loop(r"mpipipe::block<|cpu::.*\b(Forward|Backward)<", FUSED, ARM_FUSED, 8, FIXED),
     "attention_weights": Loop(r"cpu::.*\bweigh\(", FUSED, ARM_FUSED, 4, FIXED),
-    "embedding_f32": Loop(r"cpu::embedding_backward<float>", "vaddps", "fadd"),
-    "embedding_bf16": Loop(r"cpu::embedding_backward<mpipipe::bf16>", "vaddps", "fadd"),
     "layer_norm_backward_f32": Loop(r"cpu::.*\bbackward<true, float>", FUSED, ARM_FUSED),
     "layer_norm_backward_bf16": Loop(r"cpu::.*\bbackward<true, mpipipe::bf16>", FUSED, ARM_FUSED, 1, FIXED),
     "rms_norm_backward_f32": Loop(r"cpu::.*\bbackward<false, float>", FUSED, ARM_FUSED),
