@@ -8,7 +8,7 @@ Invariants
   1. With `residual` the bits are those of the addition, then the norm without it, in both directions: a cut
      may fall between them. What is kept for backward is s, and two numbers a row.
   2. The bits do not depend on the number of threads.
-  3. float32 and bfloat16 on the CPU go to kernels/cpu/norm.cpp, which computes in float32. All else is
+  3. float32 and bfloat16 on the CPU go to kernels/cpu/layer_norm.cpp, which computes in float32. All else is
      computed by torch: other dtypes and devices, a weight of another dtype than x, a package without kernels.
 """
 
