@@ -85,33 +85,37 @@ struct RowSums {
 
 // Adds the row to the sums of dy * h and dy over rows as well.
 template <bool centred, typename T>
-RowSums row_sums(const T* dy, const T* s, const T* weight, float mean, float rstd, float* __restrict dweight,
-                 float* __restrict dbias, size_t d) {
-    RowSums sums{0, 0};
-    for (size_t first = 0; first < d; first += kRun) {
-        const size_t last = std::min(d, first + kRun);
-        float sum_g = 0, sum_gh = 0;
+void run_sums(const T* __restrict dy, const T* __restrict s, const T* __restrict weight, float mean, float rstd,
+              float* __restrict dweight, float* __restrict dbias, size_t n, RowSums& sums) {
+    float sum_g = 0, sum_gh = 0;
 #pragma omp simd reduction(+ : sum_g, sum_gh)
-        for (size_t i = first; i < last; ++i) {
-            const float h = (wide(s[i]) - mean) * rstd, dyi = wide(dy[i]), g = dyi * wide(weight[i]);
-            dweight[i] += dyi * h;
-            sum_gh += g * h;
-            if (centred) {
-                dbias[i] += dyi;
-                sum_g += g;
-            }
+    for (size_t i = 0; i < n; ++i) {
+        const float h = (wide(s[i]) - mean) * rstd, dyi = wide(dy[i]), g = dyi * wide(weight[i]);
+        dweight[i] += dyi * h;
+        sum_gh += g * h;
+        if (centred) {
+            dbias[i] += dyi;
+            sum_g += g;
         }
-        sums.g += sum_g;
-        sums.gh += sum_gh;
     }
+    sums.g += sum_g;
+    sums.gh += sum_gh;
+}
+
+template <bool centred, typename T>
+RowSums row_sums(const T* dy, const T* s, const T* weight, float mean, float rstd, float* sum, size_t d) {
+    RowSums sums{0, 0};
+    for (size_t at = 0; at < d; at += kRun)
+        run_sums<centred>(dy + at, s + at, weight + at, mean, rstd, sum + at, sum + d + at, std::min(kRun, d - at),
+                          sums);
     return sums;
 }
 
 // dx = rstd * (g - mean(g) - h * mean(g * h)), its last step a subtraction: with `ds` to add, a compiler that fuses
 // multiplications with additions has none left, and the bits are those of an addition made later.
 template <bool add_ds, typename T>
-void row_gradient(const T* dy, const T* ds, const T* s, const T* weight, float mean, float rstd, float mean_g,
-                  float mean_gh, T* __restrict dx, size_t d) {
+void row_gradient(const T* __restrict dy, const T* __restrict ds, const T* __restrict s, const T* __restrict weight,
+                  float mean, float rstd, float mean_g, float mean_gh, T* __restrict dx, size_t d) {
 #pragma omp simd
     for (size_t i = 0; i < d; ++i) {
         const float h = (wide(s[i]) - mean) * rstd, g = wide(dy[i]) * wide(weight[i]);
@@ -130,7 +134,7 @@ void backward(const T* dy, const T* ds, const T* s, const T* weight, const float
             for (size_t r = first; r < last; ++r) {
                 const size_t at = r * d;
                 const float centre = centred ? mean[r] : 0.0f, scaling = rstd[r];
-                const RowSums row = row_sums<centred>(dy + at, s + at, w.p, centre, scaling, sum, sum + d, d);
+                const RowSums row = row_sums<centred>(dy + at, s + at, w.p, centre, scaling, sum, d);
                 const float mean_g = static_cast<float>(scaling * row.g / d);
                 const float mean_gh = static_cast<float>(scaling * row.gh / d);
                 if (ds)
