@@ -39,6 +39,8 @@ LOOPS = {
     "embedding_bf16": Loop(r"cpu::embedding_backward<mpipipe::bf16>", "vaddps", "fadd"),
     "layer_norm_backward_f32": Loop(r"cpu::.*\bbackward<true, float>", FUSED, ARM_FUSED),
     "layer_norm_backward_bf16": Loop(r"cpu::.*\bbackward<true, mpipipe::bf16>", FUSED, ARM_FUSED),
+    "norm_sums_f32": Loop(r"cpu::.*\brun_sum<true, float>", FUSED, ARM_FUSED, 4),
+    "norm_sums_bf16": Loop(r"cpu::.*\brun_sum<true, mpipipe::bf16>", FUSED, ARM_FUSED, 4),
     "rms_norm_backward_f32": Loop(r"cpu::.*\bbackward<false, float>", FUSED, ARM_FUSED),
     "rms_norm_backward_bf16": Loop(r"cpu::.*\bbackward<false, mpipipe::bf16>", FUSED, ARM_FUSED),
     "cross_entropy_forward": Loop(r"cpu::.*\badd_block\(", FUSED, ARM_FUSED, 4),
