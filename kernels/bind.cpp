@@ -11,7 +11,7 @@
 #include "mpipipe/bias_gelu.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/math.h"
-#include "mpipipe/norm.h"
+#include "mpipipe/layer_norm.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
 #include "mpipipe/swiglu.h"

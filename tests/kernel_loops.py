@@ -37,6 +37,8 @@ LOOPS = {
     "attention_weights": Loop(r"cpu::.*\bweigh\(", FUSED, ARM_FUSED, 4, FIXED),
     "layer_norm_backward_f32": Loop(r"cpu::.*\bbackward<true, float>", FUSED, ARM_FUSED),
     "layer_norm_backward_bf16": Loop(r"cpu::.*\bbackward<true, mpipipe::bf16>", FUSED, ARM_FUSED, 1, FIXED),
+    "norm_sums_f32": Loop(r"cpu::.*\brun_sum<true, float>", FUSED, ARM_FUSED, 4),
+    "norm_sums_bf16": Loop(r"cpu::.*\brun_sum<true, mpipipe::bf16>", FUSED, ARM_FUSED, 4),
     "rms_norm_backward_f32": Loop(r"cpu::.*\bbackward<false, float>", FUSED, ARM_FUSED),
     "rms_norm_backward_bf16": Loop(r"cpu::.*\bbackward<false, mpipipe::bf16>", FUSED, ARM_FUSED, 1, FIXED),
     "cross_entropy_forward": Loop(r"cpu::.*\badd_block\(", FUSED, ARM_FUSED, 4, FIXED),

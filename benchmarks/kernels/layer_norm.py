@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.harness import Case
-from mpipipe.ops.norm import layer_norm, rms_norm
+from mpipipe.ops.layer_norm import layer_norm, rms_norm
 
 Tensor = torch.Tensor
 SHAPES = [(2048, 768), (4096, 1024)]
