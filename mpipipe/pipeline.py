@@ -50,7 +50,7 @@ from mpipipe.runtime.foreign import Factory, UserOptimizer
 from mpipipe.runtime.gemm import Prober
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.loading import with_loading
-from mpipipe.runtime.op_table import Decision, decide, described, table_name
+from mpipipe.runtime.op_table import Decision, decide, in_words, table_name
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
@@ -270,11 +270,11 @@ class Pipeline:
         return reason
 
     def _settle_ops(self, table: Mapping[str, str] | None, variants: Variants, cost_cache: bool) -> str:
-        """Which operators are our own: those that are faster here, unless it is given; for people. Collective."""
+        """Which operators are our own: those that are faster here, unless it is given. For people; collective."""
         if self.numerics.bits == "torch":
             return ""
         if table is not None:
-            return described(Decision(dict(table), {}))
+            return in_words(Decision(dict(table), {}))
         cache = self._cache(cost_cache)
         kinds = self.comm.allgather_object(device_kind(self.numerics.instruction_set))
         name = table_name(kinds, variants, self.numerics)
@@ -283,7 +283,7 @@ class Pipeline:
         if self.rank == 0:
             cache.write(tables={name: decision.table})
         self.numerics = replace(self.numerics, op_table=decision.table)
-        return described(decision)
+        return in_words(decision)
 
     def _cache(self, on: bool) -> CostCache:
         kind = device_kind(self.numerics.instruction_set)

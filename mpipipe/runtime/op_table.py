@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mpipipe import ops
 from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.contest import Contest, Seconds
 from mpipipe.graph.variants import Variants
-from mpipipe import ops
 from mpipipe.ops import KERNELS_VERSION
 from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.setting import kernel_set
@@ -74,7 +74,7 @@ def gains(table: Table, times: Mapping[str, Sequence[Seconds]]) -> dict[str, flo
     return {kind: torch_s / max(ours_s, 1e-9) for kind, (torch_s, ours_s) in totals.items()}
 
 
-def described(decision: Decision) -> str:
+def in_words(decision: Decision) -> str:
     """What runs on kernels, for people: `kernels: flash_attention 2.10, layer_norm 1.40 times ...`."""
     if not decision.table:
         return "kernels: wherever there is one"

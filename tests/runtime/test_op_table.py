@@ -20,7 +20,7 @@ from mpipipe.config import parse
 from mpipipe.errors import ConfigError
 from mpipipe.graph.contest import Contest
 from mpipipe.runtime import op_table
-from mpipipe.runtime.op_table import Decision, described, gains, winner
+from mpipipe.runtime.op_table import Decision, gains, in_words, winner
 from mpipipe.runtime.setting import kernel_set
 
 FORMS = {"flash_attention", "layer_norm", "bias_gelu", "linear_cross_entropy", "embedding"}
@@ -47,9 +47,9 @@ def test_what_is_said_of_it() -> None:
     table = {"norm 8": "v4", "norm 16": "v4", "gate 8": "torch"}
     found = Decision(table, gains(table, times))
     assert found.gains == {"norm": 3.0}
-    assert described(found) == "kernels: norm 3.00 times as fast as torch; torch's: gate"
-    assert described(Decision(table, {})) == "kernels: norm, as before; torch's: gate"
-    assert described(Decision({"gate 8": "torch"}, {})) == "kernels: none; torch's: gate"
+    assert in_words(found) == "kernels: norm 3.00 times as fast as torch; torch's: gate"
+    assert in_words(Decision(table, {})) == "kernels: norm, as before; torch's: gate"
+    assert in_words(Decision({"gate 8": "torch"}, {})) == "kernels: none; torch's: gate"
 
 
 def test_the_heaviest_form_comes_first_and_each_has_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
