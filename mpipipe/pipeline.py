@@ -270,7 +270,7 @@ class Pipeline:
         return reason
 
     def _settle_ops(self, table: Mapping[str, str] | None, variants: Variants, cost_cache: bool) -> str:
-        """Which operators are our own: those that are faster here, unless it is given. For people; collective."""
+        """Which operators are our own: those that are faster here, unless given. For people; collective."""
         if self.numerics.bits == "torch":
             return ""
         if table is not None:

@@ -8,6 +8,8 @@ from torch.nn import functional
 
 from mpipipe.ops import embedding
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.fixture
 def threads():

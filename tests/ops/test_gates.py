@@ -16,6 +16,8 @@ from mpipipe.ops import swiglu as swiglu_module
 from mpipipe.ops.bias_gelu import bias_gelu
 from mpipipe.ops.swiglu import swiglu
 
+pytestmark = pytest.mark.kernels
+
 DTYPES = [torch.float32, torch.bfloat16]
 needs_kernels = pytest.mark.skipif(kernels is None, reason="the compiled kernels are not built")
 

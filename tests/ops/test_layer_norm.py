@@ -14,6 +14,8 @@ from mpipipe.ops import kernels
 from mpipipe.ops import layer_norm as module
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 
+pytestmark = pytest.mark.kernels
+
 DTYPES = [torch.float32, torch.bfloat16]
 CASES = [(centred, dtype) for centred in (True, False) for dtype in DTYPES]
 EPS = 1e-5

@@ -13,6 +13,8 @@ from mpipipe.ops import cross_entropy, linear_cross_entropy
 from mpipipe.ops.linear_cross_entropy import _by_torch
 from mpipipe.ops.native import kernels
 
+pytestmark = pytest.mark.kernels
+
 needs_kernels = pytest.mark.skipif(kernels is None, reason="the kernels are not built")
 SETS = ["base", "v3", "v4"] if instruction_set() in ("base", "v3", "v4") else ["base", "sve"]
 
