@@ -1,6 +1,6 @@
-"""The drawings of docs/concepts.md, made by the planner and the simulator that a run uses.
+"""The drawings of docs/concepts.md and docs/schedules.md, made by the planner and simulator that a run uses.
 
-    python docs/draw.py      writes docs/images/*.png and the drawn blocks of docs/concepts.md anew
+    python docs/draw.py      writes docs/images/*.png and the drawn blocks of both pages anew
 
 The costs are made up, the cuts, the orders and the times are not: `drawings` has the text of each block that
 the page marks with `<!-- drawn: NAME -->`, and tests/docs/test_docs.py compares.
@@ -13,9 +13,31 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpipipe.planner import SCHEDULES, live_micro_batches, partition, predict, program_for
+from mpipipe.errors import DeadlockError
+from mpipipe.planner import (
+    SCHEDULES,
+    live_micro_batches,
+    lower,
+    partition,
+    predict,
+    program_for,
+    prove,
+    simulate,
+)  # fmt: skip
+from mpipipe.planner.schedules import live_stages
 from mpipipe.report.draw import draw_png, draw_text
-from mpipipe.values import Cluster, Costs, Device, GroupCost, Layout, Link, Numerics, Timeline
+from mpipipe.values import (
+    Cluster,
+    Costs,
+    Device,
+    GroupCost,
+    Layout,
+    Link,
+    Numerics,
+    Schedule,
+    StageCost,
+    Timeline,
+)  # fmt: skip
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -88,6 +110,52 @@ def memory_text() -> str:
     return "\n".join(lines)
 
 
+def order(name: str) -> Schedule:
+    """A schedule on RANKS ranks."""
+    several = len(SCHEDULES[name](2, 2).codes) == 1
+    return SCHEDULES[name](2 * RANKS if several else RANKS, MICRO)
+
+
+def in_units(schedule: Schedule) -> Timeline:
+    """Forward, input gradient and weight gradient of a rank's layers take 2 units each, which its stages
+    share; links and the update cost nothing."""
+    share = 2 * RANKS / schedule.n_stages
+    stages = (StageCost(share, share, share, 0.0, 0, 1, 0, 0, 0),) * schedule.n_stages
+    ranks = (Device("cpu", 1.0, 1 << 40, 1),) * RANKS
+    program = lower(schedule, (), "per_use", receive_window=4, train=False)
+    return simulate(program, stages, Cluster(ranks, (0,) * RANKS, {"node": Link(0.0, 1e30)}))
+
+
+def unit_text(name: str) -> str:
+    """One unit is two columns; all drawings on one scale."""
+    timeline = in_units(order(name))
+    return draw_text(timeline, len("r0 |") + round(2 * timeline.makespan_s) + 1)
+
+
+def least_window(schedule: Schedule) -> int:
+    """Receives that each rank must post ahead so that the schedule is proved to end without any buffering."""
+    for window in itertools.count(1):
+        try:
+            prove(lower(schedule, (), "per_use", window))
+        except DeadlockError:
+            continue
+        return window
+    raise AssertionError
+
+
+def schedules_text() -> str:
+    lines = [f"{'':11}  {'step':>4}  {'idle':>5}  {'idle, own span':>14}  {'stashes, by rank':20}  window"]
+    for name in SCHEDULES:
+        schedule = order(name)
+        timeline, share = in_units(schedule), schedule.n_stages // RANKS
+        stashes = " ".join(f"{live / share:g}" for live in live_stages(schedule))
+        lines.append(
+            f"{name:11}  {timeline.makespan_s:4.0f}  {timeline.bubble:5.1%}  {timeline.bubble_rank:14.1%}  "
+            f"{stashes:20}  {least_window(schedule):6}"
+        )
+    return "\n".join(lines)
+
+
 def drawings() -> dict[str, str]:
     """Block -> its text."""
     return {
@@ -96,16 +164,19 @@ def drawings() -> dict[str, str]:
         "1f1b": draw_text(equal_stages("1f1b")),
         "bubble": bubble_text(),
         "memory": memory_text(),
+        "schedules": schedules_text(),
+        **{f"units {name}": unit_text(name) for name in SCHEDULES},
     }
 
 
 def main() -> None:
-    page = HERE / "concepts.md"
-    text = page.read_text()
-    for name, drawn in drawings().items():
-        block = re.compile(rf"(<!-- drawn: {name} -->\n```text\n).*?(```)", re.DOTALL)
-        text = block.sub(lambda found, drawn=drawn: f"{found[1]}{drawn}\n{found[2]}", text)
-    page.write_text(text)
+    drawn = drawings()
+    for page in (HERE / "concepts.md", HERE / "schedules.md"):
+        text = page.read_text()
+        for name, made in drawn.items():
+            block = re.compile(rf"(<!-- drawn: {name} -->\n```text\n).*?(```)", re.DOTALL)
+            text = block.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", text)
+        page.write_text(text)
     draw_png({name: equal_stages(name) for name in ("gpipe", "1f1b")}, HERE / "images" / "schedules.png")
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from mpipipe.config import Config
-from mpipipe.config.dotted import resolve
-from mpipipe.planner.schedules import register
+from mpipipe.own_schedules import make_known
 from mpipipe.runtime.optimizer import OptimizerSettings
 
 
 def schedule_name(config: Config) -> str:
-    """The name of the schedule; one of the user's own is made known under its dotted path."""
+    """The name of the schedule; one of the user's own is made known under its dotted path or
+    its file."""
     name = config.pipeline.schedule
-    if ":" in name:
-        register(name, resolve("pipeline.schedule", name))
+    make_known("pipeline.schedule", name)
     return name
 
 
@@ -21,4 +20,5 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
     return OptimizerSettings(
         kind=t.optimizer, lr=t.lr, betas=t.betas, eps=t.eps, momentum=t.momentum, weight_decay=t.weight_decay,
         warmup=t.warmup, min_lr_ratio=t.min_lr_ratio, steps=t.steps, clip=t.clip,
+        bits=t.bits,
     )  # fmt: skip

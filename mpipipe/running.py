@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import TimeLimit, stop_signals
-from mpipipe.cluster.launch import binding_advice
-from mpipipe.cluster.node import cores_available
+from mpipipe.cluster.launch import threads_advice
+from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
 from mpipipe.models import Built
@@ -64,9 +63,10 @@ class Run:
 
     def all(self) -> Report:
         pipe = self.pipe
-        for note in (_advice(self.comm, pipe.numerics.threads), self._missing()):
+        for note in (threads_advice(self.comm, pipe.numerics.threads), self._missing()):
             if note:
                 self.log.say(f"note: {note}")
+        self.log.say(f"{PRODUCTS}{pipe.gemm_why}")
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         if pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
@@ -208,6 +208,7 @@ class Run:
             plan_hash=pipe.plan.hash,
             stopped_by=stopped_by,
             exact_resume=self.data.exact,
+            products=f"{PRODUCTS}{pipe.gemm_why}",
         )
 
     def _stages(self) -> tuple[list[int], list[int]]:
@@ -241,10 +242,3 @@ class Run:
         launcher = ["mpirun", "-n", str(self.pipe.size)] if self.pipe.size > 1 else []
         place = [str(self.run_dir / CONFIG), f"run.dir={self.run_dir}"]
         return shlex.join([*launcher, "python", "-m", "mpipipe.train", *place, "--resume"])
-
-
-def _advice(comm: Communicator, threads: int) -> str | None:
-    """About threads and cores of the first node. Collective."""
-    cores = comm.allgather_object(cores_available())
-    on_first = [c for c, node in zip(cores, comm.node_of_rank, strict=True) if node == 0]
-    return binding_advice(len(frozenset().union(*on_first)), len(on_first), threads, len(cores[0]))

@@ -217,8 +217,9 @@ class Cluster(Value):
             return self
         talking: dict[str, set[int]] = {level: set() for level in LEVELS}
         for a, b in itertools.pairwise(order):
-            talking[self.level(a, b)] |= {a, b}
-        there = Counter(self.node_of_rank[rank] for rank in order)
+            if a != b:
+                talking[self.level(a, b)] |= {a, b}
+        there = Counter(self.node_of_rank[rank] for rank in set(order))
 
         def share(ranks: set[int]) -> float:
             found = Counter(self.node_of_rank[rank] for rank in ranks)
@@ -291,6 +292,9 @@ class StageCost(Value):
 # -- what to do --------------------------------------------------------------------------------
 
 
+Gemm = Literal["mkl", "onednn"]  # library of fp32 matrix products
+
+
 @dataclass(frozen=True)
 class Numerics(Value):
     """All that decides the bits of losses and weights. Resolved once, before step 0."""
@@ -300,11 +304,11 @@ class Numerics(Value):
     micro_batches: int
     blocks: int  # accumulation: micro-batches in order inside a block, blocks by a fixed tree
     threads: int  # per rank
-    bits: Literal["torch"]
-    gemm: Literal["mkl", "onednn"]
+    bits: Literal["torch", "fast"]  # torch: its own operators; fast: kernels, by op_table
+    gemm: Gemm
     precision: Literal["fp32", "bf16"]
     tied: Literal["per_use", "eager"]
-    op_table: dict[str, str]  # "op shape dtype" -> "torch" or a kernel; empty = all torch
+    op_table: dict[str, str]  # of bits = fast: "op shape dtype" -> "torch" or "fast", which is the default
     torch: str
     instruction_set: str
     seed: int
@@ -336,8 +340,12 @@ class Layout(Value):
         return len(self.ranks)
 
     @property
+    def n_ranks(self) -> int:
+        return len({rank for on in self.ranks for rank in on})
+
+    @property
     def order(self) -> tuple[int, ...]:
-        """The first rank of each stage."""
+        """The first rank of each stage; a rank comes as often as it has stages."""
         return tuple(ranks[0] for ranks in self.ranks)
 
 
@@ -510,9 +518,11 @@ class Timeline:
 
     @property
     def bubble_rank(self) -> float:
-        """Idle share of each rank's own span, mean over ranks (as in Qi et al. 2023)."""
+        """Idle share of each rank's own span, from the first that it computes to the last, mean over ranks
+        (as in Qi et al. 2023)."""
         shares = []
-        for rank, t in enumerate(self.times):
+        for rank in range(len(self.times)):
+            t = self.times[rank][_COMPUTES[self.program.codes[rank][:, 0]]]
             span = float(t[:, 1].max() - t[:, 0].min()) if len(t) else 0.0
             shares.append(1.0 - self.busy_s(rank) / span if span else 0.0)
         return float(np.mean(shares)) if shares else 0.0
@@ -555,3 +565,4 @@ class Report(Value):
     plan_hash: str
     stopped_by: str | None
     exact_resume: bool  # False: the data is a plain iterable, which a resumed run reads from its start
+    products: str = ""  # for people: by which library fp32 matrices were multiplied, and why

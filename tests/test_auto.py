@@ -16,10 +16,12 @@ from torch.nn import functional
 from mpipipe import Pipeline
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
+from mpipipe.cluster.routes import Route
 from mpipipe.errors import ConfigError, DataError, LaunchError, PlanError
+from mpipipe.graph import products
 from mpipipe.graph.profile import Profiler
 from mpipipe.pipeline import _micro_batches
-from mpipipe.runtime import costing
+from mpipipe.runtime import costing, gemm
 from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.values import Link, Numerics
@@ -186,3 +188,49 @@ def test_links_are_measured_for_the_first_size_alone(monkeypatch: pytest.MonkeyP
     run_local(1, lambda comm: pipeline(comm, say=said.append))
     assert any("costs of 1, " in line for line in said)  # and another size
     assert measured == [1]
+
+
+# -- gemm="auto" -------------------------------------------------------------------------------
+
+
+def test_the_route_is_measured_once_and_kept_by_checkpoints_and_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"onednn": 2e11}
+
+    def measured(*_: Any) -> tuple[Route, ...]:
+        return Route("mkl", 1e11, 3e-7, True), Route("onednn", rates["onednn"], 3e-7, True)
+
+    monkeypatch.setattr(products, "LEAST_FLOPS", 1.0)
+    monkeypatch.setattr(gemm, "measure", measured)
+    routes_set = list[str]()  # that the process would have
+    monkeypatch.setattr("mpipipe.pipeline.set_gemm_route", routes_set.append)
+
+    def begin(comm: Communicator) -> Pipeline:
+        pipe = pipeline(comm, micro_batches=2)
+        pipe.save(tmp_path / "c")
+        return pipe
+
+    first, second = run_local(2, begin)
+    assert first.numerics == second.numerics
+    assert (first.numerics.gemm, first.gemm_why[:23]) == ("onednn", "oneDNN, 2.00 times as f")
+    assert routes_set[-2:] == ["onednn"] * 2
+    rates["onednn"] = 1e10
+    for kept in ({"resume": tmp_path / "c"}, {"plan": replace(first.plan, costs=None)}):
+        pipe = run_local(2, lambda comm, kept=kept: pipeline(comm, micro_batches=2, **kept))[0]
+        assert (pipe.numerics.gemm, pipe.gemm_why) == ("onednn", "oneDNN, as given or chosen before")
+    assert run_local(1, lambda comm: pipeline(comm, micro_batches=2))[0].numerics.gemm == "mkl"
+    with pytest.raises(ConfigError, match="gemm: 'onednn' in the checkpoint, 'mkl' now"):
+        run_local(1, lambda comm: pipeline(comm, micro_batches=2, gemm="mkl", resume=tmp_path / "c"))
+
+
+def test_a_given_route_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LEAST_FLOPS", 1.0)
+    monkeypatch.setattr(gemm, "measure", lambda *_: pytest.fail("measured"))
+    pipe = run_local(1, lambda comm: pipeline(comm, micro_batches=2, gemm="mkl"))[0]
+    assert (pipe.numerics.gemm, pipe.gemm_why) == ("mkl", "MKL, as given or chosen before")
+
+
+def test_ranks_that_are_asked_for_other_routes_are_caught() -> None:
+    with pytest.raises(LaunchError, match="gemm"):
+        run_local(2, lambda comm: pipeline(comm, micro_batches=2, gemm="mkl" if comm.rank else "auto"))

@@ -66,6 +66,7 @@ def _of(kernel: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Case]:
             FORWARD_BAR, 4 * x.nbytes, 0.0,
         ),
         Case(
-            kernel, f"{name}, backward", backward(ours), {"norm, add": backward(torchs)}, bar, 4 * x.nbytes, 0.0
+            kernel, f"{name}, backward", backward(ours), {"norm, add": backward(torchs)}, bar,
+            4 * x.nbytes, 0.0
         ),
     ]  # fmt: skip

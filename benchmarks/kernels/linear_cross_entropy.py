@@ -4,9 +4,9 @@ micro-batch but the first; torch's chunks are the best of those tried."""
 from __future__ import annotations
 
 import torch
-from benchmarks.kernels.harness import Call, Case
 from torch.nn import functional
 
+from benchmarks.kernels.harness import Call, Case
 from mpipipe.ops import linear_cross_entropy
 
 WIDTH = 768

@@ -50,8 +50,12 @@ def agree(comm: Communicator, facts: Mapping[str, str], fix: str = SAME) -> None
 def surroundings(extension: str = "") -> dict[str, str]:
     """The facts of a process that decide bits and that no argument tells: code, and variables of the
     environment. extension: version text of the compiled extension."""
-    variables = {name: os.environ.get(name, "(not set)") for name in _VARIABLES}
-    return {"code": code_version(extension), **variables}
+    return {"code": code_version(extension), **variables()}
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Those of the environment that decide bits."""
+    return {name: environ.get(name, "(not set)") for name in _VARIABLES}
 
 
 def code_version(extension: str = "", rooms: Sequence[str] = (".",)) -> str:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpipipe.cluster.node import OPENMP_BINDS, cores_available
 from mpipipe.errors import LaunchError
+from mpipipe.planner.sizes import counted
 
 if TYPE_CHECKING:
     from mpipipe.cluster.comm import Communicator
@@ -112,10 +114,36 @@ def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> 
             f"`mpirun --bind-to none` or `--map-by slot:PE={threads}`, or set pipeline.threads={bound}"
         )
     idle = cores - ranks_on_node * threads
+    if idle < 0:
+        fit = cores // ranks_on_node
+        most = f"set pipeline.threads={fit}" if fit else f"start {cores} ranks per node at most"
+        return (
+            f"{ranks_on_node} ranks x {counted(threads, 'thread')} share {counted(cores, 'core')} of a node, "
+            f"and wait for each other; {most}"
+        )
     if idle > 0:
         use = f"{ranks_on_node} ranks x {threads} threads leave {idle} of {cores} cores idle"
         return f"{use}; start more ranks, or set pipeline.threads (changes the bits of the run)"
     return None
+
+
+def threads_advice(comm: Communicator, threads: int) -> str | None:
+    """What is amiss on the first node where something is, an idle core least. Collective."""
+    mine = (cores_available(), frozenset(os.sched_getaffinity(0)))
+    seen = comm.allgather_object(mine)
+    advices = []
+    for node in range(len(ranks_per_node(comm))):
+        here = [both for both, other in zip(seen, comm.node_of_rank, strict=True) if other == node]
+        granted = [cores for cores, _ in here]
+        if needs_sharing([bound for _, bound in here]) and not needs_sharing(granted):
+            return (
+                f"OpenMP binds the first threads of {len(here)} ranks to the same cores, as each may use "
+                f"all of them: unset {' '.join(OPENMP_BINDS)}, or let the launcher bind the ranks, "
+                f"`mpirun --map-by slot:PE={threads} --bind-to core`"
+            )
+        everywhere = frozenset().union(*granted)
+        advices.append(binding_advice(len(everywhere), len(here), threads, min(map(len, granted))))
+    return next((a for a in advices if a and "idle" not in a), advices[0])
 
 
 def load_advice(load: float, cores: int) -> str | None:

@@ -6,12 +6,16 @@ the root of the file system, so that a test can draw a node of its own.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path("/")
+OPENMP_BINDS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # where they are set
+BF16_UNITS = ("amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16", "svebf16")
 
 
 def cores_available(root: Path = ROOT) -> frozenset[int]:
@@ -19,9 +23,36 @@ def cores_available(root: Path = ROOT) -> frozenset[int]:
 
     A quota of CPU time (containers) takes away cores from the end: 2.5 cores' worth leaves two.
     """
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(cores_granted())
     quota = min(_cpu_quotas(root), default=math.inf)
     return frozenset(cores[: max(1, math.floor(min(quota, len(cores))))])
+
+
+def cores_granted() -> frozenset[int]:
+    """Those that the launcher left this process, wherever OpenMP has put its first thread since."""
+    return frozenset(os.sched_getaffinity(0)) | cores_of_openmp()
+
+
+def cores_of_openmp(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> frozenset[int]:
+    """The cores over which OpenMP binds its threads; none where it binds none, or is not loaded.
+
+    Asked to bind, the runtime moves the first thread of the process to one core as soon as it is loaded, so
+    that the mask of the process alone would look as if the launcher had granted one core.
+    """
+    if not any(environ.get(name) for name in OPENMP_BINDS):
+        return frozenset()
+    mapped = (line.split()[-1] for line in text(root / "proc/self/maps").splitlines())
+    runtime = next((path for path in mapped if re.search(r"/lib(gomp|omp|iomp5)\b[^/]*$", path)), "")
+    if not runtime:
+        return frozenset()
+    openmp, cores = ctypes.CDLL(runtime), set[int]()
+    if not openmp.omp_get_proc_bind():
+        return frozenset()
+    for place in range(openmp.omp_get_num_places()):
+        numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+        openmp.omp_get_place_proc_ids(place, numbers)
+        cores.update(numbers)
+    return frozenset(cores)
 
 
 def processor(root: Path = ROOT) -> str:
@@ -31,6 +62,15 @@ def processor(root: Path = ROOT) -> str:
         if key.strip() == "model name":
             return value.strip()
     return os.uname().machine
+
+
+def bf16_units(root: Path = ROOT) -> tuple[str, ...]:
+    """Of the processor, as the kernel calls them; none where it has none, or nobody says."""
+    for line in text(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return tuple(unit for unit in BF16_UNITS if unit in value.split())
+    return ()
 
 
 def load(root: Path = ROOT) -> float:

@@ -10,8 +10,9 @@ import os
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mpipipe.cluster.calibrate import memory_share
 from mpipipe.cluster.comm import Communicator
@@ -25,6 +26,7 @@ from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import cores_available
 from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.places import places
+from mpipipe.cluster.routes import Route, fastest, together
 from mpipipe.commands.arguments import positive
 from mpipipe.commands.output import writing
 from mpipipe.config.cluster import ClusterConfig, DeviceConfig, LinkConfig, LinksConfig
@@ -36,7 +38,7 @@ from mpipipe.runtime.costing import device_kind
 from mpipipe.runtime.routes import measure_routes, triad_bytes_per_s
 from mpipipe.runtime.setting import instruction_set, set_threads
 from mpipipe.state.files import write_text
-from mpipipe.values import Cluster
+from mpipipe.values import Cluster, Gemm
 
 LIMIT_S = 120.0  # it takes seconds; a rank that does not answer takes for ever
 ROUNDS = 3  # of the rates; the best counts, because what else runs on a machine only adds
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="where it is written (default: %(default)s)")  # fmt: skip
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="pipeline.threads of the training (default: %(default)s, as there)")  # fmt: skip
-    parser.add_argument("--gemm", choices=("mkl", "onednn"), default="mkl",
+    parser.add_argument("--gemm", choices=("auto", "mkl", "onednn"), default="auto",
                         help="kernels.gemm of the training (default: %(default)s, as there)")  # fmt: skip
     return parser
 
@@ -83,20 +85,25 @@ def _stuck(doing: str) -> None:
               "`python -m mpipipe doctor` tells more", flush=True)  # fmt: skip
 
 
-def calibrate(comm: Communicator, threads: int, gemm: str, file: Path, watch: Watch) -> str:
+def calibrate(
+    comm: Communicator, threads: int, gemm: Literal["auto"] | Gemm, file: Path, watch: Watch
+) -> str:
     """What to tell people; rank 0 has written the file. Collective. Raises ConfigError where it cannot be,
     LaunchError where a rank has fewer cores than threads."""
     begun = time.perf_counter()
     _check(comm, threads, file)
     busy = _busy(comm)
     watch.doing = "the rates"
-    ranks = comm.allgather_object(_rates(comm, threads, gemm))
+    measured = _measured(comm, threads)
+    by_rank = comm.allgather_object(measured.routes)
+    chosen: Gemm = fastest(together(by_rank)) if gemm == "auto" else gemm
+    ranks = comm.allgather_object(measured.rates(threads, memory_share(comm), chosen))
     watch.doing = "the links"
     where = places(comm, binding())
     links = measure_levels(comm, where)
     if comm.rank != 0:
         return ""
-    config = configured(ranks, where, links)
+    config = configured(ranks, where, links, chosen)
     spent_s = time.perf_counter() - begun
     head = f"{counted(comm.size, 'rank')} on {counted(len(set(comm.node_of_rank)), 'node')}, {spent_s:.1f} s"
     notes = [f"note: {said}" for said in (busy, _missing(where)) if said]
@@ -138,20 +145,35 @@ def _missing(where: Cluster) -> str | None:
     )
 
 
-def _rates(comm: Communicator, threads: int, gemm: str) -> Rates:
-    """Of this rank, while all others compute too. Collective."""
+@dataclass(frozen=True)
+class _Measured:
+    """Of this rank, the best of all rounds."""
+
+    routes: tuple[Route, ...]
+    bytes_per_s: float
+
+    def rates(self, threads: int, memory_bytes: int, gemm: Gemm) -> Rates:
+        flops = {route.name: route.flops_per_s for route in self.routes}
+        kind = device_kind(instruction_set())
+        return Rates(kind, threads, memory_bytes, flops[gemm], flops["bf16"], self.bytes_per_s)
+
+
+def _measured(comm: Communicator, threads: int) -> _Measured:
+    """While all others compute too. Collective."""
     set_threads(threads)
-    rounds = []
+    routes, nbytes = [], []
     for _ in range(ROUNDS):
         comm.barrier()
-        flops = {route.name: route.flops_per_s for route in measure_routes()}
+        routes.append(measure_routes())
         comm.barrier()
-        rounds.append((flops[gemm], flops["bf16"], triad_bytes_per_s()))  # type: ignore[index]
-    fp32, bf16, nbytes = (max(found) for found in zip(*rounds, strict=True))
-    return Rates(device_kind(instruction_set()), threads, memory_share(comm), fp32, bf16, nbytes)
+        nbytes.append(triad_bytes_per_s())
+    best = (max(of_route, key=lambda r: r.flops_per_s) for of_route in zip(*routes, strict=True))
+    return _Measured(tuple(best), max(nbytes))
 
 
-def configured(ranks: Sequence[Rates], where: Cluster, links: Mapping[str, MeasuredLink]) -> ClusterConfig:
+def configured(
+    ranks: Sequence[Rates], where: Cluster, links: Mapping[str, MeasuredLink], gemm: Gemm
+) -> ClusterConfig:
     """The file's value; figures are rounded, so that it is read back as the same."""
     devices = devices_of(ranks)
     one = DeviceConfig(**{k: v for k, v in devices[0] if k != "count"}) if len(devices) == 1 else None
@@ -167,7 +189,9 @@ def configured(ranks: Sequence[Rates], where: Cluster, links: Mapping[str, Measu
     keys: dict[str, Any] = {}
     for level, numbers in units.items():
         keys |= _regular(level, numbers, where.node_of_rank)
-    return ClusterConfig(device=one, devices=() if one else devices, links=LinksConfig(**found), **keys)
+    return ClusterConfig(
+        device=one, devices=() if one else devices, gemm=gemm, links=LinksConfig(**found), **keys
+    )
 
 
 def _regular(level: str, numbers: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:

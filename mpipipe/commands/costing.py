@@ -6,20 +6,23 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import Literal
 
 from mpipipe.checks import check_trained
+from mpipipe.cluster.routes import LIBRARIES
 from mpipipe.commands.machines import Machine
 from mpipipe.config import Config
 from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.planner.joint import Asked, Joint, counts_of, schedules_of
-from mpipipe.planner.sizing import costs_at, settle
+from mpipipe.planner.sizing import costs_at, settle, usual_size
 from mpipipe.runtime.costing import Updates
 from mpipipe.runtime.modelling import Found, costs_of, find
 from mpipipe.runtime.process import resident_memory
-from mpipipe.runtime.setting import numerics_of
-from mpipipe.values import Costs
+from mpipipe.runtime.setting import numerics_of, set_gemm_route
+from mpipipe.values import Costs, Gemm
 
 
 class Costing:
@@ -31,17 +34,34 @@ class Costing:
     ) -> None:
         p, t = config.pipeline, config.train
         self.counts = counts_of(t.batch, p.blocks) if p.micro_batches == "auto" else (p.micro_batches,)
+        asked = config.kernels.gemm
         numerics = numerics_of(
             batch=t.batch, micro_batches=self.counts[0], blocks=p.blocks, threads=machine.threads,
-            gemm=config.kernels.gemm, precision=t.precision, tied=p.tied, seed=t.seed,
+            gemm="mkl" if asked == "auto" else asked, precision=t.precision, tied=p.tied, bits=t.bits,
+            seed=t.seed,
         )  # fmt: skip
         schedules = schedules_of(schedule_name(config))
         self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks)
+        self._variants_of = cache(variants_of)
+        self.gemm_why = self._settle_gemm(machine, asked)
         self.at: dict[int, tuple[Variants, Found]] = {}
         self.base_bytes, self.seconds = 0, 0.0
-        self._machine, self._variants_of, self._unused = machine, variants_of, t.unused
+        self._machine, self._unused = machine, t.unused
         self._optimizer, self._memory = optimizer_settings(config), resident_memory()
         self._update_s = Updates(0.0, 0.0, 0.0)
+
+    def _settle_gemm(self, machine: Machine, asked: Literal["auto"] | Gemm) -> str:
+        """The route of the matrix products, and why it is this one."""
+        if asked == "auto":
+            sizes = self.asked.sizes
+            rows = usual_size(self.asked, sizes[1:] or sizes)
+            gemm, why = machine.gemm(lambda: self._variants_of(rows), self.asked.numerics)
+            self.asked = replace(self.asked, numerics=replace(self.asked.numerics, gemm=gemm))
+        else:
+            gemm, why = asked, f"{LIBRARIES[asked]}, as kernels.gemm says"
+        if machine.timed:
+            set_gemm_route(gemm)
+        return why
 
     def search(self, budget_s: float = math.inf) -> Joint:
         """The best plan, or the best so far when the time is used. Raises PlanError."""

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpipipe.commands import run
-from mpipipe.config.dotted import resolve
 from mpipipe.errors import PlanError, ReportError
-from mpipipe.planner.schedules import SCHEDULES, register
+from mpipipe.own_schedules import make_known
 from mpipipe.planner.search import expect, program_for, sizes_of_messages
 from mpipipe.report.draw import draw_png, draw_texts
 from mpipipe.report.perfetto import write_perfetto
@@ -75,8 +74,7 @@ def _of_run(folder: Path) -> tuple[Timelines, Sizes | None]:
 def _of_plan(path: Path) -> tuple[Timelines, Sizes]:
     plan, costs = _with_costs(path)
     schedule, names = plan.layout.schedule, [group.name for group in costs.groups]
-    if ":" in schedule and schedule not in SCHEDULES:
-        register(schedule, resolve("layout.schedule", schedule))
+    make_known("layout.schedule", schedule, again=False)
     program = program_for(plan.layout, plan.numerics, costs.ties, names)
     # also where it does not fit into memory: that is to be seen
     timeline = expect(costs, plan.layout, program, names)[1]

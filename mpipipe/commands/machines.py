@@ -7,17 +7,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from mpipipe.cluster.assumed import like_this_node, ranks_per_node
-from mpipipe.cluster.node import cores_available
+from mpipipe.cluster.node import cache_folder, cores_available
+from mpipipe.cluster.routes import LIBRARIES
 from mpipipe.config import Config
 from mpipipe.config.cluster import ClusterConfig
 from mpipipe.errors import PlanError
 from mpipipe.graph.rates import Rates, Roofline, Trials
+from mpipipe.graph.variants import Variants
 from mpipipe.planner.sizes import size_text
-from mpipipe.runtime.costing import Updates, update_times
+from mpipipe.runtime.costing import Updates, device_kind, update_times
+from mpipipe.runtime.gemm import Prober
 from mpipipe.runtime.modelling import update_bytes
 from mpipipe.runtime.optimizer import Optimizer
-from mpipipe.runtime.setting import instruction_set, set_gemm_route, set_threads
-from mpipipe.values import LEVELS, Cluster, Link
+from mpipipe.runtime.setting import instruction_set, set_threads
+from mpipipe.state.costs import CostCache
+from mpipipe.values import LEVELS, Cluster, Gemm, Link, Numerics
 
 
 class Machine(ABC):
@@ -26,6 +30,10 @@ class Machine(ABC):
     threads: int
     timed: bool
     how: str  # groups that are not timed become seconds
+
+    @abstractmethod
+    def gemm(self, variants: Callable[[], Variants], numerics: Numerics) -> tuple[Gemm, str]:
+        """For kernels.gemm = auto: the route of the matrix products, and why. variants: gives the model."""
 
     @abstractmethod
     def rates(self, chill: Callable[[], object]) -> Rates:
@@ -52,8 +60,15 @@ class Here(Machine):
         self.threads = max(1, cores // n_ranks) if asked == "auto" else asked  # as a run on this node would
         self.used = min(self.threads, cores)
         self.limit = config.pipeline.memory_bytes
+        self.cost_cache = config.pipeline.cost_cache
         set_threads(self.used)
-        set_gemm_route(config.kernels.gemm)
+
+    def gemm(self, variants: Callable[[], Variants], numerics: Numerics) -> tuple[Gemm, str]:
+        kind = device_kind(instruction_set())
+        kept = CostCache(cache_folder() if self.cost_cache else None, kind, print)
+        choice = Prober(None, variants(), numerics, kept.routes()).choose()
+        kept.write({}, choice.found)
+        return choice.gemm, choice.why
 
     def rates(self, chill: Callable[[], object]) -> Rates:
         return Trials(chill)
@@ -91,6 +106,11 @@ class There(Machine):
                 f"set pipeline.threads={device.threads}, or auto for all of them"
             )
         self.share = self.threads / device.threads  # of the device's rates
+
+    def gemm(self, variants: Callable[[], Variants], numerics: Numerics) -> tuple[Gemm, str]:
+        gemm = self.file.gemm or "mkl"
+        told = "as the cluster file says" if self.file.gemm else "as the cluster file has no gemm"
+        return gemm, f"{LIBRARIES[gemm]}, {told}"
 
     def rates(self, chill: Callable[[], object]) -> Rates:
         device = self.file.first

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.commands import run
 from mpipipe.commands.arguments import seconds
 from mpipipe.commands.costing import Costing
@@ -30,6 +31,7 @@ from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.text import VOCAB
 from mpipipe.data.user import from_user
 from mpipipe.errors import DataError, PlanError
+from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.program import batch_names
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
@@ -118,7 +120,7 @@ def _plan(a: argparse.Namespace) -> None:
 
     per_sample = data.tokens_per_sample
     print(_heading(a, config, variants, str(a.ranks)))
-    print(said, *machine.assumed(cluster), "", sep="\n")
+    print(said, *machine.assumed(cluster), f"{PRODUCTS}{costing.gemm_why}", "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
     if len(joint.tried) > 1:
         print(chosen(joint, sorted(costing.at) if tried else (), costing.seconds))
@@ -150,7 +152,8 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
     )  # fmt: skip
     cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
     print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
-    print(_source(found, machine, costing.seconds), *machine.assumed(cluster), "", sep="\n")
+    print(_source(found, machine, costing.seconds), *machine.assumed(cluster), sep="\n")
+    print(f"{PRODUCTS}{costing.gemm_why}\n")
     show(curve, a.config, a.output)
 
 
@@ -205,8 +208,10 @@ def _model(config: Config) -> tuple[Callable[[int], Variants], Dataset]:
     shaped = from_user(built.data, val, batch=t.batch, micro_batches=micro_batches, names=names, seed=t.seed)
 
     def variants_of(rows: int) -> Variants:
-        shapes = config.capture.max_shapes
-        return Variants(source, built.loss, shaped.specs, rows, t.precision, max_shapes=shapes)
+        shapes, lowering = config.capture.max_shapes, Lowering(t.bits)
+        return Variants(
+            source, built.loss, shaped.specs, rows, t.precision, max_shapes=shapes, lowering=lowering
+        )
 
     return variants_of, shaped
 

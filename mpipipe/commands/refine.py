@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import quantiles
 
-from mpipipe.config.dotted import resolve
 from mpipipe.errors import MpipipeError, ReportError
+from mpipipe.own_schedules import make_known
 from mpipipe.planner.noise import noise, shorter
 from mpipipe.planner.refine import Refined, refine
-from mpipipe.planner.schedules import SCHEDULES, register
 from mpipipe.report.plan import steadiness
 from mpipipe.report.progress import number
 from mpipipe.report.run import RunData, read_run
@@ -28,8 +27,7 @@ def refine_run(folder: Path) -> tuple[Plan, str]:
         why = "; ".join(run.notes) or "its timeline.json has no measured step"
         raise ReportError(f"{folder}: cannot be refined: {why}; name a run that has come to its end")
     schedule = run.plan.layout.schedule
-    if ":" in schedule and schedule not in SCHEDULES:
-        register(schedule, resolve("layout.schedule", schedule))
+    make_known("layout.schedule", schedule, again=False)
     try:
         refined = refine(run.plan, measured)
     except MpipipeError as error:

@@ -20,7 +20,7 @@ from mpipipe.config.read import lines_of, read_sections, read_text
 from mpipipe.config.sections import Above0, Count, Positive, Section
 from mpipipe.config.whole import Config
 from mpipipe.errors import ConfigError, PlanError
-from mpipipe.values import LEVELS, Cluster, Device, Link
+from mpipipe.values import LEVELS, Cluster, Device, Gemm, Link
 
 _UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -72,6 +72,7 @@ Numbers = Annotated[tuple[Count, ...], Strict(False)]
 class ClusterConfig(Section):
     device: DeviceConfig | None = None  # the same for every rank
     devices: Annotated[tuple[CountedConfig, ...], Strict(False)] = ()  # or different ones, by rank
+    gemm: Gemm | None = None  # library of the fp32 products whose rates these are; null = mkl
     ranks_per_node: Positive = 1
     ranks_per_numa: Positive | None = (
         None  # that share a NUMA domain; null: it is not told apart from the node

@@ -65,15 +65,20 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def read_text(path: str | Path) -> str:
-    """Of a YAML file. Raises ConfigError."""
+def read_text(path: str | Path, kind: str = "YAML file") -> str:
+    """Of a text file. kind: what it should be, for messages. Raises ConfigError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing YAML file") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name an existing {kind}") from error
     except UnicodeDecodeError as error:
         byte = f"byte {error.object[error.start]:#x} at {error.start}"
         raise ConfigError(f"{path}: is not UTF-8 text ({byte}); save it as UTF-8") from error
+
+
+def order_text(path: str | Path) -> str:
+    """Of a file with the order of a schedule. Raises ConfigError."""
+    return read_text(path, "CSV file")
 
 
 def read_sections(text: str, source: str, such_as: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ Classes = Annotated[int, Field(ge=2)]
 Sizes = Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1)]
 Patterns = Annotated[tuple[str, ...], Strict(False)]
 Task = Literal["causal", "masked", "seq2seq", "image", "sequence"]
+OrderFile = Annotated[str, Field(pattern=r"\.csv$")]  # one line per rank, as `0F0,0F1,0B0,0B1`
 Dotted = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]  # package.module:name
 
 
@@ -251,6 +252,7 @@ class TrainConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # last rate / lr, reached by a cosine
     clip: Above0 | None = 1.0  # largest gradient norm; null = no limit
     precision: Literal["fp32", "bf16"] = "fp32"  # of the matrix products
+    bits: Literal["torch", "fast"] = "torch"  # those of a plain torch loop, or of kernels of our own
     unused: Literal["error", "keep"] = "error"  # parameters that the loss does not depend on
     save_every: Count = 0  # steps between checkpoints; 0 = at the end only
     keep: Positive = 2  # newest checkpoints that are kept
@@ -268,7 +270,7 @@ class CaptureConfig(Section):
 
 
 class PipelineConfig(Section):
-    schedule: Literal["1f1b", "gpipe", "auto"] | Dotted = "1f1b"  # auto = fastest; or package.module:function
+    schedule: Literal["1f1b", "gpipe", "auto"] | Dotted | OrderFile = "1f1b"  # auto = fastest; or your own
     micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
     blocks: Positive = 1  # equal accumulation blocks; 1 = plain order of additions
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
@@ -286,7 +288,7 @@ class PipelineConfig(Section):
 
 
 class KernelsConfig(Section):
-    gemm: Literal["mkl", "onednn"] = "mkl"  # library of fp32 matrix products; changes bits
+    gemm: Literal["auto", "mkl", "onednn"] = "auto"  # library of fp32 products, or the faster; changes bits
 
 
 class RunConfig(Section):

@@ -67,7 +67,7 @@ class Trials:
             return 0.0
         for kind in (_itself, _stand_in):
             with TRACING, self._fake:
-                small = self._reduced(kind(work))
+                small = reduced(kind(work), self._flops)
             seconds = self._trial(small)
             if math.isfinite(seconds):
                 return seconds * (work.flops / small.flops if small.flops else work.nbytes / small.nbytes)
@@ -102,22 +102,24 @@ class Trials:
                 break
         return min(seconds[1:] or seconds)
 
-    def _reduced(self, work: Work) -> Work:
-        """The same operator with its largest dimensions halved until a trial is short."""
-        small, sizes, fixed = work, {size: size for size in _reducible(work)}, set[int]()
-        least = 2 if "convolution" in work.name else 2 * LEAST_SIZE
-        while small.flops > self._flops or small.nbytes > TRIAL_BYTES:
-            can = [size for size, now in sizes.items() if now >= least and size not in fixed]
-            if not can:
-                break
-            size = max(can, key=sizes.__getitem__)
-            halved = sizes | {size: sizes[size] // 2}
-            try:
-                small = counted(work.op, tree_map(partial(_smaller, sizes=halved), work.arguments))
-                sizes = halved
-            except (RuntimeError, IndexError, ValueError):  # this size is tied to others
-                fixed.add(size)
-        return small
+
+def reduced(work: Work, flops: float, nbytes: int = TRIAL_BYTES) -> Work:
+    """The same operator with its largest dimensions halved until it is no more than that, as far as they
+    go. Inside a fake mode."""
+    small, sizes, fixed = work, {size: size for size in _reducible(work)}, set[int]()
+    least = 2 if "convolution" in work.name else 2 * LEAST_SIZE
+    while small.flops > flops or small.nbytes > nbytes:
+        can = [size for size, now in sizes.items() if now >= least and size not in fixed]
+        if not can:
+            break
+        size = max(can, key=sizes.__getitem__)
+        halved = sizes | {size: sizes[size] // 2}
+        try:
+            small = counted(work.op, tree_map(partial(_smaller, sizes=halved), work.arguments))
+            sizes = halved
+        except (RuntimeError, IndexError, ValueError):  # this size is tied to others
+            fixed.add(size)
+    return small
 
 
 def _itself(work: Work) -> Work:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from mpipipe.graph.capture import autocast
+from mpipipe.graph.cut import Code
 from mpipipe.graph.layers import Layer
 from mpipipe.graph.profile import Piece, Profiler, arguments
 from mpipipe.graph.source import TRACING
@@ -91,24 +92,36 @@ class Tally:
 class Tallier(Profiler):
     """Counts pieces; nothing is allocated."""
 
+    def works(self, piece: Piece) -> tuple[Work, ...]:
+        """Of its forward and its backward."""
+        with TRACING, self._fake:
+            forward, backward = self._counted(piece, *self._made(piece.code), True)
+        return (*forward, *backward)
+
     def tally(self, piece: Piece) -> Tally:
-        outputs = self.anatomy.captured.outputs
-        with TRACING, outputs[0].meta["val"].fake_mode:
+        with TRACING, self._fake:
             code = piece.code
-            forms = [Form(p.spec.shape, p.stride, getattr(torch, p.spec.dtype)) for p in code.received]
-            received, rest = [made(form) for form in forms], self._rest(code)
+            received, rest = self._made(code)
             saved, of_received, of_sent = self._saved(piece, received, rest)
             forward, backward = self._counted(piece, received, rest, True)
             into: tuple[Work, ...] = ()
             if any(p.needs_grad for p in code.received):
                 into = self._counted(piece, received, rest, False)[1] if code.leaves else backward
         saved += sum(_RNN_BYTES * _elements(w) for w in forward if w.name == _RNN)
-        held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
+        held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         return Tally(
                 forward, backward, into, piece.workspace_bytes, saved, of_received, of_sent, held + saved,
                 opaque,
             )  # fmt: skip
+
+    @property
+    def _fake(self) -> Any:
+        return self.anatomy.captured.outputs[0].meta["val"].fake_mode
+
+    def _made(self, code: Code) -> tuple[list[Tensor], list[object]]:
+        forms = [Form(p.spec.shape, p.stride, getattr(torch, p.spec.dtype)) for p in code.received]
+        return [made(form) for form in forms], self._rest(code)
 
     def _counted(
         self, piece: Piece, received: list[Tensor], rest: list[object], weights: bool

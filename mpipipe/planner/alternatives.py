@@ -16,7 +16,7 @@ import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.joint import Tried, least_s
-from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.schedules import runnable
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
@@ -134,7 +134,7 @@ class _Asked:
     # -- other settings ---------------------------------------------------------------------------
 
     def _other_schedules(self) -> Iterator[Alternative]:
-        for schedule in SCHEDULES:
+        for schedule in runnable():
             if schedule != self.plan.layout.schedule:
                 yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
 

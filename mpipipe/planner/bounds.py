@@ -47,6 +47,15 @@ def step_bound_s(costs: Costs, n_micro: int, n_stages: int, norm_s: float = 0.0)
     return reach_s + norm_s + update_s
 
 
+def work_bound_s(costs: Costs, n_micro: int, n_ranks: int, norm_s: float = 0.0) -> float:
+    """As `step_bound_s`, for any number of stages per rank and for backwards in two: all work over all
+    speeds, or the heaviest group on the fastest rank, and the update. How a pipeline fills is not in it."""
+    ranges = Ranges(costs)
+    speed = np.array([device.speed for device in costs.cluster.devices[:n_ranks]])
+    update_s = float(ranges.ending_at(len(costs.groups)).step_s[0]) / float(speed.sum())
+    return n_micro * bottleneck_bound_s(ranges.seconds, speed) + norm_s + update_s
+
+
 class _Longest:
     """Stages that each take as much as a limit lets them, and may be empty. The later a stage begins the
     later it can end: no cut within the limit comes farther."""

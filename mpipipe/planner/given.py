@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.schedules import SCHEDULES, runnable
 from mpipipe.planner.search import check_order, cut_indices
 from mpipipe.values import Layout, Numerics, Plan
 
@@ -15,14 +15,21 @@ _OF_THE_MACHINE = ("torch", "instruction_set")  # where it was planned; this run
 
 
 def check_ranks(layout: Layout, n_ranks: int, where: str) -> None:
-    """What can be said before the model is captured. Raises PlanError where there is not one stage for each
-    rank."""
-    if layout.n_stages != n_ranks:
+    """What can be said before the model is captured. Raises PlanError where the ranks are not those of the
+    layout."""
+    if layout.n_stages == n_ranks:
+        _check_order(layout, where)
+    if layout.n_ranks != n_ranks:
         ranks = "is 1 rank" if n_ranks == 1 else f"are {n_ranks} ranks"
+        on = f" on {layout.n_ranks} ranks" if layout.n_ranks != layout.n_stages else ""
         raise PlanError(
-            f"{where} has {layout.n_stages} stages in layout.ranks, and there {ranks}; start "
-            f"{layout.n_stages} ranks, or plan again with --ranks {n_ranks}"
+            f"{where} has {layout.n_stages} stages{on} in layout.ranks, and there {ranks}; start "
+            f"{layout.n_ranks} ranks, or plan again with --ranks {n_ranks}"
         )
+    _check_order(layout, where)
+
+
+def _check_order(layout: Layout, where: str) -> None:
     try:
         check_order(layout)
     except PlanError as error:
@@ -39,11 +46,13 @@ def check_given(
     layout = plan.layout
     check_ranks(layout, n_ranks, where)
     notes = list(_differences(plan.numerics, numerics, where))
-    if layout.schedule not in SCHEDULES:
-        near = difflib.get_close_matches(layout.schedule, SCHEDULES, n=1)
+    if layout.schedule not in (names := runnable()):
+        near = difflib.get_close_matches(layout.schedule, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        if layout.schedule in SCHEDULES:
+            hint = "; that one cannot be run yet, only planned and drawn"
         raise PlanError(
-            f"{where} has layout.schedule = {layout.schedule!r}; expected one of {', '.join(SCHEDULES)}{hint}"
+            f"{where} has layout.schedule = {layout.schedule!r}; expected one of {', '.join(names)}{hint}"
         )
     if plan.costs is not None:
         _check_groups([group.name for group in plan.costs.groups], group_names, where)

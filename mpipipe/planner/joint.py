@@ -22,7 +22,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.schedules import RUNNABLE, build, check_name, check_runnable, runnable
 from mpipipe.planner.search import make_plan, norm_seconds
 from mpipipe.values import Costs, Numerics, Plan, Program
 
@@ -116,10 +116,13 @@ def preferred(tried: Collection[Tried]) -> Tried:
 
 
 def schedules_of(name: str) -> tuple[str, ...]:
-    """Those to choose from, the one that is preferred first: with "auto" all that are registered. 1f1b leads,
+    """Those to choose from, the one that is preferred first: with "auto" all that a run can use. 1f1b leads,
     because it keeps the fewest micro-batches, then comes gpipe, then those of one's own as they were
-    registered."""
-    return tuple(SCHEDULES) if name == "auto" else (name,)
+    registered. Raises PlanError for a name that a run cannot use."""
+    if name == "auto":
+        return runnable()
+    check_name(name, runnable())
+    return (name,)
 
 
 def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:
@@ -194,6 +197,9 @@ class _Finder:
     def _simulate(self, costs: Costs, numerics: Numerics, schedule: str) -> None:
         asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
         made: Made | None = None
+        if schedule not in RUNNABLE and (why := self._why_not(schedule, count)):
+            self._note(count, schedule, None, None, why)
+            return
         try:
             made = make_plan(costs, numerics, schedule, asked.receive_window, names, asked.n_ranks)
         except (PlanError, DeadlockError) as error:
@@ -206,6 +212,15 @@ class _Finder:
         else:
             self._note(count, schedule, made, made[0].prediction.lower_bound_s, "")
         self.best_s = min(self.best_s, step_s(made))
+
+    def _why_not(self, schedule: str, count: int) -> str:
+        """Why the runtime cannot carry out one of the user's own; "" where it can."""
+        try:
+            check_runnable(build(schedule, self.asked.n_ranks, count), schedule)
+        except (PlanError, DeadlockError) as error:
+            self.errors.setdefault(count, error)
+            return str(error)
+        return ""
 
     def _note(self, count: int, schedule: str, made: Made | None, bound_s: float | None, why: str) -> None:
         size = self.asked.of(count).micro_batch

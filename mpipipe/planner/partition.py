@@ -22,7 +22,7 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s
 from mpipipe.planner.native import compiled
-from mpipipe.planner.schedules import SCHEDULES, live_micro_batches
+from mpipipe.planner.schedules import SCHEDULES, check_name, live_micro_batches
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import Ranges, crossing_s
 from mpipipe.planner.sweep import low_for, sweep, sweep_near
@@ -63,7 +63,13 @@ def partition(
     micro-batch is one sample, so that smaller ones are no way out.
     """
     check_counts(costs, n_micro, schedule, n_stages)
-    live = live_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
+    order = SCHEDULES[schedule](n_stages, n_micro)
+    if len(order.codes) != n_stages:
+        raise PlanError(
+            f"schedule {schedule!r} has several stages per rank, for which no cuts are searched yet; "
+            "give them in a layout"
+        )
+    live = live_micro_batches(order)
     ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
     problem = Problem(costs, ranges, np.array(live))
     lower_bound_s = bottleneck_bound_s(ranges.seconds, problem.speed)
@@ -132,8 +138,7 @@ class Problem:
 def check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> None:
     """Raises PlanError where there cannot be a cut, whatever the costs are."""
     n_groups, n_ranks = len(costs.groups), len(costs.cluster.devices)
-    if schedule not in SCHEDULES:
-        raise PlanError(f"schedule {schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
+    check_name(schedule)
     if n_stages < 1 or n_micro < 1:
         raise PlanError(f"{n_stages} stages and {n_micro} micro-batches; both must be at least 1")
     check_stages(n_stages, n_groups)

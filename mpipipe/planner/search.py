@@ -14,16 +14,33 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from mpipipe.errors import PlanError
+from mpipipe.planner.bounds import work_bound_s
 from mpipipe.planner.lower import lower
 from mpipipe.planner.partition import check_counts, partition
 from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import SCHEDULES, check, forward_only, on_ranks
+from mpipipe.planner.schedules import build, check, check_name, forward_only, grid, on_ranks
+from mpipipe.planner.schedules.orders import is_plain
 from mpipipe.planner.simulate import message_bytes, simulate
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import bounds, in_order, stage_costs, stage_ties
-from mpipipe.values import Cluster, Costs, Int64, Layout, Numerics, Plan, Prediction, Program, Tie, Timeline
+from mpipipe.values import (
+    Cluster,
+    Costs,
+    Int64,
+    Layout,
+    Numerics,
+    Op,
+    Plan,
+    Prediction,
+    Program,
+    Schedule,
+    Tie,
+    Timeline,
+)
 
 REFINE_WORK = 512  # stages x micro-batches up to which neighbouring cuts are simulated
 Cuts = tuple[int, ...]
@@ -40,8 +57,14 @@ def make_plan(
     """Plan `n_ranks` stages, one per rank, in the best of the orders of ranks that are promising: the next
     ones are taken only where they gain something. Raises PlanError if no cut fits (see `partition`)."""
     check_counts(costs, numerics.micro_batches, schedule, n_ranks)
-    norm_s = norm_seconds(costs.cluster, n_ranks)
-    bound_s = any_order_bound_s(costs, numerics.micro_batches, n_ranks, norm_s)  # of all cuts
+    bounds_s: dict[bool, float] = {}
+
+    def bound_s(program: Program) -> float:
+        """Of all cuts and orders of ranks."""
+        if (plain := is_plain(program)) not in bounds_s:
+            bounds_s[plain] = least_step_s(costs, program)
+        return bounds_s[plain]
+
     best: tuple[Plan, Program] | None = None
     for order in promising(costs, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied):
         found = _plan_in(order, costs, numerics, schedule, receive_window, group_names, bound_s)
@@ -53,7 +76,7 @@ def make_plan(
 
 def _plan_in(
     order: Order, costs: Costs, numerics: Numerics, schedule: str, receive_window: int,
-    group_names: Sequence[str], bound_s: float,
+    group_names: Sequence[str], bound_s: Callable[[Program], float],
 ) -> tuple[Plan, Program]:  # fmt: skip
     """With stage s on rank `order[s]`."""
     program: Program | None = None
@@ -76,7 +99,9 @@ def _plan_in(
         )
         if program is None or costs.ties:  # the order depends on the cuts through tied parameters alone
             program = program_for(layout, numerics, costs.ties, group_names)
-        return Plan(numerics, layout, predict(costs, layout, program, group_names, bound_s)[0], costs)
+        return Plan(
+            numerics, layout, predict(costs, layout, program, group_names, bound_s(program))[0], costs
+        )
 
     best = _refine(plan, starts, len(group_names), len(order) * n_micro)
     if program is None or costs.ties:
@@ -134,14 +159,21 @@ def program_for(
     fit the groups, DeadlockError if the program cannot run without buffering.
     """
     cuts = cut_indices(layout, group_names)
-    if layout.schedule not in SCHEDULES:
-        raise PlanError(f"schedule {layout.schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
-    build = SCHEDULES[layout.schedule] if train else forward_only
-    schedule = on_ranks(build(layout.n_stages, n_micro or numerics.micro_batches), layout.order)
+    schedule = _order(layout, n_micro or numerics.micro_batches, train)
     check(schedule)
     program = lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
     prove(program)
     return program
+
+
+def _order(layout: Layout, n_micro: int, train: bool) -> Schedule:
+    """Its schedule, on its ranks."""
+    if not train and layout.n_ranks < layout.n_stages:
+        return forward_only(layout.n_stages, n_micro, layout.order)
+    check_name(layout.schedule)
+    if not train:
+        return on_ranks(forward_only(layout.n_stages, n_micro), layout.order)
+    return on_ranks(build(layout.schedule, layout.n_stages, n_micro, layout.n_ranks), layout.order)
 
 
 def predict(
@@ -150,8 +182,15 @@ def predict(
     """What `program` will take. bound_s: `step_bound_s`, where it is known already, as it is the same for
     every cut. Raises PlanError if a rank's memory is too small for it."""
     prediction, timeline = expect(costs, layout, program, group_names, bound_s)
-    _check_memory(prediction.peak_bytes, costs.cluster)
+    _check_memory(timeline, costs.cluster)
     return prediction, timeline
+
+
+def least_step_s(costs: Costs, program: Program) -> float:
+    """No cut, and no order of ranks, makes a step of such a program shorter."""
+    n_ranks = len(program.codes)
+    bound = any_order_bound_s if is_plain(program) else work_bound_s
+    return bound(costs, program.n_micro, n_ranks, norm_seconds(costs.cluster, n_ranks))
 
 
 def expect(
@@ -159,10 +198,10 @@ def expect(
 ) -> tuple[Prediction, Timeline]:
     """As `predict`, whether the memory is there or not."""
     cuts = cut_indices(layout, group_names)
-    norm_s = norm_seconds(costs.cluster, layout.n_stages)
+    norm_s = norm_seconds(costs.cluster, layout.n_ranks)
     ties, stages = stage_ties(costs.ties, cuts), stage_costs(in_order(costs, layout.order), cuts)
     timeline = simulate(program, stages, costs.cluster.loaded(layout.order), norm_s, ties)
-    bound = any_order_bound_s(costs, program.n_micro, layout.n_stages, norm_s) if bound_s is None else bound_s
+    bound = least_step_s(costs, program) if bound_s is None else bound_s
     step = timeline.makespan_s
     bases = [device.base_bytes for device in costs.cluster.devices]
     memory = tuple(held + base for held, base in zip(timeline.memory_bytes, bases, strict=False))
@@ -204,17 +243,18 @@ def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
 
 
 def check_order(layout: Layout) -> None:
-    """Raises PlanError for stages that are not on ranks 0 .. S-1, each alone on one of them."""
+    """Raises PlanError for stages of which each is not on one rank, or ranks that are not 0, 1, ..."""
     n_stages = len(layout.cuts) + 1
     if layout.n_stages != n_stages:
         raise PlanError(
             f"{n_stages} stages by layout.cuts, but layout.ranks has {layout.n_stages}; "
             "make them fit each other"
         )
-    if sorted(layout.ranks) != [(rank,) for rank in range(n_stages)]:
+    if {len(on) for on in layout.ranks} != {1} or {*layout.order} != {*range(layout.n_ranks)}:
         raise PlanError(
-            f"layout.ranks is {[list(on) for on in layout.ranks]}; each of the ranks 0 to {n_stages - 1} "
-            "must hold one stage: [[0], [1], ...], in any order"
+            f"layout.ranks is {[list(on) for on in layout.ranks]}; each of the ranks 0 to "
+            f"{layout.n_ranks - 1} must hold a stage, and each stage be on one rank: [[0], [1], ...], in any "
+            "order"
         )
 
 
@@ -233,12 +273,18 @@ def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:
     return (rank, most) if most > 0 else None
 
 
-def _check_memory(peaks: Sequence[int], cluster: Cluster) -> None:
+def _check_memory(timeline: Timeline, cluster: Cluster) -> None:
+    """Shows where in the order it is too much first."""
+    peaks = timeline.peak_bytes
     full = too_full(peaks, cluster)
     if full is not None:
         rank, short = full
+        has = cluster.devices[rank].memory_bytes
+        actions = [codes[codes[:, 0] <= Op.W] for codes in timeline.program.codes]
+        over = int(np.argmax(timeline.memory_bytes[rank] > has))
+        before = int((timeline.program.codes[rank][:over, 0] <= Op.W).sum())
         raise PlanError(
-            f"rank {rank} needs {size_text(peaks[rank])} and has "
-            f"{size_text(cluster.devices[rank].memory_bytes)}, {size_text(short)} short; "
-            "let the planner choose the cuts, use smaller micro-batches, or more ranks"
+            f"rank {rank} needs {size_text(peaks[rank])} and has {size_text(has)}, {size_text(short)} short; "
+            "let the planner choose the cuts, use smaller micro-batches, or more ranks\n"
+            + grid([each[:, :3] for each in actions], {rank: before})
         )

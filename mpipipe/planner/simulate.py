@@ -17,7 +17,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import stages_of_ranks
+from mpipipe.planner.schedules import stages_of_ranks, stashes
 from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
@@ -25,9 +25,9 @@ from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Pro
 __all__ = ["message_bytes", "prove", "simulate"]
 
 TIED = {Op.SEND_TIED, Op.RECV_TIED, Op.SEND_COPY, Op.RECV_COPY}
-IS_SEND, IS_RECV, IS_TIED, WORKS, ENDS_STASH = (
+IS_SEND, IS_RECV, IS_TIED, WORKS = (
     np.isin(range(len(Op)), sorted(ops))  # by op
-    for ops in (SENDS, RECVS, TIED, {Op.F, Op.B, Op.I, Op.W}, {Op.B, Op.W})
+    for ops in (SENDS, RECVS, TIED, {Op.F, Op.B, Op.I, Op.W})
 )
 
 
@@ -67,19 +67,8 @@ def _memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence
     for mine, codes, nbytes in zip(stages_of_ranks(program), program.codes, sizes, strict=True):
         fixed = sum(stages[s].fixed_bytes for s in mine) + _window_peak(codes, nbytes, program.receive_window)
         workspace = max((stages[s].workspace_bytes for s in mine), default=0)
-        out.append(fixed + _stashed(codes, stash) + np.where(WORKS[codes[:, 0]], workspace, 0))
+        out.append(fixed + stashes(codes, stash[codes[:, 1]]) + np.where(WORKS[codes[:, 0]], workspace, 0))
     return tuple(out)
-
-
-def _stashed(codes: Int32, stash: Int64) -> Int64:
-    """During each instruction, from F through B (or W); a program without backward keeps only the
-    micro-batch at work."""
-    forward, last = codes[:, 0] == Op.F, ENDS_STASH[codes[:, 0]]
-    held = np.where(forward | last, stash[codes[:, 1]], 0)
-    if not last.any():
-        return held
-    after: Int64 = np.cumsum(np.where(forward, held, -held))
-    return after + np.where(last, held, 0)
 
 
 def _window_peak(codes: Int32, nbytes: Int64, window: int) -> int:

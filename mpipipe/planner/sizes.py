@@ -14,3 +14,14 @@ def size_text(nbytes: int) -> str:
 def counted(count: int, thing: str) -> str:
     """1 node, 2 nodes."""
     return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def per_second(per_s: float, unit: str) -> str:
+    """
+    >>> per_second(9.81e9, "B/s")
+    '9.8 GB/s'
+    """
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if per_s >= factor:
+            return f"{per_s / factor:.{1 if per_s < 10 * factor else 0}f} {prefix}{unit}"
+    return f"{per_s:.0f} {unit}"

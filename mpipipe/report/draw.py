@@ -2,22 +2,26 @@
 
 r0 |0---1---    0=====1=====S|      0--- forward of micro-batch 0, 0=== its backward,
 r1 |    0---0=====1---1=====S|      ~~~ input and ::: weight gradient, N norm, S step
+
+Where a rank has several stages, 0' is of its second one, 0'' of its third; a picture has them paler.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpipipe.report.account import meetings_s
 from mpipipe.report.progress import number
-from mpipipe.values import Float64, Op, Span, Timeline
+from mpipipe.values import Float64, Instr, Op, Span, Timeline
 
 if TYPE_CHECKING:  # imported by `draw_png` alone: it costs half a second
     from matplotlib.axes import Axes
@@ -50,9 +54,10 @@ def draw_text(timeline: Timeline, width: int = 100, span_s: float | None = None)
     timeline = _norms_met(timeline)
     n = len(timeline.times)
     columns, start = _columns(timeline, width), _start(timeline)
-    scale = columns / (span_s or timeline.makespan_s or 1.0)
+    scale, turns = columns / (span_s or timeline.makespan_s or 1.0), _turns(timeline)
     lines = [
-        f"{_head(timeline, rank)}{_row(timeline.spans(rank), start, scale, columns)}|" for rank in _shown(n)
+        f"{_head(timeline, rank)}{_row(timeline.spans(rank), turns, start, scale, columns)}|"
+        for rank in _shown(n)
     ]
     if n > len(lines):
         hidden = f"... and ranks {_FOLDED} to {n - _FOLDED - 1} ..."
@@ -73,11 +78,12 @@ def draw_texts(timelines: Mapping[str, Timeline], width: int = 100) -> str:
     return "\n".join([*parts, textwrap.fill(_legend(timelines.values()), width)])
 
 
-def _legend(timelines: Iterable[Timeline]) -> str:
+def _legend(timelines: Collection[Timeline]) -> str:
     ops = _ops(timelines)
     micro = [f"0{_FILL[op] * 3} {_WORD[op]}" for op in ops if op not in (Op.STEP, Op.NORM)]
     whole = [f"{_FILL[op]} {_WORD[op]}" for op in ops if op in (Op.STEP, Op.NORM)]
-    return ", ".join([*micro, *whole, "blank waiting; the numbers are micro-batches"])
+    several = ["' of a rank's second stage"] if any(max(_turns(t)) for t in timelines) else []
+    return ", ".join([*micro, *whole, *several, "blank waiting; the numbers are micro-batches"])
 
 
 def _axis(span_s: float, columns: int) -> str:
@@ -115,7 +121,7 @@ def _shown(n_ranks: int) -> list[int]:
     return ranks if n_ranks <= 2 * _FOLDED else ranks[:_FOLDED] + ranks[-_FOLDED:]
 
 
-def _row(spans: list[Span], start_s: float, scale: float, columns: int) -> str:
+def _row(spans: list[Span], turns: Sequence[int], start_s: float, scale: float, columns: int) -> str:
     row = [" "] * columns
     for span in spans:
         fill = _FILL.get(span.instr.op)
@@ -126,7 +132,7 @@ def _row(spans: list[Span], start_s: float, scale: float, columns: int) -> str:
         first = min(first, columns - 1)
         room = max(1, min(last, columns) - first)
         wide = (span.end_s - span.start_s) * scale
-        label = str(span.instr.micro) if span.instr.micro >= 0 else ""
+        label = _label(span.instr, turns)
         if len(label) > min(room, wide + 0.25):  # boxes below one column show what they are, not which
             label = ""
         row[first : first + room] = label + fill * (room - len(label))
@@ -165,14 +171,16 @@ def draw_png(timelines: Mapping[str, Timeline], path: str | Path) -> None:
 def _panel(axes: Axes, timeline: Timeline, row_inches: float, per_s: float) -> None:
     """per_s: units of the time axis in a second."""
     from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgb
 
     timeline = _norms_met(timeline)
     start, ranks = _start(timeline), range(len(timeline.times))
-    for op in _ops([timeline]):
-        boxes = [_boxes(timeline, rank, op, start, per_s) for rank in ranks]
+    turns = np.array([*_turns(timeline), 0])  # the last one: of a NORM, whose stage is -1
+    for op, turn in itertools.product(_ops([timeline]), range(max(turns) + 1)):
+        boxes = [_boxes(timeline, rank, op, turns == turn, start, per_s) for rank in ranks]
         drawn = PolyCollection(
             list(np.concatenate(boxes)),
-            facecolors=_COLOUR[op],
+            facecolors=[_pale(to_rgb(_COLOUR[op]), turn)],
             edgecolors="black",
             linewidths=min(0.3, row_inches),
         )
@@ -185,25 +193,52 @@ def _panel(axes: Axes, timeline: Timeline, row_inches: float, per_s: float) -> N
     axes.set_ylim(len(ranks) - 0.5, -0.5)
 
 
-def _boxes(timeline: Timeline, rank: int, op: Op, start: float, per_s: float) -> Float64:
-    """The corners of the boxes of one kind, (n, 4, 2), in units of time and rows."""
-    times = timeline.times[rank][timeline.program.codes[rank][:, 0] == op]
+def _boxes(
+    timeline: Timeline, rank: int, op: Op, of_stage: NDArray[np.bool_], start: float, per_s: float
+) -> Float64:
+    """The corners of the boxes of one kind and of some stages, (n, 4, 2), in units of time and rows."""
+    codes = timeline.program.codes[rank]
+    times = timeline.times[rank][(codes[:, 0] == op) & of_stage[codes[:, 1]]]
     corners = np.empty((len(times), 4, 2))
     corners[:, :, 0] = (times[:, [0, 0, 1, 1]] - start) * per_s
     corners[:, :, 1] = rank + np.array([-0.4, 0.4, 0.4, -0.4])
     return corners
 
 
+def _pale(colour: tuple[float, float, float], turn: int) -> tuple[float, ...]:
+    """Of the later stages of a rank."""
+    return tuple(1 - (1 - part) / (1 + turn) for part in colour)
+
+
 def _labels(axes: Axes, timeline: Timeline, start: float, per_s: float) -> None:
+    turns = _turns(timeline)
     for rank in range(len(timeline.times)):
         for span in timeline.spans(rank):
             if span.instr.op in _COLOUR and span.instr.micro >= 0:
-                middle, micro = ((span.start_s + span.end_s) / 2 - start) * per_s, str(span.instr.micro)
-                text = axes.text(middle, rank, micro, ha="center", va="center", fontsize=6, clip_on=True)
+                middle = ((span.start_s + span.end_s) / 2 - start) * per_s
+                text = axes.text(
+                    middle,
+                    rank,
+                    _label(span.instr, turns),
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    clip_on=True,
+                )
                 text.set_in_layout(False)
 
 
 # -- both ------------------------------------------------------------------------------------------
+
+
+def _turns(timeline: Timeline) -> list[int]:
+    """By stage, how many stages before it are on its rank."""
+    ranks = timeline.program.rank_of_stage
+    return [ranks[:stage].count(rank) for stage, rank in enumerate(ranks)]
+
+
+def _label(instr: Instr, turns: Sequence[int]) -> str:
+    return f"{instr.micro}{chr(39) * turns[instr.stage]}" if instr.micro >= 0 else ""
 
 
 def _unit(span_s: float) -> tuple[str, float]:

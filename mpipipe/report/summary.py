@@ -87,6 +87,8 @@ def _lines(r: Report) -> list[str]:
     lines += [f"validation {name} {number(value)}" for name, value in r.metrics.items()]
     if not r.exact_resume:
         lines.append("a resume of this run is not exact: its data is a plain iterable, read from the start")
+    if r.products:
+        lines.append(r.products)
     return [*lines, f"plan {r.plan_hash}", f"weights {r.weights_sha256}"]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.schedules import runnable
 from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
 from mpipipe.planner.simulate import simulate
 from mpipipe.planner.stages import in_order, stage_costs, stage_ties
@@ -70,7 +70,7 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
             "micro-batch is taken to need half of the time",
             lambda: planned(_halved(costs), finer),
         )
-    for schedule in sorted(SCHEDULES):
+    for schedule in sorted(runnable()):
         if schedule != layout.schedule:
             yield (
                 f"the schedule {schedule} instead of {layout.schedule}",

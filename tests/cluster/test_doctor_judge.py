@@ -309,11 +309,6 @@ FAULTS: dict[str, tuple[Ranks, int, str, str, str]] = {
     # compute
     "no kernels": (on_all(healthy(), "software", kernels=""), 1, "note", "compiled kernels are missing",
     "make setup"),
-    "oneDNN is faster": (
-        on_all(healthy(), "compute", routes=(ROUTES[0], replace(ROUTES[1], flops_per_s=340e9), ROUTES[2])),
-        1, "note", "oneDNN would be 1.7x faster for matrix products here, and is truly fp32",
-        "kernels.gemm=onednn",
-    ),
     "bf16 is faster": (
         on_all(healthy(), "compute", routes=(*ROUTES[:2], replace(ROUTES[2], flops_per_s=600e9))),
         1, "note", "bf16 would be 3.0x faster", "train.precision=bf16",
@@ -452,9 +447,32 @@ def test_an_amx_machine_keeps_mkl() -> None:
     ranks = [replace(r, compute=replace(COMPUTE, routes=(ROUTES[0], rounds, ROUTES[2]))) for r in healthy()]
     findings = judge(ranks, 1)
     assert [f for f in findings if f.level != "ok"] == []
-    assert any("oneDNN rounds fp32 products to bf16 here" in f.text for f in findings)
+    assert any("would take MKL, as oneDNN rounds to less than fp32 here" in f.text for f in findings)
     one_cannot = [replace(ranks[0], compute=COMPUTE), ranks[1]]  # fp32 on one rank is not enough
-    assert not any("kernels.gemm=onednn" in f.fix for f in judge(one_cannot, 1))
+    assert any("would take MKL, as oneDNN rounds" in f.text for f in judge(one_cannot, 1))
+
+
+def test_the_route_that_would_be_taken_is_told_with_its_reason() -> None:
+    routes = (ROUTES[0], replace(ROUTES[1], flops_per_s=340e9), replace(ROUTES[2], flops_per_s=600e9))
+    texts = [f.text for f in judge(on_all(healthy(), "compute", routes=routes), 1)]
+    taken = "kernels.gemm=auto would take oneDNN, 1.70 times as fast as MKL (340 Gflop/s and 200 Gflop/s, "
+    assert any(text.startswith(taken) for text in texts)
+    assert any(text.startswith("bf16 would be 1.8x faster") for text in texts), "than the route that is taken"
+
+
+def test_openmp_that_binds_unbound_ranks_is_a_problem() -> None:
+    told = on_all(healthy(), "launch", settings=("OMP_PROC_BIND=true",))
+    (found,) = [f for f in judge(told, 1) if f.level == "PROBLEM"]
+    assert found.text.startswith("OMP_PROC_BIND=true binds the threads of 2 ranks to the same cores")
+    assert "--map-by slot:PE=1 --bind-to core" in found.fix
+    by_srun = on_all(told, "launch", launcher=BY_SRUN)
+    assert any(
+        "OpenMP" in f.text or "OMP_PROC_BIND" in f.text for f in judge(by_srun, 1) if f.level == "PROBLEM"
+    )
+    ranks = bound((0,), (1,), job=2)
+    assert not [f for f in judge(on_all(ranks, "launch", settings=("OMP_PROC_BIND=true",)), 1) if f.fix]
+    off = on_all(healthy(), "launch", settings=("OMP_PROC_BIND=false",))
+    assert not [f for f in judge(off, 1) if f.fix]
 
 
 def test_settings_are_told() -> None:

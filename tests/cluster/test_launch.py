@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mpipipe.cluster import launch
 from mpipipe.cluster.comm import Communicator, number_nodes
 from mpipipe.cluster.launch import (
     binding_advice,
@@ -13,6 +14,7 @@ from mpipipe.cluster.launch import (
     load_advice,
     needs_sharing,
     ranks_per_node,
+    threads_advice,
 )
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import LaunchError
@@ -109,3 +111,24 @@ def test_threads_that_share_a_core_and_idle_cores_are_named_with_the_next_move()
     assert binding_advice(cores=8, ranks_on_node=2, threads=4, bound=4) is None
     assert "--map-by slot:PE=4" in str(binding_advice(cores=8, ranks_on_node=2, threads=4, bound=1))
     assert "leave 4 of 8 cores idle" in str(binding_advice(cores=8, ranks_on_node=4, threads=1, bound=2))
+    crowded = str(binding_advice(cores=8, ranks_on_node=3, threads=4, bound=8))
+    assert crowded.startswith("3 ranks x 4 threads share 8 cores of a node")
+    assert crowded.endswith("set pipeline.threads=2")
+    assert str(binding_advice(2, 3, 1, 2)).endswith("start 2 ranks per node at most")
+
+
+def test_the_node_on_which_cores_are_shared_is_told_before_one_that_idles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def advice(comm: Communicator) -> str | None:
+        return threads_advice(comm, 1)
+
+    monkeypatch.setattr(launch, "cores_available", lambda: frozenset({0, 1, 2}))
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: frozenset({0, 1, 2}))
+    crowded = run_local(5, advice, node_of_rank=(0, 1, 1, 1, 1))
+    assert len(set(crowded)) == 1
+    assert str(crowded[0]).startswith("4 ranks x 1 thread share 3 cores")
+    assert run_local(3, advice) == [None] * 3
+    assert "leave 1 of 3 cores idle" in str(run_local(2, advice)[0])
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: frozenset({0}))  # OMP_PROC_BIND=true
+    assert str(run_local(3, advice)[0]).startswith("OpenMP binds the first threads of 3 ranks to the same")

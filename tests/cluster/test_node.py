@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mpipipe.cluster.node import cache_folder, cores_available, memory_available_bytes
 
@@ -89,3 +93,24 @@ def test_this_machine_has_a_core_and_some_memory() -> None:
 def test_the_cache_is_where_the_user_keeps_caches(environ: dict[str, str], folder: str) -> None:
     assert cache_folder(environ) == Path(folder)
     assert cache_folder({}) is None
+
+
+LOADED = """
+import ctypes, os, sys
+from mpipipe.cluster.node import cores_available, cores_granted
+before = os.sched_getaffinity(0)
+assert cores_granted() == before
+ctypes.CDLL(sys.argv[1])
+print(sorted(before), sorted(os.sched_getaffinity(0)), sorted(cores_granted()), len(cores_available()))
+"""
+
+
+@pytest.mark.parametrize("bind", ["true", "false"])
+def test_where_openmp_binds_the_first_thread_the_cores_that_were_granted_stay_known(bind: str) -> None:
+    (runtime,) = (Path(torch.__path__[0]) / "lib").glob("libgomp*")
+    environ = {**os.environ, "OMP_PROC_BIND": bind}
+    command = [sys.executable, "-c", LOADED, str(runtime)]
+    said = subprocess.run(command, env=environ, text=True, capture_output=True, check=True).stdout
+    granted, bound, found = (json.loads(f"[{part.strip(' [')}]") for part in said.split("]")[:3])
+    assert found == granted
+    assert len(bound) == (1 if bind == "true" else len(granted))

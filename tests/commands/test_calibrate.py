@@ -63,6 +63,15 @@ def test_one_rank_tells_and_the_file_is_a_cluster(tmp_path: Path) -> None:
     assert cluster.spanned == ("node", "switch")
 
 
+def test_the_rates_are_those_of_the_route_that_a_training_would_take(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    for asked, gemm, rate in (("auto", "onednn", 2e11), ("mkl", "mkl", 1e11)):
+        calibrated(file, asked)
+        config = load_cluster(file)
+        assert config.device is not None
+        assert (config.gemm, config.device.flops_per_s.fp32) == (gemm, rate)
+
+
 def test_a_busy_machine_is_said_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, words = tmp_path / "c.yaml", "note: others use this machine too: load 1000.0 on "
     assert words not in calibrated(file)[0]
@@ -131,7 +140,7 @@ def test_units_are_told_as_shortly_as_they_can_be(
     where = Cluster((Device("", 1.0, 0, 1),) * len(nodes), nodes, {}, numa, cores)
     measured = {level: MeasuredLink(Link(1e-6, 1e9), 1, 0.0) for level in where.spanned}
     ranks = [Rates("cpu", 1, 1 << 30, 1e11, 2e11, 1e10)] * len(nodes)
-    config = calibrate.configured(ranks, where, measured)
+    config = calibrate.configured(ranks, where, measured, "mkl")
     assert keys <= config.model_fields_set
     cluster = config.of(len(nodes), "fp32", 1, 0, None)
     assert (cluster.node_of_rank, cluster.numa_of_rank, cluster.core_of_rank) == (nodes, numa, cores)

@@ -475,7 +475,7 @@ def values(schema: dict[str, Any]) -> str:
         items = schema.get("prefixItems") or [schema["items"]]
         return f"list of {values(items[0])}"
     if "pattern" in schema:
-        return "`package.module:name`"
+        return "`package.module:name`" if ":" in schema["pattern"] else "`file.csv`"
     words = {"string": "text", "boolean": "`true` or `false`", "null": "`null`", "object": "keys with values"}
     limits = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     shown = [f"{sign} {schema[k]:g}" for k, sign in limits.items() if k in schema and abs(schema[k]) < 1e9]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import SCHEDULES, check, forward_only, live_micro_batches
-from mpipipe.planner.schedules import register
+from mpipipe.planner.schedules import RUNNABLE, register
 from mpipipe.values import Op, Schedule
 
 STAGES, MICROS = st.integers(1, 9), st.integers(1, 12)
@@ -38,7 +38,7 @@ def test_gpipe_looks_like_its_picture():
 
 @given(STAGES, MICROS)
 def test_every_schedule_is_valid_and_keeps_its_stash_limit(n_stages, n_micro):
-    for build in (*SCHEDULES.values(), forward_only):
+    for build in (*(SCHEDULES[name] for name in RUNNABLE), forward_only):
         check(build(n_stages, n_micro))
     assert live_micro_batches(SCHEDULES["gpipe"](n_stages, n_micro)) == (n_micro,) * n_stages
     assert live_micro_batches(SCHEDULES["1f1b"](n_stages, n_micro)) == tuple(
@@ -47,7 +47,7 @@ def test_every_schedule_is_valid_and_keeps_its_stash_limit(n_stages, n_micro):
     assert live_micro_batches(forward_only(n_stages, n_micro)) == (1,) * n_stages
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", RUNNABLE)
 @given(STAGES, STAGES, MICROS)
 def test_the_stash_depends_on_the_stages_after_only(name, n_stages, fewer, n_micro):
     """What the partitioner's advice on the number of stages rests on."""
@@ -138,7 +138,7 @@ def test_the_text_of_any_schedule_makes_it_again(n_stages, n_micro):
         (["F0 F1 B0 B1"], r"'mine' gives 1 lines for 2 stages; one line each"),
         (["F0 F1 B0 B1", "F0 X1 B0 B1"], r"'mine', stage 1: 'X1' is no action; write F or B"),
         (["F0 F1 B0 B1", "F 0 F1 B0 B1"], r"'mine', stage 1: 'F' is no action"),
-        (["F0 F1 B0 B1", "F0 W0 F1 B1"], r"'W0' is no action"),
+        (["F0 F1 B0 B1", "F0 W0 F1 B1"], "stage 1, micro-batch 0 has F W; it needs F and B"),
         (["F0 F1 B0 B1", "B0 F0 F1 B1"], r"1B0 comes before 1F0"),
         (["F0 F1 B0 B1", "F0 F1 B0"], r"stage 1, micro-batch 1 has F; it needs F and B"),
         (["F0 F1 B0 B1", ""], r"stage 1, micro-batch 0 has nothing; it needs F and B"),

@@ -12,7 +12,6 @@ from planner_cases import HUGE, all_cuts, cluster, problems, uniform
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import (
-    SCHEDULES,
     cut_indices,
     make_plan,
     partition,
@@ -22,6 +21,7 @@ from mpipipe.planner import (
     stage_costs,
 )
 from mpipipe.planner.bounds import step_bound_s
+from mpipipe.planner.schedules import RUNNABLE
 from mpipipe.values import Costs, Layout, Link, Numerics, Op, Plan, from_json, to_json
 
 
@@ -38,7 +38,7 @@ def planned(costs: Costs, n_ranks: int, n_micro: int, schedule: str = "1f1b", ti
 
 
 @settings(max_examples=30, deadline=None)
-@given(problems(), st.sampled_from(list(SCHEDULES)), st.sampled_from(["per_use", "eager"]))
+@given(problems(), st.sampled_from(RUNNABLE), st.sampled_from(["per_use", "eager"]))
 def test_a_plan_is_within_memory_above_its_bound_and_comes_back_from_json(problem, schedule, tied):
     costs, n_stages, n_micro = problem
     try:
@@ -57,7 +57,7 @@ def test_a_plan_is_within_memory_above_its_bound_and_comes_back_from_json(proble
 
 
 @settings(max_examples=40, deadline=None)
-@given(problems(memory="huge", max_groups=6), st.sampled_from(list(SCHEDULES)))
+@given(problems(memory="huge", max_groups=6), st.sampled_from(RUNNABLE))
 def test_no_cut_and_no_schedule_beats_the_bound(problem, schedule):
     costs, n_stages, n_micro = problem
     bound = step_bound_s(costs, n_micro, n_stages)
@@ -106,7 +106,7 @@ def layout(cuts: tuple[str, ...], ranks=((0,), (1,)), schedule: str = "1f1b") ->
         (layout(("g2", "g1"), ((0,), (1,), (2,))), "stage 1 is empty"),
         (layout(("g1",), ((1,), (2,))), r"layout.ranks is \[\[1\], \[2\]\]; each of the ranks 0 to 1"),
         (layout(("g1", "g2")), "3 stages by layout.cuts, but layout.ranks has 2"),
-        (layout(("g1",), ((0, 1), (2,))), "must hold one stage"),
+        (layout(("g1",), ((0, 1), (2,))), "must hold a stage"),
         (layout(("g1",), schedule="2f2b"), "'2f2b' is not known"),
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from mpipipe.cluster.routes import Route
 from mpipipe.graph.profile import Sample
 from mpipipe.state import costs
 from mpipipe.state.costs import CostCache
@@ -27,6 +29,21 @@ def test_what_was_written_is_read_by_the_same_kind_of_machine(tmp_path: Path) ->
     assert cache(tmp_path / "new" / "folder", "another")[0].read() == {}
     assert said == []
     assert len(list((tmp_path / "new" / "folder").iterdir())) == 1, "nothing half-written stays"
+
+
+def test_routes_are_kept_beside_them(tmp_path: Path) -> None:
+    found = (Route("mkl", 1e11, 3e-7, True), Route("onednn", 2e11, 4e-7, True))
+    kept, _ = cache(tmp_path)
+    kept.write({"a": ONE})
+    kept.write({}, {"few": (), "model": found})
+    kept.write({"b": TWO})
+    again, said = cache(tmp_path)
+    assert again.read() == {"a": ONE, "b": TWO}
+    assert again.routes() == {"few": (), "model": found}
+    (path,) = tmp_path.iterdir()
+    old = {"kind": "a processor", "samples": json.loads(path.read_text())["samples"]}  # before there were any
+    path.write_text(json.dumps(old))
+    assert (cache(tmp_path)[0].read(), cache(tmp_path)[0].routes(), said) == ({"a": ONE, "b": TWO}, {}, [])
 
 
 def test_the_least_lately_used_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mpipipe.cluster.routes import Route
 from mpipipe.values import Value
 
 Cores = tuple[int, ...]
@@ -71,7 +72,7 @@ class Launch(Value):
     mpirun: str  # the first mpirun or mpiexec on the PATH; asked by the launcher's rank 0 alone
     mpirun_of: str  # and the MPI that it says it is of
     own_mpirun: str  # the one of this environment, if it has one
-    settings: tuple[str, ...]  # variables that choose transports: "OMPI_MCA_btl=tcp,self"
+    settings: tuple[str, ...]  # variables that choose transports or bind threads
     error: str  # why there is no world: what training would have said
 
 
@@ -125,16 +126,6 @@ class LinkTimes(Value):
         """The best among the large messages."""
         pairs = zip(self.nbytes, self.seconds, strict=True)
         return max((n / max(s, 1e-9) for n, s in pairs if n >= least_bytes), default=0.0)
-
-
-@dataclass(frozen=True)
-class Route(Value):
-    """One way to a matrix product, while all ranks compute."""
-
-    name: Literal["mkl", "onednn", "bf16"]
-    flops_per_s: float
-    error: float  # relative, against float64
-    fp32: bool  # the error is that of fp32, so that a config may choose the route
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from mpipipe.cluster.doctor.facts import Launch
 from mpipipe.cluster.launch import HYDRA, LAUNCHERS, SRUN, launcher_rank
+from mpipipe.cluster.node import OPENMP_BINDS
 
 ASK_S = 10.0
 SETTINGS = (
     *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_smsc", "UCX_TLS", "UCX_NET_DEVICES"),
     *("MPIR_CVAR_", "MPICH_", "I_MPI_FABRICS", "FI_PROVIDER"),
+    *OPENMP_BINDS,
 )
 # what libraries and launchers write of themselves -> the name of the MPI
 FAMILIES = {

@@ -17,7 +17,9 @@ from mpipipe.cluster.doctor.facts import Binding, Cores, Machine
 from mpipipe.cluster.doctor.network import fabric
 from mpipipe.cluster.node import (
     ROOT,
+    bf16_units,
     cores_available,
+    cores_granted,
     field,
     load,
     memory_available_bytes,
@@ -26,13 +28,12 @@ from mpipipe.cluster.node import (
     text,
 )
 
-BF16_UNITS = ("amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16", "svebf16")
 UNLIMITED = resource.RLIM_INFINITY
 
 
 def binding(root: Path = ROOT) -> Binding:
     """The cores of this rank, beside those of its job."""
-    usable = tuple(sorted(os.sched_getaffinity(0)))
+    usable = tuple(sorted(cores_granted()))
     cpus = root / "sys/devices/system/cpu"
     siblings = {
         parse_cores(text(cpus / f"cpu{core}/topology/thread_siblings_list")) or (core,) for core in usable
@@ -78,7 +79,7 @@ def machine(environ: Mapping[str, str], root: Path = ROOT) -> Machine:
     return Machine(
         host=platform.node(),
         processor=processor(root),
-        units=_bf16_units(root),
+        units=bf16_units(root),
         load=load(root),
         available_bytes=memory_available_bytes(environ, root),
         swap_used_bytes=(swap_kib[0] - swap_kib[1]) * 1024,
@@ -91,14 +92,6 @@ def machine(environ: Mapping[str, str], root: Path = ROOT) -> Machine:
         fabric=fabric(root),
         single_copy=_single_copy(root),
     )
-
-
-def _bf16_units(root: Path) -> tuple[str, ...]:
-    for line in text(root / "proc/cpuinfo").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return tuple(unit for unit in BF16_UNITS if unit in value.split())
-    return ()
 
 
 def _space(folder: Path) -> tuple[int, int]:

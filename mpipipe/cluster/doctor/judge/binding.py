@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpipipe.cluster.doctor.facts import Cores, Finding, RankFacts, Ranks
-from mpipipe.cluster.doctor.judge.words import for_each_node, is_open_mpi, start_line
+from mpipipe.cluster.doctor.judge.words import for_each_node, is_open_mpi, listed, start_line
+from mpipipe.cluster.node import OPENMP_BINDS
 from mpipipe.planner.sizes import counted
 
 SECTION = "cores"
@@ -14,7 +15,7 @@ SECTION = "cores"
 def judge_binding(ranks: Ranks, threads: int) -> Iterator[Finding]:
     def judge(on_node: list[RankFacts]) -> Iterator[Finding]:
         yield from _quota(on_node)
-        wrong = list(_crowded(on_node, threads, len(ranks)))
+        wrong = [*_crowded(on_node, threads, len(ranks)), *_openmp(on_node, threads, len(ranks))]
         yield from wrong
         if not wrong:
             ranks_threads = f"{counted(len(on_node), 'rank')} x {counted(threads, 'thread')}"
@@ -70,6 +71,23 @@ def _crowded(on_node: list[RankFacts], threads: int, size: int) -> Iterator[Find
     else:
         fix = f"pipeline.threads={max(1, room // len(theirs))}"
         yield Finding(SECTION, "PROBLEM", f"{whose}: threads share cores", fix)
+
+
+def _openmp(on_node: list[RankFacts], threads: int, size: int) -> Iterator[Finding]:
+    """OpenMP, told to bind, puts the threads of each rank on the first cores that the rank may use."""
+    first = on_node[0]
+    told = [
+        s for s in first.launch.settings if s.startswith(OPENMP_BINDS) and not s.lower().endswith("=false")
+    ]
+    distinct = {core for r in on_node for core in r.binding.usable}
+    if not told or len(distinct) == sum(len(r.binding.usable) for r in on_node):
+        return
+    text = f"{listed(told)} binds the threads of {len(on_node)} ranks to the same cores: none is bound itself"
+    options = [f"--map-by slot:PE={threads} --bind-to core"] if is_open_mpi(first) else []
+    names = " ".join(setting.partition("=")[0] for setting in told)
+    yield Finding(
+        SECTION, "PROBLEM", text, f"unset {names}" if not options else start_line(first, size, *options)
+    )
 
 
 def _loosened(first: RankFacts, size: int, threads: int) -> str:

@@ -7,14 +7,14 @@ from statistics import median
 
 from mpipipe.cluster.doctor.facts import Compute, Finding, RankFacts, Ranks, by_node
 from mpipipe.cluster.doctor.judge.limits import busy
-from mpipipe.cluster.doctor.judge.words import rate, who
-from mpipipe.planner.sizes import counted
+from mpipipe.cluster.doctor.judge.words import who
+from mpipipe.cluster.routes import NAMES, fastest, gain, together, why
+from mpipipe.planner.sizes import counted, per_second
 
 SECTION = "compute"
-WORTH = 1.15  # a gain that is worth other bits
+WORTH = 1.15  # a gain that is worth another precision
 STRAGGLER = 0.6  # of the median speed
 CONTENTION = 4.0
-NAMES = {"mkl": "fp32 by MKL", "onednn": "fp32 by oneDNN", "bf16": "bf16 autocast"}
 
 
 def judge_compute(ranks: Ranks, threads: int) -> Iterator[Finding]:
@@ -36,26 +36,16 @@ def _flops_per_s(computes: list[Compute], name: str) -> float:
 
 
 def _routes(computes: list[Compute], first: RankFacts) -> Iterator[Finding]:
-    routes = computes[0].routes
-    speeds = {r.name: _flops_per_s(computes, r.name) for r in routes}
-    told = [f"{NAMES[name]} {rate(speed, 'flop/s')}" for name, speed in speeds.items()]
-    errors = ", ".join(f"{r.error:.0e}" for r in routes)
+    names = [r.name for r in computes[0].routes]
+    told = [f"{NAMES[name]} {per_second(_flops_per_s(computes, name), 'flop/s')}" for name in names]
     units = f"; units: {', '.join(first.machine.units)}" if first.machine.units else "; no bf16 units"
     threads = counted(computes[0].threads, "thread")
-    yield Finding(SECTION, "ok", f"matrix products, {threads}: {', '.join(told)} (errors {errors}){units}")
-    exact = {r.name for r in routes if all(x.fp32 for c in computes for x in c.routes if x.name == r.name)}
-    best = speeds["mkl"]
-    if "onednn" in exact and speeds["onednn"] > WORTH * best:
-        gain = speeds["onednn"] / best
-        best = speeds["onednn"]
-        text = f"oneDNN would be {gain:.1f}x faster for matrix products here, and is truly fp32 (other bits)"
-        yield Finding(SECTION, "note", text, "kernels.gemm=onednn")
-    elif "onednn" not in exact and speeds["onednn"] > WORTH * best:
-        text = "oneDNN rounds fp32 products to bf16 here: kernels.gemm=mkl is the right choice"
-        yield Finding(SECTION, "ok", text)
-    if speeds["bf16"] > WORTH * best:
-        gain = speeds["bf16"] / best
-        text = f"bf16 would be {gain:.1f}x faster for matrix products here, if its precision will do"
+    yield Finding(SECTION, "ok", f"matrix products, {threads}: {', '.join(told)}{units}")
+    routes = together([c.routes for c in computes])
+    yield Finding(SECTION, "ok", f"kernels.gemm=auto would take {why(routes)}; each model is measured itself")
+    faster = gain(routes, "bf16") / gain(routes, fastest(routes))
+    if faster > WORTH:
+        text = f"bf16 would be {faster:.1f}x faster for matrix products here, if its precision will do"
         yield Finding(SECTION, "note", text, "train.precision=bf16")
 
 
@@ -65,8 +55,8 @@ def _stragglers(ranks: Ranks) -> Iterator[Finding]:
     usual = median(speeds.values())
     slow = [r for r in ranks if speeds[r.rank] < STRAGGLER * usual]
     if slow:
-        slowest = rate(min(speeds.values()), "flop/s")
-        text = f"{who(slow)}: {slowest}, the median rank has {rate(usual, 'flop/s')}"
+        slowest = per_second(min(speeds.values()), "flop/s")
+        text = f"{who(slow)}: {slowest}, the median rank has {per_second(usual, 'flop/s')}"
         hosts = list(dict.fromkeys(r.machine.host for r in slow))
         slurm = slow[0].launch.launcher == "srun"
         yield Finding(SECTION, "note", text, f"sbatch --exclude={','.join(hosts[:8])}" if slurm else "")
@@ -76,10 +66,10 @@ def _memory(computes: list[Compute], quiet: bool) -> Iterator[Finding]:
     together = median(c.copy_bytes_per_s for c in computes)
     each_alone = [c.copy_alone_bytes_per_s for c in computes if c.copy_alone_bytes_per_s]
     alone = median(each_alone or [together])  # where the first ranks of all nodes failed
-    text = f"memory: {rate(alone, 'B/s')} for one thread alone"
+    text = f"memory: {per_second(alone, 'B/s')} for one thread alone"
     if len(computes) > 1:
         less = f"{alone / together:.1f}x less"
-        text += f", {rate(together, 'B/s')} each while all ranks of the node copy ({less})"
+        text += f", {per_second(together, 'B/s')} each while all ranks of the node copy ({less})"
     if quiet and alone > CONTENTION * together:
         text += "; fewer ranks per node, on more nodes, update and normalise faster"
         yield Finding(SECTION, "note", text)

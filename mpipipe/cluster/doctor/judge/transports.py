@@ -8,7 +8,8 @@ from statistics import median
 from mpipipe.cluster.doctor.facts import Finding, LinkTimes, RankFacts, Ranks, by_node
 from mpipipe.cluster.doctor.judge.launch import REBUILD
 from mpipipe.cluster.doctor.judge.limits import busy
-from mpipipe.cluster.doctor.judge.words import is_open_mpi, rate, size, start_line
+from mpipipe.cluster.doctor.judge.words import is_open_mpi, size, start_line
+from mpipipe.planner.sizes import per_second
 
 SECTION = "messages"
 NAMES = {"node": "within a node", "switch": "between nodes"}
@@ -39,7 +40,9 @@ def _told(level: str, links: list[Link]) -> Finding:
     """Medians over the links, one figure for each length."""
     lengths = links[0][1].nbytes
     seconds = [median(link.seconds[i] for _, link in links) for i in range(len(lengths))]
-    large = [f"{rate(n / s, 'B/s')} at {size(n)}" for n, s in zip(lengths[1:], seconds[1:], strict=True)]
+    large = [
+        f"{per_second(n / s, 'B/s')} at {size(n)}" for n, s in zip(lengths[1:], seconds[1:], strict=True)
+    ]
     hidden = median(link.hidden for _, link in links)
     text = f"{NAMES[level]}: {seconds[0] * 1e6:.1f} us, {', '.join(large)}; {hidden:.0%} in the background"
     if len(links) > 1:
@@ -52,8 +55,8 @@ def _bandwidth(level: str, links: list[Link], ranks: Ranks, quiet: bool) -> Iter
     found, usual = worst.bytes_per_s(), median(link.bytes_per_s() for _, link in links)
     between = f"ranks {rank.rank} and {worst.peer} ({_hosts(rank, worst, ranks)})"
     if found < SLOW_BYTES_PER_S[level]:
-        least = rate(SLOW_BYTES_PER_S[level], "B/s")
-        text = f"{between}: {rate(found, 'B/s')} at best, such a link should give {least}"
+        least = per_second(SLOW_BYTES_PER_S[level], "B/s")
+        text = f"{between}: {per_second(found, 'B/s')} at best, such a link should give {least}"
         if level == "switch":
             fix = "" if rank.machine.fabric else "ethtool <interface>  # the speed of the link"
             yield Finding(SECTION, "note", text, fix)
@@ -63,7 +66,7 @@ def _bandwidth(level: str, links: list[Link], ranks: Ranks, quiet: bool) -> Iter
             reason = f" ({rank.machine.single_copy})" if rank.machine.single_copy else ""
             yield Finding(SECTION, "PROBLEM", text + reason, _copies(rank, len(ranks)))
     elif found < STRAGGLER * usual and quiet:
-        text = f"{between}: {rate(found, 'B/s')}, the median link gives {rate(usual, 'B/s')}"
+        text = f"{between}: {per_second(found, 'B/s')}, the median link gives {per_second(usual, 'B/s')}"
         yield Finding(SECTION, "note", text)
 
 

@@ -21,17 +21,6 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
-def rate(per_s: float, unit: str) -> str:
-    """
-    >>> rate(9.81e9, "B/s")
-    '9.8 GB/s'
-    """
-    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if per_s >= factor:
-            return f"{per_s / factor:.{1 if per_s < 10 * factor else 0}f} {prefix}{unit}"
-    return f"{per_s:.0f} {unit}"
-
-
 def listed(names: Sequence[object]) -> str:
     """
     >>> listed(["a", "b", "c", "d", "e", "f"])

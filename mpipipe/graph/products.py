@@ -1,0 +1,77 @@
+"""The matrix products of a model: those that hold most of its operations, forward and backward.
+
+They come from the graph, counted on fake tensors, so transposed operands and merged batches are as torch will
+meet them. Layers that run as they are written show none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from mpipipe.graph.profile import pieces
+from mpipipe.graph.rates import reduced
+from mpipipe.graph.source import TRACING
+from mpipipe.graph.variants import Variants
+from mpipipe.graph.work import Form, Tallier, Work
+
+MOST = 9  # distinct products: the three of each of a transformer's largest linears
+LEAST_FLOPS = 1e8  # of a micro-batch: with fewer, products are not what a step takes long for
+_OPS = {"mm", "addmm", "bmm", "baddbmm"}
+
+
+@dataclass(frozen=True)
+class Product:
+    """work: at its own size, or reduced; times: how many of it are as many operations as the model's."""
+
+    work: Work
+    times: float
+
+    def operands(self, generator: torch.Generator) -> Any:
+        """(args, kwargs) of `work.op`, drawn, in fp32."""
+        return tree_map(lambda x: _drawn(x, generator) if isinstance(x, Form) else x, self.work.arguments)
+
+
+def products(variants: Variants, precision: Literal["fp32", "bf16"], flops: float) -> tuple[Product, ...]:
+    """Of one micro-batch, the heaviest first; none where they are less than `LEAST_FLOPS` together.
+    precision: of the products, "fp32" or "bf16"; flops: above these a product is taken at a reduced size."""
+    parts = pieces(variants.primary, variants.graph, variants.uses)
+    tallier, distinct = Tallier(variants.primary, variants.precision), {p.key: p for p in parts}
+    works = {key: tallier.works(p) for key, p in distinct.items()}
+    of_model = (work for p in parts for work in works[p.key])
+    heaviest = _heaviest(of_model, torch.float32 if precision == "fp32" else torch.bfloat16)
+    with TRACING, FakeTensorMode():
+        return tuple(_product(work, count, flops) for work, count in heaviest)
+
+
+def _heaviest(works: Iterable[Work], dtype: torch.dtype) -> list[tuple[Work, int]]:
+    """With their numbers."""
+    counts, of_key = Counter[str](), dict[str, Work]()
+    for work in works:
+        if work.name in _OPS and all(form.dtype == dtype for form in work.forms):
+            counts[work.key] += 1
+            of_key[work.key] = work
+    flops = {key: counts[key] * of_key[key].flops for key in counts}
+    if sum(flops.values()) < LEAST_FLOPS:
+        return []
+    ordered = sorted(flops, key=lambda key: (-flops[key], key))
+    return [(of_key[key], counts[key]) for key in ordered[:MOST]]
+
+
+def _product(work: Work, count: int, flops: float) -> Product:
+    small = reduced(work, flops)
+    return Product(small, count * work.flops / small.flops)
+
+
+def _drawn(form: Form, generator: torch.Generator) -> Tensor:
+    elements = 1 + sum((size - 1) * step for size, step in zip(form.shape, form.stride, strict=True))
+    elements = elements if math.prod(form.shape) else 0
+    return torch.randn(elements, generator=generator).as_strided(form.shape, form.stride)

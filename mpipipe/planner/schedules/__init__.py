@@ -1,0 +1,35 @@
+"""In which order each rank works: functions (n_stages, n_micro, n_ranks) -> Schedule.
+
+Order only: no messages (`lower` writes them in) and no times (`simulate` finds them). With one stage per rank
+stage s is on rank s, unless `on_ranks` moves it. Backward runs in ascending micro-batch order on every stage,
+in every schedule: that is the order in which gradients are added, and so it decides the bits.
+"""
+
+from mpipipe.planner.schedules.check import check, check_ends
+from mpipipe.planner.schedules.grid import grid
+from mpipipe.planner.schedules.orders import (
+    live_micro_batches,
+    live_stages,
+    on_ranks,
+    stages_of_ranks,
+    stashes,
+)
+from mpipipe.planner.schedules.plain import forward_only
+from mpipipe.planner.schedules.planned import zb_planned
+from mpipipe.planner.schedules.registry import (
+    RUNNABLE,
+    SCHEDULES,
+    build,
+    check_name,
+    check_runnable,
+    register,
+    register_text,
+    runnable,
+)
+from mpipipe.planner.schedules.text import from_text, to_text
+
+__all__ = [
+    "RUNNABLE", "SCHEDULES", "build", "check", "check_ends", "check_name", "check_runnable", "forward_only",
+    "from_text", "grid", "live_micro_batches", "live_stages", "on_ranks", "register", "register_text",
+    "runnable", "stages_of_ranks", "stashes", "to_text", "zb_planned",
+]  # fmt: skip

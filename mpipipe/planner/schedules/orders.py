@@ -1,0 +1,105 @@
+"""What the schedules are built with, and what can be asked of any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from mpipipe.errors import PlanError
+from mpipipe.values import Action, Int32, Op, Program, Schedule
+
+Build = Callable[..., Schedule]  # (n_stages, n_micro), and n_ranks where there are fewer than stages
+
+
+def by_rank(rank_of_stage: Sequence[int], n_micro: int, actions: Iterable[Iterable[Action]]) -> Schedule:
+    """From the actions of each rank, rank 0 first."""
+    codes = tuple(np.array([*each], np.int32).reshape(-1, 3) for each in actions)
+    return Schedule(tuple(rank_of_stage), n_micro, codes)
+
+
+def coded(kinds: np.ndarray, stage: int, micros: np.ndarray) -> Int32:
+    """The actions of one stage, (n, 3)."""
+    return np.stack([kinds, np.full_like(kinds, stage), micros], axis=1).astype(np.int32)
+
+
+def one_each(name: str, n_stages: int, n_ranks: int | None) -> None:
+    """Raises PlanError where a schedule of one stage per rank is asked for another number."""
+    if n_ranks not in (None, n_stages):
+        raise PlanError(
+            f"schedule {name!r} has one stage per rank, not {n_stages} stages on {n_ranks} ranks; choose "
+            "interleaved, zb-v or v-half"
+        )
+
+
+# -- placements --------------------------------------------------------------------------------
+
+
+def wrapped(n_stages: int, n_ranks: int) -> tuple[int, ...]:
+    """Stage s on rank s modulo the number of ranks (Narayanan et al. 2021)."""
+    return tuple(stage % n_ranks for stage in range(n_stages))
+
+
+def v_shaped(n_ranks: int) -> tuple[int, ...]:
+    """Two stages per rank: down the ranks and up again, so that rank 0 has the first and the last one."""
+    return (*range(n_ranks), *reversed(range(n_ranks)))
+
+
+def stages_of_ranks(order: Schedule | Program) -> list[list[int]]:
+    """The stages of each rank, ascending."""
+    stages: list[list[int]] = [[] for _ in order.codes]
+    for stage, rank in enumerate(order.rank_of_stage):
+        stages[rank].append(stage)
+    return stages
+
+
+def is_plain(order: Schedule | Program) -> bool:
+    """One stage per rank, and no backward in two."""
+    one = len(order.codes) == order.n_stages
+    return one and not any(np.isin(codes[:, 0], (Op.I, Op.W)).any() for codes in order.codes)
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """The same order with stage s on rank `ranks[s]`. Raises PlanError where stages of one rank would be on
+    two, or the other way round."""
+    if tuple(ranks) == schedule.rank_of_stage:
+        return schedule
+    to = dict(zip(schedule.rank_of_stage, ranks, strict=True))
+    moved = tuple(to[rank] for rank in schedule.rank_of_stage)
+    if moved != tuple(ranks) or sorted(to.values()) != list(range(len(schedule.codes))):
+        raise PlanError(
+            f"stages are on ranks {list(ranks)}, the schedule has them on {list(schedule.rank_of_stage)}; "
+            "ranks may be numbered otherwise, but the same stages must be together"
+        )
+    held = {to[rank]: codes for rank, codes in enumerate(schedule.codes)}
+    return Schedule(moved, schedule.n_micro, tuple(held[rank] for rank in range(len(held))))
+
+
+# -- what is kept ------------------------------------------------------------------------------
+
+
+def live_micro_batches(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, the largest number of micro-batches between their F and the end of their
+    backward; 1 for a stage without backward, which keeps only what it works on."""
+    live = [0] * schedule.n_stages
+    for codes, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
+        for stage in stages:
+            live[stage] = int(stashes(codes[codes[:, 1] == stage], 1).max(initial=0))
+    return tuple(live)
+
+
+def live_stages(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank, the largest number of stashes of its stages that live at once: as `live_micro_batches`, but
+    of all stages together, which need not be at their most at the same time."""
+    return tuple(int(stashes(codes, 1).max(initial=0)) for codes in schedule.codes)
+
+
+def stashes(codes: np.ndarray, size: np.ndarray | int) -> np.ndarray:
+    """During each action of one rank the sum of what its live micro-batches keep, of `size` each: from F
+    through B, or W. Without a backward it is only that of the micro-batch at work."""
+    forward, ends = codes[:, 0] == Op.F, np.isin(codes[:, 0], (Op.B, Op.W))
+    held = np.where(forward | ends, size, 0)
+    if not ends.any():
+        return held
+    after: np.ndarray = np.cumsum(np.where(forward, held, -held))
+    return after + np.where(ends, held, 0)

@@ -1,0 +1,75 @@
+"""Schedules as text: one line per rank, such as `0F0,0F1,,0B0`.
+
+Each cell has the stage, the kind and the micro-batch of an action, as torch.distributed.pipelining writes
+them (`_Action`). An empty one is a unit of waiting there; here it says nothing: times follow from the order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.schedules.check import check, check_ends
+from mpipipe.planner.schedules.orders import by_rank
+from mpipipe.values import Action, Op, Schedule
+
+_ACTION = re.compile(r"(\d*)([FBIW])(\d+)")
+
+
+def to_text(schedule: Schedule) -> str:
+    """One line per rank, with a line break behind each."""
+    return "".join(",".join(map(str, schedule.actions(r))) + "\n" for r in range(len(schedule.codes)))
+
+
+def from_text(text: str, name: str = "the schedule") -> Schedule:
+    """Inverse of `to_text`. name: how messages call it.
+
+    Raises PlanError and DeadlockError, showing the place, for what is no action, lacks, comes twice, is on
+    two ranks, comes too early, or waits in a circle. What is too large for the memory is seen when it is
+    planned.
+    """
+    lines = text.rstrip().split("\n")
+    words = [[word.strip() for word in line.split(",") if word.strip()] for line in lines]
+    rows = [[_action(name, f"line {n + 1}", word, None) for word in row] for n, row in enumerate(words)]
+    every = [action for row in rows for action in row]
+    n_stages, n_micro = (1 + max((a[i] for a in every), default=-1) for i in (1, 2))
+    if n_stages < 1:
+        raise PlanError(f"{name}: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1")
+    try:
+        return _checked(rows, n_stages, n_micro)
+    except (PlanError, DeadlockError) as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+def from_lines(name: str, lines: Sequence[str], n_stages: int, n_micro: int) -> Schedule:
+    """From words between blanks, one line per rank: `F0` is of the stage with the number of its line. Raises
+    as `from_text`."""
+    rows = [
+        [_action(f"schedule {name!r}", f"stage {rank}", word, rank) for word in line.split()]
+        for rank, line in enumerate(lines)
+    ]
+    return _checked(rows, n_stages, n_micro)
+
+
+def _action(name: str, where: str, word: str, stage: int | None) -> Action:
+    match = _ACTION.fullmatch(word)
+    if match is None or (stage is None and not match[1]):
+        what = "write F or B and the number of the micro-batch, such as F0" if stage is not None else (
+            "write the stage, F, B, I or W, and the micro-batch, such as 2F0"
+        )  # fmt: skip
+        raise PlanError(f"{name}, {where}: {word!r} is no action; {what}")
+    return Action(Op[match[2]], int(match[1] or stage or 0), int(match[3]))
+
+
+def _checked(rows: Sequence[Sequence[Action]], n_stages: int, n_micro: int) -> Schedule:
+    """A stage is where its first action is."""
+    home: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            home.setdefault(action.stage, rank)
+    rank_of_stage = [home.get(stage, stage % len(rows)) for stage in range(n_stages)]
+    schedule = by_rank(rank_of_stage, n_micro, rows)
+    check(schedule)
+    check_ends(schedule)
+    return schedule

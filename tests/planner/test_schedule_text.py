@@ -1,0 +1,157 @@
+"""Orders from a file: there and back, and what is wrong shown at its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planner_cases import HUGE, cluster
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from mpipipe.config.read import parse
+from mpipipe.configured import schedule_name
+from mpipipe.errors import ConfigError, DeadlockError, PlanError
+from mpipipe.planner import SCHEDULES
+from mpipipe.planner.schedules import from_text, grid, register_text, to_text
+from mpipipe.planner.search import plan_of, predict, program_for
+from mpipipe.values import Cluster, Costs, Device, GroupCost, Layout, Link, Numerics
+
+GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+NUMBERS = {"interleaved": (4, 4), "zb-v": (4, 5), "v-half": (4, 5)}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_any_schedule_comes_back(name):
+    schedule = SCHEDULES[name](*NUMBERS.get(name, (3, 5)))
+    again = from_text(to_text(schedule))
+    assert again.rank_of_stage == schedule.rank_of_stage
+    assert again.n_micro == schedule.n_micro
+    assert all(np.array_equal(a, b) for a, b in zip(again.codes, schedule.codes, strict=True))
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+def test_torch_reads_the_same_actions_and_finds_them_valid(name):
+    schedule = SCHEDULES[name](*NUMBERS[name])
+    rows = [line.split(",") for line in to_text(schedule).splitlines()]
+    orders = {rank: [torch_schedules._Action.from_str(word) for word in row] for rank, row in enumerate(rows)}
+    assert [[str(action) for action in orders[rank]] for rank in orders] == rows
+    homes = torch_schedules._validate_schedule(orders, len(orders), schedule.n_stages, schedule.n_micro)
+    assert homes == dict(enumerate(schedule.rank_of_stage))
+
+
+def test_empty_cells_and_blanks_say_nothing():
+    assert to_text(from_text("0F0, 0F1,,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\n\n")) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "mark"),
+    [
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", "micro-batch 1 has F; it needs F and B", "1F1  [no 1B1]"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1,1B0\n", "1B0 on rank 1 comes twice", "1B1  [1B0]"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1,0F1\n", "0F1 is on rank 1, its stage on rank 0", "[0F1]"),
+        ("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n", "1B0 comes before 1F0", "[1B0]  1F0"),
+        ("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n", "backward of micro-batch 0 comes after", "0B1  [0B0]"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "each rank waits: rank 0 for 1B0", "0F0  [0B0]  0F1"),
+        ("0F0,0I0,0F1,0I1,0W0,0W1\n1F0,1I0,1W0,1F1,1I1\n", "micro-batch 1 has F I", "1I1  [no 1W1]"),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1, micro-batch 0 has nothing", "[no 1F0]"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_shown_at_its_place(text, words, mark):
+    with pytest.raises((PlanError, DeadlockError), match=f"orders.csv: .*{words}") as caught:
+        from_text(text, "orders.csv")
+    shown = [line for line in str(caught.value).splitlines() if line.endswith("<-- here")]
+    assert mark in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0F0,F1,0B0\n", "x.csv, line 1: 'F1' is no action; write the stage, F, B, I or W"),
+        ("0F0\n1UNSHARD\n", "x.csv, line 2: '1UNSHARD' is no action"),
+        ("\n", "x.csv: is empty"),
+    ],
+)
+def test_what_is_no_action_is_named(text, words):
+    with pytest.raises(PlanError, match=words):
+        from_text(text, "x.csv")
+
+
+def test_a_long_order_of_many_ranks_is_shown_around_its_mark():
+    schedule = SCHEDULES["1f1b"](40, 60)
+    lines = grid(schedule.codes, {20: 70}).splitlines()
+    assert len(lines) == 9
+    assert lines[-1] == "  ... and 32 more ranks"
+    (marked,) = [line for line in lines if line.endswith("<-- here")]
+    assert marked.startswith("  rank 20")
+    assert marked.count("20") == 15
+
+
+@pytest.fixture
+def registered():
+    yield lambda name, text: register_text(name, text)
+    for name in [name for name in SCHEDULES if name.endswith(".csv")]:
+        del SCHEDULES[name]
+
+
+def test_a_file_is_a_schedule_of_its_numbers(registered):
+    registered("mine.csv", GOOD)
+    assert to_text(SCHEDULES["mine.csv"](2, 2)) == GOOD
+    with pytest.raises(
+        PlanError, match="of 2 stages on 2 ranks and 2 micro-batches, asked for are 2 on 2 and 3"
+    ):
+        SCHEDULES["mine.csv"](2, 3)
+
+
+def test_a_config_names_a_file(registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = parse("pipeline: {schedule: mine.csv, micro_batches: 2}", "c.yaml")
+    with pytest.raises(ConfigError, match=r"mine.csv: cannot be read .* name an existing CSV file"):
+        schedule_name(config)
+    Path("mine.csv").write_text(GOOD)
+    assert schedule_name(config) == "mine.csv"
+    assert to_text(SCHEDULES["mine.csv"](2, 2)) == GOOD
+
+
+# -- in a plan -------------------------------------------------------------------------------------
+
+
+def of_groups(n: int, ranks: int, memory: int = HUGE) -> Costs:
+    group = {"param_bytes": 0, "stash_bytes": 10, "workspace_bytes": 0, "act_bytes": 0, "grad_bytes": 0}
+    groups = tuple(GroupCost(f"g{i}", 1.0, 1.0, 1.0, **group) for i in range(n))
+    return Costs(groups, cluster([1.0] * ranks, [memory] * ranks), (), 1.0, 0.0, "modelled", 0.0)
+
+
+def numerics(m: int) -> Numerics:
+    return Numerics(m, 1, m, 1, 1, "torch", "mkl", "fp32", "per_use", {}, "", "", 0)
+
+
+def test_a_layout_with_two_stages_per_rank_is_predicted():
+    costs, names = of_groups(4, 2), [f"g{i}" for i in range(4)]
+    for schedule, ranks, idle in (("zb-v", (0, 1, 1, 0), 1), ("interleaved", (0, 1, 0, 1), 3)):
+        layout = Layout(("g1", "g2", "g3"), tuple((rank,) for rank in ranks), schedule, 4)
+        plan = plan_of(costs, numerics(4), layout, names)
+        assert plan.prediction.step_s == 6 * 4 + idle
+        assert len(plan.prediction.peak_bytes) == 2
+        assert plan.prediction.lower_bound_s == 6 * 4
+        program_for(layout, numerics(4), (), names, train=False)
+    wrong = Layout(("g1", "g2", "g3"), ((0,), (1,), (0,), (1,)), "zb-v", 4)
+    with pytest.raises(PlanError, match="the same stages must be together"):
+        program_for(wrong, numerics(4), (), names)
+
+
+def test_too_much_memory_is_shown_at_its_place(registered):
+    """Three forwards ahead where there is room for two stashes."""
+    registered("mine.csv", "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    costs, names = of_groups(2, 2, memory=20), ["g0", "g1"]
+    layout = Layout(("g1",), ((0,), (1,)), "mine.csv", 4)
+    program = program_for(layout, numerics(3), (), names)
+    with pytest.raises(PlanError, match="rank 0 needs 30 bytes and has 20 bytes") as caught:
+        predict(costs, layout, program, names)
+    assert "rank 0   0F0   0F1  [0F2]  0B0   0B1   0B2   <-- here" in str(caught.value)
+
+
+def test_contention_counts_a_rank_once():
+    devices = (Device("cpu", 1.0, HUGE, 1),) * 2
+    machine = Cluster(devices, (0, 0), {"node": Link(0.0, 1.0, 2.0)})
+    assert machine.loaded((0, 1, 1, 0)) == machine.loaded((0, 1))

@@ -1,0 +1,203 @@
+"""The route of the fp32 products: from the model's own shapes, one for all ranks, found again later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.cluster.routes import Route
+from mpipipe.graph import products as counting
+from mpipipe.graph.products import products
+from mpipipe.graph.source import ModelSource
+from mpipipe.graph.variants import Variants
+from mpipipe.runtime import gemm
+from mpipipe.runtime.gemm import Prober, Routes
+from mpipipe.runtime.routes import Trial, measure
+from mpipipe.runtime.setting import is_fp32, numerics_of
+from mpipipe.values import Numerics, TensorSpec
+
+ROWS, WIDTH = 12, 64
+
+
+class Net(nn.Module):
+    """Three products of 12 x 64 x 64: two forward, of which the second has a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+class Reads(nn.Module):
+    """A layer that cannot be traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2.0 if x.flatten().tolist()[0] > 0 else 3.0)
+
+
+def variants_of(model: Any = Net, precision: str = "fp32") -> Variants:
+    specs = {"x": TensorSpec((ROWS, WIDTH), "float32")}
+    return Variants(
+        ModelSource(model, 0),
+        lambda out, batch: (out.square().sum(), len(out)),
+        lambda _: specs,
+        ROWS,
+        precision,
+    )
+
+
+def numerics(precision: str = "fp32", threads: int = 1) -> Numerics:
+    return numerics_of(
+        batch=ROWS, micro_batches=1, blocks=1, threads=threads, gemm="mkl", precision=precision,
+        tied="per_use", seed=0,
+    )  # fmt: skip
+
+
+def made(mkl: float, other: float, name: str = "onednn", fp32: bool = True) -> Routes:
+    return Route("mkl", mkl, 3e-7, True), Route(name, other, 3e-7, fp32)
+
+
+@pytest.fixture(autouse=True)
+def small_models_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(counting, "LEAST_FLOPS", 1.0)
+    yield
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
+
+
+# -- which products ----------------------------------------------------------------------------
+
+
+def test_the_products_are_those_of_forward_and_backward_with_their_layouts() -> None:
+    found = products(variants_of(), "fp32", 1e9)
+    once = 2.0 * ROWS * WIDTH * WIDTH
+    assert sum(p.times * p.work.flops for p in found) == 5 * once  # no gradient of the input
+    assert {p.work.name for p in found} == {"mm", "addmm"}
+    weight = next(p for p in found if p.work.name == "addmm").work.forms[2]
+    assert weight.stride == (1, WIDTH), "a weight is used transposed"
+
+
+def test_large_ones_are_reduced_and_count_for_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpipipe.graph.rates.LEAST_SIZE", 8)
+    whole, small = products(variants_of(), "fp32", 1e9), products(variants_of(), "fp32", 1e4)
+    assert all(p.work.flops <= 1e4 for p in small)
+    total = sum(p.times * p.work.flops for p in whole)
+    assert sum(p.times * p.work.flops for p in small) == pytest.approx(total)
+
+
+def test_a_model_with_few_products_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "LEAST_FLOPS", 1e8)
+    monkeypatch.setattr(gemm, "measure", lambda *_: pytest.fail("measured"))
+    choice = Prober(None, variants_of(), numerics(), {}).choose()
+    assert (choice.gemm, choice.why) == ("mkl", "MKL, as the model has few of them")
+    assert Prober(None, variants_of(), numerics(), choice.found).choose() == choice
+
+
+@pytest.mark.full  # a model that cannot be traced is tried in several ways
+def test_layers_that_run_as_they_are_written_show_none() -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Reads(), nn.Linear(WIDTH, WIDTH)]
+    assert products(variants_of(nn.Sequential(*layers)), "fp32", 1e9) == ()
+
+
+def test_of_bf16_they_are_those_that_autocast_lowers() -> None:
+    variants = variants_of(precision="bf16")
+    assert products(variants, "fp32", 1e9) == ()
+    found = products(variants, "bf16", 1e9)
+    assert sum(p.times for p in found) == 5
+    args, _ = found[0].operands(torch.Generator().manual_seed(0))
+    assert all(x.dtype == torch.float32 for x in args if isinstance(x, Tensor))
+
+
+# -- measured ----------------------------------------------------------------------------------
+
+
+def test_a_measurement_tells_rates_and_true_errors() -> None:
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(64, 96, generator=draw), torch.randn(96, 32, generator=draw)
+    trial = Trial(torch.mm, (a, b), 2.0 * 64 * 96 * 32, 3.0)
+    mkl, bf16 = measure([trial], ("mkl", "bf16"), 0.0)
+    exact = a.double() @ b.double()
+    assert mkl.error == float(((a @ b).double() - exact).norm() / exact.norm())
+    assert (mkl.fp32, bf16.fp32) == (True, False)
+    assert 1e-3 < bf16.error < 1e-2
+    assert mkl.flops_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "own", "fp32"),
+    [(3e-7, 2e-7, True), (5e-4, 2e-7, False), (2e-3, 1e-2, False), (5e-7, 0.0, True)],
+)
+def test_what_is_as_exact_as_fp32(error: float, own: float, fp32: bool) -> None:
+    assert is_fp32(error, own) == fp32
+
+
+# -- one choice for all ------------------------------------------------------------------------
+
+
+def chosen(
+    size: int, measured: list[Routes], known: Any = None, monkeypatch: Any = None
+) -> list[gemm.Choice]:
+    """Each rank measures what is made up for it; only rank 0 knows what was found before."""
+    rank = threading.local()
+
+    def measure_here(*_: object) -> Routes:
+        return measured[rank.number]
+
+    def body(comm: Communicator) -> gemm.Choice:
+        rank.number = comm.rank
+        return Prober(comm, variants, numerics(), (known or {}) if comm.rank == 0 else {}).choose()
+
+    variants = variants_of()
+    _ = variants.graph
+    monkeypatch.setattr(gemm, "measure", measure_here)
+    return run_local(size, body)
+
+
+def test_all_ranks_take_what_is_best_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = chosen(2, [made(1e11, 2e11), made(2e11, 1.9e11)], monkeypatch=monkeypatch)
+    assert first == second
+    assert first.gemm == "onednn"
+    assert first.why.startswith("oneDNN, 1.46 times as fast as MKL")
+    rounds = [made(1e11, 2e11), made(1e11, 9e11, fp32=False)]
+    assert {c.gemm for c in chosen(2, rounds, monkeypatch=monkeypatch)} == {"mkl"}
+
+
+def test_another_number_of_ranks_finds_the_same_choice_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (alone,) = chosen(1, [made(1e11, 2e11)], monkeypatch=monkeypatch)
+    again = chosen(3, [made(2e11, 1e11)] * 3, known=alone.found, monkeypatch=monkeypatch)
+    assert {c.gemm for c in again} == {"onednn"}
+    assert {c.why for c in again} == {f"{alone.why}, as before"}
+    monkeypatch.setenv("MKL_DYNAMIC", "FALSE")  # with other settings it is measured anew
+    assert chosen(1, [made(2e11, 1e11)], known=alone.found, monkeypatch=monkeypatch)[0].gemm == "mkl"
+
+
+# -- bf16 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("units", "precision", "rate", "said"),
+    [
+        ((), "bf16", 0.25e11, "take 4.0 times as long as in fp32; set train.precision=fp32"),
+        ((), "bf16", 2e11, ""),
+        ((), "fp32", 0.25e11, ""),
+        (("avx512_bf16",), "bf16", 0.25e11, ""),
+    ],
+)
+def test_slow_bf16_is_said_where_the_processor_has_no_units_for_it(
+    monkeypatch: pytest.MonkeyPatch, units: tuple[str, ...], precision: str, rate: float, said: str
+) -> None:
+    monkeypatch.setattr(gemm, "bf16_units", lambda: units)
+    monkeypatch.setattr(gemm, "measure", lambda *_: made(1e11, rate, "bf16", False))
+    prober = Prober(None, variants_of(precision=precision), numerics(precision), {})
+    text, found = prober.slow_bf16()
+    assert text.endswith(said)
+    assert bool(text) == bool(said)
+    assert bool(found) == (not units and precision == "bf16")
