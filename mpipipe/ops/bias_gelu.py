@@ -75,7 +75,8 @@ class _BiasGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return *_backward(dy.contiguous(), *ctx.saved_tensors, ctx.tanh, ctx.needs_input_grad[1]), None
+        x, bias = ctx.saved_tensors
+        return *_backward(dy.contiguous(), x, bias, ctx.tanh, ctx.needs_input_grad[1]), None
 
 
 def _bias_like(x: Tensor, bias: Tensor | None) -> Tensor:

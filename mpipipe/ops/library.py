@@ -36,7 +36,7 @@ def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
     """Whether an eager call on these records anything: else it need not pass an autograd.Function."""
     if torch.is_grad_enabled():
-        for t in tensors:  # noqa: SIM110 - as in `traced`
+        for t in tensors:
             if t is not None and t.requires_grad:
                 return True
     return False
