@@ -23,7 +23,7 @@ void add(const T* __restrict x, const T* __restrict residual, T* __restrict s, s
 
 // The sum of s, or of (s - mean)^2. Four sums at a time, of a quarter each: one alone would wait for its additions.
 template <bool squares, typename T>
-float run_sum(const T* __restrict s, float mean, size_t n) {
+[[gnu::noinline]] float run_sum(const T* __restrict s, float mean, size_t n) {
     const auto term = [mean](T element) {
         const float centred = wide(element) - mean;
         return squares ? centred * centred : wide(element);
@@ -85,8 +85,9 @@ struct RowSums {
 
 // Adds the row to the sums of dy * h and dy over rows as well.
 template <bool centred, typename T>
-void run_sums(const T* __restrict dy, const T* __restrict s, const T* __restrict weight, float mean, float rstd,
-              float* __restrict dweight, float* __restrict dbias, size_t n, RowSums& sums) {
+[[gnu::noinline]] void run_sums(const T* __restrict dy, const T* __restrict s, const T* __restrict weight, float mean,
+                                float rstd, float* __restrict dweight, float* __restrict dbias, size_t n,
+                                RowSums& sums) {
     float sum_g = 0, sum_gh = 0;
 #pragma omp simd reduction(+ : sum_g, sum_gh)
     for (size_t i = 0; i < n; ++i) {
