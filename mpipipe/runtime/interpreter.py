@@ -238,8 +238,14 @@ class Interpreter:
         to: int,
         tensors: list[Tensor],
     ) -> None:
-        same_rank = self.program.rank_of_stage[to] == self.comm.rank
-        (local if same_rank else remote)[(to, key[1]) if same_rank else key] = tensors
+        if self.program.rank_of_stage[to] != self.comm.rank:
+            remote[key] = tensors
+            return
+        local[to, key[1]] = tensors
+        shown = {t.untyped_storage().data_ptr() for t in tensors}
+        if key in self.held:  # what is passed on as it is outlives this stage's use of it: not into the pool
+            held = self.held[key]
+            self.held[key] = [t for t in held if t.untyped_storage().data_ptr() not in shown]
 
     def _merge_eager(self, key: Key) -> None:
         stage, micro = key
@@ -247,7 +253,8 @@ class Interpreter:
         self.tied_out[key] = {leaf: g for leaf, g in taken.items() if self.ties.owner[leaf[0]] != stage}
         parts = {**self.arrived, **taken}
         for other in self.stages:  # uses on other stages of this rank
-            parts.update(self.tied_out.get((other, micro), {}) if other != stage else {})
+            here = self.tied_out.get((other, micro), {}) if other != stage else {}
+            parts |= {leaf: here.pop(leaf) for leaf in list(here) if self.ties.owner[leaf[0]] == stage}
         self.ties.merge_micro(self.stages[stage].weights, parts)
         self._return_arrived(stage)
 

@@ -48,10 +48,13 @@ class Trainer:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.program = self._program(len(self.bounds), train=True)
         owner = variants.stage_of_param(layout.cuts)
-        stages = {}
+        stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
-            weights = StageWeights(variants.source, graph, s, owner, leaves, variants.trained, numerics.tied)
+            here = {n: t for o, stage in stages.items() for n, t in stage.weights.data.items() if owner[n] == o}
+            weights = StageWeights(
+                variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, here
+            )
             stages[s] = Stage(weights, numerics.precision)
         ties = Ties(graph, layout.cuts, owner, frozenset(variants.trained))
         self.interpreter = Interpreter(
