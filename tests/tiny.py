@@ -26,8 +26,8 @@ from mpipipe.data.base import Dataset
 from mpipipe.data.synthetic import SyntheticTokens, SyntheticVectors
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
-from mpipipe.planner.schedules import build
 from mpipipe.models import GPT, MLP, cross_entropy
+from mpipipe.planner.schedules import build
 from mpipipe.runtime.feed import split_evenly
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.setting import set_threads

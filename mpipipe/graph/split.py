@@ -51,7 +51,7 @@ def _positions(node: fx.Node, weights: dict[fx.Node, tuple[str, int]]) -> tuple[
     plain = node.op == "call_function" and node.meta.get("region", Region()).plain
     if not plain or schema_name(node) not in _DEFERRED:
         return ()
-    reads = Counter(n for n in (*node.args, *node.kwargs.values()) if n in weights)
+    reads = Counter(n for n in (*node.args, *node.kwargs.values()) if isinstance(n, fx.Node) and n in weights)
     once = all(count == 1 and len(n.users) == 1 for n, count in reads.items())
-    positional = not any(n in weights for n in node.kwargs.values())
-    return tuple(i for i, n in enumerate(node.args) if n in weights) if once and positional else ()
+    places = tuple(i for i, n in enumerate(node.args) if isinstance(n, fx.Node) and n in weights)
+    return places if once and len(places) == len(reads) else ()

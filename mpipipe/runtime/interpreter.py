@@ -189,7 +189,9 @@ class Interpreter:
     def _backward(self, i: Instr) -> None:
         key, stage = (i.stage, i.micro), self.stages[i.stage]
         grads = self.grad.pop(key)
-        back = stage.backward_input(i.micro, grads) if i.stage in self.in_two else stage.backward(i.micro, grads)
+        back = (
+            stage.backward_input(i.micro, grads) if i.stage in self.in_two else stage.backward(i.micro, grads)
+        )
         if i.stage in self.in_two:
             stage.backward_weight(i.micro)
         self._free(key, grads)

@@ -29,7 +29,9 @@ class _Stash:
     inputs: list[Tensor]  # leaves that need a gradient
     edges: list[GradientEdge]  # of the sent tensors that need one
     pending: Pending | None = None  # of a backward in two
-    others: list[Tensor] = field(default_factory=list)  # weights whose gradients come with those of the inputs
+    others: list[Tensor] = field(
+        default_factory=list
+    )  # weights whose gradients come with those of the inputs
 
 
 class Stage:

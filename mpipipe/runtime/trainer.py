@@ -51,7 +51,9 @@ class Trainer:
         stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
-            here = {n: t for o, stage in stages.items() for n, t in stage.weights.data.items() if owner[n] == o}
+            here = {
+                n: t for o, stage in stages.items() for n, t in stage.weights.data.items() if owner[n] == o
+            }
             weights = StageWeights(
                 variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, here
             )
