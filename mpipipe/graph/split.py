@@ -17,6 +17,8 @@ from mpipipe.graph.cut import Code
 from mpipipe.graph.regions import Region
 from mpipipe.graph.rewrite import schema_name
 from mpipipe.ops.deferred import Deferred
+from mpipipe.ops.embedding import embedding
+from mpipipe.ops.linear import linear
 
 _DEFERRED = {
     f"aten::{name}"
@@ -25,6 +27,7 @@ _DEFERRED = {
         "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
     )
 }  # fmt: skip
+_OWN = (linear, embedding)
 
 
 def split(code: Code) -> Code:
@@ -49,7 +52,7 @@ def split(code: Code) -> Code:
 def _positions(node: fx.Node, weights: dict[fx.Node, tuple[str, int]]) -> tuple[int, ...]:
     """Of the weights among the arguments; none where their gradients cannot wait."""
     plain = node.op == "call_function" and node.meta.get("region", Region()).plain
-    if not plain or schema_name(node) not in _DEFERRED:
+    if not plain or (schema_name(node) not in _DEFERRED and node.target not in _OWN):
         return ()
     reads = Counter(n for n in (*node.args, *node.kwargs.values()) if isinstance(n, fx.Node) and n in weights)
     once = all(count == 1 and len(n.users) == 1 for n, count in reads.items())

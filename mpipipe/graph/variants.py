@@ -58,7 +58,7 @@ class Variants:
         if lowering == self.lowering:
             return self
         other = copy(self)
-        other.lowering, other._codes, other._weights = lowering, {}, {}
+        other.lowering, other._codes, other._splits, other._weights = lowering, {}, {}, {}
         other._anatomies = {
             mode: {shapes: replace(a, lowering=lowering) for shapes, a in known.items()}
             for mode, known in self._anatomies.items()

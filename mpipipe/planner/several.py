@@ -8,6 +8,7 @@ group, as long as the most loaded rank has less to do then, or as much and the o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.planner.partition import partition
 from mpipipe.planner.stages import in_order
-from mpipipe.values import Costs, Device
+from mpipipe.values import Costs, Device, Link
 
 _ENDLESS = 2**62  # bytes
 Cuts = tuple[int, ...]
@@ -33,7 +34,8 @@ def shared(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
         return replace(device, memory_bytes=device.memory_bytes // n, base_bytes=device.base_bytes // n)
 
     parts = (part(d, int(count[r])) for d, r in zip(placed.cluster.devices, rank_of_stage, strict=True))
-    return replace(placed, cluster=replace(placed.cluster, devices=tuple(parts)))
+    links = placed.cluster.links or {"node": Link(0.0, math.inf)}  # a single rank has none
+    return replace(placed, cluster=replace(placed.cluster, devices=tuple(parts), links=links))
 
 
 def started(
@@ -43,7 +45,8 @@ def started(
     rank, such as do not look at it: whether they fit is then for the simulation to say."""
     placed, n_ranks = shared(costs, rank_of_stage), len(set(rank_of_stage))
     endless = tuple(replace(device, memory_bytes=_ENDLESS) for device in placed.cluster.devices)
-    found = []
+    found: list[Cuts] = []
+    error: PlanError | None = None
     for update in (False, True):
         for on in (placed, replace(placed, cluster=replace(placed.cluster, devices=endless))):
             try:
@@ -51,10 +54,13 @@ def started(
                     on, n_micro, schedule, len(rank_of_stage), receive_window, tied, update, explain=False,
                     n_ranks=n_ranks,
                 ).cuts  # fmt: skip
-            except PlanError:
+            except PlanError as no_cut:
+                error = no_cut
                 continue
             found += [evened(placed, rank_of_stage, cuts), cuts]
             break
+    if not found and error is not None:
+        raise error
     return list(dict.fromkeys(found))
 
 

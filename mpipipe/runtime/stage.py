@@ -35,8 +35,10 @@ class _Stash:
 
 
 class Stage:
-    def __init__(self, weights: StageWeights, precision: str) -> None:
-        self.weights, self.precision = weights, precision
+    """blocks: of additions (`Numerics`), which a weight gradient that comes early must not mix up."""
+
+    def __init__(self, weights: StageWeights, precision: str, blocks: int = 1) -> None:
+        self.weights, self.precision, self.blocks = weights, precision, blocks
         self._stash: dict[int, _Stash] = {}
         self._waiting: dict[int, tuple[Pending, list[tuple[Tensor, Tensor]]]] = {}  # (weight, its gradient)
         self._statistics: dict[int, list[tuple[str, float | None, Tensor | None]]] = {}  # by micro-batch
@@ -86,21 +88,25 @@ class Stage:
         stash = self._stash.pop(micro)
         if stash.edges:
             torch.autograd.backward(stash.edges, list(grads))
-        return _own(stash.inputs, [leaf.grad for leaf in stash.inputs], grads)
+        return _own(stash.inputs, grads)
 
     def backward_input(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
-        """As `backward`, but the weights' gradients wait for `backward_weight`; the caller leaves `grads` as they
-        are until then. For a `forward` with split code."""
+        """As `backward`, but the gradients of the weights that `code.deferred` names wait for `backward_weight`;
+        until then the caller leaves `grads` as they are. After a `forward` with split code."""
         stash = self._stash.pop(micro)
         assert stash.pending is not None, "forward was given the code of a whole backward"
-        wanted = [*stash.inputs, *stash.others, stash.pending.trigger]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
+        apart = [leaf for leaf in stash.others if self.blocks > 1 or leaf.grad is None]
+        sums = [leaf.grad for leaf in apart]
+        for leaf in apart:  # what W adds: no other micro-batch may be in it
+            leaf.grad = None
         if stash.edges:
-            found = torch.autograd.grad(stash.edges, wanted, list(grads), allow_unused=True)
-        n = len(stash.inputs)
-        rest = [(leaf, g) for leaf, g in zip(stash.others, found[n:], strict=False) if g is not None]
+            inputs = [*stash.inputs, *stash.others, stash.pending.trigger]
+            torch.autograd.backward(stash.edges, list(grads), inputs=inputs)
+        rest = [(leaf, leaf.grad) for leaf in apart if leaf.grad is not None]
+        for leaf, total in zip(apart, sums, strict=True):
+            leaf.grad = total
         self._waiting[micro] = stash.pending, rest
-        return _own(stash.inputs, found[:n], grads)
+        return _own(stash.inputs, grads)
 
     @torch.no_grad()
     def backward_weight(self, micro: int) -> None:
@@ -136,13 +142,8 @@ class Stage:
         self._statistics.clear()
 
 
-def _own(inputs: Sequence[Tensor], found: Sequence[Tensor | None], given: Sequence[Tensor]) -> list[Tensor]:
+def _own(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of the inputs in memory of their own: the caller's buffers are filled again."""
     taken = {g.untyped_storage().data_ptr() for g in given}
-    out = []
-    for leaf, g in zip(inputs, found, strict=True):
-        if g is None:
-            out.append(torch.zeros_like(leaf))
-        else:
-            out.append(g.clone() if g.untyped_storage().data_ptr() in taken else g)
-    return out
+    found = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in inputs)
+    return [g.clone() if g.untyped_storage().data_ptr() in taken else g for g in found]
