@@ -1,4 +1,4 @@
-"""Operators whose weight gradients wait: a backward in two (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+"""Operators whose weight gradients wait: a backward in two (Qi et al. 2023, Zero Bubble).
 
     forward    x  ->  [ op as torch has it, x cut off ]  ->  y          a graph of its own per operator
     backward   gradient of y  ->  that of x at once;  (graph, gradient of y) is put down in `Pending`
@@ -21,7 +21,7 @@ class Pending:
     """Weight gradients that one micro-batch on one stage has not done yet."""
 
     def __init__(self) -> None:
-        # every deferred operator depends on it, so that backward comes to all of them, whatever it is asked for
+        # every deferred operator depends on it, so that backward comes to all of them
         self.trigger = torch.empty(0, requires_grad=True)
         self._edges: list[GradientEdge] = []
         self._grads: list[Tensor] = []
@@ -40,8 +40,8 @@ class Pending:
 
 
 class Deferred:
-    """A call of `op`, which makes one tensor. weights: which of its arguments are leaves whose gradients wait; no
-    other operator of the micro-batch may read them."""
+    """A call of `op`, which makes one tensor. weights: which of its arguments are leaves whose gradients
+    wait; no other operator of the micro-batch may read them."""
 
     def __init__(self, op: Callable[..., Tensor], weights: Sequence[int]) -> None:
         self.op, self.weights = op, weights

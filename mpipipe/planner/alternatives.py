@@ -138,7 +138,7 @@ class _Asked:
     # -- other settings ---------------------------------------------------------------------------
 
     def _other_schedules(self) -> Iterator[Alternative]:
-        """With the cuts of now where it has as many stages on the same ranks, else with those that suit it."""
+        """With the cuts of now where it has as many stages per rank, else with those that suit it."""
         for schedule in SCHEDULES:
             if schedule == self.plan.layout.schedule:
                 continue

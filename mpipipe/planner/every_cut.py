@@ -97,7 +97,7 @@ def cut_bounds_s(costs: Costs, cuts: Int64, n_micro: int, whole: bool = True) ->
     work = np.diff(_before([g.seconds for g in costs.groups])[edges], axis=1) / speed  # of one micro-batch
     update = np.diff(_before(_update_s(costs))[edges], axis=1) / speed
     ways = [costs.cluster.link(stage, stage + 1) for stage in range(cuts.shape[1])]
-    before = work  # what the first micro-batch does on a stage before the next one can begin, or after it has ended
+    before = work  # what the first micro-batch does on a stage before the next one can begin
     if not whole:  # W may come when all else has ended, and messages of gradients meanwhile
         before = np.diff(_before([g.fwd_s for g in costs.groups])[edges], axis=1) / speed
     links = [crossing_s(costs, link)[cuts[:, stage]] * whole for stage, link in enumerate(ways)]

@@ -116,9 +116,9 @@ def preferred(tried: Collection[Tried]) -> Tried:
 
 
 def schedules_of(name: str) -> tuple[str, ...]:
-    """Those to choose from, the one that is preferred first: with "auto" all. 1f1b leads, because it keeps the
-    fewest micro-batches of those with whole backwards, and its messages are few; those of one's own come last,
-    as they were registered. Raises PlanError for a name that no schedule has."""
+    """Those to choose from, the one that is preferred first: with "auto" all. 1f1b leads: it keeps few
+    micro-batches and sends few messages; those of one's own come last, as they were registered. Raises
+    PlanError for a name that no schedule has."""
     if name == "auto":
         return tuple(SCHEDULES)
     check_name(name)

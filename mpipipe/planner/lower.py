@@ -54,8 +54,8 @@ def lower(
 
     tied: "per_use" (one tied message per step and pair) or "eager" (one per micro-batch).
     receive_window: receives that each rank posts ahead; 0 = a receive is posted only when reached.
-    Raises PlanError for an unknown mode or a negative window, or where tied="eager" and a rank does the weight
-    gradient of a tied parameter's owner before that of a user.
+    Raises PlanError for an unknown mode or a negative window, or where tied="eager" and a rank does the
+    weight gradient of a tied parameter's owner before that of a user.
     """
     if tied not in ("per_use", "eager"):
         raise PlanError(f"tied mode {tied!r} is not known; choose 'per_use' or 'eager'")
@@ -83,9 +83,9 @@ def _check_local_ties(schedule: Schedule, pairs: Iterable[Pair]) -> None:
         for micro in range(schedule.n_micro):
             if last[owner, micro] < last[user, micro]:
                 raise PlanError(
-                    f"rank {rank} does the weight gradient of stage {owner}, micro-batch {micro}, before that of "
-                    f"stage {user}, whose uses of a tied parameter come first with pipeline.tied=eager; choose "
-                    "per_use, or another order"
+                    f"rank {rank} does the weight gradient of stage {owner}, micro-batch {micro}, before "
+                    f"that of stage {user}, whose uses of a tied parameter come first with "
+                    "pipeline.tied=eager; choose per_use, or another order"
                 )
 
 

@@ -45,8 +45,8 @@ class Noise(Value):
 
 
 def noise(plan: Plan, costs: Costs, draws: int = DRAWS, seed: int = 0) -> Noise | None:
-    """None where there is no spread, the program is too large to be walked, or ranks have several stages. The same for the same seed.
-    Raises as `program_for` does."""
+    """None where there is no spread, the program is too large to be walked, or ranks have several stages.
+    The same for the same seed. Raises as `program_for` does."""
     instructions = 6 * plan.layout.n_stages * plan.numerics.micro_batches  # F, B and four messages each
     spread, assumed = spreads(costs)
     if not spread.any() or instructions > _MOST_INSTRUCTIONS or plan.layout.n_ranks < plan.layout.n_stages:

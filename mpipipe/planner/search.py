@@ -55,9 +55,9 @@ def make_plan(
     group_names: Sequence[str],
     n_ranks: int,
 ) -> tuple[Plan, Program]:
-    """Plan as many stages as the schedule has on `n_ranks`, in the best of the orders of ranks that are promising:
-    the next ones are taken only where they gain something. Raises PlanError if no cut fits (see `partition`),
-    DeadlockError for an order that cannot end.
+    """Plan as many stages as the schedule has on `n_ranks`, in the best of the orders of ranks that are
+    promising: the next ones are taken only where they gain something. Raises PlanError if no cut fits (see
+    `partition`), DeadlockError for an order that cannot end.
 
     receive_window: at least; more where a schedule needs it."""
     check_counts(costs, numerics.micro_batches, schedule, n_ranks)
@@ -88,9 +88,7 @@ def _plan_in(
     group_names: Sequence[str], bound_s: Callable[[Program], float],
 ) -> tuple[Plan, Program]:  # fmt: skip
     """With stage s on rank `order[s]`."""
-    programs: dict[
-        tuple[StageTie, ...], tuple[Layout, Program]
-    ] = {}  # by ties alone the order depends on cuts
+    programs: dict[tuple[StageTie, ...], tuple[Layout, Program]] = {}
     n_micro = numerics.micro_batches
     if len(set(order)) == len(order):
         starts = [
@@ -124,8 +122,8 @@ def _plan_in(
 def with_window(
     layout: Layout, numerics: Numerics, ties: Sequence[Tie], group_names: Sequence[str]
 ) -> tuple[Layout, Program]:
-    """The layout with the least receive window, from its own on, with which the program can run, and that. Raises
-    DeadlockError where none will do."""
+    """The layout with the least receive window, from its own on, with which the program can run, and that.
+    Raises DeadlockError where none will do."""
     most = 4 * len(layout.cuts) + 4  # 2p - 2 is what the built-in ones need without ties
 
     def proved(window: int) -> tuple[Layout, Program]:

@@ -1,6 +1,6 @@
 """Cuts for several stages per rank: those of `partition`, made even over the ranks.
 
-`partition` makes the slowest stage as fast as it can be. Where a rank has several stages, it is their sum that
+`partition` makes the slowest stage as fast as it can be. Where a rank has several stages, their sum
 counts: a heavy stage may share its rank with a light one. From its cuts on, one cut at a time is moved by one
 group, as long as the most loaded rank has less to do then, or as much and the others are more even.
 """
@@ -41,8 +41,8 @@ def shared(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
 def started(
     costs: Costs, rank_of_stage: Sequence[int], n_micro: int, schedule: str, receive_window: int, tied: str
 ) -> list[Cuts]:
-    """Cuts to begin with. Where none fit as `partition` counts memory, with equal parts of it for the stages of a
-    rank, such as do not look at it: whether they fit is then for the simulation to say."""
+    """Cuts to begin with. Where none fit as `partition` counts memory, with equal parts of it for the stages
+    of a rank, such as do not look at it: whether they fit is then for the simulation to say."""
     placed, n_ranks = shared(costs, rank_of_stage), len(set(rank_of_stage))
     endless = tuple(replace(device, memory_bytes=_ENDLESS) for device in placed.cluster.devices)
     found: list[Cuts] = []

@@ -91,8 +91,8 @@ class Stage:
         return _own(stash.inputs, grads)
 
     def backward_input(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
-        """As `backward`, but the gradients of the weights that `code.deferred` names wait for `backward_weight`;
-        until then the caller leaves `grads` as they are. After a `forward` with split code."""
+        """As `backward`, but the gradients of the weights that `code.deferred` names wait for
+        `backward_weight`; until then the caller leaves `grads` as they are. After split code."""
         stash = self._stash.pop(micro)
         assert stash.pending is not None, "forward was given the code of a whole backward"
         apart = [leaf for leaf in stash.others if self.blocks > 1 or leaf.grad is None]

@@ -50,8 +50,8 @@ class Trainer:
         in_two = any((codes[:, 0] == Op.I).any() for codes in self.program.codes)
         if in_two and numerics.bits == "fast" and numerics.blocks > 1:
             raise PlanError(
-                f"schedule {layout.schedule!r} has backwards in two, whose weight gradients have other bits with "
-                f"pipeline.bits=fast and {numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
+                f"schedule {layout.schedule!r} has backwards in two, whose weight gradients have other bits "
+                f"with pipeline.bits=fast and {numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
             )
         owner = variants.stage_of_param(layout.cuts)
         stages: dict[int, Stage] = {}

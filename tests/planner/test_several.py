@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from planner_cases import cluster, uniform
@@ -39,7 +40,7 @@ def test_what_a_rank_has_to_do_counts_and_not_a_stage():
 
     def load(cuts):
         edges = (0, *cuts, 12)
-        sums = [sum(seconds[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        sums = [sum(seconds[a:b]) for a, b in itertools.pairwise(edges)]
         return max(sums[0] + sums[3], sums[1] + sums[2])
 
     found = evened(placed, homes, (3, 6, 9))

@@ -92,7 +92,7 @@ def test_a_tensor_travels_as_its_memory_and_with_its_strides() -> None:
 
 
 def test_weight_gradients_wait_and_what_is_kept_for_them_is_let_go() -> None:
-    """I gives the gradients of the inputs and touches no product's weight; W adds the bits of a whole backward."""
+    """I gives the gradients of the inputs alone; W adds the bits of a whole backward."""
     whole, received, sent = middle_stage()
     grads = [torch.randn_like(t) for t in sent]
     expected = whole.backward(0, grads)

@@ -31,8 +31,8 @@ def check_name(name: str) -> None:
 
 
 def stages_on(name: str, n_ranks: int) -> int:
-    """How many stages it has on so many ranks, where nobody says: two on each for those that have several, those
-    of a file as they are in it."""
+    """How many stages it has on so many ranks, where nobody says: two on each for those that have several,
+    those of a file as they are in it."""
     n_stages, ranks = _stages_of_text.get(name, (0, 0))
     if n_stages and ranks == n_ranks:
         return n_stages
