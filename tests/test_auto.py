@@ -101,7 +101,10 @@ def test_all_ranks_agree_the_bits_are_those_of_the_number_and_the_plan_keeps_it(
     plan, bits = searched[0]
     assert plan.numerics.micro_batches == 2, "calls have a price, and so has a bubble"
     line = next(text for text in said if text.startswith("tried "))
-    assert line.startswith("tried 1f1b, gpipe with 1, 2, 4 micro-batches (costs of 1, 2 samples in ")
+    assert line.startswith(
+        "tried 1f1b, gpipe, interleaved, zb-h1, zb-h2, zb-v, v-half with 1, 2, 4 micro-batches "
+        "(costs of 1, 2 samples in "
+    )
     assert "; took 2 of 2, 1f1b; next best " in line
     price.update(call=1e-9)
     again, same = run_local(2, lambda comm: body(comm, plan=plan))[0]

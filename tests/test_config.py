@@ -107,7 +107,7 @@ def test_overrides_win_and_leave_the_rest() -> None:
         ),
         ("data: {name: mixture, sources: [text], weights: [1, 2]}", [], ["1 entries and data.weights 2"]),
         ("pipeline: {threads: all}", [], ["pipeline.threads = 'all'", "integer or 'auto'"]),
-        ("pipeline: {schedule: 2f2b}", [], ["pipeline.schedule = '2f2b'", "'gpipe' or 'auto'"]),
+        ("pipeline: {schedule: 2f2b}", [], ["pipeline.schedule = '2f2b'", "'v-half' or 'auto'"]),
         ("train: {steps: 5}", ["train.lr=-1"], ["override 'train.lr=-1'", "train.lr = -1", "greater than 0"]),
         ("", ["train.steps.x=1"], ["override 'train.steps.x=1'", "train.steps = {'x': 1}"]),
         ("train: {steps: 5}", ["train.steps.x=1"], ["override 'train.steps.x=1'", "'steps' is 5"]),

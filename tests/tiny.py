@@ -28,6 +28,7 @@ from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import GPT, MLP, cross_entropy
+from mpipipe.planner.schedules import build
 from mpipipe.runtime.feed import split_evenly
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.setting import set_threads
@@ -218,6 +219,12 @@ def even_cuts(groups: Sequence[str], n_stages: int) -> tuple[str, ...]:
     return tuple(groups[i * len(groups) // n_stages] for i in range(1, n_stages))
 
 
+def placement(schedule: str, n_ranks: int) -> tuple[int, ...]:
+    """The rank of each stage."""
+    n_stages = 2 * n_ranks if schedule in ("interleaved", "zb-v", "v-half") else n_ranks
+    return build(schedule, n_stages, n_ranks, n_ranks).rank_of_stage
+
+
 def plan_of(
     case: Case, schedule: str, cuts: Sequence[str], window: int = 3, order: Sequence[int] = ()
 ) -> Plan:
@@ -231,11 +238,13 @@ def train(
     comm: Communicator, case: Case, schedule: str = "1f1b", cuts: Sequence[str] | None = None,
     variants: Variants | None = None, window: int = 3, order: Sequence[int] = (),
 ) -> Result:  # fmt: skip
-    """A few steps; the same result on every rank. `cuts` are even ones if not given. Collective."""
+    """A few steps; the same result on every rank. `cuts` are even ones if not given, for as many stages as
+    `order` has, or the schedule on so many ranks. Collective."""
     set_threads(case.numerics.threads)
     variants = variants or case.variants
+    order = order or placement(schedule, comm.size)
     if cuts is None:
-        cuts = even_cuts(variants.graph.groups, comm.size)
+        cuts = even_cuts(variants.graph.groups, len(order))
     plan = plan_of(case, schedule, cuts, window, order)
     trainer = Trainer(comm, variants, plan, case.settings, case.dataset)
     outcomes, validation = [], []

@@ -23,6 +23,7 @@ Sizes = Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1)]
 Patterns = Annotated[tuple[str, ...], Strict(False)]
 Task = Literal["causal", "masked", "seq2seq", "image", "sequence"]
 OrderFile = Annotated[str, Field(pattern=r"\.csv$")]  # one line per rank, as `0F0,0F1,0B0,0B1`
+BuiltIn = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "auto"]
 Dotted = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]  # package.module:name
 
 
@@ -270,7 +271,7 @@ class CaptureConfig(Section):
 
 
 class PipelineConfig(Section):
-    schedule: Literal["1f1b", "gpipe", "auto"] | Dotted | OrderFile = "1f1b"  # auto = fastest; or your own
+    schedule: BuiltIn | Dotted | OrderFile = "1f1b"  # auto = fastest; or your own
     micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
     blocks: Positive = 1  # equal accumulation blocks; 1 = plain order of additions
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch

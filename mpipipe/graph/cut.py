@@ -52,6 +52,7 @@ class Code:
     random: bool  # whether step and micro are the last two arguments
     sent: tuple[Port, ...]
     updates: tuple[BufferUpdate, ...]  # one statistic each in the second result (None for counters)
+    deferred: frozenset[Leaf] | None = None  # of a backward in two (mpipipe.graph.split)
 
 
 def stage_table(graph: Graph, cuts: Sequence[str]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from mpipipe.graph.groups import make_graph
 from mpipipe.graph.program import Loss, Metric, Mode, Specs, is_list
 from mpipipe.graph.rewrite import reader_of, source_line
 from mpipipe.graph.source import ModelSource
+from mpipipe.graph.split import split
 from mpipipe.values import Graph, TensorSpec
 
 Shapes = tuple[tuple[str, TensorSpec], ...]  # Specs, sorted
@@ -49,6 +50,7 @@ class Variants:
         self.metrics, self.max_shapes = dict(metrics or {}), max_shapes
         self._anatomies: dict[Mode, dict[Shapes, Anatomy]] = {}
         self._codes: dict[tuple[Mode, Shapes, tuple[str, ...], int], Code] = {}
+        self._splits: dict[tuple[Shapes, tuple[str, ...], int], Code] = {}
         self._weights: dict[tuple[Mode, Shapes], Code | float] = {}
 
     def lowered(self, lowering: Lowering) -> Variants:
@@ -56,7 +58,7 @@ class Variants:
         if lowering == self.lowering:
             return self
         other = copy(self)
-        other.lowering, other._codes, other._weights = lowering, {}, {}
+        other.lowering, other._codes, other._splits, other._weights = lowering, {}, {}, {}
         other._anatomies = {
             mode: {shapes: replace(a, lowering=lowering) for shapes, a in known.items()}
             for mode, known in self._anatomies.items()
@@ -138,6 +140,13 @@ class Variants:
             self._refuse_old_copies(anatomy, code, cuts, stage)
             self._codes[key] = code
         return self._codes[key]
+
+    def split_code(self, specs: Specs, cuts: Sequence[str], stage: int) -> Code:
+        """`code` of training for a backward in two."""
+        key = _shapes(specs), tuple(cuts), stage
+        if key not in self._splits:
+            self._splits[key] = split(self.code("train", specs, cuts, stage))
+        return self._splits[key]
 
     def _refuse_old_copies(self, anatomy: Anatomy, code: Code, cuts: Sequence[str], stage: int) -> None:
         """Training changes a buffer on the stage that owns it; another stage has its first values only."""

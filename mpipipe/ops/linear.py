@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from mpipipe.ops.accumulate import accumulate
-from mpipipe.ops.gradients import destination
+from mpipipe.ops.gradients import destination, wanted
 
 Tensor = torch.Tensor
 
@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, used = ctx.saved_tensors
-        to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
+        to_x, to_weight, to_bias = (ctx.needs_input_grad[i] and wanted(ctx, i) for i in range(3))
         rows = grad.reshape(-1, grad.shape[-1])
         of_x = of_weight = None
         if to_x:

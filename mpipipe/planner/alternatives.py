@@ -16,7 +16,7 @@ import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.joint import Tried, least_s
-from mpipipe.planner.schedules import runnable
+from mpipipe.planner.schedules import SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
@@ -55,7 +55,7 @@ class _Asked:
     ) -> None:
         self.plan, self.costs, self.names, self.cluster_of = plan, costs, names, cluster_of
         self.cuts = cut_indices(plan.layout, names)
-        self.n_ranks = plan.layout.n_stages
+        self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
         self._programs: dict[tuple[str, int], Program] = {}
 
     def all(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
@@ -87,7 +87,7 @@ class _Asked:
         near = [(*self.cuts[:i], self.cuts[i] + d, *self.cuts[i + 1 :])
                 for i in range(len(self.cuts)) for d in (-1, 1)]  # fmt: skip
         near = [c for c in near if all(a < b for a, b in itertools.pairwise((0, *c, len(self.names))))]
-        if self.n_ranks * self.plan.numerics.micro_batches > REFINE_WORK:  # without simulating each of them
+        if self.n_stages * self.plan.numerics.micro_batches > REFINE_WORK:  # without simulating each of them
             near = [min(near, key=self._slowest())] if near else []
         tried = [(self._expected(cuts), cuts) for cuts in near]
         made = [(p, cuts) for p, cuts in tried if isinstance(p, Prediction)]
@@ -118,7 +118,11 @@ class _Asked:
 
     def _equal_groups(self) -> Cuts | None:
         n = len(self.names)
-        return tuple(stage * n // self.n_ranks for stage in range(1, self.n_ranks))
+        return (
+            tuple(stage * n // self.n_stages for stage in range(1, self.n_stages))
+            if n >= self.n_stages
+            else None
+        )
 
     def _equal_layers(self) -> Cuts | None:
         """Numbered blocks shared out evenly, what is before and after them on the first and last stage; None
@@ -127,16 +131,31 @@ class _Asked:
         blocks = [f.group(0)[:-1] if f else "" for f in found]
         starts = [i for i, b in enumerate(blocks) if b and b != (blocks[i - 1] if i else "")]
         starts = [i for k, i in enumerate(starts) if blocks[i] not in {blocks[j] for j in starts[:k]}]
-        if len(starts) < self.n_ranks:
+        if len(starts) < self.n_stages:
             return None
-        return tuple(starts[stage * len(starts) // self.n_ranks] for stage in range(1, self.n_ranks))
+        return tuple(starts[stage * len(starts) // self.n_stages] for stage in range(1, self.n_stages))
 
     # -- other settings ---------------------------------------------------------------------------
 
     def _other_schedules(self) -> Iterator[Alternative]:
-        for schedule in runnable():
-            if schedule != self.plan.layout.schedule:
+        """With the cuts of now where it has as many stages per rank, else with those that suit it."""
+        for schedule in SCHEDULES:
+            if schedule == self.plan.layout.schedule:
+                continue
+            if stages_on(schedule, self.n_ranks) == self.n_stages == self.n_ranks:
                 yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
+            else:
+                yield self._other_stages(schedule)
+
+    def _other_stages(self, schedule: str) -> Alternative:
+        layout, name = self.plan.layout, f"schedule {schedule}"
+        try:
+            p = make_plan(
+                self.costs, self.plan.numerics, schedule, layout.receive_window, self.names, self.n_ranks
+            )[0].prediction
+        except (PlanError, DeadlockError) as error:
+            return Alternative(name, None, None, first_sentence(error))
+        return self._judged(name, p, self.plan.numerics.batch, self._bubbles)
 
     def _micro_batches(self) -> Iterator[Alternative]:
         n = self.plan.numerics

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.schedules import SCHEDULES, runnable
+from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import check_order, cut_indices
 from mpipipe.values import Layout, Numerics, Plan
 
@@ -46,13 +46,11 @@ def check_given(
     layout = plan.layout
     check_ranks(layout, n_ranks, where)
     notes = list(_differences(plan.numerics, numerics, where))
-    if layout.schedule not in (names := runnable()):
-        near = difflib.get_close_matches(layout.schedule, names, n=1)
+    if layout.schedule not in SCHEDULES:
+        near = difflib.get_close_matches(layout.schedule, SCHEDULES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        if layout.schedule in SCHEDULES:
-            hint = "; that one cannot be run yet, only planned and drawn"
         raise PlanError(
-            f"{where} has layout.schedule = {layout.schedule!r}; expected one of {', '.join(names)}{hint}"
+            f"{where} has layout.schedule = {layout.schedule!r}; expected one of {', '.join(SCHEDULES)}{hint}"
         )
     if plan.costs is not None:
         _check_groups([group.name for group in plan.costs.groups], group_names, where)

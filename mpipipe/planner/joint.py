@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.bounds import bottleneck_bound_s
+from mpipipe.planner.bounds import bottleneck_bound_s, work_bound_s
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.schedules import RUNNABLE, build, check_name, check_runnable, runnable
+from mpipipe.planner.schedules import PLAIN, SCHEDULES, build, check, check_name, stages_on
 from mpipipe.planner.search import make_plan, norm_seconds
 from mpipipe.values import Costs, Numerics, Plan, Program
 
@@ -116,12 +116,12 @@ def preferred(tried: Collection[Tried]) -> Tried:
 
 
 def schedules_of(name: str) -> tuple[str, ...]:
-    """Those to choose from, the one that is preferred first: with "auto" all that a run can use. 1f1b leads,
-    because it keeps the fewest micro-batches, then comes gpipe, then those of one's own as they were
-    registered. Raises PlanError for a name that a run cannot use."""
+    """Those to choose from, the one that is preferred first: with "auto" all. 1f1b leads: it keeps few
+    micro-batches and sends few messages; those of one's own come last, as they were registered. Raises
+    PlanError for a name that no schedule has."""
     if name == "auto":
-        return runnable()
-    check_name(name, runnable())
+        return tuple(SCHEDULES)
+    check_name(name)
     return (name,)
 
 
@@ -184,20 +184,24 @@ class _Finder:
     def look(self, count: int, costs: Costs, bound_s: float) -> None:
         """All schedules with one number of micro-batches, unless its bound rules it out."""
         n_ranks = self.asked.n_ranks
+        whole_s = bound_s
         if bound_s < self.best_s * ROUNDING < math.inf and not self.late():
-            bound_s = any_order_bound_s(costs, count, n_ranks, norm_seconds(costs.cluster, n_ranks))
+            norm_s = norm_seconds(costs.cluster, n_ranks)
+            whole_s = any_order_bound_s(costs, count, n_ranks, norm_s)
+            bound_s = work_bound_s(costs, count, n_ranks, norm_s)
         for schedule in self.asked.schedules:
-            if bound_s >= self.best_s * ROUNDING:
-                self._note(count, schedule, None, bound_s, "ruled out by its bound")
+            least_s = whole_s if schedule in PLAIN else bound_s
+            if least_s >= self.best_s * ROUNDING:
+                self._note(count, schedule, None, least_s, "ruled out by its bound")
             elif self.late():
-                self._note(count, schedule, None, bound_s, "not looked at, the time was used")
+                self._note(count, schedule, None, least_s, "not looked at, the time was used")
             else:
                 self._simulate(costs, self.asked.of(count), schedule)
 
     def _simulate(self, costs: Costs, numerics: Numerics, schedule: str) -> None:
         asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
         made: Made | None = None
-        if schedule not in RUNNABLE and (why := self._why_not(schedule, count)):
+        if why := self._why_not(schedule, count):
             self._note(count, schedule, None, None, why)
             return
         try:
@@ -214,9 +218,10 @@ class _Finder:
         self.best_s = min(self.best_s, step_s(made))
 
     def _why_not(self, schedule: str, count: int) -> str:
-        """Why the runtime cannot carry out one of the user's own; "" where it can."""
+        """Why there is no such order; "" where there is."""
+        n_ranks = self.asked.n_ranks
         try:
-            check_runnable(build(schedule, self.asked.n_ranks, count), schedule)
+            check(build(schedule, stages_on(schedule, n_ranks), count, n_ranks))
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
             return str(error)

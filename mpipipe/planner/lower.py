@@ -24,7 +24,7 @@ ascend), which MPI never overtakes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -54,18 +54,39 @@ def lower(
 
     tied: "per_use" (one tied message per step and pair) or "eager" (one per micro-batch).
     receive_window: receives that each rank posts ahead; 0 = a receive is posted only when reached.
-    Raises PlanError for an unknown mode or a negative window.
+    Raises PlanError for an unknown mode or a negative window, or where tied="eager" and a rank does the
+    weight gradient of a tied parameter's owner before that of a user.
     """
     if tied not in ("per_use", "eager"):
         raise PlanError(f"tied mode {tied!r} is not known; choose 'per_use' or 'eager'")
     if receive_window < 0:
         raise PlanError(f"receive window {receive_window} is negative; 4 is a good value")
+    if train and tied == "eager":
+        _check_local_ties(schedule, tied_pairs(ties))
     wires = _Wires(schedule.rank_of_stage, tied_pairs(ties) if train else {}, max(1, receive_window))
     codes = []
     for actions, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
         last = list(_end_of_step(stages, wires, tied == "per_use")) if train else []
         codes.append(_written(actions, stages, wires, tied == "eager", last))
     return Program(schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes))
+
+
+def _check_local_ties(schedule: Schedule, pairs: Iterable[Pair]) -> None:
+    """On one rank no message makes an owner wait for its users: the order itself must."""
+    for user, owner in pairs:
+        rank = schedule.rank_of_stage[owner]
+        if schedule.rank_of_stage[user] != rank:
+            continue
+        codes = schedule.codes[rank]
+        done = codes[np.isin(codes[:, 0], (Op.B, Op.W))]
+        last = {(stage, micro): place for place, (_, stage, micro) in enumerate(done.tolist())}
+        for micro in range(schedule.n_micro):
+            if last[owner, micro] < last[user, micro]:
+                raise PlanError(
+                    f"rank {rank} does the weight gradient of stage {owner}, micro-batch {micro}, before "
+                    f"that of stage {user}, whose uses of a tied parameter come first with "
+                    "pipeline.tied=eager; choose per_use, or another order"
+                )
 
 
 def max_tag(program: Program) -> int:

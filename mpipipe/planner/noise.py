@@ -45,11 +45,11 @@ class Noise(Value):
 
 
 def noise(plan: Plan, costs: Costs, draws: int = DRAWS, seed: int = 0) -> Noise | None:
-    """None where there is no spread, or the program is too large to be walked. The same for the same seed.
-    Raises as `program_for` does."""
+    """None where there is no spread, the program is too large to be walked, or ranks have several stages.
+    The same for the same seed. Raises as `program_for` does."""
     instructions = 6 * plan.layout.n_stages * plan.numerics.micro_batches  # F, B and four messages each
     spread, assumed = spreads(costs)
-    if not spread.any() or instructions > _MOST_INSTRUCTIONS:
+    if not spread.any() or instructions > _MOST_INSTRUCTIONS or plan.layout.n_ranks < plan.layout.n_stages:
         return None
     factors = _factors(costs.groups, spread, draws, seed)
     many = Many(plan, costs, factors)
@@ -77,7 +77,7 @@ def shorter(
     same numerics, schedule and number of ranks; and the draws. None as for `noise`."""
     instructions = 6 * plan.layout.n_stages * plan.numerics.micro_batches
     spread, _ = spreads(costs)
-    if not spread.any() or instructions > _MOST_INSTRUCTIONS:
+    if not spread.any() or instructions > _MOST_INSTRUCTIONS or plan.layout.n_ranks < plan.layout.n_stages:
         return None
     factors, names = _factors(costs.groups, spread, draws, seed), [group.name for group in costs.groups]
     ours_s, theirs_s = (

@@ -22,7 +22,7 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s
 from mpipipe.planner.native import compiled
-from mpipipe.planner.schedules import SCHEDULES, check_name, live_micro_batches
+from mpipipe.planner.schedules import SCHEDULES, build, check_name, live_micro_batches
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import Ranges, crossing_s
 from mpipipe.planner.sweep import low_for, sweep, sweep_near
@@ -49,8 +49,10 @@ def partition(
     with_update: bool = False,
     explain: bool = True,
     finest: bool = False,
+    n_ranks: int | None = None,
 ) -> Partition:
-    """The cuts with the smallest bottleneck. Stage s runs on rank s.
+    """The cuts with the smallest bottleneck. Stage s runs on rank s; of a schedule with several stages per
+    rank, `costs` have a device for each stage (`mpipipe.planner.several`).
 
     The time of a stage is (forward + backward) / speed + the seconds of its messages on the
     links to both neighbours; its memory is `Ending.memory_bytes` with the stash that `schedule`
@@ -60,16 +62,10 @@ def partition(
     Raises PlanError if there are more stages than groups or ranks, or if no cut fits into memory:
     then with the stage, the group, the bytes that are missing and the least number of ranks that would do;
     with explain=False without, as to find these takes longer than to find that there is no cut. finest: a
-    micro-batch is one sample, so that smaller ones are no way out.
+    micro-batch is one sample, so that smaller ones are no way out. n_ranks: as for `build`.
     """
     check_counts(costs, n_micro, schedule, n_stages)
-    order = SCHEDULES[schedule](n_stages, n_micro)
-    if len(order.codes) != n_stages:
-        raise PlanError(
-            f"schedule {schedule!r} has several stages per rank, for which no cuts are searched yet; "
-            "give them in a layout"
-        )
-    live = live_micro_batches(order)
+    live = live_micro_batches(build(schedule, n_stages, n_micro, n_ranks))
     ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
     problem = Problem(costs, ranges, np.array(live))
     lower_bound_s = bottleneck_bound_s(ranges.seconds, problem.speed)

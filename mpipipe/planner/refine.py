@@ -63,7 +63,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     layout = plan.layout
     try:
         best, _ = make_plan(
-            costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_stages
+            costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks
         )
     except PlanError:  # by the memory of `partition`, which is a little above what is simulated
         return Refined(ran, ran)

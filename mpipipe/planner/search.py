@@ -16,17 +16,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpipipe.errors import PlanError
+from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import work_bound_s
 from mpipipe.planner.lower import lower
-from mpipipe.planner.partition import check_counts, partition
+from mpipipe.planner.partition import check_counts, check_stages, partition
 from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import build, check, check_name, forward_only, grid, on_ranks
+from mpipipe.planner.schedules import PLAIN, build, check, check_name, forward_only, grid, on_ranks, stages_on
 from mpipipe.planner.schedules.orders import is_plain
+from mpipipe.planner.several import started
 from mpipipe.planner.simulate import message_bytes, simulate
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import bounds, in_order, stage_costs, stage_ties
+from mpipipe.planner.stages import StageTie, bounds, in_order, stage_costs, stage_ties
 from mpipipe.values import (
     Cluster,
     Costs,
@@ -54,9 +55,15 @@ def make_plan(
     group_names: Sequence[str],
     n_ranks: int,
 ) -> tuple[Plan, Program]:
-    """Plan `n_ranks` stages, one per rank, in the best of the orders of ranks that are promising: the next
-    ones are taken only where they gain something. Raises PlanError if no cut fits (see `partition`)."""
+    """Plan as many stages as the schedule has on `n_ranks`, in the best of the orders of ranks that are
+    promising: the next ones are taken only where they gain something. Raises PlanError if no cut fits (see
+    `partition`), DeadlockError for an order that cannot end.
+
+    receive_window: at least; more where a schedule needs it."""
     check_counts(costs, numerics.micro_batches, schedule, n_ranks)
+    n_stages = stages_on(schedule, n_ranks)
+    check_stages(n_stages, len(costs.groups))
+    homes = build(schedule, n_stages, numerics.micro_batches, n_ranks).rank_of_stage
     bounds_s: dict[bool, float] = {}
 
     def bound_s(program: Program) -> float:
@@ -66,8 +73,10 @@ def make_plan(
         return bounds_s[plain]
 
     best: tuple[Plan, Program] | None = None
-    for order in promising(costs, numerics.micro_batches, schedule, n_ranks, receive_window, numerics.tied):
-        found = _plan_in(order, costs, numerics, schedule, receive_window, group_names, bound_s)
+    one_each = schedule if n_stages == n_ranks else PLAIN[0]
+    for order in promising(costs, numerics.micro_batches, one_each, n_ranks, receive_window, numerics.tied):
+        on = tuple(order[rank] for rank in homes)
+        found = _plan_in(on, costs, numerics, schedule, receive_window, group_names, bound_s)
         if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
             best = found
     assert best is not None
@@ -79,34 +88,67 @@ def _plan_in(
     group_names: Sequence[str], bound_s: Callable[[Program], float],
 ) -> tuple[Plan, Program]:  # fmt: skip
     """With stage s on rank `order[s]`."""
-    program: Program | None = None
-    placed, n_micro = in_order(costs, order), numerics.micro_batches
-    starts = [
-        partition(
-            placed, n_micro, schedule, len(order), receive_window, numerics.tied, update,
-            finest=numerics.micro_batch == 1,
-        ).cuts
-        for update in (False, True)
-    ]  # fmt: skip
+    programs: dict[tuple[StageTie, ...], tuple[Layout, Program]] = {}
+    n_micro = numerics.micro_batches
+    if len(set(order)) == len(order):
+        starts = [
+            partition(
+                in_order(costs, order), n_micro, schedule, len(order), receive_window, numerics.tied, update,
+                finest=numerics.micro_batch == 1,
+            ).cuts
+            for update in (False, True)
+        ]  # fmt: skip
+    else:
+        starts = started(costs, order, n_micro, schedule, receive_window, numerics.tied)
+
+    def laid(cuts: Cuts) -> tuple[Layout, Program]:
+        names = tuple(group_names[cut] for cut in cuts)
+        layout = Layout(names, tuple((rank,) for rank in order), schedule, receive_window)
+        ties = stage_ties(costs.ties, cuts)
+        if ties not in programs:
+            programs[ties] = with_window(layout, numerics, costs.ties, group_names)
+        known, program = programs[ties]
+        return replace(layout, receive_window=known.receive_window), program
 
     def plan(cuts: Cuts) -> Plan:
-        nonlocal program
-        layout = Layout(
-            cuts=tuple(group_names[cut] for cut in cuts),
-            ranks=tuple((rank,) for rank in order),
-            schedule=schedule,
-            receive_window=receive_window,
-        )
-        if program is None or costs.ties:  # the order depends on the cuts through tied parameters alone
-            program = program_for(layout, numerics, costs.ties, group_names)
-        return Plan(
-            numerics, layout, predict(costs, layout, program, group_names, bound_s(program))[0], costs
-        )
+        layout, program = laid(cuts)
+        prediction = predict(costs, layout, program, group_names, bound_s(program))[0]
+        return Plan(numerics, layout, prediction, costs)
 
     best = _refine(plan, starts, len(group_names), len(order) * n_micro)
-    if program is None or costs.ties:
-        program = program_for(best.layout, numerics, costs.ties, group_names)
-    return best, program
+    return best, laid(cut_indices(best.layout, group_names))[1]
+
+
+def with_window(
+    layout: Layout, numerics: Numerics, ties: Sequence[Tie], group_names: Sequence[str]
+) -> tuple[Layout, Program]:
+    """The layout with the least receive window, from its own on, with which the program can run, and that.
+    Raises DeadlockError where none will do."""
+    most = 4 * len(layout.cuts) + 4  # 2p - 2 is what the built-in ones need without ties
+
+    def proved(window: int) -> tuple[Layout, Program]:
+        wider = replace(layout, receive_window=window)
+        return wider, program_for(wider, numerics, ties, group_names)
+
+    least = layout.receive_window
+    try:
+        return proved(least)
+    except DeadlockError as error:
+        if least >= most:
+            raise
+        first = error
+    try:
+        found = proved(most)
+    except DeadlockError:
+        raise first from None
+    fails = least
+    while found[0].receive_window - fails > 1:
+        middle = (found[0].receive_window + fails) // 2
+        try:
+            found = proved(middle)
+        except DeadlockError:
+            fails = middle
+    return found
 
 
 def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Sequence[str]) -> Plan:
@@ -122,16 +164,23 @@ def _refine(plan: Callable[[Cuts], Plan], starts: Sequence[Cuts], n_groups: int,
     The bottleneck leaves out how a pipeline fills and the update; a simulation does not. `work`:
     stages x micro-batches; a large program keeps the best start.
     """
-    tried = {cuts: plan(cuts) for cuts in dict.fromkeys(starts)}
+    tried: dict[Cuts, Plan] = {}
+    errors: list[PlanError] = []
 
     def attempt(cuts: Cuts) -> Plan | None:
         inside = all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
         if inside and cuts not in tried:
             try:
                 tried[cuts] = plan(cuts)
-            except PlanError:  # it does not fit into memory
+            except PlanError as error:  # it does not fit into memory
+                errors.append(error)
                 return None
         return tried.get(cuts)
+
+    for cuts in dict.fromkeys(starts):
+        attempt(cuts)
+    if not tried:
+        raise errors[0]
 
     best = min(tried, key=lambda cuts: tried[cuts].prediction.step_s)
     chosen = tried[best]

@@ -34,9 +34,11 @@ class Order(Value):
 
 def any_order(graph: Graph, plan: Plan, costs: Costs, budget_s: float = BUDGET_S) -> Order | None:
     """The plan's stages beside the best ones of the whole graph, without limits of memory. None for one
-    stage, for ranks of unequal speed, and where no placement was found in `budget_s` seconds."""
+    stage, for several per rank,
+    for ranks of unequal speed, and where no placement was found in `budget_s` seconds."""
     used = costs.cluster.in_order(plan.layout.order)
-    if plan.layout.n_stages == 1 or len({device.speed for device in used.devices}) > 1:
+    alone = plan.layout.n_stages > plan.layout.n_ranks or plan.layout.n_stages == 1
+    if alone or len({device.speed for device in used.devices}) > 1:
         return None
     problem = problem_of(graph, costs, used)
     stage_of = [

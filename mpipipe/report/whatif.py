@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.schedules import runnable
+from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
 from mpipipe.planner.simulate import simulate
 from mpipipe.planner.stages import in_order, stage_costs, stage_ties
@@ -53,7 +53,7 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
 
 def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], float]]]:
     """What is changed, how it is done, and the function that simulates the step."""
-    numerics, layout, n = plan.numerics, plan.layout, plan.layout.n_stages
+    numerics, layout, n = plan.numerics, plan.layout, plan.layout.n_ranks
 
     def planned(
         costs: Costs, numerics: Numerics = numerics, schedule: str = layout.schedule, n: int = n
@@ -70,7 +70,7 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
             "micro-batch is taken to need half of the time",
             lambda: planned(_halved(costs), finer),
         )
-    for schedule in sorted(runnable()):
+    for schedule in sorted(SCHEDULES):
         if schedule != layout.schedule:
             yield (
                 f"the schedule {schedule} instead of {layout.schedule}",
@@ -128,11 +128,11 @@ def _with_one_more(cluster: Cluster) -> Cluster:
 
 def _balanced_s(plan: Plan, costs: Costs) -> float:
     """Of the plan as it is, but for the work, which every rank has the same share of by its speed."""
-    names, n = [group.name for group in costs.groups], plan.layout.n_stages
+    names, n = [group.name for group in costs.groups], plan.layout.n_ranks
     cuts = cut_indices(plan.layout, names)
     placed = in_order(costs, plan.layout.order)
     stages = stage_costs(placed, cuts)
-    speeds = [device.speed for device in placed.cluster.devices[:n]]
+    speeds = [device.speed for device in placed.cluster.devices]
 
     def even(seconds: Callable[[StageCost], float]) -> float:
         return sum(seconds(s) * speed for s, speed in zip(stages, speeds, strict=True)) / sum(speeds)

@@ -5,7 +5,8 @@ loop trains, evaluates and predicts, over MPI or over threads.
 
     values in flight, by (stage, micro-batch):
       act    received or handed over, waiting for F        out   made by F, waiting for SEND_ACT
-      grad   received or handed over, waiting for B        back  made by B, waiting for SEND_GRAD
+      grad   received or handed over, waiting for B or I   back  made by B or I, waiting for SEND_GRAD
+      lent   read by I, and once more by W
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Interpreter:
         self.position = {name: i for i, name in enumerate(variants.trained)}
         self._handlers = {
             Op.F: self._forward, Op.B: self._backward, Op.NORM: self._norm, Op.STEP: self._step,
+            Op.I: self._backward_input, Op.W: self._backward_weight,
             Op.SEND_ACT: self._send_act, Op.RECV_ACT: self._recv_act,
             Op.SEND_GRAD: self._send_grad, Op.RECV_GRAD: self._recv_grad,
             Op.SEND_TIED: self._send_tied, Op.RECV_TIED: self._recv_tied,
@@ -115,6 +117,8 @@ class Interpreter:
         self.out: dict[Key, list[Tensor]] = {}
         self.grad: dict[Key, list[Tensor]] = {}
         self.back: dict[Key, list[Tensor]] = {}
+        self.lent: dict[Key, list[Tensor]] = {}
+        self.in_two = {i.stage for i in instrs if i.op == Op.I}  # stages
         self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
         self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
         self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
@@ -169,6 +173,8 @@ class Interpreter:
         key, code, train = (i.stage, i.micro), self.code(i.stage, i.micro), self.job.mode == "train"
         batch = self.job.source.take(i.micro, frozenset(code.inputs)) if code.inputs else {}
         received = self.act.pop(key, [])
+        if i.stage in self.in_two:
+            code = self.variants.split_code(self.job.source.specs[i.micro], self.cuts, i.stage)
         sent = self.stages[i.stage].forward(code, i.micro, received, batch, self.job.step, train)
         if i.stage < self.n_stages - 1:
             self._hand_over(self.act, self.out, (i.stage, i.micro), i.stage + 1, sent)
@@ -183,20 +189,47 @@ class Interpreter:
     def _backward(self, i: Instr) -> None:
         key, stage = (i.stage, i.micro), self.stages[i.stage]
         grads = self.grad.pop(key)
-        back = stage.backward(i.micro, grads)
-        if i.stage < self.n_stages - 1 and self.program.rank_of_stage[i.stage + 1] != self.comm.rank:
+        back = (
+            stage.backward_input(i.micro, grads) if i.stage in self.in_two else stage.backward(i.micro, grads)
+        )
+        if i.stage in self.in_two:
+            stage.backward_weight(i.micro)
+        self._free(key, grads)
+        self._pass_back(key, back)
+        self._weights_done(i)
+
+    def _backward_input(self, i: Instr) -> None:
+        key = i.stage, i.micro
+        self.lent[key] = self.grad.pop(key)
+        self._pass_back(key, self.stages[i.stage].backward_input(i.micro, self.lent[key]))
+
+    def _backward_weight(self, i: Instr) -> None:
+        key = i.stage, i.micro
+        self.stages[i.stage].backward_weight(i.micro)
+        self._free(key, self.lent.pop(key))
+        self._weights_done(i)
+
+    def _free(self, key: Key, grads: list[Tensor]) -> None:
+        """Receive buffers that backward has read for the last time."""
+        stage, _ = key
+        if stage < self.n_stages - 1 and self.program.rank_of_stage[stage + 1] != self.comm.rank:
             for g in grads:
                 self.pool.give(g)
         if grads:
             self._release(key)
         else:  # nothing came back for it, so what was relayed may still be on its way: not into the pool
             self.held.pop(key, None)
-        if i.stage > 0:
-            wanted = [Form.of_grad(p) for p in self.code(i.stage, i.micro).received if p.needs_grad]
+
+    def _pass_back(self, key: Key, back: list[Tensor]) -> None:
+        stage, micro = key
+        if stage > 0:
+            wanted = [Form.of_grad(p) for p in self.code(stage, micro).received if p.needs_grad]
             back = [form.shape_like(g) for form, g in zip(wanted, back, strict=True)]
-            self._hand_over(self.grad, self.back, key, i.stage - 1, back)
+            self._hand_over(self.grad, self.back, key, stage - 1, back)
+
+    def _weights_done(self, i: Instr) -> None:
         if self.numerics.tied == "eager":
-            self._merge_eager(key)
+            self._merge_eager((i.stage, i.micro))
         self._end_of_block(i)
 
     def _hand_over(
@@ -207,8 +240,14 @@ class Interpreter:
         to: int,
         tensors: list[Tensor],
     ) -> None:
-        same_rank = self.program.rank_of_stage[to] == self.comm.rank
-        (local if same_rank else remote)[(to, key[1]) if same_rank else key] = tensors
+        if self.program.rank_of_stage[to] != self.comm.rank:
+            remote[key] = tensors
+            return
+        local[to, key[1]] = tensors
+        shown = {t.untyped_storage().data_ptr() for t in tensors}
+        if key in self.held:  # what is passed on as it is outlives this stage's use of it: not into the pool
+            held = self.held[key]
+            self.held[key] = [t for t in held if t.untyped_storage().data_ptr() not in shown]
 
     def _merge_eager(self, key: Key) -> None:
         stage, micro = key
@@ -216,7 +255,8 @@ class Interpreter:
         self.tied_out[key] = {leaf: g for leaf, g in taken.items() if self.ties.owner[leaf[0]] != stage}
         parts = {**self.arrived, **taken}
         for other in self.stages:  # uses on other stages of this rank
-            parts.update(self.tied_out.get((other, micro), {}) if other != stage else {})
+            here = self.tied_out.get((other, micro), {}) if other != stage else {}
+            parts |= {leaf: here.pop(leaf) for leaf in list(here) if self.ties.owner[leaf[0]] == stage}
         self.ties.merge_micro(self.stages[stage].weights, parts)
         self._return_arrived(stage)
 

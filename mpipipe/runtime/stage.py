@@ -2,6 +2,7 @@
 
     F(micro)   received -> code.forward -> sent       stash: input leaves, edges of the outputs
     B(micro)   gradients of sent -> autograd -> gradients of received; weights accumulate in place
+    I, W       the same in two: I gives the gradients of received, W accumulates those of the weights
 
 Between F and B only graph edges are held, not the outputs: what no operator saved is freed as soon
 as it was sent.
@@ -10,7 +11,7 @@ as it was sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpipipe.graph.capture import Batch, autocast
 from mpipipe.graph.cut import Code
+from mpipipe.ops.deferred import Pending
 from mpipipe.runtime.weights import StageWeights
 
 
@@ -26,12 +28,19 @@ from mpipipe.runtime.weights import StageWeights
 class _Stash:
     inputs: list[Tensor]  # leaves that need a gradient
     edges: list[GradientEdge]  # of the sent tensors that need one
+    pending: Pending | None = None  # of a backward in two
+    others: list[Tensor] = field(
+        default_factory=list
+    )  # weights whose gradients come with those of the inputs
 
 
 class Stage:
-    def __init__(self, weights: StageWeights, precision: str) -> None:
-        self.weights, self.precision = weights, precision
+    """blocks: of additions (`Numerics`), which a weight gradient that comes early must not mix up."""
+
+    def __init__(self, weights: StageWeights, precision: str, blocks: int = 1) -> None:
+        self.weights, self.precision, self.blocks = weights, precision, blocks
         self._stash: dict[int, _Stash] = {}
+        self._waiting: dict[int, tuple[Pending, list[tuple[Tensor, Tensor]]]] = {}  # (weight, its gradient)
         self._statistics: dict[int, list[tuple[str, float | None, Tensor | None]]] = {}  # by micro-batch
 
     def forward(
@@ -42,11 +51,16 @@ class Stage:
         for t, port in zip(inputs, code.received, strict=True):
             t.requires_grad_(train and port.needs_grad)
         arguments = self.arguments(code, micro, inputs, batch, step, train)
+        pending = None if code.deferred is None else Pending()
+        if pending is not None:
+            arguments.append(pending)
         with torch.set_grad_enabled(train), autocast(self.precision):
             sent, statistics = code.forward(*arguments)
         if train:
             edges = [get_gradient_edge(t) for t, p in zip(sent, code.sent, strict=True) if p.needs_grad]
-            self._stash[micro] = _Stash([t for t in inputs if t.requires_grad], edges)
+            others = [] if code.deferred is None else self._not_deferred(code)
+            needing = [t for t in inputs if t.requires_grad]
+            self._stash[micro] = _Stash(needing, edges, pending, others)
             self._statistics[micro] = [
                 (update.buffer, update.momentum, None if value is None else value.detach())
                 for update, value in zip(code.updates, statistics, strict=True)
@@ -74,13 +88,41 @@ class Stage:
         stash = self._stash.pop(micro)
         if stash.edges:
             torch.autograd.backward(stash.edges, list(grads))
-        given = {g.untyped_storage().data_ptr() for g in grads}
-        out = []
-        for leaf in stash.inputs:
-            g = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            # the caller's buffers are filled again: nothing that we return may share them
-            out.append(g.clone() if g.untyped_storage().data_ptr() in given else g)
-        return out
+        return _own(stash.inputs, grads)
+
+    def backward_input(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
+        """As `backward`, but the gradients of the weights that `code.deferred` names wait for
+        `backward_weight`; until then the caller leaves `grads` as they are. After split code."""
+        stash = self._stash.pop(micro)
+        assert stash.pending is not None, "forward was given the code of a whole backward"
+        apart = [leaf for leaf in stash.others if self.blocks > 1 or leaf.grad is None]
+        sums = [leaf.grad for leaf in apart]
+        for leaf in apart:  # what W adds: no other micro-batch may be in it
+            leaf.grad = None
+        if stash.edges:
+            inputs = [*stash.inputs, *stash.others, stash.pending.trigger]
+            torch.autograd.backward(stash.edges, list(grads), inputs=inputs)
+        rest = [(leaf, leaf.grad) for leaf in apart if leaf.grad is not None]
+        for leaf, total in zip(apart, sums, strict=True):
+            leaf.grad = total
+        self._waiting[micro] = stash.pending, rest
+        return _own(stash.inputs, grads)
+
+    @torch.no_grad()
+    def backward_weight(self, micro: int) -> None:
+        """Accumulates the weights' gradients that `backward_input` has left."""
+        pending, rest = self._waiting.pop(micro)
+        pending.run()
+        for leaf, g in rest:
+            if leaf.grad is None:
+                leaf.grad = g.clone()
+            else:
+                leaf.grad.add_(g)
+
+    def _not_deferred(self, code: Code) -> list[Tensor]:
+        assert code.deferred is not None
+        leaves = (self.weights.leaf(*use) for use in code.leaves if use not in code.deferred)
+        return [leaf for leaf in leaves if leaf.requires_grad]
 
     @torch.no_grad()
     def apply_statistics(self, buffers: Callable[[str], Tensor] | None = None) -> None:
@@ -98,3 +140,10 @@ class Stage:
     def forget_statistics(self) -> None:
         """Of a step that updates nothing."""
         self._statistics.clear()
+
+
+def _own(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the inputs in memory of their own: the caller's buffers are filled again."""
+    taken = {g.untyped_storage().data_ptr() for g in given}
+    found = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in inputs)
+    return [g.clone() if g.untyped_storage().data_ptr() in taken else g for g in found]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.errors import MpipipeError
+from mpipipe.errors import MpipipeError, PlanError
 from mpipipe.graph.cut import Code
 from mpipipe.graph.program import Batch, Mode, Specs
 from mpipipe.graph.variants import Variants
@@ -24,7 +24,7 @@ from mpipipe.runtime.optimizer import Optimizer, Saved
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties
 from mpipipe.runtime.weights import StageWeights
-from mpipipe.values import Plan, Program
+from mpipipe.values import Op, Plan, Program
 
 
 class Trainer:
@@ -47,12 +47,23 @@ class Trainer:
                 variants.anatomy("train", data.specs(rows))
         self._programs: dict[tuple[int, bool], Program] = {}
         self.program = self._program(len(self.bounds), train=True)
+        in_two = any((codes[:, 0] == Op.I).any() for codes in self.program.codes)
+        if in_two and numerics.bits == "fast" and numerics.blocks > 1:
+            raise PlanError(
+                f"schedule {layout.schedule!r} has backwards in two, whose weight gradients have other bits "
+                f"with pipeline.bits=fast and {numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
+            )
         owner = variants.stage_of_param(layout.cuts)
-        stages = {}
+        stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
-            weights = StageWeights(variants.source, graph, s, owner, leaves, variants.trained, numerics.tied)
-            stages[s] = Stage(weights, numerics.precision)
+            here = {
+                n: t for o, stage in stages.items() for n, t in stage.weights.data.items() if owner[n] == o
+            }
+            weights = StageWeights(
+                variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, here
+            )
+            stages[s] = Stage(weights, numerics.precision, numerics.blocks)
         ties = Ties(graph, layout.cuts, owner, frozenset(variants.trained))
         self.interpreter = Interpreter(
             comm, variants, layout.cuts, stages, ties, numerics, optimizer, resident_bytes

@@ -13,14 +13,15 @@ micro-batch order. A tied parameter has one leaf per use:
 
 Invariants
   1. Views are aligned to 64 bytes and lie in canonical (registration) order.
-  2. The owner of a parameter is the stage of its first use; other stages hold a copy of the data
-     and accumulators for their own uses, but no state.
+  2. The owner of a parameter is the stage of its first use; other stages hold a copy of the data (none on
+     the owner's rank) and accumulators for their own uses, but no state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class ParamGroup:
 class StageWeights:
     """owner: parameter or buffer -> owning stage (`Variants.stage_of_param`);
     leaves: every (parameter, use) that the training code of this stage reads; trained: all parameters with a
-    gradient, in canonical order."""
+    gradient, in canonical order; here: data of earlier stages on this rank, which needs no copy."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class StageWeights:
         leaves: Sequence[Leaf],
         trained: Sequence[str],
         tied: str,
+        here: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.stage, self.tied = stage, tied
         self._trained = frozenset(trained)
@@ -88,7 +90,7 @@ class StageWeights:
         rest = [n for n in source.params if n not in self.data and owner[n] == stage]
         copies = {n for n, _ in leaves if owner[n] != stage}
         for name in [*rest, *(n for n in source.params if n in copies)]:
-            self.data[name] = source.materialise([name])[name]
+            self.data[name] = here[name] if name in here else source.materialise([name])[name]
         self.owned = [n for n in source.persistent if owner[n] == stage]
         self.buffers: dict[str, Tensor] = {}
         self._source = source

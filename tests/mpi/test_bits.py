@@ -74,6 +74,21 @@ def test_the_bits_of_one_rank(comm: MpiCommunicator, case: Case, schedule: str) 
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), schedule == "1f1b")
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "v-half"])
+@pytest.mark.parametrize(
+    "case",
+    [Case("gpt"), Case("gpt", batch=24, micro_batches=12, tied="eager"), Case("skips", evaluate=True)],
+    ids=str,
+)
+def test_the_bits_of_one_rank_with_backwards_in_two_or_several_stages(
+    comm: MpiCommunicator, case: Case, schedule: str
+) -> None:
+    if schedule == "interleaved" and case.micro_batches % comm.size:
+        pytest.skip(f"{case.micro_batches} micro-batches do not go round {comm.size} ranks")
+    got = tiny.train(comm, case, schedule, window=16)
+    expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), keep=False)
+
+
 MODELS = [  # two steps each; where there is BatchNorm, on ragged micro-batches and with evaluations between
     BuiltInCase("resnet", batch=7, evaluate=True, steps=2),
     BuiltInCase("unet", batch=7, evaluate=True, steps=2),

@@ -15,7 +15,8 @@ from mpipipe.errors import CaptureError, DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES
 from mpipipe.planner.every_cut import cut_bounds_s, ways_to_cut
 from mpipipe.planner.joint import LIKE, Asked, counts_of, schedules_of, search
-from mpipipe.planner.schedules import RUNNABLE
+from mpipipe.planner.schedules import PLAIN
+from mpipipe.planner.schedules.registry import BUILT_IN
 from mpipipe.planner.search import expect, norm_seconds, program_for, too_full
 from mpipipe.planner.sizing import MOST_SIZES, costs_at, settle
 from mpipipe.values import Costs, GroupCost, Layout, Link, Numerics, Schedule
@@ -100,7 +101,7 @@ def _compare(problem: tuple[Costs, int, int]) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(problems(memory="huge", max_groups=6), st.sampled_from(RUNNABLE))
+@given(problems(memory="huge", max_groups=6), st.sampled_from(PLAIN))
 def test_no_step_is_below_the_bound_of_its_cut(problem, schedule):
     costs, n_ranks, n_micro = problem
     cuts = list(all_cuts(len(costs.groups), n_ranks))
@@ -145,9 +146,9 @@ def test_of_equally_fast_schedules_the_first_is_taken(monkeypatch):
 
     steps = [step_of(name)[1] for name in ("1f1b", "gpipe")]
     assert steps[0] == steps[1]
-    assert step_of(*schedules_of("auto")) == ("1f1b", steps[0])
+    assert step_of(*PLAIN) == ("1f1b", steps[0])
     monkeypatch.setitem(SCHEDULES, "own", SCHEDULES["1f1b"])
-    assert schedules_of("auto") == ("1f1b", "gpipe", "own")
+    assert schedules_of("auto") == (*BUILT_IN, "own")
     assert schedules_of("gpipe") == ("gpipe",)
 
 

@@ -10,7 +10,7 @@ from planner_cases import TIES, on
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import SCHEDULES, StageTie, forward_only, lower, max_tag
-from mpipipe.planner.schedules import RUNNABLE
+from mpipipe.planner.schedules import PLAIN
 from mpipipe.values import RECVS, SENDS, Op, Program, Schedule
 
 TIE = (StageTie(0, (2,), 100),)
@@ -85,7 +85,7 @@ def test_ties_between_the_same_stages_share_a_message():
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.sampled_from(RUNNABLE), st.integers(1, 7), st.integers(1, 8), TIES,
+    st.sampled_from(PLAIN), st.integers(1, 7), st.integers(1, 8), TIES,
     st.sampled_from(["per_use", "eager"]), st.integers(1, 5),
 )  # fmt: skip
 def test_of_every_program(name, n_stages, n_micro, ties, tied, window):

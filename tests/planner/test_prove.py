@@ -13,7 +13,7 @@ from planner_cases import TIES, on
 
 from mpipipe.errors import DeadlockError
 from mpipipe.planner import SCHEDULES, StageTie, forward_only, lower, prove
-from mpipipe.planner.schedules import RUNNABLE
+from mpipipe.planner.schedules import PLAIN
 from mpipipe.values import RECVS, SENDS, Instr, Op, Program
 
 
@@ -146,7 +146,7 @@ def test_1f1b_needs_receives_posted_ahead():
                 prove(p)
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", PLAIN)
 def test_every_schedule_is_free_of_deadlock(name):
     for n_stages, n_micro, window in itertools.product(range(1, 8), range(1, 9), [1, 2, 4]):
         prove(lower(SCHEDULES[name](n_stages, n_micro), (), "per_use", window))
@@ -155,7 +155,7 @@ def test_every_schedule_is_free_of_deadlock(name):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(RUNNABLE),
+    st.sampled_from(PLAIN),
     st.integers(2, 7),
     st.integers(1, 8),
     TIES,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import SCHEDULES, check, forward_only, live_micro_batches
-from mpipipe.planner.schedules import RUNNABLE, register
+from mpipipe.planner.schedules import PLAIN, register
 from mpipipe.values import Op, Schedule
 
 STAGES, MICROS = st.integers(1, 9), st.integers(1, 12)
@@ -38,7 +38,7 @@ def test_gpipe_looks_like_its_picture():
 
 @given(STAGES, MICROS)
 def test_every_schedule_is_valid_and_keeps_its_stash_limit(n_stages, n_micro):
-    for build in (*(SCHEDULES[name] for name in RUNNABLE), forward_only):
+    for build in (*(SCHEDULES[name] for name in PLAIN), forward_only):
         check(build(n_stages, n_micro))
     assert live_micro_batches(SCHEDULES["gpipe"](n_stages, n_micro)) == (n_micro,) * n_stages
     assert live_micro_batches(SCHEDULES["1f1b"](n_stages, n_micro)) == tuple(
@@ -47,7 +47,7 @@ def test_every_schedule_is_valid_and_keeps_its_stash_limit(n_stages, n_micro):
     assert live_micro_batches(forward_only(n_stages, n_micro)) == (1,) * n_stages
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", PLAIN)
 @given(STAGES, STAGES, MICROS)
 def test_the_stash_depends_on_the_stages_after_only(name, n_stages, fewer, n_micro):
     """What the partitioner's advice on the number of stages rests on."""

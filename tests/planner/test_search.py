@@ -21,7 +21,7 @@ from mpipipe.planner import (
     stage_costs,
 )
 from mpipipe.planner.bounds import step_bound_s
-from mpipipe.planner.schedules import RUNNABLE
+from mpipipe.planner.schedules import PLAIN
 from mpipipe.values import Costs, Layout, Link, Numerics, Op, Plan, from_json, to_json
 
 
@@ -38,7 +38,7 @@ def planned(costs: Costs, n_ranks: int, n_micro: int, schedule: str = "1f1b", ti
 
 
 @settings(max_examples=30, deadline=None)
-@given(problems(), st.sampled_from(RUNNABLE), st.sampled_from(["per_use", "eager"]))
+@given(problems(), st.sampled_from(PLAIN), st.sampled_from(["per_use", "eager"]))
 def test_a_plan_is_within_memory_above_its_bound_and_comes_back_from_json(problem, schedule, tied):
     costs, n_stages, n_micro = problem
     try:
@@ -57,7 +57,7 @@ def test_a_plan_is_within_memory_above_its_bound_and_comes_back_from_json(proble
 
 
 @settings(max_examples=40, deadline=None)
-@given(problems(memory="huge", max_groups=6), st.sampled_from(RUNNABLE))
+@given(problems(memory="huge", max_groups=6), st.sampled_from(PLAIN))
 def test_no_cut_and_no_schedule_beats_the_bound(problem, schedule):
     costs, n_stages, n_micro = problem
     bound = step_bound_s(costs, n_micro, n_stages)

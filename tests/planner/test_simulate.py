@@ -22,7 +22,7 @@ from mpipipe.planner import (
     stage_costs,
     stage_ties,
 )
-from mpipipe.planner.schedules import RUNNABLE
+from mpipipe.planner.schedules import PLAIN
 from mpipipe.values import Link, Op, Schedule, StageCost, Timeline
 
 EVEN = StageCost(1.0, 0.5, 0.5, 0.0, 1000, 10, 100, 4, 3)  # F and B one second each
@@ -81,7 +81,7 @@ def test_a_message_delays_the_next_stage_only():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", PLAIN)
 @given(st.integers(1, 8), st.integers(1, 12))
 def test_the_bubble_is_p_minus_1_over_m_plus_p_minus_1(name, p, m):
     stage = dataclasses.replace(EVEN, bwd_input_s=1.0, bwd_weight_s=1.0)
@@ -92,7 +92,7 @@ def test_the_bubble_is_p_minus_1_over_m_plus_p_minus_1(name, p, m):
 
 @given(st.integers(1, 8), st.integers(1, 12))
 def test_stash_of_1f1b_is_that_of_the_stages_to_come(p, m):
-    peaks = {name: even(name, p, m).peak_bytes for name in RUNNABLE}
+    peaks = {name: even(name, p, m).peak_bytes for name in PLAIN}
     for s in range(p):
         received = sorted([4] * (m if s else 0) + [3] * (m if s < p - 1 else 0))[-4:]
         rest = 1000 + 100
@@ -155,7 +155,7 @@ def test_messages_of_one_direction_follow_each_other():
 
 
 @settings(max_examples=50, deadline=None)
-@given(problems(memory="huge"), st.sampled_from(RUNNABLE), st.data())
+@given(problems(memory="huge"), st.sampled_from(PLAIN), st.data())
 def test_against_the_recursion(problem, name, data):
     """End of each action = its seconds after the later of the action before it and its message."""
     costs, n_stages, n_micro = problem

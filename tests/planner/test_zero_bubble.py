@@ -15,14 +15,12 @@ from planner_cases import FREE, HUGE, cluster
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES, StageTie, check, forward_only, lower, prove, simulate
 from mpipipe.planner.schedules import (
-    RUNNABLE,
     build,
     check_ends,
-    check_runnable,
     live_micro_batches,
     live_stages,
     on_ranks,
-    runnable,
+    stages_on,
     zb_planned,
 )
 from mpipipe.planner.schedules.fill import Work, filled, seconds, units
@@ -290,16 +288,15 @@ def test_filling_needs_room_for_the_order():
         filled((0,), 2, skeleton, [1], Work((1.0,), (1.0,), (1.0,), (0.0,), (0.0,)))
 
 
-# -- what a run can use ------------------------------------------------------------------------------
+# -- how many stages -----------------------------------------------------------------------------------
 
 
-def test_only_what_the_runtime_carries_out_is_runnable():
-    assert runnable() == RUNNABLE
-    for name in RUNNABLE:
-        check_runnable(made(name, 3, 6), name)
-    for name, words in (("zb-h1", "has the actions I, W"), ("interleaved", "has 2 stages on a rank")):
-        with pytest.raises(PlanError, match=words):
-            check_runnable(made(name, 3, 6), name)
+@pytest.mark.parametrize("name", PER_RANK)
+def test_a_schedule_knows_how_many_stages_it_has_on_some_ranks(name):
+    for n_ranks in (1, 2, 5):
+        n_stages = stages_on(name, n_ranks)
+        assert n_stages == PER_RANK[name] * n_ranks
+        assert len(build(name, n_stages, 2 * n_ranks, n_ranks).codes) == n_ranks
 
 
 def test_a_circle_of_waits_is_shown():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpipipe.planner import SCHEDULES, StageTie, lower, simulate
-from mpipipe.planner.schedules import RUNNABLE
+from mpipipe.planner.schedules import PLAIN
 from mpipipe.report.account import Account, account, exposed_s, rank_reports
 from mpipipe.values import Cluster, Device, Link, Op, StageCost, Timeline
 
@@ -32,7 +32,7 @@ def simulated(
 
 @settings(max_examples=50)
 @given(
-    st.sampled_from(RUNNABLE),
+    st.sampled_from(PLAIN),
     st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=4),
     st.integers(1, 5),
     st.sampled_from([Link(0.0, np.inf), Link(0.5, 8.0)]),

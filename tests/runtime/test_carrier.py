@@ -13,6 +13,7 @@ from tiny import BITS, SEED, Case, capture, differences, full_but, plan_of, trai
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
+from mpipipe.errors import PlanError
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import tensor_digest
@@ -35,6 +36,39 @@ def test_any_number_of_stages_gives_the_bits_of_one(case: Case) -> None:
     assert len(set(expected["losses"])) == len(expected["losses"]), "something is learned"
     for n_stages, schedule in [(2, "gpipe"), (4, "1f1b")]:
         assert differences(expected, train_local(case, n_stages, schedule)) == [], (n_stages, schedule)
+
+
+IN_TWO = [  # (case, schedule, ranks)
+    (Case("gpt"), "zb-v", 2),
+    (Case("gpt", precision="bf16", tied="eager"), "v-half", 3),
+    (Case("gpt", bits="fast", batch=7, evaluate=True), "interleaved", 2),
+    (Case("conv and norm", evaluate=True), "zb-h2", 3),
+    (Case("skips", evaluate=True), "zb-v", 3),
+    (Case("thrice", tied="eager", batch=11), "zb-h1", 2),
+]
+SCHEDULES_RANKS = [("interleaved", 2), ("zb-h1", 3), ("zb-h2", 4), ("zb-v", 1), ("zb-v", 3), ("v-half", 2)]
+
+
+def _runs(case: Case, schedule: str, ranks: int) -> bool:
+    in_two, n_groups = schedule != "interleaved", len(case.variants.graph.groups)
+    fits = n_groups >= 2 * ranks and (in_two or case.micro_batches % ranks == 0)
+    return fits and not (in_two and case.bits == "fast" and case.blocks > 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule", "ranks"),
+    full_but(IN_TWO, [*IN_TWO, *((c, s, r) for c in BITS for s, r in SCHEDULES_RANKS if _runs(c, s, r))]),
+    ids=str,
+)
+def test_backwards_in_two_and_several_stages_per_rank_give_the_bits_of_one(
+    case: Case, schedule: str, ranks: int
+) -> None:
+    assert differences(one_stage(case, 1), train_local(case, ranks, schedule, window=16)) == []
+
+
+def test_backwards_in_two_with_fast_bits_refuse_blocks() -> None:
+    with pytest.raises(PlanError, match="choose 1f1b, or pipeline"):
+        train_local(Case("gpt", bits="fast", batch=16, micro_batches=8, blocks=4), 2, "zb-h1")
 
 
 @pytest.mark.parametrize("window", [1, 16])

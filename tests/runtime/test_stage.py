@@ -89,3 +89,24 @@ def test_a_tensor_travels_as_its_memory_and_with_its_strides() -> None:
     assert form.shape_like(sent) is sent
     assert form.shape_like(other).stride() == sent.stride()
     assert torch.equal(form.shape_like(other), sent)
+
+
+def test_weight_gradients_wait_and_what_is_kept_for_them_is_let_go() -> None:
+    """I gives the gradients of the inputs alone; W adds the bits of a whole backward."""
+    whole, received, sent = middle_stage()
+    grads = [torch.randn_like(t) for t in sent]
+    expected = whole.backward(0, grads)
+    variants = captured("skips", 2)
+    cuts = even_cuts(variants.graph.groups, 5)
+    code = variants.split_code(variants.specs(2), cuts, 1)
+    assert code.deferred == frozenset(code.leaves), "convolutions alone"
+    two, _, _ = middle_stage()
+    two.forward(code, 1, received, {}, 0, True)
+    returned = two.backward_input(1, grads)
+    assert all(torch.equal(a, b) for a, b in zip(expected, returned, strict=True))
+    assert not storages(returned) & storages(grads)
+    assert not any(g.any() for g in two.weights.grad.values())
+    two.backward_weight(1)
+    for name, g in whole.weights.grad.items():
+        assert torch.equal(g, two.weights.grad[name]), name
+    assert not two._waiting

@@ -17,19 +17,18 @@ from mpipipe.planner.schedules.orders import (
 from mpipipe.planner.schedules.plain import forward_only
 from mpipipe.planner.schedules.planned import zb_planned
 from mpipipe.planner.schedules.registry import (
-    RUNNABLE,
+    PLAIN,
     SCHEDULES,
     build,
     check_name,
-    check_runnable,
     register,
     register_text,
-    runnable,
+    stages_on,
 )
 from mpipipe.planner.schedules.text import from_text, to_text
 
 __all__ = [
-    "RUNNABLE", "SCHEDULES", "build", "check", "check_ends", "check_name", "check_runnable", "forward_only",
-    "from_text", "grid", "live_micro_batches", "live_stages", "on_ranks", "register", "register_text",
-    "runnable", "stages_of_ranks", "stashes", "to_text", "zb_planned",
+    "PLAIN", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only", "from_text", "grid",
+    "live_micro_batches", "live_stages", "on_ranks", "register", "register_text", "stages_of_ranks",
+    "stages_on", "stashes", "to_text", "zb_planned",
 ]  # fmt: skip

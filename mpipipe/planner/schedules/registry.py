@@ -1,17 +1,17 @@
-"""The schedules by name, and which of them a run can use."""
+"""The schedules by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.schedules.interleaved import interleaved
-from mpipipe.planner.schedules.orders import Build, stages_of_ranks
+from mpipipe.planner.schedules.interleaved import STAGES_PER_RANK, interleaved
+from mpipipe.planner.schedules.orders import Build
 from mpipipe.planner.schedules.plain import gpipe, one_f_one_b
 from mpipipe.planner.schedules.text import from_lines, from_text
 from mpipipe.planner.schedules.v_shape import v_half, zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
-from mpipipe.values import Op, Program, Schedule
+from mpipipe.values import Schedule
 
 SCHEDULES: dict[str, Build] = {
     "1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved, "zb-h1": zb_h1, "zb-h2": zb_h2,
@@ -19,43 +19,24 @@ SCHEDULES: dict[str, Build] = {
 }  # fmt: skip
 BUILT_IN = tuple(SCHEDULES)
 
-# What the runtime carries out today, said here alone: the names of the built-in schedules, the preferred one
-# first, and the actions and stages per rank of one's own.
-RUNNABLE = ("1f1b", "gpipe")
-RUNNABLE_KINDS = frozenset({Op.F, Op.B})
-RUNNABLE_STAGES = 1
+PLAIN = ("1f1b", "gpipe")  # with one stage per rank and whole backwards
+_TWO_STAGES = ("interleaved", "zb-v", "v-half")
+_stages_of_text: dict[str, tuple[int, int]] = {}  # of those from a file: stages and ranks
 
 
-def runnable() -> tuple[str, ...]:
-    """The names that a run may be given: `RUNNABLE`, then those of one's own as they were registered."""
-    return (*RUNNABLE, *(name for name in SCHEDULES if name not in BUILT_IN))
+def check_name(name: str) -> None:
+    """Raises PlanError for a name that no schedule has."""
+    if name not in SCHEDULES:
+        raise PlanError(f"schedule {name!r} is not known; choose one of {', '.join(SCHEDULES)}")
 
 
-def check_name(name: str, names: Sequence[str] | None = None) -> None:
-    """Raises PlanError for a name that is none of `names`, of all by default."""
-    names = tuple(SCHEDULES) if names is None else names
-    if name in names:
-        return
-    what = "cannot be run yet, only planned" if name in SCHEDULES else "is not known"
-    raise PlanError(f"schedule {name!r} {what}; choose one of {', '.join(names)}")
-
-
-def check_runnable(order: Schedule | Program, name: str) -> None:
-    """Raises PlanError for an order, of schedule `name`, that the runtime cannot carry out."""
-    own = max(map(len, stages_of_ranks(order)))
-    if own > RUNNABLE_STAGES:
-        raise PlanError(
-            f"schedule {name!r} has {own} stages on a rank, which cannot be run yet, only planned; use "
-            f"one that has {RUNNABLE_STAGES}, such as {RUNNABLE[0]}"
-        )
-    kinds = {Op(kind) for codes in order.codes for kind in set(codes[:, 0].tolist())}
-    split = kinds & {Op.F, Op.B, Op.I, Op.W} - RUNNABLE_KINDS
-    if split:
-        found, known = (", ".join(kind.name for kind in sorted(kinds)) for kinds in (split, RUNNABLE_KINDS))
-        raise PlanError(
-            f"schedule {name!r} has the actions {found}, which cannot be run yet, only planned; use one of "
-            f"{known} alone"
-        )
+def stages_on(name: str, n_ranks: int) -> int:
+    """How many stages it has on so many ranks, where nobody says: two on each for those that have several,
+    those of a file as they are in it."""
+    n_stages, ranks = _stages_of_text.get(name, (0, 0))
+    if n_stages and ranks == n_ranks:
+        return n_stages
+    return (STAGES_PER_RANK if name in _TWO_STAGES else 1) * n_ranks
 
 
 def build(name: str, n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
@@ -103,6 +84,7 @@ def register_text(name: str, text: str) -> None:
         return schedule
 
     _add(name, made)
+    _stages_of_text[name] = schedule.n_stages, len(schedule.codes)
 
 
 def _add(name: str, made: Build) -> None:

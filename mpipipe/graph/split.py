@@ -1,0 +1,60 @@
+"""The code of a stage for a backward in two: the weight gradients of the dear operators wait.
+
+Those are products, convolutions and look-ups of rows, of a weight that nothing else on the stage reads. All
+other weights have their gradients with those of the inputs: norms and biases alone are cheap, and where one
+weight has several uses, autograd adds these in its own order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+
+from torch import fx
+
+from mpipipe.graph.cut import Code
+from mpipipe.graph.regions import Region
+from mpipipe.graph.rewrite import schema_name
+from mpipipe.ops.deferred import Deferred
+from mpipipe.ops.embedding import embedding
+from mpipipe.ops.linear import linear
+
+_DEFERRED = {
+    f"aten::{name}"
+    for name in (
+        "linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "embedding", "convolution",
+        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    )
+}  # fmt: skip
+_OWN = (linear, embedding)
+
+
+def split(code: Code) -> Code:
+    """With `code.deferred`: the leaves whose gradients wait. The last argument of `forward` is the `Pending`
+    of the micro-batch."""
+    graph = deepcopy(code.forward.graph)
+    arguments = [n for n in graph.nodes if n.op == "placeholder"]
+    before = len(code.received) + len(code.inputs)
+    weights = dict(zip(arguments[before : before + len(code.leaves)], code.leaves, strict=False))
+    body = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(body):
+        pending = graph.placeholder("pending")
+    waiting = set()
+    for node in list(graph.nodes):
+        if positions := _positions(node, weights):
+            waiting |= {weights[node.args[i]] for i in positions}
+            node.target = Deferred(node.target, positions)
+            node.args = (pending, *node.args)
+    return replace(code, forward=fx.GraphModule(code.forward, graph), deferred=frozenset(waiting))
+
+
+def _positions(node: fx.Node, weights: dict[fx.Node, tuple[str, int]]) -> tuple[int, ...]:
+    """Of the weights among the arguments; none where their gradients cannot wait."""
+    plain = node.op == "call_function" and node.meta.get("region", Region()).plain
+    if not plain or (schema_name(node) not in _DEFERRED and node.target not in _OWN):
+        return ()
+    reads = Counter(n for n in (*node.args, *node.kwargs.values()) if isinstance(n, fx.Node) and n in weights)
+    once = all(count == 1 and len(n.users) == 1 for n, count in reads.items())
+    places = tuple(i for i, n in enumerate(node.args) if isinstance(n, fx.Node) and n in weights)
+    return places if once and len(places) == len(reads) else ()

@@ -1,0 +1,92 @@
+"""Operators whose weight gradients wait: a backward in two (Qi et al. 2023, Zero Bubble).
+
+    forward    x  ->  [ op as torch has it, x cut off ]  ->  y          a graph of its own per operator
+    backward   gradient of y  ->  that of x at once;  (graph, gradient of y) is put down in `Pending`
+    later      `Pending.run`: all graphs that were put down, towards the weights alone
+
+Both ways go through torch's own backward of the operator, so neither changes a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+class Pending:
+    """Weight gradients that one micro-batch on one stage has not done yet."""
+
+    def __init__(self) -> None:
+        # every deferred operator depends on it, so that backward comes to all of them
+        self.trigger = torch.empty(0, requires_grad=True)
+        self._edges: list[GradientEdge] = []
+        self._grads: list[Tensor] = []
+        self._weights: list[Tensor] = []
+
+    def add(self, edge: GradientEdge, grad: Tensor, weights: Sequence[Tensor]) -> None:
+        self._edges.append(edge)
+        self._grads.append(grad)
+        self._weights += weights
+
+    def run(self) -> None:
+        """Accumulates them in the weights, as a whole backward does."""
+        if self._edges:
+            torch.autograd.backward(self._edges, self._grads, inputs=self._weights)
+        self._edges, self._grads, self._weights = [], [], []
+
+
+class Deferred:
+    """A call of `op`, which makes one tensor. weights: which of its arguments are leaves whose gradients
+    wait; no other operator of the micro-batch may read them."""
+
+    def __init__(self, op: Callable[..., Tensor], weights: Sequence[int]) -> None:
+        self.op, self.weights = op, weights
+        self.__name__ = f"deferred_{getattr(op, '__name__', 'op').replace('.', '_')}"
+
+    def __call__(self, pending: Pending, *args: Any, **kwargs: Any) -> Tensor:
+        leaves = [args[i] for i in self.weights if args[i].requires_grad]
+        if not leaves or not torch.is_grad_enabled():
+            return self.op(*args, **kwargs)
+        places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.weights]
+
+        def call(*tensors: Tensor) -> Tensor:
+            replaced = dict(zip(places, tensors, strict=True))
+            return self.op(*(replaced.get(i, a) for i, a in enumerate(args)), **kwargs)
+
+        result: Tensor = _Deferred.apply(pending, call, leaves, pending.trigger, *(args[i] for i in places))
+        return result
+
+
+class _Deferred(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pending: Pending,
+        call: Callable[..., Tensor],
+        leaves: list[Tensor],
+        _: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
+            result = call(*inputs)
+        ctx.pending, ctx.leaves, ctx.edge, ctx.inputs = pending, leaves, get_gradient_edge(result), inputs
+        ctx.set_materialize_grads(False)
+        return result.data  # neither the inner graph nor a view of it: it may be written in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = [None] * len(ctx.inputs)
+        if grad is not None:
+            places = [i for i, t in enumerate(ctx.inputs) if t.requires_grad]
+            ctx.pending.add(ctx.edge, grad, ctx.leaves)
+            inputs = [ctx.inputs[i] for i in places]
+            if inputs:
+                grads = torch.autograd.grad([ctx.edge], inputs, [grad], retain_graph=True)
+                for i, g in zip(places, grads, strict=True):
+                    found[i] = g
+        return None, None, None, None, *found
