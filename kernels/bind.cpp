@@ -2,9 +2,20 @@
 
 #include <pybind11/stl.h>
 
+#include "mpipipe/accumulate.h"
+#include "mpipipe/adamw.h"
+#include "mpipipe/attention.h"
+#include "mpipipe/cross_entropy.h"
+#include "mpipipe/embedding.h"
 #include "mpipipe/evict.h"
+#include "mpipipe/norms.h"
+#include "mpipipe/bias_gelu.h"
+#include "mpipipe/evict.h"
+#include "mpipipe/math.h"
+#include "mpipipe/norm.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
+#include "mpipipe/swiglu.h"
 
 namespace py = pybind11;
 using namespace mpipipe;
@@ -13,23 +24,30 @@ namespace {
 
 template <typename T, typename Scale>
 void dropout(uint64_t key, uint32_t step, uint32_t micro, uint64_t threshold, Scale scale, const T* x, T* y,
-             size_t n) {
-    cpu::dropout<T, Scale>({key, step, micro}, threshold, scale, x, y, n);
+             size_t n, int threads) {
+    cpu::dropout<T, Scale>({key, step, micro}, threshold, scale, x, y, n, threads);
 }
 
-void words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t* out, size_t n) {
-    cpu::words({key, step, micro}, start, n, out);
+void words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t* out, size_t n, int threads) {
+    cpu::words({key, step, micro}, start, n, out, threads);
 }
 
 void reference_words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t* out, size_t n) {
-    reference::words({key, step, micro}, start, n, out);
+    reference::words({key, step, micro}, start, n, out, 1);
+}
+
+float normal_cdf(float x) { return normal(x).cdf; }
+
+template <float function(float)>
+void each(const float* x, float* y, size_t n) {
+    for (size_t i = 0; i < n; ++i) y[i] = function(x[i]);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     m.doc() = "Compiled kernels of mpipipe; the contract is kernels/include.";
-    m.attr("version") = "4";  // of the functions below; mpipipe/ops asks for the same one
+    m.attr("version") = "5";  // of the functions below; mpipipe/ops asks for the same one
     m.attr("instruction_set") = MPIPIPE_SET;
 
     def(m, "words", &words);
@@ -43,6 +61,49 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "dropout_f32", &dropout<float, float>);
     def(m, "dropout_f64", &dropout<double, double>);
     def(m, "dropout_bf16", &dropout<bf16, float>);
+
+    def(m, "adamw_f32", &cpu::adamw<float>);
+    def(m, "adamw_bf16", &cpu::adamw<bf16>);
+    def(m, "norms_f32", &cpu::norms<float>);
+    def(m, "norms_bf16", &cpu::norms<bf16>);
+    def(m, "accumulate_bf16", &cpu::accumulate);
+    def(m, "attention_f32", &cpu::attention<float>);
+    def(m, "attention_bf16", &cpu::attention<bf16>);
+    def(m, "attention_backward_f32", &cpu::attention_backward<float>);
+    def(m, "attention_backward_bf16", &cpu::attention_backward<bf16>);
+    def(m, "layer_norm_f32", &cpu::layer_norm<float>);
+    def(m, "layer_norm_bf16", &cpu::layer_norm<bf16>);
+    def(m, "layer_norm_backward_f32", &cpu::layer_norm_backward<float>);
+    def(m, "layer_norm_backward_bf16", &cpu::layer_norm_backward<bf16>);
+    def(m, "rms_norm_f32", &cpu::rms_norm<float>);
+    def(m, "rms_norm_bf16", &cpu::rms_norm<bf16>);
+    def(m, "rms_norm_backward_f32", &cpu::rms_norm_backward<float>);
+    def(m, "rms_norm_backward_bf16", &cpu::rms_norm_backward<bf16>);
+    def(m, "cross_entropy_forward_f32", &cpu::cross_entropy_forward<float>);
+    def(m, "cross_entropy_forward_bf16", &cpu::cross_entropy_forward<bf16>);
+    def(m, "cross_entropy_backward_f32", &cpu::cross_entropy_backward<float>);
+    def(m, "cross_entropy_backward_bf16", &cpu::cross_entropy_backward<bf16>);
+    def(m, "reference_cross_entropy_forward_f32", &reference::cross_entropy_forward<float>);
+    def(m, "reference_cross_entropy_forward_bf16", &reference::cross_entropy_forward<bf16>);
+    def(m, "reference_cross_entropy_backward_f32", &reference::cross_entropy_backward<float>);
+    def(m, "reference_cross_entropy_backward_bf16", &reference::cross_entropy_backward<bf16>);
+    def(m, "embedding_backward_f32", &cpu::embedding_backward<float>);
+    def(m, "embedding_backward_bf16", &cpu::embedding_backward<bf16>);
+    def(m, "reference_embedding_backward_f32", &reference::embedding_backward<float>);
+    def(m, "reference_embedding_backward_bf16", &reference::embedding_backward<bf16>);
+    def(m, "bias_gelu_f32", &cpu::bias_gelu<float, float>);
+    def(m, "bias_gelu_bf16", &cpu::bias_gelu<bf16, bf16>);
+    def(m, "bias_gelu_bf16_f32", &cpu::bias_gelu<bf16, float>);
+    def(m, "bias_gelu_backward_f32", &cpu::bias_gelu_backward<float, float>);
+    def(m, "bias_gelu_backward_bf16", &cpu::bias_gelu_backward<bf16, bf16>);
+    def(m, "bias_gelu_backward_bf16_f32", &cpu::bias_gelu_backward<bf16, float>);
+    def(m, "swiglu_f32", &cpu::swiglu<float>);
+    def(m, "swiglu_bf16", &cpu::swiglu<bf16>);
+    def(m, "swiglu_backward_f32", &cpu::swiglu_backward<float>);
+    def(m, "swiglu_backward_bf16", &cpu::swiglu_backward<bf16>);
+    def(m, "math_exp", &each<exp_>);  // for the tests of math.h
+    def(m, "math_sigmoid", &each<sigmoid>);
+    def(m, "math_normal_cdf", &each<normal_cdf>);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {

@@ -20,4 +20,5 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
     return OptimizerSettings(
         kind=t.optimizer, lr=t.lr, betas=t.betas, eps=t.eps, momentum=t.momentum, weight_decay=t.weight_decay,
         warmup=t.warmup, min_lr_ratio=t.min_lr_ratio, steps=t.steps, clip=t.clip,
+        bits=t.bits,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
 from mpipipe.data.user import as_batch, from_user
 from mpipipe.errors import EndOfData, MpipipeError
+from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.program import Batch, Loss, Metric, batch_names, spec
 from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
@@ -49,6 +50,7 @@ from mpipipe.runtime.foreign import Factory, UserOptimizer
 from mpipipe.runtime.gemm import Prober
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.loading import with_loading
+from mpipipe.runtime.op_table import decide, table_name
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
@@ -89,6 +91,7 @@ class Pipeline:
                OptimizerSettings; None = OptimizerSettings(): AdamW with a constant rate
     batch      samples per step, over all micro-batches
     micro_batches  parts of a batch, or "auto": searched at the first start, and then kept by checkpoints
+    bits       "torch": those of a plain torch loop; "fast": of kernels of our own, where they are faster
     gemm       library of fp32 matrix products; "auto": measured at the first start, and then kept by
                checkpoints
     schedule   1f1b, gpipe, one of your own, or "auto": the one whose simulated step is the shortest
@@ -128,6 +131,7 @@ class Pipeline:
         threads: int | Literal["auto"] = 1,
         blocks: int = 1,
         tied: Literal["per_use", "eager"] = "per_use",
+        bits: Literal["torch", "fast"] = "torch",
         gemm: Literal["auto", "mkl", "onednn"] = "auto",
         seed: int = 0,
         unused: Literal["error", "keep"] = "error",
@@ -148,6 +152,7 @@ class Pipeline:
             {
                 "precision": (precision, ("fp32", "bf16")), "tied": (tied, ("per_use", "eager")),
                 "gemm": (gemm, ("auto", "mkl", "onednn")), "unused": (unused, ("error", "keep")),
+                "bits": (bits, ("torch", "fast")),
             }
         )  # fmt: skip
         self.comm = comm = world() if comm is None else comm
@@ -161,8 +166,9 @@ class Pipeline:
         before = given_plan if saved is None else saved
         decided = None if before is None else before.numerics
         count = _micro_batches(micro_batches, batch, blocks, decided, new_numerics)
+        table = _op_table(bits, decided, new_numerics)
         self.numerics = numerics_of(
-            batch=batch, micro_batches=count or blocks, blocks=blocks,
+            bits=bits, op_table=table, batch=batch, micro_batches=count or blocks, blocks=blocks,
             threads=threads_of(comm, threads, saved), gemm=_gemm(gemm, decided) or "mkl", precision=precision,
             tied=tied, seed=seed,
         )  # fmt: skip
@@ -170,7 +176,7 @@ class Pipeline:
             check_numerics(saved.numerics, self.numerics)
         set_threads(self.numerics.threads)
         set_gemm_route(self.numerics.gemm)
-        self.optimizer = _optimizer(optimizer, clip)
+        self.optimizer = _optimizer(optimizer, clip, bits)
         self._agree(
             schedule=schedule, receive_window=receive_window, max_shapes=max_shapes, val_batch=self.val_batch,
             shuffle=shuffle, unused=unused, samples=len(data) if hasattr(data, "__len__") else None,
@@ -196,16 +202,21 @@ class Pipeline:
         def variants_of(rows: int) -> Variants:
             return Variants(source, full_loss, self.data.specs, rows, precision, metrics, max_shapes)
 
+        def lowered(rows: int) -> Variants:
+            return variants_of(rows).lowered(Lowering(bits, self.numerics.op_table))
+
         counts = (count,) if count is not None else counts_of(batch, blocks)
         asked = Asked(self.numerics, counts, schedules_of(schedule), receive_window, comm.size)
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
         self.gemm_why = self._settle_gemm(_gemm(gemm, decided), usual, cost_cache)
+        if table is None:
+            self._settle_ops(usual, cost_cache)
         asked = replace(asked, numerics=self.numerics)
         timing = partial(self._timed, memory_bytes, cost_cache)
-        settled = settle_micro_batches(comm, asked, variants_of, timing) if count is None else None
+        settled = settle_micro_batches(comm, asked, lowered, timing) if count is None else None
         if settled is not None:
             self.numerics = settled.numerics
-        self.variants = settled.variants if settled else variants_of(self.numerics.micro_batch)
+        self.variants = settled.variants if settled else lowered(self.numerics.micro_batch)
         check_trained(self.variants, unused)
         if saved is not None and folder is not None and not new_numerics:
             check_graph(folder, saved.graph, self.variants.graph.hash)
@@ -255,9 +266,18 @@ class Pipeline:
             self.numerics, reason = replace(self.numerics, gemm=choice.gemm), choice.why
             found = {**found, **choice.found}
         if self.rank == 0:
-            cache.write({}, found)
+            cache.write(routes=found)
         set_gemm_route(self.numerics.gemm)
         return reason
+
+    def _settle_ops(self, variants: Variants, cost_cache: bool) -> None:
+        """Which operators are our own: those that are faster here. Collective."""
+        cache = self._cache(cost_cache)
+        table = decide(self.comm, variants, self.numerics, cache.tables() if self.rank == 0 else {})
+        name = table_name(self.comm, variants, self.numerics)
+        if self.rank == 0:
+            cache.write(tables={name: table})
+        self.numerics = replace(self.numerics, op_table=table)
 
     def _cache(self, on: bool) -> CostCache:
         kind = device_kind(self.numerics.instruction_set)
@@ -463,6 +483,13 @@ def _gemm(asked: Literal["auto"] | Gemm, decided: Numerics | None) -> Gemm | Non
     return None if decided is None else decided.gemm
 
 
+def _op_table(bits: str, decided: Numerics | None, new_numerics: bool) -> dict[str, str] | None:
+    """As `_gemm`."""
+    if bits == "torch":
+        return {}
+    return None if decided is None or new_numerics or decided.bits != bits else decided.op_table
+
+
 def _micro_batches(
     given: int | Literal["auto"], batch: int, blocks: int, decided: Numerics | None, new_numerics: bool
 ) -> int | None:
@@ -474,7 +501,9 @@ def _micro_batches(
     return min(decided.micro_batches, batch)
 
 
-def _optimizer(given: Factory | OptimizerSettings | None, clip: float | None) -> Optimizer:
+def _optimizer(
+    given: Factory | OptimizerSettings | None, clip: float | None, bits: Literal["torch", "fast"]
+) -> Optimizer:
     if callable(given):
         return UserOptimizer(given, clip)
     if not isinstance(given, OptimizerSettings | None):
@@ -482,5 +511,5 @@ def _optimizer(given: Factory | OptimizerSettings | None, clip: float | None) ->
             f"optimizer is a {type(given).__name__}; give the function that makes it, since each rank has "
             "parameters of its own: lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)"
         )
-    settings = given or OptimizerSettings()
+    settings = replace(given or OptimizerSettings(), bits=bits)
     return settings if clip is None else replace(settings, clip=clip)

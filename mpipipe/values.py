@@ -304,11 +304,11 @@ class Numerics(Value):
     micro_batches: int
     blocks: int  # accumulation: micro-batches in order inside a block, blocks by a fixed tree
     threads: int  # per rank
-    bits: Literal["torch"]
+    bits: Literal["torch", "fast"]  # torch: its own operators; fast: kernels, by op_table
     gemm: Gemm
     precision: Literal["fp32", "bf16"]
     tied: Literal["per_use", "eager"]
-    op_table: dict[str, str]  # "op shape dtype" -> "torch" or a kernel; empty = all torch
+    op_table: dict[str, str]  # of bits = fast: "op shape dtype" -> "torch" or "fast", which is the default
     torch: str
     instruction_set: str
     seed: int

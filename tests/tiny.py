@@ -24,6 +24,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.data.base import Dataset
 from mpipipe.data.synthetic import SyntheticTokens, SyntheticVectors
+from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import GPT, MLP, cross_entropy
@@ -158,6 +159,7 @@ class Case:
     clip: float | None = 0.05  # below every gradient norm of these models
     evaluate: bool = False  # after each step, on a batch that does not divide either
     steps: int = STEPS
+    bits: str = "torch"
 
     def __str__(self) -> str:
         plain = Case(self.model)
@@ -175,13 +177,13 @@ class Case:
     @property
     def variants(self) -> Variants:
         """Captured once per process and kind, and shared by the ranks that are threads."""
-        return captured(self.model, self.rows, self.precision)
+        return captured(self.model, self.rows, self.precision, self.bits)
 
     @property
     def numerics(self) -> Numerics:
         return Numerics(
             batch=self.batch, micro_batch=self.rows, micro_batches=self.micro_batches, blocks=self.blocks,
-            threads=1, bits="torch", gemm="mkl", precision=self.precision, tied=self.tied, op_table={},
+            threads=1, bits=self.bits, gemm="mkl", precision=self.precision, tied=self.tied, op_table={},
             torch=torch.__version__, instruction_set="", seed=SEED,
         )  # fmt: skip
 
@@ -190,13 +192,15 @@ class Case:
         lr = 1e-2 if self.optimizer == "adamw" else 0.1
         return OptimizerSettings(
             kind=self.optimizer, lr=lr, betas=(0.9, 0.95), eps=1e-8, momentum=0.9, weight_decay=0.1,
-            warmup=2, min_lr_ratio=0.1, steps=self.steps + 2, clip=self.clip,
+            warmup=2, min_lr_ratio=0.1, steps=self.steps + 2, clip=self.clip, bits=self.bits,
         )  # fmt: skip
 
 
-def capture(model: str, rows: int = 2, precision: str = "fp32") -> Variants:
+def capture(model: str, rows: int = 2, precision: str = "fp32", bits: str = "torch") -> Variants:
     factory, dataset = MODELS[model]
-    return Variants(ModelSource(factory, SEED), cross_entropy, dataset.specs, rows, precision)
+    return Variants(
+        ModelSource(factory, SEED), cross_entropy, dataset.specs, rows, precision, lowering=Lowering(bits)
+    )
 
 
 captured = cache(capture)
@@ -314,6 +318,10 @@ BITS = [  # what the promise of equal bits is tested on
     Case("thrice", precision="bf16"),
     Case("traps", precision="bf16", optimizer="sgd"),
     Case("thrice", tied="eager", batch=11),
+    Case("gpt", bits="fast", batch=7, evaluate=True),
+    Case("gpt, no dropout", bits="fast", precision="bf16", tied="eager"),
+    Case("gpt, no dropout", bits="fast", batch=16, micro_batches=8, blocks=4),
+    Case("thrice", bits="fast", batch=11),
 ]
 
 

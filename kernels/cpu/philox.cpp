@@ -7,11 +7,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "mpipipe/threads.h"
+
 namespace mpipipe::cpu {
 namespace {
 
 constexpr size_t kBlocks = 64;  // per tile; a multiple of every vector width
 constexpr size_t kTile = 4 * kBlocks;
+constexpr size_t kPiece = kTile << 6;  // elements per turn of a thread
 
 // out[4 j + w] = word w of block first + j. The high half of the counter is per lane: the carry is exact.
 void tile(Stream stream, uint64_t first, uint32_t* out) {
@@ -52,38 +55,40 @@ void for_tiles(Stream stream, uint64_t start, size_t n, Body body) {
     }
 }
 
-float scaled(float x, float scale) { return x * scale; }
-double scaled(double x, double scale) { return x * scale; }
-
-bf16 scaled(bf16 x, float scale) { return to_bf16(wide(x) * scale); }
+// The select is between numbers that were computed for all elements: it needs no branch.
+inline float kept(float x, float scale, bool keep) { return keep ? x * scale : 0.0f; }
+inline double kept(double x, double scale, bool keep) { return keep ? x * scale : 0.0; }
+inline bf16 kept(bf16 x, float scale, bool keep) { return to_bf16(keep ? wide(x) * scale : 0.0f); }
 
 }  // namespace
 
-void words(Stream stream, uint64_t start, size_t n, uint32_t* out) {
-    for_tiles(stream, start, n, [out](const uint32_t* w, size_t offset, size_t count) {
-        std::memcpy(out + offset, w, count * sizeof *w);
+void words(Stream stream, uint64_t start, size_t n, uint32_t* out, int threads) {
+    parallel_pieces(n, kPiece, threads, [=](size_t first, size_t last) {
+        for_tiles(stream, start + first, last - first, [=](const uint32_t* w, size_t offset, size_t count) {
+            std::memcpy(out + first + offset, w, count * sizeof *w);
+        });
     });
 }
 
 template <typename T, typename Scale>
-void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n) {
+void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n, int threads) {
     if (threshold > UINT32_MAX) {  // p = 1: no 32-bit word reaches it
         std::fill_n(y, n, T{});
         return;
     }
     const uint32_t least = static_cast<uint32_t>(threshold);
-    for_tiles(stream, 0, n, [=](const uint32_t* w, size_t offset, size_t count) {
-        const T* from = x + offset;
-        T* to = y + offset;
-        for (size_t i = 0; i < count; ++i) {
-            const T kept = scaled(from[i], scale);  // computed for all: the select then needs no branch
-            to[i] = w[i] >= least ? kept : T{};
-        }
+    parallel_pieces(n, kPiece, threads, [=](size_t first, size_t last) {
+        for_tiles(stream, first, last - first, [=](const uint32_t* w, size_t offset, size_t count) {
+            const T* from = x + first + offset;
+            T* to = y + first + offset;
+#pragma omp simd
+            for (size_t i = 0; i < count; ++i) to[i] = kept(from[i], scale, w[i] >= least);
+        });
     });
 }
 
-template void dropout<float, float>(Stream, uint64_t, float, const float*, float*, size_t);
-template void dropout<double, double>(Stream, uint64_t, double, const double*, double*, size_t);
-template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, bf16*, size_t);
+template void dropout<float, float>(Stream, uint64_t, float, const float*, float*, size_t, int);
+template void dropout<double, double>(Stream, uint64_t, double, const double*, double*, size_t, int);
+template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, bf16*, size_t, int);
 
 }  // namespace mpipipe::cpu

@@ -2,6 +2,13 @@
 #include "mpipipe/philox.h"
 
 namespace mpipipe::reference {
+namespace {
+
+float scaled(float x, float scale) { return x * scale; }
+double scaled(double x, double scale) { return x * scale; }
+bf16 scaled(bf16 x, float scale) { return to_bf16(wide(x) * scale); }
+
+}  // namespace
 
 void philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]) {
     uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
@@ -19,7 +26,7 @@ void philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-void words(Stream stream, uint64_t start, size_t n, uint32_t* out) {
+void words(Stream stream, uint64_t start, size_t n, uint32_t* out, int) {
     const uint32_t key[2] = {static_cast<uint32_t>(stream.key), static_cast<uint32_t>(stream.key >> 32)};
     for (size_t i = 0; i < n; ++i) {
         const uint64_t element = start + i, block = element / 4;
@@ -30,5 +37,18 @@ void words(Stream stream, uint64_t start, size_t n, uint32_t* out) {
         out[i] = four[element % 4];
     }
 }
+
+template <typename T, typename Scale>
+void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n, int) {
+    for (size_t i = 0; i < n; ++i) {
+        uint32_t word;
+        words(stream, i, 1, &word, 1);
+        y[i] = word >= threshold ? scaled(x[i], scale) : T{};
+    }
+}
+
+template void dropout<float, float>(Stream, uint64_t, float, const float*, float*, size_t, int);
+template void dropout<double, double>(Stream, uint64_t, double, const double*, double*, size_t, int);
+template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, bf16*, size_t, int);
 
 }  // namespace mpipipe::reference

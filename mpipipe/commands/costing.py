@@ -37,7 +37,8 @@ class Costing:
         asked = config.kernels.gemm
         numerics = numerics_of(
             batch=t.batch, micro_batches=self.counts[0], blocks=p.blocks, threads=machine.threads,
-            gemm="mkl" if asked == "auto" else asked, precision=t.precision, tied=p.tied, seed=t.seed,
+            gemm="mkl" if asked == "auto" else asked, precision=t.precision, tied=p.tied, bits=t.bits,
+            seed=t.seed,
         )  # fmt: skip
         schedules = schedules_of(schedule_name(config))
         self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks)

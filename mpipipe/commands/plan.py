@@ -31,6 +31,7 @@ from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.text import VOCAB
 from mpipipe.data.user import from_user
 from mpipipe.errors import DataError, PlanError
+from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.program import batch_names
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
@@ -207,8 +208,10 @@ def _model(config: Config) -> tuple[Callable[[int], Variants], Dataset]:
     shaped = from_user(built.data, val, batch=t.batch, micro_batches=micro_batches, names=names, seed=t.seed)
 
     def variants_of(rows: int) -> Variants:
-        shapes = config.capture.max_shapes
-        return Variants(source, built.loss, shaped.specs, rows, t.precision, max_shapes=shapes)
+        shapes, lowering = config.capture.max_shapes, Lowering(t.bits)
+        return Variants(
+            source, built.loss, shaped.specs, rows, t.precision, max_shapes=shapes, lowering=lowering
+        )
 
     return variants_of, shaped
 

@@ -252,6 +252,7 @@ class TrainConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # last rate / lr, reached by a cosine
     clip: Above0 | None = 1.0  # largest gradient norm; null = no limit
     precision: Literal["fp32", "bf16"] = "fp32"  # of the matrix products
+    bits: Literal["torch", "fast"] = "torch"  # those of a plain torch loop, or of kernels of our own
     unused: Literal["error", "keep"] = "error"  # parameters that the loss does not depend on
     save_every: Count = 0  # steps between checkpoints; 0 = at the end only
     keep: Positive = 2  # newest checkpoints that are kept

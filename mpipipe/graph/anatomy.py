@@ -9,15 +9,17 @@ Batch inputs never cross a cut: each rank loads the keys that its own stage read
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-from mpipipe.graph.capture import Captured
+from mpipipe.graph.capture import Captured, autocast
+from mpipipe.graph.patterns import Match, chosen, matches
 from mpipipe.graph.program import spec
 from mpipipe.graph.rewrite import aliased_inputs, mutated_inputs
 from mpipipe.graph.source import TRACING
@@ -41,8 +43,21 @@ def needs_grad(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
+class Lowering:
+    """Which operators become our own, as `Numerics` has it. table: form of a match -> "torch", or what it
+    becomes; a form that it does not have becomes ours."""
+
+    bits: str = "torch"
+    table: Mapping[str, str] = field(default_factory=dict)
+
+    def wants(self, form: str) -> bool:
+        return self.bits == "fast" and self.table.get(form) != "torch"
+
+
+@dataclass(frozen=True)
 class Anatomy:
     captured: Captured
+    lowering: Lowering = field(default_factory=Lowering)
 
     @cached_property
     def operators(self) -> tuple[fx.Node, ...]:
@@ -140,15 +155,47 @@ class Anatomy:
         loss = self.captured.outputs[0].meta["val"]
         if self.captured.mode != "train" or not loss.requires_grad:
             return {}
-        nodes = [n for n in self.order if isinstance(n.meta["val"], torch.Tensor) and needs_grad(n)]
+        nodes = [n for n in self.order if n in self.values and needs_grad(n)]
+        nodes = [n for n in nodes if isinstance(self.values[n], torch.Tensor)]
         with TRACING, loss.fake_mode:
-            values = [n.meta["val"] for n in nodes]
+            values, loss = [self.values[n] for n in nodes], self.values[self.captured.outputs[0]]
             grads = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
         return {
             n: tuple(g.stride())
             for n, g in zip(nodes, grads, strict=True)
             if g is not None and is_non_overlapping_and_dense_or_false(g)
         }
+
+    @cached_property
+    def matches(self) -> tuple[Match, ...]:
+        """What could become operators of our own, whether it does or not."""
+        return matches(self)
+
+    def lowered(self, body: Iterable[fx.Node]) -> list[Match]:
+        """What does, of a part of the graph."""
+        return list(chosen(self.matches, self.lowering.wants, set(body)))
+
+    @cached_property
+    def values(self) -> Mapping[fx.Node, Any]:
+        """Fake results of the operators as they are lowered; none of those that no longer exist."""
+        plain = {n: n.meta["val"] for n in self.captured.graph.nodes if "val" in n.meta}
+        found = self.lowered(self.order)
+        if not found:
+            return plain
+        gone, starts = {n for m in found for n in m.nodes}, {m.first: m for m in found}
+        env = {n: v for n, v in plain.items() if n not in self.index}
+        fake_mode = self.captured.outputs[0].meta["val"].fake_mode
+        with TRACING, fake_mode, torch.enable_grad(), autocast(self.captured.precision):
+            for n in self.order:
+                if n in starts:
+                    match = starts[n]
+                    made = match.op(*fx.node.map_arg(match.args, env.__getitem__))
+                    made = made if len(match.results) > 1 else (made,)
+                    env |= zip(match.results, made, strict=True)
+                elif n not in gone:
+                    args, kwargs = fx.node.map_arg((n.args, n.kwargs), env.__getitem__)
+                    env[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+        return env
 
     @cached_property
     def last_write(self) -> dict[fx.Node, int]:

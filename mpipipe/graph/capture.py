@@ -70,6 +70,7 @@ class Captured:
     updates: tuple[BufferUpdate, ...]
     structure: TreeSpec | None = None
     by_layer: bool = False  # each layer is one operator, which runs as it is written
+    precision: str = "fp32"
 
 
 def autocast(precision: str) -> torch.autocast:
@@ -126,7 +127,7 @@ def _capture(
     outputs, weight = _outputs(graph, program)
     return Captured(
         mode, graph, name, param, buffer, constant, inputs, rng, outputs, weight, tuple(updates),
-        program.found.structure, by_layer,
+        program.found.structure, by_layer, precision,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from mpipipe.errors import PlanError
 from mpipipe.graph.anatomy import Anatomy, needs_grad, spec_of
+from mpipipe.graph.patterns import replace
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.values import Graph, TensorSpec
 
@@ -139,22 +140,26 @@ def extract(
     for op in copied:
         of = {n: leaf(n, op) if n in c.param else c.buffer.get(n, n) for n in op.all_input_nodes}
         env[op] = graph.node_copy(op, {n: env[key] for n, key in of.items()}.__getitem__)
+    for match in anatomy.lowered(body):
+        of = {n: leaf(n, op) for op in match.nodes for n in op.all_input_nodes if n in c.param}
+        keys = {n: of.get(n, c.buffer.get(n, n)) for n in match.inputs}
+        replace(match, env, {n: env[key] for n, key in keys.items()}.__getitem__)
     statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
     graph.output((tuple(env[n] for n in sent), statistics))
     return Code(
         fx.GraphModule({name: c.constant[n] for n, name in constants.items()}, graph),
-        tuple(_port(n, grad_strides) for n in received),
+        tuple(_port(anatomy, n, grad_strides) for n in received),
         tuple(c.inputs[n] for n in inputs),
         tuple(leaves),
         tuple(buffers),
         bool(rng),
-        tuple(_port(n, grad_strides) for n in sent),
+        tuple(_port(anatomy, n, grad_strides) for n in sent),
         tuple(updates),
     )
 
 
-def _port(node: fx.Node, grad_strides: Mapping[fx.Node, tuple[int, ...]]) -> Port:
-    stride = tuple(node.meta["val"].stride())
+def _port(anatomy: Anatomy, node: fx.Node, grad_strides: Mapping[fx.Node, tuple[int, ...]]) -> Port:
+    stride = tuple(anatomy.values[node].stride())
     return Port(node.name, spec_of(node), stride, needs_grad(node), grad_strides.get(node, stride))
 
 

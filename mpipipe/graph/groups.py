@@ -9,6 +9,7 @@ used or not without a cut ever falling inside it. Kept together with the operato
     attention's reshapes        scaled_dot_product_attention + transpose + reshape
     head + loss                 the last linear up to the loss: its logits are the largest tensor
     uses of one BatchNorm       its statistics are one sequence of updates
+    what may become one         operators that a kernel of our own may fuse (patterns)
     illegal cut positions       tuples, overlapping views, memory written later (anatomy.legal)
 
 The residual add and the norm that follows may be parted: between them one tensor crosses, anywhere
@@ -59,10 +60,17 @@ def _shared_statistics(anatomy: Anatomy) -> list[tuple[int, int]]:
     return [(min(found), max(found)) for found in places.values() if len(found) > 1]
 
 
+def _matches(anatomy: Anatomy) -> list[tuple[int, int]]:
+    """First and last place of what may become one operator."""
+    places = [[anatomy.index[n] for n in m.nodes] for m in anatomy.matches if m.atomic]
+    return [(min(found), max(found)) for found in places]
+
+
 def boundaries(anatomy: Anatomy) -> list[int]:
     """Positions in `anatomy.order` where a group starts; the first is 0."""
     crossing, head = anatomy.crossings(), _head_start(anatomy)
-    joined = {i for first, last in _shared_statistics(anatomy) for i in range(first + 1, last + 1)}
+    spans = [*_shared_statistics(anatomy), *_matches(anatomy)]
+    joined = {i for first, last in spans for i in range(first + 1, last + 1)}
     starts = [0]
     for i in range(1, len(anatomy.order)):
         if i > head or i in joined or _joins_previous(anatomy, i) or not anatomy.legal(i, crossing[i]):

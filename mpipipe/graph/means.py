@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from mpipipe.errors import CaptureError
-from mpipipe.graph.rewrite import aliased_inputs, schema_name, schema_of, source_line
+from mpipipe.graph.rewrite import aliased_inputs, arguments_of, schema_name, schema_of, source_line
 
 _MEAN = 1  # of torch's losses: 0 none, 1 mean, 2 sum
 _SUMS = {"aten::add", "aten::add_", "aten::sub", "aten::sub_", "aten::rsub", "aten::neg", "aten::stack"}
@@ -62,8 +62,7 @@ def _is_mean(node: fx.Node) -> bool:
     schema = schema_of(node)
     if schema is None:
         return False
-    given = {a.name: a.default_value for a in schema.arguments}
-    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    given = arguments_of(node)
     if schema.name == "aten::mean":
         return len(given.get("dim") or ()) in (0, node.args[0].meta["val"].dim())  # type: ignore[union-attr]
     return given.get("reduction") == _MEAN

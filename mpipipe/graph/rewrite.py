@@ -63,6 +63,12 @@ def schema_of(node: fx.Node) -> Any:
     return getattr(node.meta.get("torch_op", node.target), "_schema", None)
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a torch operator by name, those that were not given too."""
+    given = {a.name: a.default_value for a in schema_of(node).arguments}
+    return given | dict(zip(given, node.args, strict=False)) | node.kwargs
+
+
 def schema_name(node: fx.Node) -> str:
     """`aten::linear`, or the name of a plain function."""
     schema = schema_of(node)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 from mpipipe.errors import CaptureError
-from mpipipe.graph.anatomy import Anatomy
+from mpipipe.graph.anatomy import Anatomy, Lowering
 from mpipipe.graph.capture import capture
 from mpipipe.graph.cut import Code, stage_code, stage_table, weight_code
 from mpipipe.graph.groups import make_graph
@@ -27,6 +29,7 @@ class Variants:
     """specs(rows) gives the shapes of a batch of `rows` samples; `rows` is the full micro-batch.
 
     metrics   name -> (outputs, batch) -> (sum, weight), for evaluation
+    lowering   which operators become our own
     max_shapes   how many shapes of micro-batches one mode may have, the number of rows aside
     """
 
@@ -39,12 +42,27 @@ class Variants:
         precision: str,
         metrics: Mapping[str, Metric] | None = None,
         max_shapes: int = 8,
+        lowering: Lowering = Lowering(),  # noqa: B008 - frozen
     ) -> None:
+        self.lowering = lowering
         self.source, self.loss, self.specs, self.rows, self.precision = source, loss, specs, rows, precision
         self.metrics, self.max_shapes = dict(metrics or {}), max_shapes
         self._anatomies: dict[Mode, dict[Shapes, Anatomy]] = {}
         self._codes: dict[tuple[Mode, Shapes, tuple[str, ...], int], Code] = {}
         self._weights: dict[tuple[Mode, Shapes], Code | float] = {}
+
+    def lowered(self, lowering: Lowering) -> Variants:
+        """The same model with other operators of our own; what was captured is shared."""
+        if lowering == self.lowering:
+            return self
+        other = copy(self)
+        other.lowering, other._codes, other._weights = lowering, {}, {}
+        other._anatomies = {
+            mode: {shapes: replace(a, lowering=lowering) for shapes, a in known.items()}
+            for mode, known in self._anatomies.items()
+        }
+        other.__dict__.pop("primary", None)
+        return other
 
     def anatomy(self, mode: Mode, specs: Specs) -> Anatomy:
         """Raises CaptureError where a mode has more than `max_shapes` shapes."""
@@ -61,7 +79,8 @@ class Variants:
                 )
             how = self._by_layer(mode, shapes)
             known[shapes] = Anatomy(
-                capture(self.source, self.loss, specs, mode, self.precision, self.metrics, how)
+                capture(self.source, self.loss, specs, mode, self.precision, self.metrics, how),
+                self.lowering,
             )
         return known[shapes]
 

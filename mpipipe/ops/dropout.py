@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mpipipe.ops.library import define, differentiate, traced
 from mpipipe.ops.native import kernels
 from mpipipe.ops.philox import check_stream, threshold, words
 
@@ -58,7 +59,11 @@ def dropout(x: torch.Tensor, p: float, key: int, step: int, micro: int) -> torch
     if p == 0.0 or x.numel() == 0:
         return x
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-    result: torch.Tensor = _Dropout.apply(x, drop, scale, Stream(key, step, micro))
+    result: torch.Tensor
+    if traced(x):
+        result = torch.ops.mpipipe.dropout(x, drop, scale, _signed(key), step, micro)
+    else:
+        result = _Dropout.apply(x, drop, scale, Stream(key, step, micro))
     return result
 
 
@@ -76,14 +81,12 @@ class _Dropout(torch.autograd.Function):
 
 
 def _masked(x: torch.Tensor, drop: int, scale: float, stream: Stream) -> torch.Tensor:
-    if shape_only(x):
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
     kernel = _KERNELS.get(x.dtype) if x.device.type == "cpu" else None
     if kernel is None:
         return _masked_by_torch(x, drop, scale, stream)
     x = x.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    kernel(*stream, drop, scale, x.data_ptr(), y.data_ptr(), x.numel())
+    kernel(*stream, drop, scale, x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
     return y
 
 
@@ -93,3 +96,30 @@ def _masked_by_torch(x: torch.Tensor, drop: int, scale: float, stream: Stream) -
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     kept = (x.contiguous().to(wide) * torch.tensor(scale, dtype=wide)).to(x.dtype)
     return torch.where(keep, kept, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+# -- the registered operator: an int of torch has a sign, so the key's highest bit is one there -----------
+
+
+def _signed(key: int) -> int:
+    return key - (key >> 63 << 64)
+
+
+def _operator(x: torch.Tensor, drop: int, scale: float, key: int, step: int, micro: int) -> torch.Tensor:
+    return _masked(x, drop, scale, Stream(key % (1 << 64), step, micro))
+
+
+def _fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.how = inputs[1:]
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    return torch.ops.mpipipe.dropout(dy, *ctx.how), None, None, None, None, None
+
+
+define("dropout(Tensor x, int drop, float scale, int key, int step, int micro) -> Tensor", _operator, _fake)
+differentiate("dropout", _backward, _setup)

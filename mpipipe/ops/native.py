@@ -6,7 +6,7 @@ import torch  # noqa: F401 - first: the kernels' threads are those of the OpenMP
 
 from mpipipe.native import instruction_set, load
 
-KERNELS_VERSION = "4"  # of the functions that mpipipe/ops calls; kernels/bind.cpp holds the same
+KERNELS_VERSION = "5"  # of the functions that mpipipe/ops calls; kernels/bind.cpp holds the same
 kernels = load(
     f"_kernels_{instruction_set()}",
     KERNELS_VERSION,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from mpipipe.ops.native import kernels
@@ -72,7 +73,7 @@ def words(key: int, step: int, micro: int, n: int, start: int = 0) -> UInt32:
         return philox_words(key, step, micro, n, start)
     check_stream(key, step, micro)
     out = np.empty(n, np.uint32)
-    kernels.words(key, step, micro, start, out.ctypes.data, n)
+    kernels.words(key, step, micro, start, out.ctypes.data, n, torch.get_num_threads())
     return out
 
 

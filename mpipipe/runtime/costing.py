@@ -185,6 +185,5 @@ def _update_s(
         for view in group.grad.views.values():
             float(torch.linalg.vector_norm(view))
         updater.update(0, 1.0 if settings.clip else None)
-        group.grad.buffer.zero_()
         seconds.append(clock() - start)
     return min(seconds[1:])

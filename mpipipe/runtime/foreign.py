@@ -47,6 +47,7 @@ class UserOptimizer:
 class ForeignUpdater:
     def __init__(self, factory: Factory, weights: StageWeights) -> None:
         self.params: dict[str, nn.Parameter] = {}
+        self.grads = list(weights.grad.values())
         for name, grad in weights.grad.items():
             self.params[name] = nn.Parameter(weights.data[name])  # shares the memory of the flat buffer
             self.params[name].grad = grad
@@ -124,6 +125,8 @@ class ForeignUpdater:
                 assert p.grad is not None
                 p.grad.mul_(scale)
         self.optimizer.step()
+        for grad in self.grads:
+            grad.zero_()
         if self.scheduler is not None:
             self.scheduler.step()
 

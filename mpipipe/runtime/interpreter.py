@@ -238,7 +238,7 @@ class Interpreter:
         row = np.zeros(3 + len(self.position))
         row[:3] = self.outcome.loss, self.outcome.weight, self.job.stop
         for stage in self.stages.values():
-            for name, value in norms(stage.weights).items():
+            for name, value in norms(stage.weights, self.numerics.bits).items():
                 row[3 + self.position[name]] = value
         self._agree(self.comm.allgather_array(row))
 
@@ -274,7 +274,7 @@ class Interpreter:
     def _step(self, i: Instr) -> None:
         stage = self.stages[i.stage]
         self.updaters[i.stage].update(self.job.step, self.factor)
-        for accumulator in stage.weights.accumulators():
+        for accumulator in stage.weights.extra.values():
             accumulator.zero_()
         stage.apply_statistics()
 

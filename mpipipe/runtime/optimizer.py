@@ -5,11 +5,15 @@
 What a run is given (`Optimizer`) makes an `Updater` for the weights of each stage: the built-in one
 here, or that of a torch optimizer (`foreign.py`).
 
-Norms and updates run parameter by parameter with torch's own single-tensor code: a vectorised
-kernel may round the tail of a buffer differently from its body, so bits would depend on where a
-parameter lies if whole buffers were updated at once. An update goes over a parameter in pieces that
+With the bits of torch, norms and updates run parameter by parameter with its own single-tensor code: a
+vectorised kernel may round the tail of a buffer differently from its body, so bits would depend on where
+a parameter lies if whole buffers were updated at once. An update goes over a parameter in pieces that
 stay in cache: the same bits (a piece is whole vectors, but for the parameter's own tail), two to
 three times as fast, and torch's two temporaries are small.
+
+With fast bits, a float32 buffer is clipped, stepped and zeroed in one pass of our kernel, for which it is
+of no concern where an element lies; so any cut gives the same bits here too, but not those of torch.
+SGD, other dtypes and a package without kernels keep torch's form.
 
 AdamW: Loshchilov and Hutter 2019. Clipping as torch.nn.utils.clip_grad_norm_ (Pascanu et al. 2013).
 """
@@ -27,10 +31,12 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from mpipipe import ops
 from mpipipe.errors import CheckpointError
 from mpipipe.runtime.weights import Flat, ParamGroup, StageWeights
 from mpipipe.values import TensorSpec
 
+Bits = Literal["torch", "fast"]
 PIECE = 1 << 17  # elements
 LISTED = 10  # names in an error; the rest is counted
 
@@ -44,7 +50,7 @@ class Updater(Protocol):
         ...
 
     def update(self, step: int, factor: float | None) -> None:
-        """Scales the gradients by `factor` and updates the weights; the gradients are left to be zeroed."""
+        """Scales the gradients by `factor`, updates the weights and zeroes the gradients."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -98,7 +104,9 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The built-in optimizers; the defaults are those of the configuration, at a constant rate."""
+    """The built-in optimizers; the defaults are those of the configuration, at a constant rate.
+
+    bits: `Numerics.bits` of the run."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
     lr: float = 3e-4
@@ -110,6 +118,7 @@ class OptimizerSettings:
     min_lr_ratio: float = 1.0
     steps: int = 1
     clip: float | None = 1.0
+    bits: Bits = "torch"
 
     @property
     def state_buffers(self) -> int:
@@ -129,9 +138,19 @@ class OptimizerSettings:
 
 
 @torch.no_grad()
-def norms(weights: StageWeights) -> dict[str, float]:
+def norms(weights: StageWeights, bits: Bits = "torch") -> dict[str, float]:
     """2-norm of the gradient of each owned, trained parameter, rounded as torch rounds it."""
+    if bits == "fast":
+        return {name: norm for group in weights.groups for name, norm in _flat_norms(group.grad).items()}
     return {name: float(torch.linalg.vector_norm(g)) for name, g in weights.grad.items()}
+
+
+def _flat_norms(flat: Flat) -> dict[str, float]:
+    views = flat.views.values()
+    offsets, counts = (
+        torch.tensor(n) for n in ([v.storage_offset() for v in views], [v.numel() for v in views])
+    )
+    return dict(zip(flat.views, ops.norms(flat.buffer, offsets, counts).float().tolist(), strict=True))
 
 
 def clip_coefficient(all_norms: list[float], clip: float) -> tuple[float, float]:
@@ -153,9 +172,25 @@ class FlatUpdater:
     @torch.no_grad()
     def update(self, step: int, factor: float | None) -> None:
         for group, state in zip(self.groups, self.buffers, strict=True):
+            if self._by_kernel(group):
+                self._update_at_once(group, state, step, 1.0 if factor is None else factor)
+                continue
             if factor is not None:
                 group.grad.buffer.mul_(torch.tensor(factor, dtype=torch.float32))
             self._update_group(group, state, step)
+            group.grad.buffer.zero_()
+
+    def _by_kernel(self, group: ParamGroup) -> bool:
+        wanted = self.settings.bits == "fast" and self.kind == "adamw"
+        return wanted and group.data.buffer.dtype == torch.float32 and ops.kernels is not None
+
+    def _update_at_once(self, group: ParamGroup, flats: list[Flat], step: int, factor: float) -> None:
+        settings = self.settings
+        ops.adamw(
+            *(flat.buffer for flat in (group.data, group.grad, *flats)), step=step + 1, factor=factor,
+            lr=settings.lr_at(step), betas=settings.betas, eps=settings.eps,
+            weight_decay=settings.weight_decay if group.decay else 0.0,
+        )  # fmt: skip
 
     def _update_group(self, group: ParamGroup, flats: list[Flat], step: int) -> None:
         settings, lr = self.settings, self.settings.lr_at(step)

@@ -5,11 +5,14 @@ Part of `Numerics`: the same on every rank, and recorded, because each of them d
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
+from mpipipe import native
 from mpipipe.errors import ConfigError
+from mpipipe.ops import kernels
 from mpipipe.values import Numerics
 
 FP32_ERROR = 1e-5  # relative, allowed of a matrix product; bf16 operands give 1e-3 to 1e-2
@@ -58,18 +61,27 @@ def is_fp32(error: float, own: float) -> bool:
     return error <= min(FP32_ERROR, OWN_ERROR * max(own, 1e-7))
 
 
-def numerics_of(*, batch: int, micro_batches: int, **settings: Any) -> Numerics:
+def numerics_of(
+    *, batch: int, micro_batches: int, bits: Literal["torch", "fast"] = "torch",
+    op_table: Mapping[str, str] | None = None, **settings: Any,
+) -> Numerics:  # fmt: skip
     """What decides bits, of a run in this process. settings: the fields of `Numerics` that users set."""
+    own = f", kernels {kernel_set()}" if bits == "fast" else ""
     return Numerics(
         batch=batch,
         micro_batch=-(-batch // micro_batches),
         micro_batches=micro_batches,
-        bits="torch",
-        op_table={},
+        bits=bits,
+        op_table=dict(op_table or {}),
         torch=torch.__version__,
-        instruction_set=instruction_set(),
+        instruction_set=f"{instruction_set()}{own}",
         **settings,
     )
+
+
+def kernel_set() -> str:
+    """That our own kernels are compiled for, such as v4."""
+    return native.instruction_set() if kernels is not None else "none"
 
 
 def instruction_set() -> str:

@@ -1,7 +1,8 @@
 """Costs that outlive a run: one JSON file for each kind of machine, read and written by rank 0.
 
     <cache folder>/costs-<digest of the kind>.json   {"kind": ..., "samples": {name: Sample},
-                                                      "routes": {name: routes of the matrix products}}
+                                                      "routes": {name: routes of the matrix products},
+                                                      "tables": {name: which operators are our own}}
 
 No locks: a file appears whole, under its name, by a rename. Of two jobs that write at once, one loses an
 update, which its next run makes again. What cannot be read or written is never an error, at most a note.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from mpipipe.cluster.routes import Route
@@ -31,6 +33,7 @@ class _Content(Value):
     kind: str
     samples: dict[str, Sample] = field(default_factory=dict)  # the last used are last
     routes: dict[str, Routes] = field(default_factory=dict)  # likewise
+    tables: dict[str, dict[str, str]] = field(default_factory=dict)  # likewise
 
 
 class CostCache:
@@ -48,14 +51,25 @@ class CostCache:
         """By name (`mpipipe.runtime.gemm`); empty where there are none."""
         return self._content().routes
 
-    def write(self, samples: Mapping[str, Sample], routes: Mapping[str, Routes] | None = None) -> None:
+    def tables(self) -> dict[str, dict[str, str]]:
+        """By name (`mpipipe.runtime.op_table`); empty where there are none."""
+        return self._content().tables
+
+    def write(
+        self, samples: Mapping[str, Sample] = MappingProxyType({}),
+        routes: Mapping[str, Routes] = MappingProxyType({}),
+        tables: Mapping[str, dict[str, str]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """Adds to what is there; the least lately used go when there are too many."""
-        if self._path is None or not (samples or routes):
+        if self._path is None or not (samples or routes or tables):
             return
         there = _Content(self._kind)
         with suppress(ValueError):
             there = self._there(self._path)
-        now = _Content(self._kind, _newest(there.samples, samples), _newest(there.routes, routes or {}))
+        now = _Content(
+            self._kind, _newest(there.samples, samples), _newest(there.routes, routes),
+            _newest(there.tables, tables),
+        )  # fmt: skip
         with suppress(OSError):  # no home, a read-only one, a full disk
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _replace(self._path, to_json(now, None))

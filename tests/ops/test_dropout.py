@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from compiled import instruction_sets, with_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpipipe.ops import dropout, philox_words, stream_key
-from mpipipe.ops.dropout import Stream, _masked_by_torch
+from mpipipe.ops.dropout import Stream, _masked_by_torch, _signed
 from mpipipe.ops.philox import threshold
 
 KEY = stream_key(11, "blocks.0.mlp/dropout.0")
@@ -103,6 +104,41 @@ def test_planning_without_data():
         y = dropout(torch.empty(3, 4, requires_grad=True), 0.5, KEY, 1, 2)
         y.sum().backward()
         assert y.shape == (3, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_threads_and_instruction_sets_do_not_change_bits(dtype):
+    n = 50_001  # several pieces, the last one ragged
+    x = torch.randn(n).to(dtype)
+    one, *more = with_threads(lambda: dropout(x, 0.3, KEY, 1, 2))
+    assert all(torch.equal(one, other) for other in more)
+    short = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}[dtype]
+    for kernels in instruction_sets():
+        y = torch.empty_like(x)
+        run = getattr(kernels, f"dropout_{short}")
+        run(KEY, 1, 2, threshold(0.3), 1 / (1 - 0.3), x.data_ptr(), y.data_ptr(), n, 1)
+        assert torch.equal(y, one)
+
+
+@pytest.mark.parametrize("key", [KEY, 2**64 - 1])
+def test_the_registered_operator(key):
+    how = (threshold(0.25), 1 / 0.75, _signed(key), 1, 2)
+    x = torch.randn(9, 4, requires_grad=True)
+    assert torch.equal(torch.ops.mpipipe.dropout(x, *how), dropout(x, 0.25, key, 1, 2))
+    if key == KEY:
+        torch.library.opcheck(torch.ops.mpipipe.dropout.default, (x, *how))
+
+
+def test_export_sees_one_operator():
+    class Drop(torch.nn.Module):
+        def forward(self, x):
+            return dropout(x, 0.25, KEY, 1, 2)
+
+    x = torch.randn(4, 3)
+    program = torch.export.export(Drop(), (x,))
+    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert called == ["mpipipe.dropout.default"]
+    assert torch.equal(program.module()(x), dropout(x, 0.25, KEY, 1, 2))
 
 
 def test_wrong_arguments_are_refused():

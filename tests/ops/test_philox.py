@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from compiled import with_threads
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,12 @@ def test_kernel_and_numpy_give_the_reference_words(key, step, micro, start, n):
 def test_numpy_pieces_join():
     n = 4 * (1 << 14) + 7  # more than one piece of numpy work
     np.testing.assert_array_equal(philox_words(9, 1, 2, n, 3), words(9, 1, 2, n, 3))
+
+
+def test_threads_do_not_change_words():
+    one, *more = with_threads(lambda: words(9, 1, 2, 50_001, 3))
+    np.testing.assert_array_equal(one, philox_words(9, 1, 2, 50_001, 3))
+    assert all(np.array_equal(one, other) for other in more)
 
 
 @given(KEYS, st.integers(0, 500), st.integers(0, 500))

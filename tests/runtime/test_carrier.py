@@ -25,6 +25,7 @@ FAST = [
     Case("conv and norm", evaluate=True),
     Case("traps", precision="bf16", optimizer="sgd"),
     Case("thrice", tied="eager", batch=11),
+    Case("gpt, no dropout", bits="fast", precision="bf16", tied="eager"),
 ]
 
 
@@ -53,6 +54,7 @@ def test_what_decides_bits_can_be_seen_to_do_so() -> None:
         Case("gpt", blocks=2),
         Case("gpt", clip=0.06),
         Case("gpt", optimizer="sgd"),
+        Case("gpt", bits="fast"),
     ):
         assert differences(base, one_stage(other, 1)) != [], str(other)
 

@@ -33,23 +33,27 @@ namespace reference {
 void philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
 // out[i] = element start + i of the stream.
-void words(Stream stream, uint64_t start, size_t n, uint32_t* out);
+void words(Stream stream, uint64_t start, size_t n, uint32_t* out, int threads);
+
+// As below.
+template <typename T, typename Scale>
+void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n, int threads);
 
 }  // namespace reference
 
 namespace cpu {
 
-void words(Stream stream, uint64_t start, size_t n, uint32_t* out);
+void words(Stream stream, uint64_t start, size_t n, uint32_t* out, int threads);
 
 // y[i] = x[i] * scale where element i of the stream is at least `threshold`, else 0 (also where x[i] is
 // not finite). bf16 is multiplied in float32 and rounded to nearest, ties to even. `threshold` is
 // round(p * 2^32), hence the 33 bits. y may be x.
 template <typename T, typename Scale>
-void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n);
+void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n, int threads);
 
-extern template void dropout<float, float>(Stream, uint64_t, float, const float*, float*, size_t);
-extern template void dropout<double, double>(Stream, uint64_t, double, const double*, double*, size_t);
-extern template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, bf16*, size_t);
+extern template void dropout<float, float>(Stream, uint64_t, float, const float*, float*, size_t, int);
+extern template void dropout<double, double>(Stream, uint64_t, double, const double*, double*, size_t, int);
+extern template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, bf16*, size_t, int);
 
 }  // namespace cpu
 }  // namespace mpipipe

@@ -1,0 +1,92 @@
+"""Clip, AdamW step and zeroed gradient over one flat buffer, against torch's fused step and its two passes.
+
+By pieces: torch's passes one after the other on what fits in the cache, as the loop form of the runtime does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.harness import Case
+from mpipipe.ops import adamw
+
+N = 25_000_000
+PIECE = 1 << 15  # elements
+SETTINGS: dict[str, Any] = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.1}
+BETAS = (0.9, 0.95)
+FACTOR = 0.5
+STEP = 5
+Buffers = list[torch.Tensor]  # param, grad, exp_avg, exp_avg_sq; of bf16 the master too
+
+
+def cases() -> list[Case]:
+    wide = [torch.randn(N), torch.randn(N), torch.randn(N), torch.rand(N)]
+    half = [
+        torch.randn(N).bfloat16(),
+        torch.randn(N).bfloat16(),
+        torch.randn(N),
+        torch.rand(N),
+        torch.randn(N),
+    ]
+    own = torch.empty(N)  # the gradient in float32
+    return [
+        *_of("float32", wide, 1.3, {"scaled": _scaled, "mul": _fused}),
+        *_of("bfloat16 with master", half, 2.0, {"copies": partial(_with_master, own)}),
+    ]
+
+
+def _of(name: str, buffers: Buffers, bar: float, ways: dict[str, Callable[[Buffers], None]]) -> list[Case]:
+    flat = {way: partial(f, buffers) for way, f in ways.items()}
+    pieces = list(zip(*(b.split(PIECE) for b in buffers), strict=True))
+    by_pieces = {f"{way}, by pieces": partial(_each, f, pieces) for way, f in ways.items()}
+    moved = 2 * sum(b.nbytes for b in buffers)
+    ours = partial(_ours, *buffers)
+    return [
+        Case("adamw", f"{name}, flat", ours, flat, bar, moved, 0.0),
+        Case("adamw", f"{name}, by pieces", ours, by_pieces, None, moved, 0.0),
+    ]
+
+
+def _ours(
+    param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor,
+    master: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    how: dict[str, Any] = SETTINGS | {"betas": BETAS, "step": STEP, "factor": FACTOR, "master": master}
+    adamw(param, grad, first, second, **how)
+
+
+def _each(f: Callable[[Any], None], pieces: list[Any]) -> None:
+    for piece in pieces:
+        f(piece)
+
+
+def _fused(b: Buffers) -> None:
+    b[1].mul_(FACTOR)
+    _step(b[0], b[1], b[2], b[3])
+    b[1].zero_()
+
+
+def _scaled(b: Buffers) -> None:
+    _step(b[0], b[1], b[2], b[3], grad_scale=torch.tensor(1 / FACTOR))
+    b[1].zero_()
+
+
+def _with_master(own: torch.Tensor, b: Buffers) -> None:
+    grad = own[: len(b[1])]
+    grad.copy_(b[1])
+    _step(b[4], grad, b[2], b[3], grad_scale=torch.tensor(1 / FACTOR))
+    b[0].copy_(b[4])
+    b[1].zero_()
+
+
+def _step(
+    param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor, **scale: torch.Tensor
+) -> None:
+    torch._fused_adamw_(
+        [param], [grad], [first], [second], [], [torch.tensor(float(STEP))], beta1=BETAS[0], beta2=BETAS[1],
+        amsgrad=False, maximize=False, **SETTINGS, **scale,
+    )  # fmt: skip

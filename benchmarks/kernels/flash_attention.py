@@ -1,0 +1,58 @@
+"""Causal attention, forward and backward, against torch's own: the shapes of GPT-85M, and longer ones.
+
+The bars are for float32 and were set against products by MKL; torch's attention takes the route of its other
+products, and by oneDNN it is up to twice as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from benchmarks.kernels.harness import Case
+
+from mpipipe.ops import flash_attention
+
+Tensor = torch.Tensor
+SHAPES = (4, 12, 256, 64), (1, 12, 1024, 64), (1, 4, 4096, 64), (1, 8, 1024, 128)  # (B, H, T, E)
+FORWARD_BAR, BACKWARD_BAR = 1.8, 2.3
+
+
+def cases() -> list[Case]:
+    return [
+        case for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES for case in _pair(shape, dtype)
+    ]
+
+
+def _pair(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Iterator[Case]:
+    b, h, t, e = shape
+    q, k, v = (torch.randn(b, t, h, e, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    ours, theirs = (
+        partial(flash_attention, causal=True),
+        partial(F.scaled_dot_product_attention, is_causal=True),
+    )
+    name, flops = f"{b}x{h}x{t}x{e} {str(dtype).removeprefix('torch.')}", 2.0 * b * h * t * t * e
+    barred = dtype == torch.float32 and e == 64
+    forward = [_forward(f, q, k, v) for f in (ours, theirs)]
+    yield Case(
+        "flash_attention", f"forward {name}", forward[0], {"sdpa": forward[1]},
+        FORWARD_BAR if barred else None, 4 * q.nbytes, flops,
+    )  # fmt: skip
+    backward = [_backward(f, q, k, v) for f in (ours, theirs)]
+    yield Case(
+        "flash_attention", f"backward {name}", backward[0], {"sdpa": backward[1]},
+        BACKWARD_BAR if barred else None, 8 * q.nbytes, 2.5 * flops,
+    )  # fmt: skip
+
+
+def _forward(attend: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Tensor]:
+    detached = [x.detach() for x in inputs]
+    return lambda: attend(*detached)
+
+
+def _backward(attend: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    o = attend(*inputs)
+    d_o = torch.randn_like(o)
+    return lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True)

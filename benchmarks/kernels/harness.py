@@ -1,0 +1,110 @@
+"""One kernel against what torch can do, so that a noisy machine decides nothing.
+
+All sides take turns in one process, every other round backwards, and only seconds of the same round
+are divided by each other: a disturbance meets both. The ratio is the median over the rounds.
+
+    round 0   ours  A  B        ratio of A = median of  A_i / ours_i
+    round 1   B  A  ours        compared is the best side: the smallest ratio
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Call = Callable[[], Any]
+TURN_S = 0.01  # a turn repeats a short call for that long
+WARM_UP = 3  # calls; the first ones allocate, plan and compile
+HOPELESS = 3.0  # a side that takes so many times the best one's warm-up is not measured
+
+
+@dataclass(frozen=True)
+class Case:
+    """One computation on given shapes.
+
+    ours, theirs: calls without arguments that compute the same, theirs by name. Each makes its own results
+    or writes into the same place every time, so that a repetition is the same work.
+    bar: the ratio that is aimed at, None for a case of interest only. bytes, flops: what the computation
+    must at least move and compute.
+    """
+
+    kernel: str
+    case: str
+    ours: Call
+    theirs: Mapping[str, Call]
+    bar: float | None
+    bytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Seconds of a call, medians; `ratio` is theirs over ours: above 1, ours is faster."""
+
+    ours_s: float
+    best: str
+    ratio: float
+    quartiles: tuple[float, float]
+    ratios: dict[str, float] = field(default_factory=dict)  # of every side that was measured
+    unmeasured: dict[str, str] = field(default_factory=dict)  # side -> reason
+
+
+def compare(case: Case, rounds: int, clock: Callable[[], float] = time.perf_counter) -> Compared:
+    """Raises ValueError where no side of `theirs` runs; an error of ours is not caught."""
+    first_s, unmeasured = {"": _warm_up_s(case.ours, clock)}, dict[str, str]()
+    for name, call in case.theirs.items():
+        try:
+            first_s[name] = _warm_up_s(call, clock)
+        except Exception as error:  # whatever torch refuses here
+            unmeasured[name] = (str(error).splitlines() or [type(error).__name__])[0]
+    if len(first_s) == 1:
+        raise ValueError(f"{case.kernel}, {case.case}: none of {list(case.theirs)} runs: {unmeasured}")
+    best_s = min(s for name, s in first_s.items() if name)
+    slow = [name for name, s in first_s.items() if name and s > HOPELESS * best_s]
+    for name in slow:
+        unmeasured[name] = f"{first_s.pop(name) / best_s:.1f} times the best one in the warm-up"
+    calls = {name: case.theirs[name] if name else case.ours for name in first_s}
+    seconds = _take_turns(calls, first_s, rounds, clock)
+    by_round = {
+        name: [a / b for a, b in zip(seconds[name], seconds[""], strict=True)] for name in calls if name
+    }
+    ratios = {name: statistics.median(r) for name, r in by_round.items()}
+    best = min(ratios, key=lambda name: ratios[name])
+    return Compared(
+        statistics.median(seconds[""]), best, ratios[best], _quartiles(by_round[best]), ratios, unmeasured
+    )
+
+
+def _warm_up_s(call: Call, clock: Callable[[], float]) -> float:
+    """Seconds of the fastest of the first calls."""
+    return min(_turn_s(call, 1, clock) for _ in range(WARM_UP))
+
+
+def _take_turns(
+    calls: Mapping[str, Call], first_s: Mapping[str, float], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds of a call of each side, by round."""
+    repeats = {name: max(1, round(TURN_S / max(s, 1e-9))) for name, s in first_s.items()}
+    order, seconds = list(calls), {name: list[float]() for name in calls}
+    for _ in range(rounds):
+        for name in order:
+            seconds[name].append(_turn_s(calls[name], repeats[name], clock))
+        order.reverse()
+    return seconds
+
+
+def _turn_s(call: Call, repeats: int, clock: Callable[[], float]) -> float:
+    start = clock()
+    for _ in range(repeats):
+        call()
+    return (clock() - start) / repeats
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high

@@ -1,0 +1,94 @@
+// One pass: 32 bytes of traffic per float32 element, as many for bf16 with its master. The memory is the limit.
+//
+// Only whole blocks are computed, the last one in padded copies: a compiler may fuse multiply and add in the
+// vectorised body of a loop and not in its scalar rest, and bits would tell where an element lies.
+#include "mpipipe/adamw.h"
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "mpipipe/threads.h"
+
+namespace mpipipe::cpu {
+namespace {
+
+constexpr size_t kBlock = 64;           // elements; a multiple of every vector width
+constexpr size_t kPiece = kBlock << 8;  // per turn of a thread
+
+// Both sides of the quotient are multiplied by sqrt(1 - beta2^step): one rounding less for each element.
+struct Coefficients {
+    float factor, first, keep, second, eps, decay, rate;
+};
+
+template <typename T>
+struct Buffers {
+    T *param, *grad;
+    float *m, *v, *master;
+    Buffers from(size_t i) const { return {param + i, grad + i, m + i, v + i, master ? master + i : nullptr}; }
+};
+
+// n: a multiple of kBlock
+template <typename T>
+void update(Coefficients c, Buffers<T> at, size_t n) {
+    T* __restrict param = at.param;
+    T* __restrict grad = at.grad;
+    float *__restrict m = at.m, *__restrict v = at.v, *__restrict master = at.master;
+    for (size_t block = 0; block < n; block += kBlock) {
+#pragma omp simd
+        for (size_t i = block; i < block + kBlock; ++i) {
+            const float g = wide(grad[i]) * c.factor;
+            const float mean = m[i] + c.first * (g - m[i]);
+            const float square = c.keep * v[i] + c.second * (g * g);
+            float w;
+            if constexpr (std::is_same_v<T, float>)
+                w = param[i];
+            else
+                w = master[i];
+            w = w * c.decay - c.rate * mean / (__builtin_sqrtf(square) + c.eps);
+            m[i] = mean;
+            v[i] = square;
+            param[i] = narrow<T>(w);
+            if constexpr (!std::is_same_v<T, float>) master[i] = w;
+        }
+        std::fill_n(grad + block, kBlock, T{});  // apart: in the loop it would keep bf16 from being vectorised
+    }
+}
+
+// n: below kBlock
+template <typename T>
+void update_rest(Coefficients c, Buffers<T> at, size_t n) {
+    T param[kBlock] = {}, grad[kBlock] = {};
+    float m[kBlock] = {}, v[kBlock] = {}, master[kBlock] = {};
+    std::copy_n(at.param, n, param), std::copy_n(at.grad, n, grad);
+    std::copy_n(at.m, n, m), std::copy_n(at.v, n, v);
+    if (at.master) std::copy_n(at.master, n, master);
+    update<T>(c, {param, grad, m, v, master}, kBlock);
+    std::copy_n(param, n, at.param), std::copy_n(grad, n, at.grad);
+    std::copy_n(m, n, at.m), std::copy_n(v, n, at.v);
+    if (at.master) std::copy_n(master, n, at.master);
+}
+
+}  // namespace
+
+template <typename T>
+void adamw(T* param, T* grad, float* m, float* v, float* master, size_t n, double factor, double lr, double beta1,
+           double beta2, double eps, double weight_decay, int64_t step, int threads) {
+    const double bias = 1 - std::pow(beta1, step), root = std::sqrt(1 - std::pow(beta2, step));
+    const auto f = [](double x) { return static_cast<float>(x); };
+    const Coefficients c{f(factor),     f(1 - beta1),          f(beta2),         f(1 - beta2),
+                         f(eps * root), f(1 - lr * weight_decay), f(lr * root / bias)};
+
+    const Buffers<T> all{param, grad, m, v, master};
+    const size_t whole = n / kBlock * kBlock;
+    parallel_pieces(whole, kPiece, threads,
+                    [=](size_t first, size_t last) { update<T>(c, all.from(first), last - first); });
+    if (whole < n) update_rest<T>(c, all.from(whole), n - whole);
+}
+
+template void adamw<float>(float*, float*, float*, float*, float*, size_t, double, double, double, double, double,
+                           double, int64_t, int);
+template void adamw<bf16>(bf16*, bf16*, float*, float*, float*, size_t, double, double, double, double, double, double,
+                          int64_t, int);
+
+}  // namespace mpipipe::cpu

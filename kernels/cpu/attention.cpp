@@ -1,0 +1,128 @@
+// Attention forward, a tile of queries at a time over the keys that it sees (Dao et al. 2022, Algorithm 1 with the
+// loops exchanged, as in FlashAttention-2, Dao 2023): the running maximum and sum of each query stay with the tile.
+#include "mpipipe/attention.h"
+
+#include <cmath>
+
+#include "attention_tiles.h"
+#include "mpipipe/threads.h"
+
+namespace mpipipe::cpu {
+namespace {
+
+// Of each query: greatest score so far, sum of 2^(score - greatest), and what that sum was multiplied by last.
+struct Running {
+    alignas(64) float greatest[kQueries], sum[kQueries], factor[kQueries];
+};
+
+// s = 2^(s - greatest), column by column.
+void weigh(const Tile& t, float* s, Running& r) {
+    for (size_t i = 0; i < kQueries; i += kLanes) {
+        const size_t keys = t.last_key(i / kStrip * kStrip);
+        const Vector before = load(r.greatest + i);
+        Vector greatest = before;
+        for (size_t k = 0; k < keys; ++k) {
+            const Vector x = load(s + k * kQueries + i);
+            greatest = x > greatest ? x : greatest;
+        }
+        const Vector base = greatest == -kInfinity ? Vector{} : greatest;  // nothing seen yet: 2^-inf = 0
+        Vector sum = {};
+        for (size_t k = 0; k < keys; ++k) {
+            float* at = s + k * kQueries + i;
+            const Vector weight = exp2_(load(at) - base);
+            store(at, weight);
+            sum += weight;
+        }
+        const Vector factor = exp2_(before - base);
+        store(r.greatest + i, greatest);
+        store(r.factor + i, factor);
+        store(r.sum + i, load(r.sum + i) * factor + sum);
+    }
+}
+
+template <typename T>
+struct Forward {
+    Problem p;
+    const T *q, *k, *v;
+    Strides q_strides, k_strides, v_strides;
+    T* o;
+    Strides o_strides;
+    float* lse;
+
+    // All query tiles of `group` of the heads that share a key head.
+    void operator()(size_t b, size_t key_head, size_t group, size_t groups) const {
+        const size_t seen = p.seen(b), padded = p.padded(), tiles = p.query_tiles();
+        const Rows keys(at(k, k_strides, b, key_head), k_strides[2], seen, p.width, padded);
+        const Rows values(at(v, v_strides, b, key_head), v_strides[2], seen, p.width, padded);
+        const Floats scratch = floats(kQueries * (p.width + kKeys + padded));
+        for (size_t h = key_head * p.heads_per_key(); h < (key_head + 1) * p.heads_per_key(); ++h) {
+            for (size_t t = 0; t < tiles; ++t) {
+                if (belongs(t, tiles, groups, group)) tile(b, h, t * kQueries, seen, keys, values, scratch.get());
+            }
+        }
+    }
+
+    void tile(size_t b, size_t h, size_t i0, size_t seen, const Rows& keys, const Rows& values, float* scratch) const {
+        const size_t rows = std::min(kQueries, p.queries - i0), padded = p.padded();
+        const T* from = at(q, q_strides, b, h) + static_cast<ptrdiff_t>(i0) * q_strides[2];
+        float *turned = scratch, *s = turned + p.width * kQueries, *sum = s + kKeys * kQueries;
+        turn(Rows(from, q_strides[2], rows, p.width, padded), 0, rows, padded, p.width, p.scale * kLog2e, turned);
+        Running r;
+        std::fill_n(r.greatest, kQueries, -kInfinity);
+        std::fill_n(r.sum, kQueries, 0.0f);
+        std::fill_n(sum, kQueries * padded, 0.0f);
+        const size_t end = p.causal ? std::min(seen, i0 + rows) : seen;
+        for (size_t j0 = 0; j0 < end; j0 += kKeys) {
+            const Tile t(p, i0, j0, end);
+            scores(t, keys, padded, turned, p.width, p.mask(b), s);
+            weigh(t, s, r);
+            t.for_queries([&](size_t i, size_t n, size_t depth) {
+                multiply<Into::scale>(n, padded, {s + i, 1, kQueries}, values[j0], padded, depth, sum + i * padded,
+                                      padded, r.factor + i);
+            });
+        }
+        finish(b, h, i0, rows, r, sum);
+    }
+
+    void finish(size_t b, size_t h, size_t i0, size_t rows, const Running& r, const float* sum) const {
+        for (size_t i = 0; i < rows; ++i) {
+            const bool nothing = r.sum[i] == 0.0f;
+            const float factor = nothing ? 0.0f : 1.0f / r.sum[i];
+            const float* from = sum + i * p.padded();
+            T* to = at(o, o_strides, b, h) + static_cast<ptrdiff_t>(i0 + i) * o_strides[2];
+#pragma omp simd
+            for (size_t e = 0; e < p.width; ++e) to[e] = narrow<T>(from[e] * factor);
+            lse[(b * p.heads + h) * p.queries + i0 + i] =
+                nothing ? kInfinity : r.greatest[i] + std::log2(r.sum[i]);
+        }
+    }
+
+    template <typename Pointer>
+    static Pointer at(Pointer x, const Strides& s, size_t b, size_t h) {
+        return x + static_cast<ptrdiff_t>(b) * s[0] + static_cast<ptrdiff_t>(h) * s[1];
+    }
+};
+
+}  // namespace
+
+template <typename T>
+void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
+               size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width, bool causal,
+               float scale, const int64_t* key_lengths, const bool* key_mask, T* o, Strides o_strides, float* lse,
+               int threads) {
+    const Problem p{batch, heads, key_heads, queries, keys, width, causal, scale, key_lengths, key_mask};
+    const Forward<T> forward{p, q, k, v, q_strides, k_strides, v_strides, o, o_strides, lse};
+    const size_t groups = groups_for(64, batch * key_heads, p.query_tiles());
+    parallel_for(batch * key_heads * groups, threads, [&](size_t i) {
+        forward(i / groups / key_heads, i / groups % key_heads, i % groups, groups);
+    });
+}
+
+template void attention<float>(const float*, const float*, const float*, Strides, Strides, Strides, size_t, size_t,
+                               size_t, size_t, size_t, size_t, bool, float, const int64_t*, const bool*, float*,
+                               Strides, float*, int);
+template void attention<bf16>(const bf16*, const bf16*, const bf16*, Strides, Strides, Strides, size_t, size_t,
+                              size_t, size_t, size_t, size_t, bool, float, const int64_t*, const bool*, bf16*,
+                              Strides, float*, int);
+
+}  // namespace mpipipe::cpu

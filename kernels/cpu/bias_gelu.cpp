@@ -1,0 +1,87 @@
+// One pass over x, forward and backward.
+#include "mpipipe/bias_gelu.h"
+
+#include "mpipipe/math.h"
+#include "mpipipe/or_constant.h"
+#include "mpipipe/partial.h"
+#include "mpipipe/threads.h"
+
+namespace mpipipe::cpu {
+namespace {
+
+struct Exact {
+    static float value(float h) { return h * normal(h).cdf; }
+    static float derivative(float h) {
+        const Normal n = normal(h);
+        return n.cdf + h * n.density;
+    }
+};
+
+// (1 + tanh u) / 2 is the logistic function of 2 u.
+struct Tanh {
+    static constexpr float kLinear = 1.595769122f, kCubic = kLinear * 0.044715f;  // 2 u = kLinear h + kCubic h^3
+    static float value(float h) { return h * sigmoid(h * (kLinear + kCubic * h * h)); }
+    static float derivative(float h) {
+        // far out it is 0 or 1, where its factors overflow
+        const float c = h < -10.0f ? -10.0f : (h > 10.0f ? 10.0f : h), squared = c * c;
+        const float e = exp_(-c * (kLinear + kCubic * squared)), s = 1.0f / (1.0f + e);
+        return s + c * (e * s * s) * (kLinear + 3 * kCubic * squared);  // e s is 1 - s with all its digits
+    }
+};
+
+template <typename Gelu, typename T, typename B>
+void forward(const T* x, const B* bias, T* y, size_t rows, size_t d, int threads) {
+    parallel_pieces(rows, rows_of_piece(d), threads, [&](size_t first, size_t last) {
+        for (size_t r = first; r < last; ++r) {
+            const T* const from = x + r * d;
+            T* __restrict const to = y + r * d;
+#pragma omp simd
+            for (size_t i = 0; i < d; ++i) to[i] = narrow<T>(Gelu::value(wide(from[i]) + wide(bias[i])));
+        }
+    });
+}
+
+template <typename Gelu, typename T, typename B>
+void backward(const T* dy, const T* x, const B* bias, T* dx, B* dbias, size_t rows, size_t d, int threads) {
+    const ColumnSums sums(rows, d);
+    parallel_pieces(rows, sums.piece, threads, [&](size_t from, size_t to) {
+        sums.blocks(from, to, [&](size_t first, size_t last, float* __restrict sum) {
+            for (size_t r = first; r < last; ++r) {
+                const T *const dy_row = dy + r * d, *const x_row = x + r * d;
+                T* __restrict const dx_row = dx + r * d;
+#pragma omp simd
+                for (size_t i = 0; i < d; ++i) {
+                    const float gradient = wide(dy_row[i]) * Gelu::derivative(wide(x_row[i]) + wide(bias[i]));
+                    dx_row[i] = narrow<T>(gradient);
+                    sum[i] += gradient;
+                }
+            }
+        });
+    });
+    sums.total(dbias, threads, d, 0);
+}
+
+}  // namespace
+
+template <typename T, typename B>
+void bias_gelu(const T* x, const B* bias, bool tanh, T* y, size_t rows, size_t d, int threads) {
+    const OrConstant<B> b(bias, 0, d);
+    (tanh ? forward<Tanh, T, B> : forward<Exact, T, B>)(x, b.p, y, rows, d, threads);
+}
+
+template <typename T, typename B>
+void bias_gelu_backward(const T* dy, const T* x, const B* bias, bool tanh, T* dx, B* dbias, size_t rows, size_t d,
+                        int threads) {
+    const OrConstant<B> b(bias, 0, d);
+    (tanh ? backward<Tanh, T, B> : backward<Exact, T, B>)(dy, x, b.p, dx, dbias, rows, d, threads);
+}
+
+#define MPIPIPE_INSTANTIATE(T, B)                                              \
+    template void bias_gelu(const T*, const B*, bool, T*, size_t, size_t, int); \
+    template void bias_gelu_backward(const T*, const T*, const B*, bool, T*, B*, size_t, size_t, int);
+MPIPIPE_INSTANTIATE(float, float)
+MPIPIPE_INSTANTIATE(bf16, bf16)
+MPIPIPE_INSTANTIATE(bf16, float)
+#undef MPIPIPE_INSTANTIATE
+
+}  // namespace mpipipe::cpu

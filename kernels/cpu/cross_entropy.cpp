@@ -1,0 +1,109 @@
+// One row after the other, in blocks that stay in the first-level cache: the largest logit, then the sum.
+#include "mpipipe/cross_entropy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "mpipipe/math.h"
+#include "mpipipe/threads.h"
+
+namespace mpipipe::cpu {
+namespace {
+
+constexpr size_t kBlock = 1024;  // columns whose sums are made in float32
+constexpr size_t kRows = 4;      // of a piece of work
+
+constexpr float kInfinity = __builtin_inff();
+
+// n logits with their bias in float32: in `block`, or where they are if they need no change.
+template <typename T>
+const float* with_bias(const T* logits, const float* bias, size_t n, float* block) {
+    if (bias) {
+#pragma omp simd
+        for (size_t i = 0; i < n; ++i) block[i] = wide(logits[i]) + bias[i];
+        return block;
+    }
+    if constexpr (std::is_same_v<T, float>) return logits;
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) block[i] = wide(logits[i]);
+    return block;
+}
+
+void add_block(const float* x, size_t n, double* state) {
+    float most = -kInfinity, total = 0;
+#pragma omp simd reduction(max : most) reduction(+ : total)
+    for (size_t i = 0; i < n; ++i) {
+        most = x[i] > most ? x[i] : most;
+        total += x[i];
+    }
+    const float before = static_cast<float>(state[0]);
+    most = most > before ? most : before;
+    // all -infinity so far: their difference would be NaN, their probability is 0
+    const float shift = most == -kInfinity ? 0.0f : most;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (size_t i = 0; i < n; ++i) sum += exp_(x[i] - shift);
+    if (most > before) state[1] *= std::exp(static_cast<double>(before) - most);
+    state[0] = most;
+    state[1] += sum;
+    state[3] += total;
+}
+
+}  // namespace
+
+template <typename T>
+void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const float* bias, const int64_t* labels,
+                           int64_t first, int64_t ignored, double* state, int threads) {
+    parallel_pieces(rows, kRows, threads, [=](size_t from, size_t to) {
+        alignas(64) float block[kBlock];
+        for (size_t r = from; r < to; ++r) {
+            if (labels[r] == ignored) continue;
+            for (size_t c = 0; c < columns; c += kBlock) {
+                const size_t n = std::min(kBlock, columns - c);
+                const float* x = with_bias(logits + r * columns + c, bias ? bias + c : nullptr, n, block);
+                add_block(x, n, state + 4 * r);
+                const int64_t at = labels[r] - first - static_cast<int64_t>(c);
+                if (at >= 0 && at < static_cast<int64_t>(n)) state[4 * r + 2] = x[at];
+            }
+        }
+    });
+}
+
+template <typename T>
+void cross_entropy_backward(T* logits, size_t rows, size_t columns, const float* bias, const int64_t* labels,
+                            int64_t first, int64_t ignored, const float* log_sum, float on_label, float on_all,
+                            float scale, int threads) {
+    parallel_pieces(rows, kRows, threads, [=](size_t from, size_t to) {
+        alignas(64) float block[kBlock];
+        for (size_t r = from; r < to; ++r) {
+            T* row = logits + r * columns;
+            if (labels[r] == ignored) {
+                std::fill_n(row, columns, T{});
+                continue;
+            }
+            const float shift = log_sum[r];
+            for (size_t c = 0; c < columns; c += kBlock) {
+                const size_t n = std::min(kBlock, columns - c);
+                const float* x = with_bias(row + c, bias ? bias + c : nullptr, n, block);
+#pragma omp simd
+                for (size_t i = 0; i < n; ++i) block[i] = (exp_(x[i] - shift) - on_all) * scale;
+                const int64_t at = labels[r] - first - static_cast<int64_t>(c);
+                if (at >= 0 && at < static_cast<int64_t>(n)) block[at] -= on_label * scale;
+#pragma omp simd
+                for (size_t i = 0; i < n; ++i) row[c + i] = narrow<T>(block[i]);
+            }
+        }
+    });
+}
+
+template void cross_entropy_forward<float>(const float*, size_t, size_t, const float*, const int64_t*, int64_t,
+                                           int64_t, double*, int);
+template void cross_entropy_forward<bf16>(const bf16*, size_t, size_t, const float*, const int64_t*, int64_t,
+                                          int64_t, double*, int);
+template void cross_entropy_backward<float>(float*, size_t, size_t, const float*, const int64_t*, int64_t, int64_t,
+                                            const float*, float, float, float, int);
+template void cross_entropy_backward<bf16>(bf16*, size_t, size_t, const float*, const int64_t*, int64_t, int64_t,
+                                           const float*, float, float, float, int);
+
+}  // namespace mpipipe::cpu

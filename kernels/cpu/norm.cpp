@@ -1,0 +1,185 @@
+// Row by row: a row stays in the first-level cache over the few passes that a norm makes over it, so memory sees
+// each tensor once. The passes are the same functions with and without a residual: so are the bits.
+#include "mpipipe/norm.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "mpipipe/or_constant.h"
+#include "mpipipe/partial.h"
+#include "mpipipe/threads.h"
+
+namespace mpipipe::cpu {
+namespace {
+
+constexpr size_t kRun = 256;  // elements summed in float32 before the sum goes on in double
+
+// sum(body(first, last)) over the runs of [0, d): long rows lose no digits.
+template <typename Body>
+double sum_runs(size_t d, Body body) {
+    double sum = 0;
+    for (size_t first = 0; first < d; first += kRun) sum += body(first, std::min(d, first + kRun));
+    return sum;
+}
+
+template <typename T>
+void add(const T* x, const T* residual, T* __restrict s, size_t d) {
+#pragma omp simd
+    for (size_t i = 0; i < d; ++i) s[i] = narrow<T>(wide(x[i]) + wide(residual[i]));
+}
+
+template <typename T>
+double row_sum(const T* s, size_t d) {
+    return sum_runs(d, [s](size_t first, size_t last) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (size_t i = first; i < last; ++i) sum += wide(s[i]);
+        return sum;
+    });
+}
+
+template <typename T>
+double row_squares(const T* s, float mean, size_t d) {
+    return sum_runs(d, [s, mean](size_t first, size_t last) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (size_t i = first; i < last; ++i) {
+            const float centred = wide(s[i]) - mean;
+            sum += centred * centred;
+        }
+        return sum;
+    });
+}
+
+template <typename T>
+void scale(const T* s, const T* weight, const T* bias, float mean, float rstd, T* __restrict y, size_t d) {
+#pragma omp simd
+    for (size_t i = 0; i < d; ++i)
+        y[i] = narrow<T>((wide(s[i]) - mean) * rstd * wide(weight[i]) + wide(bias[i]));
+}
+
+// RMS norm is layer norm with the mean taken as 0: `mean` is null.
+template <typename T>
+void forward(const T* x, const T* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
+             float* rstd, size_t rows, size_t d, int threads) {
+    const OrConstant<T> w(weight, 1, d), b(bias, 0, d);
+    parallel_pieces(rows, rows_of_piece(d), threads, [&](size_t first, size_t last) {
+        for (size_t r = first; r < last; ++r) {
+            const T* row = x + r * d;
+            if (residual) {
+                add(row, residual + r * d, s + r * d, d);
+                row = s + r * d;
+            }
+            const float centre = mean ? static_cast<float>(row_sum(row, d) / d) : 0.0f;
+            const float scaling = static_cast<float>(1 / std::sqrt(row_squares(row, centre, d) / d + eps));
+            if (mean) mean[r] = centre;
+            rstd[r] = scaling;
+            scale(row, w.p, b.p, centre, scaling, y + r * d, d);
+        }
+    });
+}
+
+// What the gradient of a row needs of the whole row, with g = dy * weight.
+struct RowSums {
+    double g, gh;
+};
+
+// Adds the row to the sums of dy * h and dy over rows as well.
+template <bool centred, typename T>
+RowSums row_sums(const T* dy, const T* s, const T* weight, float mean, float rstd, float* __restrict dweight,
+                 float* __restrict dbias, size_t d) {
+    RowSums sums{0, 0};
+    for (size_t first = 0; first < d; first += kRun) {
+        const size_t last = std::min(d, first + kRun);
+        float sum_g = 0, sum_gh = 0;
+#pragma omp simd reduction(+ : sum_g, sum_gh)
+        for (size_t i = first; i < last; ++i) {
+            const float h = (wide(s[i]) - mean) * rstd, dyi = wide(dy[i]), g = dyi * wide(weight[i]);
+            dweight[i] += dyi * h;
+            sum_gh += g * h;
+            if (centred) {
+                dbias[i] += dyi;
+                sum_g += g;
+            }
+        }
+        sums.g += sum_g;
+        sums.gh += sum_gh;
+    }
+    return sums;
+}
+
+// dx = rstd * (g - mean(g) - h * mean(g * h)), its last step a subtraction: with `ds` to add, a compiler that fuses
+// multiplications with additions has none left, and the bits are those of an addition made later.
+template <bool add_ds, typename T>
+void row_gradient(const T* dy, const T* ds, const T* s, const T* weight, float mean, float rstd, float mean_g,
+                  float mean_gh, T* __restrict dx, size_t d) {
+#pragma omp simd
+    for (size_t i = 0; i < d; ++i) {
+        const float h = (wide(s[i]) - mean) * rstd, g = wide(dy[i]) * wide(weight[i]);
+        const T gradient = narrow<T>((rstd * g - mean_g) - h * mean_gh);
+        dx[i] = add_ds ? narrow<T>(wide(ds[i]) + wide(gradient)) : gradient;
+    }
+}
+
+template <bool centred, typename T>
+void backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd, T* dx,
+              T* dweight, T* dbias, size_t rows, size_t d, int threads) {
+    const OrConstant<T> w(weight, 1, d);
+    const ColumnSums sums(rows, centred ? 2 * d : d);  // of dy * h, and of dy behind it
+    parallel_pieces(rows, sums.piece, threads, [&](size_t from, size_t to) {
+        sums.blocks(from, to, [&](size_t first, size_t last, float* sum) {
+            for (size_t r = first; r < last; ++r) {
+                const size_t at = r * d;
+                const float centre = centred ? mean[r] : 0.0f, scaling = rstd[r];
+                const RowSums row = row_sums<centred>(dy + at, s + at, w.p, centre, scaling, sum, sum + d, d);
+                const float mean_g = static_cast<float>(scaling * row.g / d);
+                const float mean_gh = static_cast<float>(scaling * row.gh / d);
+                if (ds)
+                    row_gradient<true>(dy + at, ds + at, s + at, w.p, centre, scaling, mean_g, mean_gh, dx + at, d);
+                else
+                    row_gradient<false>(dy + at, ds, s + at, w.p, centre, scaling, mean_g, mean_gh, dx + at, d);
+            }
+        });
+    });
+    sums.total(dweight, threads, d, 0);
+    if (centred) sums.total(dbias, threads, d, d);
+}
+
+}  // namespace
+
+template <typename T>
+void layer_norm(const T* x, const T* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
+                float* rstd, size_t rows, size_t d, int threads) {
+    forward(x, residual, weight, bias, eps, s, y, mean, rstd, rows, d, threads);
+}
+
+template <typename T>
+void layer_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd,
+                         T* dx, T* dweight, T* dbias, size_t rows, size_t d, int threads) {
+    backward<true>(dy, ds, s, weight, mean, rstd, dx, dweight, dbias, rows, d, threads);
+}
+
+template <typename T>
+void rms_norm(const T* x, const T* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
+              size_t d, int threads) {
+    forward<T>(x, residual, weight, nullptr, eps, s, y, nullptr, rstd, rows, d, threads);
+}
+
+template <typename T>
+void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, T* dweight,
+                       size_t rows, size_t d, int threads) {
+    backward<false, T>(dy, ds, s, weight, nullptr, rstd, dx, dweight, nullptr, rows, d, threads);
+}
+
+#define MPIPIPE_INSTANTIATE(T)                                                                                        \
+    template void layer_norm(const T*, const T*, const T*, const T*, float, T*, T*, float*, float*, size_t, size_t,   \
+                             int);                                                                                    \
+    template void layer_norm_backward(const T*, const T*, const T*, const T*, const float*, const float*, T*, T*, T*, \
+                                      size_t, size_t, int);                                                           \
+    template void rms_norm(const T*, const T*, const T*, float, T*, T*, float*, size_t, size_t, int);                 \
+    template void rms_norm_backward(const T*, const T*, const T*, const T*, const float*, T*, T*, size_t, size_t, int);
+MPIPIPE_INSTANTIATE(float)
+MPIPIPE_INSTANTIATE(bf16)
+#undef MPIPIPE_INSTANTIATE
+
+}  // namespace mpipipe::cpu

@@ -1,0 +1,147 @@
+// float32 vectors as wide as the registers, and products of small matrices held in them (GCC vector extensions:
+// the same source for every instruction set).
+//
+// A block of c stays in registers while the depth is walked; its size is chosen so that there are enough
+// independent sums to hide the latency of a multiply-add, and that c, a row of b and an element of a fit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace mpipipe {
+
+constexpr size_t kVectorBytes = __BIGGEST_ALIGNMENT__;  // 64 with AVX-512, 32 with AVX, else 16
+constexpr size_t kLanes = kVectorBytes / sizeof(float);
+typedef float Vector __attribute__((vector_size(kVectorBytes)));
+typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
+
+inline Vector load(const float* p) {
+    Vector x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+inline void store(float* p, Vector x) { std::memcpy(p, &x, sizeof x); }
+inline Vector all(float x) { return x - Vector{}; }  // a broadcast alone: x - 0 is x, even of x = -0
+
+// 2^x for x <= 127, relative error below 1e-7; 0 below -126.5, and NaN stays NaN.
+// 2^n 2^r: adding 1.5 * 2^23 + 127 rounds to n in the low bits, biased as the exponent of a float32 is.
+inline Vector exp2_(Vector x) {
+    const Vector magic = all(12582912.0f + 127.0f);
+    x = x < -127.0f ? all(-127.0f) : x;
+    const Vector shifted = x + magic;
+    const Vector r = x - (shifted - magic);
+    Vector p = r * 1.535336196e-4f + 1.339887385e-3f;
+    p = p * r + 9.618436918e-3f;
+    p = p * r + 5.550332367e-2f;
+    p = p * r + 2.402264774e-1f;
+    p = p * r + 6.931471825e-1f;
+    p = p * r + 1.0f;
+    return p * (Vector)((Integers)shifted << 23);
+}
+
+template <size_t... i>
+inline void interleave(Vector a, Vector b, Vector& low, Vector& high, std::index_sequence<i...>) {
+    low = __builtin_shufflevector(a, b, (i / 2 + i % 2 * kLanes)...);
+    high = __builtin_shufflevector(a, b, (kLanes / 2 + i / 2 + i % 2 * kLanes)...);
+}
+
+// to[e * to_stride + i] = factor * from[i * stride + e] for i < kLanes, of which those from `rows` on are 0, and e < n.
+// Interleaving the upper with the lower half of a square, log2(kLanes) times, turns it.
+inline void transpose(const float* from, size_t stride, size_t rows, size_t n, float factor, float* to,
+                      size_t to_stride) {
+    size_t e = 0;
+    for (; e + kLanes <= n; e += kLanes) {
+        Vector x[kLanes], y[kLanes];
+        for (size_t i = 0; i < kLanes; ++i) x[i] = i < rows ? load(from + i * stride + e) * factor : Vector{};
+        for (size_t step = 1; step < kLanes; step *= 2) {
+            for (size_t i = 0; i < kLanes / 2; ++i) {
+                interleave(x[i], x[i + kLanes / 2], y[2 * i], y[2 * i + 1], std::make_index_sequence<kLanes>());
+            }
+            std::memcpy(x, y, sizeof x);
+        }
+        for (size_t i = 0; i < kLanes; ++i) store(to + (e + i) * to_stride, x[i]);
+    }
+    for (; e < n; ++e) {
+        for (size_t i = 0; i < kLanes; ++i) to[e * to_stride + i] = i < rows ? from[i * stride + e] * factor : 0.0f;
+    }
+}
+
+// What becomes of c (m, n): a b; c + a b; or factors[i] c + a b, by row.
+enum class Into { set, add, scale };
+
+struct Left {  // a (m, depth): element (i, k) at p[i * row + k * step]
+    const float* p;
+    size_t row, step;
+};
+
+template <Into into, int kRows, int kVectors>
+inline void block(Left a, const float* b, size_t ldb, size_t depth, float* c, size_t ldc, const float* factors) {
+    Vector sum[kRows][kVectors] = {};
+    for (size_t k = 0; k < depth; ++k) {
+        Vector row[kVectors];
+#pragma GCC unroll 8
+        for (int j = 0; j < kVectors; ++j) row[j] = load(b + k * ldb + j * kLanes);
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) {
+            const float x = a.p[i * a.row + k * a.step];
+#pragma GCC unroll 8
+            for (int j = 0; j < kVectors; ++j) sum[i][j] += x * row[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kVectors; ++j) {
+            float* at = c + i * ldc + j * kLanes;
+            if (into == Into::add) sum[i][j] += load(at);
+            if (into == Into::scale) sum[i][j] += load(at) * factors[i];
+            store(at, sum[i][j]);
+        }
+    }
+}
+
+// Rows in blocks of kRows, what is left in smaller ones.
+template <Into into, int kRows, int kVectors>
+inline void panel(size_t m, Left a, const float* b, size_t ldb, size_t depth, float* c, size_t ldc,
+                  const float* factors) {
+    for (; m >= kRows; m -= kRows) {
+        block<into, kRows, kVectors>(a, b, ldb, depth, c, ldc, factors);
+        a.p += kRows * a.row;
+        c += kRows * ldc;
+        if (into == Into::scale) factors += kRows;
+    }
+    if constexpr (kRows > 1) {
+        constexpr int kFewer = kRows > 4 ? 4 : kRows / 2;
+        if (m > 0) panel<into, kFewer, kVectors>(m, a, b, ldb, depth, c, ldc, factors);
+    }
+}
+
+template <Into into, int kRows, int kVectors>
+void panels(size_t m, size_t n, Left a, const float* b, size_t ldb, size_t depth, float* c, size_t ldc,
+            const float* factors) {
+    for (size_t j = 0; j < n; j += kVectors * kLanes) {
+        panel<into, kRows, kVectors>(m, a, b + j, ldb, depth, c + j, ldc, factors);
+    }
+}
+
+// c (m, n) from a (m, depth) and b (depth, n), row strides ldc and ldb. n is a multiple of 16. Every element of c is
+// one sum in the order of the depth, whatever m and n: blocks change no bits.
+template <Into into>
+void multiply(size_t m, size_t n, Left a, const float* b, size_t ldb, size_t depth, float* c, size_t ldc,
+              const float* factors = nullptr) {
+    if constexpr (kLanes < 16) {  // 16 registers, or 32 of which half will do
+        panels<into, 6, 2>(m, n, a, b, ldb, depth, c, ldc, factors);
+    } else {
+        const size_t vectors = n / kLanes;
+        const auto run = vectors % 4 == 0   ? panels<into, 6, 4>
+                         : vectors % 5 == 0 ? panels<into, 5, 5>
+                         : vectors % 3 == 0 ? panels<into, 8, 3>
+                         : vectors % 2 == 0 ? panels<into, 8, 2>
+                                            : panels<into, 8, 1>;
+        run(m, n, a, b, ldb, depth, c, ldc, factors);
+    }
+}
+
+}  // namespace mpipipe

@@ -1,0 +1,440 @@
+"""Parts of a captured graph for which there is one operator of our own.
+
+    scaled_dot_product_attention         -> flash_attention
+    linear + gelu                        -> linear without bias + bias_gelu
+    silu * up                            -> swiglu
+    layer_norm, rms_norm, and the latter written out; with the residual add before it
+    linear + reshape + cross_entropy     -> linear_cross_entropy
+    linear, embedding                    -> the same, adding gradients in place
+
+Found from the graph alone, on every machine alike, whether they are used or not: groups are formed around
+them. A match is one group, so no cut parts it; but for a residual add and its norm, whose fused form has the
+bits of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from mpipipe.graph.regions import Region
+from mpipipe.graph.rewrite import arguments_of, item, schema_name
+from mpipipe.ops import fused
+from mpipipe.ops.embedding import embedding
+from mpipipe.ops.linear import linear
+from mpipipe.ops.norm import layer_norm, rms_norm
+from mpipipe.ops.swiglu import swiglu
+
+if TYPE_CHECKING:
+    from mpipipe.graph.anatomy import Anatomy
+
+_MASK_ELEMENTS = 1 << 26  # of a constant mask that is made to see what it is
+_VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::alias", "aten::flatten"}
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Operators that `op(*args)` may stand for. form: what its speed depends on, but for the number of rows:
+    the key of `Numerics.op_table`; results: those of `nodes` that others read, op's results in order."""
+
+    op: Callable[..., Any]
+    form: str
+    nodes: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    args: tuple[Any, ...]
+    atomic: bool = True  # no cut may part it
+    contested: bool = True  # whether it may be slower than torch's; if not, `form` is in no table
+
+    @property
+    def first(self) -> fx.Node:
+        """The result in whose place the operator runs."""
+        return min(self.results, key=self.nodes.index)
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [a for a in self.args if isinstance(a, fx.Node)]
+
+
+def matches(anatomy: Anatomy) -> tuple[Match, ...]:
+    """All of them; of two that overlap, the one that is to be preferred comes first."""
+    find = _Finder(anatomy)
+    found = [m for rule in find.rules for node in anatomy.order for m in [find.by(rule, node)] if m]
+    norms = [find.with_residual(m) for m in found if m.op in (layer_norm, rms_norm)]
+    return (*(m for m in norms if m), *found)
+
+
+class _Finder:
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy, self.outputs = anatomy, set(anatomy.captured.outputs)
+        self.kept = {u.statistic for u in anatomy.captured.updates}
+        self.training = anatomy.captured.mode == "train"
+        self.masks: dict[fx.Node, str] = {}
+        self.rules = (
+            self.head_loss, self.linear_gelu, self.linear_gelu_new, self.swiglu, self.rms_written_out,
+            self.attention, self.layer_norm, self.rms_norm, self.linear, self.embedding,
+        )  # fmt: skip
+
+    def by(self, rule: Callable[[fx.Node], Match | None], node: fx.Node) -> Match | None:
+        """What a rule finds that ends in `node`, if it may be replaced."""
+        match = rule(node) if "key" not in node.kwargs else None  # whose numbers are drawn: no plain form
+        return match if match is not None and self.replaceable(match) else None
+
+    def replaceable(self, match: Match) -> bool:
+        """Plain operators of this group order, whose inner results nobody else reads, and nothing of which is
+        ever written in place."""
+        a, inside = self.anatomy, set(match.nodes)
+        for n in match.nodes:
+            if n not in a.index or not n.meta.get("region", Region()).plain:
+                return False
+            others = any(u in a.needed and u not in inside for u in n.users)
+            if n not in match.results and (others or n in self.outputs or n in self.kept):
+                return False
+        return not any(a.root(n) in a.last_write for n in (*match.inputs, *match.nodes))
+
+    # -- whole layers --------------------------------------------------------------------------
+
+    def head_loss(self, node: fx.Node) -> Match | None:
+        if schema_name(node) != "aten::cross_entropy_loss":
+            return None
+        g, chain = arguments_of(node), [node]
+        x = g["self"]
+        while x.op == "call_function" and (schema_name(x) in _VIEWS or _is_cast(x)):
+            chain.append(x)
+            x = x.args[0]
+        matrix = _product(x)
+        labels = g["target"]
+        if matrix is None or matrix[3] or g["weight"] is not None or g["reduction"] == 0:
+            return None
+        width = _val(x).shape[-1]
+        if (
+            any(_val(n).shape[-1] != width for n in chain[1:])
+            or _val(g["self"]).dim() != 2
+            or _val(labels).dim() != 1
+        ):
+            return None
+        values, weight, bias, _ = matrix
+        form = f"linear_cross_entropy {_val(values).shape[-1]}x{width} {_dtype(x)}"
+        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1)
+        args = (values, weight, bias, labels, *settings)
+        return Match(fused.head_loss, form, (x, *reversed(chain)), (node,), args)
+
+    def linear_gelu(self, node: fx.Node) -> Match | None:
+        if schema_name(node) != "aten::gelu":
+            return None
+        return self._gelu(node, node.args[0], [node], arguments_of(node)["approximate"])
+
+    def linear_gelu_new(self, node: fx.Node) -> Match | None:
+        """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), written out (Hendrycks & Gimpel 2016)."""
+        m = _Shape()
+        x = m.any()
+        cube = m.op("mul", m.op("pow", x, 3.0), 0.044715)
+        inner = m.op("mul", m.op("add", x, cube), math.sqrt(2 / math.pi))
+        whole = m.op("mul", m.op("mul", x, 0.5), m.op("add", m.op("tanh", inner), 1.0))
+        if not m.fits(whole, node):
+            return None
+        return self._gelu(node, m.of[x], sorted(m.seen, key=self._place), "tanh")
+
+    def _gelu(self, node: fx.Node, x: Any, nodes: list[fx.Node], approximate: str) -> Match | None:
+        views: list[fx.Node] = []
+        while x.op == "call_function" and schema_name(x) in _VIEWS:
+            views.insert(0, x)
+            x = x.args[0]
+        matrix = _product(x)
+        if matrix is None or matrix[2] is None or _val(node).shape[-1] != _val(x).shape[-1]:
+            return None
+        values, weight, bias, transposed = matrix
+        form = f"bias_gelu {_val(x).shape[-1]} {_dtype(node)}"
+        shape = tuple(_val(node).shape)
+        args = (values, weight, bias, approximate, transposed, shape)
+        return Match(fused.linear_gelu, form, (x, *views, *nodes), (node,), args)
+
+    def swiglu(self, node: fx.Node) -> Match | None:
+        if schema_name(node) != "aten::mul":
+            return None
+        for gate, up in (node.args, node.args[::-1]):
+            if not isinstance(gate, fx.Node) or not isinstance(up, fx.Node) or gate is up:
+                continue
+            if gate.op == "call_function" and schema_name(gate) == "aten::silu":
+                x = gate.args[0]
+                if isinstance(x, fx.Node) and _alike(x, up, node):
+                    form = f"swiglu {_val(node).shape[-1]} {_dtype(node)}"
+                    return Match(swiglu, form, (gate, node), (node,), (x, up))
+        return None
+
+    # -- norms ---------------------------------------------------------------------------------
+
+    def layer_norm(self, node: fx.Node) -> Match | None:
+        if schema_name(node) != "aten::layer_norm":
+            return None
+        g = arguments_of(node)
+        x, weight, bias = g["input"], g["weight"], g["bias"]
+        if list(g["normalized_shape"]) != list(_val(x).shape[-1:]) or not _same_dtype(node, x, weight, bias):
+            return None
+        form = f"layer_norm {_val(x).shape[-1]} {_dtype(x)}"
+        return Match(layer_norm, form, (node,), (node,), (x, weight, bias, g["eps"]))
+
+    def rms_norm(self, node: fx.Node) -> Match | None:
+        if schema_name(node) != "aten::rms_norm":
+            return None
+        g = arguments_of(node)
+        x, weight, eps = g["input"], g["weight"], g["eps"]
+        if list(g["normalized_shape"]) != list(_val(x).shape[-1:]) or not _same_dtype(node, x, weight):
+            return None
+        eps = torch.finfo(_val(x).dtype).eps if eps is None else eps
+        return self._rms(node, [node], x, weight, eps)
+
+    def rms_written_out(self, node: fx.Node) -> Match | None:
+        """weight * to(x * rsqrt(mean(x^2) + eps)), x perhaps cast to float32 before."""
+        m = _Shape()
+        x, weight, eps = m.any(), m.any(), m.any()
+        mean = m.op("mean", m.op("pow", x, 2), [-1], True)
+        scaled = m.op("mul", x, m.op("rsqrt", m.op("add", mean, eps)))
+        if not m.fits(m.op("mul", weight, m.cast(scaled)), node):
+            return None
+        wide, w = m.of[x], m.of[weight]
+        nodes = sorted(m.seen, key=self._place)
+        values = wide
+        if _is_cast(wide) and _val(wide.args[0]).dtype == _val(node).dtype != _val(wide).dtype:
+            values, nodes = wide.args[0], [wide, *nodes]
+        fits = isinstance(w, fx.Node) and tuple(_val(w).shape) == tuple(_val(values).shape[-1:])
+        if not fits or not isinstance(m.of[eps], float) or not _same_dtype(node, values, w):
+            return None
+        return self._rms(node, nodes, values, w, m.of[eps])
+
+    def _rms(self, node: fx.Node, nodes: list[fx.Node], x: Any, weight: Any, eps: float) -> Match:
+        form = f"rms_norm {_val(x).shape[-1]} {_dtype(x)}"
+        return Match(rms_norm, form, tuple(nodes), (node,), (x, weight, eps))
+
+    def with_residual(self, norm: Match) -> Match | None:
+        """The norm, and the sum that it is of, where one other reads that: the gradient of a sum with more
+        readers would be added up in another order."""
+        total, casts = norm.args[0], list[fx.Node]()
+        while _is_cast(total) and _val(total).dtype == _val(total.args[0]).dtype and len(total.users) > 0:
+            casts.insert(0, total)
+            total = total.args[0]
+        if total.op != "call_function" or schema_name(total) != "aten::add":
+            return None
+        a, b = total.args[:2]
+        nodes = isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        if not nodes or total.kwargs or len(total.args) > 2 or not _alike(a, b, total):
+            return None
+        read = norm.args[0]
+        others = [u for u in read.users if u not in norm.nodes]
+        if len(others) != 1 or read in self.outputs:
+            return None
+        whole, args = (total, *casts, *norm.nodes), (a, *norm.args[1:], b)
+        match = Match(norm.op, norm.form, whole, (norm.results[0], read), args, atomic=False)
+        return match if self.replaceable(match) else None
+
+    # -- single operators ----------------------------------------------------------------------
+
+    def attention(self, node: fx.Node) -> Match | None:
+        if schema_name(node) != "aten::scaled_dot_product_attention":
+            return None
+        g = arguments_of(node)
+        q, k, v, mask = g["query"], g["key"], g["value"], g["attn_mask"]
+        causal = g["is_causal"]
+        four = all(_val(t).dim() == 4 and _val(t).dtype in _FLOATS for t in (q, k, v))
+        if not four or g["dropout_p"] or _val(q).shape[-1] != _val(v).shape[-1] or 0 in _val(q).shape:
+            return None
+        if mask is not None:
+            kind = self._mask_kind(mask)
+            if kind == "other":
+                return None
+            causal, mask = kind == "causal", mask if kind == "keys" else None
+        (_, heads, tokens, width), (_, kv_heads, keys, _) = _val(q).shape, _val(k).shape
+        kind = "causal" if causal else "full" if mask is None else "masked"
+        form = f"flash_attention {heads}/{kv_heads}x{tokens}x{keys}x{width} {kind} {_dtype(node)}"
+        args = (q, k, v, mask, causal, g["scale"], _val(node).dtype)
+        return Match(fused.attention, form, (node,), (node,), args)
+
+    def _mask_kind(self, mask: fx.Node) -> str:
+        if mask not in self.masks:
+            self.masks[mask] = self._seen_mask(mask)
+        return self.masks[mask]
+
+    def _seen_mask(self, mask: fx.Node) -> str:
+        """causal or full, for one that the model makes of nothing; keys: alike for all queries; or other."""
+        value = _val(mask)
+        if value.dtype != torch.bool or value.dim() != 4:
+            return "other"
+        made_of = self.anatomy.made_by(mask)
+        if made_of <= self.anatomy.free and value.numel() <= _MASK_ELEMENTS:
+            real = _evaluate(n for n in self.anatomy.operators if n in made_of)[mask]
+            if bool(real.all()):
+                return "full"
+            return "causal" if bool((real == torch.ones_like(real).tril()).all()) else "other"
+        sizes = zip(value.shape[1:3], value.stride()[1:3], strict=True)
+        return "keys" if all(size == 1 or not step for size, step in sizes) else "other"
+
+    def linear(self, node: fx.Node) -> Match | None:
+        matrix = _product(node)
+        if not self.training or matrix is None or not self._learns(matrix[1]):
+            return None
+        x, weight, bias, transposed = matrix
+        form = f"linear {_val(x).shape[-1]}x{_val(node).shape[-1]} {_dtype(node)}"
+        args = (x, weight, bias, transposed)
+        return Match(linear, form, (node,), (node,), args, contested=False)
+
+    def embedding(self, node: fx.Node) -> Match | None:
+        if not self.training or schema_name(node) != "aten::embedding":
+            return None
+        g = arguments_of(node)
+        weight, padding = g["weight"], g["padding_idx"]
+        if not self._learns(weight) or g["scale_grad_by_freq"] or g["sparse"]:
+            return None
+        rows, width = _val(weight).shape
+        form = f"embedding {rows}x{width} {_dtype(node)}"
+        args = (g["indices"], weight, None if padding < 0 else padding)
+        return Match(embedding, form, (node,), (node,), args)
+
+    def _learns(self, weight: Any) -> bool:
+        learning, param = self.anatomy.learning, self.anatomy.captured.param
+        return isinstance(weight, fx.Node) and param.get(weight) in learning
+
+    def _place(self, node: fx.Node) -> int:
+        return self.anatomy.index.get(node, -1)
+
+
+# -- looking at nodes ----------------------------------------------------------------------------
+
+
+class _Shape:
+    """A piece of a graph to look for: operators of operators; `any` is whatever stands there, the same
+    wherever it is used again. mul and add take their two operands in either order."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Any] = {}
+        self.seen: set[fx.Node] = set()
+        self._n = 0
+
+    def any(self) -> int:
+        self._n += 1
+        return -self._n
+
+    def op(self, name: str, *args: Any) -> tuple[Any, ...]:
+        return ("op", name, args)
+
+    def cast(self, inner: Any) -> tuple[Any, ...]:
+        """It, or a cast of it."""
+        return ("cast", "", (inner,))
+
+    def fits(self, wanted: Any, found: Any) -> bool:
+        kept, seen = dict(self.of), set(self.seen)
+        if self._fits(wanted, found):
+            return True
+        self.of, self.seen = kept, seen
+        return False
+
+    def _fits(self, wanted: Any, found: Any) -> bool:
+        if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted < 0:
+            return self.of.setdefault(wanted, found) is found
+        if not isinstance(wanted, tuple):
+            same_number = isinstance(wanted, float) and isinstance(found, float)
+            return math.isclose(wanted, found) if same_number else bool(wanted == found)
+        if not isinstance(found, fx.Node) or found.op != "call_function":
+            return False
+        kind, name, args = wanted
+        if kind == "cast":
+            if not _is_cast(found):
+                return self.fits(args[0], found)
+            self.seen.add(found)
+            return self.fits(args[0], found.args[0])
+        if schema_name(found) != f"aten::{name}" or found.kwargs or len(found.args) != len(args):
+            return False
+        self.seen.add(found)
+        orders = [found.args, found.args[::-1]] if name in ("mul", "add") else [found.args]
+        return any(self._all_fit(args, order) for order in orders)
+
+    def _all_fit(self, wanted: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
+        kept, seen = dict(self.of), set(self.seen)
+        if all(self.fits(w, f) for w, f in zip(wanted, found, strict=True)):
+            return True
+        self.of, self.seen = kept, seen
+        return False
+
+
+def _val(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _dtype(node: fx.Node) -> str:
+    return str(_val(node).dtype).removeprefix("torch.")
+
+
+def _is_cast(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and schema_name(node) == "aten::to"
+
+
+def _alike(*nodes: fx.Node) -> bool:
+    """One shape, one floating dtype that the kernels know."""
+    first = _val(nodes[0])
+    return first.dtype in _FLOATS and all(
+        _val(n).shape == first.shape and _val(n).dtype == first.dtype for n in nodes
+    )
+
+
+def _same_dtype(*nodes: fx.Node | None) -> bool:
+    dtypes = {_val(n).dtype for n in nodes if n is not None}
+    return len(dtypes) == 1 and dtypes <= set(_FLOATS)
+
+
+def _product(node: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
+    """(values, weight, bias, whether the weight is (I, O)) of a linear or an addmm."""
+    if not isinstance(node, fx.Node) or schema_name(node) not in ("aten::linear", "aten::addmm"):
+        return None
+    if node.op != "call_function" or _val(node).dtype not in _FLOATS:
+        return None
+    if schema_name(node) == "aten::linear":
+        g = arguments_of(node)
+        return g["input"], g["weight"], g["bias"], False
+    g = arguments_of(node)
+    plain = g["beta"] == 1 and g["alpha"] == 1 and _val(g["self"]).dim() == 1
+    return (g["mat1"], g["mat2"], g["self"], True) if plain else None
+
+
+@torch.no_grad()
+def _evaluate(nodes: Iterable[fx.Node]) -> dict[fx.Node, Any]:
+    """Values of operators that read nothing else, in program order."""
+    real: dict[fx.Node, Any] = {}
+    for n in nodes:
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), real.__getitem__)
+        real[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+    return real
+
+
+def replace(match: Match, env: dict[Any, fx.Node], inputs: Callable[[fx.Node], fx.Node]) -> None:
+    """In a copy of the graph: the copies of the matched operators give way to ours. env: node -> its copy,
+    brought up to date; inputs: of a matched operator's input, its copy."""
+    old = [env[n] for n in match.nodes]
+    first = env[match.first]
+    graph = first.graph
+    with graph.inserting_before(first):
+        args = fx.node.map_arg(match.args, inputs)
+        new = graph.call_function(match.op, args)
+        values = [_val(n) for n in match.results]
+        new.meta["val"] = values[0] if len(values) == 1 else tuple(values)
+        parts = [new]
+        if len(values) > 1:
+            parts = [graph.call_function(item, (new, i)) for i in range(len(values))]
+    for result, part in zip(match.results, parts, strict=True):
+        part.meta["val"] = _val(result)
+        env[result].replace_all_uses_with(part)
+        env[result] = part
+    for n in reversed(old):
+        graph.erase_node(n)
+
+
+def chosen(found: Iterable[Match], wanted: Callable[[str], bool], body: set[fx.Node]) -> Iterator[Match]:
+    """Of the matches that lie in `body` and whose form is wanted, those that are used: none overlap."""
+    taken: set[fx.Node] = set()
+    for match in found:
+        if wanted(match.form) and taken.isdisjoint(match.nodes) and body.issuperset(match.nodes):
+            taken.update(match.nodes)
+            yield match

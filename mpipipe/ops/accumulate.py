@@ -1,0 +1,44 @@
+"""Gradients in bfloat16 added to a sum in float32, in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+from mpipipe.ops.native import kernels
+
+Tensor = torch.Tensor
+
+
+def accumulate(sum: Tensor, x: Tensor, *, zero: bool = False) -> None:
+    """sum += x, and x = 0 where `zero`; the bits of torch's `sum.add_(x)`.
+
+    sum: float32; x: bfloat16 of the same shape, both contiguous and apart. Raises ValueError for
+    anything else.
+    """
+    _check(sum, x)
+    if kernels is None or sum.device.type != "cpu":
+        sum.add_(x)
+        if zero:
+            x.zero_()
+    else:
+        kernels.accumulate_bf16(sum.data_ptr(), x.data_ptr(), x.numel(), zero, torch.get_num_threads())
+
+
+def _check(sum: Tensor, x: Tensor) -> None:
+    if sum.dtype != torch.float32 or x.dtype != torch.bfloat16:
+        raise ValueError(f"accumulate: {x.dtype} is added to {sum.dtype}; it must be bfloat16 to float32")
+    if sum.shape != x.shape or sum.device != x.device:
+        raise ValueError(
+            f"accumulate: x is {tuple(x.shape)} on {x.device}, the sum {tuple(sum.shape)} on {sum.device}; "
+            "they must be alike"
+        )
+    if not (sum.is_contiguous() and x.is_contiguous()):
+        raise ValueError(f"accumulate: strides {x.stride()} and {sum.stride()}; both must be contiguous")
+    if overlap(sum, x):
+        raise ValueError("accumulate: x and the sum share memory; give a copy of one of them")
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    at, other = a.data_ptr(), b.data_ptr()
+    return at < other + b.numel() * b.itemsize and other < at + a.numel() * a.itemsize

@@ -1,0 +1,101 @@
+"""AdamW (Loshchilov and Hutter 2019) over flat buffers in one pass: clip, step, gradient back to zero.
+
+A bfloat16 parameter has a float32 master, in which the steps add up; the parameter is the master rounded.
+kernels/include/mpipipe/adamw.h has the formula.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from torch.optim.adamw import adamw as torch_adamw
+
+from mpipipe.ops.accumulate import overlap
+from mpipipe.ops.native import kernels
+
+Tensor = torch.Tensor
+_KERNELS = {} if kernels is None else {torch.float32: kernels.adamw_f32, torch.bfloat16: kernels.adamw_bf16}
+
+
+@torch.no_grad()
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    factor: float = 1.0,
+    master: Tensor | None = None,
+) -> None:
+    """Updates param, exp_avg and exp_avg_sq by factor * grad, and zeroes grad.
+
+    All (N,), contiguous, apart from each other. param, grad: float32, or bfloat16 with a float32 `master`
+    that param is rounded from; exp_avg, exp_avg_sq: float32. step counts from 1; factor: the clip
+    coefficient. By the kernel an element gets the same bits wherever it lies and on any number of threads.
+    Raises ValueError for another dtype or layout, buffers that overlap, a step below 1.
+    """
+    buffers = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if master is not None:
+        buffers["master"] = master
+    _check(buffers)
+    if step < 1:
+        raise ValueError(f"adamw: step={step}; steps count from 1, before it there is no bias to correct by")
+    if kernels is None or param.device.type != "cpu":
+        _by_torch(param, grad, exp_avg, exp_avg_sq, master, step, lr, betas, eps, weight_decay, factor)
+        return
+    _KERNELS[param.dtype](
+        param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(),
+        0 if master is None else master.data_ptr(), param.numel(), factor, lr, *betas, eps, weight_decay,
+        step, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _by_torch(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, step: int,
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, factor: float,
+) -> None:  # fmt: skip
+    own = param if master is None else master
+    torch_adamw(
+        [own], [grad.float() * torch.tensor(factor, dtype=torch.float32)], [exp_avg], [exp_avg_sq], [],
+        [torch.tensor(step - 1.0)],  # torch counts it up in place
+        foreach=False, fused=False, capturable=False, differentiable=False, has_complex=False, beta1=betas[0],
+        beta2=betas[1], lr=lr, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    if master is not None:
+        param.copy_(master)
+    grad.zero_()
+
+
+def _check(buffers: dict[str, Tensor]) -> None:
+    param = buffers["param"]
+    if param.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"adamw: param is {param.dtype}; it must be float32, or bfloat16 with a float32 master"
+        )
+    if ("master" in buffers) != (param.dtype == torch.bfloat16):
+        raise ValueError(
+            f"adamw: param is {param.dtype} {'with' if 'master' in buffers else 'without'} a master; "
+            "bfloat16 has a float32 one, float32 none"
+        )
+    for name, t in buffers.items():
+        dtype = param.dtype if name in ("param", "grad") else torch.float32
+        if t.dtype != dtype or t.shape != param.shape or t.device != param.device:
+            raise ValueError(
+                f"adamw: {name} is {tuple(t.shape)} of {t.dtype} on {t.device}; beside a param "
+                f"{tuple(param.shape)} of {param.dtype} on {param.device} it must be "
+                f"of {dtype}, and of its shape and device"
+            )
+        if t.dim() != 1 or not t.is_contiguous():
+            raise ValueError(
+                f"adamw: {name} has shape {tuple(t.shape)} and strides {t.stride()}; it must be one flat, "
+                "contiguous buffer"
+            )
+    for (one, a), (other, b) in combinations(buffers.items(), 2):
+        if overlap(a, b):
+            raise ValueError(f"adamw: {one} and {other} share memory; each needs its own")

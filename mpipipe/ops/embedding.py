@@ -1,0 +1,111 @@
+"""Rows of a table, whose gradient goes straight into the table's `.grad`.
+
+    forward   y[...] = weight[indices[...]]                     torch's own
+    backward  weight.grad[indices[...]] += dy[...]              row by row, in the order of the tokens
+
+No gradient of the table's size is made, zeroed or added where `.grad` exists (mpipipe/ops/gradients.py says
+when); elsewhere a dense one is returned, as torch does. The same bits for any number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpipipe.ops.gradients import destination, has_data
+from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.native import kernels
+
+_KERNELS = (
+    {}
+    if kernels is None
+    else {torch.float32: kernels.embedding_backward_f32, torch.bfloat16: kernels.embedding_backward_bf16}
+)
+
+
+def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Rows of weight: indices (...) int64 or int32, weight (V, d) -> (..., d).
+
+    padding_idx: an entry, negative ones from the end, that gets no gradient. Raises ValueError for a table
+    that has not two dimensions, for indices of another dtype or device, for an index outside of the table."""
+    if (
+        weight.dim() != 2
+        or indices.dtype not in (torch.int64, torch.int32)
+        or indices.device != weight.device
+    ):
+        raise ValueError(
+            f"embedding of indices {tuple(indices.shape)} {indices.dtype} on {indices.device} in a table "
+            f"{tuple(weight.shape)} on {weight.device}: indices must be int64 or int32, the table (V, d), "
+            "both on one device"
+        )
+    padding = _padding(padding_idx, weight.shape[0])
+    try:
+        if traced(indices, weight):
+            return torch.ops.mpipipe.embedding(indices, weight, padding)
+        if weight.requires_grad and torch.is_grad_enabled():
+            return _Embedding.apply(indices, weight, padding)
+        return _rows(indices, weight, padding)
+    except IndexError:
+        raise ValueError(
+            f"embedding: indices go from {int(indices.min())} to {int(indices.max())}, the table has "
+            f"{weight.shape[0]} entries, 0 to {weight.shape[0] - 1}; check the vocabulary of model and data"
+        ) from None
+
+
+def _padding(padding_idx: int | None, entries: int) -> int:
+    """As the kernel counts: -1 for none."""
+    if padding_idx is None:
+        return -1
+    if not -entries <= padding_idx < entries:
+        raise ValueError(f"embedding: padding_idx={padding_idx} is outside of a table of {entries} entries")
+    return padding_idx % entries
+
+
+def _rows(indices: Tensor, weight: Tensor, padding: int) -> Tensor:
+    return torch.embedding(weight, indices, padding)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    indices, weight, ctx.padding = inputs
+    ctx.entries = weight.shape[0]
+    ctx.save_for_backward(indices)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+    (indices,) = ctx.saved_tensors
+    served = dy.dtype in _KERNELS and dy.device.type == "cpu" and has_data(dy)
+    grad = destination(ctx, 1) if served else None
+    if grad is None:
+        return None, _dense(dy, indices, ctx.entries, ctx.padding), None
+    add_rows(dy, indices, ctx.padding, grad)
+    return None, None, None
+
+
+def _dense(dy: Tensor, indices: Tensor, entries: int, padding: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(dy, indices, entries, padding, False)
+
+
+def add_rows(dy: Tensor, indices: Tensor, padding: int, gradient: Tensor) -> None:
+    """gradient[indices[i]] += dy[i] for i = 0, 1, ...; dy (..., d) of the dtype of gradient (V, d)."""
+    width = gradient.shape[1]
+    dy, indices = dy.contiguous(), indices.to(torch.int64).contiguous()
+    kernel = _KERNELS[gradient.dtype]
+    threads = torch.get_num_threads()
+    kernel(dy.data_ptr(), indices.data_ptr(), indices.numel(), width, padding, gradient.data_ptr(), threads)
+    torch.autograd.graph.increment_version(gradient)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int) -> Tensor:
+        rows = _rows(indices, weight, padding)
+        _setup(ctx, (indices, weight, padding), rows)
+        return rows
+
+    backward = staticmethod(_backward)
+
+
+define("embedding(Tensor indices, Tensor weight, int padding) -> Tensor", _rows, _rows)
+differentiate("embedding", _backward, _setup)

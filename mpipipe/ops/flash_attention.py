@@ -1,0 +1,227 @@
+"""Exact attention in tiles, without an array of queries x keys (Dao et al. 2022); the kernel's contract is
+kernels/include/mpipipe/attention.h.
+
+    o[i] = sum over seen j of softmax_j(scale q[i] . k[j]) v[j]    kept for backward: q, k, v, o, a float each
+
+Invariants
+  1. The bits do not depend on the number of threads.
+  2. A query that sees nothing gives 0, and no gradient.
+  3. Results lie in memory as their inputs do, o and dq as q: where q is a transposed view of a projection's
+     output, the way back is free.
+Float32 and bfloat16 of the processor run on the kernel, in float32; anything else is torch's own attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.native import kernels
+
+Tensor = torch.Tensor
+Keys = Tensor | None  # which are seen: as lengths, as a mask, or all
+_KERNELS: dict[torch.dtype, tuple[Any, Any]] = (
+    {}
+    if kernels is None
+    else {
+        torch.float32: (kernels.attention_f32, kernels.attention_backward_f32),
+        torch.bfloat16: (kernels.attention_bf16, kernels.attention_backward_bf16),
+    }
+)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of q (B, H, T, E) to k and v (B, Hk, S, E): (B, H, T, E), of q's dtype and order of strides.
+
+    Hk divides H: query head h reads key head h // (H // Hk). causal: query i sees the keys j <= i, also where
+    T != S. key_lengths (B,) int64: that many keys of each sample are seen; key_mask (B, S) bool: those.
+    scale: of the products, 1 / sqrt(E) unless told. Keys and values that a mask hides should be finite.
+    Raises ValueError for shapes, dtypes or devices that do not fit, and for a length outside [0, S].
+    """
+    _check(q, k, v, key_lengths, key_mask)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    if q.dtype not in _KERNELS or q.device.type not in ("cpu", "meta"):
+        return _by_torch(q, k, v, key_lengths, key_mask, causal, factor)
+    if traced(q):
+        return _operator(q, k, v, key_lengths, key_mask, causal, factor)[0]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        result: Tensor = _FlashAttention.apply(q, k, v, key_lengths, key_mask, causal, factor)
+        return result
+    return _forward(q, k, v, key_lengths, key_mask, causal, factor)[0]  # some microseconds sooner
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys) -> None:
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(
+            f"flash_attention: q {tuple(q.shape)} and k {tuple(k.shape)} must have 4 dimensions: batch, "
+            "heads, tokens, width; view them so"
+        )
+    (b, h, _, e), (samples, hk, s, width) = q.shape, k.shape
+    if k.shape != v.shape:
+        raise ValueError(f"flash_attention: k is {tuple(k.shape)}, v is {tuple(v.shape)}: they must be equal")
+    if samples != b or width != e or e == 0:
+        raise ValueError(
+            f"flash_attention: q is {tuple(q.shape)}, k is {tuple(k.shape)}: batch and width must be "
+            "equal, and the width not 0"
+        )
+    if h % hk if hk else h:
+        raise ValueError(f"flash_attention: {h} heads of q cannot share {hk} of k: it must be a multiple")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"flash_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}: cast them to one floating point type"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"flash_attention: q is on {q.device}, k on {k.device}, v on {v.device}: move them")
+    if key_lengths is not None:
+        _check_keys("key_lengths", key_lengths, (b,), torch.int64, q.device)
+    if key_mask is not None:
+        _check_keys("key_mask", key_mask, (b, s), torch.bool, q.device)
+
+
+def _check_keys(
+    name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if x.shape != shape or x.dtype != dtype or x.device != device:
+        raise ValueError(
+            f"flash_attention: {name} is {tuple(x.shape)} {x.dtype} on {x.device}; it must be "
+            f"{tuple(shape)} {dtype} on {device}"
+        )
+
+
+def _check_lengths(key_lengths: Tensor, keys: int) -> None:
+    lengths = key_lengths.tolist()
+    if lengths and not 0 <= min(lengths) <= max(lengths) <= keys:
+        raise ValueError(
+            f"flash_attention: key_lengths go from {min(lengths)} to {max(lengths)}; with {keys} keys they "
+            f"must be in [0, {keys}]"
+        )
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        o, lse = _forward(*inputs)
+        _save(ctx, inputs, (o, lse))
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *_backward(grads[0], *ctx.saved_tensors, *ctx.how), None, None, None, None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, causal, scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.how = (causal, scale)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with the elements of a token side by side, as the kernel needs them; most often x itself."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _packed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v, key_lengths, key_mask = _rows(q), _rows(k), _rows(v), _packed(key_lengths), _packed(key_mask)
+    if key_lengths is not None:
+        _check_lengths(key_lengths, k.shape[2])
+    o = torch.empty_like(q)
+    b, h, t, _ = q.shape
+    lse = torch.empty(b, h, t, dtype=torch.float32)
+    _KERNELS[q.dtype][0](
+        *_problem(q, k, v, key_lengths, key_mask, causal, scale),
+        o.data_ptr(), o.stride(), lse.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return o, lse
+
+
+def _backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys,
+    o: Tensor, lse: Tensor, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v, key_lengths, key_mask = _rows(q), _rows(k), _rows(v), _packed(key_lengths), _packed(key_mask)
+    d_o = _rows(d_o)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _KERNELS[q.dtype][1](
+        *_problem(q, k, v, key_lengths, key_mask, causal, scale),
+        o.data_ptr(), o.stride(), lse.data_ptr(), d_o.data_ptr(), d_o.stride(),
+        dq.data_ptr(), dq.stride(), dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, causal: bool, scale: float
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments that both kernels begin with."""
+    (b, h, t, e), (_, hk, s, _) = q.shape, k.shape
+    lengths = 0 if key_lengths is None else key_lengths.data_ptr()
+    mask = 0 if key_mask is None else key_mask.data_ptr()
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    strides = q.stride(), k.stride(), v.stride()
+    return *addresses, *strides, b, h, hk, t, s, e, causal, scale, lengths, mask
+
+
+def _fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(_rows(q)), torch.empty_like(_rows(k)), torch.empty_like(_rows(v))
+
+
+def _by_torch(
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, causal: bool, scale: float
+) -> Tensor:  # fmt: skip
+    """The meaning of the kernel; and the way of any other dtype or device."""
+    shared = q.shape[1] != k.shape[1]
+    if key_lengths is None and key_mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=shared)
+    t, s = q.shape[2], k.shape[2]
+    seen = torch.ones(1, 1, t, s, dtype=torch.bool, device=q.device)
+    if causal:
+        seen = seen.tril()
+    if key_lengths is not None:
+        _check_lengths(key_lengths, s)
+        seen = seen & (torch.arange(s, device=q.device) < key_lengths[:, None])[:, None, None]
+    if key_mask is not None:
+        seen = seen & key_mask[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=shared)
+
+
+_operator = define(
+    "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? key_lengths, Tensor? key_mask, bool causal, "
+    "float scale) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+_backward_operator = define(
+    "flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor? key_lengths, "
+    "Tensor? key_mask, Tensor o, Tensor lse, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+differentiate(
+    "flash_attention",
+    lambda ctx, d_o, _: (*_backward_operator(d_o, *ctx.saved_tensors, *ctx.how), None, None, None, None),
+    lambda ctx, inputs, output: _save(ctx, inputs, output),
+)

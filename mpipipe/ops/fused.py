@@ -1,0 +1,47 @@
+"""What a captured graph's operators become where the kernels are used: thin forms around these that take the
+arguments as torch's operators have them, with the dtypes that torch gives under autocast.
+
+mpipipe/graph/patterns.py puts them into a stage's code; nothing else calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mpipipe.ops.bias_gelu import bias_gelu
+from mpipipe.ops.flash_attention import flash_attention
+from mpipipe.ops.linear import linear
+from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
+
+Tensor = torch.Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """mask: boolean, (B or 1, 1 or H, 1 or T, S), of which the first head and query count for all."""
+    keys = None if mask is None else mask[:, 0, 0, :].expand(q.shape[0], -1)
+    return flash_attention(q.to(dtype), k.to(dtype), v.to(dtype), causal=causal, key_mask=keys, scale=scale)
+
+
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor, approximate: str, transposed: bool, shape: Sequence[int]
+) -> Tensor:
+    """gelu(x W^T + b) in a shape, the bias added by the activation's kernel."""
+    y = linear(x, weight, None, transposed).view(shape)
+    return bias_gelu(y, bias.to(y.dtype), approximate)
+
+
+def head_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, smoothing: float,
+    mean: bool,
+) -> Tensor:  # fmt: skip
+    """Cross entropy of the logits x W^T + b: the sum, or the mean over the labels that count."""
+    total = linear_cross_entropy(
+        x.reshape(-1, x.shape[-1]), weight, labels, bias=bias, ignore_index=ignore_index,
+        label_smoothing=smoothing,
+    )  # fmt: skip
+    return total / (labels != ignore_index).sum() if mean else total

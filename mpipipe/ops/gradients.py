@@ -1,0 +1,55 @@
+"""Where a weight's gradient goes: straight into `.grad` where that is as good as handing it to autograd.
+
+    backward of an op  -- adds into leaf.grad, returns None -->  AccumulateGrad has nothing left to add
+                       -- returns a dense gradient          -->  AccumulateGrad adds it, or makes .grad of it
+
+The first way needs no dense gradient. The sum in `.grad` is the same up to the order of its terms, also where
+a tied weight has other uses that take the second way. It is closed wherever somebody could notice: a weight
+that is no leaf, `.grad` not there, of another dtype or strided, hooks that want to see the gradient,
+`create_graph=True`, `torch.autograd.grad`, `backward(inputs=...)` without the weight.
+
+Two threads that run backward through one leaf at the same time must lock it themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpipipe.ops.library import traced
+
+
+def has_data(gradient: Tensor) -> bool:
+    """Whether a backward runs on it now, rather than being traced into a graph."""
+    return type(gradient) is Tensor and not traced(gradient)
+
+
+def wanted(ctx: Any, position: int) -> bool:
+    """Whether this backward needs the gradient of the op's tensor argument `position` (counting tensors)."""
+    node = ctx.next_functions[position][0]
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
+        return True
+
+
+def destination(ctx: Any, position: int) -> Tensor | None:
+    """The contiguous `.grad` to which the running backward may add the gradient of argument `position`; or
+    None: then it returns the gradient.
+
+    Whoever writes to it by address calls `torch.autograd.graph.increment_version`."""
+    node = ctx.next_functions[position][0]
+    leaf = getattr(node, "variable", None)
+    grad = None if leaf is None else leaf.grad
+    if grad is None or torch.is_grad_enabled() or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return None
+    if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != leaf.dtype:
+        return None
+    try:
+        return grad if torch._C._will_engine_execute_node(node) else None  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None

@@ -1,0 +1,72 @@
+"""y = x W^T + b, whose backward adds W's gradient straight into `weight.grad`.
+
+    backward of torch    gradient of this micro-batch -> memory -> added to the sum
+    here                 one product that starts from the sum (addmm with beta = 1)
+
+The sum has other bits than torch's, by rounding: the product is not rounded before it is added.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from mpipipe.ops.accumulate import accumulate
+from mpipipe.ops.gradients import destination
+
+Tensor = torch.Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+    """x (..., I), weight (O, I), or (I, O) if `transposed`, bias (O,) -> (..., O); under autocast in its
+    dtype.
+
+    Where the weight has a gradient already, backward adds to that in place (mpipipe.ops.gradients); else the
+    gradient is returned as torch does it. Raises what torch raises for shapes that do not fit.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        return _Linear.apply(x, weight, None if bias is None else bias.to(dtype), transposed, dtype)
+    return _Linear.apply(x, weight, bias, transposed, x.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.x_dtype, ctx.transposed = x.dtype, transposed
+        x, used = x.to(dtype), weight.to(dtype)
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, used)
+        return functional.linear(x, used.t() if transposed else used, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, used = ctx.saved_tensors
+        to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x = of_weight = None
+        if to_x:
+            of_x = (rows @ (used.t() if ctx.transposed else used)).to(ctx.x_dtype)
+            of_x = of_x.view(*grad.shape[:-1], of_x.shape[-1])
+        if to_weight:
+            x = x.reshape(-1, x.shape[-1])
+            of_weight = _added(ctx, *((x.t(), rows) if ctx.transposed else (rows.t(), x)))
+        return of_x, of_weight, rows.sum(0) if to_bias else None, None, None
+
+
+def _added(ctx: Any, a: Tensor, b: Tensor) -> Tensor | None:
+    """Adds the weight's gradient a b to the one that is there; returns it where there is none."""
+    sum = destination(ctx, 1)
+    if sum is None:
+        return torch.mm(a, b).to(ctx.weight_dtype)
+    if sum.dtype == a.dtype:
+        sum.addmm_(a, b)
+    elif sum.dtype == torch.float32 and a.dtype == torch.bfloat16:
+        accumulate(sum, torch.mm(a, b))
+    else:
+        sum.add_(torch.mm(a, b))
+    return None

@@ -1,0 +1,194 @@
+"""Linear layer and cross entropy in one: the head of a language model without its logits.
+
+Computed by mpipipe/ops/cross_entropy.py; here are the arguments and the way of the gradients. That of the
+weight is added to `.grad` tile by tile where it exists (mpipipe/ops/gradients.py says when), so that no other
+tensor of the weight's size is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from mpipipe.ops.cross_entropy import FORWARD, backward, forward
+from mpipipe.ops.gradients import destination, has_data, wanted
+from mpipipe.ops.library import define, differentiate, traced
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels): a scalar, float32 (float64 for such x).
+
+    x (N, d), weight (V, d), bias (V,) floating point of one dtype; labels (N,) int64, each in [0, V) or
+    ignore_index. Under autocast the products are made in its dtype. label_smoothing as
+    torch.nn.functional.cross_entropy has it. Raises ValueError for other shapes, dtypes and devices and for a
+    label out of range."""
+    given = (x, weight, labels, bias)
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # of weight only tiles are converted
+        _check(*given, label_smoothing, weight.dtype)
+    else:
+        _check(*given, label_smoothing, x.dtype)
+    if x.dtype not in FORWARD or x.device.type != "cpu" or weight.dtype not in FORWARD:
+        return _by_torch(*given, ignore_index, label_smoothing)
+    if traced(x, weight, labels, bias):
+        op = torch.ops.mpipipe.linear_cross_entropy
+        return op(x, weight, labels, bias, ignore_index, label_smoothing)[0]
+    _check_labels(labels, weight.shape[0], ignore_index)
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    if not differentiable:
+        return forward(x, weight, labels, bias, ignore_index, label_smoothing, keep=False)[0]
+    return _LinearCrossEntropy.apply(x, weight, labels, bias, ignore_index, label_smoothing)
+
+
+def _check(
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, label_smoothing: float, dtype: torch.dtype
+) -> None:
+    """dtype: that of weight and bias."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or weight.dtype != dtype:
+        raise ValueError(
+            f"linear_cross_entropy of x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} "
+            f"{weight.dtype}: they must be (N, d) and (V, d) of one dtype; flatten the tokens first"
+        )
+    if not x.is_floating_point() or x.device != weight.device or x.device != labels.device:
+        raise ValueError(
+            f"linear_cross_entropy of {x.dtype} on {x.device}, weight on {weight.device}, labels on "
+            f"{labels.device}: x must be floating point and all on one device"
+        )
+    if labels.dtype != torch.int64 or labels.shape != x.shape[:1]:
+        raise ValueError(
+            f"linear_cross_entropy: labels are {tuple(labels.shape)} {labels.dtype}, x {tuple(x.shape)}: "
+            f"they must be ({x.shape[0]},) torch.int64, one for each row of x"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != dtype):
+        raise ValueError(
+            f"linear_cross_entropy: bias is {tuple(bias.shape)} {bias.dtype}, weight {tuple(weight.shape)} "
+            f"{weight.dtype}: bias must be ({weight.shape[0]},) of the same dtype"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"linear_cross_entropy: label_smoothing={label_smoothing} must be between 0 and 1")
+
+
+def _check_labels(labels: Tensor, entries: int, ignore_index: int) -> None:
+    if not labels.numel():
+        return
+    low, high = torch.aminmax(labels)
+    if int(low) >= 0 and int(high) < entries:
+        return
+    wrong = labels[((labels < 0) | (labels >= entries)) & (labels != ignore_index)]
+    if wrong.numel():
+        raise ValueError(
+            f"linear_cross_entropy: label {int(wrong[0])} with a vocabulary of {entries} entries: labels "
+            f"must be in [0, {entries}) or ignore_index={ignore_index}; check the vocabulary of the data"
+        )
+
+
+def _by_torch(
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """The same by torch alone, with all logits at once: float64, float16, other devices, no kernels."""
+    if not traced(labels):
+        _check_labels(labels, weight.shape[0], ignore_index)
+    logits = functional.linear(x, weight, bias)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(
+        wide, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+
+
+# -- autograd ----------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, labels, bias, ctx.ignore_index, ctx.smoothing = inputs
+    ctx.first = True
+    ctx.save_for_backward(x, weight, labels, bias, *output[1:])
+
+
+@once_differentiable
+def _gradients(ctx: Any, grad: Tensor, into: Tensor | None) -> tuple[Tensor | None, ...]:
+    *saved, kept = ctx.saved_tensors if len(ctx.saved_tensors) == 6 else (*ctx.saved_tensors, None)
+    want = (wanted(ctx, 0), wanted(ctx, 1), saved[3] is not None and wanted(ctx, 3))
+    # a second backward through this graph finds the tile used up; `.data`: writing counts as no change
+    tile, ctx.first = kept.data if ctx.first and kept is not None else None, False
+    dx, dw, db = backward(grad, *saved, tile, ctx.ignore_index, ctx.smoothing, want, into)
+    return dx, dw if into is None else None, None, db, None, None
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    if has_data(grad):
+        return _gradients(ctx, grad, destination(ctx, 1))
+    want = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    op = torch.ops.mpipipe.linear_cross_entropy_backward
+    grads = op(grad, *ctx.saved_tensors[:5], ctx.ignore_index, ctx.smoothing, want)
+    dx, dw, db = (g if w else None for g, w in zip(grads, want, strict=True))
+    return dx, dw, None, db, None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = forward(*inputs, keep=True)
+        _setup(ctx, inputs, output)
+        return output[0]
+
+    backward = staticmethod(_backward)
+
+
+def _without_tile(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp; a graph's results are values, no buffer that backward uses up."""
+    return forward(*inputs, keep=False)[:2]
+
+
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.float32
+    return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide)
+
+
+def _dense(
+    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor,
+    ignore_index: int, smoothing: float, want: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Of a graph: gradients of x, weight and bias, empty ones where not wanted."""
+    saved = (x, weight, labels, bias, log_sum, None)
+    grads = backward(grad, *saved, ignore_index, smoothing, tuple(want), None)
+    return tuple(x.new_empty(0) if g is None else g for g in grads)
+
+
+def _fake_dense(
+    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor,
+    ignore_index: int, smoothing: float, want: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    like = (x, weight, bias)
+    grads = (
+        (None if t is None else t.new_empty(t.shape)) if w else None for t, w in zip(like, want, strict=True)
+    )
+    return tuple(x.new_empty(0) if g is None else g for g in grads)
+
+
+define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, Tensor? bias, int ignore_index, "
+    "float label_smoothing) -> (Tensor, Tensor)",
+    _without_tile,
+    _fake,
+)
+define(
+    "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor labels, Tensor? bias, "
+    "Tensor log_sum, int ignore_index, float label_smoothing, bool[3] want) -> (Tensor, Tensor, Tensor)",
+    _dense,
+    _fake_dense,
+)
+differentiate("linear_cross_entropy", _backward, _setup)

@@ -1,0 +1,277 @@
+"""Layer norm (Ba, Kiros, Hinton 2016) and RMS norm (Zhang, Sennrich 2019), with the addition before them.
+
+    x --(+)--> s ------------> the residual stream goes on
+         |     '--> norm --> y
+    residual
+
+Invariants
+  1. With `residual` the bits are those of the addition, then the norm without it, in both directions: a cut
+     may fall between them. What is kept for backward is s, and two numbers a row.
+  2. The bits do not depend on the number of threads.
+  3. float32 and bfloat16 on the CPU go to kernels/cpu/norm.cpp, which computes in float32. All else is
+     computed by torch: other dtypes and devices, a weight of another dtype than x, a package without kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.native import kernels
+from mpipipe.ops.pointers import check, pointer
+
+Tensor = torch.Tensor
+
+# centred -> dtype -> forward and backward
+_KERNELS: dict[bool, dict[torch.dtype, tuple[Callable[..., None], Callable[..., None]]]] = (
+    {True: {}, False: {}}
+    if kernels is None
+    else {
+        True: {
+            torch.float32: (kernels.layer_norm_f32, kernels.layer_norm_backward_f32),
+            torch.bfloat16: (kernels.layer_norm_bf16, kernels.layer_norm_backward_bf16),
+        },
+        False: {
+            torch.float32: (kernels.rms_norm_f32, kernels.rms_norm_backward_f32),
+            torch.bfloat16: (kernels.rms_norm_bf16, kernels.rms_norm_backward_bf16),
+        },
+    }
+)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+) -> Any:
+    """(s - mean) / sqrt(variance + eps) * weight + bias over the last dimension of s.
+
+    x and residual: (..., d), floating point; weight and bias: (d,). s is x, and the result y alone; with
+    `residual`, s = x + residual, and the result (y, s). Both have the shape and dtype of s.
+    Raises ValueError for other shapes, integers, or tensors on several devices.
+    """
+    return _public(True, x, weight, bias, eps, residual)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, residual: Tensor | None = None
+) -> Any:
+    """s / sqrt(mean(s**2) + eps) * weight over the last dimension of s; all else as `layer_norm`."""
+    return _public(False, x, weight, None, eps, residual)
+
+
+def _public(
+    centred: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None
+) -> Any:
+    dtype = x.dtype
+    if (
+        dtype not in _KERNELS[centred]
+        or not (x.is_cpu or x.is_meta)
+        or (weight is not None and weight.dtype is not dtype)
+        or (bias is not None and bias.dtype is not dtype)
+        or (residual is not None and residual.dtype is not dtype)
+    ):
+        return _by_torch(centred, x, weight, bias, eps, residual)
+    if traced(x):
+        y, s, _ = torch.ops.mpipipe.norm(x, residual, weight, bias, eps, centred)
+    else:
+        y, s = _Norm.apply(x, residual, weight, bias, eps, centred)
+    return y if residual is None else (y, s)
+
+
+def _by_torch(
+    centred: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None
+) -> Any:
+    """The meaning of the kernels, and the way of all that they do not serve."""
+    if not x.is_floating_point() or x.dim() == 0:
+        raise ValueError(f"norm of {x.dtype} with shape {tuple(x.shape)}: x must be (..., d), floating point")
+    for name, t, shape in _shapes(x, residual, weight, bias):
+        if t is not None:
+            check(name, t, shape, x, any_dtype=True)
+    if residual is not None:
+        s = x + residual
+        return _public(centred, s, weight, bias, eps, None), s
+    d = x.shape[-1:]
+    return F.layer_norm(x, d, weight, bias, eps) if centred else F.rms_norm(x, d, weight, eps)
+
+
+def _shapes(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
+) -> list[tuple[str, Tensor | None, torch.Size]]:
+    d = x.shape[-1:]
+    return [("residual", residual, x.shape), ("weight", weight, d), ("bias", bias, d)]
+
+
+class _Norm(torch.autograd.Function):
+    """The kernels in eager code: (y, s), s None without a residual."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        x = x.contiguous()
+        y, s, stats = _forward(x, _contiguous(residual), _contiguous(weight), _contiguous(bias), eps, centred)
+        ctx.save_for_backward(x if s is None else s, weight, stats)
+        ctx.set_materialize_grads(False)
+        ctx.centred = centred
+        return y, s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> Any:
+        _, wants_residual, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        if dy is None:
+            return ds, ds if wants_residual else None, None, None, None, None
+        s, weight, stats = ctx.saved_tensors
+        dx, dweight, dbias = _backward(
+            dy.contiguous(),
+            _contiguous(ds),
+            s,
+            _contiguous(weight),
+            stats,
+            ctx.centred,
+            wants_weight,
+            wants_bias,
+        )
+        return dx, dx if wants_residual else None, dweight, dbias, None, None
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, s, and the mean (layer norm alone) and 1 / deviation of each row, (2 or 1, rows) in float32.
+
+    Raises ValueError for tensors that are not contiguous, or that do not fit each other."""
+    if x.dim() == 0:
+        raise ValueError("norm of shape (): x must be (..., d)")
+    d = x.shape[-1:]
+    rows = x.numel() // d[0] if d[0] else 0
+    y = torch.empty_like(x)
+    s = None if residual is None else torch.empty_like(x)
+    stats = torch.empty((1 + centred, rows), dtype=torch.float32)
+    at, to_s = stats.data_ptr(), 0 if s is None else s.data_ptr()
+    inputs = (
+        pointer("x", x, x.shape, x),
+        pointer("residual", residual, x.shape, x),
+        pointer("weight", weight, d, x),
+    )
+    sizes = rows, d[0], torch.get_num_threads()
+    kernel = _KERNELS[centred][x.dtype][0]
+    if centred:
+        kernel(*inputs, pointer("bias", bias, d, x), eps, to_s, y.data_ptr(), at, at + 4 * rows, *sizes)
+    else:
+        kernel(*inputs, eps, to_s, y.data_ptr(), at, *sizes)
+    return y, s, stats
+
+
+def _backward(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor, centred: bool,
+    wants_weight: bool, wants_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x (and residual), weight and bias; ValueError as `_forward`."""
+    d = s.shape[-1:]
+    rows = stats.shape[1]
+    dx = torch.empty_like(s)
+    dweight = torch.empty(d, dtype=s.dtype) if wants_weight else None
+    dbias = torch.empty(d, dtype=s.dtype) if wants_bias else None
+    at = pointer("stats", stats, (1 + centred, s.numel() // d[0] if d[0] else 0), stats)
+    inputs = (
+        pointer("dy", dy, s.shape, s), pointer("ds", ds, s.shape, s), pointer("s", s, s.shape, s),
+        pointer("weight", weight, d, s),
+    )  # fmt: skip
+    to_dweight = 0 if dweight is None else dweight.data_ptr()
+    sizes = rows, d[0], torch.get_num_threads()
+    kernel = _KERNELS[centred][s.dtype][1]
+    if centred:
+        to_dbias = 0 if dbias is None else dbias.data_ptr()
+        kernel(*inputs, at, at + 4 * rows, dx.data_ptr(), to_dweight, to_dbias, *sizes)
+    else:
+        kernel(*inputs, at, dx.data_ptr(), to_dweight, *sizes)
+    return dx, dweight, dbias
+
+
+# -- for torch.export and torch.compile: a result that is not there has no elements ----------------------
+
+
+def _or_empty(like: Tensor, *results: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0) if t is None else t for t in results)
+
+
+def _operator(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, ...]:
+    given = x.contiguous(), _contiguous(residual), _contiguous(weight), _contiguous(bias)
+    return _or_empty(x, *_forward(*given, eps, centred))
+
+
+def _operator_fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, ...]:
+    for name, t, shape in _shapes(x, residual, weight, bias):
+        if t is not None:
+            check(name, t, shape, x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.numel() // x.shape[-1]
+    stats = x.new_empty((1 + centred, rows), dtype=torch.float32)
+    return *_or_empty(x, y, None if residual is None else torch.empty_like(y)), stats
+
+
+def _operator_backward(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor, centred: bool,
+    wants_weight: bool, wants_bias: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    given = dy.contiguous(), _contiguous(ds), s.contiguous(), _contiguous(weight), stats.contiguous()
+    return _or_empty(s, *_backward(*given, centred, wants_weight, wants_bias))
+
+
+def _operator_backward_fake(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor, centred: bool,
+    wants_weight: bool, wants_bias: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dx = torch.empty_like(s, memory_format=torch.contiguous_format)
+    return dx, *(s.new_empty(s.shape[-1] if wanted else 0) for wanted in (wants_weight, wants_bias))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, _, _, ctx.centred = inputs
+    ctx.residual = residual is not None
+    ctx.save_for_backward(output[1] if ctx.residual else x, weight, output[2])
+
+
+def _derivative(ctx: Any, dy: Tensor, ds: Tensor | None, _: Any) -> Any:
+    s, weight, stats = ctx.saved_tensors
+    _, wants_residual, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+    dx, dweight, dbias = torch.ops.mpipipe.norm_backward(
+        dy, ds if ctx.residual else None, s, weight, stats, ctx.centred, wants_weight, wants_bias
+    )
+    return (
+        dx, dx if wants_residual else None, dweight if wants_weight else None, dbias if wants_bias else None,
+        None, None,
+    )  # fmt: skip
+
+
+define(
+    "norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool centred)"
+    " -> (Tensor, Tensor, Tensor)",
+    _operator,
+    _operator_fake,
+)
+define(
+    "norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor stats, bool centred,"
+    " bool wants_weight, bool wants_bias) -> (Tensor, Tensor, Tensor)",
+    _operator_backward,
+    _operator_backward_fake,
+)
+differentiate("norm", _derivative, _setup)

@@ -1,0 +1,54 @@
+"""2-norms of parameters' gradients that lie in one flat buffer, without a copy of any."""
+
+from __future__ import annotations
+
+import torch
+
+from mpipipe.ops.native import kernels
+
+Tensor = torch.Tensor
+_KERNELS = {} if kernels is None else {torch.float32: kernels.norms_f32, torch.bfloat16: kernels.norms_bf16}
+
+
+def norms(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
+    """(P,) float64: the 2-norm of x[offsets[i] : offsets[i] + counts[i]] for each i.
+
+    x: (N,) contiguous, floating point; offsets, counts: (P,) int64, in elements. Sums in float64: no square
+    overflows. By the kernel (float32, bfloat16) a norm depends on its own elements alone: not on its place,
+    the threads or the instruction set. Raises ValueError for another layout, or a slice that leaves x.
+    """
+    _check(x, offsets, counts)
+    kernel = _KERNELS.get(x.dtype) if x.device.type == "cpu" else None
+    if kernel is None:
+        return _by_torch(x, offsets, counts)
+    out = torch.empty(len(offsets), dtype=torch.float64)
+    threads = torch.get_num_threads()
+    kernel(x.data_ptr(), offsets.data_ptr(), counts.data_ptr(), len(offsets), out.data_ptr(), threads)
+    return out
+
+
+def _by_torch(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
+    slices = zip(offsets.tolist(), counts.tolist(), strict=True)
+    found = [torch.linalg.vector_norm(x[at : at + n], dtype=torch.float64) for at, n in slices]
+    return torch.stack(found).cpu() if found else torch.empty(0, dtype=torch.float64)
+
+
+def _check(x: Tensor, offsets: Tensor, counts: Tensor) -> None:
+    if x.dim() != 1 or not x.is_contiguous() or not x.is_floating_point():
+        raise ValueError(
+            f"norms: x is {tuple(x.shape)} of {x.dtype}{'' if x.is_contiguous() else ', with strides'}; it "
+            "must be one flat, contiguous buffer of floating point numbers"
+        )
+    for name, t in (("offsets", offsets), ("counts", counts)):
+        if t.dtype != torch.int64 or t.shape != offsets.shape or t.dim() != 1 or not t.is_contiguous():
+            raise ValueError(
+                f"norms: {name} is {tuple(t.shape)} of {t.dtype}; offsets and counts must be int64, "
+                f"contiguous and of one length, that of offsets is {tuple(offsets.shape)}"
+            )
+        if t.device.type != "cpu":
+            raise ValueError(f"norms: {name} is on {t.device}; offsets and counts must be on the cpu")
+    if len(offsets) and bool(((offsets < 0) | (counts < 0) | (offsets + counts > x.numel())).any()):
+        raise ValueError(
+            f"norms: offsets from {int(offsets.min())}, ends up to {int((offsets + counts).max())}, counts "
+            f"from {int(counts.min())}; every slice must lie in the {x.numel()} elements of x"
+        )

@@ -1,0 +1,32 @@
+"""Tensors as the compiled kernels take them: addresses, after the checks that keep it in their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def check(
+    name: str, x: torch.Tensor, shape: Sequence[int], like: torch.Tensor, any_dtype: bool = False
+) -> None:
+    """Raises ValueError unless the argument `name` has this shape, and the dtype and device of `like`."""
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {tuple(shape)}")
+    if x.dtype != like.dtype and not any_dtype:
+        raise ValueError(f"{name} is {x.dtype}, other arguments are {like.dtype}; cast one of them")
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, other arguments are on {like.device}; move one of them")
+
+
+def pointer(name: str, x: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> int:
+    """Address of the elements of `x`, contiguous, after `check`; 0 for None. ValueError for other strides."""
+    if x is None:
+        return 0
+    # all checks at once, some hundred nanoseconds: every eager call passes here
+    if x.is_cpu and x.dtype is like.dtype and x.is_contiguous() and x.shape == shape:
+        return x.data_ptr()
+    check(name, x, shape, like)
+    if not x.is_cpu:
+        raise ValueError(f"{name} is on {x.device}; the compiled kernels take tensors of the CPU alone")
+    raise ValueError(f"{name} has strides {x.stride()} for shape {tuple(x.shape)}; call contiguous() first")

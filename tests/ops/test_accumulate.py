@@ -1,0 +1,53 @@
+"""bfloat16 added to float32 against torch's own sum: the same bits."""
+
+import pytest
+import torch
+from compiled import instruction_sets, with_threads
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipipe.ops import accumulate
+
+SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3e38, -3e38])
+
+
+@given(st.one_of(st.integers(0, 40), st.integers(0, 30_000)), st.booleans())
+def test_bits_are_those_of_torch(n, zero):
+    total = torch.cat([torch.randn(n), SPECIAL, torch.zeros(8)])
+    x = torch.cat([torch.randn(n), SPECIAL.flip(0), SPECIAL]).bfloat16()
+    wanted, left = total + x, torch.zeros_like(x) if zero else x.clone()
+    accumulate(total, x, zero=zero)
+    assert torch.equal(total.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(total.isnan(), wanted.isnan())
+    assert torch.equal(x.nan_to_num(7.0), left.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_threads_and_instruction_sets_do_not_change_bits(zero):
+    total, x = torch.randn(20_001), torch.randn(20_001).bfloat16()
+
+    def run() -> torch.Tensor:
+        own = total.clone()
+        accumulate(own, x.clone(), zero=zero)
+        return own
+
+    one, *more = with_threads(run)
+    assert all(torch.equal(one, other) for other in more)
+    for kernels in instruction_sets():
+        own, given_x = total.clone(), x.clone()
+        kernels.accumulate_bf16(own.data_ptr(), given_x.data_ptr(), 20_001, zero, 1)
+        assert torch.equal(own, one)
+
+
+def test_other_tensors_are_refused():
+    total, x = torch.zeros(4, 2), torch.zeros(4, 2).bfloat16()
+    wrong = [
+        (total.double(), x, "torch.bfloat16 is added to torch.float64"),
+        (total, x.float(), "torch.float32 is added to torch.float32"),
+        (total, x[:3], r"x is \(3, 2\) on cpu, the sum \(4, 2\)"),
+        (total.t(), x.t(), r"strides \(1, 2\) and \(1, 2\)"),
+        (total, total.view(torch.bfloat16).view(-1)[:8].view(4, 2), "share memory"),
+    ]
+    for a, b, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            accumulate(a, b)

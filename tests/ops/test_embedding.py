@@ -1,0 +1,213 @@
+"""Rows of a table, and where their gradient goes, against torch's own embedding."""
+
+import importlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from mpipipe.native import instruction_set
+from mpipipe.ops import embedding
+from mpipipe.ops.native import kernels
+
+needs_kernels = pytest.mark.skipif(kernels is None, reason="the kernels are not built")
+SETS = ["base", "v3", "v4"] if instruction_set() in ("base", "v3", "v4") else ["base", "sve"]
+
+
+def table(entries=13, width=5, dtype=torch.float32):
+    return torch.randn(entries, width, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+
+
+def torchs(indices, weight, padding, dy):
+    """The dense gradient, in float64."""
+    w = weight.detach().double().requires_grad_()
+    functional.embedding(indices, w, padding).backward(dy.double())
+    return w.grad
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 50), st.integers(1, 30),
+    st.integers(0, 40), st.sampled_from([None, 0, -1]), st.booleans(), st.sampled_from([torch.int64, torch.int32]),
+)  # fmt: skip
+def test_gradient(dtype, n, entries, width, padding, there, kind):
+    weight = table(entries, width, dtype)
+    indices = torch.randint(0, entries, (n,), generator=torch.Generator().manual_seed(n), dtype=kind)
+    if there:
+        weight.grad = torch.zeros_like(weight)
+    place = weight.grad
+    rows = embedding(indices, weight, padding)
+    assert torch.equal(rows, weight[indices.long()])
+    dy = torch.randn(n, width, generator=torch.Generator().manual_seed(2)).to(dtype)
+    rows.backward(dy)
+    assert not there or weight.grad is place
+    exact = torchs(indices, weight, padding, dy)
+    plain = weight.detach().clone().requires_grad_()
+    functional.embedding(indices, plain, padding).backward(dy)
+    theirs = (plain.grad.double() - exact).abs().max().item() if exact.numel() else 0.0
+    ours = (weight.grad.double() - exact).abs().max().item() if exact.numel() else 0.0
+    assert ours <= 2 * theirs
+
+
+def test_shapes_of_indices_and_strides_of_the_gradient():
+    weight = table()
+    weight.grad = torch.zeros_like(weight)
+    indices = torch.randint(0, 13, (4, 6)).t()
+    dy = torch.randn(4, 5, 6).permute(2, 0, 1)
+    embedding(indices, weight).backward(dy)
+    torch.testing.assert_close(weight.grad.double(), torchs(indices, weight, None, dy))
+
+
+@pytest.mark.parametrize("head_first", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_table_tied_to_the_head(head_first, there):
+    """Its gradient has two terms, of which autograd sees one."""
+    weight = table()
+    if there:
+        weight.grad = torch.ones_like(weight)
+    indices = torch.tensor([[1, 2, 2], [7, 1, 0]])
+
+    def loss(w, look_up):
+        if head_first:
+            early = (w * w).sum()
+        x = look_up(indices, w)
+        late = functional.linear(x.tanh(), w).square().sum() + (x * x).sum()
+        return late + (early if head_first else 0)
+
+    exact = weight.detach().double().requires_grad_()
+    loss(exact, functional.embedding).backward()
+    for _ in range(2):
+        loss(weight, embedding).backward()
+    torch.testing.assert_close(weight.grad.double(), 2 * exact.grad + there, rtol=1e-5, atol=1e-4)
+
+
+def plain_gradient(weight, indices):
+    w = weight.detach().clone().requires_grad_()
+    functional.embedding(indices, w).square().sum().backward()
+    return w.grad
+
+
+INDICES = torch.tensor([3, 3, 0, 12])
+
+
+def test_hooks_see_the_gradient():
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        weight, seen = table(), []
+        weight.grad = torch.zeros_like(weight)
+        getattr(weight, register)(lambda t, seen=seen: seen.append((t if t.grad is None else t.grad).clone()))
+        embedding(INDICES, weight).square().sum().backward()
+        assert torch.equal(seen[0], plain_gradient(weight, INDICES))
+        assert torch.equal(weight.grad, seen[0])
+
+
+def test_a_hook_may_change_the_gradient():
+    weight = table()
+    weight.grad = torch.zeros_like(weight)
+    weight.register_hook(lambda g: 2 * g)
+    embedding(INDICES, weight).square().sum().backward()
+    assert torch.equal(weight.grad, 2 * plain_gradient(weight, INDICES))
+
+
+def test_hooks_of_the_accumulating_node_are_called():
+    """As data-parallel wrappers register them: `.grad` is complete by then."""
+    weight, seen = table(), []
+    weight.grad = torch.zeros_like(weight)
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append(weight.grad.clone()))
+    embedding(INDICES, weight).square().sum().backward()
+    assert torch.equal(seen[0], plain_gradient(weight, INDICES))
+
+
+def test_gradients_that_are_returned_go_nowhere_else():
+    weight = table()
+    weight.grad = torch.zeros_like(weight)
+    x = torch.ones(4, 5, requires_grad=True)
+    (got,) = torch.autograd.grad(embedding(INDICES, weight).square().sum(), weight)
+    assert torch.equal(got, plain_gradient(weight, INDICES))
+    (embedding(INDICES, weight) * x).sum().backward(inputs=[x])
+    assert not weight.grad.any()
+
+
+def test_gradient_of_a_gradient():
+    weight = table(dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda w: embedding(INDICES, w, 0).pow(3), weight)
+    weight = table()
+    weight.grad = torch.zeros_like(weight)
+    embedding(INDICES, weight).square().sum().backward(create_graph=True)
+    torch.testing.assert_close(weight.grad.detach(), plain_gradient(weight, INDICES))
+
+
+def test_a_table_that_is_no_leaf():
+    weight = table()
+    weight.grad = torch.zeros_like(weight)
+    embedding(INDICES, weight * 2).sum().backward()
+    assert torch.equal(weight.grad.sum(1), torch.bincount(INDICES, minlength=13) * 10.0)
+
+
+def test_gradients_of_another_layout_or_dtype():
+    for there in (torch.zeros(5, 13).t(), torch.zeros(13, 5).to_sparse()):
+        weight = table()
+        weight.grad = there
+        embedding(INDICES, weight).square().sum().backward()
+        assert torch.equal(weight.grad.to_dense(), plain_gradient(weight, INDICES))
+
+
+def test_writing_counts_as_a_change():
+    weight = table()
+    weight.grad = torch.zeros_like(weight)
+    before = weight.grad._version
+    embedding(INDICES, weight).sum().backward()
+    assert weight.grad._version > before
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_kernel_has_the_reference_bits(dtype):
+    kind = torch.float32 if dtype == "f32" else torch.bfloat16
+    dy, indices = torch.randn(200, 37).to(kind), torch.randint(0, 11, (200,))
+    dy[3, 3], dy[5, 5], dy[6, 6] = float("nan"), float("inf"), 1e-40
+    results = []
+    for name in SETS[: 1 + SETS.index(instruction_set())]:
+        module = importlib.import_module(f"mpipipe._kernels_{name}")
+        for prefix, threads in [("reference_", 1), ("", 1), ("", 2), ("", 3)]:
+            grad = torch.ones(11, 37, dtype=kind)
+            kernel = getattr(module, f"{prefix}embedding_backward_{dtype}")
+            kernel(dy.data_ptr(), indices.data_ptr(), 200, 37, 4, grad.data_ptr(), threads)
+            results.append(grad)
+    for grad in results:
+        torch.testing.assert_close(grad, results[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.full
+def test_operator():
+    torch.library.opcheck(torch.ops.mpipipe.embedding.default, (INDICES, table(), 3))
+
+
+def test_export():
+    class Table(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(table().detach())
+
+        def forward(self, indices):
+            return embedding(indices, self.weight, 3)
+
+    captured = torch.export.export(Table(), (INDICES,), strict=False).module()
+    captured.weight.grad = torch.zeros(13, 5)
+    captured(INDICES).sum().backward()
+    assert captured.weight.grad.sum() == 10.0  # two of the four are padding
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"from 1 to 13.*13 entries"):
+        embedding(torch.tensor([1, 13]), table())
+    with pytest.raises(ValueError, match=r"from -1 to 1"):
+        embedding(torch.tensor([1, -1]), table())
+    with pytest.raises(ValueError, match="float32"):
+        embedding(torch.ones(3), table())
+    with pytest.raises(ValueError, match="padding_idx=13"):
+        embedding(INDICES, table(), 13)
+    with pytest.raises(ValueError, match=r"\(13,\)"):
+        embedding(INDICES, table()[:, 0])

@@ -1,0 +1,271 @@
+"""Attention in tiles against float64, in every mask, sharing of heads, dtype and layout of memory."""
+
+import importlib
+import platform
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpipipe.native import SETS, _flags
+from mpipipe.ops import flash_attention, kernels
+from mpipipe.ops.library import traced
+
+door = importlib.import_module("mpipipe.ops.flash_attention")
+needs_kernels = pytest.mark.skipif(kernels is None, reason="the compiled kernels are missing")
+MASKS = ["none", "lengths", "mask"]
+
+
+def problem(b=2, h=4, hk=2, t=33, s=33, e=16, dtype=torch.float32, seed=0, size=1.0):
+    """q, k, v as transposed views of (B, T, H, E), as a projection gives them."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = (b, t, h, e), (b, s, hk, e), (b, s, hk, e)
+    return [(size * torch.randn(x, generator=g)).to(dtype).transpose(1, 2).requires_grad_() for x in shapes]
+
+
+def hidden(kind: str, b: int, s: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    if kind == "lengths":
+        return {"key_lengths": torch.randint(0, s + 1, (b,), generator=g)}
+    return {"key_mask": torch.rand(b, s, generator=g) < 0.6} if kind == "mask" else {}
+
+
+def results(function, inputs, d_o):
+    o = function(*inputs)
+    return [o.detach(), *torch.autograd.grad(o, inputs, d_o.to(o.dtype))]
+
+
+def by_torch(causal, masks, scale):
+    def run(q, k, v):
+        return door._by_torch(q, k, v, masks.get("key_lengths"), masks.get("key_mask"), causal, scale)
+
+    return run
+
+
+def roundings(q, k, v, d_o, scale):
+    """One rounding of the greatest term of o, dq, dk and dv: what is left where they cancel."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    dp = (d_o.double() @ v.double().mT).abs().amax() * abs(scale)
+    sizes = v.abs().amax(), dp * k.abs().amax(), dp * q.abs().amax(), d_o.abs().amax()
+    return [torch.finfo(q.dtype).eps * size.double() for size in sizes]
+
+
+def compare(inputs, causal, masks, scale=None):
+    """The error to float64 is at most twice that of torch's own attention, or a few roundings."""
+    scale = inputs[0].shape[3] ** -0.5 if scale is None else scale
+    d_o = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(9))
+    plain = by_torch(causal, masks, scale)
+    exact = results(plain, [x.detach().double().requires_grad_() for x in inputs], d_o.to(inputs[0].dtype))
+    torchs = results(plain, inputs, d_o)
+    ours = results(lambda *x: flash_attention(*x, causal=causal, scale=scale, **masks), inputs, d_o)
+    units = roundings(*(x.detach() for x in inputs), d_o, scale)
+    for got, other, true, unit in zip(ours, torchs, exact, units, strict=True):
+        assert got.dtype == inputs[0].dtype
+        bound = 2 * (other.double() - true).abs().max() + 4 * unit
+        assert (got.double() - true).abs().max() <= bound
+
+
+@given(
+    st.integers(1, 3), st.sampled_from([(1, 1), (4, 4), (4, 2), (3, 1)]), st.integers(1, 150),
+    st.integers(1, 150), st.sampled_from([1, 7, 16, 32, 48, 64, 80, 96, 100, 128, 150]), st.booleans(),
+    st.sampled_from(MASKS), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([None, 0.3]),
+)  # fmt: skip
+@settings(max_examples=25)
+@example(1, (4, 4), 1, 1, 16, False, "none", torch.float32, None)
+@example(1, (1, 1), 300, 260, 64, True, "none", torch.float32, None)
+@example(1, (2, 1), 65, 200, 80, True, "mask", torch.bfloat16, None)
+def test_against_float64(b, heads, t, s, e, causal, mask, dtype, scale):
+    compare(problem(b, *heads, t, s, e, dtype), causal, hidden(mask, b, s), scale)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("e", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_against_float64(causal, e, dtype):
+    compare(problem(1, 2, 1, 1111, 1024, e, dtype), causal, {})
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 2, 5, 5, 8), (2, 0, 0, 5, 5, 8), (2, 2, 2, 0, 5, 8), (2, 2, 2, 5, 0, 8)]
+)
+def test_nothing_in_a_dimension(shape):
+    inputs = problem(*shape)
+    o = flash_attention(*inputs, causal=True)
+    assert o.shape == inputs[0].shape
+    assert all((x == 0).all() for x in (o, *torch.autograd.grad(o.sum(), inputs)))
+
+
+@pytest.mark.parametrize(
+    "masks", [{"key_lengths": torch.tensor([0, 3])}, {"key_mask": torch.eye(2, 70)[:, :70] > 1}]
+)
+def test_a_query_that_sees_nothing_gives_zero(masks):
+    inputs = problem(t=70, s=70)
+    o = flash_attention(*inputs, causal=True, **masks)
+    grads = torch.autograd.grad(o.sum(), inputs)
+    assert all((x[0] == 0).all() and x.isfinite().all() for x in (o, *grads))
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 30.0, 1e4])
+def test_extreme_sizes(size):
+    """Tiny values (their products are denormal), and scores of which a single one decides."""
+    compare(problem(1, 2, 1, 40, 40, 32, size=size), True, {})
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1])
+def test_nan_reaches_what_depends_on_it(bits):
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    for which in range(3):
+        inputs = [x.detach() for x in problem(1, 2, 2, 70, 70, 16)]
+        inputs[which][0, 1, 20, 3] = nan
+        o = flash_attention(*inputs, causal=True)
+        assert o[0, 0].isfinite().all()
+        assert o[0, 1, :16].isfinite().all()  # before the strip of the diagonal that the key is in
+        assert o[0, 1, 20:].isnan().any(-1).all() if which else o[0, 1, 20].isnan().all()
+
+
+def test_what_lengths_hide_is_not_read():
+    q, k, v = problem(1, 2, 2, 40, 70, 16)
+    with torch.no_grad():
+        k[:, :, 50:] = v[:, :, 50:] = torch.nan
+    o = flash_attention(q, k, v, key_lengths=torch.tensor([50]))
+    torch.testing.assert_close(o, F.scaled_dot_product_attention(q, k[:, :, :50], v[:, :, :50]))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 2, 1, 300, 300, 32), (3, 4, 4, 70, 130, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_bit(shape, dtype):
+    threads, found = torch.get_num_threads(), []
+    inputs = problem(*shape, dtype=dtype)
+    d_o = torch.randn(inputs[0].shape)
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.append(results(lambda *x: flash_attention(*x, causal=True), inputs, d_o))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+def test_layout_is_that_of_the_inputs():
+    x = torch.randn(2, 9, 3, 4, 16)  # of one projection: (B, T, 3, H, E)
+    q, k, v = (y.transpose(1, 2).requires_grad_() for y in x.unbind(2))
+    o = flash_attention(q, k, v, causal=True)
+    assert o.transpose(1, 2).is_contiguous()
+    straight = [y.detach().contiguous().requires_grad_() for y in (q, k, v)]
+    same = flash_attention(*straight, causal=True)
+    assert same.is_contiguous()
+    assert torch.equal(o, same)
+    turned = [y.detach().mT.contiguous().mT.requires_grad_() for y in (q, k, v)]  # the width is not innermost
+    assert torch.equal(flash_attention(*turned, causal=True), same)
+    grads = torch.autograd.grad(o.sum(), (q, k, v))
+    assert all(g.transpose(1, 2).is_contiguous() for g in grads)
+    for inputs, out in ((straight, same), (turned, flash_attention(*turned, causal=True))):
+        assert all(map(torch.equal, grads, torch.autograd.grad(out.sum(), inputs)))
+
+
+def test_one_number_per_query_is_kept():
+    q, k, v = problem(1, 2, 2, 256, 256, 16)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        flash_attention(q, k, v, causal=True)
+    assert sum(t.numel() for t in saved) <= 4 * q.numel() + 2 * 256
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", MASKS)
+def test_gradients_of_the_plain_form(causal, kind):
+    inputs = [x.detach().double().requires_grad_() for x in problem(2, 2, 1, 4, 5, 3)]
+    masks = hidden(kind, 2, 5)
+    assert torch.autograd.gradcheck(lambda *x: flash_attention(*x, causal=causal, **masks), inputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", MASKS)
+def test_operator(kind):
+    inputs = [x.detach().requires_grad_() for x in problem(2, 2, 1, 6, 6, 8)]
+    masks = hidden(kind, 2, 6)
+    torch.library.opcheck(
+        torch.ops.mpipipe.flash_attention.default,
+        (*inputs, masks.get("key_lengths"), masks.get("key_mask"), True, 0.5),
+    )
+
+
+@needs_kernels
+def test_export_sees_one_operator():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flash_attention(q, k, v, causal=True)
+
+    inputs = tuple(x.detach() for x in problem())
+    program = torch.export.export(Model(), inputs, strict=False)
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert "mpipipe.flash_attention.default" in names
+    assert torch.equal(program.module()(*inputs), Model()(*inputs))
+
+
+def test_planning_without_data():
+    with FakeTensorMode():
+        q = torch.empty(2, 5, 4, 8, requires_grad=True).transpose(1, 2)
+        assert traced(q)
+        o = flash_attention(q, q, q, causal=True)
+        o.sum().backward()
+    assert o.shape == (2, 4, 5, 8)
+    assert o.stride() == q.stride()
+
+
+@needs_kernels
+def test_instruction_sets_agree(monkeypatch):
+    inputs = problem(1, 2, 1, 100, 100, 80)
+    d_o = torch.randn(inputs[0].shape)
+    expected = results(lambda *x: flash_attention(*x, causal=True), inputs, d_o)
+    for name, needs in SETS[platform.machine()].items():
+        if not needs <= _flags():
+            continue
+        other = importlib.import_module(f"mpipipe._kernels_{name}")
+        pair = other.attention_f32, other.attention_backward_f32
+        monkeypatch.setitem(door._KERNELS, torch.float32, pair)
+        for got, one in zip(
+            results(lambda *x: flash_attention(*x, causal=True), inputs, d_o), expected, strict=True
+        ):
+            torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
+
+
+Q = torch.ones(2, 4, 5, 8)
+K = torch.ones(2, 2, 6, 8)
+REFUSED = {
+    "4 dimensions": (Q[0], K, K, {}),
+    "v is": (Q, K, K[:, :, 1:], {}),
+    "batch and width": (Q[:1], K, K, {}),
+    "width not 0": (Q[..., :0], K[..., :0], K[..., :0], {}),
+    "4 heads of q cannot share 3": (Q, torch.ones(2, 3, 6, 8), torch.ones(2, 3, 6, 8), {}),
+    r"4 heads of q cannot share 0": (Q, K[:, :0], K[:, :0], {}),
+    "torch.float64": (Q, K.double(), K, {}),
+    "torch.int64": (Q.long(), K.long(), K.long(), {}),
+    "on meta": (Q, K.to("meta"), K, {}),
+    r"key_lengths is \(2,\) torch.int32": (Q, K, K, {"key_lengths": torch.ones(2, dtype=torch.int32)}),
+    r"key_mask is \(2, 5\)": (Q, K, K, {"key_mask": torch.ones(2, 5, dtype=torch.bool)}),
+    "go from 1 to 7": (Q, K, K, {"key_lengths": torch.tensor([1, 7])}),
+    "go from -1 to 3": (Q, K, K, {"key_lengths": torch.tensor([-1, 3])}),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_wrong_arguments_are_refused(said):
+    q, k, v, masks = REFUSED[said]
+    with pytest.raises(ValueError, match=said):
+        flash_attention(q, k, v, **masks)
+
+
+def test_without_kernels(monkeypatch):
+    inputs = problem()
+    expected = flash_attention(*inputs, causal=True)
+    monkeypatch.setattr(door, "_KERNELS", {})
+    torch.testing.assert_close(flash_attention(*inputs, causal=True), expected)

@@ -1,0 +1,262 @@
+"""Linear layer and cross entropy in one against torch in float64, whatever the tiles are."""
+
+import importlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from mpipipe.native import instruction_set
+from mpipipe.ops import cross_entropy, linear_cross_entropy
+from mpipipe.ops.linear_cross_entropy import _by_torch
+from mpipipe.ops.native import kernels
+
+needs_kernels = pytest.mark.skipif(kernels is None, reason="the kernels are not built")
+SETS = ["base", "v3", "v4"] if instruction_set() in ("base", "v3", "v4") else ["base", "sve"]
+
+
+def case(tokens, entries, width=8, bias=True, dtype=torch.float32, spread=3.0, seed=0):
+    """x, weight, labels (a third of them ignored), bias."""
+    g = torch.Generator().manual_seed(seed)
+    x = (spread * torch.randn(tokens, width, generator=g)).to(dtype).requires_grad_()
+    weight = torch.randn(entries, width, generator=g).to(dtype).requires_grad_()
+    labels = torch.randint(0, entries, (tokens,), generator=g)
+    labels[::3] = -100
+    b = torch.randn(entries, generator=g).to(dtype).requires_grad_() if bias else None
+    return x, weight, labels, b
+
+
+def by_torch(x, weight, labels, bias, smoothing=0.0, dtype=torch.float64, scale=1.0):
+    """Loss and gradients of x, weight and bias, computed in `dtype`."""
+    leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in (x, weight, bias)]
+    logits = functional.linear(*leaves)
+    wide = logits if dtype == torch.float64 else logits.float()
+    loss = functional.cross_entropy(wide, labels, label_smoothing=smoothing, reduction="sum")
+    (scale * loss).backward()
+    return [loss.detach(), *(t.grad for t in leaves if t is not None)]
+
+
+def by_us(x, weight, labels, bias, smoothing=0.0, scale=1.0):
+    loss = linear_cross_entropy(x, weight, labels, bias=bias, label_smoothing=smoothing)
+    (scale * loss).backward()
+    got = [loss.detach(), *(t.grad for t in (x, weight, bias) if t is not None)]
+    for t in (x, weight, bias):
+        if t is not None:
+            t.grad = None
+    return got
+
+
+def worst(got, exact):
+    return [
+        (g.double() - e).abs().max().item() if e.numel() else 0.0 for g, e in zip(got, exact, strict=True)
+    ]
+
+
+def split(patch):
+    """Several tiles of tokens and of entries also of small cases."""
+    for name, value in (("_ALWAYS", 64), ("_COLUMNS", 64), ("_ROWS", 16)):
+        patch.setattr(cross_entropy, name, value)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    split(monkeypatch)
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 40), st.integers(1, 700), st.booleans(),
+    st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.1, 3.0, 100.0]), st.booleans(),
+)  # fmt: skip
+def test_error_at_most_twice_torchs(dtype, tokens, entries, bias, smoothing, spread, tiled):
+    with pytest.MonkeyPatch.context() as patch:
+        if tiled:
+            split(patch)
+        given_ = case(tokens, entries, bias=bias, dtype=dtype, spread=spread)
+        exact = by_torch(*given_, smoothing, scale=0.25)
+        got = by_us(*given_, smoothing, scale=0.25)
+    torchs = worst(by_torch(*given_, smoothing, dtype=dtype, scale=0.25), exact)
+    # a logit is rounded, by chance in another direction: that moves a loss, and a gradient times x or weight
+    x, weight = (t.detach().double() for t in given_[:2])
+    chance = torch.finfo(dtype).eps * max((x @ weight.t()).abs().amax().item() if tokens else 0.0, 1.0)
+    sizes = [tokens, *(m.abs().max().item() if m.numel() else 0.0 for m in (weight, x)), 1.0]
+    for ours, theirs, size in zip(worst(got, exact), torchs, sizes, strict=False):
+        assert ours <= 2 * theirs + chance * size
+
+
+def test_a_gradient_that_is_there_is_added_to(small_tiles):
+    x, weight, labels, bias = case(50, 300)
+    exact = by_torch(x, weight, labels, bias)
+    weight.grad = torch.ones_like(weight)
+    place = weight.grad.data_ptr()
+    for _ in range(2):
+        linear_cross_entropy(x, weight, labels, bias=bias).backward()
+    assert weight.grad.data_ptr() == place
+    torch.testing.assert_close(weight.grad.double(), 1 + 2 * exact[2], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(x.grad.double(), 2 * exact[1], rtol=1e-5, atol=1e-4)
+
+
+def test_backward_again_through_the_same_graph(small_tiles):
+    x, weight, labels, bias = case(50, 300)
+    loss = linear_cross_entropy(x, weight, labels, bias=bias)
+    first = torch.autograd.grad(loss, [x, weight, bias], retain_graph=True)
+    second = torch.autograd.grad(loss, [x, weight, bias], retain_graph=True)
+    (only_x,) = torch.autograd.grad(loss, x)
+    for again in (second, (only_x,)):
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=False))
+
+
+def test_gradients_in_two_steps(small_tiles):
+    """As a schedule that splits the backward: first of x, later of the weights."""
+    x, weight, labels, bias = case(50, 300)
+    expected = by_us(x, weight, labels, bias)
+    weight.grad, bias.grad = torch.zeros_like(weight), torch.zeros_like(bias)
+    loss = linear_cross_entropy(x, weight, labels, bias=bias)
+    (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert not weight.grad.any()
+    loss.backward(inputs=[weight, bias])
+    assert x.grad is None
+    for got, wish in zip([dx, weight.grad, bias.grad], expected[1:], strict=True):
+        torch.testing.assert_close(got, wish)
+
+
+def test_autocast(small_tiles):
+    """Products in bfloat16, the softmax in float32: as torch's two operators, within bfloat16."""
+    x, weight, labels, bias = case(50, 300, spread=1.0)
+    exact = by_torch(x, weight, labels, bias)
+    torchs = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = functional.linear(*torchs)
+        theirs = functional.cross_entropy(logits, labels, reduction="sum")
+        ours = linear_cross_entropy(x, weight, labels, bias=bias)
+    theirs.backward()
+    ours.backward()
+    assert ours.dtype == torch.float32
+    errors = worst([ours.detach(), x.grad, weight.grad, bias.grad], exact)
+    bounds = worst([theirs.detach(), *(t.grad for t in torchs)], exact)
+    assert all(e <= 2 * b for e, b in zip(errors, bounds, strict=True))
+
+
+def test_without_gradients_none_are_made():
+    x, weight, labels, bias = case(50, 300)
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, labels, bias=bias)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss.double(), by_torch(x, weight, labels, bias)[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(small_tiles, value):
+    x, weight, labels, bias = case(20, 300)
+    with torch.no_grad():
+        x[4] = value
+        x[3] = value  # its label is ignored: it counts nowhere
+    loss, dx, _, _ = by_us(x, weight, labels, bias)
+    assert loss.isnan()
+    assert dx[4].isnan().all()
+    assert not dx[3].any()
+
+
+def test_masked_entries(small_tiles):
+    """Entries of logit -infinity, whole tiles of them first: no probability, no gradient."""
+    x, weight, labels, bias = case(20, 300)
+    with torch.no_grad():
+        bias[:200] = -torch.inf
+        labels[labels >= 0] = 250
+    exact = by_torch(x, weight, labels, bias)
+    got = by_us(x, weight, labels, bias)
+    for a, b in zip(got, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        bias[:] = -torch.inf
+    assert by_us(x, weight, labels, bias)[0].isnan()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("name", SETS[: 1 + SETS.index(instruction_set())])
+def test_each_instruction_set_against_the_reference(name, dtype):
+    module = importlib.import_module(f"mpipipe._kernels_{name}")
+    kind = torch.float32 if dtype == "f32" else torch.bfloat16
+    rows, columns = 7, 2077
+    logits = (5 * torch.randn(rows, columns)).to(kind)
+    logits[1, 3], logits[2, 5], logits[4] = float("nan"), float("inf"), -torch.inf
+    bias, labels = torch.randn(columns), torch.tensor([100, 101, 2176, 1500, 99, -1, 3000])
+    results = []
+    for prefix, threads in [("reference_", 1), ("", 1), ("", 2), ("", 3)]:
+        state = torch.tensor([-torch.inf, 0, 0, 0], dtype=torch.float64).repeat(rows, 1)
+        g, log_sum = logits.clone(), torch.full((rows,), 12.5)
+        start = (rows, columns, bias.data_ptr(), labels.data_ptr(), 100, -1)
+        forward = getattr(module, f"{prefix}cross_entropy_forward_{dtype}")
+        backward = getattr(module, f"{prefix}cross_entropy_backward_{dtype}")
+        forward(g.data_ptr(), *start, state.data_ptr(), threads)
+        backward(g.data_ptr(), *start, log_sum.data_ptr(), 0.9, 1e-4, 0.5, threads)
+        results.append((state, g))
+    (reference, gradient), one, *others = results
+    finite = [0, 3, 4, 5, 6]
+    torch.testing.assert_close(one[0][finite], reference[finite], rtol=1e-6, atol=1e-2)
+    assert one[0][[1, 2], 1].isnan().all()
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if dtype == "bf16" else {"rtol": 2e-6, "atol": 1e-6}
+    torch.testing.assert_close(one[1], gradient, equal_nan=True, **tolerance)
+    for state, g in others:
+        assert torch.equal(state.view(torch.int64), one[0].view(torch.int64))
+        assert torch.equal(g.view(torch.uint8), one[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_gradcheck_of_the_way_without_kernels(smoothing):
+    x, weight, labels, bias = case(5, 7, width=3, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda *t: _by_torch(t[0], t[1], labels, t[2], -100, smoothing), (x, weight, bias)
+    )
+    torch.testing.assert_close(
+        linear_cross_entropy(x, weight, labels, bias=bias).detach(), by_torch(x, weight, labels, bias)[0]
+    )
+
+
+@needs_kernels
+def test_operator():
+    x, weight, labels, bias = case(6, 11)
+    for b in (bias, None):
+        torch.library.opcheck(
+            torch.ops.mpipipe.linear_cross_entropy.default, (x, weight, labels, b, -100, 0.1)
+        )
+
+
+def test_export():
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(11, 4))
+
+        def forward(self, x, labels):
+            return linear_cross_entropy(x, self.weight, labels)
+
+    head, x, labels = Head(), torch.randn(6, 4), torch.arange(6)
+    captured = torch.export.export(head, (x, labels), strict=False).module()
+    loss = captured(x, labels)
+    assert torch.equal(loss, head(x, labels))
+    captured.weight.grad = torch.zeros(11, 4)
+    loss.backward()
+    torch.testing.assert_close(
+        captured.weight.grad.double(), by_torch(x, head.weight, labels, None)[2], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_wrong_arguments_are_refused():
+    x, weight, labels, bias = case(6, 11)
+    wrong = [
+        ("label 11 with a vocabulary of 11", (x, weight, torch.full((6,), 11)), {}),
+        ("label -1 with a vocabulary of 11", (x, weight, torch.full((6,), -1)), {}),
+        (r"\(6, 8\).*\(11, 7\)", (x, weight[:, :7], labels), {}),
+        (r"\(5,\).*\(6, 8\)", (x, weight, labels[:5]), {}),
+        ("int32", (x, weight, labels.int()), {}),
+        ("float64", (x, weight.double(), labels), {}),
+        (r"bias is \(3,\).*\(11, 8\)", (x, weight, labels), {"bias": bias[:3]}),
+        ("label_smoothing=2", (x, weight, labels), {"label_smoothing": 2.0}),
+    ]
+    for text, args, options in wrong:
+        with pytest.raises(ValueError, match=text):
+            linear_cross_entropy(*args, **options)
