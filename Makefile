@@ -30,7 +30,7 @@ SOURCES := pyproject.toml setup.py $(shell find kernels -name '*.cpp' -o -name '
 chosen = $(foreach c,$(CHOICES),$(c)=$(strip $($(c))))
 export VENV
 
-.PHONY: help setup wheelhouse docs train test test-fast test-browser test-mpi test-slurm test-torch test-full lint format bench bench-kernels clean choices-changed
+.PHONY: help setup wheelhouse docs train test test-fast test-kernels test-browser test-mpi test-slurm test-torch test-full lint format bench bench-kernels clean choices-changed
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # the tests measure times, and the last lines are those of the last test
 
@@ -58,11 +58,14 @@ wheelhouse: ## all that make setup installs, in a folder for machines without in
 train: setup ## train CONFIG on N ranks of this machine
 	@.ci/launch $(N) $(PY) -m mpipipe.train $(CONFIG) $(ARGS)
 
-test: setup lint test-fast test-browser test-slurm test-mpi ## all of the checks below but test-full
+test: setup lint test-fast test-kernels test-browser test-slurm test-mpi ## all of the checks below but test-full
 
 test-fast: setup ## tests without MPI, under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal \
-		-m "not mpi and not jobs and not slurm and not browser and not full" $(K)
+		-m "not mpi and not jobs and not slurm and not browser and not kernels and not full" $(K)
+
+test-kernels: setup ## each kernel compiled under sanitizers against its reference, each benchmark once
+	$(PY) -m pytest -m "kernels and not full" $(K)
 
 test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of how its jobs end
 	$(PY) -m pytest -m "jobs$(if $(FULL),, and not full)" $(K)

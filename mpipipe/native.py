@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from mpipipe.errors import ConfigError
+
 CPU_INFO = Path("/proc/cpuinfo")
 FORCED = "MPIPIPE_INSTRUCTION_SET"  # names the set to load, for tests
 # machine -> instruction sets, best first, and what /proc/cpuinfo lists where processor and system have them;
@@ -24,6 +26,7 @@ SETS: Mapping[str, Mapping[str, frozenset[str]]] = {
     },
     "aarch64": {"sve": frozenset({"sve"}), "base": frozenset()},
 }
+_PLAIN: Mapping[str, frozenset[str]] = {"base": frozenset()}  # of any other machine
 
 
 def load(name: str, version: str, without: str) -> ModuleType | None:
@@ -47,16 +50,35 @@ def load(name: str, version: str, without: str) -> ModuleType | None:
 @cache
 def instruction_set() -> str:
     """That the kernels of this process are compiled for: a name in `SETS`, the best that this processor runs,
-    or the one that MPIPIPE_INSTRUCTION_SET forces."""
-    return os.environ.get(FORCED) or best_set(platform.machine(), _flags())
+    or the one that MPIPIPE_INSTRUCTION_SET forces. Raises ConfigError where that one cannot run here."""
+    machine, here, forced = platform.machine(), flags(), os.environ.get(FORCED)
+    if forced:
+        check_forced(forced, machine, here)
+    return forced or best_set(machine, here)
+
+
+def check_forced(name: str, machine: str, flags: frozenset[str]) -> None:
+    """Raises ConfigError where this machine has no such set, or its processor not all of the instructions."""
+    sets = SETS.get(machine, _PLAIN)
+    if name not in sets:
+        raise ConfigError(
+            f"{FORCED}={name}: the kernels are built for {', '.join(sets)} on {machine}; take one of these, "
+            "or unset it for the best one"
+        )
+    if missing := sets[name] - flags:
+        best = best_set(machine, flags)
+        raise ConfigError(
+            f"{FORCED}={name}: this processor has no {', '.join(sorted(missing))}; "
+            f"its best set is {best}, which unsetting {FORCED} takes"
+        )
 
 
 def best_set(machine: str, flags: frozenset[str]) -> str:
     """The first set of this machine whose instructions are all among `flags`."""
-    return next((name for name, needs in SETS.get(machine, {}).items() if needs <= flags), "base")
+    return next((name for name, needs in SETS.get(machine, _PLAIN).items() if needs <= flags), "base")
 
 
-def _flags() -> frozenset[str]:
+def flags() -> frozenset[str]:
     """Instructions of the first processor; none where the system does not tell."""
     try:
         lines = CPU_INFO.read_text().splitlines()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-
 from benchmarks.kernels.harness import Case
+
 from mpipipe.ops.embedding import add_rows
 
 

@@ -1,12 +1,12 @@
-"""Forward and backward of a language model's head. The weight's gradient is there, as in every micro-batch but
-the first; torch's chunks are the best of those tried, its memory is in docs/benchmarks.md."""
+"""Forward and backward of a language model's head. The weight's gradient is there, as in every
+micro-batch but the first; torch's chunks are the best of those tried."""
 
 from __future__ import annotations
 
 import torch
+from benchmarks.kernels.harness import Call, Case
 from torch.nn import functional
 
-from benchmarks.kernels.harness import Call, Case
 from mpipipe.ops import linear_cross_entropy
 
 WIDTH = 768

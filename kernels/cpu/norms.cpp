@@ -19,11 +19,11 @@ double sum_of_squares(const T* x, int64_t n) {
     double lane[kLanes] = {};
     const int64_t whole = n / kLanes * kLanes;
     for (int64_t i = 0; i < whole; i += kLanes) {
+        float values[kLanes];  // bf16 straight to double is not vectorised
 #pragma omp simd
-        for (int64_t j = 0; j < kLanes; ++j) {
-            const double value = wide(x[i + j]);
-            lane[j] += value * value;
-        }
+        for (int64_t j = 0; j < kLanes; ++j) values[j] = wide(x[i + j]);
+#pragma omp simd
+        for (int64_t j = 0; j < kLanes; ++j) lane[j] += double{values[j]} * double{values[j]};
     }
     for (int64_t i = whole; i < n; ++i) {
         const double value = wide(x[i]);

@@ -32,7 +32,7 @@ def wanted(ctx: Any, position: int) -> bool:
     if node is None:
         return False
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
         return True
 
@@ -43,13 +43,15 @@ def destination(ctx: Any, position: int) -> Tensor | None:
 
     Whoever writes to it by address calls `torch.autograd.graph.increment_version`."""
     node = ctx.next_functions[position][0]
-    leaf = getattr(node, "variable", None)
-    grad = None if leaf is None else leaf.grad
+    leaf: Any = getattr(node, "variable", None)
+    if leaf is None:
+        return None
+    grad: Tensor | None = leaf.grad
     if grad is None or torch.is_grad_enabled() or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
         return None
     if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != leaf.dtype:
         return None
     try:
-        return grad if torch._C._will_engine_execute_node(node) else None  # type: ignore[attr-defined]
+        return grad if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:
         return None

@@ -28,7 +28,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels): a scalar, float32 (float64 for such x).
+    """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels): a scalar in float32 or float64.
 
     x (N, d), weight (V, d), bias (V,) floating point of one dtype; labels (N,) int64, each in [0, V) or
     ignore_index. Under autocast the products are made in its dtype. label_smoothing as
@@ -110,7 +110,7 @@ def _by_torch(
 # -- autograd ----------------------------------------------------------------------------------
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     x, weight, labels, bias, ctx.ignore_index, ctx.smoothing = inputs
     ctx.first = True
     ctx.save_for_backward(x, weight, labels, bias, *output[1:])
@@ -122,7 +122,7 @@ def _gradients(ctx: Any, grad: Tensor, into: Tensor | None) -> tuple[Tensor | No
     want = (wanted(ctx, 0), wanted(ctx, 1), saved[3] is not None and wanted(ctx, 3))
     # a second backward through this graph finds the tile used up; `.data`: writing counts as no change
     tile, ctx.first = kept.data if ctx.first and kept is not None else None, False
-    dx, dw, db = backward(grad, *saved, tile, ctx.ignore_index, ctx.smoothing, want, into)
+    dx, dw, db = backward(*(grad, *saved, tile, ctx.ignore_index, ctx.smoothing, want, into))
     return dx, dw if into is None else None, None, db, None, None
 
 
@@ -141,7 +141,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = forward(*inputs, keep=True)
+        output = forward(*(*inputs, True))
         _setup(ctx, inputs, output)
         return output[0]
 
@@ -150,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _without_tile(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Loss and log-sum-exp; a graph's results are values, no buffer that backward uses up."""
-    return forward(*inputs, keep=False)[:2]
+    return forward(*(*inputs, False))[:2]
 
 
 def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ def _dense(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Of a graph: gradients of x, weight and bias, empty ones where not wanted."""
     saved = (x, weight, labels, bias, log_sum, None)
-    grads = backward(grad, *saved, ignore_index, smoothing, tuple(want), None)
+    grads = backward(grad, *saved, ignore_index, smoothing, (want[0], want[1], want[2]), None)
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 
 

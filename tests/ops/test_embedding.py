@@ -30,7 +30,8 @@ def torchs(indices, weight, padding, dy):
 @settings(max_examples=30)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 50), st.integers(1, 30),
-    st.integers(0, 40), st.sampled_from([None, 0, -1]), st.booleans(), st.sampled_from([torch.int64, torch.int32]),
+    st.integers(0, 40), st.sampled_from([None, 0, -1]), st.booleans(),
+    st.sampled_from([torch.int64, torch.int32]),
 )  # fmt: skip
 def test_gradient(dtype, n, entries, width, padding, there, kind):
     weight = table(entries, width, dtype)

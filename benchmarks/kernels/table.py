@@ -1,0 +1,84 @@
+"""What docs/kernels.md says of speed, from the JSON lines of `make bench-kernels`.
+
+    make bench-kernels > kernels.jsonl
+    python -m benchmarks.kernels.table kernels.jsonl [--docs]
+
+Prints it, or writes it between the two comments of docs/kernels.md. Nothing in it is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+MARKED = re.compile(r"(?<=<!-- kernels -->\n).*(?=<!-- end of kernels -->)", re.DOTALL)
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a row for each case, a column for each number of threads. Of equal lines the last counts."""
+    lines = {(found["kernel"], found["case"], found["threads"]): found for found in results}
+    threads = sorted({n for _, _, n in lines})
+    columns = [f"{n} thread{'' if n == 1 else 's'}" for n in threads]
+    rows = [
+        ["kernel", "case", *columns, "bar", "at most"],
+        ["---", "---", *["---:"] * len(columns), "---:", "---"],
+    ]
+    for kernel, case in dict.fromkeys(key[:2] for key in lines):
+        found = [lines[kernel, case, n] for n in threads if (kernel, case, n) in lines]
+        ratios = [_ratio(lines.get((kernel, case, n))) for n in threads]
+        bar = found[0]["bar"]
+        rows.append([kernel, case, *ratios, "" if bar is None else f"{bar:.1f}", _share(found[-1])])
+    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"{text}\n\n{_measured(results)}\n"
+
+
+def _ratio(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    return f"{found['ratio']:.2f}{' (missed)' if found['met'] is False else ''}"
+
+
+def _share(found: dict[str, Any]) -> str:
+    """Of the machine's limit with most threads, the nearer of the two."""
+    achieved, limit = found["achieved"], found["limit"]
+    unit = max(achieved, key=lambda name: achieved[name] / limit[name])
+    return (
+        f"{achieved[unit]:.0f} of {limit[unit]:.0f} {unit.upper().replace('_S', '/s').replace('GF', 'GFlop')}"
+    )
+
+
+def _measured(results: Sequence[dict[str, Any]]) -> str:
+    """One line for each machine, date and route."""
+    return "\n".join(dict.fromkeys(map(_said, results)))
+
+
+def _said(found: dict[str, Any]) -> str:
+    m = found["machine"]
+    at = f"{m['processor']}, {m['cores']} cores, kernels for {found['kernels']}, torch {m['torch']}"
+    how = f"GEMMs by {found['gemm']}, medians of {found['rounds']} rounds"
+    return f"Measured on {found['date']} by `make bench-kernels`: {at}, {how}."
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description="the table of docs/kernels.md")
+    parser.add_argument("results", type=Path, help="JSON lines of benchmarks.kernels")
+    parser.add_argument("--docs", action="store_true", help="write it into docs/kernels.md")
+    a = parser.parse_args(argv)
+    new = table([json.loads(line) for line in a.results.read_text().splitlines() if line.startswith("{")])
+    if not a.docs:
+        print(new, end="")
+        return
+    text = PAGE.read_text()
+    if len(MARKED.findall(text)) != 1:
+        sys.exit(f"{PAGE}: one <!-- kernels --> with an <!-- end of kernels --> is needed")
+    PAGE.write_text(MARKED.sub(lambda _: new, text))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,59 @@
+"""kernels/check as a program, compiled as setup.py compiles the kernels, for any instruction set."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+KERNELS = REPOSITORY / "kernels"
+COMPILER = os.environ.get("CXX", "c++")
+FOLDERS = ("check", "cpu", "reference")
+# -O2: the bounds of every vector loop are those of -O3, and the checks of each access are inlined less
+SANITIZED = ("-O2", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+@cache
+def setup() -> dict[str, Any]:
+    """The names in setup.py, and under `given` what it hands to setuptools."""
+    with mock.patch("setuptools.setup") as to_setuptools:
+        here = os.getcwd()
+        os.chdir(REPOSITORY)
+        try:
+            names = runpy.run_path("setup.py")
+        finally:
+            os.chdir(here)
+    return names | {"given": to_setuptools.call_args.kwargs}
+
+
+def flags(machine: str, instruction_set: str) -> list[str]:
+    """Of the compiler for one instruction set of one machine."""
+    return ["-std=c++17", "-O3", *setup()["SETS"][machine][instruction_set], *setup()["FAST"]]
+
+
+def program(
+    folder: Path, machine: str, instruction_set: str, more: Sequence[str] = (), compiler: str = COMPILER
+) -> Path:
+    """The checker, in `folder`. Raises subprocess.CalledProcessError where it does not compile."""
+    common = [
+        compiler, *flags(machine, instruction_set), *more,
+        f'-DMPIPIPE_SET="{instruction_set}"', f"-I{KERNELS / 'include'}",
+    ]  # fmt: skip
+    sources = sorted(path for name in FOLDERS for path in (KERNELS / name).glob("*.cpp"))
+    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
+
+    def compile_one(source: Path, to: Path) -> None:
+        subprocess.run([*common, "-c", str(source), "-o", str(to)], check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sources, objects))
+    done = folder / "check"
+    subprocess.run([*common, *map(str, objects), "-o", str(done)], check=True)
+    return done

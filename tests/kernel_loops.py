@@ -1,0 +1,55 @@
+"""By what the vectorised hot loop of each kernel is recognised in its machine code.
+
+Looked for are instructions that no other loop of these functions has, on the registers of an instruction set.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+REGISTERS = {"v3": "%ymm", "v4": "%zmm", "sve": r"\bz[0-9]+\.[sdh]"}
+FIXED = r"\bv[0-9]+\.(4s|2d)"  # of aarch64: 16 bytes whatever the processor has
+
+
+class Loop(NamedTuple):
+    """least: instructions of these names (regular expressions) in functions whose name contains `symbol`."""
+
+    symbol: str
+    x86: str
+    arm: str
+    least: int = 1
+    arm_registers: str = REGISTERS["sve"]
+
+
+FUSED = "vfn?m(add|sub)[0-9]+p[sd]"
+ARM_FUSED = "f(n?mla|n?mls|n?mad|n?msb)"
+LOOPS = {
+    "words": Loop(r"cpu::.*\btile\(mpipipe::Stream", "vpmulu?dq|vpmullq", "mul|umulh", 4),
+    "dropout_f32": Loop(r"cpu::dropout<float", "vmulps", "fmul"),
+    "dropout_f64": Loop(r"cpu::dropout<double", "vmulpd", "fmul"),
+    "dropout_bf16": Loop(r"cpu::dropout<mpipipe::bf16", "vmulps", "fmul"),
+    "adamw_f32": Loop(r"\bupdate<float>", "vsqrtps", "fsqrt"),
+    "adamw_bf16": Loop(r"\bupdate<mpipipe::bf16>", "vsqrtps", "fsqrt"),
+    "norms_f32": Loop(r"cpu::norms<float>", FUSED, ARM_FUSED, 2),
+    "norms_bf16": Loop(r"cpu::norms<mpipipe::bf16>", FUSED, ARM_FUSED, 2),
+    "accumulate": Loop(r"cpu::.*\badd<(true|false)>", "vaddps", "fadd", 2),
+    "attention_products": Loop(r"mpipipe::block<|cpu::.*\b(Forward|Backward)<", FUSED, ARM_FUSED, 8, FIXED),
+    "attention_weights": Loop(r"cpu::.*\bweigh\(", FUSED, ARM_FUSED, 4, FIXED),
+    "embedding_f32": Loop(r"cpu::embedding_backward<float>", "vaddps", "fadd"),
+    "embedding_bf16": Loop(r"cpu::embedding_backward<mpipipe::bf16>", "vaddps", "fadd"),
+    "layer_norm_backward_f32": Loop(r"cpu::.*\bbackward<true, float>", FUSED, ARM_FUSED),
+    "layer_norm_backward_bf16": Loop(r"cpu::.*\bbackward<true, mpipipe::bf16>", FUSED, ARM_FUSED, 1, FIXED),
+    "rms_norm_backward_f32": Loop(r"cpu::.*\bbackward<false, float>", FUSED, ARM_FUSED),
+    "rms_norm_backward_bf16": Loop(r"cpu::.*\bbackward<false, mpipipe::bf16>", FUSED, ARM_FUSED, 1, FIXED),
+    "cross_entropy_forward": Loop(r"cpu::.*\badd_block\(", FUSED, ARM_FUSED, 4, FIXED),
+    "cross_entropy_backward_f32": Loop(r"cpu::cross_entropy_backward<float>", FUSED, ARM_FUSED, 4),
+    "cross_entropy_backward_bf16": Loop(r"cpu::cross_entropy_backward<mpipipe::bf16>", FUSED, ARM_FUSED, 4),
+    "bias_gelu": Loop(r"cpu::.*\bforward<mpipipe::cpu::", FUSED, ARM_FUSED, 100),
+    "bias_gelu_backward": Loop(r"cpu::.*\bbackward<mpipipe::cpu::", FUSED, ARM_FUSED, 100),
+    "swiglu_f32": Loop(r"cpu(::swiglu<float|6swigluIf)", FUSED, ARM_FUSED, 4),
+    "swiglu_bf16": Loop(r"cpu(::swiglu<mpipipe::bf16|6swigluINS_4bf16)", FUSED, ARM_FUSED, 4),
+    "swiglu_backward_f32": Loop(r"cpu(::swiglu_backward<float|15swiglu_backwardIf)", FUSED, ARM_FUSED, 4),
+    "swiglu_backward_bf16": Loop(
+        r"cpu(::swiglu_backward<mpipipe::bf16|15swiglu_backwardINS_4bf16)", FUSED, ARM_FUSED, 4
+    ),
+}

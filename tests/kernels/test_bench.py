@@ -1,0 +1,122 @@
+"""The benchmark of the kernels: what it divides by what, and that every case computes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmarks are no part of the package
+
+from benchmarks.kernels.__main__ import modules, result, said
+from benchmarks.kernels.harness import Case, compare
+from benchmarks.kernels.limits import Limits, has_bars
+from benchmarks.kernels.table import MARKED, PAGE, table
+
+
+class Time:
+    """A clock that only calls move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def takes(self, *seconds: float) -> Callable[[], None]:
+        """A call that takes these one after the other, then the last one for ever."""
+        left = list(seconds)
+
+        def call() -> None:
+            self.now_s += left.pop(0) if len(left) > 1 else left[0]
+
+        return call
+
+
+def refused() -> None:
+    raise RuntimeError("no such operator\nand a long story")
+
+
+def case(ours: Callable[[], Any], **theirs: Callable[[], Any]) -> Case:
+    return Case("norm", "small", ours, theirs, 2.0, 4_000_000_000, 8e9)
+
+
+def test_the_best_way_of_torch_is_compared() -> None:
+    t = Time()
+    found = compare(
+        case(t.takes(1.0), loop=t.takes(2.5), fused=t.takes(2.0), slow=t.takes(9.0), no=refused), 4, t
+    )
+    assert (found.best, found.ratio, found.ours_s) == ("fused", 2.0, 1.0)
+    assert found.ratios == {"loop": 2.5, "fused": 2.0}
+    assert found.unmeasured == {"no": "no such operator", "slow": "4.5 times the best one in the warm-up"}
+
+
+def test_a_disturbance_of_one_round_does_not_count() -> None:
+    t = Time()
+    slow_once = t.takes(1.0, 1.0, 1.0, 1.0, 50.0, 1.0)
+    found = compare(case(t.takes(1.0), torch=slow_once), 5, t)
+    assert found.ratio == 1.0
+    assert found.quartiles == (1.0, 1.0)
+
+
+def test_short_calls_are_repeated() -> None:
+    t = Time()
+    found = compare(case(t.takes(1e-4), torch=t.takes(3e-4)), 3, t)
+    assert found.ratio == pytest.approx(3.0)
+    assert found.ours_s == pytest.approx(1e-4)
+
+
+def test_nothing_to_compare_with_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"norm, small: none of \['torch'\] runs: .*no such operator"):
+        compare(case(lambda: None, torch=refused), 3)
+
+
+@pytest.mark.parametrize(
+    ("barred", "bar", "met", "text"), [(True, 2.0, True, "bar 2.00: met"), (False, None, None, "torch;")]
+)
+def test_a_line_has_the_figures(barred: bool, bar: float | None, met: bool | None, text: str) -> None:
+    t = Time()
+    c = case(t.takes(1.0), torch=t.takes(2.0))
+    line = json.loads(json.dumps(result(c, compare(c, 3, t), 2, Limits(40.0, 200.0), barred)))
+    assert {"kernel", "case", "ratio", "bar", "threads", "limit", "achieved"} <= set(line)
+    assert (line["bar"], line["met"], line["threads"]) == (bar, met, 2)
+    assert line["achieved"] == {"gb_s": 4.0, "gf_s": 8.0}
+    assert line["limit"] == {"gb_s": 40.0, "gf_s": 200.0}
+    assert text in said(line)
+
+
+def test_bars_are_for_the_processors_that_they_were_set_on() -> None:
+    assert has_bars("vendor_id : AuthenticAMD\nflags : avx2 avx512f\n")
+    assert not has_bars("vendor_id : AuthenticAMD\nflags : avx2\n")
+    assert not has_bars("vendor_id : GenuineIntel\nflags : avx512f\n")
+
+
+def test_the_table_has_a_row_for_each_case() -> None:
+    t = Time()
+    c = case(t.takes(1.0), torch=t.takes(1.5))
+    common = {"gemm": "mkl", "kernels": "v3", "date": "2026-01-02", "rounds": 3}
+    common |= {"machine": {"processor": "Abacus", "cores": 2, "torch": "2.13.0"}}
+    lines = [result(c, compare(c, 3, t), n, Limits(40.0, 80.0), True) | common for n in (1, 2, 1)]
+    assert table(lines).splitlines() == [
+        "| kernel | case | 1 thread | 2 threads | bar | at most |",
+        "| --- | --- | ---: | ---: | ---: | --- |",
+        "| norm | small | 1.50 (missed) | 1.50 (missed) | 2.0 | 4 of 40 GB/s |",
+        "",
+        "Measured on 2026-01-02 by `make bench-kernels`: Abacus, 2 cores, kernels for v3, torch 2.13.0, "
+        "GEMMs by mkl, medians of 3 rounds.",
+    ]
+
+
+def test_the_page_has_one_place_for_the_table() -> None:
+    assert len(MARKED.findall(PAGE.read_text())) == 1
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kernel", modules())
+def test_a_case_of_each_kernel_runs(kernel: str) -> None:
+    first = modules()[kernel].cases()[0]
+    assert compare(first, 1).ratio > 0

@@ -1,0 +1,33 @@
+"""The hot loop of each kernel works on whole vectors: a compiler that gives up on one says nothing.
+
+Of the modules that are built here; tests/kernels/test_check.py looks at those for aarch64.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+from disassembly import Instruction, count, functions
+from kernel_loops import LOOPS, REGISTERS
+
+
+@cache
+def built(instruction_set: str) -> dict[str, list[Instruction]]:
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump (Debian: apt install binutils)")
+    spec = importlib.util.find_spec(f"mpipipe._kernels_{instruction_set}")
+    if spec is None or spec.origin is None:
+        pytest.skip(f"mpipipe._kernels_{instruction_set} is not built on this machine")
+    return functions(Path(spec.origin))
+
+
+@pytest.mark.parametrize("instruction_set", ["v3", "v4"])
+@pytest.mark.parametrize("kernel", LOOPS)
+def test_the_hot_loop_works_on_vectors(kernel: str, instruction_set: str) -> None:
+    loop = LOOPS[kernel]
+    found = count(built(instruction_set), loop.symbol, loop.x86, REGISTERS[instruction_set])
+    assert found >= loop.least, f"{kernel}: {found} of {loop.x86} on {REGISTERS[instruction_set]}"
