@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "mpipipe/cuda.h"
+
 namespace mpipipe {
 
 // 2^n, n in [-126, 127].
-inline float two_to(int32_t n) {
+MPIPIPE_ANYWHERE inline float two_to(int32_t n) {
     const int32_t bits = (n + 127) << 23;
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -19,7 +21,7 @@ inline float two_to(int32_t n) {
 
 // e^x. Below -87.3 the result is 0 or the smallest normal number, above 88.7 infinity; NaN stays NaN.
 // 2^n * e^r with r = x - n ln 2 in [-ln 2 / 2, ln 2 / 2], e^r by its polynomial (Cephes, Moshier 1989).
-inline float exp_(float x) {
+MPIPIPE_ANYWHERE inline float exp_(float x) {
     // a NaN becomes a number here, of which an integer can be made
     const float above = x > -87.33f ? x : -87.33f, clamped = above < 88.72f ? above : 88.72f;
     // to the nearest integer by a number whose last bit is 1: also where the processor has no instruction for it
@@ -41,7 +43,7 @@ inline float exp_(float x) {
 }
 
 // 1 / (1 + e^-x). Below -88.7 the result is 0; NaN stays NaN.
-inline float sigmoid(float x) { return 1.0f / (1.0f + exp_(-x)); }
+MPIPIPE_ANYWHERE inline float sigmoid(float x) { return 1.0f / (1.0f + exp_(-x)); }
 
 struct Normal {
     float cdf, density;
@@ -50,7 +52,7 @@ struct Normal {
 // P(X <= x) and its derivative, for X normal with mean 0 and variance 1. Both are relative to e^(-x^2 / 2), the left
 // tail keeps its digits too: P(X <= -z) = e^(-z^2 / 2) R(z), with R a polynomial in t = 1 / (1 + 0.35 z). Its
 // coefficients are a minimax fit, of relative error 3e-8, to erfcx(z / sqrt 2) / 2 for z in [0, 13.3]; beyond, e^ is 0.
-inline Normal normal(float x) {
+MPIPIPE_ANYWHERE inline Normal normal(float x) {
     const float z = __builtin_fabsf(x), t = 1.0f / (1.0f + 0.35f * z), e = exp_(-0.5f * x * x);
     float r = -2.9115182485e-02f;
     r = r * t + 1.4381920970e-01f;
