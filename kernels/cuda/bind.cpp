@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "../bind.h"
-#include "launch.cuh"
+#include "check.h"
 #include "mpipipe/accumulate.h"
 #include "mpipipe/adamw.h"
 #include "mpipipe/attention.h"
@@ -58,7 +58,7 @@ void words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t
 
 PYBIND11_MODULE(_kernels_cuda, m) {
     m.doc() = "Kernels of mpipipe for GPUs; the contract is kernels/include.";
-    m.attr("version") = MPIPIPE_KERNELS_VERSION;
+    m.attr("version") = kVersion;
 
     def_on_device(m, "words", &words);
     def_on_device(m, "dropout_f32", &dropout<float, float>);

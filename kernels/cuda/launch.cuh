@@ -8,9 +8,8 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <stdexcept>
-#include <string>
 
+#include "check.h"
 #include "mpipipe/bf16.h"
 #include "mpipipe/cuda.h"
 
@@ -19,10 +18,6 @@ namespace mpipipe::cuda {
 constexpr unsigned kThreads = 256;  // of a block
 constexpr unsigned kWarp = 32;
 constexpr size_t kMostBlocks = 1 << 16;  // more only queue up
-
-inline void check(cudaError_t status, const char* what) {
-    if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
 
 // Nothing is started where there is nothing to do.
 template <typename... Parameters, typename... Arguments>
