@@ -70,7 +70,7 @@ def build_cuda(folder: Path, module: Path) -> None:
     """The module for GPUs, compiled and linked by nvcc, with objects in `folder`."""
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
     if nvcc is None:
-        sys.exit("MPIPIPE_CUDA=1, but there is no nvcc on the PATH: install the CUDA toolkit, or name it: NVCC=...")
+        sys.exit("MPIPIPE_CUDA=1, but no nvcc on the PATH: install the CUDA toolkit, or name it by NVCC=...")
     folder.mkdir(parents=True, exist_ok=True)
     sources = sorted([*Path("kernels/cuda").glob("*.cu"), Path("kernels/cuda/bind.cpp")])
     objects = [folder / f"{source.name}.o" for source in sources]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpipipe.native import SETS, _flags
+from mpipipe.native import SETS, flags
 
 
 def with_threads(run: Callable[[], Any], threads: tuple[int, ...] = (1, 2, 3)) -> list[Any]:
@@ -27,7 +27,7 @@ def with_threads(run: Callable[[], Any], threads: tuple[int, ...] = (1, 2, 3)) -
 
 def instruction_sets() -> Iterator[ModuleType]:
     """The compiled kernels for every instruction set that this processor runs."""
-    flags = _flags()
+    flags = flags()
     for name, needs in SETS.get(platform.machine(), {"base": frozenset[str]()}).items():
         if needs <= flags:
             yield importlib.import_module(f"mpipipe._kernels_{name}")

@@ -5,8 +5,8 @@ from mpipipe.ops.adamw import adamw
 from mpipipe.ops.attention import attention
 from mpipipe.ops.draws import bernoulli, bernoulli_like, integers, normal, normal_like, uniform, uniform_like
 from mpipipe.ops.dropout import dropout
-from mpipipe.ops.flash_attention import flash_attention
 from mpipipe.ops.embedding import embedding
+from mpipipe.ops.flash_attention import flash_attention
 from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
 from mpipipe.ops.native import KERNELS_VERSION, kernels
 from mpipipe.ops.norms import norms
@@ -22,8 +22,8 @@ __all__ = [
     "bernoulli_like",
     "draws",
     "dropout",
-    "flash_attention",
     "embedding",
+    "flash_attention",
     "integers",
     "kernels",
     "linear_cross_entropy",

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpipipe.native import SETS, _flags
+from mpipipe.native import SETS, flags
 from mpipipe.ops import flash_attention, kernels
 from mpipipe.ops.library import traced
 
@@ -227,11 +227,11 @@ def test_instruction_sets_agree(monkeypatch):
     d_o = torch.randn(inputs[0].shape)
     expected = results(lambda *x: flash_attention(*x, causal=True), inputs, d_o)
     for name, needs in SETS[platform.machine()].items():
-        if not needs <= _flags():
+        if not needs <= flags():
             continue
         other = importlib.import_module(f"mpipipe._kernels_{name}")
         pair = other.attention_f32, other.attention_backward_f32
-        monkeypatch.setitem(door._KERNELS, torch.float32, pair)
+        monkeypatch.setitem(door._KERNELS, ("cpu", torch.float32), pair)
         for got, one in zip(
             results(lambda *x: flash_attention(*x, causal=True), inputs, d_o), expected, strict=True
         ):
