@@ -27,7 +27,7 @@ def with_threads(run: Callable[[], Any], threads: tuple[int, ...] = (1, 2, 3)) -
 
 def instruction_sets() -> Iterator[ModuleType]:
     """The compiled kernels for every instruction set that this processor runs."""
-    flags = flags()
+    here = flags()
     for name, needs in SETS.get(platform.machine(), {"base": frozenset[str]()}).items():
-        if needs <= flags:
+        if needs <= here:
             yield importlib.import_module(f"mpipipe._kernels_{name}")
