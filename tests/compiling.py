@@ -39,7 +39,7 @@ def flags(machine: str, instruction_set: str) -> list[str]:
 
 
 def emulated(folder: Path) -> Path:
-    """The checker of the kernels for GPUs, in `folder`: the processor stands for a GPU (kernels/check/emulated).
+    """The checker of the kernels for GPUs, in `folder`, the processor in a GPU's place (check/emulated).
 
     Raises subprocess.CalledProcessError where it does not compile."""
     common = [

@@ -1,4 +1,4 @@
-"""The kernels for GPUs against torch, one JSON line per case: the cases of the processor, their tensors on a GPU.
+"""The kernels for GPUs against torch, one JSON line per case: those of the processor, with tensors on a GPU.
 
     python -m benchmarks.kernels.gpu [swiglu ...] [--rounds 15]
 
