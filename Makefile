@@ -67,8 +67,8 @@ test-fast: setup ## tests without MPI, under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal \
 		-m "not mpi and not jobs and not slurm and not browser and not kernels and not full" $(K)
 
-test-kernels: setup ## each kernel compiled under sanitizers against its reference, each benchmark once
-	$(PY) -m pytest -m "kernels and not full" $(K)
+test-kernels: setup ## each kernel against float64 and its reference, under sanitizers; each benchmark once
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal -m "kernels and not full" $(K)
 
 test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of how its jobs end
 	$(PY) -m pytest -m "jobs$(if $(FULL),, and not full)" $(K)

@@ -1,9 +1,9 @@
 """Placing whole graphs: how good, how sure, how long. One JSON line for each graph and kind.
 
-    python -m benchmarks.partition [FOLDER] [--families bert,residual,inception,grid,chains] [--budget 10]
+    python -m benchmarks.partition [FOLDER] [--families bert,residual,...] [--budget 10]
 
 FOLDER: with graphs in the JSON of msr-fiddle/dnn-partitioning, on the devices that they name. The families
-are drawn, for inference and for training, on 2, 4 and 8 accelerators. `load_ms` is that of the most loaded
+are drawn, for inference and for training, on 2, 4, 6 and 8 accelerators. `load_ms` is that of the most loaded
 device, `bound_ms` what no placement of the kind undercuts, `gap` between the two; `over_one_device` and
 `over_linear_order` are the load over that of all on one accelerator, and over that of the best contiguous
 segments of several topological orders. `seconds` is wall time, `cpu_s` that of the process.
@@ -28,12 +28,12 @@ from mpipipe.planner.placement.items import contract
 from mpipipe.planner.placement.linear import place_linearly
 
 GRAPHS = ROOT / "tests" / "planner" / "placement" / "graphs.py"
-DEVICES = (2, 4, 8)
+DEVICES = (2, 4, 6, 8)
 CAPACITY_BYTES = 16 * 2**30
 
 
 def families() -> dict[str, Callable[[], Any]]:
-    """Graphs of about 100 to 1,000 nodes, as the tests draw them."""
+    """Graphs of about 40 to 3,500 nodes, as the tests draw them."""
     spec = importlib.util.spec_from_file_location("graphs", GRAPHS)
     assert spec is not None
     assert spec.loader is not None
@@ -43,6 +43,8 @@ def families() -> dict[str, Callable[[], Any]]:
         "bert": lambda: drawn.bert_operators(12, casts=True),
         "residual": lambda: drawn.residual_network(16),
         "inception": lambda: drawn.inception(11, 4, 5),
+        "wide_inception": lambda: drawn.inception(80, 5, 9),
+        "recurrent": lambda: drawn.recurrent(8),
         "grid": lambda: drawn.grid(8, 5),
         "chains": lambda: drawn.parallel_chains(3, 100, rungs=5),
     }
@@ -98,7 +100,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "folder", nargs="?", type=Path, help="with graphs as JSON; without it the families alone"
     )
-    parser.add_argument("--families", default="bert,residual,inception,grid,chains", help="empty: none")
+    parser.add_argument("--families", default=",".join(families()), help="empty: none; default: all")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds for each; default: 10")
     a = parser.parse_args(argv)
     for name, problem in problems(a.folder, [family for family in a.families.split(",") if family]):

@@ -6,13 +6,12 @@
 #include "mpipipe/adamw.h"
 #include "mpipipe/attention.h"
 #include "mpipipe/cross_entropy.h"
-#include "mpipipe/embedding.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/norms.h"
 #include "mpipipe/bias_gelu.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/math.h"
-#include "mpipipe/norm.h"
+#include "mpipipe/layer_norm.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
 #include "mpipipe/swiglu.h"
@@ -87,10 +86,6 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "reference_cross_entropy_forward_bf16", &reference::cross_entropy_forward<bf16>);
     def(m, "reference_cross_entropy_backward_f32", &reference::cross_entropy_backward<float>);
     def(m, "reference_cross_entropy_backward_bf16", &reference::cross_entropy_backward<bf16>);
-    def(m, "embedding_backward_f32", &cpu::embedding_backward<float>);
-    def(m, "embedding_backward_bf16", &cpu::embedding_backward<bf16>);
-    def(m, "reference_embedding_backward_f32", &reference::embedding_backward<float>);
-    def(m, "reference_embedding_backward_bf16", &reference::embedding_backward<bf16>);
     def(m, "bias_gelu_f32", &cpu::bias_gelu<float, float>);
     def(m, "bias_gelu_bf16", &cpu::bias_gelu<bf16, bf16>);
     def(m, "bias_gelu_bf16_f32", &cpu::bias_gelu<bf16, float>);

@@ -27,6 +27,10 @@ def adamw_bf16(
 def norms_f32(x: int, offsets: int, counts: int, n: int, out: int, threads: int) -> None: ...
 def norms_bf16(x: int, offsets: int, counts: int, n: int, out: int, threads: int) -> None: ...
 def accumulate_bf16(sum: int, x: int, n: int, zero: bool, threads: int) -> None: ...
+def attention_f32(*problem_and_results: Any) -> None: ...  # kernels/include/mpipipe/attention.h, in its order
+def attention_bf16(*problem_and_results: Any) -> None: ...
+def attention_backward_f32(*problem_and_results: Any) -> None: ...
+def attention_backward_bf16(*problem_and_results: Any) -> None: ...
 def cross_entropy_forward_f32(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
     threads: int,
@@ -35,9 +39,6 @@ def cross_entropy_backward_f32(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
     on_label: float, on_all: float, scale: float, threads: int,
 ) -> None: ...  # fmt: skip
-def embedding_backward_f32(
-    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
-) -> None: ...
 def cross_entropy_forward_bf16(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
     threads: int,
@@ -46,9 +47,6 @@ def cross_entropy_backward_bf16(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
     on_label: float, on_all: float, scale: float, threads: int,
 ) -> None: ...  # fmt: skip
-def embedding_backward_bf16(
-    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
-) -> None: ...
 def reference_cross_entropy_forward_f32(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
     threads: int,
@@ -57,9 +55,6 @@ def reference_cross_entropy_backward_f32(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
     on_label: float, on_all: float, scale: float, threads: int,
 ) -> None: ...  # fmt: skip
-def reference_embedding_backward_f32(
-    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
-) -> None: ...
 def reference_cross_entropy_forward_bf16(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, state: int,
     threads: int,
@@ -68,11 +63,4 @@ def reference_cross_entropy_backward_bf16(
     logits: int, rows: int, columns: int, bias: int, labels: int, first: int, ignored: int, log_sum: int,
     on_label: float, on_all: float, scale: float, threads: int,
 ) -> None: ...  # fmt: skip
-def reference_embedding_backward_bf16(
-    dy: int, indices: int, rows: int, width: int, padding: int, gradient: int, threads: int
-) -> None: ...
-def attention_f32(*problem_and_results: Any) -> None: ...  # kernels/include/mpipipe/attention.h, in its order
-def attention_bf16(*problem_and_results: Any) -> None: ...
-def attention_backward_f32(*problem_and_results: Any) -> None: ...
-def attention_backward_bf16(*problem_and_results: Any) -> None: ...
 def evict(p: int, nbytes: int) -> bool: ...

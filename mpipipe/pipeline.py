@@ -50,7 +50,7 @@ from mpipipe.runtime.foreign import Factory, UserOptimizer
 from mpipipe.runtime.gemm import Prober
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.loading import with_loading
-from mpipipe.runtime.op_table import decide, table_name
+from mpipipe.runtime.op_table import Decision, decide, in_words, table_name
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
@@ -209,8 +209,7 @@ class Pipeline:
         asked = Asked(self.numerics, counts, schedules_of(schedule), receive_window, comm.size)
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
         self.gemm_why = self._settle_gemm(_gemm(gemm, decided), usual, cost_cache)
-        if table is None:
-            self._settle_ops(usual, cost_cache)
+        self.ops_why = self._settle_ops(table, usual, cost_cache)
         asked = replace(asked, numerics=self.numerics)
         timing = partial(self._timed, memory_bytes, cost_cache)
         settled = settle_micro_batches(comm, asked, lowered, timing) if count is None else None
@@ -270,14 +269,21 @@ class Pipeline:
         set_gemm_route(self.numerics.gemm)
         return reason
 
-    def _settle_ops(self, variants: Variants, cost_cache: bool) -> None:
-        """Which operators are our own: those that are faster here. Collective."""
+    def _settle_ops(self, table: Mapping[str, str] | None, variants: Variants, cost_cache: bool) -> str:
+        """Which operators are our own: those that are faster here, unless given. For people; collective."""
+        if self.numerics.bits == "torch":
+            return ""
+        if table is not None:
+            return in_words(Decision(dict(table), {}))
         cache = self._cache(cost_cache)
-        table = decide(self.comm, variants, self.numerics, cache.tables() if self.rank == 0 else {})
-        name = table_name(self.comm, variants, self.numerics)
+        kinds = self.comm.allgather_object(device_kind(self.numerics.instruction_set))
+        name = table_name(kinds, variants, self.numerics)
+        known = cache.tables().get(name) if self.rank == 0 else None
+        decision = decide(self.comm, variants, self.numerics, known)
         if self.rank == 0:
-            cache.write(tables={name: table})
-        self.numerics = replace(self.numerics, op_table=table)
+            cache.write(tables={name: decision.table})
+        self.numerics = replace(self.numerics, op_table=decision.table)
+        return in_words(decision)
 
     def _cache(self, on: bool) -> CostCache:
         kind = device_kind(self.numerics.instruction_set)

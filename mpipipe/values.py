@@ -308,7 +308,7 @@ class Numerics(Value):
     gemm: Gemm
     precision: Literal["fp32", "bf16"]
     tied: Literal["per_use", "eager"]
-    op_table: dict[str, str]  # of bits = fast: "op shape dtype" -> "torch" or "fast", which is the default
+    op_table: dict[str, str]  # of bits = fast: "op shape dtype" -> "torch", else the kernels' set
     torch: str
     instruction_set: str
     seed: int

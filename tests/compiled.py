@@ -27,7 +27,7 @@ def with_threads(run: Callable[[], Any], threads: tuple[int, ...] = (1, 2, 3)) -
 
 def instruction_sets() -> Iterator[ModuleType]:
     """The compiled kernels for every instruction set that this processor runs."""
-    here = flags()
+    found = flags()
     for name, needs in SETS.get(platform.machine(), {"base": frozenset[str]()}).items():
-        if needs <= here:
+        if needs <= found:
             yield importlib.import_module(f"mpipipe._kernels_{name}")

@@ -649,7 +649,7 @@ def test_a_schedule_of_one_s_own_changes_no_bits() -> None:
         (["F0 F1 F2 F3 B0 B1 B2 B3", "forward backward"], r"stage 1: 'forward' is no action"),
         (
             ["F0 B0 F1 B1 F2 F3 B2 B3", "F1 F0 B0 B1 F2 F3 B2 B3"],
-            r"rank 1 at 1RECV_ACT1<-r0",
+            r"rank 1 for 0F1",
         ),
     ],
     ids=["order", "missing", "text", "deadlock"],

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from benchmarks.kernels.harness import Case
 
+from benchmarks.kernels.harness import Case
 from mpipipe.ops import flash_attention
 
 Tensor = torch.Tensor

@@ -10,14 +10,27 @@ namespace mpipipe::cpu {
 namespace {
 
 template <typename Gelu, typename T, typename B>
+[[gnu::noinline]] void gelu_row(const T* __restrict x, const B* __restrict bias, T* __restrict y, size_t d) {
+#pragma omp simd
+    for (size_t i = 0; i < d; ++i) y[i] = narrow<T>(Gelu::value(wide(x[i]) + wide(bias[i])));
+}
+
+// Adds the row of dx to `sum` as well.
+template <typename Gelu, typename T, typename B>
+[[gnu::noinline]] void gelu_gradient(const T* __restrict dy, const T* __restrict x, const B* __restrict bias,
+                                    T* __restrict dx, float* __restrict sum, size_t d) {
+#pragma omp simd
+    for (size_t i = 0; i < d; ++i) {
+        const float gradient = wide(dy[i]) * Gelu::derivative(wide(x[i]) + wide(bias[i]));
+        dx[i] = narrow<T>(gradient);
+        sum[i] += gradient;
+    }
+}
+
+template <typename Gelu, typename T, typename B>
 void forward(const T* x, const B* bias, T* y, size_t rows, size_t d, int threads) {
     parallel_pieces(rows, rows_of_piece(d), threads, [&](size_t first, size_t last) {
-        for (size_t r = first; r < last; ++r) {
-            const T* const from = x + r * d;
-            T* __restrict const to = y + r * d;
-#pragma omp simd
-            for (size_t i = 0; i < d; ++i) to[i] = narrow<T>(Gelu::value(wide(from[i]) + wide(bias[i])));
-        }
+        for (size_t r = first; r < last; ++r) gelu_row<Gelu>(x + r * d, bias, y + r * d, d);
     });
 }
 
@@ -25,17 +38,9 @@ template <typename Gelu, typename T, typename B>
 void backward(const T* dy, const T* x, const B* bias, T* dx, B* dbias, size_t rows, size_t d, int threads) {
     const ColumnSums sums(rows, d);
     parallel_pieces(rows, sums.piece, threads, [&](size_t from, size_t to) {
-        sums.blocks(from, to, [&](size_t first, size_t last, float* __restrict sum) {
-            for (size_t r = first; r < last; ++r) {
-                const T *const dy_row = dy + r * d, *const x_row = x + r * d;
-                T* __restrict const dx_row = dx + r * d;
-#pragma omp simd
-                for (size_t i = 0; i < d; ++i) {
-                    const float gradient = wide(dy_row[i]) * Gelu::derivative(wide(x_row[i]) + wide(bias[i]));
-                    dx_row[i] = narrow<T>(gradient);
-                    sum[i] += gradient;
-                }
-            }
+        sums.blocks(from, to, [&](size_t first, size_t last, float* sum) {
+            for (size_t r = first; r < last; ++r)
+                gelu_gradient<Gelu>(dy + r * d, x + r * d, bias, dx + r * d, sum, d);
         });
     });
     sums.total(dbias, threads, d, 0);

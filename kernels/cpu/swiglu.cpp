@@ -6,20 +6,36 @@
 #include "mpipipe/threads.h"
 
 namespace mpipipe::cpu {
+namespace {
+
+template <typename T>
+[[gnu::noinline]] void swiglu_row(const T* __restrict gate, const T* __restrict up, T* __restrict y, size_t d) {
+#pragma omp simd
+    for (size_t i = 0; i < d; ++i) {
+        const float g = wide(gate[i]);
+        y[i] = narrow<T>(g * sigmoid(g) * wide(up[i]));
+    }
+}
+
+template <typename T>
+[[gnu::noinline]] void swiglu_gradient(const T* __restrict dy, const T* __restrict gate, const T* __restrict up,
+                                    T* __restrict dgate, T* __restrict dup, size_t d) {
+#pragma omp simd
+    for (size_t i = 0; i < d; ++i) {
+        const float g = wide(gate[i]), dyi = wide(dy[i]), s = sigmoid(g);
+        dup[i] = narrow<T>(dyi * (g * s));
+        dgate[i] = narrow<T>(dyi * wide(up[i]) * (s * (1.0f + g * (1.0f - s))));
+    }
+}
+
+}  // namespace
 
 template <typename T>
 void swiglu(const T* gate, size_t gate_stride, const T* up, size_t up_stride, T* y, size_t rows, size_t d,
             int threads) {
     parallel_pieces(rows, rows_of_piece(d), threads, [&](size_t first, size_t last) {
-        for (size_t r = first; r < last; ++r) {
-            const T *const gates = gate + r * gate_stride, *const ups = up + r * up_stride;
-            T* __restrict const to = y + r * d;
-#pragma omp simd
-            for (size_t i = 0; i < d; ++i) {
-                const float g = wide(gates[i]);
-                to[i] = narrow<T>(g * sigmoid(g) * wide(ups[i]));
-            }
-        }
+        for (size_t r = first; r < last; ++r)
+            swiglu_row(gate + r * gate_stride, up + r * up_stride, y + r * d, d);
     });
 }
 
@@ -27,16 +43,8 @@ template <typename T>
 void swiglu_backward(const T* dy, const T* gate, size_t gate_stride, const T* up, size_t up_stride, T* dgate, T* dup,
                      size_t rows, size_t d, int threads) {
     parallel_pieces(rows, rows_of_piece(d), threads, [&](size_t first, size_t last) {
-        for (size_t r = first; r < last; ++r) {
-            const T *const gates = gate + r * gate_stride, *const ups = up + r * up_stride, *const dys = dy + r * d;
-            T *__restrict const dgates = dgate + r * d, *__restrict const dups = dup + r * d;
-#pragma omp simd
-            for (size_t i = 0; i < d; ++i) {
-                const float g = wide(gates[i]), dyi = wide(dys[i]), s = sigmoid(g);
-                dups[i] = narrow<T>(dyi * (g * s));
-                dgates[i] = narrow<T>(dyi * wide(ups[i]) * (s * (1.0f + g * (1.0f - s))));
-            }
-        }
+        for (size_t r = first; r < last; ++r)
+            swiglu_gradient(dy + r * d, gate + r * gate_stride, up + r * up_stride, dgate + r * d, dup + r * d, d);
     });
 }
 

@@ -9,7 +9,7 @@
 #include "mpipipe/attention.h"
 #include "mpipipe/bias_gelu.h"
 #include "mpipipe/cross_entropy.h"
-#include "mpipipe/norm.h"
+#include "mpipipe/layer_norm.h"
 #include "mpipipe/norms.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/swiglu.h"

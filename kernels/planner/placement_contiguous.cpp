@@ -44,7 +44,11 @@ class Search {
     Layer& layer(int accelerators, int cpus) { return layers_[accelerators * (problem_.n_cpus + 1) + cpus]; }
     Rest rest(int accelerators, int cpus) const;
     bool is_useful(int accelerators, int cpus, const State& state, const Word* ideal);
-    bool is_dominated(const Layer& within, const std::vector<int32_t>& kept, const State& state, const Word* ideal);
+    struct Kept {
+        int32_t index;
+        double remaining_s, crossing_s;  // see Expansion
+    };
+    bool is_dominated(const Layer& within, const std::vector<Kept>& kept, const State& state, const Word* ideal);
     bool expand(int accelerators, int cpus);
     bool try_device(int accelerators, int cpus, int32_t index, bool on_cpu);
     void offer_all(int accelerators, int cpus, int32_t index, bool on_cpu);
@@ -59,6 +63,7 @@ class Search {
     Expansion expansion_;
     std::vector<Word> all_;         // the ideal of all items
     Word all_hash_ = 0;
+    bool all_run_on_accelerators_ = true;
     bool finished_ = false;
     int end_accelerators_ = -1, end_cpus_ = -1;
 };
@@ -75,6 +80,7 @@ Search::Search(const Problem& problem, const Budget& budget, Limits limits)
     for (int item = 0; item < problem.n_items(); ++item) {
         flip(all_.data(), item);
         all_hash_ ^= item_hash(item);
+        if (std::isinf(problem.accelerator_s[item])) all_run_on_accelerators_ = false;
     }
 }
 
@@ -104,10 +110,13 @@ bool Search::is_useful(int accelerators, int cpus, const State& state, const Wor
 }
 
 // An ideal of the same devices that holds J and more, as cheap, where what it holds more is free to take.
-bool Search::is_dominated(const Layer& within, const std::vector<int32_t>& kept, const State& state,
+bool Search::is_dominated(const Layer& within, const std::vector<Kept>& kept, const State& state,
                           const Word* ideal) {
-    for (int32_t index : kept) {
+    // What each item on the way there saves pays for the tensors that begin with it; so in sum, which is seen at once.
+    const double most_s = expansion_.remaining_s() + expansion_.crossing_s() + tolerance * limits_.target;
+    for (const auto& [index, remaining_s, crossing_s] : kept) {
         if (within.state(index).load > state.load) continue;
+        if (all_run_on_accelerators_ && remaining_s + crossing_s > most_s) continue;
         const Word* larger = within.ideal(index);
         bool holds = true;
         for (size_t w = 0; w < all_.size() && holds; ++w) holds = (ideal[w] & ~larger[w]) == 0;
@@ -158,14 +167,14 @@ void Search::look_for_the_end(int accelerators, int cpus) {
 
 bool Search::expand(int accelerators, int cpus) {
     const Layer& from = layer(accelerators, cpus);
-    std::vector<int32_t> kept;
+    std::vector<Kept> kept;
     for (int32_t index : from.largest_first()) {
         if (budget_.over() || states() > budget_.states) return false;
         if (limits_.target <= limits_.enough) return true;
         const State& state = from.state(index);
         if (!is_useful(accelerators, cpus, state, from.ideal(index))) continue;
         if (is_dominated(from, kept, state, from.ideal(index))) continue;
-        kept.push_back(index);
+        kept.push_back({index, expansion_.remaining_s(), expansion_.crossing_s()});
         if (accelerators < problem_.n_accelerators && !try_device(accelerators, cpus, index, false)) return false;
         if (cpus < problem_.n_cpus && !try_device(accelerators, cpus, index, true)) return false;
     }

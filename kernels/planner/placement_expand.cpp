@@ -2,17 +2,20 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace mpipipe::placement {
 
 namespace {
 constexpr double rounding = 1e-12;       // relative
 constexpr int64_t steps_per_look = 512;  // at the clock
+constexpr double infinite = std::numeric_limits<double>::infinity();
 }  // namespace
 
 Expansion::Expansion(const Problem& problem, const Budget& budget)
     : problem_(problem), budget_(budget), gain_s_(problem.accelerator_s), inside_(problem.n_tensors()),
-      chain_s_(problem.n_items()), tail_s_(problem.n_items()), gone_(problem.n_items()), in_set_(problem.n_tensors()),
+      chain_s_(problem.n_items()), tail_s_(problem.n_items()), all_tail_s_(problem.n_items()),
+      is_reached_(problem.n_items()), gone_(problem.n_items()), in_set_(problem.n_tensors()),
       outside_(problem.n_tensors()), set_(words_for(problem.n_items())) {
     for (double& seconds : gain_s_)
         if (std::isinf(seconds)) seconds = 0;
@@ -98,12 +101,42 @@ void Expansion::open_window() {
     if (!on_cpu_)
         for (int t = 0; t < problem_.n_tensors(); ++t)
             if (undecided(t) > 0) sums_.may_pay_s += problem_.tensor_cost[t];
+}
+
+// Where leaving an item out leaves too much to the rest, S must hold it, and so all that leads to it: most of the
+// window is decided by this alone. What the others take along is small, so that walking over it is cheap.
+void Expansion::weigh_tails() {
+    const double enough = sums_.open_gain_s - least_gain_s() + slack_s_;
     for (size_t i = window_.size(); i-- > 0;) {
         const int item = window_[i];
-        tail_s_[item] = gain_s_[item];
-        for (int follower : problem_.after[item])
-            if (!gone_[follower] && problem_.before[follower].size() == 1) tail_s_[item] += tail_s_[follower];
+        tail_s_[item] = all_tail_s_[item] = gain_s_[item];
+        int n_followers = 0;
+        for (int follower : problem_.after[item]) {
+            if (gone_[follower]) continue;
+            ++n_followers;
+            if (problem_.before[follower].size() == 1) tail_s_[item] += tail_s_[follower];
+            all_tail_s_[item] = std::max(all_tail_s_[item], gain_s_[item] + all_tail_s_[follower]);
+        }
+        if (n_followers > 1 && all_tail_s_[item] <= enough) all_tail_s_[item] = followers_s(item, enough);
+        if (all_tail_s_[item] > enough) all_tail_s_[item] = infinite;
     }
+}
+
+// Accelerator seconds of an item and of all in the window that it leads to; more than `enough` is infinite.
+double Expansion::followers_s(int item, double enough) {
+    double seconds = 0;
+    reached_.assign(1, item);
+    is_reached_[item] = 1;
+    for (size_t head = 0; head < reached_.size() && seconds <= enough; ++head) {
+        seconds += gain_s_[reached_[head]];
+        for (int follower : problem_.after[reached_[head]]) {
+            if (gone_[follower] || is_reached_[follower]) continue;
+            is_reached_[follower] = 1;
+            reached_.push_back(follower);
+        }
+    }
+    for (int each : reached_) is_reached_[each] = 0;
+    return seconds <= enough ? seconds : infinite;
 }
 
 // What S must take off so that the rest can do what is left.
@@ -121,9 +154,15 @@ bool Expansion::may_lead_on() const {
     return least_gain_s() <= most_s + slack_s_;
 }
 
-// A cheap test that spares most calls of leave_out: the items that follow this one alone go with it.
+bool Expansion::gains_enough(double less_s) const {
+    return least_gain_s() <= sums_.gain_s + sums_.open_gain_s - less_s + slack_s_;
+}
+
+// A cheap test that spares most calls of leave_out: the items that follow this one alone go with it, and so do all
+// that follow it, less what has gone before.
 bool Expansion::may_leave_out(int item) const {
-    return least_gain_s() <= sums_.gain_s + sums_.open_gain_s - tail_s_[item] + slack_s_;
+    const double gone_s = open_s_ - sums_.gain_s - sums_.open_gain_s;
+    return gains_enough(std::max(tail_s_[item], all_tail_s_[item] - gone_s));
 }
 
 // What one more item adds to the load of S; with further items in S it never adds more (cuts are submodular).
@@ -171,10 +210,15 @@ void Expansion::untake(int item) {
     }
 }
 
-void Expansion::leave_out(int item) {
+// With all that follow it; false, and stopped midway: too much has gone.
+bool Expansion::leave_out(int item) {
     gone_[item] = 1;
     size_t head = left_out_.size();
     for (left_out_.push_back(item); head < left_out_.size(); ++head) {
+        if (!gains_enough(0)) {
+            for (; left_out_.size() > head; left_out_.pop_back()) gone_[left_out_.back()] = 0;
+            return false;
+        }
         const int left = left_out_[head];
         sums_.open_work_s -= time_s(left);
         sums_.open_gain_s -= gain_s_[left];
@@ -192,6 +236,7 @@ void Expansion::leave_out(int item) {
             left_out_.push_back(follower);
         }
     }
+    return true;
 }
 
 void Expansion::restore(const Decision& decision) {
@@ -219,7 +264,7 @@ bool Expansion::next_alternative() {
         // Where it would have fitted in the end, the same set with it is as good: only fuller ones are of interest.
         if ((on_cpu_ || problem_.nbytes[item] == 0) && is_free(item))
             sums_.full_s = std::max(sums_.full_s, worthless_s() - added_s(item));
-        leave_out(item);
+        if (!leave_out(item)) continue;
         refused_.push_back(item);
         position_ = last.position + 1;
         if (may_lead_on()) return true;
@@ -259,6 +304,8 @@ bool Expansion::run(const State& from, int32_t parent, bool on_cpu, const Rest& 
     left_out_.clear();
     refused_.clear();
     if (!may_lead_on()) return true;
+    open_s_ = sums_.open_gain_s;
+    weigh_tails();
     const int n_window = static_cast<int>(window_.size());
     for (;;) {
         if (++steps_ % steps_per_look == 0 && budget_.over()) return false;

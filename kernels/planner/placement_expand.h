@@ -75,13 +75,16 @@ class Expansion {
     int undecided(int tensor) const { return size(tensor) - inside_[tensor] - outside_[tensor]; }
     double worthless_s() const { return std::max(from_.load, limits_.enough); }  // a lower load of S gains nothing
     void open_window();
+    void weigh_tails();
+    double followers_s(int item, double enough);
     bool may_lead_on() const;
     bool costs_nothing(int item) const;
     void take(int position);
     void untake(int item);
-    void leave_out(int item);
+    bool leave_out(int item);
     bool may_leave_out(int item) const;
     double least_gain_s() const;
+    bool gains_enough(double less_s) const;
     void restore(const Decision& decision);
     bool next_alternative();
     bool is_dominated(double load) const;
@@ -105,10 +108,14 @@ class Expansion {
     Rest rest_{};
     Limits limits_{};
     double slack_s_ = 0;             // what rounding may add up to
+    double open_s_ = 0;              // accelerator seconds of the window
     int position_ = 0;               // of the next decision
     std::vector<int> window_;        // items that S may reach, in topological order
     std::vector<double> chain_s_;    // (n,) heaviest chain from J up to and with the item
-    std::vector<double> tail_s_;     // (n,) accelerator seconds that go with the item when it is left out, or fewer
+    std::vector<double> tail_s_;     // (n,) accelerator seconds of the items that only this one leads to, and its own
+    std::vector<double> all_tail_s_; // (n,) of all items in the window that it leads to; infinite: S must hold it
+    std::vector<int> reached_;       // a walk's trail
+    std::vector<char> is_reached_;   // (n,) 0 between walks
     std::vector<char> gone_;         // (n,) left out, or beyond the window
     std::vector<int> in_set_;        // (t,) pins in S
     std::vector<int> outside_;       // (t,) pins that J + S will certainly not have

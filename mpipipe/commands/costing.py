@@ -14,6 +14,7 @@ from mpipipe.cluster.routes import LIBRARIES
 from mpipipe.commands.machines import Machine
 from mpipipe.config import Config
 from mpipipe.configured import optimizer_settings, schedule_name
+from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.planner.joint import Asked, Joint, counts_of, schedules_of
@@ -44,6 +45,8 @@ class Costing:
         self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks)
         self._variants_of = cache(variants_of)
         self.gemm_why = self._settle_gemm(machine, asked)
+        if t.bits == "fast":
+            self._settle_ops(machine)
         self.at: dict[int, tuple[Variants, Found]] = {}
         self.base_bytes, self.seconds = 0, 0.0
         self._machine, self._unused = machine, t.unused
@@ -53,15 +56,23 @@ class Costing:
     def _settle_gemm(self, machine: Machine, asked: Literal["auto"] | Gemm) -> str:
         """The route of the matrix products, and why it is this one."""
         if asked == "auto":
-            sizes = self.asked.sizes
-            rows = usual_size(self.asked, sizes[1:] or sizes)
-            gemm, why = machine.gemm(lambda: self._variants_of(rows), self.asked.numerics)
+            gemm, why = machine.gemm(self._usual, self.asked.numerics)
             self.asked = replace(self.asked, numerics=replace(self.asked.numerics, gemm=gemm))
         else:
             gemm, why = asked, f"{LIBRARIES[asked]}, as kernels.gemm says"
         if machine.timed:
             set_gemm_route(gemm)
         return why
+
+    def _settle_ops(self, machine: Machine) -> None:
+        numerics, captured = self.asked.numerics, self._variants_of
+        table = machine.table(self._usual(), numerics)
+        self.asked = replace(self.asked, numerics=replace(numerics, op_table=table))
+        self._variants_of = cache(lambda rows: captured(rows).lowered(Lowering(numerics.bits, table)))
+
+    def _usual(self) -> Variants:
+        sizes = self.asked.sizes
+        return self._variants_of(usual_size(self.asked, sizes[1:] or sizes))
 
     def search(self, budget_s: float = math.inf) -> Joint:
         """The best plan, or the best so far when the time is used. Raises PlanError."""

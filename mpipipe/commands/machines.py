@@ -18,6 +18,7 @@ from mpipipe.planner.sizes import size_text
 from mpipipe.runtime.costing import Updates, device_kind, update_times
 from mpipipe.runtime.gemm import Prober
 from mpipipe.runtime.modelling import update_bytes
+from mpipipe.runtime.op_table import table_name
 from mpipipe.runtime.optimizer import Optimizer
 from mpipipe.runtime.setting import instruction_set, set_threads
 from mpipipe.state.costs import CostCache
@@ -34,6 +35,10 @@ class Machine(ABC):
     @abstractmethod
     def gemm(self, variants: Callable[[], Variants], numerics: Numerics) -> tuple[Gemm, str]:
         """For kernels.gemm = auto: the route of the matrix products, and why. variants: gives the model."""
+
+    @abstractmethod
+    def table(self, variants: Variants, numerics: Numerics) -> dict[str, str]:
+        """Which operators are our own where bits = fast; those that it does not have are."""
 
     @abstractmethod
     def rates(self, chill: Callable[[], object]) -> Rates:
@@ -64,11 +69,19 @@ class Here(Machine):
         set_threads(self.used)
 
     def gemm(self, variants: Callable[[], Variants], numerics: Numerics) -> tuple[Gemm, str]:
-        kind = device_kind(instruction_set())
-        kept = CostCache(cache_folder() if self.cost_cache else None, kind, print)
+        kept = self._cache(numerics)
         choice = Prober(None, variants(), numerics, kept.routes()).choose()
         kept.write({}, choice.found)
         return choice.gemm, choice.why
+
+    def table(self, variants: Variants, numerics: Numerics) -> dict[str, str]:
+        """That of earlier runs here."""
+        name = table_name([device_kind(numerics.instruction_set)], variants, numerics)
+        return self._cache(numerics).tables().get(name, {})
+
+    def _cache(self, numerics: Numerics) -> CostCache:
+        kind = device_kind(numerics.instruction_set)
+        return CostCache(cache_folder() if self.cost_cache else None, kind, print)
 
     def rates(self, chill: Callable[[], object]) -> Rates:
         return Trials(chill)
@@ -111,6 +124,9 @@ class There(Machine):
         gemm = self.file.gemm or "mkl"
         told = "as the cluster file says" if self.file.gemm else "as the cluster file has no gemm"
         return gemm, f"{LIBRARIES[gemm]}, {told}"
+
+    def table(self, variants: Variants, numerics: Numerics) -> dict[str, str]:
+        return {}
 
     def rates(self, chill: Callable[[], object]) -> Rates:
         device = self.file.first

@@ -31,7 +31,6 @@ from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.text import VOCAB
 from mpipipe.data.user import from_user
 from mpipipe.errors import DataError, PlanError
-from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.program import batch_names
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
@@ -208,10 +207,8 @@ def _model(config: Config) -> tuple[Callable[[int], Variants], Dataset]:
     shaped = from_user(built.data, val, batch=t.batch, micro_batches=micro_batches, names=names, seed=t.seed)
 
     def variants_of(rows: int) -> Variants:
-        shapes, lowering = config.capture.max_shapes, Lowering(t.bits)
-        return Variants(
-            source, built.loss, shaped.specs, rows, t.precision, max_shapes=shapes, lowering=lowering
-        )
+        shapes = config.capture.max_shapes
+        return Variants(source, built.loss, shaped.specs, rows, t.precision, max_shapes=shapes)
 
     return variants_of, shaped
 

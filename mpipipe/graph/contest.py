@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -13,8 +14,8 @@ from mpipipe.graph.patterns import Match
 from mpipipe.graph.profile import Profiler
 from mpipipe.graph.source import TRACING
 
-BUDGET_S = 0.5  # of all contests of a rank together
-ROUNDS, LEAST = 5, 2  # of each
+BUDGET_S = 0.5  # of all contests of a rank together, but that each one has a pair at least
+ROUNDS = 5  # pairs of each
 
 Seconds = tuple[float, float]  # of torch's and of our form: forward and backward, the shortest
 
@@ -23,31 +24,33 @@ class Contest(Profiler):
     """Times pairs with made-up inputs. The caches stay as they are: both ways profit alike."""
 
     def times(self) -> dict[str, Seconds]:
-        """By form, the smallest first, as many as there is time for."""
-        end, found = time.perf_counter() + BUDGET_S, {}
-        for form, match in sorted(self._forms().items(), key=lambda pair: _size(pair[1])):
-            if time.perf_counter() > end:
-                break
+        """By form. Those that move most in a micro-batch come first; all share the time equally."""
+        forms, found, left_s = self._forms(), dict[str, Seconds](), BUDGET_S
+        for i, (form, match) in enumerate(forms.items()):
+            start = time.perf_counter()
             with TRACING:
-                found[form] = self._both(match, end)
+                found[form] = self._both(match, start + left_s / (len(forms) - i))
+            left_s = max(0.0, left_s - (time.perf_counter() - start))
         return found
 
     def _forms(self) -> Mapping[str, Match]:
-        forms: dict[str, Match] = {}
-        for match in self.anatomy.matches:
-            if match.contested:
-                forms.setdefault(match.form, match)
-        return forms
+        matches = [m for m in self.anatomy.matches if m.contested]
+        moved: Counter[str] = Counter()
+        for match in matches:
+            moved[match.form] += _size(match)
+        first = {m.form: m for m in reversed(matches)}
+        return {form: first[form] for form in sorted(first, key=lambda form: (-moved[form], form))}
 
     def _both(self, match: Match, end: float) -> Seconds:
+        """The first pair does not count: libraries choose and compile what they need."""
         runs = [(code, *self._arguments(code)) for code in self._codes(match)]
         best = [math.inf, math.inf]
         for i in range(1 + ROUNDS):
             for way, (code, received, rest) in enumerate(runs):
                 seconds = sum(self._once(code, received, rest, True, False))
-                if i:  # the first one chooses and compiles what libraries need
+                if i:
                     best[way] = min(best[way], seconds)
-            if i >= LEAST and time.perf_counter() > end:
+            if i and time.perf_counter() > end:
                 break
         return best[0], best[1]
 

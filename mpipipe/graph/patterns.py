@@ -26,8 +26,8 @@ from mpipipe.graph.regions import Region
 from mpipipe.graph.rewrite import arguments_of, item, schema_name
 from mpipipe.ops import fused
 from mpipipe.ops.embedding import embedding
+from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.linear import linear
-from mpipipe.ops.norm import layer_norm, rms_norm
 from mpipipe.ops.swiglu import swiglu
 
 if TYPE_CHECKING:

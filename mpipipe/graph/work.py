@@ -5,7 +5,8 @@ so backward needs no rules of its own: it is torch's. What backward keeps is fou
 plan's stash is the same whether its seconds are measured or modelled. Its workspace is not: here it is the
 piece's own estimate, where a measurement sees what libraries take, a convolution several times its output.
 
-Operations: torch.utils.flop_counter, for two per multiplication and addition.
+Operations: torch.utils.flop_counter, for two per multiplication and addition; of our own operators, formulas
+here. Where these add to a gradient in place, that is what counts, though fake tensors show a dense one.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from mpipipe.graph.layers import Layer
 from mpipipe.graph.profile import Piece, Profiler, arguments
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import tensors
+from mpipipe.ops.cross_entropy import kept_elements
 
 _UNTOUCHED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias"}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _RNN = "mkldnn_rnn_layer"
+_HEAD_LOSS = "linear_cross_entropy"
 _RNN_BYTES = 64  # that oneDNN keeps for backward, per element of an LSTM's output; fake tensors show none
 
 
@@ -107,7 +110,7 @@ class Tallier(Profiler):
             into: tuple[Work, ...] = ()
             if any(p.needs_grad for p in code.received):
                 into = self._counted(piece, received, rest, False)[1] if code.leaves else backward
-        saved += sum(_RNN_BYTES * _elements(w) for w in forward if w.name == _RNN)
+        saved += sum(map(_kept_bytes, forward))
         opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
         held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         return Tally(
@@ -135,7 +138,8 @@ class Tallier(Profiler):
             grads = [torch.ones_like(t) for t in heads]
             with back:
                 torch.autograd.backward(heads, grads)
-        return tuple(ahead.works), tuple(back.works)
+            return tuple(ahead.works), tuple(_in_place(ahead.works, back.works))
+        return tuple(ahead.works), ()
 
 
 class _Counter(TorchDispatchMode):
@@ -171,21 +175,84 @@ def made(x: Any) -> Any:
 def _work(func: Any, args: Any, kwargs: Any, out: Any, outputs: Iterable[Tensor]) -> Work:
     arguments = tree_map(_form, (args, kwargs))
     forms = [x for x in tree_leaves(arguments) if isinstance(x, Form)]
-    if func.overloadpacket is torch.ops.aten.embedding:  # reads the rows that it gives, not the table
-        forms = forms[1:] + [_form(t) for t in outputs]
-    nbytes = sum(form.nbytes for form in forms) + sum(_form(t).nbytes for t in outputs)
+    results = [_form(t) for t in outputs]
+    if func.overloadpacket.__name__ == "embedding":  # reads the rows that it gives, not the table
+        indices = forms[0 if _is_ours(func) else 1]
+        nbytes = indices.nbytes + 2 * results[0].nbytes
+    elif func.overloadpacket is torch.ops.aten.index_add_:  # reads and writes the rows that it adds to
+        nbytes = forms[1].nbytes + 3 * forms[2].nbytes
+    else:
+        nbytes = sum(form.nbytes for form in (*forms, *results))
     return Work(func, arguments, _flops(func, args, kwargs, out, forms), nbytes)
+
+
+def _is_ours(op: OpOverload) -> bool:
+    return op.namespace == "mpipipe"
+
+
+def _in_place(forward: Iterable[Work], backward: Iterable[Work]) -> list[Work]:
+    """The backward, in which our embedding and head add a weight's gradient to the sum, row by row or tile by
+    tile: without the dense one of the embedding, and without adding either to the sum afterwards."""
+    ours = [w for w in forward if _is_ours(w.op) and w.name in ("embedding", _HEAD_LOSS)]
+    tables = [w.forms[1] for w in ours]
+    rows = {w.forms[1].shape: w.forms[0] for w in ours if w.name == "embedding"}
+    works: list[Work] = []
+    for work in backward:
+        if work.name == "embedding_dense_backward" and (of := _sum_of(work)) in rows:
+            dy, flat = work.forms[0], Form((math.prod(rows[of].shape),), (1,), torch.int64)
+            added = Form((*flat.shape, of[1]), (of[1], 1), dy.dtype)
+            table = Form(of, (of[1], 1), dy.dtype)
+            works.append(counted(torch.ops.aten.index_add_.default, ((table, 0, flat, added), {})))
+        elif work.name == "add_" and work.forms[0] in tables and work.forms[0] == work.forms[1]:
+            tables.remove(work.forms[0])
+        else:
+            works.append(work)
+    return works
+
+
+def _sum_of(work: Work) -> tuple[int, int]:
+    """The shape of the gradient that an embedding's dense backward makes."""
+    return work.arguments[0][2], work.forms[0].shape[-1]
+
+
+def _kept_bytes(work: Work) -> int:
+    """Of what an operator of a forward keeps for backward without showing it to fake tensors."""
+    if work.name == _RNN:
+        return _RNN_BYTES * _elements(work)
+    if _is_ours(work.op) and work.name == _HEAD_LOSS:
+        x, weight = work.forms[:2]
+        return kept_elements(x.shape[0], *weight.shape) * x.dtype.itemsize
+    return 0
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any, forms: list[Form]) -> float:
     name = func.overloadpacket.__name__
+    if _is_ours(func):
+        return _own_flops(name, args)
     if name.startswith(_ATTENTION):
         return _attention_flops(name, args)
     if name.startswith(_RNN):  # input (T, B, I), weights (gates H, I) and (gates H, H)
         once = 2.0 * math.prod(forms[0].shape[:2]) * sum(math.prod(f.shape) for f in forms[1:3])
         return once * (2.0 if name.endswith("backward") else 1.0)
-    formula: Callable[..., float] | None = flop_registry.get(func.overloadpacket)
+    packet = torch.ops.aten.addmm if name == "addmm_" else func.overloadpacket
+    formula: Callable[..., float] | None = flop_registry.get(packet)
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+
+
+def _own_flops(name: str, args: Any) -> float:
+    """Of those that are products; `_attention_flops` says of how many. The loss of the head makes its logits
+    again in backward, but for those of one tile, beside the two gradients where they are wanted."""
+    if name.startswith("flash_attention"):
+        back = name.endswith("backward")
+        q, k, causal = (args[1], args[2], args[8]) if back else (args[0], args[1], args[5])
+        return _of_attention(5 if back else 2, q, k, causal)
+    if name.startswith(_HEAD_LOSS):
+        back = name.endswith("backward")
+        x, weight = args[1:3] if back else args[:2]
+        kept = kept_elements(x.shape[0], *weight.shape) / max(1, x.shape[0] * weight.shape[0])
+        products = 1.0 - kept + sum(args[8][:2]) if back else 1.0
+        return products * 2.0 * x.numel() * weight.shape[0]
+    return 0.0
 
 
 def _attention_flops(name: str, args: Any) -> float:
@@ -193,7 +260,10 @@ def _attention_flops(name: str, args: Any) -> float:
     back = name.endswith("backward")
     q, k = (args[1], args[2]) if back else (args[0], args[1])
     causal = args[7 if back else 4] if len(args) > (7 if back else 4) else False
-    products = 5 if back else 2
+    return _of_attention(5 if back else 2, q, k, causal)
+
+
+def _of_attention(products: int, q: Tensor, k: Tensor, causal: bool) -> float:
     return products * 2.0 * q.numel() * k.shape[-2] * (0.5 if causal else 1.0)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
 from mpipipe.ops.pointers import check, pointer
 
@@ -43,7 +43,9 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tens
         return _by_torch(x, bias, approximate)
     if traced(x):
         return torch.ops.mpipipe.bias_gelu(x, bias, approximate == "tanh")
-    return _BiasGelu.apply(x, bias, approximate == "tanh")
+    if wants_gradient(x, bias):
+        return _BiasGelu.apply(x, bias, approximate == "tanh")
+    return _operator(x, bias, approximate == "tanh")
 
 
 def _by_torch(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:

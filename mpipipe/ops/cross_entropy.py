@@ -61,6 +61,12 @@ def _tile_shape(tokens: int, entries: int, width: int) -> tuple[int, int]:
     return rows, _part(entries, max(_COLUMNS, logits // max(rows, 1)), 64)
 
 
+def kept_elements(tokens: int, entries: int, width: int) -> int:
+    """Of the buffer that `forward` keeps."""
+    rows, columns = _tile_shape(tokens, entries, width)
+    return rows * columns
+
+
 def _part(whole: int, most: int, step: int) -> int:
     """Size of equal parts of `whole`, each about `most` or less; a multiple of `step` unless it is all."""
     parts = -(-whole // most) if whole else 1

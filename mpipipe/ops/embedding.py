@@ -1,7 +1,7 @@
 """Rows of a table, whose gradient goes straight into the table's `.grad`.
 
     forward   y[...] = weight[indices[...]]                     torch's own
-    backward  weight.grad[indices[...]] += dy[...]              row by row, in the order of the tokens
+    backward  weight.grad[indices[...]] += dy[...]              torch's index_add_: at the limit of memory
 
 No gradient of the table's size is made, zeroed or added where `.grad` exists (mpipipe/ops/gradients.py says
 when); elsewhere a dense one is returned, as torch does. The same bits for any number of threads.
@@ -16,13 +16,6 @@ from torch import Tensor
 
 from mpipipe.ops.gradients import destination, has_data
 from mpipipe.ops.library import define, differentiate, traced
-from mpipipe.ops.native import kernels
-
-_KERNELS = (
-    {}
-    if kernels is None
-    else {torch.float32: kernels.embedding_backward_f32, torch.bfloat16: kernels.embedding_backward_bf16}
-)
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -55,7 +48,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
 
 
 def _padding(padding_idx: int | None, entries: int) -> int:
-    """As the kernel counts: -1 for none."""
+    """As torch counts: -1 for none."""
     if padding_idx is None:
         return -1
     if not -entries <= padding_idx < entries:
@@ -75,8 +68,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
     (indices,) = ctx.saved_tensors
-    served = dy.dtype in _KERNELS and dy.device.type == "cpu" and has_data(dy)
-    grad = destination(ctx, 1) if served else None
+    # elsewhere index_add_ is atomic additions in any order
+    grad = destination(ctx, 1) if dy.device.type == "cpu" and has_data(dy) else None
     if grad is None:
         return None, _dense(dy, indices, ctx.entries, ctx.padding), None
     add_rows(dy, indices, ctx.padding, grad)
@@ -88,13 +81,11 @@ def _dense(dy: Tensor, indices: Tensor, entries: int, padding: int) -> Tensor:
 
 
 def add_rows(dy: Tensor, indices: Tensor, padding: int, gradient: Tensor) -> None:
-    """gradient[indices[i]] += dy[i] for i = 0, 1, ...; dy (..., d) of the dtype of gradient (V, d)."""
-    width = gradient.shape[1]
-    dy, indices = dy.contiguous(), indices.to(torch.int64).contiguous()
-    kernel = _KERNELS[gradient.dtype]
-    threads = torch.get_num_threads()
-    kernel(dy.data_ptr(), indices.data_ptr(), indices.numel(), width, padding, gradient.data_ptr(), threads)
-    torch.autograd.graph.increment_version(gradient)
+    """gradient[indices[i]] += dy[i], but where indices[i] is padding; dy (..., d), gradient (V, d)."""
+    kept = gradient[padding].clone() if padding >= 0 else None
+    gradient.index_add_(0, indices.reshape(-1), dy.reshape(indices.numel(), gradient.shape[1]))
+    if kept is not None:
+        gradient[padding] = kept
 
 
 class _Embedding(torch.autograd.Function):

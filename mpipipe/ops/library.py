@@ -34,6 +34,15 @@ def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., 
     torch.library.register_autograd(f"mpipipe::{name}", backward, setup_context=setup, lib=_LIBRARY)
 
 
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether an eager call on these records anything: else it need not pass an autograd.Function."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
 def traced(*tensors: torch.Tensor | None) -> bool:
     """Whether a call on these goes into a graph or has no data: then the registered operator is called."""
     if torch.compiler.is_compiling():

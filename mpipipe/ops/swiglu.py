@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
 from mpipipe.ops.pointers import check, pointer
 
@@ -37,7 +37,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         return _by_torch(gate, up)
     if traced(gate):
         return torch.ops.mpipipe.swiglu(gate, up)
-    return _SwiGLU.apply(gate, up)
+    if wants_gradient(gate, up):
+        return _SwiGLU.apply(gate, up)
+    return _operator(gate, up)
 
 
 def _by_torch(gate: Tensor, up: Tensor) -> Tensor:

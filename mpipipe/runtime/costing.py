@@ -17,7 +17,7 @@ from mpipipe.cluster.node import cores_available, processor
 from mpipipe.graph.profile import Profiler, Sample, group_costs, pieces
 from mpipipe.graph.variants import Variants
 from mpipipe.runtime.known import Team, names_of, reuse, setting
-from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings
+from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings, norms
 from mpipipe.runtime.weights import Flat, ParamGroup
 from mpipipe.values import Cluster, Costs, Device, Numerics
 
@@ -182,8 +182,7 @@ def _update_s(
     for _ in range(6):
         chill()
         start = clock()
-        for view in group.grad.views.values():
-            float(torch.linalg.vector_norm(view))
+        norms([group.grad], settings.bits)
         updater.update(0, 1.0 if settings.clip else None)
         seconds.append(clock() - start)
     return min(seconds[1:])

@@ -238,7 +238,7 @@ class Interpreter:
         row = np.zeros(3 + len(self.position))
         row[:3] = self.outcome.loss, self.outcome.weight, self.job.stop
         for stage in self.stages.values():
-            for name, value in norms(stage.weights, self.numerics.bits).items():
+            for name, value in norms((g.grad for g in stage.weights.groups), self.numerics.bits).items():
                 row[3 + self.position[name]] = value
         self._agree(self.comm.allgather_array(row))
 

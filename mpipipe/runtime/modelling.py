@@ -15,7 +15,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier, Tally
 from mpipipe.planner.sizes import size_text
 from mpipipe.runtime.costing import Updates, bytes_per_param_byte
-from mpipipe.runtime.optimizer import Optimizer
+from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings
 from mpipipe.values import Cluster, Costs, Numerics
 
 TIMED_BYTES, TIMED_S = 256 << 20, 0.2  # what a group may take to be run here; the seconds are a guess
@@ -106,6 +106,8 @@ def costs_of(
 
 def update_bytes(optimizer: Optimizer) -> float:
     """That norm, clip, update and zero move, per byte of weights: reads of the gradient for the norm and the
-    update, writes of zeros, weights and each buffer of the optimizer read and written; the clip likewise."""
-    clip = 2 if optimizer.clip else 0
+    update, writes of zeros, weights and each buffer of the optimizer read and written; the clip likewise, but
+    where one kernel does all after the norm: 32 bytes of an fp32 weight by AdamW."""
+    at_once = isinstance(optimizer, OptimizerSettings) and optimizer.by_kernel
+    clip = 2 if optimizer.clip and not at_once else 0
     return 1.0 + clip + 1.0 + 2.0 + 2.0 * optimizer.state_buffers + 1.0

@@ -9,13 +9,15 @@ kinds of machine, so that the next start has the same one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from mpipipe import ops
 from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.contest import Contest, Seconds
 from mpipipe.graph.variants import Variants
 from mpipipe.ops import KERNELS_VERSION
-from mpipipe.runtime.costing import clock_of, device_kind
+from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.setting import kernel_set
 from mpipipe.values import Numerics, digest
 
@@ -23,27 +25,71 @@ GAIN = 1.03  # times faster than torch: less is noise
 Table = dict[str, str]  # form -> "torch", or the instruction set of the kernels
 
 
-def table_name(comm: Communicator, variants: Variants, numerics: Numerics) -> str:
-    """Under which a later start finds the table."""
+@dataclass(frozen=True)
+class Decision:
+    """gains: times faster than torch, by kind of the operators that are ours; none where it was known."""
+
+    table: Table
+    gains: Mapping[str, float]
+
+
+def table_name(kinds: Sequence[str], variants: Variants, numerics: Numerics) -> str:
+    """Under which a later start finds the table. kinds: of the devices of all ranks."""
     n = numerics
-    kinds = sorted(set(comm.allgather_object(device_kind(n.instruction_set))))
-    facts = (variants.graph.hash, kinds, n.torch, n.threads, n.gemm, n.precision, variants.rows)
+    facts = (
+        variants.graph.hash, sorted(set(kinds)), n.torch, n.threads, n.gemm, n.precision, variants.rows,
+    )  # fmt: skip
     return digest(*map(repr, facts), code_version(KERNELS_VERSION))
 
 
-def decide(comm: Communicator, variants: Variants, numerics: Numerics, known: Mapping[str, Table]) -> Table:
-    """The table of this run. known: on rank 0, those of earlier starts by `table_name`."""
-    found = comm.bcast_object(known.get(table_name(comm, variants, numerics)))
-    if found is not None:
-        return found
-    contest = Contest(variants.primary, numerics.precision, clock_of(comm, numerics.threads)[0], comm.size)
+def decide(comm: Communicator, variants: Variants, numerics: Numerics, known: Table | None) -> Decision:
+    """The table of this run. known: on rank 0, that of an earlier start."""
+    known = comm.bcast_object(known)
+    if known is not None:
+        return Decision(known, {})
     forms = sorted({m.form for m in variants.primary.matches if m.contested})
+    if None in comm.allgather_object(ops.kernels and kernel_set()):  # not built on some rank
+        return Decision(dict.fromkeys(forms, "torch"), {})
+    contest = Contest(variants.primary, numerics.precision, clock_of(comm, numerics.threads)[0], comm.size)
     comm.barrier()
-    times = comm.allgather_object(contest.times())
-    return {form: winner([t[form] for t in times if form in t]) for form in forms}
+    by_rank = comm.allgather_object(contest.times())
+    times = {form: [found[form] for found in by_rank if form in found] for form in forms}
+    table = {form: winner(times[form]) for form in forms}
+    return Decision(table, gains(table, times))
 
 
 def winner(times: Sequence[Seconds]) -> str:
-    """Of one form on all ranks that had the time for it; ours where none had."""
-    torch_s, ours_s = (sum(column) for column in zip(*times, strict=True)) if times else (1.0, 0.0)
+    """Of one form on all ranks that have it; ours where none has."""
+    torch_s, ours_s = _totals(times) if times else (1.0, 0.0)
     return kernel_set() if ours_s * GAIN < torch_s else "torch"
+
+
+def gains(table: Table, times: Mapping[str, Sequence[Seconds]]) -> dict[str, float]:
+    """Seconds of torch / seconds of ours, of all forms of a kind that are ours."""
+    by_kind: dict[str, list[Seconds]] = {}
+    for form, seconds in times.items():
+        if table[form] != "torch":
+            by_kind.setdefault(_kind(form), []).extend(seconds)
+    totals = {kind: _totals(seconds) for kind, seconds in by_kind.items() if seconds}
+    return {kind: torch_s / max(ours_s, 1e-9) for kind, (torch_s, ours_s) in totals.items()}
+
+
+def in_words(decision: Decision) -> str:
+    """What runs on kernels, for people: `kernels: flash_attention 2.10, layer_norm 1.40 times ...`."""
+    if not decision.table:
+        return "kernels: wherever there is one"
+    ours = sorted({_kind(form) for form, by in decision.table.items() if by != "torch"})
+    theirs = sorted({_kind(form) for form, by in decision.table.items() if by == "torch"} - set(ours))
+    known = [f"{kind} {decision.gains[kind]:.2f}" if kind in decision.gains else kind for kind in ours]
+    how = " times as fast as torch" if decision.gains else ", as before"
+    rest = f"; torch's: {', '.join(theirs)}" if theirs else ""
+    return f"kernels: {', '.join(known) + how if ours else 'none'}{rest}"
+
+
+def _kind(form: str) -> str:
+    return form.partition(" ")[0]
+
+
+def _totals(times: Sequence[Seconds]) -> Seconds:
+    torch_s, ours_s = (sum(column) for column in zip(*times, strict=True))
+    return torch_s, ours_s

@@ -125,6 +125,11 @@ class OptimizerSettings:
         """Buffers of the size of the weights that the optimizer keeps."""
         return 2 if self.kind == "adamw" else int(self.momentum > 0)
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether one kernel clips, updates and zeroes weights in fp32."""
+        return self.bits == "fast" and self.kind == "adamw" and ops.kernels is not None
+
     def lr_at(self, step: int) -> float:
         """Linear warm-up over `warmup` steps, then a cosine down to `min_lr_ratio * lr` at the end."""
         if step < self.warmup:
@@ -138,11 +143,11 @@ class OptimizerSettings:
 
 
 @torch.no_grad()
-def norms(weights: StageWeights, bits: Bits = "torch") -> dict[str, float]:
-    """2-norm of the gradient of each owned, trained parameter, rounded as torch rounds it."""
+def norms(grads: Iterable[Flat], bits: Bits = "torch") -> dict[str, float]:
+    """2-norm of each gradient in these buffers, rounded as torch rounds it."""
     if bits == "fast":
-        return {name: norm for group in weights.groups for name, norm in _flat_norms(group.grad).items()}
-    return {name: float(torch.linalg.vector_norm(g)) for name, g in weights.grad.items()}
+        return {name: norm for flat in grads for name, norm in _flat_norms(flat).items()}
+    return {n: float(torch.linalg.vector_norm(g)) for flat in grads for n, g in flat.views.items()}
 
 
 def _flat_norms(flat: Flat) -> dict[str, float]:
@@ -181,8 +186,7 @@ class FlatUpdater:
             group.grad.buffer.zero_()
 
     def _by_kernel(self, group: ParamGroup) -> bool:
-        wanted = self.settings.bits == "fast" and self.kind == "adamw"
-        return wanted and group.data.buffer.dtype == torch.float32 and ops.kernels is not None
+        return self.settings.by_kernel and group.data.buffer.dtype == torch.float32
 
     def _update_at_once(self, group: ParamGroup, flats: list[Flat], step: int, factor: float) -> None:
         settings = self.settings

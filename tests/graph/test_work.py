@@ -9,12 +9,14 @@ import pytest
 import torch
 from tiny import MODELS, captured, full_but
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.profile import Piece, Profiler, pieces
 from mpipipe.graph.rates import TRIAL_BYTES, TRIAL_FLOPS, Roofline, Trials, sample_of
 from mpipipe.graph.source import TRACING, ModelSource
 from mpipipe.graph.variants import Variants
-from mpipipe.graph.work import Form, Tallier, Tally, Work, made
+from mpipipe.graph.work import Form, Tallier, Tally, Work, counted, made
 from mpipipe.values import TensorSpec
 
 aten = torch.ops.aten
@@ -26,6 +28,8 @@ def distinct(variants: Variants) -> list[Piece]:
 
 
 def of_model(name: str, precision: str) -> Variants:
+    if name.endswith(", fast"):
+        return of_model(name.removesuffix(", fast"), precision).lowered(Lowering("fast"))
     if name in MODELS:
         return captured(name, 2, precision)
     return built_in_tiny.variants(*built_in_tiny.made(name, built_in_tiny.TINY[name]), 2, precision)
@@ -42,7 +46,11 @@ class Timeless(Profiler):
 
 
 @pytest.mark.parametrize(
-    "model", full_but(["conv and norm", "llama"], ["gpt", "conv and norm", "skips", "traps", "llama"])
+    "model",
+    full_but(
+        ["conv and norm", "llama", "llama, fast", "gpt, no dropout, fast"],
+        ["gpt", "conv and norm", "skips", "traps", "llama", "llama, fast", "gpt, no dropout, fast"],
+    ),
 )
 def test_what_backward_keeps_is_found_without_memory(model: str) -> None:
     variants = of_model(model, "fp32")
@@ -118,6 +126,34 @@ def test_attention_is_counted_and_a_causal_one_is_half() -> None:
     works = [w for t in tallies(LooksBack, (2, 32, 16)) for w in (*t.forward, *t.backward) if w.flops]
     product = 2 * (8 * 2) * 32 * 32 * 16
     assert [w.flops for w in works] == [2 * product / 2, 5 * product / 2]
+
+
+def works_of(variants: Variants) -> list[Work]:
+    tallier = Tallier(variants.primary, "fp32")
+    return [w for p in pieces(variants.primary, variants.graph, variants.uses) for w in tallier.works(p)]
+
+
+def test_our_operators_count_as_those_of_torch() -> None:
+    """But for the logits that are made twice; and the gradients of embedding and head are no tensors."""
+    plain = of_model("gpt, no dropout", "fp32")
+    theirs, ours = works_of(plain), works_of(plain.lowered(Lowering("fast")))
+    names = {w.name for w in ours}
+    assert {"flash_attention", "linear_cross_entropy", "bias_gelu", "addmm_", "index_add_"} <= names
+    assert not names & {"embedding_dense_backward", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert sum(w.flops for w in ours) == pytest.approx(sum(w.flops for w in theirs))  # of one tile
+    assert sum(w.nbytes for w in ours) < sum(w.nbytes for w in theirs)
+
+
+def test_the_logits_of_large_vocabularies_are_made_twice() -> None:
+    op, labels = torch.ops.mpipipe, Form((4096,), (1,), torch.int64)
+    args = (form(4096, 64), form(32768, 64), labels, None, -100, 0.0)
+    with FakeTensorMode():
+        forward = counted(op.linear_cross_entropy.default, (args, {}))
+        rest = (form(4096), -100, 0.0, [True, True, False])
+        backward = counted(op.linear_cross_entropy_backward.default, ((form(), *args[:4], *rest), {}))
+    product = 2.0 * 4096 * 64 * 32768
+    assert forward.flops == product
+    assert 2.9 * product < backward.flops < 3.0 * product
 
 
 def form(*shape: int) -> Form:

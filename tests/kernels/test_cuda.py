@@ -19,7 +19,7 @@ from compiling import COMPILER, REPOSITORY, emulated, setup
 from mpipipe import ops
 from mpipipe.ops import native
 from mpipipe.ops.bias_gelu import bias_gelu
-from mpipipe.ops.norm import layer_norm, rms_norm
+from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.swiglu import swiglu
 
 ON_CPU_ALONE = re.compile("embedding|evict|reuse|reference_|math_|__|version|instruction_set")

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from mpipipe.ops import accumulate
 
+pytestmark = pytest.mark.kernels
+
 SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3e38, -3e38])
 
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from mpipipe.ops import adamw
 from mpipipe.ops.adamw import _by_torch
 
+pytestmark = pytest.mark.kernels
+
 HOW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 LENGTHS = st.one_of(st.integers(0, 70), st.integers(0, 40_000))
 Buffers = dict[str, torch.Tensor]

@@ -14,6 +14,8 @@ from mpipipe.native import SETS, flags
 from mpipipe.ops import flash_attention, kernels
 from mpipipe.ops.library import traced
 
+pytestmark = pytest.mark.kernels
+
 door = importlib.import_module("mpipipe.ops.flash_attention")
 needs_kernels = pytest.mark.skipif(kernels is None, reason="the compiled kernels are missing")
 MASKS = ["none", "lengths", "mask"]

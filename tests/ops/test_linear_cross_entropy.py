@@ -13,6 +13,8 @@ from mpipipe.ops import cross_entropy, linear_cross_entropy
 from mpipipe.ops.linear_cross_entropy import _by_torch
 from mpipipe.ops.native import kernels
 
+pytestmark = pytest.mark.kernels
+
 needs_kernels = pytest.mark.skipif(kernels is None, reason="the kernels are not built")
 SETS = ["base", "v3", "v4"] if instruction_set() in ("base", "v3", "v4") else ["base", "sve"]
 
@@ -65,7 +67,7 @@ def small_tiles(monkeypatch):
     split(monkeypatch)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 40), st.integers(1, 700), st.booleans(),
     st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.1, 3.0, 100.0]), st.booleans(),
@@ -216,6 +218,7 @@ def test_gradcheck_of_the_way_without_kernels(smoothing):
     )
 
 
+@pytest.mark.full
 @needs_kernels
 def test_operator():
     x, weight, labels, bias = case(6, 11)

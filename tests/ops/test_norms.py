@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from mpipipe.ops import norms
 
+pytestmark = pytest.mark.kernels
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 COUNTS = st.lists(st.one_of(st.integers(0, 40), st.integers(32_000, 70_000)), max_size=4)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,8 +51,7 @@ def trained(
         for stage in stages:
             for name, grad in stage.grad.items():
                 grad.copy_(drawn(name, step))
-            weights = SimpleNamespace(groups=stage.groups, grad=stage.grad)
-            found |= norms(weights, bits)  # type: ignore[arg-type]
+            found |= norms([g.grad for g in stage.groups], bits)
         factor = clip_coefficient([found[n] for n in SHAPES], clip)[1] if clip else None
         for stage in stages:
             stage.updater.update(step, factor)

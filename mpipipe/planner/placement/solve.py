@@ -84,7 +84,7 @@ def _in_order(problem: Problem, budget_s: float) -> Found:
 
 
 def _in_chunks(problem: Problem, items: Items, started: float, budget_s: float) -> Found:
-    """From the contiguous placement by local search; then proved, or the programme finds a better one."""
+    """By local search from the contiguous placement; if not proved, from elsewhere and by the programme."""
     devices = _devices(problem)
     found, _ = _in_order(problem, budget_s * SHARE)
     start = None
@@ -97,6 +97,10 @@ def _in_chunks(problem: Problem, items: Items, started: float, budget_s: float) 
     if bound_s < known_s * (1 - PRECISION):
         single_s = single_device_bound_s(items, *devices, known_s, budget_s * SHARE)
         bound_s = max(bound_s, min(single_s, known_s))
+    if bound_s < known_s * (1 - PRECISION):  # the contiguous placement may lie in a valley of its own
+        scattered = solve_in_chunks(items, *devices, budget_s * SHARE / 2, None)
+        found += [each for each in _by_operator(items, scattered) if _holds(problem, each)]
+        known_s = min((loads(problem, device_of).most_s for device_of in found), default=math.inf)
     if bound_s < known_s * (1 - PRECISION):
         solved = solve_mixed(items, *devices, known_s, started + budget_s - time.perf_counter())
         found += [each for each in _by_operator(items, solved.device) if _holds(problem, each)]

@@ -173,5 +173,6 @@ def check_ends(schedule: Schedule) -> None:
             f"rank {rank} for {need}" for need, rank in sorted(waiting.items(), key=lambda x: x[1])
         )
         raise DeadlockError(
-            f"the order cannot end: {waits}; change the order of one of them\n{grid(schedule.codes, stuck)}"
+            f"the order cannot end, each rank waits: {waits}; change the order of one of them\n"
+            f"{grid(schedule.codes, stuck)}"
         )

@@ -148,6 +148,24 @@ def grid(layers: int, steps: int, seed: int = 0, communication: float = 0.2) -> 
     return g
 
 
+def recurrent(layers: int, seed: int = 0, communication: float = 0.006) -> Drawn:
+    """Layers of an encoder and a decoder as nodes: heavy cells, beside them much that takes no time (states
+    that are taken out, residual sums), and an attention that every decoder layer reads."""
+    g = Drawn(default_rng(seed))
+    x = g.node(0.14, communication, g.node(0.0, 0.0))
+    attention: tuple[int, ...] = ()
+    for layer in range(2 * layers):
+        state = (g.node(0.0, 0.0, g.node(0.0, 0.0)),) if attention else ()
+        y = g.node(0.0, communication, g.node(0.12, communication, x), *attention)
+        y = g.node(10.6 if attention else 6.9, communication, y, *state)
+        y, rest = g.node(0.0, communication, y), g.node(0.0, communication / 25, y)
+        x = g.node(0.0, communication, y, x)
+        if layer == layers - 1:
+            attention = (rest,)
+    g.node(24.8, 0.0, x)
+    return g
+
+
 def parallel_chains(
     chains: int, length: int, seed: int = 0, communication: float = 0.3, rungs: int = 0
 ) -> Drawn:

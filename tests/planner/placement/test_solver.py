@@ -7,7 +7,17 @@ import math
 
 import numpy as np
 import pytest
-from graphs import arguments, bert_operators, grid, inception, items, parallel_chains, residual_network, tiny
+from graphs import (
+    arguments,
+    bert_operators,
+    grid,
+    inception,
+    items,
+    parallel_chains,
+    recurrent,
+    residual_network,
+    tiny,
+)
 
 from mpipipe.planner.native import compiled
 
@@ -133,6 +143,8 @@ LARGE = {
     "grid": (grid(8, 4), 6, 1),
     "grid training": (grid(12, 3).with_backward(), 4, 1),
     "chains": (parallel_chains(2, 40, rungs=2), 4, 1),
+    "recurrent training": (recurrent(8).with_backward(), 6, 1),
+    "inception, cheap tensors": (inception(11, 5, 9, communication=0.03), 6, 1),
 }
 
 
@@ -154,6 +166,9 @@ def test_large_ones_are_proven(name):
         (residual_network(50, per_block=15).with_backward(), 8),
         (inception(11, 5, 6), 6),
         (inception(30, 4, 6).with_backward(), 8),
+        (inception(80, 5, 9), 4),
+        (inception(80, 5, 9), 8),
+        (recurrent(20).with_backward(), 6),
     ],
 )
 def test_two_thousand_nodes_are_proven(graph, n_devices):

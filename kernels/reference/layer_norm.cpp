@@ -1,5 +1,5 @@
 // The meaning of the norms: the formulas of the header, one row after the other, in double. Slow on purpose.
-#include "mpipipe/norm.h"
+#include "mpipipe/layer_norm.h"
 
 #include <cmath>
 #include <vector>

@@ -8,8 +8,9 @@ Invariants
   1. With `residual` the bits are those of the addition, then the norm without it, in both directions: a cut
      may fall between them. What is kept for backward is s, and two numbers a row.
   2. The bits do not depend on the number of threads.
-  3. float32 and bfloat16 go to the compiled `norm` of their device, which computes in float32. All else is
-     computed by torch: other dtypes and devices, a weight of another dtype than x, a package without kernels.
+  3. float32 and bfloat16 go to the compiled `layer_norm` of their device, which computes in float32. All
+     else is computed by torch: other dtypes and devices, a weight of another dtype than x, a package without
+     kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import Table, by_device, workers
 from mpipipe.ops.pointers import check, pointer
 
@@ -74,8 +75,11 @@ def _public(
         return _by_torch(centred, x, weight, bias, eps, residual)
     if traced(x):
         y, s, _ = torch.ops.mpipipe.norm(x, residual, weight, bias, eps, centred)
-    else:
+    elif wants_gradient(x, residual, weight, bias):
         y, s = _Norm.apply(x, residual, weight, bias, eps, centred)
+    else:
+        given = x.contiguous(), _contiguous(residual), _contiguous(weight), _contiguous(bias)
+        y, s, _ = _forward(*given, eps, centred)
     return y if residual is None else (y, s)
 
 

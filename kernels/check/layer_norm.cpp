@@ -1,4 +1,4 @@
-#include "mpipipe/norm.h"
+#include "mpipipe/layer_norm.h"
 
 #include "check.h"
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.harness import Case
-from mpipipe.ops.norm import layer_norm, rms_norm
+from mpipipe.ops.layer_norm import layer_norm, rms_norm
 
 Tensor = torch.Tensor
 SHAPES = [(2048, 768), (4096, 1024)]
@@ -66,6 +66,7 @@ def _of(kernel: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Case]:
             FORWARD_BAR, 4 * x.nbytes, 0.0,
         ),
         Case(
-            kernel, f"{name}, backward", backward(ours), {"norm, add": backward(torchs)}, bar, 4 * x.nbytes, 0.0
+            kernel, f"{name}, backward", backward(ours), {"norm, add": backward(torchs)}, bar,
+            4 * x.nbytes, 0.0
         ),
     ]  # fmt: skip

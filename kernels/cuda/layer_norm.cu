@@ -1,5 +1,5 @@
 // A block for each row, which it reads again for each pass: from the cache, unless a row is very long.
-#include "mpipipe/norm.h"
+#include "mpipipe/layer_norm.h"
 
 #include "columns.cuh"
 

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from mpipipe.native import instruction_set
 from mpipipe.ops import kernels
-from mpipipe.ops import norm as module
-from mpipipe.ops.norm import layer_norm, rms_norm
+from mpipipe.ops import layer_norm as module
+from mpipipe.ops.layer_norm import layer_norm, rms_norm
+
+pytestmark = pytest.mark.kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 CASES = [(centred, dtype) for centred in (True, False) for dtype in DTYPES]
