@@ -7,7 +7,7 @@ VENV ?= .venv
 PYTHON ?=#               a Python 3.11 or newer; empty: the first one found
 TORCH ?= torch==2.13.0#  what pip installs as torch
 TORCH_INDEX ?=#          another package index to find it on
-CUDA ?= 0#               1: accept a CUDA build of torch
+CUDA ?= 0#               1: accept a CUDA build of torch; in `make kernels`, build for GPUs too
 MPI ?= pip#              pip: Open MPI as a wheel; site: the MPI of this machine
 MPICC ?= mpicc#          with MPI=site: its compiler
 OFFLINE ?=#              a folder of `make wheelhouse`: install from it alone, without a network
@@ -30,7 +30,7 @@ SOURCES := pyproject.toml setup.py $(shell find kernels -name '*.cpp' -o -name '
 chosen = $(foreach c,$(CHOICES),$(c)=$(strip $($(c))))
 export VENV
 
-.PHONY: help setup wheelhouse docs train test test-fast test-kernels test-browser test-mpi test-slurm test-torch test-full lint format bench bench-kernels clean choices-changed
+.PHONY: help setup kernels wheelhouse docs train test test-fast test-kernels test-browser test-mpi test-slurm test-torch test-full lint format bench bench-kernels clean choices-changed
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # the tests measure times, and the last lines are those of the last test
 
@@ -51,6 +51,9 @@ $(STAMP): $(SOURCES) .ci/setup
 	@printf '%s\n' $(foreach c,$(CHOICES),'$(c) ?= $(strip $($(c)))') >$(VENV)/choices.mk
 	@echo '$(strip $(chosen))' >$(VENV)/.chosen
 	@touch $@
+
+kernels: setup ## the compiled modules again; with CUDA=1 also that for GPUs, by nvcc (NVCC names another)
+	MPIPIPE_CUDA=$(strip $(CUDA)) $(PY) setup.py -q build_ext --inplace
 
 wheelhouse: ## all that make setup installs, in a folder for machines without internet
 	@env $(foreach c,$(CHOICES) WHEELHOUSE,$(c)='$(strip $($(c)))') .ci/wheelhouse

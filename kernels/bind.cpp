@@ -46,7 +46,7 @@ void each(const float* x, float* y, size_t n) {
 
 PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     m.doc() = "Compiled kernels of mpipipe; the contract is kernels/include.";
-    m.attr("version") = "6";  // of the functions below; mpipipe/ops asks for the same one
+    m.attr("version") = kVersion;
     m.attr("instruction_set") = MPIPIPE_SET;
 
     def(m, "words", &words);

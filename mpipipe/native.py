@@ -29,7 +29,9 @@ SETS: Mapping[str, Mapping[str, frozenset[str]]] = {
 _PLAIN: Mapping[str, frozenset[str]] = {"base": frozenset()}  # of any other machine
 
 
-def load(name: str, version: str, without: str) -> ModuleType | None:
+def load(
+    name: str, version: str, without: str, build: str = "make setup` or `pip install -e ."
+) -> ModuleType | None:
     """`mpipipe.<name>` where it is there in this version; else None and a warning: what happens `without`."""
     try:
         found = importlib.import_module(f"mpipipe.{name}")
@@ -40,7 +42,7 @@ def load(name: str, version: str, without: str) -> ModuleType | None:
             return found
         reason = f"built for version {found.version}, the package needs {version}"
     warnings.warn(
-        f"mpipipe.{name} is not used ({reason}): {without}. Build it with `make setup` or `pip install -e .`",
+        f"mpipipe.{name} is not used ({reason}): {without}. Build it with `{build}`",
         RuntimeWarning,
         stacklevel=2,
     )

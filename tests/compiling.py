@@ -38,6 +38,41 @@ def flags(machine: str, instruction_set: str) -> list[str]:
     return ["-std=c++17", "-O3", *setup()["SETS"][machine][instruction_set], *setup()["FAST"]]
 
 
+def emulated(folder: Path) -> Path:
+    """The checker of the kernels for GPUs, in `folder`, the processor in a GPU's place (check/emulated).
+
+    Raises subprocess.CalledProcessError where it does not compile."""
+    common = [
+        COMPILER, "-std=c++17", "-O2", "-U_FORTIFY_SOURCE", '-DMPIPIPE_SET="emulated"',
+        f"-I{KERNELS / 'check' / 'emulated'}", f"-I{KERNELS / 'include'}",
+    ]  # fmt: skip
+    kernels = {path: ["-x", "c++"] for path in (KERNELS / "cuda").glob("*.cu")}
+    ours = {path.stem for path in kernels}
+    checks = {
+        # where a CHECK says cpu, the kernels for GPUs are meant
+        path: ["-Dcpu=cuda"]
+        for path in (KERNELS / "check").glob("*.cpp")
+        if path.stem in {*ours, "main"}
+    }
+    rest = {
+        path: list[str]()
+        for name in ("reference", "check/emulated")
+        for path in (KERNELS / name).glob("*.cpp") if path.stem in {*ours, "fibers"}
+    }  # fmt: skip
+    sources = kernels | checks | rest
+    objects = {path: folder / f"{path.parent.name}_{path.stem}.o" for path in sources}
+
+    def compile_one(path: Path) -> None:
+        command = [*common, *sources[path], "-c", str(path), "-o", str(objects[path])]
+        subprocess.run(command, check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sources))
+    done = folder / "check"
+    subprocess.run([*common, *map(str, objects.values()), "-o", str(done)], check=True)
+    return done
+
+
 def program(
     folder: Path, machine: str, instruction_set: str, more: Sequence[str] = (), compiler: str = COMPILER
 ) -> Path:

@@ -5,9 +5,9 @@
 #include "mpipipe/adamw.h"
 
 #include <algorithm>
-#include <cmath>
 #include <type_traits>
 
+#include "mpipipe/adamw_coefficients.h"
 #include "mpipipe/threads.h"
 
 namespace mpipipe::cpu {
@@ -15,11 +15,6 @@ namespace {
 
 constexpr size_t kBlock = 64;           // elements; a multiple of every vector width
 constexpr size_t kPiece = kBlock << 8;  // per turn of a thread
-
-// Both sides of the quotient are multiplied by sqrt(1 - beta2^step): one rounding less for each element.
-struct Coefficients {
-    float factor, first, keep, second, eps, decay, rate;
-};
 
 template <typename T>
 struct Buffers {
@@ -74,10 +69,7 @@ void update_rest(Coefficients c, Buffers<T> at, size_t n) {
 template <typename T>
 void adamw(T* param, T* grad, float* m, float* v, float* master, size_t n, double factor, double lr, double beta1,
            double beta2, double eps, double weight_decay, int64_t step, int threads) {
-    const double bias = 1 - std::pow(beta1, step), root = std::sqrt(1 - std::pow(beta2, step));
-    const auto f = [](double x) { return static_cast<float>(x); };
-    const Coefficients c{f(factor),     f(1 - beta1),          f(beta2),         f(1 - beta2),
-                         f(eps * root), f(1 - lr * weight_decay), f(lr * root / bias)};
+    const Coefficients c = coefficients(factor, lr, beta1, beta2, eps, weight_decay, step);
 
     const Buffers<T> all{param, grad, m, v, master};
     const size_t whole = n / kBlock * kBlock;

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device, workers
 
 Tensor = torch.Tensor
+_KERNELS = by_device({torch.bfloat16: ("accumulate_bf16",)})
 
 
 def accumulate(sum: Tensor, x: Tensor, *, zero: bool = False) -> None:
@@ -16,12 +17,13 @@ def accumulate(sum: Tensor, x: Tensor, *, zero: bool = False) -> None:
     anything else.
     """
     _check(sum, x)
-    if kernels is None or sum.device.type != "cpu":
+    found = _KERNELS.get((sum.device.type, x.dtype))
+    if found is None:
         sum.add_(x)
         if zero:
             x.zero_()
     else:
-        kernels.accumulate_bf16(sum.data_ptr(), x.data_ptr(), x.numel(), zero, torch.get_num_threads())
+        found[0](sum.data_ptr(), x.data_ptr(), x.numel(), zero, *workers(x))
 
 
 def _check(sum: Tensor, x: Tensor) -> None:

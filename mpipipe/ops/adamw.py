@@ -12,10 +12,10 @@ import torch
 from torch.optim.adamw import adamw as torch_adamw
 
 from mpipipe.ops.accumulate import overlap
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device, workers
 
 Tensor = torch.Tensor
-_KERNELS = {} if kernels is None else {torch.float32: kernels.adamw_f32, torch.bfloat16: kernels.adamw_bf16}
+_KERNELS = by_device({torch.float32: ("adamw_f32",), torch.bfloat16: ("adamw_bf16",)})
 
 
 @torch.no_grad()
@@ -46,13 +46,14 @@ def adamw(
     _check(buffers)
     if step < 1:
         raise ValueError(f"adamw: step={step}; steps count from 1, before it there is no bias to correct by")
-    if kernels is None or param.device.type != "cpu":
+    found = _KERNELS.get((param.device.type, param.dtype))
+    if found is None:
         _by_torch(param, grad, exp_avg, exp_avg_sq, master, step, lr, betas, eps, weight_decay, factor)
         return
-    _KERNELS[param.dtype](
+    found[0](
         param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(),
         0 if master is None else master.data_ptr(), param.numel(), factor, lr, *betas, eps, weight_decay,
-        step, torch.get_num_threads(),
+        step, *workers(param),
     )  # fmt: skip
 
 

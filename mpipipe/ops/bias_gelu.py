@@ -3,13 +3,12 @@
     linear without its bias --> x --> gelu(x + bias) --> y
 
 Kept for backward are x and bias, as they are; x + bias and GELU are computed again. float32 and bfloat16
-on the CPU go to kernels/cpu/bias_gelu.cpp, which computes in float32 and gives the same bits for any number
-of threads; all else is computed by torch.
+go to the compiled `bias_gelu` of their device, which computes in float32 and gives the same bits for any
+number of threads; all else is computed by torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,19 +16,17 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device, workers
 from mpipipe.ops.pointers import check, pointer
 
 Tensor = torch.Tensor
 
-# dtypes of x and bias -> forward and backward
-_KERNELS: dict[tuple[torch.dtype, torch.dtype], tuple[Callable[..., None], Callable[..., None]]] = (
-    {}
-    if kernels is None
-    else {
-        (torch.float32, torch.float32): (kernels.bias_gelu_f32, kernels.bias_gelu_backward_f32),
-        (torch.bfloat16, torch.bfloat16): (kernels.bias_gelu_bf16, kernels.bias_gelu_backward_bf16),
-        (torch.bfloat16, torch.float32): (kernels.bias_gelu_bf16_f32, kernels.bias_gelu_backward_bf16_f32),
+# device, dtypes of x and bias -> forward and backward
+_KERNELS = by_device(
+    {
+        (torch.float32, torch.float32): ("bias_gelu_f32", "bias_gelu_backward_f32"),
+        (torch.bfloat16, torch.bfloat16): ("bias_gelu_bf16", "bias_gelu_backward_bf16"),
+        (torch.bfloat16, torch.float32): ("bias_gelu_bf16_f32", "bias_gelu_backward_bf16_f32"),
     }
 )
 
@@ -42,7 +39,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tens
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"bias_gelu: approximate={approximate!r}; it must be 'none' or 'tanh'")
-    if (x.dtype, x.dtype if bias is None else bias.dtype) not in _KERNELS or not (x.is_cpu or x.is_meta):
+    if (x.device.type, (x.dtype, x.dtype if bias is None else bias.dtype)) not in _KERNELS:
         return _by_torch(x, bias, approximate)
     if traced(x):
         return torch.ops.mpipipe.bias_gelu(x, bias, approximate == "tanh")
@@ -80,15 +77,18 @@ class _BiasGelu(torch.autograd.Function):
 
 
 def _bias_like(x: Tensor, bias: Tensor | None) -> Tensor:
+    """What bias is compared with, of its own dtype; raises ValueError for one on another device than x."""
+    if bias is not None and bias.device != x.device:
+        check("bias", bias, bias.shape, x, any_dtype=True)
     return x if bias is None or bias.dtype is x.dtype else bias
 
 
-def _sizes(x: Tensor) -> tuple[int, int, int]:
-    """Rows, d and threads; raises ValueError for a single number."""
+def _sizes(x: Tensor) -> tuple[int, ...]:
+    """Rows, d and who computes; raises ValueError for a single number."""
     if x.dim() == 0:
         raise ValueError("gelu of shape (): x must be (..., d)")
     d = x.shape[-1]
-    return x.numel() // d if d else 0, d, torch.get_num_threads()
+    return x.numel() // d if d else 0, d, *workers(x)
 
 
 def _forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
@@ -96,7 +96,7 @@ def _forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     sizes, like = _sizes(x), _bias_like(x, bias)
     y = torch.empty_like(x)
     given = pointer("x", x, x.shape, x), pointer("bias", bias, x.shape[-1:], like)
-    _KERNELS[x.dtype, like.dtype][0](*given, tanh, y.data_ptr(), *sizes)
+    _KERNELS[x.device.type, (x.dtype, like.dtype)][0](*given, tanh, y.data_ptr(), *sizes)
     return y
 
 
@@ -106,12 +106,12 @@ def _backward(
     """Gradients of x and bias; ValueError as `_forward`."""
     sizes, like = _sizes(x), _bias_like(x, bias)
     dx = torch.empty_like(x)
-    dbias = torch.empty(x.shape[-1], dtype=like.dtype) if wants_bias else None
+    dbias = like.new_empty(x.shape[-1]) if wants_bias else None
     given = (
         pointer("dy", dy, x.shape, x), pointer("x", x, x.shape, x), pointer("bias", bias, x.shape[-1:], like)
     )  # fmt: skip
     to_dbias = 0 if dbias is None else dbias.data_ptr()
-    _KERNELS[x.dtype, like.dtype][1](*given, tanh, dx.data_ptr(), to_dbias, *sizes)
+    _KERNELS[x.device.type, (x.dtype, like.dtype)][1](*given, tanh, dx.data_ptr(), to_dbias, *sizes)
     return dx, dbias
 
 

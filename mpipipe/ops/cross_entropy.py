@@ -24,21 +24,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device, workers
 
-FORWARD, BACKWARD = (
-    ({}, {})
-    if kernels is None
-    else (
-        {
-            torch.float32: kernels.cross_entropy_forward_f32,
-            torch.bfloat16: kernels.cross_entropy_forward_bf16,
-        },
-        {
-            torch.float32: kernels.cross_entropy_backward_f32,
-            torch.bfloat16: kernels.cross_entropy_backward_bf16,
-        },
-    )
+# device and dtype -> forward and backward
+KERNELS = by_device(
+    {
+        torch.float32: ("cross_entropy_forward_f32", "cross_entropy_backward_f32"),
+        torch.bfloat16: ("cross_entropy_forward_bf16", "cross_entropy_backward_bf16"),
+    }
 )
 _ROWS = 4096  # tokens of a tile at most
 _COLUMNS = 512  # vocabulary entries of a tile at least: products of fewer are slow
@@ -127,13 +120,11 @@ def forward(
     x, labels, bias = x.contiguous(), labels.contiguous(), None if bias is None else bias.float().contiguous()
     rows, columns = _tile_shape(tokens, entries, width)
     buffer = x.new_empty(rows * columns)
-    state = torch.tensor([-torch.inf, 0.0, 0.0, 0.0], dtype=torch.float64).repeat(tokens, 1)
-    threads = torch.get_num_threads()
+    state = torch.tensor([-torch.inf, 0.0, 0.0, 0.0], dtype=torch.float64, device=x.device).repeat(tokens, 1)
+    kernel, by = KERNELS[x.device.type, x.dtype][0], workers(x)
     for tile in _tiles(tokens, entries, width):
         logits = _logits(tile, buffer, x, weight)
-        FORWARD[x.dtype](
-            *_arguments(tile, logits, bias, labels, ignore_index), tile.of_rows(state).data_ptr(), threads
-        )
+        kernel(*_arguments(tile, logits, bias, labels, ignore_index), tile.of_rows(state).data_ptr(), *by)
     log_sum = state[:, 0] + state[:, 1].log()
     losses = log_sum - (1.0 - smoothing) * state[:, 2]
     if smoothing:
@@ -160,18 +151,18 @@ def backward(
         None if bias is None else bias.float().contiguous(),
     )
     rows, columns = _tile_shape(tokens, entries, width)
-    dx = torch.zeros(x.shape, dtype=torch.float32) if want[0] else None
+    dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if want[0] else None
     dw = (torch.zeros_like(weight) if into is None else into) if want[1] else None
-    db = torch.zeros(entries, dtype=torch.float32) if want[2] else None
+    db = torch.zeros(entries, dtype=torch.float32, device=x.device) if want[2] else None
     ready = kept is not None
     buffer = x.new_empty(rows * columns) if kept is None else kept
     shares = (1.0 - smoothing, smoothing / max(entries, 1), float(grad))
-    threads = torch.get_num_threads()
+    kernel, by = KERNELS[x.device.type, x.dtype][1], workers(x)
     for tile in reversed(list(_tiles(tokens, entries, width))):
         g = _in(buffer, tile) if ready else _logits(tile, buffer, x, weight)
         ready = False
         arguments = _arguments(tile, g, wide_bias, labels, ignore_index)
-        BACKWARD[x.dtype](*arguments, tile.of_rows(log_sum).data_ptr(), *shares, threads)
+        kernel(*arguments, tile.of_rows(log_sum).data_ptr(), *shares, *by)
         if dx is not None:
             _add(tile.of_rows(dx), g, tile.of_columns(weight).to(x.dtype))
         if dw is not None:

@@ -13,24 +13,17 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpipipe.ops.library import define, differentiate, traced
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device, workers
 from mpipipe.ops.philox import check_stream, threshold, words
 
-_KERNELS: dict[torch.dtype, Callable[..., None]] = (
-    {}
-    if kernels is None
-    else {
-        torch.float32: kernels.dropout_f32,
-        torch.float64: kernels.dropout_f64,
-        torch.bfloat16: kernels.dropout_bf16,
-    }
+_KERNELS = by_device(
+    {torch.float32: ("dropout_f32",), torch.float64: ("dropout_f64",), torch.bfloat16: ("dropout_bf16",)}
 )
 
 
@@ -81,12 +74,12 @@ class _Dropout(torch.autograd.Function):
 
 
 def _masked(x: torch.Tensor, drop: int, scale: float, stream: Stream) -> torch.Tensor:
-    kernel = _KERNELS.get(x.dtype) if x.device.type == "cpu" else None
-    if kernel is None:
+    found = _KERNELS.get((x.device.type, x.dtype))
+    if found is None:
         return _masked_by_torch(x, drop, scale, stream)
     x = x.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    kernel(*stream, drop, scale, x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
+    found[0](*stream, drop, scale, x.data_ptr(), y.data_ptr(), x.numel(), *workers(x))
     return y
 
 

@@ -8,7 +8,8 @@ Invariants
   2. A query that sees nothing gives 0, and no gradient.
   3. Results lie in memory as their inputs do, o and dq as q: where q is a transposed view of a projection's
      output, the way back is free.
-Float32 and bfloat16 of the processor run on the kernel, in float32; anything else is torch's own attention.
+Float32 and bfloat16 of the processor, and float32 of a GPU, run on the kernel, in float32; anything else is
+torch's own attention.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ import torch
 import torch.nn.functional as F
 
 from mpipipe.ops.library import define, differentiate, traced
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device, workers
 
 Tensor = torch.Tensor
 Keys = Tensor | None  # which are seen: as lengths, as a mask, or all
-_KERNELS: dict[torch.dtype, tuple[Any, Any]] = (
-    {}
-    if kernels is None
-    else {
-        torch.float32: (kernels.attention_f32, kernels.attention_backward_f32),
-        torch.bfloat16: (kernels.attention_bf16, kernels.attention_backward_bf16),
+_KERNELS = by_device(
+    {
+        torch.float32: ("attention_f32", "attention_backward_f32"),
+        torch.bfloat16: ("attention_bf16", "attention_backward_bf16"),
     }
 )
+# Of a GPU: torch's own uses the units for bfloat16, ours does not
+_KERNELS.pop(("cuda", torch.bfloat16), None)
+_WIDEST_ON_GPU = 128  # kMostWidth of the header
 
 
 def flash_attention(
@@ -52,7 +54,7 @@ def flash_attention(
     """
     _check(q, k, v, key_lengths, key_mask)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    if q.dtype not in _KERNELS or q.device.type not in ("cpu", "meta"):
+    if (q.device.type, q.dtype) not in _KERNELS or (q.is_cuda and q.shape[3] > _WIDEST_ON_GPU):
         return _by_torch(q, k, v, key_lengths, key_mask, causal, factor)
     if traced(q):
         return _operator(q, k, v, key_lengths, key_mask, causal, factor)[0]
@@ -145,10 +147,10 @@ def _forward(
         _check_lengths(key_lengths, k.shape[2])
     o = torch.empty_like(q)
     b, h, t, _ = q.shape
-    lse = torch.empty(b, h, t, dtype=torch.float32)
-    _KERNELS[q.dtype][0](
+    lse = torch.empty(b, h, t, dtype=torch.float32, device=q.device)
+    _KERNELS[q.device.type, q.dtype][0](
         *_problem(q, k, v, key_lengths, key_mask, causal, scale),
-        o.data_ptr(), o.stride(), lse.data_ptr(), torch.get_num_threads(),
+        o.data_ptr(), o.stride(), lse.data_ptr(), *workers(q),
     )  # fmt: skip
     return o, lse
 
@@ -160,11 +162,11 @@ def _backward(
     q, k, v, key_lengths, key_mask = _rows(q), _rows(k), _rows(v), _packed(key_lengths), _packed(key_mask)
     d_o = _rows(d_o)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    _KERNELS[q.dtype][1](
+    _KERNELS[q.device.type, q.dtype][1](
         *_problem(q, k, v, key_lengths, key_mask, causal, scale),
         o.data_ptr(), o.stride(), lse.data_ptr(), d_o.data_ptr(), d_o.stride(),
         dq.data_ptr(), dq.stride(), dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(),
-        torch.get_num_threads(),
+        *workers(q),
     )  # fmt: skip
     return dq, dk, dv
 

@@ -8,13 +8,13 @@ Invariants
   1. With `residual` the bits are those of the addition, then the norm without it, in both directions: a cut
      may fall between them. What is kept for backward is s, and two numbers a row.
   2. The bits do not depend on the number of threads.
-  3. float32 and bfloat16 on the CPU go to kernels/cpu/layer_norm.cpp, which computes in float32. All else is
-     computed by torch: other dtypes and devices, a weight of another dtype than x, a package without kernels.
+  3. float32 and bfloat16 go to the compiled `layer_norm` of their device, which computes in float32. All
+     else is computed by torch: other dtypes and devices, a weight of another dtype than x, a package without
+     kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,26 +22,21 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import Table, by_device, workers
 from mpipipe.ops.pointers import check, pointer
 
 Tensor = torch.Tensor
 
-# centred -> dtype -> forward and backward
-_KERNELS: dict[bool, dict[torch.dtype, tuple[Callable[..., None], Callable[..., None]]]] = (
-    {True: {}, False: {}}
-    if kernels is None
-    else {
-        True: {
-            torch.float32: (kernels.layer_norm_f32, kernels.layer_norm_backward_f32),
-            torch.bfloat16: (kernels.layer_norm_bf16, kernels.layer_norm_backward_bf16),
-        },
-        False: {
-            torch.float32: (kernels.rms_norm_f32, kernels.rms_norm_backward_f32),
-            torch.bfloat16: (kernels.rms_norm_bf16, kernels.rms_norm_backward_bf16),
-        },
-    }
-)
+# centred -> device and dtype -> forward and backward
+_KERNELS: dict[bool, Table[torch.dtype]] = {
+    centred: by_device(
+        {
+            torch.float32: (f"{name}_f32", f"{name}_backward_f32"),
+            torch.bfloat16: (f"{name}_bf16", f"{name}_backward_bf16"),
+        }
+    )
+    for centred, name in ((True, "layer_norm"), (False, "rms_norm"))
+}
 
 
 def layer_norm(
@@ -72,8 +67,7 @@ def _public(
 ) -> Any:
     dtype = x.dtype
     if (
-        dtype not in _KERNELS[centred]
-        or not (x.is_cpu or x.is_meta)
+        (x.device.type, dtype) not in _KERNELS[centred]
         or (weight is not None and weight.dtype is not dtype)
         or (bias is not None and bias.dtype is not dtype)
         or (residual is not None and residual.dtype is not dtype)
@@ -163,15 +157,15 @@ def _forward(
     rows = x.numel() // d[0] if d[0] else 0
     y = torch.empty_like(x)
     s = None if residual is None else torch.empty_like(x)
-    stats = torch.empty((1 + centred, rows), dtype=torch.float32)
+    stats = torch.empty((1 + centred, rows), dtype=torch.float32, device=x.device)
     at, to_s = stats.data_ptr(), 0 if s is None else s.data_ptr()
     inputs = (
         pointer("x", x, x.shape, x),
         pointer("residual", residual, x.shape, x),
         pointer("weight", weight, d, x),
     )
-    sizes = rows, d[0], torch.get_num_threads()
-    kernel = _KERNELS[centred][x.dtype][0]
+    sizes = rows, d[0], *workers(x)
+    kernel = _KERNELS[centred][x.device.type, x.dtype][0]
     if centred:
         kernel(*inputs, pointer("bias", bias, d, x), eps, to_s, y.data_ptr(), at, at + 4 * rows, *sizes)
     else:
@@ -187,16 +181,16 @@ def _backward(
     d = s.shape[-1:]
     rows = stats.shape[1]
     dx = torch.empty_like(s)
-    dweight = torch.empty(d, dtype=s.dtype) if wants_weight else None
-    dbias = torch.empty(d, dtype=s.dtype) if wants_bias else None
+    dweight = s.new_empty(d) if wants_weight else None
+    dbias = s.new_empty(d) if wants_bias else None
     at = pointer("stats", stats, (1 + centred, s.numel() // d[0] if d[0] else 0), stats)
     inputs = (
         pointer("dy", dy, s.shape, s), pointer("ds", ds, s.shape, s), pointer("s", s, s.shape, s),
         pointer("weight", weight, d, s),
     )  # fmt: skip
     to_dweight = 0 if dweight is None else dweight.data_ptr()
-    sizes = rows, d[0], torch.get_num_threads()
-    kernel = _KERNELS[centred][s.dtype][1]
+    sizes = rows, d[0], *workers(s)
+    kernel = _KERNELS[centred][s.device.type, s.dtype][1]
     if centred:
         to_dbias = 0 if dbias is None else dbias.data_ptr()
         kernel(*inputs, at, at + 4 * rows, dx.data_ptr(), to_dweight, to_dbias, *sizes)

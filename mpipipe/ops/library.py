@@ -18,12 +18,13 @@ _LIBRARY = torch.library.Library("mpipipe", "DEF")
 
 
 def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registers `function` for the processor and `fake`, whose results have no data. Returns the operator.
+    """Registers `function` for CPU and GPU, and `fake`, whose results have no data. Returns the operator.
 
     schema: `name(Tensor x, float eps) -> Tensor`, of an operator that writes into none of its inputs."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, function, "CPU")
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, function, device)
     torch.library.register_fake(f"mpipipe::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.mpipipe, name)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mpipipe.ops.cross_entropy import FORWARD, backward, forward
+from mpipipe.ops.cross_entropy import KERNELS, backward, forward
 from mpipipe.ops.gradients import destination, has_data, wanted
 from mpipipe.ops.library import define, differentiate, traced
 
@@ -40,7 +40,8 @@ def linear_cross_entropy(
         _check(*given, label_smoothing, weight.dtype)
     else:
         _check(*given, label_smoothing, x.dtype)
-    if x.dtype not in FORWARD or x.device.type != "cpu" or weight.dtype not in FORWARD:
+    device = x.device.type
+    if (device, x.dtype) not in KERNELS or (device, weight.dtype) not in KERNELS:
         return _by_torch(*given, ignore_index, label_smoothing)
     if traced(x, weight, labels, bias):
         op = torch.ops.mpipipe.linear_cross_entropy

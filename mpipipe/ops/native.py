@@ -1,14 +1,53 @@
-"""The compiled kernels, or None: then every op uses numpy and torch, slower."""
+"""The compiled kernels, by the device of a tensor; None: then every op uses numpy and torch, slower.
+
+processor   mpipipe._kernels_<instruction set>     last argument of a kernel: the number of threads
+GPU         mpipipe._kernels_cuda, if it is built  last arguments: the stream, and the GPU's number
+"""
 
 from __future__ import annotations
 
-import torch  # noqa: F401 - first: the kernels' threads are those of the OpenMP runtime that torch brought
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch  # first: the kernels' threads are those of the OpenMP runtime that torch brought
 
 from mpipipe.native import instruction_set, load
 
-KERNELS_VERSION = "6"  # of the functions that mpipipe/ops calls; kernels/bind.cpp holds the same
+Key = TypeVar("Key")
+Table = dict[tuple[str, Key], tuple[Callable[..., None], ...]]
+
+KERNELS_VERSION = "7"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
+CUDA = "_kernels_cuda"
 kernels = load(
     f"_kernels_{instruction_set()}",
     KERNELS_VERSION,
     "random ops run on numpy, with the same results but several times slower",
 )
+# without a word where it is not built, or where this torch has no tensors for it
+cuda_kernels = (
+    load(CUDA, KERNELS_VERSION, "tensors of a GPU are computed by torch alone", "make kernels CUDA=1")
+    if torch.version.cuda is not None and find_spec(f"mpipipe.{CUDA}") is not None
+    else None
+)
+MODULES: Mapping[str, ModuleType | None] = {"cpu": kernels, "meta": kernels, "cuda": cuda_kernels}
+
+
+def by_device(names: Mapping[Key, tuple[str, ...]]) -> Table[Key]:
+    """(type of device, key) -> functions of the compiled modules, for each key of `names` and each device
+    whose module is there. The kernels of the processor stand for those of "meta", where none is called."""
+    return {
+        (device, key): tuple(getattr(module, name) for name in of_key)
+        for device, module in MODULES.items()
+        if module is not None
+        for key, of_key in names.items()
+    }
+
+
+def workers(x: torch.Tensor) -> tuple[int, ...]:
+    """What a kernel on x takes last: threads, or the current stream of x's GPU and its number."""
+    if x.is_cpu:
+        return (torch.get_num_threads(),)
+    stream: Any = torch.cuda.current_stream(x.device)
+    return stream.cuda_stream, stream.device_index

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device, workers
 
 Tensor = torch.Tensor
-_KERNELS = {} if kernels is None else {torch.float32: kernels.norms_f32, torch.bfloat16: kernels.norms_bf16}
+_KERNELS = by_device({torch.float32: ("norms_f32",), torch.bfloat16: ("norms_bf16",)})
 
 
 def norms(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
-    """(P,) float64: the 2-norm of x[offsets[i] : offsets[i] + counts[i]] for each i.
+    """(P,) float64 on the cpu: the 2-norm of x[offsets[i] : offsets[i] + counts[i]] for each i.
 
     x: (N,) contiguous, floating point; offsets, counts: (P,) int64, in elements. Sums in float64: no square
     overflows. By the kernel (float32, bfloat16) a norm depends on its own elements alone: not on its place,
     the threads or the instruction set. Raises ValueError for another layout, or a slice that leaves x.
     """
     _check(x, offsets, counts)
-    kernel = _KERNELS.get(x.dtype) if x.device.type == "cpu" else None
-    if kernel is None:
+    found = _KERNELS.get((x.device.type, x.dtype))
+    if found is None:
         return _by_torch(x, offsets, counts)
-    out = torch.empty(len(offsets), dtype=torch.float64)
-    threads = torch.get_num_threads()
-    kernel(x.data_ptr(), offsets.data_ptr(), counts.data_ptr(), len(offsets), out.data_ptr(), threads)
-    return out
+    starts, lengths = offsets.to(x.device), counts.to(x.device)
+    out = torch.empty(len(starts), dtype=torch.float64, device=x.device)
+    found[0](
+        x.data_ptr(), starts.data_ptr(), lengths.data_ptr(), len(starts), out.data_ptr(), *workers(x)
+    )  # fmt: skip
+    return out.cpu()
 
 
 def _by_torch(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:

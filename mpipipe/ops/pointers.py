@@ -24,9 +24,10 @@ def pointer(name: str, x: torch.Tensor | None, shape: Sequence[int], like: torch
     if x is None:
         return 0
     # all checks at once, some hundred nanoseconds: every eager call passes here
-    if x.is_cpu and x.dtype is like.dtype and x.is_contiguous() and x.shape == shape:
+    served = (x.is_cpu and like.is_cpu) or (x.is_cuda and x.device == like.device)
+    if served and x.dtype is like.dtype and x.is_contiguous() and x.shape == shape:
         return x.data_ptr()
     check(name, x, shape, like)
-    if not x.is_cpu:
-        raise ValueError(f"{name} is on {x.device}; the compiled kernels take tensors of the CPU alone")
+    if not served:
+        raise ValueError(f"{name} is on {x.device}; the compiled kernels take tensors of the CPU or of a GPU")
     raise ValueError(f"{name} has strides {x.stride()} for shape {tuple(x.shape)}; call contiguous() first")

@@ -1,14 +1,13 @@
 """The gate of SwiGLU (Shazeer 2020), silu(gate) * up, in one pass.
 
 Kept for backward are gate and up, as they are; the sigmoid is computed again. Both may be halves of one
-tensor: rows of any stride are taken without a copy. float32 and bfloat16 on the CPU go to
-kernels/cpu/swiglu.cpp, which computes in float32 and gives the same bits for any number of threads; all else
-is computed by torch.
+tensor: rows of any stride are taken without a copy. float32 and bfloat16 go to the compiled `swiglu` of their
+device, which computes in float32 and gives the same bits for any number of threads; all else is computed by
+torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,17 +15,15 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device, workers
 from mpipipe.ops.pointers import check, pointer
 
 Tensor = torch.Tensor
 
-_KERNELS: dict[torch.dtype, tuple[Callable[..., None], Callable[..., None]]] = (
-    {}
-    if kernels is None
-    else {
-        torch.float32: (kernels.swiglu_f32, kernels.swiglu_backward_f32),
-        torch.bfloat16: (kernels.swiglu_bf16, kernels.swiglu_backward_bf16),
+_KERNELS = by_device(
+    {
+        torch.float32: ("swiglu_f32", "swiglu_backward_f32"),
+        torch.bfloat16: ("swiglu_bf16", "swiglu_backward_bf16"),
     }
 )
 
@@ -36,7 +33,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises ValueError for different shapes or devices, or integers."""
     dtype = gate.dtype
-    if dtype not in _KERNELS or up.dtype is not dtype or not (gate.is_cpu or gate.is_meta):
+    if (gate.device.type, dtype) not in _KERNELS or up.dtype is not dtype:
         return _by_torch(gate, up)
     if traced(gate):
         return torch.ops.mpipipe.swiglu(gate, up)
@@ -91,25 +88,25 @@ def _row_pointer(name: str, x: Tensor, like: Tensor) -> tuple[int, int]:
     """Address and row stride, after `check`; raises ValueError where there is no row stride."""
     check(name, x, like.shape, like)
     stride = _stride(x)
-    if stride is None or not x.is_cpu:
+    if stride is None:
         raise ValueError(
-            f"{name} has strides {x.stride()} for shape {tuple(x.shape)} on {x.device}: it must be rows "
-            "(..., d) at one distance, on the CPU; call contiguous() first"
+            f"{name} has strides {x.stride()} for shape {tuple(x.shape)}: it must be rows (..., d) at one "
+            "distance; call contiguous() first"
         )
     return x.data_ptr(), stride
 
 
-def _sizes(x: Tensor) -> tuple[int, int, int]:
-    """Rows, d and threads."""
+def _sizes(x: Tensor) -> tuple[int, ...]:
+    """Rows, d and who computes."""
     d = x.shape[-1]
-    return x.numel() // d if d else 0, d, torch.get_num_threads()
+    return x.numel() // d if d else 0, d, *workers(x)
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     """Raises ValueError for tensors without a stride of rows, or that do not fit each other."""
     given = *_row_pointer("gate", gate, gate), *_row_pointer("up", up, gate)
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _KERNELS[gate.dtype][0](*given, y.data_ptr(), *_sizes(gate))
+    _KERNELS[gate.device.type, gate.dtype][0](*given, y.data_ptr(), *_sizes(gate))
     return y
 
 
@@ -119,7 +116,9 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     dup = torch.empty_like(dgate)
     from_dy = pointer("dy", dy, gate.shape, gate)
-    _KERNELS[gate.dtype][1](from_dy, *given, dgate.data_ptr(), dup.data_ptr(), *_sizes(gate))
+    _KERNELS[gate.device.type, gate.dtype][1](
+        from_dy, *given, dgate.data_ptr(), dup.data_ptr(), *_sizes(gate)
+    )
     return dgate, dup
 
 

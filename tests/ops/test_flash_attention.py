@@ -233,7 +233,7 @@ def test_instruction_sets_agree(monkeypatch):
             continue
         other = importlib.import_module(f"mpipipe._kernels_{name}")
         pair = other.attention_f32, other.attention_backward_f32
-        monkeypatch.setitem(door._KERNELS, torch.float32, pair)
+        monkeypatch.setitem(door._KERNELS, ("cpu", torch.float32), pair)
         for got, one in zip(
             results(lambda *x: flash_attention(*x, causal=True), inputs, d_o), expected, strict=True
         ):

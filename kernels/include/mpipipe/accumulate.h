@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/cuda.h"
 
 namespace mpipipe {
 
@@ -21,4 +22,11 @@ namespace cpu {
 void accumulate(float* sum, bf16* x, size_t n, bool zero, int threads);
 
 }  // namespace cpu
+
+// On a GPU: pointers to its memory, work in the order of `stream`.
+namespace cuda {
+
+void accumulate(float* sum, bf16* x, size_t n, bool zero, CudaStream stream);
+
+}  // namespace cuda
 }  // namespace mpipipe

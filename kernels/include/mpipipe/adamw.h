@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/cuda.h"
 
 namespace mpipipe {
 
@@ -35,4 +36,13 @@ void adamw(T* param, T* grad, float* m, float* v, float* master, size_t n, doubl
            double beta2, double eps, double weight_decay, int64_t step, int threads);
 
 }  // namespace cpu
+
+// On a GPU: pointers to its memory, work in the order of `stream`.
+namespace cuda {
+
+template <typename T>
+void adamw(T* param, T* grad, float* m, float* v, float* master, size_t n, double factor, double lr, double beta1,
+           double beta2, double eps, double weight_decay, int64_t step, CudaStream stream);
+
+}  // namespace cuda
 }  // namespace mpipipe

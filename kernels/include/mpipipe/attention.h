@@ -24,6 +24,7 @@
 #include <cstdint>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/cuda.h"
 
 namespace mpipipe {
 
@@ -48,6 +49,26 @@ void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, S
                         Strides dq_strides, T* dk, Strides dk_strides, T* dv, Strides dv_strides, int threads);
 
 }  // namespace cpu
+
+// On a GPU: pointers to its memory, work in the order of `stream`. Widths up to kMostWidth; others throw.
+// Products are made in float32, without tensor cores.
+namespace cuda {
+
+constexpr size_t kMostWidth = 128;
+
+template <typename T>
+void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
+               size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width, bool causal,
+               float scale, const int64_t* key_lengths, const bool* key_mask, T* o, Strides o_strides, float* lse,
+               CudaStream stream);
+template <typename T>
+void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
+                        size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width,
+                        bool causal, float scale, const int64_t* key_lengths, const bool* key_mask, const T* o,
+                        Strides o_strides, const float* lse, const T* d_o, Strides d_o_strides, T* dq,
+                        Strides dq_strides, T* dk, Strides dk_strides, T* dv, Strides dv_strides, CudaStream stream);
+
+}  // namespace cuda
 
 // The same in plain loops and in double; `threads` is not used.
 namespace reference {

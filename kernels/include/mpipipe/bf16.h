@@ -4,23 +4,25 @@
 #include <cstdint>
 #include <cstring>
 
+#include "mpipipe/cuda.h"
+
 namespace mpipipe {
 
 struct bf16 {
     uint16_t bits;
 };
 
-inline float wide(bf16 x) {
+MPIPIPE_ANYWHERE inline float wide(bf16 x) {
     const uint32_t bits = uint32_t{x.bits} << 16;
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
-inline float wide(float x) { return x; }
-inline double wide(double x) { return x; }
+MPIPIPE_ANYWHERE inline float wide(float x) { return x; }
+MPIPIPE_ANYWHERE inline double wide(double x) { return x; }
 
 // To nearest, ties to even, as torch rounds; a NaN stays one. Branch-free: loops over it vectorise.
-inline bf16 to_bf16(float x) {
+MPIPIPE_ANYWHERE inline bf16 to_bf16(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -29,11 +31,11 @@ inline bf16 to_bf16(float x) {
 
 // `narrow<T>(x)`: x in the type of the tensor.
 template <typename T>
-inline T narrow(float x) {
+MPIPIPE_ANYWHERE inline T narrow(float x) {
     return x;
 }
 template <>
-inline bf16 narrow<bf16>(float x) {
+MPIPIPE_ANYWHERE inline bf16 narrow<bf16>(float x) {
     return to_bf16(x);
 }
 

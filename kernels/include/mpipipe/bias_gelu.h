@@ -13,6 +13,7 @@
 #include <cstddef>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/cuda.h"
 
 namespace mpipipe {
 namespace reference {
@@ -36,4 +37,15 @@ void bias_gelu_backward(const T* dy, const T* x, const B* bias, bool tanh, T* dx
                         int threads);
 
 }  // namespace cpu
+
+// On a GPU: pointers to its memory, work in the order of `stream`.
+namespace cuda {
+
+template <typename T, typename B>
+void bias_gelu(const T* x, const B* bias, bool tanh, T* y, size_t rows, size_t d, CudaStream stream);
+template <typename T, typename B>
+void bias_gelu_backward(const T* dy, const T* x, const B* bias, bool tanh, T* dx, B* dbias, size_t rows, size_t d,
+                        CudaStream stream);
+
+}  // namespace cuda
 }  // namespace mpipipe

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/cuda.h"
 
 namespace mpipipe {
 
@@ -48,4 +49,17 @@ void cross_entropy_backward(T* logits, size_t rows, size_t columns, const float*
                             float scale, int threads);
 
 }  // namespace cpu
+
+// On a GPU: pointers to its memory, work in the order of `stream`.
+namespace cuda {
+
+template <typename T>
+void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const float* bias, const int64_t* labels,
+                           int64_t first, int64_t ignored, double* state, CudaStream stream);
+template <typename T>
+void cross_entropy_backward(T* logits, size_t rows, size_t columns, const float* bias, const int64_t* labels,
+                            int64_t first, int64_t ignored, const float* log_sum, float on_label, float on_all,
+                            float scale, CudaStream stream);
+
+}  // namespace cuda
 }  // namespace mpipipe

@@ -16,6 +16,7 @@
 #include <cstddef>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/cuda.h"
 
 namespace mpipipe {
 namespace reference {
@@ -58,4 +59,22 @@ void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, co
                        size_t rows, size_t d, int threads);
 
 }  // namespace cpu
+
+// On a GPU: pointers to its memory, work in the order of `stream`.
+namespace cuda {
+
+template <typename T>
+void layer_norm(const T* x, const T* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
+                float* rstd, size_t rows, size_t d, CudaStream stream);
+template <typename T>
+void layer_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd,
+                         T* dx, T* dweight, T* dbias, size_t rows, size_t d, CudaStream stream);
+template <typename T>
+void rms_norm(const T* x, const T* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
+              size_t d, CudaStream stream);
+template <typename T>
+void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, T* dweight,
+                       size_t rows, size_t d, CudaStream stream);
+
+}  // namespace cuda
 }  // namespace mpipipe

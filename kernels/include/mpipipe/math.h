@@ -7,12 +7,14 @@
 #include <cstdint>
 #include <cstring>
 
+#include "mpipipe/cuda.h"
+
 namespace mpipipe {
 
 // e^x: 0 below -86.6 and infinity above 88.7; NaN stays NaN.
 // 2^(n - 1) * 2 e^r with r = x - n ln 2 in [-ln 2 / 2, ln 2 / 2], e^r by its polynomial (Cephes, Moshier 1989), twice:
 // n may be 128. The sum with 1.5 * 2^23 + 126 rounds to n, and its low bits are those of an exponent of n - 1.
-inline float exp_(float x) {
+MPIPIPE_ANYWHERE inline float exp_(float x) {
     constexpr float kMagic = 12582912.0f + 126.0f;
     const float shifted = x * 1.44269504f + kMagic, n = shifted - kMagic;
     float r = x - n * 0.693359375f;
@@ -34,7 +36,7 @@ inline float exp_(float x) {
 }
 
 // 1 / (1 + e^-x). Below -88.7 the result is 0; NaN stays NaN.
-inline float sigmoid(float x) { return 1.0f / (1.0f + exp_(-x)); }
+MPIPIPE_ANYWHERE inline float sigmoid(float x) { return 1.0f / (1.0f + exp_(-x)); }
 
 struct Normal {
     float cdf, density;
@@ -43,7 +45,7 @@ struct Normal {
 // P(X <= x) and its derivative, for X normal with mean 0 and variance 1. Both are relative to e^(-x^2 / 2), the left
 // tail keeps its digits too: P(X <= -z) = e^(-z^2 / 2) R(z), with R a polynomial in t = 1 / (1 + 0.35 z). Its
 // coefficients are a minimax fit, of relative error 3e-8, to erfcx(z / sqrt 2) / 2 for z in [0, 13.3]; beyond, e^ is 0.
-inline Normal normal(float x) {
+MPIPIPE_ANYWHERE inline Normal normal(float x) {
     const float z = __builtin_fabsf(x), t = 1.0f / (1.0f + 0.35f * z), e = exp_(-0.5f * x * x);
     float r = -2.9115182485e-02f;
     r = r * t + 1.4381920970e-01f;

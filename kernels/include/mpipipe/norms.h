@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/cuda.h"
 
 namespace mpipipe {
 
@@ -29,4 +30,12 @@ template <typename T>
 void norms(const T* x, const int64_t* offsets, const int64_t* counts, size_t n, double* out, int threads);
 
 }  // namespace cpu
+
+// On a GPU: pointers to its memory, work in the order of `stream`.
+namespace cuda {
+
+template <typename T>
+void norms(const T* x, const int64_t* offsets, const int64_t* counts, size_t n, double* out, CudaStream stream);
+
+}  // namespace cuda
 }  // namespace mpipipe

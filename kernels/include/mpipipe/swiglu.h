@@ -8,6 +8,7 @@
 #include <cstddef>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/cuda.h"
 
 namespace mpipipe {
 namespace reference {
@@ -31,4 +32,16 @@ void swiglu_backward(const T* dy, const T* gate, size_t gate_stride, const T* up
                      size_t rows, size_t d, int threads);
 
 }  // namespace cpu
+
+// On a GPU: pointers to its memory, work in the order of `stream`.
+namespace cuda {
+
+template <typename T>
+void swiglu(const T* gate, size_t gate_stride, const T* up, size_t up_stride, T* y, size_t rows, size_t d,
+            CudaStream stream);
+template <typename T>
+void swiglu_backward(const T* dy, const T* gate, size_t gate_stride, const T* up, size_t up_stride, T* dgate, T* dup,
+                     size_t rows, size_t d, CudaStream stream);
+
+}  // namespace cuda
 }  // namespace mpipipe

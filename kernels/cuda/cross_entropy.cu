@@ -1,0 +1,86 @@
+// A block for each row of a tile: its largest logit, then the sum.
+#include "mpipipe/cross_entropy.h"
+
+#include "launch.cuh"
+#include "mpipipe/math.h"
+
+namespace mpipipe::cuda {
+namespace {
+
+template <typename T>
+struct Logits {
+    const T* p;
+    const float* bias;  // or null
+    size_t columns;
+    __device__ float operator()(size_t r, size_t c) const { return wide(p[r * columns + c]) + (bias ? bias[c] : 0.0f); }
+};
+
+template <typename T>
+__global__ void forward(Logits<T> logits, size_t rows, const int64_t* labels, int64_t first, int64_t ignored,
+                        double* states) {
+    for (size_t r = blockIdx.x; r < rows; r += gridDim.x) {
+        if (labels[r] == ignored) continue;  // for all threads of the block
+        double* const state = states + 4 * r;
+        const float before = static_cast<float>(state[0]);
+        float most = before;
+        double total = 0;
+        for (size_t c = threadIdx.x; c < logits.columns; c += kThreads) {
+            const float x = logits(r, c);
+            most = fmaxf(most, x);
+            total += x;
+        }
+        most = over_block<Largest>(most);
+        total = over_block<Sum>(total);
+        // all -infinity so far: their difference would be NaN, their probability is 0
+        const float shift = most == -INFINITY ? 0.0f : most;
+        double sum = 0;
+        for (size_t c = threadIdx.x; c < logits.columns; c += kThreads) sum += exp_(logits(r, c) - shift);
+        sum = over_block<Sum>(sum);
+        if (threadIdx.x) continue;
+        const double old = most > before ? state[1] * exp(double{before} - double{most}) : state[1];
+        state[0] = most;
+        state[1] = old + sum;
+        const int64_t label = labels[r] - first;
+        if (label >= 0 && label < static_cast<int64_t>(logits.columns)) state[2] = logits(r, label);
+        state[3] += total;
+    }
+}
+
+template <typename T>
+__global__ void backward(Logits<T> logits, T* gradients, size_t rows, const int64_t* labels, int64_t first,
+                         int64_t ignored, const float* log_sum, float on_label, float on_all, float scale) {
+    for (size_t r = blockIdx.x; r < rows; r += gridDim.x)
+        for (size_t c = threadIdx.x; c < logits.columns; c += kThreads) {
+            float gradient = (exp_(logits(r, c) - log_sum[r]) - on_all) * scale;
+            if (first + static_cast<int64_t>(c) == labels[r]) gradient -= on_label * scale;
+            gradients[r * logits.columns + c] = narrow<T>(labels[r] == ignored ? 0.0f : gradient);
+        }
+}
+
+}  // namespace
+
+template <typename T>
+void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const float* bias, const int64_t* labels,
+                           int64_t first, int64_t ignored, double* state, CudaStream stream) {
+    launch(forward<T>, dim3(blocks(rows)), stream, Logits<T>{logits, bias, columns}, rows, labels, first, ignored,
+           state);
+}
+
+template <typename T>
+void cross_entropy_backward(T* logits, size_t rows, size_t columns, const float* bias, const int64_t* labels,
+                            int64_t first, int64_t ignored, const float* log_sum, float on_label, float on_all,
+                            float scale, CudaStream stream) {
+    launch(backward<T>, dim3(blocks(rows)), stream, Logits<T>{logits, bias, columns}, logits, rows, labels, first,
+           ignored, log_sum, on_label, on_all, scale);
+}
+
+template void cross_entropy_forward<float>(const float*, size_t, size_t, const float*, const int64_t*, int64_t,
+                                           int64_t, double*, CudaStream);
+template void cross_entropy_forward<bf16>(const bf16*, size_t, size_t, const float*, const int64_t*, int64_t,
+                                          int64_t, double*, CudaStream);
+template void cross_entropy_backward<float>(float*, size_t, size_t, const float*, const int64_t*, int64_t, int64_t,
+                                            const float*, float, float, float, CudaStream);
+template void cross_entropy_backward<bf16>(bf16*, size_t, size_t, const float*, const int64_t*, int64_t, int64_t,
+                                           const float*, float, float, float, CudaStream);
+
+}  // namespace mpipipe::cuda

@@ -1,0 +1,82 @@
+// A thread ciphers a block of the stream and uses its four words.
+#include "mpipipe/philox.h"
+
+#include "launch.cuh"
+
+namespace mpipipe::cuda {
+namespace {
+
+struct Words {
+    uint32_t of[4];
+};
+
+__device__ Words cipher(Stream stream, uint64_t block) {
+    uint32_t c0 = static_cast<uint32_t>(block), c1 = static_cast<uint32_t>(block >> 32), c2 = stream.step;
+    uint32_t c3 = stream.micro, k0 = static_cast<uint32_t>(stream.key), k1 = static_cast<uint32_t>(stream.key >> 32);
+    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85) {
+        const uint64_t a = uint64_t{0xD2511F53} * c0, b = uint64_t{0xCD9E8D57} * c2;
+        c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
+        c1 = static_cast<uint32_t>(b);
+        c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
+        c3 = static_cast<uint32_t>(a);
+    }
+    return {{c0, c1, c2, c3}};
+}
+
+// use(i, word) for the elements start + i of the stream, i < n.
+template <typename Use>
+__device__ void for_elements(Stream stream, uint64_t start, size_t n, Use use) {
+    const uint64_t skip = start % 4;
+    for (uint64_t b = thread(); 4 * b < skip + n; b += threads()) {
+        const Words words = cipher(stream, start / 4 + b);
+        for (unsigned w = 0; w < 4; ++w) {
+            const uint64_t at = 4 * b + w;
+            if (at >= skip && at < skip + n) use(at - skip, words.of[w]);
+        }
+    }
+}
+
+struct Store {
+    uint32_t* out;
+    __device__ void operator()(size_t i, uint32_t word) const { out[i] = word; }
+};
+
+__device__ inline float kept(float x, float scale) { return x * scale; }
+__device__ inline double kept(double x, double scale) { return x * scale; }
+__device__ inline bf16 kept(bf16 x, float scale) { return to_bf16(wide(x) * scale); }
+
+template <typename T, typename Scale>
+struct Drop {
+    uint64_t threshold;
+    Scale scale;
+    const T* x;
+    T* y;
+    __device__ void operator()(size_t i, uint32_t word) const { y[i] = word >= threshold ? kept(x[i], scale) : T{}; }
+};
+
+template <typename Use>
+__global__ void run(Stream stream, uint64_t start, size_t n, Use use) {
+    for_elements(stream, start, n, use);
+}
+
+template <typename Use>
+void over_stream(Stream stream, uint64_t start, size_t n, Use use, CudaStream queue) {
+    launch(run<Use>, dim3(n ? blocks_of_threads(n / 4 + 2) : 0), queue, stream, start, n, use);
+}
+
+}  // namespace
+
+void words(Stream stream, uint64_t start, size_t n, uint32_t* out, CudaStream queue) {
+    over_stream(stream, start, n, Store{out}, queue);
+}
+
+template <typename T, typename Scale>
+void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n, CudaStream queue) {
+    over_stream(stream, 0, n, Drop<T, Scale>{threshold, scale, x, y}, queue);
+}
+
+template void dropout<float, float>(Stream, uint64_t, float, const float*, float*, size_t, CudaStream);
+template void dropout<double, double>(Stream, uint64_t, double, const double*, double*, size_t, CudaStream);
+template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, bf16*, size_t, CudaStream);
+
+}  // namespace mpipipe::cuda
