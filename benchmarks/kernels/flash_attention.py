@@ -1,8 +1,8 @@
 """Causal attention, forward and backward, against torch's own: the shapes of GPT-85M, and longer ones.
 
-The bars are for float32 and against torch as it comes, whose products MKL makes ("stock"). Its attention takes
-the route of its other products, and by oneDNN it is up to twice as fast: a bar of 2.3 there would ask for more
-flops than the processor has at 4096 tokens, so those cases have none.
+The bars are for float32 and against torch as it comes, whose products MKL makes ("stock"). Its attention
+takes the route of its other products, and by oneDNN it is up to twice as fast: a bar of 2.3 there would ask
+for more flops than the processor has at 4096 tokens, so those cases have none.
 """
 
 from __future__ import annotations
