@@ -80,10 +80,10 @@ def best_set(machine: str, flags: frozenset[str]) -> str:
     return next((name for name, needs in SETS.get(machine, _PLAIN).items() if needs <= flags), "base")
 
 
-def flags() -> frozenset[str]:
+def flags(cpu_info: Path | None = None) -> frozenset[str]:
     """Instructions of the first processor; none where the system does not tell."""
     try:
-        lines = CPU_INFO.read_text().splitlines()
+        lines = (cpu_info or CPU_INFO).read_text().splitlines()
     except OSError:
         return frozenset()
     keys = ("flags", "Features")

@@ -208,10 +208,12 @@ class Pipeline:
         counts = (count,) if count is not None else counts_of(batch, blocks)
         asked = Asked(self.numerics, counts, schedules_of(schedule), receive_window, comm.size)
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
-        self.gemm_why = self._settle_gemm(_gemm(gemm, decided), usual, cost_cache)
-        self.ops_why = self._settle_ops(table, usual, cost_cache)
+        kind = device_kind(self.numerics.instruction_set)
+        kept = CostCache(cache_folder() if cost_cache else None, kind, self.say)
+        self.gemm_why = self._settle_gemm(_gemm(gemm, decided), usual, kept)
+        self.ops_why = self._settle_ops(table, usual, kept)
         asked = replace(asked, numerics=self.numerics)
-        timing = partial(self._timed, memory_bytes, cost_cache)
+        timing = partial(self._timed, memory_bytes, kept)
         settled = settle_micro_batches(comm, asked, lowered, timing) if count is None else None
         if settled is not None:
             self.numerics = settled.numerics
@@ -250,11 +252,10 @@ class Pipeline:
         for note in check_given_plan(given, self.numerics, self.size, self.variants.graph.groups, where):
             self.say(f"note: {note}")
 
-    def _settle_gemm(self, given: Gemm | None, variants: Variants, cost_cache: bool) -> str:
+    def _settle_gemm(self, given: Gemm | None, variants: Variants, cache: CostCache) -> str:
         """The route of the matrix products, measured unless it is given, and why it is this one; a note where
         bf16 is slow here. Collective."""
         _ = variants.graph  # what cannot be captured is refused before ranks wait for each other
-        cache = self._cache(cost_cache)
         prober = Prober(self.comm, variants, self.numerics, cache.routes() if self.rank == 0 else {})
         slow, found = prober.slow_bf16()
         if slow:
@@ -269,13 +270,12 @@ class Pipeline:
         set_gemm_route(self.numerics.gemm)
         return reason
 
-    def _settle_ops(self, table: Mapping[str, str] | None, variants: Variants, cost_cache: bool) -> str:
+    def _settle_ops(self, table: Mapping[str, str] | None, variants: Variants, cache: CostCache) -> str:
         """Which operators are our own: those that are faster here, unless given. For people; collective."""
         if self.numerics.bits == "torch":
             return ""
         if table is not None:
             return in_words(Decision(dict(table), {}))
-        cache = self._cache(cost_cache)
         kinds = self.comm.allgather_object(device_kind(self.numerics.instruction_set))
         name = table_name(kinds, variants, self.numerics)
         known = cache.tables().get(name) if self.rank == 0 else None
@@ -285,16 +285,11 @@ class Pipeline:
         self.numerics = replace(self.numerics, op_table=decision.table)
         return in_words(decision)
 
-    def _cache(self, on: bool) -> CostCache:
-        kind = device_kind(self.numerics.instruction_set)
-        return CostCache(cache_folder() if on else None, kind, self.say)
-
     def _timed(
-        self, memory_bytes: int | None, cost_cache: bool,
+        self, memory_bytes: int | None, cache: CostCache,
         variants: Variants, numerics: Numerics, before: Measured | None = None,
     ) -> Measured:  # fmt: skip
         """Costs, as far as they hold from the runs before; what was found is kept for the next one."""
-        cache = self._cache(cost_cache)
         known = cache.read() if self.rank == 0 else {}
         found = measure(
             self.comm, variants, numerics, self.optimizer, self.memory, memory_bytes, known, before

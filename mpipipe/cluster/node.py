@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mpipipe.native import flags
+
 ROOT = Path("/")
 OPENMP_BINDS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # where they are set
 BF16_UNITS = ("amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16", "svebf16")
@@ -66,11 +68,8 @@ def processor(root: Path = ROOT) -> str:
 
 def bf16_units(root: Path = ROOT) -> tuple[str, ...]:
     """Of the processor, as the kernel calls them; none where it has none, or nobody says."""
-    for line in text(root / "proc/cpuinfo").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return tuple(unit for unit in BF16_UNITS if unit in value.split())
-    return ()
+    there = flags(root / "proc/cpuinfo")
+    return tuple(unit for unit in BF16_UNITS if unit in there)
 
 
 def load(root: Path = ROOT) -> float:

@@ -51,7 +51,7 @@ class Trainer:
         if in_two and numerics.bits == "fast" and numerics.blocks > 1:
             raise PlanError(
                 f"schedule {layout.schedule!r} has backwards in two, whose weight gradients have other bits "
-                f"with pipeline.bits=fast and {numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
+                f"with train.bits=fast and {numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
             )
         owner = variants.stage_of_param(layout.cuts)
         stages: dict[int, Stage] = {}

@@ -1,16 +1,15 @@
 """Attention in tiles against float64, in every mask, sharing of heads, dtype and layout of memory."""
 
 import importlib
-import platform
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import instruction_sets, with_threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpipipe.native import SETS, flags
 from mpipipe.ops import flash_attention, kernels
 from mpipipe.ops.library import traced
 
@@ -143,15 +142,9 @@ def test_what_lengths_hide_is_not_read():
 @pytest.mark.parametrize("shape", [(1, 2, 1, 300, 300, 32), (3, 4, 4, 70, 130, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_change_no_bit(shape, dtype):
-    threads, found = torch.get_num_threads(), []
     inputs = problem(*shape, dtype=dtype)
     d_o = torch.randn(inputs[0].shape)
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            found.append(results(lambda *x: flash_attention(*x, causal=True), inputs, d_o))
-    finally:
-        torch.set_num_threads(threads)
+    found = with_threads(lambda: results(lambda *x: flash_attention(*x, causal=True), inputs, d_o))
     for other in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 
@@ -228,10 +221,7 @@ def test_instruction_sets_agree(monkeypatch):
     inputs = problem(1, 2, 1, 100, 100, 80)
     d_o = torch.randn(inputs[0].shape)
     expected = results(lambda *x: flash_attention(*x, causal=True), inputs, d_o)
-    for name, needs in SETS[platform.machine()].items():
-        if not needs <= flags():
-            continue
-        other = importlib.import_module(f"mpipipe._kernels_{name}")
+    for other in instruction_sets():
         pair = other.attention_f32, other.attention_backward_f32
         monkeypatch.setitem(door._KERNELS, ("cpu", torch.float32), pair)
         for got, one in zip(

@@ -1,15 +1,13 @@
 """bias_gelu and swiglu against their formulas in float64, with torch's own error as the measure of ours."""
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import instruction_sets, with_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpipipe.native import instruction_set
 from mpipipe.ops import bias_gelu as gelu_module
 from mpipipe.ops import kernels
 from mpipipe.ops import swiglu as swiglu_module
@@ -19,6 +17,7 @@ from mpipipe.ops.swiglu import swiglu
 pytestmark = pytest.mark.kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
+ACROSS_SETS = {torch.float32: 1e-4, torch.bfloat16: 1.6e-2}  # relative, of one result on two of them
 needs_kernels = pytest.mark.skipif(kernels is None, reason="the compiled kernels are not built")
 
 FORMS = {  # name -> ours, torch's
@@ -92,14 +91,8 @@ def test_long_columns(form, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_do_not_depend_on_threads(form, dtype):
-    inputs, before = drawn(form, (300, 200), dtype, 2), torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(run(FORMS[form][0], inputs))
-    finally:
-        torch.set_num_threads(before)
+    inputs = drawn(form, (300, 200), dtype, 2)
+    found = with_threads(lambda: run(FORMS[form][0], inputs))
     assert_same_bits(found[0], found[1])
     assert_same_bits(found[0], found[2])
 
@@ -125,26 +118,21 @@ def test_the_left_tail_of_the_exact_form_keeps_its_digits():
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["base", "v3", "v4", "sve"])
-def test_instruction_sets_agree(name, monkeypatch):
-    try:
-        other = importlib.import_module(f"mpipipe._kernels_{name}")
-    except ImportError:
-        pytest.skip(f"not built for {name}")
-    if name in ("v4", "sve") and instruction_set() != name:
-        pytest.skip(f"this processor does not run {name}")
-    short = {torch.float32: "f32", torch.bfloat16: "bf16"}
-    for form in FORMS:
-        for dtype in DTYPES:
-            inputs = drawn(form, (70, 333), dtype, 5)
-            expected = run(FORMS[form][0], inputs)
-            module, kernel = (swiglu_module, "swiglu") if form == "swiglu" else (gelu_module, "bias_gelu")
-            pair = tuple(getattr(other, f"{kernel}{way}_{short[dtype]}") for way in ("", "_backward"))
-            with monkeypatch.context() as patch:
-                patch.setitem(module._KERNELS, ("cpu", dtype if form == "swiglu" else (dtype, dtype)), pair)
-                got = run(FORMS[form][0], inputs)
-            for a, b in zip(got, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+def test_instruction_sets_agree(monkeypatch):
+    for other in instruction_sets():
+        short = {torch.float32: "f32", torch.bfloat16: "bf16"}
+        for form in FORMS:
+            for dtype in DTYPES:
+                inputs = drawn(form, (70, 333), dtype, 5)
+                expected = run(FORMS[form][0], inputs)
+                module, kernel = (swiglu_module, "swiglu") if form == "swiglu" else (gelu_module, "bias_gelu")
+                key = dtype if form == "swiglu" else (dtype, dtype)
+                pair = tuple(getattr(other, f"{kernel}{way}_{short[dtype]}") for way in ("", "_backward"))
+                with monkeypatch.context() as patch:
+                    patch.setitem(module._KERNELS, ("cpu", key), pair)
+                    got = run(FORMS[form][0], inputs)
+                for a, b in zip(got, expected, strict=True):
+                    torch.testing.assert_close(a, b, rtol=ACROSS_SETS[dtype], atol=1e-4)
 
 
 def test_a_float32_bias_beside_bfloat16():
