@@ -7,6 +7,8 @@ Invariants of both carriers
      keeps a reference, so dropping the request early frees nothing too soon.
   4. Collectives are called by all ranks in the same order, from one thread.
   5. Nobody may count on buffering: a send may complete only when its receive is posted.
+  6. Where `notices_loss`, the loss of a rank makes every call of every other one raise RankLost, sooner
+     or later; then `survivors` is all that may be called.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 Bytes = NDArray[np.uint8]
 ANY_TAG_UB = 32767  # every MPI allows at least these tags (MPI 4.1, 9.1.2)
+
+
+class RankLost(RuntimeError):
+    """A rank has ended, or was frozen or cut off: what was on its way is void. `Communicator.survivors`
+    goes on without it."""
 
 
 class Request(Protocol):
@@ -64,6 +71,21 @@ class Communicator(Protocol):
         """time.perf_counter() here minus that of rank 0; subtract it to get rank 0's time. 0 on one node."""
         ...
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks of the first world that this one does without, ascending."""
+        ...
+
+    @property
+    def notices_loss(self) -> bool:
+        """The loss of a rank is an error here, RankLost, and not the end of all."""
+        ...
+
+    def survivors(self) -> Communicator:
+        """After RankLost: the ranks that are left, in their order, as a world of their own. Collective over
+        them; what still waits on this one raises RankLost."""
+        ...
+
     def isend(self, buf: Bytes, peer: int, tag: int) -> Request: ...
 
     def irecv(self, buf: Bytes, peer: int, tag: int) -> Request: ...
@@ -93,6 +115,11 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Give back what was taken. Collective; not on the way out of an error (see `abort`)."""
         ...
+
+
+def members(comm: Communicator) -> tuple[int, ...]:
+    """What the ranks were in the first world: names that they keep."""
+    return tuple(r for r in range(comm.size + len(comm.lost)) if r not in comm.lost)
 
 
 def check_buffer(buf: Bytes, peer: int, size: int) -> None:

@@ -1,8 +1,9 @@
 """The in-process carrier: threads as ranks, the same contract as MPI, and stricter.
 
 Nothing is buffered (a send completes when its receive is posted), tags end where MPI's may, and
-a world in which every rank waits for another ends with DeadlockError instead of hanging. All
-state is behind one lock: this carrier is for tests and proofs, not for speed.
+a world in which every rank waits for another ends with DeadlockError instead of hanging. A rank that
+raises Killed is lost, and the others notice at once. All state is behind one lock: this carrier is
+for tests and proofs, not for speed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpipipe.cluster.comm import ANY_TAG_UB, Bytes, Communicator, Request, check_buffer, mismatch
+from mpipipe.cluster.comm import (
+    ANY_TAG_UB,
+    Bytes,
+    Communicator,
+    RankLost,
+    Request,
+    check_buffer,
+    members,
+    mismatch,
+    number_nodes,
+)
 from mpipipe.errors import DeadlockError
 
 T = TypeVar("T")
@@ -27,10 +38,14 @@ class PeerEnded(RuntimeError):
     """Another rank failed first; `run_local` raises that rank's error instead of this one."""
 
 
+class Killed(BaseException):
+    """Raised by a rank's own body: it is lost, as by a signal."""
+
+
 def run_local(
     size: int, body: Callable[[Communicator], T], node_of_rank: tuple[int, ...] | None = None
 ) -> list[T]:
-    """Run `body(communicator)` on `size` threads; their results in rank order.
+    """Run `body(communicator)` on `size` threads; their results in rank order, without those of the lost.
 
     When a rank raises, all others are woken and end, and its exception is raised here with a
     note naming the rank. `node_of_rank` pretends that the ranks are on several nodes.
@@ -42,6 +57,8 @@ def run_local(
     def run(rank: int) -> None:
         try:
             results[rank] = body(LocalCommunicator(world, rank))
+        except Killed:
+            world.lose(rank)
         except BaseException as error:  # whatever ends a rank must wake the others
             world.fail(rank, error)
         world.leave(rank)
@@ -51,12 +68,12 @@ def run_local(
         thread.start()
     for thread in threads:
         thread.join()
-    if world.failure:
-        rank, error = world.failure
+    if failure := world.any_failure():
+        rank, error = failure
         if not isinstance(error, DeadlockError):
             error.add_note(f"raised on rank {rank} of {size}")
         raise error
-    return [results[rank] for rank in range(size)]
+    return [results[rank] for rank in sorted(results)]
 
 
 @dataclass(eq=False)
@@ -96,36 +113,73 @@ class _World:
         self._sends: dict[tuple[int, int, int], deque[_Message]] = {}
         self._recvs: dict[tuple[int, int, int], deque[_Message]] = {}
         self._rounds: dict[int, _Round] = {}
+        self._lost: set[int] = set()
+        self._left: set[int] = set()  # ranks that go on without the lost
+        self.next: tuple[_World, list[int]] | None = None  # their world, and who they were here
 
     # -- the end -------------------------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
         if self.failure:
             raise PeerEnded(f"rank {self.failure[0]} failed: {self.failure[1]!r}")
+        if self._lost:
+            raise RankLost(f"ranks {sorted(self._lost)} were lost")
+
+    def any_failure(self) -> tuple[int, BaseException] | None:
+        """Of this world or of one that came after it."""
+        return self.failure or (self.next[0].any_failure() if self.next else None)
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.lock:
-            if self.failure is None:
+            if self.next and rank in self.next[1]:
+                self.next[0].fail(self.next[1].index(rank), error)
+            elif self.failure is None:
                 self.failure = rank, error
             self.lock.notify_all()
 
     def leave(self, rank: int) -> None:
         with self.lock:
+            if self.next and rank in self.next[1]:
+                self.next[0].leave(self.next[1].index(rank))
             self._running.discard(rank)
             self._check_deadlock()
+
+    def lose(self, rank: int) -> None:
+        with self.lock:
+            if self.next and rank in self.next[1]:
+                self.next[0].lose(self.next[1].index(rank))
+                return
+            self._lost.add(rank)
+            self._running.discard(rank)
+            self.lock.notify_all()
+
+    def without_lost(self, rank: int) -> tuple[_World, list[int]]:
+        """The world of those that are left, when all of them are here."""
+        with self.lock:
+            self._left.add(rank)
+            self.lock.notify_all()
+            self.lock.wait_for(lambda: self.next or self.failure or self._left >= self._running)
+            if self.failure:
+                self.raise_if_failed()
+            if self.next is None:
+                kept = sorted(self._running)
+                nodes = number_nodes([self.node_of_rank[r] for r in kept])
+                self.next = _World(len(kept), nodes), kept
+                self.lock.notify_all()
+            return self.next
 
     def wait_for(self, rank: int, ready: Callable[[], bool], what: str) -> None:
         """Block this rank until `ready()`, which only other ranks can make true."""
         with self.lock:
             self._waiting[rank] = ready, what
             self._check_deadlock()
-            self.lock.wait_for(lambda: ready() or self.failure is not None)
+            self.lock.wait_for(lambda: ready() or self.failure is not None or bool(self._lost))
             del self._waiting[rank]
             self.raise_if_failed()
 
     def _check_deadlock(self) -> None:
         blocked = [rank for rank in sorted(self._running) if rank in self._waiting]
-        if self.failure or not blocked or len(blocked) < len(self._running):
+        if self.failure or self._lost or not blocked or len(blocked) < len(self._running):
             return
         if not any(self._waiting[rank][0]() for rank in blocked):
             lines = [f"  rank {rank} waits for its {self._waiting[rank][1]}" for rank in blocked]
@@ -172,11 +226,17 @@ class _World:
 class LocalCommunicator:
     """`Communicator` of one thread. Made by `run_local`."""
 
-    def __init__(self, world: _World, rank: int) -> None:
-        self._world, self._calls = world, 0
+    def __init__(self, world: _World, rank: int, lost: tuple[int, ...] = ()) -> None:
+        self._world, self._calls, self.lost, self.notices_loss = world, 0, lost, True
         self.rank, self.size, self.node_of_rank = rank, world.size, world.node_of_rank
         self.tag_ub, self.thread_multiple, self.oversubscribed = ANY_TAG_UB, False, True
         self.clock_offset_s = 0.0
+
+    def survivors(self) -> LocalCommunicator:
+        world, kept = self._world.without_lost(self.rank)
+        names = members(self)
+        gone = (name for rank, name in enumerate(names) if rank not in kept)
+        return LocalCommunicator(world, kept.index(self.rank), tuple(sorted((*self.lost, *gone))))
 
     def isend(self, buf: Bytes, peer: int, tag: int) -> Request:
         return self._post(buf, peer, tag, True)

@@ -11,6 +11,7 @@ runs where there is no MPI. Invariants: see `comm.py`. Here in addition
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import sys
@@ -22,13 +23,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpipipe.cluster.comm import ANY_TAG_UB, Bytes, Request, check_buffer, mismatch, number_nodes
+from mpipipe.cluster.comm import ANY_TAG_UB, Bytes, Request, check_buffer, members, mismatch, number_nodes
 from mpipipe.cluster.doctor.facts import THREAD_LEVELS, Mpi
 from mpipipe.cluster.doctor.launcher import mpi_name
 from mpipipe.cluster.ending import SPEAK_FIRST_S
 from mpipipe.cluster.launch import check_world, launcher_rank, needs_sharing
 from mpipipe.cluster.node import cores_available
 from mpipipe.cluster.progress import Progress, spin_until
+from mpipipe.cluster.survivors import end_frozen, noticing, shrink, tolerant, translated
 from mpipipe.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def connect(environ: Mapping[str, str] | None = None) -> MpiCommunicator:
         if launcher_rank(env):
             time.sleep(SPEAK_FIRST_S)
         raise
-    return MpiCommunicator(world)
+    return MpiCommunicator(world, tolerant(env))
 
 
 def _import_mpi(environ: Mapping[str, str]) -> Any:
@@ -111,6 +113,8 @@ class _MpiRequest:
                     return False
             except self._comm._mpi.Exception as error:
                 self._end(f"failed: {error}")
+                if (said := self._comm._translated(error)) is not error:
+                    raise said from error
                 break
             self._got += status.Get_count(self._comm._mpi.BYTE)
             del self._parts[0]
@@ -139,13 +143,15 @@ class _MpiRequest:
 
 
 class MpiCommunicator:
-    """`Communicator` over MPI. Made by `connect`; collective."""
+    """`Communicator` over MPI. Made by `connect`; collective. notices_loss: it was started with ULFM."""
 
-    def __init__(self, world: MPI.Intracomm) -> None:
+    def __init__(self, world: MPI.Intracomm, notices_loss: bool = False) -> None:
         from mpi4py import MPI
 
         self._mpi, self._comm, self._status = MPI, world.Dup(), MPI.Status()
         self._live: set[_MpiRequest] = set()
+        self.lost: tuple[int, ...] = ()
+        self.notices_loss, self._pids = notices_loss, list[int]()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.tag_ub = int(self._comm.Get_attr(MPI.TAG_UB) or 32767)
         multiple = int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
@@ -158,11 +164,41 @@ class MpiCommunicator:
         # on all ranks: MPICH moves nothing for a probe on COMM_SELF
         self._probe = self._comm.Dup() if self.thread_multiple and self.size > 1 else None
         self._progress = Progress(self._poke, lambda: bool(self._live)) if self._probe else None
-        self.clock_offset_s = self._compare_clocks()
+        self._offsets = self._compare_clocks()  # of each node
+        self.clock_offset_s = self._offsets.get(self._node, 0.0)
+        if notices_loss:
+            self._pids = self.allgather_object(os.getpid())
 
     @property
     def _node(self) -> int:
         return self.node_of_rank[self.rank]
+
+    def survivors(self) -> MpiCommunicator:
+        if self._progress:
+            self._progress.stop()
+        left, probe, kept = shrink(self._mpi, self._comm, [self._probe] if self._probe else [])
+        if len(kept) == self.size:
+            raise RuntimeError(f"rank {self.rank}: MPI said that a rank was lost, but all are here")
+        new, node = copy.copy(self), [self.node_of_rank[r] for r in kept]
+        gone = [r for r in range(self.size) if r not in kept]
+        if kept[node.index(self._node)] == self.rank:
+            end_frozen(self._pids[r] for r in gone if self.node_of_rank[r] == self._node)
+        names = members(self)
+        new.lost = tuple(sorted((*self.lost, *(names[r] for r in gone))))
+        new._comm, new._status, new._live = left, self._mpi.Status(), set()
+        new.rank, new.size = left.Get_rank(), left.Get_size()
+        new.node_of_rank = number_nodes(node)
+        new._pids = [self._pids[r] for r in kept]
+        new._offsets = {n: self._offsets.get(old, 0.0) - self._offsets.get(node[0], 0.0)
+                        for n, old in zip(new.node_of_rank, node, strict=True)}  # fmt: skip
+        new.clock_offset_s = new._offsets[new._node]
+        new._probe, new._progress = probe, None
+        if self._progress and new.size > 1:
+            new._progress = Progress(new._poke, lambda: bool(new._live))
+        return new
+
+    def _translated(self, error: Exception) -> Exception:
+        return translated(self._mpi, self.notices_loss, error)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -172,6 +208,7 @@ class MpiCommunicator:
     def irecv(self, buf: Bytes, peer: int, tag: int) -> Request:
         return self._post(self._comm.Irecv, buf, peer, tag, f"receive from rank {peer} with tag {tag}")
 
+    @noticing
     def _post(self, call: Callable[..., MPI.Request], buf: Bytes, peer: int, tag: int, what: str) -> Request:
         check_buffer(buf, peer, self.size)
         # MPI keeps the order of one sender's messages with one tag, so parts meet their parts.
@@ -190,17 +227,24 @@ class MpiCommunicator:
 
     def _poke(self) -> None:
         assert self._probe is not None
-        self._probe.Iprobe()
+        try:
+            self._probe.Iprobe()
+        except self._mpi.Exception:
+            if not self.notices_loss:  # else the thread that waits will say so
+                raise
 
     # -- collectives ---------------------------------------------------------------------------
 
+    @noticing
     def barrier(self) -> None:
         spin_until(self._comm.Ibarrier().Test, self.oversubscribed)
 
+    @noticing
     def allgather_object(self, x: T) -> list[T]:
         self.barrier()
         return self._comm.allgather(x)
 
+    @noticing
     def bcast_object(self, x: T, root: int = 0) -> T:
         self.barrier()
         sent: T = self._comm.bcast(x, root)
@@ -216,6 +260,7 @@ class MpiCommunicator:
             raise mismatch("allgather_array", self.allgather_object(kind))
         return self._allgather(x)
 
+    @noticing
     def _allgather(self, x: NDArray[Any]) -> NDArray[Any]:
         out = np.empty((self.size, *x.shape), x.dtype)
         mine = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
@@ -234,8 +279,8 @@ class MpiCommunicator:
         shared.Free()
         return number_nodes(self.allgather_object(lowest))
 
-    def _compare_clocks(self) -> float:
-        """Offset of this node's clock to rank 0's (Cristian 1989): the reply of the shortest round
+    def _compare_clocks(self) -> dict[int, float]:
+        """Offset of each node's clock to rank 0's (Cristian 1989): the reply of the shortest round
         trip was stamped half-way. perf_counter is one clock for all processes of a node."""
         firsts = [self.node_of_rank.index(node) for node in range(1, max(self.node_of_rank) + 1)]
         offsets = {0: 0.0}
@@ -247,7 +292,7 @@ class MpiCommunicator:
                 for _ in range(CLOCK_PINGS):
                     self._comm.recv(source=0)
                     self._comm.send(time.perf_counter(), dest=0)
-        return self.bcast_object(offsets)[self._node] if firsts else 0.0
+        return self.bcast_object(offsets) if firsts else offsets
 
     def _ping(self, peer: int) -> tuple[float, float]:
         """(round trip, offset of the peer's clock), seconds."""

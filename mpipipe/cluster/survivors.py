@@ -1,0 +1,117 @@
+"""What is left of an MPI world after a rank was lost: User Level Failure Mitigation (Bland et al. 2013).
+
+    an error says so  ->  revoke, so that every rank meets one  ->  shrink  ->  agree that all have it
+
+Open MPI has it where `mpirun --with-ft ulfm` was asked for; then one more rank that ends is an error of the
+calls of the others, and not the end of the job. A rank that is frozen, or cut off, is lost as well once it
+has been silent for as long as the detector waits (`FLAGS`). Those of this node are then ended for good: one
+that wakes up again must not write into the run's folder beside those that went on.
+
+No import of mpi4py: the module comes as an argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpipipe.cluster.comm import RankLost
+from mpipipe.errors import LaunchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpipipe.cluster.comm import Communicator
+
+F = TypeVar("F", bound=Callable[..., Any])
+ENABLED = "OMPI_MCA_mpi_ft_enable"  # what --with-ft ulfm sets
+FLAGS = (
+    "--with-ft ulfm --mca mpi_ft_detector true --mca mpi_ft_detector_thread true "
+    "--mca mpi_ft_detector_period 0.5 --mca mpi_ft_detector_timeout 2 "
+    "--mca mpi_ft_propagator_with_rbcast true"
+)
+
+
+def tolerant(environ: Mapping[str, str]) -> bool:
+    """Whether this process was started so that it outlives other ranks."""
+    return environ.get(ENABLED, "0").lower() in ("1", "true", "yes")
+
+
+def check_tolerant(comm: Communicator) -> None:
+    """Raises LaunchError, with the flags, where the loss of a rank would be the end of all."""
+    if comm.size > 1 and not comm.notices_loss:
+        raise LaunchError(
+            "run.recover = mpi: this MPI was not started so that ranks outlive one another\n"
+            f"  fix: with Open MPI 5, mpirun {FLAGS} ...; on any other, run.recover=restart"
+        )
+
+
+def is_loss(mpi: Any, error: Exception) -> bool:
+    """Whether an error of MPI says that a rank was lost."""
+    names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED", "ERR_IN_STATUS")
+    code = getattr(error, "Get_error_class", int)()
+    return code in {getattr(mpi, name, mpi.ERR_UNKNOWN) for name in names} - {mpi.ERR_UNKNOWN}
+
+
+def noticing(call: F) -> F:
+    """A method of a communicator that raises RankLost where MPI says so. For those with `_translated`."""
+
+    @functools.wraps(call)
+    def wrapped(self: Any, *args: Any, **how: Any) -> Any:
+        try:
+            return call(self, *args, **how)
+        except Exception as error:
+            raise self._translated(error) from error
+
+    return wrapped  # type: ignore[return-value]
+
+
+def translated(mpi: Any, tolerates: bool, error: Exception) -> Exception:
+    """The error to raise for one of MPI's."""
+    return RankLost(f"a rank was lost: {error}") if tolerates and is_loss(mpi, error) else error
+
+
+def shrink(
+    mpi: Any, old: MPI.Intracomm, others: Iterable[MPI.Intracomm]
+) -> tuple[MPI.Intracomm, MPI.Intracomm, list[int]]:
+    """Two communicators of the ranks that are left, and which of the old ones they are. Collective over them.
+
+    others: what else the ranks may wait on. A rank may be lost on the way: then all begin again, which the
+    agreement makes sure of.
+    """
+    for comm in (old, *others):
+        comm.Revoke()
+    while True:
+        left: Any = old.Shrink()
+        left.Set_errhandler(mpi.ERRORS_RETURN)
+        second: MPI.Intracomm | None = None
+        whole = 0
+        with suppress(mpi.Exception):
+            second = left.Dup()
+            second.Set_errhandler(mpi.ERRORS_RETURN)
+            whole = 1
+        if not whole:
+            left.Revoke()
+        with suppress(mpi.Exception):
+            whole &= left.Agree(whole)
+            if whole and second is not None:
+                before, now = old.Get_group(), left.Get_group()
+                return left, second, mpi.Group.Translate_ranks(now, range(left.size), before)
+        for made in (left, second):
+            if made is not None:
+                made.Revoke()
+
+
+def end_frozen(pids: Iterable[int]) -> None:
+    """Ends lost ranks of this node that still are there. Only processes of this launcher, whose children all
+    ranks of a node are: the number of one that has ended may be another's by now."""
+    for pid in pids:
+        with suppress(OSError, ValueError, IndexError):
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+            if int(stat.rpartition(")")[2].split()[1]) == os.getppid():
+                os.kill(pid, signal.SIGKILL)
