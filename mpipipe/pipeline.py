@@ -9,6 +9,7 @@ notebook, or started without mpirun, there is one rank. `mpipipe.train` is a use
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,11 +24,12 @@ from torch.utils import _pytree as pytree
 from mpipipe import ops
 from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
 from mpipipe.cluster.agree import agree, surroundings
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import Communicator, RankLost, members
 from mpipipe.cluster.launch import default_threads
 from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.cluster.node import cache_folder, cores_available
 from mpipipe.cluster.routes import LIBRARIES
+from mpipipe.cluster.survivors import check_tolerant
 from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
 from mpipipe.data.user import as_batch, from_user
@@ -40,8 +42,9 @@ from mpipipe.models.losses import from_mean
 from mpipipe.planner.given import check_given as check_given_plan
 from mpipipe.planner.given import check_ranks
 from mpipipe.planner.joint import Asked, counts_of, schedules_of, search
+from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import check_stages
-from mpipipe.planner.search import plan_of, predict, program_for
+from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen
 from mpipipe.report.plan_file import read_plan
@@ -62,6 +65,7 @@ from mpipipe.state.checkpoint import Reader
 from mpipipe.state.costs import CostCache
 from mpipipe.state.gather import collect, save, together, verify
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
+from mpipipe.survival import Recovery, Survival
 from mpipipe.values import Gemm, Numerics, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
@@ -104,6 +108,10 @@ class Pipeline:
     resume     folder of a checkpoint that `save` has written, on any number of ranks
     plan       a plan or its file, perhaps edited: its cuts, schedule and receive window are used; what
                decides the bits must be as in these arguments
+    recover    "mpi": when a rank is lost, `fit` goes on without it, on an MPI started with ULFM; "restart":
+               that is an error
+    mirror_every  steps between two copies, on another rank, of what a rank holds, for "mpi"; "auto": as often
+               as loses the least time; 0 = none, then a recovery begins at the start
     say        takes the lines that are meant for people, on rank 0
 
     Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
@@ -143,6 +151,8 @@ class Pipeline:
         resume: str | Path | None = None,
         new_numerics: bool = False,
         plan: str | Path | Plan | None = None,
+        recover: Literal["restart", "mpi"] = "restart",
+        mirror_every: int | Literal["auto"] = "auto",
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
@@ -152,12 +162,15 @@ class Pipeline:
             {
                 "precision": (precision, ("fp32", "bf16")), "tied": (tied, ("per_use", "eager")),
                 "gemm": (gemm, ("auto", "mkl", "onednn")), "unused": (unused, ("error", "keep")),
-                "bits": (bits, ("torch", "fast")),
+                "bits": (bits, ("torch", "fast")), "recover": (recover, ("restart", "mpi")),
             }
         )  # fmt: skip
         self.comm = comm = world() if comm is None else comm
         self.val_batch = val_batch or batch
         self.rank, self.size = comm.rank, comm.size
+        self.recovers, self.mirror_every = recover == "mpi", mirror_every
+        if self.recovers:
+            check_tolerant(comm)
         self._say = say if say is not None else print
         self.memory = resident_memory()
         folder = _one_folder(comm, resume)
@@ -180,7 +193,7 @@ class Pipeline:
         self._agree(
             schedule=schedule, receive_window=receive_window, max_shapes=max_shapes, val_batch=self.val_batch,
             shuffle=shuffle, unused=unused, samples=len(data) if hasattr(data, "__len__") else None,
-            searched=count is None, gemm=gemm,
+            searched=count is None, gemm=gemm, recover=recover, mirror_every=mirror_every,
             checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
         )  # fmt: skip
         called = str(plan) if isinstance(plan, str | Path) else "the plan"
@@ -233,12 +246,22 @@ class Pipeline:
         self.memory.restart()  # what the timing took has been given back
         self.plan = self._plan(asked, given_plan, settled)
         self.planning_s = time.perf_counter() - started + (settled.seconds if settled else 0.0)
-        self.trainer = Trainer(comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample)
-        give_back_freed_memory()  # of the first weights, which were made one by one
+        self._asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
+        self._cluster, self._initial, self._resumed = self.costs.cluster, source.initial, folder
+        self._build()
         self._rehearse()
         self.steps_done = 0
         if saved is not None and weights is not None:
             self._resume(weights, saved)
+        self.survival = Survival()
+        self.survival.begin(comm, self.plan.layout.mirror_every)
+
+    def _build(self) -> None:
+        """The trainer of the plan, with the weights that the source has now."""
+        self.trainer = Trainer(
+            self.comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample
+        )
+        give_back_freed_memory()  # of the first weights, which were made one by one
 
     def _source(self, model: Model, initial: Initial | None, weights: Reader | None) -> ModelSource:
         """The model, with the first values that it was given or those of a checkpoint. Collective."""
@@ -315,10 +338,11 @@ class Pipeline:
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
         model, plan and program."""
         graph, comm = self.variants.graph, self.comm
-        text = ""
+        text = self.mirrors_why = ""
         if comm.rank == 0:
             if given is not None:
-                plan = plan_of(self.costs, self.numerics, given.layout, graph.groups)
+                layout = replace(given.layout, mirror_every=0)
+                plan = plan_of(self.costs, self.numerics, layout, graph.groups)
             else:
                 joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
                 plan = joint.plan
@@ -326,6 +350,12 @@ class Pipeline:
                     self.say(chosen(joint, settled.sizes, settled.seconds))
                 elif len(joint.tried) > 1:
                     self.say(chosen(joint))
+            if self.recovers:
+                every = (
+                    given.layout.mirror_every if given and given.layout.mirror_every else self.mirror_every
+                )
+                cuts = cut_indices(plan.layout, graph.groups)
+                plan, self.mirrors_why = with_mirrors(plan, self.costs, cuts, every)
             text = to_json(replace(plan, costs=None), None)  # the costs are everywhere
         plan = replace(from_json(Plan, comm.bcast_object(text)), costs=self.costs)
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
@@ -340,6 +370,10 @@ class Pipeline:
 
     # -- training ------------------------------------------------------------------------------
 
+    def _program(self) -> Program:
+        graph = self.variants.graph
+        return program_for(self.plan.layout, self.numerics, graph.ties, graph.groups)
+
     @property
     def program(self) -> Program:
         """The instructions of one training step."""
@@ -349,6 +383,10 @@ class Pipeline:
         """For people: one rank speaks."""
         if self.rank == 0:
             self._say(text)
+
+    def say_by(self, say: Callable[[str], object]) -> None:
+        """What takes the lines from here on."""
+        self._say = say
 
     def step(self, stop: bool = False) -> Step:
         """One optimizer step on the next batch. `stop`: this rank was asked to stop, say so to all.
@@ -364,6 +402,7 @@ class Pipeline:
         outcome = self.trainer.step(self.steps_done, stop=stop)
         if outcome is None:
             raise EndOfData(f"the data ended after {self.steps_done} steps; give more, or fewer steps")
+        self.survival.after_step(self.steps_done + 1, self.trainer)
         step = Step(
             step=self.steps_done + 1,
             loss=outcome.loss / outcome.weight,
@@ -384,16 +423,73 @@ class Pipeline:
         calls = list(callbacks)
         while self.steps_done < steps:
             try:
-                done = self.step()
-            except EndOfData:
-                return
-            values = {k: v for k, v in vars(done).items() if isinstance(v, float)}
-            if eval_every and done.step % eval_every == 0:
-                values |= {f"val_{k}": v for k, v in self.evaluate().items()}
-            for call in calls:
-                call(self, done.step, values)
-            if done.stop:
-                return
+                if self._fit_step(calls, eval_every):
+                    return
+                continue
+            except RankLost:
+                if not self.recovers:
+                    raise
+            self.recover()  # when nothing refers to what failed any more
+
+    def _fit_step(self, calls: Iterable[Callback], eval_every: int) -> bool:
+        """Whether it was the last one."""
+        try:
+            done = self.step()
+        except EndOfData:
+            return True
+        values = {k: v for k, v in vars(done).items() if isinstance(v, float)}
+        if eval_every and done.step % eval_every == 0:
+            values |= {f"val_{k}": v for k, v in self.evaluate().items()}
+        for call in calls:
+            call(self, done.step, values)
+        return done.stop
+
+    def recover(self, checkpoint: Callable[[], Path | None] = lambda: None) -> Recovery:
+        """After RankLost: this pipeline on the ranks that are left, with the bits that it would have had.
+        They all call it, outside of the `except` block, so that the memory of what failed is free.
+        checkpoint: called on rank 0 where no mirror will do; the newest one.
+
+        Raises PlanError where the model does not fit the ranks that are left.
+        """
+        started, before, lost = time.perf_counter(), self.steps_done, self.comm.lost
+        while True:
+            try:
+                source = self._go_on(checkpoint)
+                break
+            except RankLost:  # one more
+                continue
+        gone = tuple(rank for rank in self.comm.lost if rank not in lost)
+        took_s, replayed = time.perf_counter() - started, before - self.steps_done
+        return Recovery(gone, self.steps_done, replayed, source, took_s)
+
+    def _go_on(self, checkpoint: Callable[[], Path | None]) -> str:
+        vars(self).pop("trainer", None)
+        gc.collect()
+        self.comm = comm = self.comm.survivors()
+        self.rank, self.size = comm.rank, comm.size
+        self.costs = replace(self.costs, cluster=self._cluster.in_order(members(comm)))
+        self.plan = self._plan(replace(self._asked, n_ranks=comm.size), None, None)
+        self.predicted = predict(self.costs, self.plan.layout, self._program(), self.variants.graph.groups)[1]
+        found, model = self.survival.find(comm), self.variants.source
+        if found is not None:
+            received = self.survival.fetch(comm, found, self.variants, self.plan.layout)
+            model.begin_from(received)
+            self._build()
+            self.trainer.resume(received, described(found.numbers))
+            self.trainer.state_dict()  # reads the buffers that nothing has asked for
+            self.steps_done, source = found.key.step, "mirrors"
+        else:
+            folder = comm.bcast_object(checkpoint() if comm.rank == 0 else None) or self._resumed
+            weights = None if folder is None else Reader(folder, "model")
+            model.begin_from(weights or self._initial)
+            self._build()
+            self.steps_done, source = 0, "the start"
+            if folder is not None and weights is not None:
+                self._resume(weights, read_state(folder))
+                source = str(folder)
+        model.begin_from(self._initial)
+        self.survival.begin_anew(comm, self.plan.layout.mirror_every, self.steps_done, self.trainer)
+        return source
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Mean loss and metrics over the validation data, by name; the same on every rank.

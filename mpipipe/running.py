@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.ending import TimeLimit, stop_signals
 from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
@@ -20,10 +21,11 @@ from mpipipe.errors import EndOfData
 from mpipipe.models import Built
 from mpipipe.pipeline import Pipeline, Step
 from mpipipe.planner.search import cut_indices, sizes_of_messages
+from mpipipe.planner.sizes import counted
 from mpipipe.planner.stages import bounds
 from mpipipe.report.account import rank_reports
 from mpipipe.report.draw import draw_png, draw_texts
-from mpipipe.report.metrics import Metrics
+from mpipipe.report.metrics import Metrics, cut_metrics
 from mpipipe.report.perfetto import PERFETTO, write_perfetto
 from mpipipe.report.plan import describe
 from mpipipe.report.plan_file import plan_text
@@ -35,7 +37,7 @@ from mpipipe.report.truth import largest_miss, truths
 from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
 from mpipipe.state.files import write_text, write_whole
-from mpipipe.state.resume import prune, step_folder
+from mpipipe.state.resume import damage, newest, prune, read_state, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS
 from mpipipe.values import Int64, Report, Timeline, to_json
 
@@ -50,7 +52,9 @@ class Run:
         self, config: Config, pipe: Pipeline, built: Built, run_dir: Path, log: Progress | Silent
     ) -> None:
         self.config, self.pipe, self.built, self.run_dir, self.log = config, pipe, built, run_dir, log
-        self.data, self.comm = pipe.data, pipe.comm
+        self.data = pipe.data
+        self.lost: list[int] = []  # ranks, by their first numbers
+        self.replayed = 0  # steps done again
         self.recorder = Recorder(pipe.comm, pipe.program)
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
@@ -70,12 +74,55 @@ class Run:
         if pipe.ops_why:
             self.log.say(pipe.ops_why)
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
-        if pipe.rank == 0:
-            write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
+        self._keep_plan()
         with stop_signals(pipe.rank == 0) as asked:  # to the very end: a late signal must not kill the save
-            with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
-                last = self.loop(metrics, asked)
-            return self.end(last, asked)
+            while True:
+                try:
+                    with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
+                        last = self.loop(metrics, asked)
+                    return self.end(last, asked)
+                except RankLost:
+                    if not pipe.recovers:
+                        raise
+                self.recover()  # when nothing refers to what failed any more
+
+    @property
+    def comm(self) -> Communicator:
+        return self.pipe.comm
+
+    def _keep_plan(self) -> None:
+        if self.pipe.mirrors_why:
+            self.log.say(self.pipe.mirrors_why)
+        if self.pipe.rank == 0:
+            write_text(self.run_dir / "plan.json", plan_text(self.pipe.plan))
+
+    def recover(self) -> None:
+        """Goes on without the ranks that were lost; what rank 0 does falls to the first that is left."""
+        pipe, steps = self.pipe, self.config.train.steps
+        found = pipe.recover(lambda: newest(self.run_dir, before=steps))
+        self.lost += found.lost
+        self.replayed += found.replayed
+        self.saved, self.recorder = -1, Recorder(pipe.comm, pipe.program)
+        self.step_s.clear()
+        if pipe.rank != 0:
+            return
+        if isinstance(self.log, Silent):
+            self.log = Progress(steps, self.config.run.log_every, self.run_dir / "train.log", bar=False)
+            pipe.say_by(self.log.say)
+        ranks = ", ".join(map(str, found.lost))
+        self.log.say(
+            f"mpipipe: lost rank {ranks}; {counted(pipe.size, 'rank')} go on after step {found.step}, "
+            f"{counted(found.replayed, 'step')} again, from {found.source}, {found.seconds:.2f} s later"
+        )
+        self._keep_plan()
+        cut_metrics(self.run_dir / METRICS, found.step)
+        with self._metrics() as metrics:
+            metrics.write(
+                step=found.step,
+                lost_ranks=list(found.lost),
+                replayed=found.replayed,
+                recovery_s=found.seconds,
+            )
 
     def _missing(self) -> str | None:
         """What was asked for and cannot be computed."""
@@ -153,13 +200,22 @@ class Run:
         if self.saved == self.pipe.steps_done:
             return
         start, folder = time.perf_counter(), step_folder(self.run_dir, self.pipe.steps_done)
+        self.saved = self.pipe.steps_done
+        if self.lost and self._is_there(folder):
+            return
         if self.pipe.rank == 0:
             self.built.export(folder)
         self.sha = self.pipe.save(folder).weights_sha256
-        self.saved = self.pipe.steps_done
         if self.pipe.rank == 0:
             prune(self.run_dir, self.config.train.keep)
         self.save_s = max(self.save_s, time.perf_counter() - start)
+
+    def _is_there(self, folder: Path) -> bool:
+        """Whether it was written before what was done again, with the same bits."""
+        there = self.pipe.rank == 0 and not damage(folder)
+        sha = self.comm.bcast_object(read_state(folder).weights_sha256 if there else None)
+        self.sha = sha or self.sha
+        return sha is not None
 
     def end(self, last: Step, asked: list[str]) -> Report:
         """Sample, summary and drawings."""
@@ -211,6 +267,8 @@ class Run:
             stopped_by=stopped_by,
             exact_resume=self.data.exact,
             products=f"{PRODUCTS}{pipe.gemm_why}",
+            lost_ranks=tuple(self.lost),
+            replayed_steps=self.replayed,
         )
 
     def _stages(self) -> tuple[list[int], list[int]]:

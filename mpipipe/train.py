@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import end
+from mpipipe.cluster.ending import end, leave
 from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             raise MpipipeError(f"no config is named\n{USAGE}")
         comm = connect()
         train(comm, load(given[0], given[1:]), "--resume" in flags, "--new-numerics" in flags, plan)
-        comm.close()
+        leave(comm)
         return 0
     except BaseException as error:
         return end(comm, error)
@@ -118,7 +118,7 @@ def train(
             schedule=schedule_name(config), precision=t.precision, threads=threads, blocks=p.blocks,
             tied=p.tied, bits=t.bits, gemm=c.kernels.gemm, seed=t.seed, unused=t.unused,
             max_shapes=c.capture.max_shapes, receive_window=p.receive_window, memory_bytes=p.memory_bytes,
-            cost_cache=p.cost_cache,
+            cost_cache=p.cost_cache, recover=c.run.recover, mirror_every=c.run.mirror_every,
             initial=built.initial, resume=checkpoint, new_numerics=new_numerics, plan=plan, comm=comm,
             say=log.say,
         )  # fmt: skip

@@ -334,6 +334,7 @@ class Layout(Value):
     ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it
     schedule: str
     receive_window: Annotated[int, Field(ge=1)]  # receives posted ahead, per rank
+    mirror_every: Annotated[int, Field(ge=0)] = 0  # steps between two copies on other ranks; 0 = none
 
     @property
     def n_stages(self) -> int:
@@ -565,4 +566,6 @@ class Report(Value):
     plan_hash: str
     stopped_by: str | None
     exact_resume: bool  # False: the data is a plain iterable, which a resumed run reads from its start
+    lost_ranks: tuple[int, ...] = ()  # while it ran, by the numbers that they had at first
+    replayed_steps: int = 0  # done again after these losses, in all
     products: str = ""  # for people: by which library fp32 matrices were multiplied, and why

@@ -8,9 +8,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.launch import launcher_rank
 from mpipipe.errors import MpipipeError
 
@@ -33,6 +33,22 @@ def end(comm: Communicator | None, error: BaseException) -> int:
     if comm is not None and comm.size > 1:
         comm.abort(1)
     return 1
+
+
+def leave(comm: Communicator) -> None:
+    """The end of a run that went well. Collective. Where a rank was lost this ends the process, with 0: MPI's
+    own end might wait for that rank."""
+    now = comm
+    while now.successor is not None:
+        now = now.successor
+    if not now.lost:
+        comm.close()
+        return
+    with suppress(RankLost):  # one that leaves is no loss any more
+        now.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager

@@ -228,6 +228,7 @@ class LocalCommunicator:
 
     def __init__(self, world: _World, rank: int, lost: tuple[int, ...] = ()) -> None:
         self._world, self._calls, self.lost, self.notices_loss = world, 0, lost, True
+        self.successor: LocalCommunicator | None = None
         self.rank, self.size, self.node_of_rank = rank, world.size, world.node_of_rank
         self.tag_ub, self.thread_multiple, self.oversubscribed = ANY_TAG_UB, False, True
         self.clock_offset_s = 0.0
@@ -236,7 +237,8 @@ class LocalCommunicator:
         world, kept = self._world.without_lost(self.rank)
         names = members(self)
         gone = (name for rank, name in enumerate(names) if rank not in kept)
-        return LocalCommunicator(world, kept.index(self.rank), tuple(sorted((*self.lost, *gone))))
+        self.successor = LocalCommunicator(world, kept.index(self.rank), tuple(sorted((*self.lost, *gone))))
+        return self.successor
 
     def isend(self, buf: Bytes, peer: int, tag: int) -> Request:
         return self._post(buf, peer, tag, True)

@@ -151,6 +151,7 @@ class MpiCommunicator:
         self._mpi, self._comm, self._status = MPI, world.Dup(), MPI.Status()
         self._live: set[_MpiRequest] = set()
         self.lost: tuple[int, ...] = ()
+        self.successor: MpiCommunicator | None = None
         self.notices_loss, self._pids = notices_loss, list[int]()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.tag_ub = int(self._comm.Get_attr(MPI.TAG_UB) or 32767)
@@ -195,6 +196,7 @@ class MpiCommunicator:
         new._probe, new._progress = probe, None
         if self._progress and new.size > 1:
             new._progress = Progress(new._poke, lambda: bool(new._live))
+        self.successor = new
         return new
 
     def _translated(self, error: Exception) -> Exception:

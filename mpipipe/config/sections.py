@@ -298,6 +298,8 @@ class RunConfig(Section):
     log_every: Positive = 10  # steps between lines of the log
     tensorboard: bool = False  # metrics also as scalars for TensorBoard, in the folder tensorboard
     time_limit: Above0 | None = None  # minutes, then a checkpoint and the end; null = the job's own
+    recover: Literal["restart", "mpi"] = "restart"  # when a rank is lost; mpi: in the job, under ULFM
+    mirror_every: Count | Literal["auto"] = "auto"  # steps between copies on other ranks; 0 = none
 
 
 class SampleConfig(Section):

@@ -84,7 +84,7 @@ class ModelSource:
     """
 
     def __init__(self, model: Model, seed: int, initial: Initial | None = None) -> None:
-        self.seed, self.initial = seed, initial
+        self.seed = seed
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._tape = Tape()
         made = self._made(model)
@@ -99,9 +99,14 @@ class ModelSource:
                 *self.module.named_buffers(remove_duplicate=False),
             ]
         }
+        self._seed_of: dict[int, int] | None = None
+        self.begin_from(initial)
+
+    def begin_from(self, initial: Initial | None) -> None:
+        """Takes the values of what is made from here on from there."""
+        self.initial = initial
         found = () if initial is None else initial.names
         self._initial_name = {self.alias[name]: name for name in found if name in self.alias}
-        self._seed_of: dict[int, int] | None = None
 
     def _made(self, model: Model) -> nn.Module:
         if isinstance(model, nn.Module) or not callable(model):

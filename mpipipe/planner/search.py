@@ -19,6 +19,7 @@ import numpy as np
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import work_bound_s
 from mpipipe.planner.lower import lower
+from mpipipe.planner.mirrors import mirror_bytes
 from mpipipe.planner.partition import check_counts, check_stages, partition
 from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
@@ -253,6 +254,9 @@ def expect(
     bound = least_step_s(costs, program) if bound_s is None else bound_s
     step = timeline.makespan_s
     bases = [device.base_bytes for device in costs.cluster.devices]
+    if layout.mirror_every:
+        mirrors = mirror_bytes(costs, layout, cuts).tolist()
+        bases = [base + taken for base, taken in zip(bases, mirrors, strict=False)]
     memory = tuple(held + base for held, base in zip(timeline.memory_bytes, bases, strict=False))
     timeline = replace(timeline, memory_bytes=memory)
     prediction = Prediction(

@@ -7,7 +7,7 @@ import sys
 from typing import Any, NoReturn
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import end
+from mpipipe.cluster.ending import end, leave
 from mpipipe.cluster.memory import KEPT_BYTES, PeakMemory, keep_freed_memory
 from mpipipe.cluster.mpi import connect
 from mpipipe.errors import MpipipeError
@@ -45,18 +45,20 @@ def _say_shortly(comm: Communicator) -> None:
 
 
 def _end_together(comm: Communicator) -> None:
-    leave, failed = sys.exit, [False]
+    exit_python, failed = sys.exit, [False]
 
     def hook(kind: type[BaseException], error: BaseException, at: Any) -> None:
         end(comm, error)
 
     def note_exit(status: Any = None) -> NoReturn:
         failed[0] = status not in (None, 0)
-        leave(status)
+        exit_python(status)
 
     def at_exit() -> None:  # before MPI's own, in which the other ranks would be waited for
         if failed[0]:
             comm.abort(1)
+        elif comm.successor is not None:
+            leave(comm)
 
     sys.excepthook, sys.exit = hook, note_exit
     atexit.register(at_exit)

@@ -85,10 +85,10 @@ class Trainer:
         if (n_micro, train) not in self._programs:
             graph, plan = self.variants.graph, self.plan
             program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups, train, n_micro)
-            if max_tag(program) > self.comm.tag_ub:
+            if max_tag(program) >= self.comm.tag_ub:  # the last one is that of the mirrors
                 raise MpipipeError(
                     f"the plan needs message tags up to {max_tag(program)}, this MPI allows "
-                    f"{self.comm.tag_ub}; lower pipeline.receive_window"
+                    f"{self.comm.tag_ub - 1}; lower pipeline.receive_window"
                 )
             self._programs[n_micro, train] = program
         return self._programs[n_micro, train]

@@ -139,9 +139,10 @@ def _step(path: Path) -> int:
     return int(match[1]) if match and path.is_dir() and not path.is_symlink() else -1
 
 
-def newest(run_dir: str | Path) -> Path | None:
-    """The newest whole checkpoint, or None. `survey` says what is wrong with those passed over."""
-    return next((folder for folder, wrong in survey(run_dir) if not wrong), None)
+def newest(run_dir: str | Path, before: float = math.inf) -> Path | None:
+    """The newest whole checkpoint, or None; of fewer steps than `before`. `survey` says what is wrong with
+    those passed over."""
+    return next((folder for folder, wrong in survey(run_dir) if not wrong and _step(folder) < before), None)
 
 
 def prune(run_dir: str | Path, keep: int) -> list[Path]:

@@ -1,0 +1,83 @@
+"""What a run keeps so that it outlives its ranks, and what it takes up again when one was lost.
+
+    RankLost -> survivors -> plan for them -> newest version that is whole among them -> its tensors, by name,
+    to their new owners -> new mirrors, at once
+
+Where a rank was lost together with its partner, the newest checkpoint serves, or the start of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.graph.variants import Variants
+from mpipipe.runtime.trainer import Trainer
+from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, newest_whole
+from mpipipe.values import Layout
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What one recovery came to, the same on every rank but for its seconds."""
+
+    lost: tuple[int, ...]  # ranks, by the numbers that they had at first
+    step: int  # steps done where the run goes on
+    replayed: int  # steps that had been done and are done again
+    source: str  # for people: where the state is from
+    seconds: float
+
+
+class Survival:
+    """The mirrors of one rank: those of its world, and until they are whole those of the world before."""
+
+    def __init__(self) -> None:
+        self._kept: list[Mirrors] = []
+
+    def begin(self, comm: Communicator, every: int) -> None:
+        """Mirrors every so many steps from here on; 0 = none."""
+        self._kept = [Mirrors(comm, every)] if every and comm.size > 1 else []
+
+    def after_step(self, step: int, trainer: Trainer) -> None:
+        """`step` steps are done. Collective."""
+        for mirrors in self._kept[-1:]:
+            mirrors.commit()
+            if step % mirrors.every == 0:
+                _take(mirrors, step, trainer)
+
+    def find(self, comm: Communicator) -> Found | None:
+        """As `newest_whole`; the memory of other versions is given back. Collective."""
+        found = newest_whole(comm, self._kept)
+        if found is not None:
+            for mirrors in self._kept:
+                mirrors.keep_only(found.key.step)
+        return found
+
+    def fetch(self, comm: Communicator, found: Found, variants: Variants, layout: Layout) -> Received:
+        """What this rank needs of a version. Collective."""
+        return fetch(comm, self._kept, found, _needed(found.specs, variants, layout, comm.rank))
+
+    def begin_anew(self, comm: Communicator, every: int, step: int, trainer: Trainer) -> None:
+        """As `begin`, in a new world: the first version is made now, and the old ones go when it is whole
+        everywhere. Collective."""
+        if every and comm.size > 1:
+            mirrors = Mirrors(comm, every)
+            self._kept.append(mirrors)
+            _take(mirrors, step, trainer)
+            mirrors.commit()
+        self._kept = self._kept[-1:] if every and comm.size > 1 else []
+
+
+def _take(mirrors: Mirrors, step: int, trainer: Trainer) -> None:
+    tensors = {**trainer.state_dict(), **trainer.optimizer_state()}
+    mirrors.take(step, tensors, trainer.optimizer_numbers())
+
+
+def _needed(names: Iterable[str], variants: Variants, layout: Layout, rank: int) -> set[str]:
+    """Weights that the stages of a rank own or read, optimizer state of those that they own."""
+    mine = [stage for stage, ranks in enumerate(layout.ranks) if rank in ranks]
+    owned = {name for name, stage in variants.stage_of_param(layout.cuts).items() if stage in mine}
+    codes = (variants.code("train", variants.first, layout.cuts, stage) for stage in mine)
+    read = owned | {name for code in codes for name, _ in code.leaves}
+    return {name for name in names if name in read or name.rpartition("/")[0] in owned}
