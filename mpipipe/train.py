@@ -18,6 +18,7 @@ from mpipipe.cluster.ending import end, leave
 from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
+from mpipipe.cluster.survivors import check_tolerant
 from mpipipe.config import Config, load
 from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset, prepare
@@ -95,6 +96,8 @@ def train(
     settings = {**config.model_dump(), "command": {"--resume": resume, "--new-numerics": new_numerics}}
     given = {f"{s}.{k}": repr(v) for s, keys in settings.items() for k, v in keys.items()}
     agree(comm, surroundings() | given)
+    if config.run.recover == "mpi":
+        check_tolerant(comm)
     resident_memory()  # from here on it counts
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None

@@ -1,0 +1,134 @@
+"""Ranks of real jobs that are killed, or frozen, where it hurts most: the others go on, with the same bits.
+
+The many kills at random instants are those of `make bench-survive`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpipipe.cluster.survivors import FLAGS
+
+pytestmark = pytest.mark.jobs
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+EVERY = 4
+CONFIG = f"""\
+model: {{name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}}
+data: {{name: synthetic, samples: 64}}
+train: {{steps: 18, batch: 8, warmup: 1, save_every: 6}}
+eval: {{every: 0, batches: 1}}
+pipeline: {{micro_batches: 4}}
+run: {{dir: run, recover: mpi, mirror_every: {EVERY}}}
+"""
+
+KILLED = """
+import json, os, sys
+from mpipipe import train
+from mpipipe.pipeline import Pipeline
+from mpipipe.runtime.interpreter import Interpreter
+from mpipipe.state.mirrors import Mirrors
+from mpipipe.survival import Survival
+
+kills, me = json.loads(sys.argv[1]), int(os.environ["OMPI_COMM_WORLD_RANK"])
+
+def arm(owner, name, where, step_of, after=False):
+    call = getattr(owner, name)
+
+    def deadly(self, *args, **how):
+        step, result = step_of(self, *args), call(self, *args, **how) if after else None
+        for kill in [kill for kill in kills if kill[:3] == [me, where, step]]:
+            kills.remove(kill)
+            os.kill(os.getpid(), kill[3])
+        return result if after else call(self, *args, **how)
+
+    setattr(owner, name, deadly)
+
+arm(Interpreter, "_backward", "backward", lambda self, i: self.job.step + 1)
+arm(Interpreter, "_step", "update", lambda self, i: self.job.step + 1, after=True)
+arm(Mirrors, "take", "transfer", lambda self, step, *_: step, after=True)
+arm(Mirrors, "commit", "sent", lambda self: self._pending[1] if self._pending else 0)
+arm(Survival, "fetch", "recovery", lambda self, comm, found, *_: found.key.step)
+arm(Pipeline, "save", "save", lambda self, *_: self.steps_done)
+sys.exit(train.main(sys.argv[2:]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "killed.py").write_text(KILLED)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the weights are in the end."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "config.yaml").write_text(CONFIG)
+    job = launch(1, "-m", "mpipipe.train", "config.yaml", "run.recover=restart", cwd=folder)
+    assert job.returncode == 0, job.stderr
+    return str(summary(folder)["weights_sha256"])
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills", "from_mirrors"),
+    [
+        (4, [(1, "update", 10, 9), (3, "update", 10, 9), (0, "backward", 13, 9)], True),
+        (4, [(2, "transfer", 8, 9), (1, "sent", 12, 9)], True),
+        (4, [(0, "save", 6, 9), (3, "backward", 10, 9), (1, "recovery", 8, 9)], True),
+        (3, [(1, "backward", 10, 9), (2, "recovery", 8, 9)], False),
+    ],
+    ids=[
+        "two at once, then rank 0",
+        "within mirrors",
+        "within a save, within a recovery",
+        "with its partner",
+    ],
+)
+def test_killed_ranks_change_no_bits(
+    launch: Launch, folder: Path, undisturbed: str, ranks: int, kills: list[Any], from_mirrors: bool
+) -> None:
+    job = launch(
+        ranks, "killed.py", json.dumps(kills), "config.yaml", cwd=folder, timeout_s=150,
+        env={"MPIRUN_FLAGS": "--with-ft ulfm"},
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    found = summary(folder)
+    assert found["weights_sha256"] == undisturbed
+    assert sorted(found["lost_ranks"]) == sorted(rank for rank, *_ in kills)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 19))
+    again = [line["replayed"] for line in lines if "lost_ranks" in line]
+    assert max(again) <= EVERY or not from_mirrors
+    assert ("from mirrors" in job.stdout) == from_mirrors
+
+
+def test_a_frozen_rank_is_ended_and_done_without(launch: Launch, folder: Path, undisturbed: str) -> None:
+    # a busy machine is slow
+    slower = FLAGS.replace("period 0.5", "period 2").replace("timeout 2", "timeout 8")
+    kills = json.dumps([(1, "backward", 10, 19)])
+    environ = {"MPIRUN_FLAGS": slower}
+    job = launch(3, "killed.py", kills, "config.yaml", cwd=folder, timeout_s=150, env=environ)
+    assert job.returncode == 0, job.stderr
+    assert summary(folder)["weights_sha256"] == undisturbed
+    assert summary(folder)["lost_ranks"] == [1]
+
+
+def test_without_ulfm_there_is_an_error_before_anything_begins(launch: Launch, folder: Path) -> None:
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", cwd=folder)
+    assert job.returncode != 0
+    assert job.stderr.count("mpipipe: error: run.recover = mpi: this MPI was not started") == 1, job.stderr
+    assert "--with-ft ulfm" in job.stderr
+    assert not (folder / "run").exists()
