@@ -26,9 +26,9 @@ def chunks(*flats: Flat) -> list[Chunk]:
     by_flat = [[piece for view in flat.views.values() for piece in view.view(-1).split(PIECE)]
                for flat in flats]  # fmt: skip
     found: list[Chunk] = []
-    size = PIECE
+    size = 0
     for place in zip(*by_flat, strict=True):
-        if size + place[0].numel() > PIECE:
+        if not found or size + place[0].numel() > PIECE:
             found.append([[] for _ in flats])
             size = 0
         for same, piece in zip(found[-1], place, strict=True):
