@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ import torch
 
 from mpipipe.errors import CheckpointError
 from mpipipe.graph.program import spec
-from mpipipe.state.digests import pieces_of, tensor_digest
+from mpipipe.state.digests import begun_digest, pieces_of, tensor_digest
 from mpipipe.state.files import check_name, inside, parse_json, read_small, write_text
 from mpipipe.state.names import compare_names
 from mpipipe.state.resume import way_out
@@ -134,6 +134,18 @@ class Reader:
         except OSError as error:
             raise self.damaged(f"{shard.path}: cannot be read ({error})") from error
         self.digests[name] = tensor_digest(name, out)
+
+    def pieces(self, name: str, buffer: bytearray) -> Iterator[memoryview]:
+        """The bytes of a tensor, in order, each piece read into `buffer`."""
+        shard = self._shard(name)
+        h = begun_digest(name, shard.specs[name])
+        try:
+            for piece in shard.pieces(name, buffer):
+                h.update(piece)
+                yield piece
+        except OSError as error:
+            raise self.damaged(f"{shard.path}: cannot be read ({error})") from error
+        self.digests[name] = h.hexdigest()
 
     def check(self, wanted: Mapping[str, TensorSpec]) -> None:
         """Raises CheckpointError unless names, shapes and dtypes are exactly those wanted."""

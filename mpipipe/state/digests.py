@@ -28,10 +28,15 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 
 def pieces_digest(name: str, of: TensorSpec, pieces: Iterable[memoryview]) -> str:
     """As `tensor_digest`, of a tensor whose bytes come in pieces."""
-    h = hashlib.sha256(f"{name} torch.{of.dtype} {tuple(of.shape)}\n".encode())
+    h = begun_digest(name, of)
     for piece in pieces:
         h.update(piece)
     return h.hexdigest()
+
+
+def begun_digest(name: str, of: TensorSpec) -> hashlib._Hash:
+    """To be updated with the bytes of the tensor."""
+    return hashlib.sha256(f"{name} torch.{of.dtype} {tuple(of.shape)}\n".encode())
 
 
 def pieces_of(tensor: Tensor) -> Iterator[memoryview]:

@@ -62,7 +62,7 @@ def sync_folder(folder: Path) -> None:
 
 def check_name(name: str) -> None:
     """Raises ValueError for what is no name of a file in a folder."""
-    if name in ("", ".", "..") or {"/", "\\", "\0"} & set(name) or len(name) > 255:
+    if name in ("", ".", "..") or {"/", "\\"} & set(name) or not name.isprintable() or len(name) > 255:
         raise ValueError(f"{name[:255]!r} is no name of a file in this folder")
 
 

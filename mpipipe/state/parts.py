@@ -97,13 +97,13 @@ class Save:
         parts = [own, *(self._wait_for(rank, patience) for rank in others)]
         for rank in others:
             self._record(rank).unlink()
-        files = {name: self._file(name) for name in beside(self.folder)}
+        files = {name: file_facts(self.folder / name) for name in beside(self.folder)}
         for kind, shards in self.shards.items():
             written = [part.written[kind] for part in parts if kind in part.written]
             weight_map = {name: shards.file_of[name] for name in self._names(kind)}
             write_index(self.folder, weight_map, sum(w.tensor_bytes for w in written), kind)
             files |= {w.file: w.facts for w in written}
-            files[index_name(kind)] = self._file(index_name(kind))
+            files[index_name(kind)] = file_facts(self.folder / index_name(kind))
         models = [part.written["model"].digests for part in parts if "model" in part.written]
         digests = {name: digest for of_rank in models for name, digest in of_rank.items()}
         sha256 = weights_sha256([digests[name] for name in self.order])
@@ -122,10 +122,6 @@ class Save:
 
     def _record(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"
-
-    def _file(self, name: str) -> File:
-        path = self.folder / name
-        return File(path.stat().st_size, file_sha256(path))
 
     def _wait_for(self, rank: int, patience: Patience) -> Part:
         ends, wait_s = float("inf"), 0.002
@@ -156,3 +152,8 @@ class Save:
         looked.touch()  # a client of NFS looks anew at a folder that it has changed itself
         looked.unlink()
         return None
+
+
+def file_facts(path: Path) -> File:
+    """Of a file that is no shard. Raises OSError."""
+    return File(path.stat().st_size, file_sha256(path))

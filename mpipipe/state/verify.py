@@ -82,7 +82,7 @@ def check_read(comm: Communicator, reader: Reader, files: Mapping[str, File]) ->
     """
     read = {name: d for part in comm.allgather_object(reader.digests) for name, d in part.items()}
     wrong = [
-        _read_flaw(reader, file, read, files)
+        read_flaw(reader, file, read, files)
         for i, file in enumerate(reader.files)
         if i % comm.size == comm.rank
     ]
@@ -91,7 +91,8 @@ def check_read(comm: Communicator, reader: Reader, files: Mapping[str, File]) ->
             raise reader.damaged(said)
 
 
-def _read_flaw(reader: Reader, file: str, read: Mapping[str, str], files: Mapping[str, File]) -> str:
+def read_flaw(reader: Reader, file: str, read: Mapping[str, str], files: Mapping[str, File]) -> str:
+    """What is wrong with one file, of which the tensors in `read` (name -> digest) were read."""
     path = reader.folder / file
     if file not in files:
         return f"{path}: is not among the files that {RUN} names"
