@@ -18,6 +18,10 @@ COMMANDS = {
         "mpipipe.commands.calibrate",
         "measure the ranks that it is started on, for plan --cluster",
     ),
+    "checkpoint": (
+        "mpipipe.commands.checkpoint",
+        "inspect, verify, export or merge checkpoints; without mpirun",
+    ),
     "tokenize": ("mpipipe.data.tokenize", "make a token file of text, on all cores; without mpirun"),
 }
 

@@ -9,7 +9,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import MpipipeError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
-from mpipipe.state.checkpoint import tensor_digest, weights_sha256
+from mpipipe.state.digests import tensor_digest, weights_sha256
 
 
 def check_counts(

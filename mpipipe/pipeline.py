@@ -10,6 +10,7 @@ notebook, or started without mpirun, there is one rank. `mpipipe.train` is a use
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mpipipe import ops
+from mpipipe import __version__, ops
 from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator, RankLost, members
@@ -63,8 +64,11 @@ from mpipipe.runtime.settling import Settled, settle_micro_batches
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.costs import CostCache
-from mpipipe.state.gather import collect, save, together, verify
+from mpipipe.state.gather import collect, together
+from mpipipe.state.parts import Beside
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
+from mpipipe.state.saving import Saver
+from mpipipe.state.verify import check_read
 from mpipipe.survival import Recovery, Survival
 from mpipipe.values import Gemm, Numerics, Plan, Program, from_json, to_json
 
@@ -250,6 +254,7 @@ class Pipeline:
         self._cluster, self._initial, self._resumed = self.costs.cluster, source.initial, folder
         self._build()
         self._rehearse()
+        self.saver = Saver(comm)
         self.steps_done = 0
         if saved is not None and weights is not None:
             self._resume(weights, saved)
@@ -452,6 +457,7 @@ class Pipeline:
         Raises PlanError where the model does not fit the ranks that are left.
         """
         started, before, lost = time.perf_counter(), self.steps_done, self.comm.lost
+        self.saver.abandon()
         while True:
             try:
                 source = self._go_on(checkpoint)
@@ -488,6 +494,7 @@ class Pipeline:
                 self._resume(weights, read_state(folder))
                 source = str(folder)
         model.begin_from(self._initial)
+        self.saver = Saver(comm)
         self.survival.begin_anew(comm, self.plan.layout.mirror_every, self.steps_done, self.trainer)
         return source
 
@@ -530,18 +537,32 @@ class Pipeline:
 
         The folder appears whole or not at all. Raises CheckpointError on every rank.
         """
-        trainer = self.trainer
+        self.begin_save(folder, background=False, extra=dict(extra or {}))
+        assert self.saver.saved is not None, "or it has raised"
+        return self.saver.saved
+
+    def begin_save(
+        self, folder: str | Path, beside: Beside = lambda folder: (), then: Callable[[], object] = dict,
+        background: bool = True, **told: Any,
+    ) -> None:  # fmt: skip
+        """As `save`; in the background it goes on while steps are made; ask `saver.poll` between them.
+
+        beside, then: see `Saver.save`; told: fields of `RunState`.
+        """
+        trainer, plan = self.trainer, json.loads(to_json(replace(self.plan, costs=None)))
         parts = together(self.comm, str(folder), trainer.optimizer_numbers)
         facts = RunState(
             step=self.steps_done,
             numerics=self.numerics,
             graph=self.variants.graph.hash,
             optimizer=described(part for of_rank in parts for part in of_rank),
-            extra=dict(extra or {}),
+            version=__version__,
+            plan={"hash": self.plan.hash, "layout": plan["layout"], "prediction": plan["prediction"]},
+            **told,
         )
-        return save(
-            self.comm, Path(folder), trainer.state_dict(), trainer.optimizer_state(),
-            self.variants.source.persistent, facts,
+        self.saver.save(
+            Path(folder), trainer.state_dict(), trainer.optimizer_state(), self.variants.source.persistent,
+            facts, beside, then, background,
         )  # fmt: skip
 
     def _resume(self, weights: Reader, saved: RunState) -> None:
@@ -550,7 +571,7 @@ class Pipeline:
         self.trainer.resume(kept, saved.optimizer)
         self.trainer.state_dict()  # reads the buffers that nothing has asked for
         for reader in (weights, kept):
-            verify(self.comm, reader, saved.sha256)
+            check_read(self.comm, reader, saved.files)
         self.steps_done = saved.step
         if not self.data.exact:
             self.say("note: this resume is not exact: the data is a plain iterable, read from its start")

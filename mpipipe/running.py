@@ -8,6 +8,7 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,8 @@ from mpipipe.config import Config
 from mpipipe.errors import EndOfData
 from mpipipe.models import Built
 from mpipipe.pipeline import Pipeline, Step
-from mpipipe.planner.search import cut_indices, sizes_of_messages
-from mpipipe.planner.sizes import counted
+from mpipipe.planner.search import cut_indices, sizes_of_messages, too_full
+from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import bounds
 from mpipipe.report.account import rank_reports
 from mpipipe.report.draw import draw_png, draw_texts
@@ -59,15 +60,14 @@ class Run:
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
         self.saved, self.sha = -1, ""
-        state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
-        nbytes = pipe.size * sum(t.nbytes for t in state.values())
-        self.turn_s, self.save_s = 0.0, nbytes / SAVE_BYTES_PER_S  # the longest so far
+        self.turn_s = self.save_s = 0.0  # the longest so far
+        self._make_room()
         self.values: dict[str, float] = {}  # of the last evaluation
         self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
 
     def all(self) -> Report:
         pipe = self.pipe
-        for note in (threads_advice(self.comm, pipe.numerics.threads), self._missing()):
+        for note in (threads_advice(self.comm, pipe.numerics.threads), self._missing(), self.in_the_way):
             if note:
                 self.log.say(f"note: {note}")
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}")
@@ -76,15 +76,19 @@ class Run:
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         self._keep_plan()
         with stop_signals(pipe.rank == 0) as asked:  # to the very end: a late signal must not kill the save
+            lost = False
             while True:
                 try:
+                    if lost:
+                        self.recover()
                     with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
                         last = self.loop(metrics, asked)
                     return self.end(last, asked)
-                except RankLost:
-                    if not pipe.recovers:
+                except Exception as error:
+                    if not (pipe.recovers and isinstance(error, RankLost)):
+                        pipe.saver.settle()
                         raise
-                self.recover()  # when nothing refers to what failed any more
+                    lost = True  # and here nothing refers to what failed any more
 
     @property
     def comm(self) -> Communicator:
@@ -104,6 +108,7 @@ class Run:
         self.replayed += found.replayed
         self.saved, self.recorder = -1, Recorder(pipe.comm, pipe.program)
         self.step_s.clear()
+        self._make_room()
         if pipe.rank != 0:
             return
         if isinstance(self.log, Silent):
@@ -123,6 +128,16 @@ class Run:
                 replayed=found.replayed,
                 recovery_s=found.seconds,
             )
+
+    def _make_room(self) -> None:
+        """For the copies that are written while training goes on. Collective."""
+        pipe = self.pipe
+        state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
+        held = self.comm.allgather_object(sum(t.nbytes for t in state.values()))
+        self.save_s = max(self.save_s, pipe.size * max(held) / SAVE_BYTES_PER_S)
+        self.copied_bytes, self.in_the_way = self._copies(held)
+        if self.copied_bytes:
+            pipe.saver.reserve(self.copied_bytes[pipe.rank])
 
     def _missing(self) -> str | None:
         """What was asked for and cannot be computed."""
@@ -158,7 +173,7 @@ class Run:
                         if metrics is not None:
                             metrics.write(step=last.step, **self.values)
                         self.log.step(last.step, self.values)
-                self.save()
+                self.save(background=False)
                 return replace(last, stop=True)
             last = step
             self.recorder.add(outcome)
@@ -172,8 +187,9 @@ class Run:
                 metrics.write(step=step.step, **values)
             self.log.step(step.step, values)
             self.turn_s = max(self.turn_s, time.perf_counter() - start)
+            self.pipe.saver.poll()
             if done or step.stop or self._due(t.save_every, step.step):
-                self.save()
+                self.save(background=not (done or step.stop))
             if done or step.stop:
                 return step
 
@@ -195,20 +211,39 @@ class Run:
         found = self.pipe.evaluate(c.eval.batches)
         return {f"val_{name}": value for name, value in found.items()}
 
-    def save(self) -> None:
-        """A checkpoint, unless this step has one, then fewer of the old ones."""
-        if self.saved == self.pipe.steps_done:
-            return
-        start, folder = time.perf_counter(), step_folder(self.run_dir, self.pipe.steps_done)
-        self.saved = self.pipe.steps_done
-        if self.lost and self._is_there(folder):
-            return
-        if self.pipe.rank == 0:
-            self.built.export(folder)
-        self.sha = self.pipe.save(folder).weights_sha256
-        if self.pipe.rank == 0:
-            prune(self.run_dir, self.config.train.keep)
-        self.save_s = max(self.save_s, time.perf_counter() - start)
+    def _copies(self, held: list[int]) -> tuple[tuple[int, ...], str | None]:
+        """What each rank needs to go on while a checkpoint is written, and a note where that is too much."""
+        if not self.config.train.save_every:
+            return (), None
+        pipe, copies = self.pipe, tuple(held)
+        short = too_full(_added(pipe.plan.prediction.peak_bytes, copies), pipe.costs.cluster)
+        if short is None:
+            return copies, None
+        rank, nbytes = short
+        return (), (
+            f"training waits while a checkpoint is written: rank {rank} has no room for a copy of its state, "
+            f"{size_text(held[rank])}; {size_text(nbytes)} are missing"
+        )
+
+    def save(self, background: bool) -> None:
+        """A checkpoint, unless this step has one, then fewer of the old ones. background: it may become whole
+        during the next steps, where there is memory for that."""
+        pipe, t = self.pipe, self.config.train
+        folder = step_folder(self.run_dir, pipe.steps_done)
+        if self.saved != pipe.steps_done:
+            if self.lost and self._is_there(folder):
+                self.saved = pipe.steps_done
+                return
+            pipe.begin_save(
+                folder, self.built.export,
+                lambda: prune(self.run_dir, t.keep, t.keep_every), background and bool(self.copied_bytes),
+                config=self.config.model_dump(mode="json"),
+            )  # fmt: skip
+            self.saved = pipe.steps_done
+        if not background:
+            pipe.saver.finish()
+            self.sha = pipe.saver.saved.weights_sha256 if pipe.saver.saved else ""
+        self.save_s = max(self.save_s, pipe.saver.took_s)
 
     def _is_there(self, folder: Path) -> bool:
         """Whether it was written before what was done again, with the same bits."""
@@ -254,7 +289,7 @@ class Run:
             step_s=step_s,
             predicted_step_s=prediction.step_s,
             peak_bytes=peaks,
-            predicted_peak_bytes=prediction.peak_bytes,
+            predicted_peak_bytes=_added(prediction.peak_bytes, self.copied_bytes),
             bubble=measured.bubble,
             predicted_bubble=prediction.bubble,
             ranks=rank_reports(pipe.predicted, measured, *self._stages(), self._sizes()),
@@ -302,3 +337,7 @@ class Run:
         launcher = ["mpirun", "-n", str(self.pipe.size)] if self.pipe.size > 1 else []
         place = [str(self.run_dir / CONFIG), f"run.dir={self.run_dir}"]
         return shlex.join([*launcher, "python", "-m", "mpipipe.train", *place, "--resume"])
+
+
+def _added(peaks: tuple[int, ...], copies: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(sum, zip_longest(peaks, copies, fillvalue=0)))

@@ -34,8 +34,9 @@ from mpipipe.report.trace import TRACE
 from mpipipe.running import Run
 from mpipipe.runtime.process import resident_memory
 from mpipipe.state.files import room_in
-from mpipipe.state.resume import newest, read_state, set_aside, survey, unreadable
+from mpipipe.state.resume import read_state, set_aside, unreadable
 from mpipipe.state.rundir import CONFIG, METRICS, create, make_latest, renew, reopen
+from mpipipe.state.verify import newest_sound
 from mpipipe.values import Report
 
 USAGE = """usage: mpirun -n N python -m mpipipe.train config.yaml [key=value ...]
@@ -101,7 +102,12 @@ def train(
     resident_memory()  # from here on it counts
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None
-    run_dir, checkpoint, said, resumed, new_data = place
+    run_dir, said, resumed = place
+    checkpoint, passed_over = newest_sound(comm, run_dir) if resumed else (None, [])
+    if resumed:
+        said, new_data = comm.bcast_object(
+            _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], False)
+        )
     if not resumed or new_data:  # else the corpus is there, and must stay as it was
         prepare(config, run_dir, comm.rank == 0)
     comm.barrier()
@@ -126,7 +132,7 @@ def train(
             say=log.say,
         )  # fmt: skip
         if resumed and comm.rank == 0:
-            set_aside(run_dir)
+            set_aside(passed_over)
             renew(run_dir, config, pipe.steps_done)
             for name in ("summary.json", TRACE, "timeline.png", PERFETTO):  # of where it ended before
                 (run_dir / name).unlink(missing_ok=True)
@@ -136,19 +142,22 @@ def train(
         return Run(config, pipe, built, run_dir, log).all()
 
 
-def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], bool, bool]:
-    """(run folder, checkpoint to go on from, what to say of it, whether it was there, whether its data was
-    another); on one rank."""
+def _place(config: Config, resume: bool) -> tuple[Path, list[str], bool]:
+    """(run folder, what to say of it, whether it was there); on one rank."""
     if config.run.tensorboard:
         need_tensorboard()
     run_dir = reopen(config) if resume else None
-    if run_dir is None:
-        run_dir = create(config)
-        said = ["note: there is no run to resume, a new one begins"] if resume else []
-        return run_dir, None, said, False, False
-    passed_over = [f"note: passed over {folder}: {wrong}" for folder, wrong in survey(run_dir) if wrong]
-    checkpoint = newest(run_dir)
-    if checkpoint is None and (unread := unreadable(run_dir)):
+    if run_dir is not None:
+        return run_dir, [], True
+    said = ["note: there is no run to resume, a new one begins"] if resume else []
+    return create(config), said, False
+
+
+def _going_on(
+    config: Config, run_dir: Path, checkpoint: Path | None, passed_over: Sequence[tuple[Path, str]]
+) -> tuple[list[str], bool]:
+    """(what to say of a run that goes on, whether its data was another); on one rank."""
+    if checkpoint is None and (unread := unreadable(passed_over)):
         raise CheckpointError(
             "\n".join([f"{run_dir}: no checkpoint can be read", *(f"  {wrong}" for _, wrong in unread)])
             + "\n  mend one, or start anew in another folder"
@@ -162,8 +171,8 @@ def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], 
     going_on = (
         f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
     )
-    said = [*passed_over, f"mpipipe: {going_on}"]
-    return run_dir, checkpoint, said, True, new_data
+    notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
+    return [*notes, f"mpipipe: {going_on}"], new_data
 
 
 def _beginning(comm: Communicator, model: str, threads: int, run_dir: Path) -> list[str]:

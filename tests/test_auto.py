@@ -23,7 +23,7 @@ from mpipipe.graph.profile import Profiler
 from mpipipe.pipeline import _micro_batches
 from mpipipe.runtime import costing, gemm
 from mpipipe.runtime.setting import numerics_of
-from mpipipe.state.checkpoint import tensor_digest
+from mpipipe.state.digests import tensor_digest
 from mpipipe.values import Link, Numerics
 
 FEATURES, CLASSES, BATCH = 8, 4, 4

@@ -42,7 +42,7 @@ from mpipipe.planner import SCHEDULES
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime import costing
 from mpipipe.runtime.stage import Stage
-from mpipipe.state.checkpoint import tensor_digest
+from mpipipe.state.digests import tensor_digest
 from mpipipe.values import Plan
 
 Batch = dict[str, Tensor]

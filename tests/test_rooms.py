@@ -3,6 +3,7 @@
 MPI           mpipipe/cluster/mpi.py
 environment   cluster, native.py, and the arrows (running.py, train.py, commands, __main__.py)
 files         config, cluster, data, state, report, native.py, and the arrows
+pickle        the in-process carrier's copies, and what an npz of images holds, of which it makes arrays only
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ FILE_CALLS = {
     *("symlink_to", "iterdir", "rglob", "exists", "is_file", "is_dir"),
     *("memmap", "fromfile", "tofile", "save_file", "load_file"),
 }
+PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+PICKLE_CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec"}
 OS_ENVIRONMENT = {"environ", "getenv", "putenv", "environb"}
 OS_FILES = {
     "open",
@@ -80,10 +83,19 @@ def file_uses(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
 
 
+def pickle_uses(tree: ast.AST) -> Iterator[int]:
+    """What would run code that a file holds."""
+    yield from (line for line, module, _ in imported(tree) if module.split(".")[0] in PICKLES)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in PICKLE_CALLS:
+            yield node.lineno
+
+
 RULES = {
     "imports mpi4py": (mpi_uses, ("cluster/mpi.py",)),
     "reads the environment": (environment_uses, ENVIRONMENT),
     "touches files": (file_uses, FILES),
+    "unpickles": (pickle_uses, ("cluster/local.py", "data/image_files.py")),
 }
 
 
@@ -109,6 +121,7 @@ def test_the_rules_can_fail():
         return len(list(uses(ast.parse(text))))
 
     assert count(mpi_uses, "def f():\n    from mpi4py import MPI\nimport mpi4py.util") == 2
+    assert count(pickle_uses, "import pickle\nfrom torch import load\ntorch.load('a')\nnp.load('a')") == 3
     assert count(environment_uses, "import os\nos.environ['A']\nfrom os import getenv\nos.sched_yield()") == 2
     assert (
         count(

@@ -16,7 +16,7 @@ from mpipipe.running import Run
 class Ends:
     """Two steps; every evaluation is noted."""
 
-    rank = 0
+    rank, saver = 0, SimpleNamespace(poll=lambda: None)
 
     def __init__(self) -> None:
         self.evaluated: list[int] = []
@@ -49,7 +49,7 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     )
     run.pipe, run.data = Ends(), SimpleNamespace(val_samples=8, tokens_per_sample=1)
     run.recorder, run.step_s, run.values, run.unit = SimpleNamespace(add=lambda _: None), [], {}, "samples"
-    run.turn_s, run.save_s, run.all_steps_s, run.save = 0.0, 0.0, 0.0, lambda: None
+    run.turn_s, run.save_s, run.all_steps_s, run.save = 0.0, 0.0, 0.0, lambda background: None
     run.log = SimpleNamespace(step=lambda step, values: shown.append((step, "val_loss" in values)))
     metrics: Any = SimpleNamespace(write=lambda step, **values: written.append((step, "val_loss" in values)))
     asked: list[str] = []

@@ -33,7 +33,7 @@ from mpipipe.runtime.feed import split_evenly
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.state.checkpoint import tensor_digest
+from mpipipe.state.digests import tensor_digest
 from mpipipe.values import Layout, Numerics, Plan, Prediction
 
 SEED, STEPS, SIDE, CLASSES = 7, 3, 8, 4

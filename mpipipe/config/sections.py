@@ -257,6 +257,7 @@ class TrainConfig(Section):
     unused: Literal["error", "keep"] = "error"  # parameters that the loss does not depend on
     save_every: Count = 0  # steps between checkpoints; 0 = at the end only
     keep: Positive = 2  # newest checkpoints that are kept
+    keep_every: Count = 0  # steps between checkpoints that are kept for ever; 0 = none
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of weights, data order and dropout
 
 

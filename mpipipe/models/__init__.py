@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,14 +58,14 @@ _BUILT_IN = {
 class Built:
     """model: a factory, whose draws are seeded by `train.seed` and the parameter's name; the parameters of
     its `forward` are keys of the batch. data: what was given, in the words of the model.
-    export: writes beside a checkpoint's weights what else belongs there."""
+    export: writes beside a checkpoint's weights what else belongs there, and names it."""
 
     model: Callable[[], Any]
     loss: Loss
     metrics: Mapping[str, Metric]
     data: Any
     initial: Initial | None = None
-    export: Callable[[Path], None] = field(default=lambda folder: None)
+    export: Callable[[Path], Sequence[str]] = field(default=lambda folder: ())
 
 
 def build(config: Config, data: Any) -> Built:

@@ -12,23 +12,23 @@ Invariants
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from mpipipe.errors import CheckpointError
-from mpipipe.state.files import free_bytes, write_text, write_whole
+from mpipipe.graph.program import spec
+from mpipipe.state.digests import begun_digest, pieces_of, tensor_digest
+from mpipipe.state.files import check_name, inside, parse_json, read_small, write_text
 from mpipipe.state.names import compare_names
 from mpipipe.state.resume import way_out
 from mpipipe.state.shards import Shard
-from mpipipe.values import TensorSpec, digest
+from mpipipe.state.writing import Written, write_shard
+from mpipipe.values import TensorSpec
 
 Kind = Literal["model", "optimizer"]
 
@@ -48,22 +48,13 @@ def save_shard(
     n_shards: int,
     tensors: Mapping[str, torch.Tensor],
     kind: Kind = "model",
-) -> str:
-    """Writes one shard and gives its file name. A tied parameter goes under one name only.
-    Raises CheckpointError."""
+) -> Written:
+    """Writes one shard. A tied parameter goes under one name only. Raises CheckpointError."""
     folder, name = Path(folder), shard_name(shard_index, n_shards, kind)
     if (folder / index_name(kind)).exists():
         raise CheckpointError(f"{folder}: already holds a whole checkpoint; save to another folder")
-    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    needed, free = sum(t.nbytes for t in plain.values()), free_bytes(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / name, lambda partial: save_file(plain, partial, metadata={"format": "pt"}))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{folder / name}: cannot be written ({error}); it needs {needed} bytes, {free} were free"
-        ) from error
-    return name
+    specs = {key: spec(t) for key, t in tensors.items()}
+    return write_shard(folder / name, specs, lambda key: pieces_of(tensors[key]))
 
 
 def write_index(
@@ -88,8 +79,10 @@ def read_index(folder: str | Path, kind: Kind = "model") -> dict[str, str]:
     """Name -> shard file, in the order written. Raises CheckpointError."""
     path = Path(folder) / index_name(kind)
     try:
-        index: Any = json.loads(path.read_text(encoding="utf-8"))
-        return {str(key): str(file) for key, file in index["weight_map"].items()}
+        found = {name: str(file) for name, file in parse_json(read_small(path))["weight_map"].items()}
+        for file in set(found.values()):
+            check_name(file)
+        return found
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path}: not found; the folder is no checkpoint, or one that was cut off"
@@ -108,6 +101,10 @@ class Reader:
 
     def __init__(self, folder: str | Path, kind: Kind = "model") -> None:
         self.folder = Path(folder).resolve()
+        try:
+            inside(self.folder, index_name(kind))
+        except ValueError as error:
+            raise self.damaged(f"{self.folder}: {error}") from error
         self._index = read_index(self.folder, kind)
         self._shards: dict[str, Shard] = {}
         self.digests: dict[str, str] = {}
@@ -138,6 +135,18 @@ class Reader:
             raise self.damaged(f"{shard.path}: cannot be read ({error})") from error
         self.digests[name] = tensor_digest(name, out)
 
+    def pieces(self, name: str, buffer: bytearray) -> Iterator[memoryview]:
+        """The bytes of a tensor, in order, each piece read into `buffer`."""
+        shard = self._shard(name)
+        h = begun_digest(name, shard.specs[name])
+        try:
+            for piece in shard.pieces(name, buffer):
+                h.update(piece)
+                yield piece
+        except OSError as error:
+            raise self.damaged(f"{shard.path}: cannot be read ({error})") from error
+        self.digests[name] = h.hexdigest()
+
     def check(self, wanted: Mapping[str, TensorSpec]) -> None:
         """Raises CheckpointError unless names, shapes and dtypes are exactly those wanted."""
         compare_names(self.specs, wanted, str(self.folder), dtypes=True)
@@ -148,7 +157,7 @@ class Reader:
         file = self._index[name]
         if file not in self._shards:
             try:
-                self._shards[file] = Shard(self.folder / file)
+                self._shards[file] = Shard(inside(self.folder, file))
             except (OSError, ValueError) as error:
                 raise self.damaged(f"{self.folder / file}: cannot be read ({error})") from error
         if name not in self._shards[file].specs:
@@ -169,21 +178,7 @@ def load(folder: str | Path, names: Iterable[str] | None = None) -> dict[str, to
         raise CheckpointError(f"{folder}: has no parameter '{unknown[0]}' ({len(unknown)} names are missing)")
     found = {}
     for name in (name for name in source.names if name in asked):
-        spec = source.spec(name)
-        found[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        there = source.spec(name)
+        found[name] = torch.empty(there.shape, dtype=getattr(torch, there.dtype))
         source.read(name, found[name])
     return found
-
-
-def tensor_digest(name: str, tensor: torch.Tensor) -> str:
-    """sha256 of a tensor's name, dtype, shape and bits."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    h = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    h.update(flat.view(torch.uint8).numpy().data)
-    return h.hexdigest()
-
-
-def weights_sha256(digests: Sequence[str]) -> str:
-    """One sha256 for the whole model, from its tensors' digests in canonical order: the same for
-    every cut, so two runs with equal bits print equal lines."""
-    return digest(*digests)

@@ -1,4 +1,5 @@
-"""How a file appears: whole, on disk, under its name; or not at all.
+"""How a file appears: whole, on disk, under its name; or not at all. And how one that somebody else may
+have made is read.
 
     write NAME.part -> fsync -> rename to NAME -> fsync the folder
 
@@ -9,14 +10,17 @@ leaves no `.part`.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mpipipe.errors import MpipipeError
 
+JSON_BYTES = 100_000_000  # of a header, an index or a manifest; that of the safetensors format
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, of a quota, the limit of a file
 
 
@@ -54,6 +58,49 @@ def link_whole(link: Path, target: str) -> None:
 def sync_folder(folder: Path) -> None:
     """Puts on disk which names are in the folder. Raises OSError."""
     _sync(folder, os.O_RDONLY)
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for what is no name of a file in a folder."""
+    if name in ("", ".", "..") or {"/", "\\"} & set(name) or not name.isprintable() or len(name) > 255:
+        raise ValueError(f"{name[:255]!r} is no name of a file in this folder")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder. Raises ValueError for a name, or a link, that leads out of it."""
+    check_name(name)
+    path = folder / name
+    if path.is_symlink() and path.resolve().parent != folder.resolve():
+        raise ValueError(f"{name!r} is a link that leads out of the folder")
+    return path
+
+
+def read_small(path: Path) -> bytes:
+    """A whole file of JSON. Raises OSError, or ValueError for one that is larger than any of its kind."""
+    with path.open("rb") as file:
+        if (nbytes := os.fstat(file.fileno()).st_size) > JSON_BYTES:
+            raise ValueError(f"{nbytes} bytes, no more than {JSON_BYTES} are read")
+        return file.read()
+
+
+def parse_json(text: bytes) -> Any:
+    """Strict: no key twice, no infinity. Raises ValueError."""
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("too deep") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
+    return found
+
+
+def _refuse(text: str) -> None:
+    raise ValueError(f"{text} is no number")
 
 
 def free_bytes(folder: Path) -> int:

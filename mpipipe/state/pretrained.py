@@ -103,10 +103,10 @@ def find(path: str | Path) -> Pretrained:
     return Pretrained(path / CONFIG, Weights(path), companions)
 
 
-def write_files(folder: str | Path, texts: Mapping[str, str], copies: Iterable[Path]) -> None:
-    """Writes `texts` (file name -> content) and copies files into a folder, each of them whole.
+def write_files(folder: str | Path, texts: Mapping[str, str], copies: Iterable[Path]) -> list[str]:
+    """Writes `texts` (file name -> content) and copies files into a folder, each of them whole; their names.
     Raises CheckpointError."""
-    folder = Path(folder)
+    folder, copies = Path(folder), list(copies)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source in copies:
@@ -116,3 +116,4 @@ def write_files(folder: str | Path, texts: Mapping[str, str], copies: Iterable[P
             write_text(folder / name, text)
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder}: cannot be written or read ({error})") from error
+    return sorted({*texts, *(source.name for source in copies)})

@@ -1,7 +1,8 @@
 """Which checkpoints a run has, which of them are whole, and what was true when they were written.
 
 runs/X/checkpoints/step-00000100/   model-*.safetensors, optimizer-*.safetensors, their indexes, and
-                                    run.json: written last, with the size of every other file
+                                    run.json, the manifest: written last, with size and sha256 of every
+                                    other file, and its own
 runs/X/checkpoint -> checkpoints/step-00000100     the newest
 
 Invariants
@@ -15,25 +16,33 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from mpipipe.errors import CheckpointError, ConfigError
-from mpipipe.state.files import link_whole, sync_folder
-from mpipipe.values import Numerics, Value, from_json
+from mpipipe.state.files import inside, link_whole, read_small, sync_folder
+from mpipipe.state.writing import File
+from mpipipe.values import Numerics, Value, from_json, to_json
 
 RUN = "run.json"
 FOLDER, LINK = "checkpoints", "checkpoint"
 _STEP = re.compile(r"step-(\d{8,})")
-_OURS = re.compile(r"((model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|run\.json)(\.part)?")
+_OURS = re.compile(
+    r"((model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|rank-\d+\.json|run\.json)(\.part)?"
+)
+_FORMAT = 1
+_HEAD = re.compile(rb'\{"checkpoint": (\d{1,9}), "sha256": "([0-9a-f]{64})", "run":')
+_TAIL = b"\n}\n"
 
 
 def _tagged(value: Any) -> Any:
@@ -62,16 +71,39 @@ Json = Annotated[
 
 @dataclass(frozen=True)
 class RunState(Value):
-    """What a run needs, beside its tensors, to go on as if nothing had happened."""
+    """What a run needs, beside its tensors, to go on as if nothing had happened; what was known of it; and
+    what its files are."""
 
-    step: int  # optimizer steps done: the number of the next batch
+    # optimizer steps done: the number of the next batch. Batches, random numbers and the learning rate of a
+    # built-in optimizer are functions of it and of `numerics`; a scheduler's state is in `optimizer`
+    step: Annotated[int, Field(ge=0)]
     numerics: Numerics
     graph: str  # hash of the model's graph
     optimizer: Json  # its kind and what it keeps beside tensors: `runtime.optimizer.described`
+    plan: Json = field(default_factory=dict)  # its hash, layout and prediction; a resume plans anew
+    config: Json = field(default_factory=dict)  # all keys, of a run that had one
     extra: Json = field(default_factory=dict)  # the caller's own, plain JSON
-    sizes: dict[str, int] = field(default_factory=dict)  # bytes of every other file; `save` fills it in
+    version: str = ""  # of the mpipipe that wrote it
+    files: dict[str, File] = field(default_factory=dict)  # all others of the folder; `save` fills it in
     weights_sha256: str = ""  # of parameters and buffers; `save` fills it in
-    sha256: dict[str, str] = field(default_factory=dict)  # of the tensors of each shard; `save` fills it in
+
+
+def to_text(state: RunState) -> str:
+    """The manifest: JSON, with the sha256 of all lines between the first and the last one."""
+    body = to_json(state)
+    sha256 = hashlib.sha256(body.encode()).hexdigest()
+    return f'{{"checkpoint": {_FORMAT}, "sha256": "{sha256}", "run":\n{body}\n}}\n'
+
+
+def _from_text(text: bytes) -> RunState:
+    """Raises ValueError."""
+    head, _, rest = text.partition(b"\n")
+    found = _HEAD.fullmatch(head)
+    if found is None or int(found[1]) != _FORMAT:
+        raise ValueError(f"it begins with {head[:40]!r}, not with a checkpoint of format {_FORMAT}")
+    if not rest.endswith(_TAIL) or hashlib.sha256(rest[: -len(_TAIL)]).hexdigest() != found[2].decode():
+        raise ValueError("its lines have another sha256 than the first one says")
+    return from_json(RunState, rest[: -len(_TAIL)])
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
@@ -83,7 +115,7 @@ def read_state(folder: str | Path) -> RunState:
     """Raises CheckpointError when the folder is no checkpoint, or one that was cut off."""
     path = Path(folder) / RUN
     try:
-        return from_json(RunState, path.read_bytes())
+        return _from_text(read_small(inside(path.parent, RUN)))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path}: not found; the folder is no checkpoint of a run, or one that was cut off"
@@ -97,17 +129,19 @@ def read_state(folder: str | Path) -> RunState:
 def damage(folder: str | Path) -> str:
     """What keeps a folder from being a whole checkpoint; empty when nothing does. Reads no tensor."""
     try:
-        sizes = read_state(folder).sizes
+        files = read_state(folder).files
     except CheckpointError as error:
         return str(error)
-    for file, nbytes in sizes.items():
-        path = Path(folder) / file
+    for name, facts in files.items():
+        path = Path(folder) / name
         try:
-            found = path.stat().st_size
+            found = inside(path.parent, name).stat().st_size
         except OSError as error:
             return f"{path}: cannot be read ({error.strerror})"
-        if found != nbytes:
-            return f"{path}: has {found} bytes, {RUN} says {nbytes}"
+        except ValueError as error:
+            return f"{folder}: {error}"
+        if found != facts.nbytes:
+            return f"{path}: has {found} bytes, {RUN} says {facts.nbytes}"
     return ""
 
 
@@ -117,9 +151,9 @@ def survey(run_dir: str | Path) -> list[tuple[Path, str]]:
     return [(path, damage(path)) for path in sorted(found, key=_step, reverse=True)]
 
 
-def unreadable(run_dir: str | Path) -> list[tuple[Path, str]]:
-    """The checkpoints that were whole once and are not now (invariant 3), newest first, each with why."""
-    return [(folder, wrong) for folder, wrong in survey(run_dir) if wrong and _written(folder)]
+def unreadable(found: Iterable[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    """Of checkpoints and what is wrong with each, those that were whole once (invariant 3)."""
+    return [(folder, wrong) for folder, wrong in found if wrong and _written(folder)]
 
 
 def _written(folder: Path) -> bool:
@@ -145,9 +179,10 @@ def newest(run_dir: str | Path, before: float = math.inf) -> Path | None:
     return next((folder for folder, wrong in survey(run_dir) if not wrong and _step(folder) < before), None)
 
 
-def prune(run_dir: str | Path, keep: int) -> list[Path]:
-    """Points `checkpoint` at the newest whole checkpoint, then removes all whole ones but the newest
-    `keep` (1 or more) and what saves that were cut off left behind. For one rank, after a save.
+def prune(run_dir: str | Path, keep: int, keep_every: int = 0) -> list[Path]:
+    """Points `checkpoint` at the newest whole checkpoint, then removes all whole ones but the newest `keep`
+    (1 or more) and those of every `keep_every`-th step (0: of none), and what saves that were cut off left
+    behind. For one rank, after a save.
 
     Gives the folders that could not be removed: the next call tries again. While no checkpoint is
     whole it changes nothing. Raises CheckpointError when the link cannot be made.
@@ -166,14 +201,15 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
             "move away what is there"
         ) from error
     cut_off = [folder for folder, wrong in all_of_it if wrong and not _written(folder)]
-    return [folder for folder in [*whole[keep:], *cut_off] if not _remove(folder)]
+    older = [folder for folder in whole[keep:] if not keep_every or _step(folder) % keep_every]
+    return [folder for folder in [*older, *cut_off] if not _remove(folder)]
 
 
-def set_aside(run_dir: str | Path) -> list[Path]:
-    """Renames the `unreadable` checkpoints to <name>.damaged, where they are in nobody's way; on one rank.
+def set_aside(found: Iterable[tuple[Path, str]]) -> list[Path]:
+    """Renames `unreadable` checkpoints to <name>.damaged, where they are in nobody's way; on one rank.
     Raises CheckpointError."""
     moved = []
-    for folder, _ in unreadable(run_dir):
+    for folder, _ in unreadable(found):
         for number in count():
             target = folder.with_name(f"{folder.name}.damaged{number or ''}")
             if not target.exists():

@@ -5,13 +5,13 @@ buffer   |-- wte.weight --|-- wte.weight/exp_avg --|...   bytes, in the order of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from mpipipe.graph.program import spec
+from mpipipe.state.shards import nbytes_of
 from mpipipe.values import TensorSpec
 
 _ALIGN_BYTES = 64
@@ -42,16 +42,15 @@ def views(buffer: Tensor, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
     """The tensors `specs` within `buffer` (1-D uint8, `needed_bytes` or more), wherever it was filled."""
     found, start = dict[str, Tensor](), 0
     for name, s in specs.items():
-        dtype = getattr(torch, s.dtype)
-        nbytes = math.prod(s.shape) * dtype.itemsize
-        found[name] = buffer[start : start + nbytes].view(dtype).view(s.shape)
+        nbytes = nbytes_of(s)
+        found[name] = buffer[start : start + nbytes].view(getattr(torch, s.dtype)).view(s.shape)
         start += _aligned(nbytes)
     return found
 
 
 def needed_bytes(specs: Mapping[str, TensorSpec]) -> int:
     """Of the buffer for these tensors."""
-    return sum(_aligned(math.prod(s.shape) * getattr(torch, s.dtype).itemsize) for s in specs.values())
+    return sum(_aligned(nbytes_of(s)) for s in specs.values())
 
 
 def _aligned(nbytes: int) -> int:

@@ -55,7 +55,7 @@ arm(Interpreter, "_step", "update", lambda self, i: self.job.step + 1, after=Tru
 arm(Mirrors, "take", "transfer", lambda self, step, *_: step, after=True)
 arm(Mirrors, "commit", "sent", lambda self: self._pending[1] if self._pending else 0)
 arm(Survival, "fetch", "recovery", lambda self, comm, found, *_: found.key.step)
-arm(Pipeline, "save", "save", lambda self, *_: self.steps_done)
+arm(Pipeline, "begin_save", "save", lambda self, *_: self.steps_done, after=True)
 sys.exit(train.main(sys.argv[2:]))
 """
 

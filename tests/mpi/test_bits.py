@@ -30,7 +30,8 @@ from mpipipe.cluster.local import run_local
 from mpipipe.cluster.mpi import MpiCommunicator, connect
 from mpipipe.config import Config, parse
 from mpipipe.runtime.setting import instruction_set
-from mpipipe.state.checkpoint import load, tensor_digest
+from mpipipe.state.checkpoint import load
+from mpipipe.state.digests import tensor_digest
 from mpipipe.state.files import write_text
 
 pytestmark = pytest.mark.mpi

@@ -22,7 +22,7 @@ from mpipipe.models import cross_entropy
 from mpipipe.runtime import blame
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.state.checkpoint import tensor_digest
+from mpipipe.state.digests import tensor_digest
 
 CASE = Case("mlp")
 CUTS = {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}  # the first layers of stages, by number of stages

@@ -16,7 +16,7 @@ from mpipipe.cluster.local import run_local
 from mpipipe.errors import PlanError
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.state.checkpoint import tensor_digest
+from mpipipe.state.digests import tensor_digest
 
 one_stage = cache(train_local)
 

@@ -26,7 +26,7 @@ from mpipipe.runtime.optimizer import FlatUpdater, OptimizerSettings, check_trai
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.weights import Flat, ParamGroup
-from mpipipe.state.checkpoint import tensor_digest
+from mpipipe.state.digests import tensor_digest
 from mpipipe.values import TensorSpec
 
 CASE = Case("gpt, untied, no dropout", batch=4, micro_batches=2)

@@ -15,7 +15,7 @@ from tiny import MODELS, Case, Result, Thrice, differences, tensors_after, train
 from torch import nn
 
 from mpipipe.models import cross_entropy
-from mpipipe.state.checkpoint import tensor_digest
+from mpipipe.state.digests import tensor_digest
 
 
 def plain_model(case: Case) -> nn.Module:

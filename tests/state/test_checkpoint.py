@@ -19,10 +19,9 @@ from mpipipe.state.checkpoint import (
     read_index,
     save_shard,
     shard_name,
-    tensor_digest,
-    weights_sha256,
     write_index,
 )
+from mpipipe.state.digests import tensor_digest, weights_sha256
 from mpipipe.state.shards import DTYPES, Shard
 from mpipipe.values import TensorSpec
 
@@ -41,7 +40,7 @@ def save(folder: Path, weights: dict[str, torch.Tensor], n_shards: int) -> None:
     weight_map: dict[str, str] = {}
     for shard in range(n_shards):
         part = {name: weights[name] for name in names[shard::n_shards]}
-        file = save_shard(folder, shard, n_shards, part)
+        file = save_shard(folder, shard, n_shards, part).file
         weight_map |= dict.fromkeys(part, file)
     write_index(folder, {name: weight_map[name] for name in names}, sum(t.nbytes for t in weights.values()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -17,14 +16,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from saved_run import (
+    NUMERICS,
+    ORDER,
+    digests,
+    facts,
+    read_all,
+    save,
+    save_step,
+    share,
+    tensors,
+)
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import CheckpointError, ConfigError
-from mpipipe.state import gather, resume
-from mpipipe.state.checkpoint import Kind, Reader, load, read_index, tensor_digest, weights_sha256
-from mpipipe.state.gather import save, together, verify
+from mpipipe.state import gather, parts, resume, saving
+from mpipipe.state.checkpoint import Kind, Reader, load, read_index
+from mpipipe.state.digests import tensor_digest, weights_sha256
+from mpipipe.state.gather import together
 from mpipipe.state.resume import (
     RunState,
     check_numerics,
@@ -37,66 +47,9 @@ from mpipipe.state.resume import (
     survey,
     unreadable,
 )
-from mpipipe.values import Numerics
+from mpipipe.state.verify import check_read
 
-NUMERICS = Numerics(
-    batch=8, micro_batch=2, micro_batches=4, blocks=1, threads=1, bits="torch", gemm="mkl", precision="fp32",
-    tied="per_use", op_table={}, torch="2.13.0", instruction_set="avx2", seed=0,
-)  # fmt: skip
-ORDER = ["wte.weight", "blocks.0.weight", "blocks.1.weight", "norm.mean"]
-HERE = (Path(__file__).parent, Path(__file__).parents[2])  # where a subprocess finds this file and mpipipe
-Named = dict[str, Tensor]
-
-
-def facts(step: int) -> RunState:
-    optimizer = {
-        "kind": "Own",
-        "numbers": {"a/step": step, "a/on": True, "a/scale": 1.0, "a/tiny": 0.1 + 0.2},
-    }
-    return RunState(
-        step,
-        NUMERICS,
-        "g",
-        optimizer,
-        extra={"note": [1, "a", None, {"best": [float("inf"), float("-inf")]}]},
-    )
-
-
-def tensors(step: int) -> tuple[Named, Named]:
-    """A model and its optimizer, other bits for each step."""
-    g = torch.Generator().manual_seed(step)
-    model = {name: torch.randn(4, 3, generator=g) for name in ORDER}
-    state = {f"{n}/{s}": torch.randn(4, 3, generator=g) for n in ORDER[:3] for s in ("exp_avg", "exp_avg_sq")}
-    return model, state | {f"{n}/step": torch.tensor(float(step)) for n in ORDER[:3]}
-
-
-def share(named: Named, comm: Communicator) -> Named:
-    """What one rank owns: every size-th parameter with its state; ranks beyond the fourth have nothing."""
-    return {n: t for n, t in named.items() if ORDER.index(n.partition("/")[0]) % comm.size == comm.rank}
-
-
-def save_step(run_dir: Path, step: int, ranks: int = 2) -> RunState:
-    def body(comm: Communicator) -> RunState:
-        model, optimizer = (share(t, comm) for t in tensors(step))
-        return save(comm, step_folder(run_dir, step), model, optimizer, ORDER, facts(step))
-
-    states = run_local(ranks, body)
-    assert all(state == states[0] for state in states)
-    return states[0]
-
-
-def read_all(folder: Path) -> tuple[Named, Named]:
-    found = []
-    for source in (Reader(folder, "model"), Reader(folder, "optimizer")):
-        named = {n: torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for n, s in source.specs.items()}
-        for name, out in named.items():
-            source.read(name, out)
-        found.append(named)
-    return found[0], found[1]
-
-
-def digests(*parts: Named) -> dict[str, str]:
-    return {name: tensor_digest(name, t) for part in parts for name, t in part.items()}
+HERE = (Path(__file__).parent, *Path(__file__).parents[1:3])  # where a subprocess finds this file and mpipipe
 
 
 # -- writing and reading ------------------------------------------------------------------------------
@@ -110,10 +63,10 @@ def test_what_some_ranks_save_any_number_reads(tmp_path: Path, ranks: int) -> No
     assert digests(*read_all(folder)) == digests(*tensors(100))
     assert digests(load(folder)) == digests(tensors(100)[0])
     assert read_state(folder) == state
-    assert replace(state, sizes={}, weights_sha256="", sha256={}) == facts(100)
+    assert replace(state, files={}, weights_sha256="") == facts(100)
     assert [type(n) for n in read_state(folder).optimizer["numbers"].values()] == [int, bool, float, float]
     sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != "run.json"}
-    assert state.sizes == sizes
+    assert {name: file.nbytes for name, file in state.files.items()} == sizes
     assert len(sizes) == min(ranks, 4) + min(ranks, 3) + 2  # norm.mean is a buffer: no optimizer state
     model = tensors(100)[0]
     assert state.weights_sha256 == weights_sha256([tensor_digest(n, model[n]) for n in ORDER])
@@ -196,7 +149,7 @@ def test_only_whole_checkpoints_count_and_the_others_are_explained(tmp_path: Pat
     assert f"{shard}: has 10 bytes, run.json says " in reasons["step-00000030"]
     assert "index.json: cannot be read (No such file" in reasons["step-00000020"]
     assert reasons["step-00000010"] == ""
-    (step_folder(tmp_path, 10) / "run.json").write_text('{"step": 10}')
+    (step_folder(tmp_path, 10) / "run.json").write_text('{\n "step": 10\n}')  # as it was once
     assert "another version" in damage(step_folder(tmp_path, 10))
     with pytest.raises(CheckpointError, match="another version"):
         read_state(step_folder(tmp_path, 10))
@@ -251,11 +204,13 @@ def test_only_leftovers_without_a_run_json_make_room(tmp_path: Path) -> None:
         assert f"{folder} was a whole checkpoint once and is in the way: move it away" in str(caught.value)
         assert prune(tmp_path, 1) == []
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert unreadable(tmp_path) == [(f, damage(f)) for f in (step_folder(tmp_path, s) for s in (30, 20))]
+    assert unreadable(survey(tmp_path)) == [
+        (f, damage(f)) for f in (step_folder(tmp_path, s) for s in (30, 20))
+    ]
     assert newest(tmp_path) == step_folder(tmp_path, 10)
 
     (step_folder(tmp_path, 20) / "run.json").unlink()  # what a kill leaves
-    assert [folder.name for folder, _ in unreadable(tmp_path)] == ["step-00000030"]
+    assert [folder.name for folder, _ in unreadable(survey(tmp_path))] == ["step-00000030"]
     save_step(tmp_path, 20)
     assert newest(tmp_path) == step_folder(tmp_path, 20)
 
@@ -265,8 +220,8 @@ def damaged(folder: Path) -> None:
 
 
 def of_another_version(folder: Path) -> None:
-    told = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(told | {"samples": 30}))
+    text = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(text.replace('{"checkpoint": 1,', '{"checkpoint": 2,'))
 
 
 def test_a_run_json_that_cannot_be_looked_at_counts_as_there(
@@ -288,7 +243,7 @@ def test_a_run_json_that_cannot_be_looked_at_counts_as_there(
         with pytest.raises(CheckpointError, match="is in the way"):
             resume.make_room(step_folder(tmp_path, 20))
         assert prune(tmp_path, 1) == []
-    assert [folder.name for folder, _ in unreadable(tmp_path)] == []
+    assert [folder.name for folder, _ in unreadable(survey(tmp_path))] == []
     assert newest(tmp_path) == step_folder(tmp_path, 20), "it is as it was"
 
 
@@ -397,7 +352,7 @@ def test_a_flipped_bit_is_found_by_the_ranks_that_read(tmp_path: Path, kind: Kin
             if i % 2 == comm.rank:
                 reader.read(name, torch.empty(s.shape, dtype=getattr(torch, s.dtype)))
         try:
-            verify(comm, reader, state.sha256)
+            check_read(comm, reader, state.files)
         except CheckpointError as error:
             return str(error)
         return ""
@@ -410,13 +365,11 @@ def test_a_flipped_bit_is_found_by_the_ranks_that_read(tmp_path: Path, kind: Kin
     assert damage(folder) == ""
     said = run_local(2, body)
     assert said[0] == said[1]
-    assert re.match(
-        rf"{path}: its tensors' sha256 is [0-9a-f]{{12}}, run.json says [0-9a-f]{{12}}; the", said[0]
-    )
+    assert re.match(rf"{path}: its sha256 is [0-9a-f]{{12}}, run.json says [0-9a-f]{{12}}; the", said[0])
     assert said[0].endswith(f"{older} is whole: remove {folder}, and --resume goes on from there")
 
 
-@pytest.mark.parametrize("what", ["write_index", "write_text", "make_room"])
+@pytest.mark.parametrize("what", ["write_index", "to_text", "make_room"])
 def test_what_fails_on_rank_0_alone_is_told_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -424,7 +377,7 @@ def test_what_fails_on_rank_0_alone_is_told_on_every_rank(
         raise OSError(28, "No space left on device")
 
     save_step(tmp_path, 1, 3)
-    monkeypatch.setattr(gather, what, fail)
+    monkeypatch.setattr(saving if what == "make_room" else parts, what, fail)
     said = errors_of(3, tmp_path, 2, None)
     monkeypatch.undo()
     assert len(set(said)) == 1
@@ -522,8 +475,8 @@ def test_what_cannot_be_read_is_set_aside_and_not_lost(tmp_path: Path) -> None:
     folder = step_folder(tmp_path, 2)
     for number in ("", "1"):
         (folder / "run.json").write_text("{}")
-        assert set_aside(tmp_path) == [folder.with_name(f"{folder.name}.damaged{number}")]
+        assert set_aside(survey(tmp_path)) == [folder.with_name(f"{folder.name}.damaged{number}")]
         assert newest(tmp_path) == step_folder(tmp_path, 1)
         save_step(tmp_path, 2, 1)  # nothing is in the way
     assert newest(tmp_path) == folder
-    assert set_aside(tmp_path) == []
+    assert set_aside(survey(tmp_path)) == []

@@ -122,11 +122,11 @@ def vocab_size(path: str | Path) -> int | None:
     return _vocab_size(_config(_library(), find(path)))
 
 
-def export(model: HfModel, folder: str | Path) -> None:
+def export(model: HfModel, folder: str | Path) -> list[str]:
     """Writes what belongs beside the weights, so that `from_pretrained(folder)` opens them: config.json,
-    generation_config.json, and the tokenizer's files where the model came with them. On one rank.
-    Raises CheckpointError."""
-    write_files(folder, model.texts, model.companions)
+    generation_config.json, and the tokenizer's files where the model came with them; gives their names. On
+    one rank. Raises CheckpointError."""
+    return write_files(folder, model.texts, model.companions)
 
 
 def _library() -> Any:

@@ -1,0 +1,176 @@
+"""A checkpoint, written by all ranks at once while they train on.
+
+    main thread      begin: names, a copy of what is held     poll, at each step: is everybody done?
+                       |                                        ^
+    writer thread      '-> shards of this rank -> rank-k.json --|     each file whole, or not at all
+    of rank 0                 the files of all ranks are seen -> indexes -> run.json -> older ones go
+
+Only the main thread talks to other ranks. What the writers have to say to that of rank 0 lies in the folder:
+so a checkpoint whose shards are all on disk becomes whole also while a long step is computed, or where a rank
+has failed meanwhile. No process is forked beside MPI, and no file is locked; a file system that shows new
+files late (NFS: up to a minute) delays the manifest, not the training.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from torch import Tensor
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.errors import CheckpointError
+from mpipipe.state.gather import in_words, raise_failures, together
+from mpipipe.state.parts import Beside, Held, Patience, Save, Shards
+from mpipipe.state.resume import RUN, RunState, discard, make_room
+from mpipipe.state.snapshot import Snapshot
+
+SETTLE_S = 30.0  # for a save that is under way when a rank fails
+_LOOK_S = 0.1  # between two looks whether everybody is done
+
+
+class Saver:
+    """The checkpoints of one run on one rank, one at a time. Collective, but for `settle`.
+
+    saved: the last one that became whole, the same on every rank; took_s: the longest save, until all ranks
+    knew that it was whole.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.saved: RunState | None = None
+        self.took_s = 0.0
+        self._snapshot = Snapshot()
+        self._writer: _Writer | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Memory for the copies, so that the first `begin` need not wait for it."""
+        self._snapshot = Snapshot(nbytes)
+
+    def save(
+        self, folder: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor],
+        order: Sequence[str], facts: RunState, beside: Beside = lambda folder: (),
+        then: Callable[[], object] = lambda: None, background: bool = False,
+    ) -> None:  # fmt: skip
+        """Writes a checkpoint: each rank a shard of what it holds, rank 0 the indexes and run.json, last.
+
+        model: parameters and buffers that this rank holds; optimizer: its state by "<parameter>/<state>",
+        scalars as 0-d tensors; order: all names of the model, canonical; facts: but for what the files are.
+        Of what several ranks hold the lowest one writes. beside, then: what a thread of rank 0 does before
+        run.json and after it. background: waits only for the save before and for a copy in memory.
+
+        Raises CheckpointError on every rank when one of them fails, with that rank and the reason; what was
+        written is removed again, and checkpoints in other folders are as they were.
+        """
+        self.finish()
+        held: Held = {"model": model, "optimizer": optimizer}
+        names = self.comm.allgather_object(({k: list(t) for k, t in held.items()}, uuid4().hex))
+        shards = {kind: Shards.of(kind, [by_kind[kind] for by_kind, _ in names]) for kind in held}
+        _check_names(list(shards["model"].file_of), order)
+        together(self.comm, str(folder), lambda: make_room(folder) if self.comm.rank == 0 else None)
+        job = Save(names[0][1], folder, order, shards, facts)
+        mine = job.mine(self.comm.rank, held)
+        if background:
+            self._snapshot.take({f"{k}/{name}": t for k, named in mine.items() for name, t in named.items()})
+            copies = self._snapshot.views
+            mine = {k: {name: copies[f"{k}/{name}"] for name in named} for k, named in mine.items()}
+        self._writer = _Writer(job, self.comm.rank, mine, beside, then)
+        self._writer.start()
+        if not background:
+            self.finish()
+
+    def poll(self, wait_s: float = 0.0) -> None:
+        """Between two steps: whether the save under way, if there is one, has become whole, or has failed.
+        Raises CheckpointError on every rank, as `save`."""
+        if (writer := self._writer) is None:
+            return
+        writer.join(wait_s)
+        by_rank = self.comm.allgather_object(writer.said())
+        if any(failure for _, failure in by_rank):
+            self._give_up(writer, [failure for _, failure in by_rank])
+        done = [done for done, _ in by_rank]
+        if all(done[1:]):
+            writer.patience.all_written.set()
+        if all(done):
+            self.saved, self._writer = self.comm.bcast_object(writer.whole), None
+            self.took_s = max(self.took_s, time.perf_counter() - writer.began)
+
+    def finish(self) -> None:
+        """Waits for the save under way. Raises CheckpointError on every rank, as `save`."""
+        while self._writer is not None:
+            self.poll(_LOOK_S)
+
+    def settle(self) -> None:
+        """On the way out of an error, when the others may be lost: gives the save under way a while to become
+        whole. Not collective, and raises nothing."""
+        if (writer := self._writer) is None:
+            return
+        ends = time.monotonic() + SETTLE_S
+        writer.patience.all_written.set()
+        writer.join(SETTLE_S)
+        while self.comm.rank != 0 and not writer.failure and time.monotonic() < ends:
+            if (writer.job.folder / RUN).exists():
+                return
+            time.sleep(_LOOK_S)
+
+    def abandon(self) -> None:
+        """Ends the save under way, whole or not, as a rank was lost. Not collective, and raises nothing."""
+        if (writer := self._writer) is not None:
+            writer.patience.in_vain.set()
+            writer.join()
+            self._writer = None
+
+    def _give_up(self, writer: _Writer, failures: Sequence[str]) -> None:
+        writer.patience.in_vain.set()
+        writer.join()
+        self._writer = None
+        self.comm.barrier()  # now nobody writes into the folder
+        if self.comm.rank == 0 and writer.whole is None:
+            discard(writer.job.folder)
+        try:
+            raise_failures(str(writer.job.folder), failures)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\n  earlier checkpoints are as they were: make room, then go on with --resume"
+            ) from error
+
+
+class _Writer(threading.Thread):
+    """One rank's part of one save.
+
+    whole: of rank 0, once it has committed.
+    """
+
+    def __init__(self, job: Save, rank: int, mine: Held, beside: Beside, then: Callable[[], object]) -> None:
+        super().__init__(name="mpipipe-checkpoint", daemon=True)
+        self.job, self.rank, self.mine, self.beside, self.then = job, rank, mine, beside, then
+        self.began = time.perf_counter()
+        self.patience = Patience(threading.Event(), threading.Event())
+        self.whole: RunState | None = None
+        self.failure = ""
+
+    def run(self) -> None:
+        try:
+            part = self.job.write(self.rank, self.mine)
+            if self.rank == 0:
+                self.whole = self.job.commit(part, self.patience, self.beside)
+                self.then()
+        except Exception as error:
+            self.failure = in_words(error)
+
+    def said(self) -> tuple[bool, str]:
+        """Whether it is done, and why it has failed."""
+        return not self.is_alive(), self.failure
+
+
+def _check_names(found: Sequence[str], order: Sequence[str]) -> None:
+    misfits = sorted(set(found) ^ set(order))
+    if misfits:
+        side = "held by no rank" if misfits[0] in order else "unknown to the model"
+        raise CheckpointError(
+            f"nothing saved: '{misfits[0]}' is {side} ({len(misfits)} such names); the ranks and the model "
+            "must name the same parameters and buffers"
+        )

@@ -1,0 +1,101 @@
+"""One safetensors file, written piece by piece and hashed on the way.
+
+The library's own writer makes a copy of all tensors first and holds Python's lock meanwhile. This one holds
+it between pieces only, so a thread writes while another one trains, and tensors may come from anywhere:
+memory, another file, a conversion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+
+from mpipipe.errors import CheckpointError
+from mpipipe.state.digests import pieces_digest, shard_sha256
+from mpipipe.state.files import free_bytes, write_whole
+from mpipipe.state.shards import DTYPES, nbytes_of
+from mpipipe.values import TensorSpec, Value
+
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class File(Value):
+    """Of a checkpoint, as its manifest has it."""
+
+    nbytes: int
+    sha256: str  # of a shard `shard_sha256`, else of its bytes
+
+
+@dataclass(frozen=True)
+class Written(Value):
+    """A shard that is on disk under its name."""
+
+    file: str
+    facts: File
+    tensor_bytes: int
+    digests: dict[str, str]  # of its tensors, as they lie in it
+
+
+def write_shard(
+    path: Path, specs: Mapping[str, TensorSpec], pieces: Callable[[str], Iterable[memoryview]]
+) -> Written:
+    """pieces: the bytes of a tensor, in order. Raises CheckpointError."""
+    if strange := [name for name, spec in specs.items() if spec.dtype not in _WORDS]:
+        raise CheckpointError(
+            f"{path}: '{strange[0]}' is {specs[strange[0]].dtype}, for which safetensors has no word; keep "
+            "it as another type"
+        )
+    order = sorted(specs, key=lambda name: -_itemsize(specs[name]))  # so that each is aligned
+    header = _header({name: specs[name] for name in order})
+    digests: dict[str, str] = {}
+
+    def write(partial: Path) -> None:
+        with partial.open("wb", buffering=0) as file:
+            _write(file, memoryview(len(header).to_bytes(8, "little") + header))
+            for name in order:
+                digests[name] = pieces_digest(name, specs[name], _written(file, pieces(name)))
+
+    tensor_bytes = sum(map(nbytes_of, specs.values()))
+    nbytes = 8 + len(header) + tensor_bytes
+    free = free_bytes(path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, write)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written ({error}); it needs {nbytes} bytes, {free} were free"
+        ) from error
+    facts = File(nbytes, shard_sha256(header, list(digests.values())))
+    return Written(path.name, facts, tensor_bytes, digests)
+
+
+def _header(specs: Mapping[str, TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, spec in specs.items():
+        end = start + nbytes_of(spec)
+        entries[name] = {
+            "dtype": _WORDS[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end],
+        }  # fmt: skip
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text.ljust(-(-len(text) // 8) * 8)
+
+
+def _written(file: RawIOBase, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    for piece in pieces:
+        _write(file, piece)
+        yield piece
+
+
+def _write(file: RawIOBase, piece: memoryview) -> None:
+    while piece:  # one write takes 2 GiB at most
+        piece = piece[file.write(piece) :]
+
+
+def _itemsize(spec: TensorSpec) -> int:
+    return nbytes_of(TensorSpec((1,), spec.dtype))

@@ -1,0 +1,176 @@
+"""Saves in the background: what is on disk is what was held when they began; failures reach all ranks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_run import ORDER, digests, facts, read_all, save_step, share, tensors
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.errors import CheckpointError
+from mpipipe.state import parts, saving
+from mpipipe.state.resume import newest, read_state, step_folder
+from mpipipe.state.saving import Saver
+
+
+def begin(saver: Saver, run_dir: Path, step: int, **how: Any) -> tuple[Any, Any]:
+    """What this rank holds, which may be changed from now on."""
+    model, optimizer = (share(t, saver.comm) for t in tensors(step))
+    saver.save(step_folder(run_dir, step), model, optimizer, ORDER, facts(step), background=True, **how)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, ranks: int) -> None:
+    def body(comm: Communicator) -> list[int]:
+        saver, whole = Saver(comm), []
+        for step in (1, 2, 3):
+            for part in begin(saver, tmp_path, step, then=lambda step=step: whole.append(step)):
+                for t in part.values():
+                    t.fill_(7.0)
+            saver.poll()
+        saver.finish()
+        assert saver.saved == read_state(step_folder(tmp_path, 3))
+        saver.finish()  # of nothing
+        saver.poll()
+        return whole
+
+    assert run_local(ranks, body) == [[1, 2, 3], *[[]] * (ranks - 1)], "each waits for the one before"
+    for step in (1, 2, 3):
+        assert digests(*read_all(step_folder(tmp_path, step))) == digests(*tensors(step))
+
+
+def test_a_checkpoint_is_not_there_before_all_ranks_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, real = threading.Event(), parts.Save.write
+
+    def late(self: parts.Save, rank: int, mine: parts.Held) -> parts.Part:
+        assert rank != 1 or may_write.wait(30)
+        return real(self, rank, mine)
+
+    monkeypatch.setattr(parts.Save, "write", late)
+
+    def body(comm: Communicator) -> None:
+        saver = Saver(comm)
+        begin(saver, tmp_path, 1)
+        for _ in range(5):
+            saver.poll()
+        comm.barrier()
+        assert newest(tmp_path) is None
+        comm.barrier()
+        may_write.set()
+        saver.finish()
+        assert newest(tmp_path) == step_folder(tmp_path, 1)
+
+    run_local(2, body)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_what_fails_in_the_background_ends_all_ranks_at_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    save_step(tmp_path, 1, 3)
+    real = parts.Save.write
+
+    def fails(self: parts.Save, rank: int, mine: parts.Held) -> parts.Part:
+        if rank == failing:
+            raise OSError(28, "No space left on device")
+        return real(self, rank, mine)
+
+    monkeypatch.setattr(parts.Save, "write", fails)
+
+    def body(comm: Communicator) -> tuple[int, str]:
+        saver = Saver(comm)
+        begin(saver, tmp_path, 2)
+        for step in range(3, 10_000):
+            try:
+                saver.poll(0.001)
+            except CheckpointError as error:
+                saver.poll()
+                return step, str(error)
+        raise AssertionError("nothing was said")
+
+    said = run_local(3, body)
+    assert len(set(said)) == 1
+    text = said[0][1]
+    assert f"step-00000002: failed on 1 of 3 ranks\n  rank {failing}: OSError(28, " in text
+    assert text.endswith("earlier checkpoints are as they were: make room, then go on with --resume")
+    assert newest(tmp_path) == step_folder(tmp_path, 1)
+    assert not step_folder(tmp_path, 2).exists()
+
+
+def test_what_an_earlier_save_has_left_is_not_taken_for_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a file system shows late that it was removed: the record of rank 1 is that of another save."""
+    save_step(tmp_path, 1, 2)
+    records = []
+    real = parts.Save.write
+
+    def keeps(self: parts.Save, rank: int, mine: parts.Held) -> parts.Part:
+        part = real(self, rank, mine)
+        if rank == 1 and not records:
+            records.append((self.folder / "rank-1.json").read_bytes())
+        elif rank == 1:
+            (self.folder / "rank-1.json").write_bytes(records[0])
+        return part
+
+    monkeypatch.setattr(parts.Save, "write", keeps)
+    monkeypatch.setattr(parts, "PATIENCE_S", 0.05)
+    save_step(tmp_path, 2, 2)
+    with pytest.raises(CheckpointError, match=r"rank-1.json: written by rank 1, and not seen .* every node"):
+        save_step(tmp_path, 3, 2)
+    assert newest(tmp_path) == step_folder(tmp_path, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_elsewhere_waits_for_what_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    def body(comm: Communicator) -> None:
+        saver = Saver(comm)
+        saver.settle()
+        begin(saver, tmp_path, 1)
+        saver.settle()
+        assert newest(tmp_path) == step_folder(tmp_path, 1)
+
+    run_local(ranks, body)
+    monkeypatch.setattr(saving, "SETTLE_S", 0.05)
+    monkeypatch.setattr(parts.Save, "write", lambda *_: threading.Event().wait(1))
+
+    def stuck(comm: Communicator) -> None:
+        saver = Saver(comm)
+        begin(saver, tmp_path, 2)
+        saver.settle()
+
+    run_local(ranks, stuck)
+    assert newest(tmp_path) == step_folder(tmp_path, 1)
+
+
+def test_files_beside_the_tensors_are_in_the_manifest(tmp_path: Path) -> None:
+    def beside(folder: Path) -> list[str]:
+        (folder / "config.json").write_text("{}")
+        return ["config.json"]
+
+    def body(comm: Communicator) -> None:
+        saver = Saver(comm)
+        begin(saver, tmp_path, 1, beside=beside)
+        saver.finish()
+
+    run_local(2, body)
+    assert read_state(step_folder(tmp_path, 1)).files["config.json"].nbytes == 2
+
+
+def test_a_dtype_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        model = {"a": torch.zeros(2, dtype=torch.complex128)}
+        Saver(comm).save(tmp_path / "x", model, {}, ["a"], facts(1))
+
+    with pytest.raises(CheckpointError, match="'a' is complex128, for which safetensors has no word"):
+        run_local(1, body)
