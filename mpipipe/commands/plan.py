@@ -36,8 +36,9 @@ from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import build
 from mpipipe.planner.alternatives import alternatives
+from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import noise
-from mpipipe.planner.search import predict
+from mpipipe.planner.search import cut_indices, predict
 from mpipipe.planner.whole import any_order
 from mpipipe.report.plan import against, beside_any_order, chosen, outlook, stage_rows, steadiness
 from mpipipe.report.plan_file import plan_text
@@ -110,6 +111,11 @@ def _plan(a: argparse.Namespace) -> None:
     graph, cluster = variants.graph, costs.cluster
     said = _source(found, machine, costing.seconds)
 
+    mirrors = []
+    if config.run.recover == "mpi":
+        cuts = cut_indices(plan.layout, graph.groups)
+        plan, said_of_them = with_mirrors(plan, costs, cuts, config.run.mirror_every)
+        mirrors = [said_of_them]
     timeline = predict(costs, plan.layout, joint.program, graph.groups, plan.prediction.lower_bound_s)[1]
     rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
     tried = joint.tried if len(costing.counts) > 1 else ()
@@ -124,7 +130,7 @@ def _plan(a: argparse.Namespace) -> None:
     if len(joint.tried) > 1:
         print(chosen(joint, sorted(costing.at) if tried else (), costing.seconds))
     order = beside_any_order(any_order(graph, plan, costs))
-    print(*order, *steadiness(noise(plan, costs)), "", against(others), sep="\n")
+    print(*order, *mirrors, *steadiness(noise(plan, costs)), "", against(others), sep="\n")
     if a.output:
         with writing(a.output):
             write_output(Path(a.output), plan_text(plan))
