@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from mpipipe.cluster.agree import agree, surroundings
@@ -18,6 +19,7 @@ from mpipipe.cluster.ending import end
 from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
+from mpipipe.cluster.watchdog import Watchdog, clear
 from mpipipe.config import Config, load
 from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset, prepare
@@ -101,11 +103,15 @@ def train(
     run_dir, checkpoint, said, resumed, new_data = place
     if not resumed or new_data:  # else the corpus is there, and must stay as it was
         prepare(config, run_dir, comm.rank == 0)
+    if comm.rank == 0:
+        clear(run_dir)
     comm.barrier()
     opened = open_dataset(config, run_dir)
     data, val = opened if isinstance(opened, tuple) else (opened, None)
     built = build(config, data)
-    with room_in(run_dir), _progress(comm, config, run_dir) as log:
+    watchdog = Watchdog(comm.rank, comm.size, run_dir, config.run.watchdog)
+    with room_in(run_dir), _progress(comm, config, run_dir) as log, closing(watchdog):
+        watchdog.start()
         for line in said:
             log.say(line)
         c, t, p = config, config.train, config.pipeline
@@ -130,7 +136,7 @@ def train(
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         if comm.rank == 0:
             make_latest(config, run_dir)
-        return Run(config, pipe, built, run_dir, log).all()
+        return Run(config, pipe, built, run_dir, log, watchdog).all()
 
 
 def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], bool, bool]:
