@@ -77,9 +77,9 @@ class Run:
         if pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
         with stop_signals(pipe.rank == 0) as asked:  # to the very end: a late signal must not kill the save
-            with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
-                with self.watchdog.during("the training loop", counts=True):
-                    last = self.loop(metrics, asked)
+            training = self.watchdog.during("the training loop", counts=True)
+            with training, self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
+                last = self.loop(metrics, asked)
             with self.watchdog.during("the end of the run"):
                 return self.end(last, asked)
 

@@ -1,4 +1,4 @@
-"""A thread beside each rank's main thread: a run that stands still is explained and ended, never left hanging.
+"""A thread beside each rank's main thread: a run that stands still is explained and ended, never left so.
 
     flight/rank-N.alive    written every few seconds; each rank reads that of the next rank
     flight/rank-N.stack    stacks by a thread in C, where the interpreter's lock was held for too long
@@ -36,6 +36,7 @@ AUTO_S, AUTO_STEPS = 60.0, 10.0  # the limit is the larger one: seconds, and pre
 OTHER_S = 600.0  # at least, outside of steps: planning, checkpoints and drawings count no instructions
 PERIOD_S = 2.0
 GATHER_S = 5.0  # for the records of the others
+_RECORDS = "records of all ranks: "
 _CARRIERS = ("mpipipe/cluster/mpi.py", "mpipipe/cluster/local.py")
 
 
@@ -209,12 +210,13 @@ class Watchdog:
             with suppress(OSError, ValueError):
                 signs[rank] = from_json(Sign, self._file("alive", rank).read_bytes())
         lines = diagnose(records, signs, start, rest_s)
+        records_of = f"{_RECORDS}{self.folder}; the run ends with exit code {STOOD_STILL}"
+        lines = [f"mpipipe: watchdog: {why} (run.watchdog)", *lines, records_of]
         for rank in signs:
             with suppress(OSError):
                 if stack := self._file("stack", rank).read_text(errors="replace"):
                     lines += [f"rank {rank} holds the interpreter's lock:", *stack.splitlines()]
-        text = "\n  ".join([f"mpipipe: watchdog: {why} (run.watchdog)", *lines])
-        text += f"\n  records of all ranks: {self.folder}; the run ends with exit code {STOOD_STILL}\n"
+        text = "\n  ".join(lines) + "\n"
         sys.stderr.write(text)
         sys.stderr.flush()
         (self.folder / DIAGNOSIS).write_text(text)
@@ -253,6 +255,15 @@ def clear(run_dir: Path) -> None:
             shutil.rmtree(before, ignore_errors=True)
             folder.rename(before)
         shutil.rmtree(folder)
+
+
+def explained(run_dir: Path) -> str:
+    """The rank that all waited for when the run stood still; empty where it did not."""
+    try:
+        text = (run_dir / FOLDER / DIAGNOSIS).read_text()
+    except OSError:
+        return ""
+    return text.partition(f"\n  {_RECORDS}")[0].rpartition("\n  ")[2]
 
 
 # -- stacks --------------------------------------------------------------------------------------
