@@ -83,9 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mpipipe run",
         usage="%(prog)s config.yaml [key=value ...] [options] [-- LAUNCHER ...]",
-        description="Trains as mpipipe.train does, and after a failure goes on from the newest checkpoint, on the "
-        "hosts that answer. Start it without mpirun. LAUNCHER: mpirun or srun with options of yours; else the "
-        "mpirun that belongs to this Python.",
+        description="Trains as mpipipe.train does, and goes on from the newest checkpoint after a failure, "
+        "on the hosts that answer. Start it without mpirun. LAUNCHER: mpirun or srun with options of yours; "
+        "else the mpirun that belongs to this Python.",
         allow_abbrev=False,
     )
     add = parser.add_argument
