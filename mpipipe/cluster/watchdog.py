@@ -83,7 +83,7 @@ class Watchdog:
     ) -> None:  # fmt: skip
         """limit: seconds. thread: the one that is watched; None = the main thread."""
         self.rank, self.size, self.folder = rank, size, run_dir / FOLDER
-        self.given, self.limit_s = limit, AUTO_S if limit == "auto" else limit
+        self.given, self.limit_s = limit, limit if isinstance(limit, float | int) else AUTO_S
         self.phase, self._counts = "the start", False
         self.view: View = Outside(rank, size)
         self._watched = thread or threading.main_thread().ident
@@ -99,7 +99,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        if self.given == "off" or self._ended.is_set():
+        if self._thread.ident is None or self._ended.is_set():  # not started, or closed
             return
         self._ended.set()
         self._thread.join()
@@ -128,7 +128,6 @@ class Watchdog:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        assert not isinstance(self.limit_s, str)
         period_s, beat, last = min(PERIOD_S, self.limit_s / 6), 0, time.monotonic()
         self._seen: Hashable = None
         self._since = self._neighbour_since = last
@@ -148,7 +147,6 @@ class Watchdog:
                 continue  # of the file system, which may be back next time
 
     def _beat(self, beat: int) -> None:
-        assert not isinstance(self.limit_s, str)
         sign = Sign(beat, self._host, os.getpid(), self._doing())
         self._file("alive").write_text(to_json(sign, None))
         self._stack.seek(0)
@@ -156,7 +154,6 @@ class Watchdog:
 
     def _standstill(self, now: float) -> tuple[int, str, float] | None:
         """(the rank where the explanation begins, why, for how many seconds)."""
-        assert not isinstance(self.limit_s, str)
         seen = self.phase, self.view.progress()
         if seen != self._seen:
             self._seen, self._since = seen, now
