@@ -94,6 +94,8 @@ def end_all(pids: Sequence[int], reap: object = None) -> None:
 def remains(mark: str, session: int | None = None, proc: Path = Path("/proc")) -> list[int]:
     """Processes of this user on this machine that run ranks with the argument `mark`, or belong to a session;
     not this one."""
+    if not mark.startswith("run.dir=/"):
+        raise ValueError(f"{mark!r} is no mark of one run: run.dir= and an absolute path")
     found = []
     for entry in proc.iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -102,7 +104,7 @@ def remains(mark: str, session: int | None = None, proc: Path = Path("/proc")) -
             if entry.stat().st_uid != os.getuid():
                 continue
             of_session = session is not None and _stat(entry)[3] == str(session)
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
             if of_session or (mark in words and PROGRAM in words):
                 found.append(int(entry.name))
     return [pid for pid in found if _lives(pid, proc)]

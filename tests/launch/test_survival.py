@@ -74,7 +74,7 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         try:
             out, err = process.communicate(timeout=300)
         finally:
-            end_all(remains("", process.pid))
+            end_all(remains(f"run.dir={folder}", process.pid))
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
