@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import ROOT, environment, machine
-from mpipipe.cluster.job import end_all, remains
+from mpipipe.cluster.job import kill_all, remains
 from mpipipe.report.metrics import last_step
 
 STEPS, SAVE_EVERY, PER_JOB = 60, 5, 4
@@ -129,8 +129,9 @@ class SurvivingJob:
             )  # fmt: skip
 
     def close(self) -> None:
-        end_all([self.process.pid], self.process.poll)
-        end_all(remains(f"run.dir={self.run_dir}"))
+        self.process.kill()
+        self.process.wait()
+        kill_all(remains(f"run.dir={self.run_dir}"))
 
     def kill(self, at_step: int, where: str, number: signal.Signals, chance: random.Random) -> float:
         """Once `at_step` steps are done; the time of the kill. Raises TimeoutError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import time
 from collections import deque
@@ -36,6 +37,7 @@ from mpipipe.report.truth import largest_miss, truths
 from mpipipe.runtime.flight import InterpreterView
 from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
+from mpipipe.runtime.slowness import Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.resume import prune, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS
@@ -56,6 +58,7 @@ class Run:
         self.data, self.comm, self.watchdog = pipe.data, pipe.comm, watchdog
         watchdog.watch(InterpreterView(pipe.trainer.interpreter), pipe.plan.prediction.step_s)
         self.recorder = Recorder(pipe.comm, pipe.program)
+        self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
         self.saved, self.sha = -1, ""
@@ -122,6 +125,8 @@ class Run:
                 return replace(last, stop=True)
             last = step
             self.recorder.add(outcome)
+            if slow := self.slowness.add(outcome):
+                self.log.say(f"note: {slow}")
             self.step_s.append(step.seconds)
             self.all_steps_s += step.seconds
             values, done = self._values(step), step.step >= t.steps

@@ -116,7 +116,7 @@ def train(
             log.say(line)
         c, t, p = config, config.train, config.pipeline
         threads = threads_of(comm, p.threads, None if checkpoint is None else read_state(checkpoint))
-        for line in _beginning(comm, c.model.name, threads, run_dir):
+        for line in _beginning(comm, config, threads, run_dir):
             log.say(line)
         pipe = Pipeline(
             built.model, built.loss, built.data, optimizer_settings(config), batch=t.batch, val=val,
@@ -169,13 +169,16 @@ def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], 
     return run_dir, checkpoint, said, True, new_data
 
 
-def _beginning(comm: Communicator, model: str, threads: int, run_dir: Path) -> list[str]:
+def _beginning(comm: Communicator, config: Config, threads: int, run_dir: Path) -> list[str]:
     """What is said before the first thing that takes long."""
-    advice = busy_advice(comm, load_average())
+    advice, every = busy_advice(comm, load_average()), config.train.save_every
+    lost = f"at most {counted(every, 'step')} back" if every else "the beginning, as train.save_every=0"
+    recovery = f"recovery: by restart from the newest checkpoint, {lost}; `python -m mpipipe run` restarts"
     return [
         f"mpipipe: {counted(comm.size, 'rank')} x {counted(threads, 'thread')}, run folder {run_dir}",
         *([f"note: {advice}"] if advice else []),
-        f"{model}: it is captured, then what its parts cost here is measured ...",
+        *([recovery] if comm.size > 1 else []),
+        f"{config.model.name}: it is captured, then what its parts cost here is measured ...",
     ]
 
 

@@ -51,6 +51,7 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     )
     run.pipe, run.data = Ends(), SimpleNamespace(val_samples=8, tokens_per_sample=1)
     run.recorder, run.step_s, run.values, run.unit = SimpleNamespace(add=lambda _: None), [], {}, "samples"
+    run.slowness = SimpleNamespace(add=lambda _: None)
     run.watchdog = Watchdog(0, 1, Path(), "off")
     run.turn_s, run.save_s, run.all_steps_s, run.save = 0.0, 0.0, 0.0, lambda: None
     run.log = SimpleNamespace(step=lambda step, values: shown.append((step, "val_loss" in values)))

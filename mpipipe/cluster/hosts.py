@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from mpipipe.cluster.job import end_all
 from mpipipe.cluster.starter import Host, Starter
 from mpipipe.errors import LaunchError
 
@@ -61,7 +60,9 @@ def answering(
         with suppress(subprocess.TimeoutExpired):
             if process.wait(max(0.0, end - time.monotonic())) == 0:
                 found.append(host)
-        end_all([process.pid] if process.poll() is None else [], process.poll)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
     return found
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PROGRAM = "mpipipe.train"
-GRACE_S = 5.0  # between TERM and KILL
+GRACE_S = 5.0  # between TERM and KILL, and for the system to end what was killed
 TAIL = 60  # lines of stderr that are remembered
 
 
@@ -61,34 +61,25 @@ class Job:
         """To the launcher alone, which hands it on, or ends its ranks."""
         self._process.send_signal(number)
 
-    def end(self) -> list[int]:
-        """Ends what is left of it on this machine: TERM, and KILL after a while. The processes that needed
-        it; the launcher itself goes first, which may end ranks on other machines."""
-        self._end([self._process.pid] if self._process.poll() is None else [])
-        left = remains(self.mark, self._process.pid)
-        self._end(left)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_S)
+    def end(self) -> None:
+        """Ends what is left of it on this machine. The launcher goes first, by TERM, and KILL after a while:
+        it may end ranks on other machines. Ranks would take a TERM for a wish to stop, with a checkpoint."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.wait(0.0) is None:
+                self.signal(number)
+                self.wait(GRACE_S)
+        kill_all(remains(self.mark, self._process.pid))
         self._reader.join(1.0)  # what still holds the pipe is nobody's of ours
-        return left
-
-    def _end(self, pids: Sequence[int]) -> None:
-        end_all(pids, self._process.poll)
 
 
-def end_all(pids: Sequence[int], reap: object = None) -> None:
-    """TERM, and KILL for those that are there a while later. reap: called to take note of own children."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in pids:
-            with suppress(OSError):
-                os.kill(pid, number)
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline:
-            if callable(reap):
-                reap()
-            if not any(map(_lives, pids)):
-                return
-            time.sleep(0.05)
+def kill_all(pids: Sequence[int], limit_s: float = GRACE_S) -> None:
+    """KILL; waits until they are gone, or as good as gone."""
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + limit_s
+    while any(map(_lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def remains(mark: str, session: int | None = None, proc: Path = Path("/proc")) -> list[int]:
@@ -125,7 +116,7 @@ def _lives(pid: int, proc: Path = Path("/proc")) -> bool:
 def main(argv: Sequence[str]) -> int:
     """`python -m mpipipe.cluster.job MARK`: ends what is left of a job on this machine, which thereby has
     answered. The supervisor starts it on each host."""
-    end_all(remains(argv[0]))
+    kill_all(remains(argv[0]))
     return 0
 
 

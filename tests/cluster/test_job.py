@@ -10,16 +10,17 @@ import sys
 
 import pytest
 
-from mpipipe.cluster import death, job
+from mpipipe.cluster import death
 from mpipipe.cluster.death import cause
-from mpipipe.cluster.job import PROGRAM, Job, end_all, remains
+from mpipipe.cluster.job import PROGRAM, Job, kill_all, remains
 from mpipipe.cluster.starter import Host, Starter
 
-SLEEPS = "import sys, time; print('there', flush=True); time.sleep(60)"
+SLEEPS = "import time; print(flush=True); time.sleep(60)"
 
 
 def test_what_is_left_is_found_by_its_session_and_by_its_argument() -> None:
-    marks = [PROGRAM, "run.dir=/none/such"], [PROGRAM, "run.dir=/another"], ["run.dir=/none/such"]
+    ours_words, others_words = [PROGRAM, "run.dir=/none/such"], [PROGRAM, "run.dir=/another"]
+    marks = ours_words, others_words, ours_words[1:]
     started = [
         subprocess.Popen(
             [sys.executable, "-c", SLEEPS, *words], stdout=subprocess.PIPE, start_new_session=True
@@ -33,14 +34,9 @@ def test_what_is_left_is_found_by_its_session_and_by_its_argument() -> None:
         ours, another, no_rank = (process.pid for process in started)
         assert remains("run.dir=/none/such") == [ours]
         assert sorted(remains("run.dir=/another", no_rank)) == sorted([another, no_rank])
-        os.kill(ours, signal.SIGSTOP)  # which TERM does not reach
-        before = job.GRACE_S
-        job.GRACE_S = 0.3
-        try:
-            end_all([ours, another], lambda: [process.poll() for process in started])
-        finally:
-            job.GRACE_S = before
-        assert [process.poll() for process in started] == [-signal.SIGKILL, -signal.SIGTERM, None]
+        os.kill(ours, signal.SIGSTOP)
+        kill_all([ours, another])
+        assert [process.poll() for process in started] == [-signal.SIGKILL, -signal.SIGKILL, None]
     finally:
         for process in started:
             process.kill()
@@ -48,7 +44,7 @@ def test_what_is_left_is_found_by_its_session_and_by_its_argument() -> None:
 
 
 def test_a_launcher_that_ends_leaves_nothing_behind(capfd) -> None:
-    script = f"exec 3>&1; {sys.executable} -c 'import time; time.sleep(60)' & echo its last words >&2; sleep 0.5; exit 3"
+    script = "sleep 60 & echo its last words >&2; sleep 0.5; exit 3"
     launched = Job(["sh", "-c", script], os.environ, "run.dir=/none/such")
     assert launched.wait(0.0) is None
     assert launched.wait(20.0) == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpipipe.cluster.job import end_all, remains
+from mpipipe.cluster.job import kill_all, remains
 
 pytestmark = pytest.mark.jobs
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         try:
             out, err = process.communicate(timeout=300)
         finally:
-            end_all(remains(f"run.dir={folder}", process.pid))
+            kill_all(remains(f"run.dir={folder}", process.pid))
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
