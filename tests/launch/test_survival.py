@@ -15,7 +15,7 @@ from mpipipe.cluster.job import kill_all, remains
 pytestmark = pytest.mark.jobs
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY, FAILS_AT = 9, 3, 7  # `FAILS_AT`: the step, counted from 0, whose data meet the fault
-LIMIT_S = 3  # of the watchdog
+LIMIT_S = 5  # of the watchdog
 
 CONFIG = f"""\
 model: {{name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}}

@@ -27,7 +27,7 @@ from mpipipe.cluster.death import cause, signal_name
 from mpipipe.cluster.job import GRACE_S, PROGRAM, Job
 from mpipipe.cluster.starter import Host, Starter, starter, surroundings_for
 from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained
-from mpipipe.commands import run as run_command
+from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
 from mpipipe.config import load
 from mpipipe.planner.sizes import counted
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         nonlocal code
         code = Supervisor(options, starter(launcher, os.environ), os.environ).run()
 
-    return run_command(supervise) or code
+    return run(supervise) or code
 
 
 def _parser() -> argparse.ArgumentParser:
