@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.ending import TimeLimit, stop_signals
 from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
+from mpipipe.cluster.watchdog import Watchdog
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
 from mpipipe.models import Built
@@ -35,8 +37,10 @@ from mpipipe.report.scalars import FOLDER, Scalars
 from mpipipe.report.summary import summary
 from mpipipe.report.trace import TRACE, Trace, thin, write_trace
 from mpipipe.report.truth import largest_miss, truths
+from mpipipe.runtime.flight import InterpreterView
 from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
+from mpipipe.runtime.slowness import Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.resume import damage, newest, prune, read_state, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS
@@ -50,18 +54,18 @@ class Run:
     """The steps of one run on one rank, and its end."""
 
     def __init__(
-        self, config: Config, pipe: Pipeline, built: Built, run_dir: Path, log: Progress | Silent
-    ) -> None:
+        self, config: Config, pipe: Pipeline, built: Built, run_dir: Path, log: Progress | Silent,
+        watchdog: Watchdog,
+    ) -> None:  # fmt: skip
         self.config, self.pipe, self.built, self.run_dir, self.log = config, pipe, built, run_dir, log
-        self.data = pipe.data
+        self.data, self.watchdog = pipe.data, watchdog
         self.lost: list[int] = []  # ranks, by their first numbers
         self.replayed = 0  # steps done again
-        self.recorder = Recorder(pipe.comm, pipe.program)
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
         self.saved, self.sha = -1, ""
         self.turn_s = self.save_s = 0.0  # the longest so far
-        self._make_room()
+        self._begin()
         self.values: dict[str, float] = {}  # of the last evaluation
         self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
 
@@ -81,9 +85,11 @@ class Run:
                 try:
                     if lost:
                         self.recover()
-                    with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
+                    training = self.watchdog.during("the training loop", counts=True)
+                    with training, self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
                         last = self.loop(metrics, asked)
-                    return self.end(last, asked)
+                    with self.watchdog.during("the end of the run"):
+                        return self.end(last, asked)
                 except Exception as error:
                     if not (pipe.recovers and isinstance(error, RankLost)):
                         pipe.saver.settle()
@@ -103,12 +109,15 @@ class Run:
     def recover(self) -> None:
         """Goes on without the ranks that were lost; what rank 0 does falls to the first that is left."""
         pipe, steps = self.pipe, self.config.train.steps
+        self.watchdog.close()
         found = pipe.recover(lambda: newest(self.run_dir, before=steps))
         self.lost += found.lost
         self.replayed += found.replayed
-        self.saved, self.recorder = -1, Recorder(pipe.comm, pipe.program)
+        self.watchdog = Watchdog(pipe.rank, pipe.size, self.run_dir, self.config.run.watchdog)
+        self.watchdog.start()
+        self.saved = -1
         self.step_s.clear()
-        self._make_room()
+        self._begin()
         if pipe.rank != 0:
             return
         if isinstance(self.log, Silent):
@@ -129,6 +138,14 @@ class Run:
                 recovery_s=found.seconds,
             )
 
+    def _begin(self) -> None:
+        """With the ranks that there are now. Collective."""
+        pipe = self.pipe
+        self.recorder = Recorder(pipe.comm, pipe.program)
+        self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
+        self.watchdog.watch(InterpreterView(pipe.trainer.interpreter), pipe.plan.prediction.step_s)
+        self._make_room()
+
     def _make_room(self) -> None:
         """For the copies that are written while training goes on. Collective."""
         pipe = self.pipe
@@ -138,6 +155,9 @@ class Run:
         self.copied_bytes, self.in_the_way = self._copies(held)
         if self.copied_bytes:
             pipe.saver.reserve(self.copied_bytes[pipe.rank])
+
+    def close(self) -> None:
+        self.watchdog.close()
 
     def _missing(self) -> str | None:
         """What was asked for and cannot be computed."""
@@ -173,10 +193,13 @@ class Run:
                         if metrics is not None:
                             metrics.write(step=last.step, **self.values)
                         self.log.step(last.step, self.values)
-                self.save(background=False)
+                with self.watchdog.during("a checkpoint"):
+                    self.save(background=False)
                 return replace(last, stop=True)
             last = step
             self.recorder.add(outcome)
+            if slow := self.slowness.add(outcome):
+                self.log.say(f"note: {slow}")
             self.step_s.append(step.seconds)
             self.all_steps_s += step.seconds
             values, done = self._values(step), step.step >= t.steps
@@ -189,7 +212,8 @@ class Run:
             self.turn_s = max(self.turn_s, time.perf_counter() - start)
             self.pipe.saver.poll()
             if done or step.stop or self._due(t.save_every, step.step):
-                self.save(background=not (done or step.stop))
+                with self.watchdog.during("a checkpoint"):
+                    self.save(background=not (done or step.stop))
             if done or step.stop:
                 return step
 
