@@ -1,13 +1,14 @@
 """Kills of real ranks, again and again: does the run go on, and end with the bits that it should?
 
     make bench-survive ARGS="--kills 200"          python -m benchmarks.survive [--kills 20] [--ranks 3]
+                                                   python -m benchmarks.survive --recover mpi [--ranks 5]
 
 Jobs of a tiny GPT on the ranks of a real mpirun. Several times per job a random rank gets SIGKILL or SIGSTOP:
-at a random instant, from outside; or inside STEP or a save, where the rank sends it to itself, as these last
-too short to be aimed at. `WAYS` has the ways in which a run can survive.
+at a random instant, from outside; or inside STEP, a save or a mirror, where the rank sends it to itself, as
+these last too short to be aimed at. `WAYS` has the ways in which a run can survive.
 
 The last line is JSON: kills, mpi_kills (of ranks of a real mpirun), recoveries, hangs, replayed_steps_max, k
-(no more steps may be replayed: `save_every`), same_bits, recovery_s_median (from the kill to the next
+(no more steps may be replayed: `save_every`, or `mirror_every`), same_bits, recovery_s_median (from the kill to the next
 completed step; also of SIGSTOP alone, which the watchdog has to notice first), where the kills met the run.
 """
 
@@ -34,7 +35,7 @@ from benchmarks.common import ROOT, environment, machine
 from mpipipe.cluster.job import kill_all, remains
 from mpipipe.report.metrics import last_step
 
-STEPS, SAVE_EVERY, PER_JOB = 60, 5, 4
+STEPS, SAVE_EVERY, MIRROR_EVERY, PER_JOB = 60, 5, 4, 4
 WATCHDOG_S = 8
 HANG_S = 300.0  # without an end, or without a step after a kill
 WHERE = ("anywhere", "anywhere", "STEP", "save")
@@ -54,6 +55,7 @@ import json, os, pathlib
 import torch
 from mpipipe import running
 from mpipipe.runtime.interpreter import Interpreter
+from mpipipe.state.mirrors import Mirrors
 
 def obey(where):
     order = pathlib.Path("{ORDER}")
@@ -66,8 +68,8 @@ def obey(where):
         os.kill(os.getpid(), number)
 
 def before(function, where):
-    def both(self, *rest):
-        result = function(self, *rest)
+    def both(self, *rest, **how):
+        result = function(self, *rest, **how)
         obey(where)
         return result
     return both
@@ -75,11 +77,13 @@ def before(function, where):
 Interpreter._step = before(Interpreter._step, "STEP")  # of one stage: updated, while others are not
 running.Run.save = before(running.Run.save, "save")
 
-def collect(self, *rest):
-    obey("save")
-    return kept(self, *rest)
+Mirrors.take = before(Mirrors.take, "mirror")
 
-kept, running.Pipeline.save = running.Pipeline.save, collect
+def collect(self, *rest, **how):
+    obey("save")
+    return kept(self, *rest, **how)
+
+kept, running.Pipeline.begin_save = running.Pipeline.begin_save, collect
 
 class data:
     def __init__(self, context):
@@ -94,15 +98,23 @@ class data:
 
 @dataclass(frozen=True)
 class Way:
-    """How a run survives: arguments of `mpipipe run`, the steps that may be replayed, and what its output
-    says of a recovery, with the steps lost."""
+    """How a run survives: arguments of `mpipipe run`, the steps that may be replayed, what its output says of
+    a recovery, with the steps lost, and where kills are aimed at. comes_back: a rank that was killed."""
 
     words: tuple[str, ...]
     k: int
     lost: str
+    where: tuple[str, ...] = WHERE
+    comes_back: bool = True
 
 
-WAYS = {"restart": Way(("--restarts", "20"), SAVE_EVERY, r"mpipipe run: .* (\d+) steps? lost")}
+WAYS = {
+    "restart": Way(("--restarts", "20"), SAVE_EVERY, r"mpipipe run: .* (\d+) steps? lost"),
+    "mpi": Way(
+        ("run.recover=mpi", f"run.mirror_every={MIRROR_EVERY}"), MIRROR_EVERY,
+        r"mpipipe: lost rank .* (\d+) steps? again", (*WHERE, "mirror"), comes_back=False,
+    ),
+}  # fmt: skip
 
 
 @dataclass
@@ -136,10 +148,11 @@ class SurvivingJob:
     def kill(self, at_step: int, where: str, number: signal.Signals, chance: random.Random) -> float:
         """Once `at_step` steps are done; the time of the kill. Raises TimeoutError."""
         _until(lambda: last_step(self.run_dir / "metrics.jsonl") >= at_step or self._over())
-        rank, done = chance.randrange(self.ranks), self.folder / f"{ORDER}.done"
+        processes, done = self._processes(), self.folder / f"{ORDER}.done"
+        rank = sorted(processes)[chance.randrange(len(processes))]
         if where == "anywhere":
             time.sleep(chance.random() * 0.5)
-            os.kill(self._process_of(rank), number)
+            os.kill(processes[rank], number)
             return time.time()
         done.unlink(missing_ok=True)
         (self.folder / ORDER).write_text(json.dumps([rank, where, number]))
@@ -173,12 +186,16 @@ class SurvivingJob:
     def _over(self) -> bool:
         return self.process.poll() is not None
 
-    def _process_of(self, rank: int) -> int:
+    def _processes(self) -> dict[int, int]:
+        """Of the ranks that are there."""
+        found = {}
         for pid in remains(f"run.dir={self.run_dir}"):
             with suppress(OSError):
-                if f"OMPI_COMM_WORLD_RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
-                    return pid
-        raise RuntimeError(f"rank {rank} of {self.run_dir} is not there")
+                if rank := re.search(
+                    r"\0OMPI_COMM_WORLD_RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_text()
+                ):
+                    found[int(rank[1])] = pid
+        return found
 
 
 def _until(ready: Callable[[], bool]) -> None:
@@ -201,7 +218,7 @@ def one_job(job: SurvivingJob, kills: int, wanted: str, tally: Tally, chance: ra
     """kills: spread over its steps. wanted: the weights that it should end with."""
     try:
         for i in range(kills):
-            where, number = chance.choice(WHERE), chance.choice([signal.SIGKILL, signal.SIGSTOP])
+            where, number = chance.choice(job.way.where), chance.choice([signal.SIGKILL, signal.SIGSTOP])
             at = job.kill((i + 1) * STEPS // (kills + 2), where, number, chance)
             lost, back = job.recovered(i + 1)
             tally.kills += 1
@@ -229,7 +246,8 @@ def survive(folder: Path, kills: int, ranks: int, way: Way, seed: int = 0) -> Ta
     number = 0
     while tally.kills < kills and not tally.hangs:
         job = SurvivingJob(folder, f"job{number}", ranks, way)
-        one_job(job, min(PER_JOB, kills - tally.kills), wanted, tally, chance)
+        most = PER_JOB if way.comes_back else min(PER_JOB, ranks - 1)
+        one_job(job, min(most, kills - tally.kills), wanted, tally, chance)
         number += 1
     return tally
 

@@ -123,12 +123,6 @@ class Run:
         if isinstance(self.log, Silent):
             self.log = Progress(steps, self.config.run.log_every, self.run_dir / "train.log", bar=False)
             pipe.say_by(self.log.say)
-        ranks = ", ".join(map(str, found.lost))
-        self.log.say(
-            f"mpipipe: lost rank {ranks}; {counted(pipe.size, 'rank')} go on after step {found.step}, "
-            f"{counted(found.replayed, 'step')} again, from {found.source}, {found.seconds:.2f} s later"
-        )
-        self._keep_plan()
         cut_metrics(self.run_dir / METRICS, found.step)
         with self._metrics() as metrics:
             metrics.write(
@@ -137,6 +131,12 @@ class Run:
                 replayed=found.replayed,
                 recovery_s=found.seconds,
             )
+        ranks = ", ".join(map(str, found.lost))
+        self.log.say(
+            f"mpipipe: lost rank {ranks}; {counted(pipe.size, 'rank')} left, on from step {found.step}, "
+            f"{counted(found.replayed, 'step')} again, from {found.source}, after {found.seconds:.2f} s"
+        )
+        self._keep_plan()
 
     def _begin(self) -> None:
         """With the ranks that there are now. Collective."""

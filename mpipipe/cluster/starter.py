@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe.cluster.doctor.launcher import family, first_in, mpi_name, version_of
+from mpipipe.cluster.survivors import FLAGS
 from mpipipe.errors import LaunchError
 
 SRUN = "srun"
@@ -26,14 +27,18 @@ class Starter:
     family: str  # "Open MPI", "MPICH" or "srun"
     given: bool  # by the user, with whatever options
 
-    def line(self, ranks: int | None, hosts: Sequence[Host] | None, program: Sequence[str]) -> list[str]:
-        """ranks: None = as the launcher's own options say. hosts: None = likewise."""
+    def line(
+        self, ranks: int | None, hosts: Sequence[Host] | None, program: Sequence[str], outlive: bool = False
+    ) -> list[str]:
+        """ranks: None = as the launcher's own options say. hosts: None = likewise. outlive: ranks are to outlive
+        one another, where the launcher knows how."""
         own: tuple[str, ...] = ()
         if not self.given and self.family == "Open MPI":
             own = ("--bind-to", "none")  # ranks have threads
             own += (
                 ("--oversubscribe",) if hosts is None else ()
             )  # and may outnumber the cores of this machine
+            own += tuple(FLAGS.split()) if outlive else ()
         count = () if ranks is None else ("-n", str(ranks))
         return [*self.argv, *own, *count, *self._on(hosts), *program]
 

@@ -183,7 +183,8 @@ class Supervisor:
     def _once(self, again: bool) -> tuple[int, str, list[str]]:
         """One start, until nothing of it is left here: exit code, who died, and what was said last."""
         clear(self.run_dir)
-        line = self.starter.line(self.ranks, self.hosts, self._program(again))
+        outlive = self.config.run.recover == "mpi"
+        line = self.starter.line(self.ranks, self.hosts, self._program(again), outlive)
         shown = shlex.join([*line[: line.index(sys.executable)], "python", "-m", PROGRAM])
         _say(f"{'starts again' if again else 'starts'}: {shown} ...; run folder {self.run_dir}")
         self.job = job = Job(line, self.environ, self._mark)
