@@ -8,8 +8,8 @@ at a random instant, from outside; or inside STEP, a save or a mirror, where the
 these last too short to be aimed at. `WAYS` has the ways in which a run can survive.
 
 The last line is JSON: kills, mpi_kills (of ranks of a real mpirun), recoveries, hangs, replayed_steps_max, k
-(no more steps may be replayed: `save_every`, or `mirror_every`), same_bits, recovery_s_median (from the kill to the next
-completed step; also of SIGSTOP alone, which the watchdog has to notice first), where the kills met the run.
+(no more steps may be replayed: `save_every`, or `mirror_every`), same_bits, recovery_s_median (from the kill
+to the next completed step; also of SIGSTOP alone, which has to be noticed first), where the kills met it.
 """
 
 from __future__ import annotations

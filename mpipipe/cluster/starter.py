@@ -30,8 +30,8 @@ class Starter:
     def line(
         self, ranks: int | None, hosts: Sequence[Host] | None, program: Sequence[str], outlive: bool = False
     ) -> list[str]:
-        """ranks: None = as the launcher's own options say. hosts: None = likewise. outlive: ranks are to outlive
-        one another, where the launcher knows how."""
+        """ranks: None = as the launcher's own options say. hosts: None = likewise. outlive: ranks are to
+        outlive one another, where the launcher knows how."""
         own: tuple[str, ...] = ()
         if not self.given and self.family == "Open MPI":
             own = ("--bind-to", "none")  # ranks have threads

@@ -52,16 +52,16 @@ def interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def state_bytes(costs: Costs, layout: Layout, cuts: Sequence[int]) -> Int64:
-    """Weights and optimizer state that each rank owns, a tied one at its first use: (n_ranks,)."""
+    """Weights that each rank owns, a tied one at its first use, and their optimizer state: (n_ranks,)."""
     weights = costs.columns["param_bytes"].astype(np.float64)
     for tie in costs.ties:
         for use in tie.groups[1:]:
             weights[use] -= tie.nbytes
     of_stage = np.add.reduceat(weights, [0, *cuts])
     held = np.zeros(layout.n_ranks)
-    for stage, ranks in enumerate(layout.ranks):
-        held[list(ranks)] += of_stage[stage]
-    return np.ceil(held * (1.0 + costs.state_bytes_per_param_byte)).astype(np.int64)
+    for stage, ranks in enumerate(layout.ranks):  # copies of a stage share its optimizer state out
+        held[list(ranks)] += of_stage[stage] * (1.0 + costs.state_bytes_per_param_byte / len(ranks))
+    return np.ceil(held).astype(np.int64)
 
 
 def mirror_bytes(costs: Costs, layout: Layout, cuts: Sequence[int]) -> Int64:
@@ -76,11 +76,10 @@ def mirror_s(costs: Costs, layout: Layout, cuts: Sequence[int]) -> float:
     about as many bytes as an update, and the transfer, while all ranks send."""
     own, n = state_bytes(costs, layout, cuts), layout.n_ranks
     shift, cluster = partner_shift(costs.cluster.node_of_rank[:n]), costs.cluster
-    weights = own / (1.0 + costs.state_bytes_per_param_byte)
     links = [cluster.link(r, (r + shift) % n).shared(1.0) for r in range(n)]
     return max(
-        link.seconds(float(nbytes)) + costs.step_s_per_byte * float(w)
-        for link, nbytes, w in zip(links, own, weights, strict=True)
+        link.seconds(nbytes) + costs.step_s_per_byte * nbytes / (1.0 + costs.state_bytes_per_param_byte)
+        for link, nbytes in zip(links, own.tolist(), strict=True)
     )
 
 

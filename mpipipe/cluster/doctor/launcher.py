@@ -18,6 +18,7 @@ from mpipipe.cluster.node import OPENMP_BINDS
 ASK_S = 10.0
 SETTINGS = (
     *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_smsc", "UCX_TLS", "UCX_NET_DEVICES"),
+    "OMPI_MCA_mpi_ft_enable",
     *("MPIR_CVAR_", "MPICH_", "I_MPI_FABRICS", "FI_PROVIDER"),
     *OPENMP_BINDS,
 )
