@@ -19,7 +19,7 @@ import numpy as np
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.sizes import size_text
-from mpipipe.values import Costs, Int64, Layout, Plan
+from mpipipe.values import Costs, Int64, Layout, Link, Plan
 
 VERSIONS = 2
 # between two failures of one node: 419 on 2,048 nodes in 54 days (Grattafiori et al. 2024, section 3.3.4)
@@ -76,11 +76,10 @@ def mirror_s(costs: Costs, layout: Layout, cuts: Sequence[int]) -> float:
     about as many bytes as an update, and the transfer, while all ranks send."""
     own, n = state_bytes(costs, layout, cuts), layout.n_ranks
     shift, cluster = partner_shift(costs.cluster.node_of_rank[:n]), costs.cluster
+    copy_s_per_byte = costs.step_s_per_byte / (1.0 + costs.state_bytes_per_param_byte)
     links = [cluster.link(r, (r + shift) % n).shared(1.0) for r in range(n)]
-    return max(
-        link.seconds(nbytes) + costs.step_s_per_byte * nbytes / (1.0 + costs.state_bytes_per_param_byte)
-        for link, nbytes in zip(links, own.tolist(), strict=True)
-    )
+    pairs: list[tuple[Link, int]] = list(zip(links, own.tolist(), strict=True))
+    return max(link.seconds(nbytes) + copy_s_per_byte * nbytes for link, nbytes in pairs)
 
 
 def with_mirrors(

@@ -490,3 +490,21 @@ def test_root_is_let_in_by_the_line_itself() -> None:
 def test_tmp_of_each_node_is_told() -> None:
     ranks = last(on_all(healthy((0, 1)), "files", temporary="/scratch"), "files", temporary_seen=False)
     assert any("/scratch (TMPDIR) is each node's own (n1)" in f.text for f in judge(ranks, 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        (healthy(), "no adapter is in use that it lacks, so these 8.0 GB/s"),
+        (
+            with_links(healthy((0, 1)), devices=("/dev/infiniband/uverbs0",)),
+            "8.0 GB/s over /dev/infiniband/uverbs0; to compare: mpirun --with-ft ulfm -n 2 python",
+        ),
+        (
+            on_all(healthy(), "launch", settings=("OMPI_MCA_mpi_ft_enable=1",)),
+            "ULFM is on, and forces pml/ob1",
+        ),
+    ],
+)
+def test_it_says_which_transport_ulfm_would_force(ranks: Ranks, says: str) -> None:
+    assert says in next(f.text for f in judge(ranks, 1) if f.text.startswith("run.recover=mpi: "))

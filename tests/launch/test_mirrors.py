@@ -101,7 +101,7 @@ def test_killed_ranks_change_no_bits(
     launch: Launch, folder: Path, undisturbed: str, ranks: int, kills: list[Any], from_mirrors: bool
 ) -> None:
     job = launch(
-        ranks, "killed.py", json.dumps(kills), "config.yaml", cwd=folder, timeout_s=150,
+        ranks, "killed.py", json.dumps(kills), "config.yaml", cwd=folder, timeout_s=300,
         env={"MPIRUN_FLAGS": "--with-ft ulfm"},
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
@@ -120,7 +120,7 @@ def test_a_frozen_rank_is_ended_and_done_without(launch: Launch, folder: Path, u
     slower = FLAGS.replace("period 0.5", "period 2").replace("timeout 2", "timeout 8")
     kills = json.dumps([(1, "backward", 10, 19)])
     environ = {"MPIRUN_FLAGS": slower}
-    job = launch(3, "killed.py", kills, "config.yaml", cwd=folder, timeout_s=150, env=environ)
+    job = launch(3, "killed.py", kills, "config.yaml", cwd=folder, timeout_s=300, env=environ)
     assert job.returncode == 0, job.stderr
     assert summary(folder)["weights_sha256"] == undisturbed
     assert summary(folder)["lost_ranks"] == [1]

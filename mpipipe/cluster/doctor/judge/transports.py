@@ -114,20 +114,17 @@ def _adapters(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _under_ulfm(ranks: Ranks) -> Iterator[Finding]:
-    """What run.recover = mpi costs: with ULFM on, Open MPI has pml/ob1 alone, so shared memory, TCP and UCT."""
+    """What run.recover=mpi costs: with ULFM on, Open MPI has pml/ob1 alone: shared memory, TCP and UCT."""
     links = [link for r in ranks for link in r.links]
     first, opened = ranks[0], sorted({device for link in links for device in link.devices})
     if not links or not is_open_mpi(first) or first.mpi is None or not first.mpi.fault_tolerance:
         return
     fastest = per_second(max(link.bytes_per_s() for link in links), "B/s")
     if any(setting.startswith("OMPI_MCA_mpi_ft_enable=") for setting in first.launch.settings):
-        yield Finding(SECTION, "ok", f"ULFM is on, and forces pml/ob1: {fastest} at best")
+        text = f"ULFM is on, and forces pml/ob1: {fastest} at best"
     elif opened:
-        text = f"ULFM (run.recover=mpi) would force pml/ob1 instead of what gives {fastest} over {opened[0]}"
         command = start_line(first, len(ranks), "--with-ft ulfm", command="python -m mpipipe doctor")
-        yield Finding(SECTION, "note", f"{text}; measure that", command)
+        text = f"ULFM would force pml/ob1, here it is {fastest} over {opened[0]}; to compare: {command}"
     else:
-        text = (
-            f"ULFM (run.recover=mpi) would force pml/ob1, and no adapter is in use that it lacks: {fastest}"
-        )
-        yield Finding(SECTION, "ok", text)
+        text = f"ULFM would force pml/ob1; no adapter is in use that it lacks, so these {fastest}"
+    yield Finding(SECTION, "ok", f"run.recover=mpi: {text}")
