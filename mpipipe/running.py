@@ -67,8 +67,8 @@ class Run:
             if note:
                 self.log.say(f"note: {note}")
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}")
-        if pipe.ops_why:
-            self.log.say(pipe.ops_why)
+        for said in filter(None, (pipe.ops_why, pipe.messages_why)):
+            self.log.say(said)
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         if pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(pipe.plan))

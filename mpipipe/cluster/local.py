@@ -175,8 +175,8 @@ class LocalCommunicator:
     def __init__(self, world: _World, rank: int) -> None:
         self._world, self._calls = world, 0
         self.rank, self.size, self.node_of_rank = rank, world.size, world.node_of_rank
-        self.tag_ub, self.thread_multiple, self.oversubscribed = ANY_TAG_UB, False, True
-        self.clock_offset_s = 0.0
+        self.tag_ub, self.helper_allowed, self.oversubscribed = ANY_TAG_UB, False, True
+        self.clock_offset_s, self.transport = 0.0, ""
 
     def isend(self, buf: Bytes, peer: int, tag: int) -> Request:
         return self._post(buf, peer, tag, True)
@@ -193,6 +193,12 @@ class LocalCommunicator:
         key = (self.rank, peer, tag) if is_send else (peer, self.rank, tag)
         self._world.post(key, message, is_send)
         return message
+
+    def use_helper(self, on: bool) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
 
     def wait(self, request: Request) -> None:
         assert isinstance(request, _Message)
