@@ -159,9 +159,7 @@ class MpiCommunicator:
         self.oversubscribed = needs_sharing(mine)
         # on all ranks: MPICH moves nothing for a probe on COMM_SELF
         self._probe = self._comm.Dup() if self.helper_allowed else None
-        self._progress = (
-            Progress(self._poke, lambda: self._helping and bool(self._live)) if self._probe else None
-        )
+        self._progress = Progress(self._poke, self._is_busy) if self._probe else None
         self.clock_offset_s = self._compare_clocks()
 
     @property
@@ -200,6 +198,9 @@ class MpiCommunicator:
 
     def wait(self, request: Request) -> None:
         spin_until(request.done, self.oversubscribed)
+
+    def _is_busy(self) -> bool:
+        return self._helping and bool(self._live)
 
     def _poke(self) -> None:
         assert self._probe is not None

@@ -4,8 +4,8 @@
     otherwise   the rank itself, between two instructions and while it waits. That is enough where a receiver
                 reads the sender's memory by itself, or the library has a progress thread that is switched on
 
-Two ranks of each level play one step with each: the sender computes while its message leaves, the receiver
-half as long, then waits. What the message adds to the time of both is *felt*; the choice is what is felt least.
+Two ranks of each level try both: the sender computes while its message leaves, the receiver half as long,
+then it waits. What the message adds to the time of both is *felt*; the choice is what is felt least.
 """
 
 from __future__ import annotations
@@ -74,16 +74,11 @@ def why(overlap: Overlap, transport: str) -> str:
     """For people: the choice, and what it was made by; empty where there was none."""
     if not overlap.felt:
         return ""
-    own = next(
-        (s for s in transport.split() if s.startswith(OWN_THREAD) and not s.endswith(("=0", "=no"))), ""
-    )
-    who = (
-        "by a helper thread"
-        if overlap.helper
-        else f"by the library ({own})"
-        if own
-        else "between instructions"
-    )
+    if overlap.helper:
+        who = "by a helper thread"
+    else:
+        own = [s for s in transport.split() if s.startswith(OWN_THREAD) and not s.endswith(("=0", "=no"))]
+        who = f"by the library ({own[0]})" if own else "between instructions"
     figures = "; ".join(
         f"{BETWEEN[f.level]} a message of {size_text(f.nbytes)}, {_ms(f.bare_s)} ms long, costs "
         f"{_ms(f.helper_s)} ms with a helper thread, {_ms(f.without_s)} ms without"
