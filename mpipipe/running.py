@@ -211,6 +211,7 @@ class Run:
             stopped_by=stopped_by,
             exact_resume=self.data.exact,
             products=f"{PRODUCTS}{pipe.gemm_why}",
+            messages=pipe.messages_why,
         )
 
     def _stages(self) -> tuple[list[int], list[int]]:

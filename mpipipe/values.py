@@ -566,3 +566,4 @@ class Report(Value):
     stopped_by: str | None
     exact_resume: bool  # False: the data is a plain iterable, which a resumed run reads from its start
     products: str = ""  # for people: by which library fp32 matrices were multiplied, and why
+    messages: str = ""  # for people: who moved messages on while ranks computed, and why
