@@ -7,7 +7,7 @@ gpt85m  1 Gbit/s, every schedule tried: the share of the step in which a rank wa
 unet    1 Gbit/s, then 100 Mbit/s: where the model is cut, and what the cut of the fast network takes on
         the slow one; predicted beside measured
 
-Needs root and the test bed; the hosts and their network share the cores of this machine. Progress goes to stderr.
+Needs root and the test bed; hosts and network share the cores of this machine. Progress goes to stderr.
 """
 
 from __future__ import annotations
