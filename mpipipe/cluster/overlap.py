@@ -23,7 +23,7 @@ from mpipipe.planner.sizes import size_text
 from mpipipe.values import Value, digest
 
 LENGTHS = (1 << 18, 1 << 20)  # bytes, beyond every eager limit; the shorter one where the longer takes long
-LONG_S = 0.02  # of a message, and of what the receiver computes meanwhile
+LONG_S = 0.01  # of a message, and of what the receiver computes meanwhile
 SHORT_S = 0.002
 ROUNDS = 3
 GAIN = 1.1  # times as much must be felt without the helper: less is noise
@@ -59,13 +59,13 @@ def choose(comm: Communicator, known: Mapping[str, Overlap]) -> tuple[str, Overl
     `known`. The same on all ranks; collective. Takes half a second at most for each level."""
     if not comm.helper_allowed:
         return "", Overlap(())
-    levels = {level: (peers, _bare(comm, peers)) for level, peers in pairs_of(comm).items()}
-    magnitudes = {level: [round(math.log2(s)) for s in bare] for level, (_, bare) in levels.items()}
+    pairs = pairs_of(comm)
+    messages = {level: _message(comm, peers) for level, peers in pairs.items()}
+    magnitudes = [(level, nbytes, round(math.log2(bare_s))) for level, (nbytes, bare_s) in messages.items()]
     name = digest(comm.transport, repr((magnitudes, comm.node_of_rank, comm.oversubscribed)))
-    found = comm.bcast_object((name, known.get(name)))
-    name, overlap = found
+    name, overlap = comm.bcast_object((name, known.get(name)))
     if overlap is None:
-        overlap = Overlap(tuple(_felt(comm, level, *both) for level, both in levels.items()))
+        overlap = Overlap(tuple(_felt(comm, level, pairs[level], *m) for level, m in messages.items()))
     comm.use_helper(overlap.helper)
     return name, overlap
 
@@ -91,16 +91,20 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
 
 
-def _bare(comm: Communicator, peers: Mapping[int, int]) -> tuple[float, ...]:
-    """Seconds of a message of each of `LENGTHS`, median over the pairs; the same on all ranks."""
+def _message(comm: Communicator, peers: Mapping[int, int]) -> tuple[int, float]:
+    """Bytes and bare seconds of the message to try it with; the same on all ranks."""
+    short, long = LENGTHS
+    short_s = _bare_s(comm, peers, short)
+    return (short, short_s) if short_s * long / short > LONG_S else (long, _bare_s(comm, peers, long))
+
+
+def _bare_s(comm: Communicator, peers: Mapping[int, int], nbytes: int) -> float:
+    """Median over the pairs; the same on all ranks."""
     comm.barrier()
-    seconds = [x for x in comm.allgather_object(measure_pair(comm, peers, LENGTHS)) if x]
-    return tuple(np.median(seconds, axis=0).tolist())
+    return float(np.median([x for x in comm.allgather_object(measure_pair(comm, peers, (nbytes,))) if x]))
 
 
-def _felt(comm: Communicator, level: str, peers: Mapping[int, int], bare: tuple[float, ...]) -> Felt:
-    short, long = zip(LENGTHS, bare, strict=True)
-    nbytes, bare_s = long if long[1] <= LONG_S else short
+def _felt(comm: Communicator, level: str, peers: Mapping[int, int], nbytes: int, bare_s: float) -> Felt:
     work = _Work(min(max(2 * bare_s, SHORT_S), LONG_S))
     comm.barrier()
     mine = list(_rounds(comm, peers[comm.rank], nbytes, work)) if comm.rank in peers else None
