@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from mpipipe import __version__, ops
 from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
+from mpipipe.cluster import overlap as overlapping
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator, RankLost, members
 from mpipipe.cluster.launch import default_threads
@@ -227,6 +228,7 @@ class Pipeline:
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
         kind = device_kind(self.numerics.instruction_set)
         kept = CostCache(cache_folder() if cost_cache else None, kind, self.say)
+        self.messages_why = self._settle_messages(kept)
         self.gemm_why = self._settle_gemm(_gemm(gemm, decided), usual, kept)
         self.ops_why = self._settle_ops(table, usual, kept)
         asked = replace(asked, numerics=self.numerics)
@@ -279,6 +281,13 @@ class Pipeline:
     def _check_plan(self, given: Plan, where: str) -> None:
         for note in check_given_plan(given, self.numerics, self.size, self.variants.graph.groups, where):
             self.say(f"note: {note}")
+
+    def _settle_messages(self, cache: CostCache) -> str:
+        """Who moves messages on while ranks compute, for people. Collective."""
+        name, overlap = overlapping.choose(self.comm, cache.overlaps() if self.rank == 0 else {})
+        if self.rank == 0 and overlap.felt:
+            cache.write(overlaps={name: overlap})
+        return overlapping.why(overlap, self.comm.transport)
 
     def _settle_gemm(self, given: Gemm | None, variants: Variants, cache: CostCache) -> str:
         """The route of the matrix products, measured unless it is given, and why it is this one; a note where

@@ -75,8 +75,8 @@ class Run:
             if note:
                 self.log.say(f"note: {note}")
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}")
-        if pipe.ops_why:
-            self.log.say(pipe.ops_why)
+        for said in filter(None, (pipe.ops_why, pipe.messages_why)):
+            self.log.say(said)
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         self._keep_plan()
         with stop_signals(pipe.rank == 0) as asked:  # to the very end: a late signal must not kill the save
@@ -326,6 +326,7 @@ class Run:
             stopped_by=stopped_by,
             exact_resume=self.data.exact,
             products=f"{PRODUCTS}{pipe.gemm_why}",
+            messages=pipe.messages_why,
             lost_ranks=tuple(self.lost),
             replayed_steps=self.replayed,
         )

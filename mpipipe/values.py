@@ -569,3 +569,4 @@ class Report(Value):
     lost_ranks: tuple[int, ...] = ()  # while it ran, by the numbers that they had at first
     replayed_steps: int = 0  # done again after these losses, in all
     products: str = ""  # for people: by which library fp32 matrices were multiplied, and why
+    messages: str = ""  # for people: who moved messages on while ranks computed, and why

@@ -57,8 +57,13 @@ class Communicator(Protocol):
         ...
 
     @property
-    def thread_multiple(self) -> bool:
-        """Large messages move on while this rank computes, by a helper thread."""
+    def helper_allowed(self) -> bool:
+        """A helper thread may move messages on while this rank computes. The same on all ranks."""
+        ...
+
+    @property
+    def transport(self) -> str:
+        """The library and those of its settings that say how messages move; empty within one process."""
         ...
 
     @property
@@ -94,6 +99,14 @@ class Communicator(Protocol):
     def isend(self, buf: Bytes, peer: int, tag: int) -> Request: ...
 
     def irecv(self, buf: Bytes, peer: int, tag: int) -> Request: ...
+
+    def use_helper(self, on: bool) -> None:
+        """Whether the helper thread works, where one is allowed; it does until it is told not to."""
+        ...
+
+    def poll(self) -> None:
+        """Moves messages on, where no helper does; never blocks."""
+        ...
 
     def wait(self, request: Request) -> None:
         """Return when `request.done()`; all other messages move on meanwhile."""

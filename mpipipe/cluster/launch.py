@@ -123,7 +123,10 @@ def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> 
         )
     if idle > 0:
         use = f"{ranks_on_node} ranks x {threads} threads leave {idle} of {cores} cores idle"
-        return f"{use}; start more ranks, or set pipeline.threads (changes the bits of the run)"
+        return (
+            f"{use}; start more ranks, or set pipeline.threads (changes the bits of the run); "
+            f"`python -m mpipipe plan CONFIG --cores {cores}` weighs both"
+        )
     return None
 
 

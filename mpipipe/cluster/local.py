@@ -230,8 +230,8 @@ class LocalCommunicator:
         self._world, self._calls, self.lost, self.notices_loss = world, 0, lost, True
         self.successor: LocalCommunicator | None = None
         self.rank, self.size, self.node_of_rank = rank, world.size, world.node_of_rank
-        self.tag_ub, self.thread_multiple, self.oversubscribed = ANY_TAG_UB, False, True
-        self.clock_offset_s = 0.0
+        self.tag_ub, self.helper_allowed, self.oversubscribed = ANY_TAG_UB, False, True
+        self.clock_offset_s, self.transport = 0.0, ""
 
     def survivors(self) -> LocalCommunicator:
         world, kept = self._world.without_lost(self.rank)
@@ -255,6 +255,12 @@ class LocalCommunicator:
         key = (self.rank, peer, tag) if is_send else (peer, self.rank, tag)
         self._world.post(key, message, is_send)
         return message
+
+    def use_helper(self, on: bool) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
 
     def wait(self, request: Request) -> None:
         assert isinstance(request, _Message)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mpipipe.cluster.comm import ANY_TAG_UB, Bytes, Request, check_buffer, members, mismatch, number_nodes
 from mpipipe.cluster.doctor.facts import THREAD_LEVELS, Mpi
-from mpipipe.cluster.doctor.launcher import mpi_name
+from mpipipe.cluster.doctor.launcher import mpi_name, settings
 from mpipipe.cluster.ending import SPEAK_FIRST_S
 from mpipipe.cluster.launch import check_world, launcher_rank, needs_sharing
 from mpipipe.cluster.node import cores_available
@@ -155,16 +155,18 @@ class MpiCommunicator:
         self.notices_loss, self._pids = notices_loss, list[int]()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.tag_ub = int(self._comm.Get_attr(MPI.TAG_UB) or 32767)
+        self.transport = " ".join([mpi_name(MPI.Get_library_version()), *settings(os.environ)])
         multiple = int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
-        self.thread_multiple = bool(self._comm.allreduce(multiple, MPI.MIN))  # on all: `_probe` is collective
+        multiple = self._comm.allreduce(multiple, MPI.MIN)  # on all: `_probe` is collective
+        self.helper_allowed = self._helping = bool(multiple and self.size > 1)
         self.oversubscribed = True  # until it is known: yielding is always right
         self.node_of_rank = self._find_nodes()
         cores = self.allgather_object(cores_available())
         mine = [c for c, node in zip(cores, self.node_of_rank, strict=True) if node == self._node]
         self.oversubscribed = needs_sharing(mine)
         # on all ranks: MPICH moves nothing for a probe on COMM_SELF
-        self._probe = self._comm.Dup() if self.thread_multiple and self.size > 1 else None
-        self._progress = Progress(self._poke, lambda: bool(self._live)) if self._probe else None
+        self._probe = self._comm.Dup() if self.helper_allowed else None
+        self._progress = Progress(self._poke, self._is_busy) if self._probe else None
         self._offsets = self._compare_clocks()  # of each node
         self.clock_offset_s = self._offsets.get(self._node, 0.0)
         if notices_loss:
@@ -195,7 +197,7 @@ class MpiCommunicator:
         new.clock_offset_s = new._offsets[new._node]
         new._probe, new._progress = probe, None
         if self._progress and new.size > 1:
-            new._progress = Progress(new._poke, lambda: bool(new._live))
+            new._progress = Progress(new._poke, new._is_busy)
         self.successor = new
         return new
 
@@ -220,12 +222,25 @@ class MpiCommunicator:
         ]
         request = _MpiRequest(self, parts, buf.nbytes, what)
         self._live.add(request)
-        if self._progress:
+        if self._progress and self._helping:
             self._progress.wake()
         return request
 
+    def use_helper(self, on: bool) -> None:
+        self._helping = on and self.helper_allowed
+        if self._progress and self._helping:
+            self._progress.wake()
+
+    @noticing
+    def poll(self) -> None:
+        if self._live and not self._helping:
+            self._comm.Iprobe()
+
     def wait(self, request: Request) -> None:
         spin_until(request.done, self.oversubscribed)
+
+    def _is_busy(self) -> bool:
+        return self._helping and bool(self._live)
 
     def _poke(self) -> None:
         assert self._probe is not None

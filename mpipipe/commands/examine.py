@@ -30,6 +30,7 @@ from mpipipe.cluster.doctor.watch import FIXES, LATER_S, Watch
 from mpipipe.cluster.launch import launcher_rank
 from mpipipe.cluster.local import run_local
 from mpipipe.cluster.mpi import connect, library
+from mpipipe.cluster.overlap import choose, why
 from mpipipe.errors import LaunchError
 from mpipipe.values import to_json
 
@@ -85,14 +86,16 @@ class Doctor:
 
     def _measured(self, comm: Communicator, facts: RankFacts) -> RankFacts:
         links = self._try(facts, "messages", lambda: transport.measure(comm))
+        overlap = self._try(facts, "messages", lambda: choose(comm, {})[1])
         compute = self._try(facts, "compute", lambda: _compute(comm, self.options.threads))
         place = self._try(facts, "files", lambda: files.examine(comm, self.options.dir))
         return replace(
             facts,
             links=() if isinstance(links, str) else links,
+            overlap="" if isinstance(overlap, str) else why(overlap, comm.transport),
             compute=None if isinstance(compute, str) else compute,
             files=None if isinstance(place, str) else place,
-            failed=tuple(x for x in (links, compute, place) if isinstance(x, str)),
+            failed=tuple(x for x in (links, overlap, compute, place) if isinstance(x, str)),
         )
 
     def _try(self, facts: RankFacts, what: str, measure: Callable[[], T]) -> T | str:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpipipe.cluster.launch import load_advice
 from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.commands import run
-from mpipipe.commands.arguments import seconds
+from mpipipe.commands.arguments import positive, seconds
+from mpipipe.commands.cores import advice, shares, table
 from mpipipe.commands.costing import Costing
 from mpipipe.commands.levels import check_curve_output, curve_on, levels, show
 from mpipipe.commands.machines import Here, Machine, There
@@ -39,6 +42,7 @@ from mpipipe.planner.alternatives import alternatives
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import noise
 from mpipipe.planner.search import cut_indices, predict
+from mpipipe.planner.sizes import counted
 from mpipipe.planner.whole import any_order
 from mpipipe.report.plan import against, beside_any_order, chosen, outlook, stage_rows, steadiness
 from mpipipe.report.plan_file import plan_text
@@ -50,16 +54,19 @@ from mpipipe.values import Plan
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     a = parser.parse_intermixed_args(list(argv))
-    if a.refine and (a.config or a.levels or a.cluster):
+    if a.refine and (a.config or a.levels or a.cluster or a.cores):
         parser.error("--refine has config, ranks and cluster from the run; leave them out")
-    if not a.refine and not (a.config and a.levels):
-        parser.error("the following arguments are required: config, --ranks; or --refine RUN")
-    if a.budget < math.inf and (a.refine or len(a.levels) > 1):
+    if not a.refine and not (a.config and (a.levels or a.cores)):
+        parser.error("the following arguments are required: config, --ranks or --cores; or --refine RUN")
+    if a.cores and (a.levels or a.cluster or a.output):
+        parser.error("--cores weighs all ranks of this node; leave out --ranks, --cluster and -o")
+    if a.budget < math.inf and (a.refine or a.cores or len(a.levels) > 1):
         parser.error("--budget is for one number of --ranks; leave it out")
     collecting = gc.isenabled()
     gc.disable()  # a large model's graph is a million objects that stay: to look through them takes seconds
     try:
-        return run(lambda: _refine(a) if a.refine else _plan(a))
+        work = _refine if a.refine else _cores if a.cores else _plan
+        return run(lambda: work(a))
     finally:
         if collecting:
             gc.enable()
@@ -78,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=levels,
         help="how many there would be; 1..64 or 1,2,4,12: what more would bring",
+    )
+    parser.add_argument(
+        "--cores", metavar="N", type=positive, help="of this node: weighs ranks x threads for so many"
     )
     parser.add_argument("--cluster", metavar="FILE", help="another machine; without it, ranks like this one")
     parser.add_argument(
@@ -160,6 +170,17 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
     print(_source(found, machine, costing.seconds), *machine.assumed(cluster), sep="\n")
     print(f"{PRODUCTS}{costing.gemm_why}\n")
     show(curve, a.config, a.output)
+
+
+def _cores(a: argparse.Namespace) -> None:
+    config = load(a.config, a.overrides)
+    busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
+    found = shares(config, a.cores, _model(config)[0])
+    print(f"{a.config} on {counted(a.cores, 'core')} of this node: {config.model.name}\n")
+    print(table(found, config.train.batch), "", advice(found, a.config, a.overrides), sep="\n")
+    if busy:
+        print(f"note: {busy}")
+    print("threads decide the bits of a run: choose before its first step; a resumed run keeps its own")
 
 
 def _refine(a: argparse.Namespace) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe.planner.walk import match
-from mpipipe.report.account import meetings_s
+from mpipipe.report.account import exposed_s, meetings_s
 from mpipipe.report.progress import MIB
-from mpipipe.values import COMPUTE, SENDS, Int64, Op, Span, Timeline
+from mpipipe.values import COMPUTE, RECVS, SENDS, Int64, Op, Span, Timeline
 
 PERFETTO = "timeline.perfetto.json"
 Event = dict[str, Any]
@@ -47,27 +47,29 @@ def _of_timeline(
 ) -> Iterator[Event]:
     yield _name("process_name", process, 1, name)
     arrows, met_s = _arrows(timeline, ids), float(meetings_s(timeline).max(initial=0.0))
-    for rank in range(len(timeline.times)):
+    for rank, exposed in enumerate(exposed_s(timeline)):
         yield _name("thread_name", process, rank + 1, f"rank {rank}")
         held = timeline.memory_bytes[rank].tolist()
         nbytes = [0] * len(held) if sizes is None else sizes[rank].tolist()
         for index, span in enumerate(timeline.spans(rank)):
             at = {"pid": process, "tid": rank + 1}
-            yield _instruction(span, nbytes[index], met_s) | at
+            yield _instruction(span, nbytes[index], met_s, exposed[index]) | at
             yield from (arrow | at for arrow in arrows.get((rank, index), ()))
             if index == 0 or held[index] != held[index - 1]:
                 value = {"MiB": round(held[index] / MIB, 3)}
                 yield {"ph": "C", "name": f"memory, rank {rank}", "ts": _us(span.end_s), "args": value} | at
 
 
-def _instruction(span: Span, nbytes: int, met_s: float) -> Event:
-    """met_s: when the last rank has come to NORM."""
+def _instruction(span: Span, nbytes: int, met_s: float, exposed_s: float) -> Event:
+    """met_s: when the last rank has come to NORM; exposed_s: of a RECV, its message was on its way."""
     instr = span.instr
     about: dict[str, float] = {
         "stage": instr.stage, "micro": instr.micro, "peer": instr.peer, "bytes": nbytes or -1,
     }  # fmt: skip
     if instr.op == Op.NORM:
         about["waiting_us"] = _us(max(0.0, min(met_s, span.end_s) - span.start_s))
+    if instr.op in RECVS:
+        about["exposed_us"] = _us(exposed_s)
     start = _us(span.start_s)
     return {
         "ph": "X",

@@ -140,6 +140,7 @@ class Interpreter:
             self.outcome.times[i, 1] = time.perf_counter()
             if instr.op in COMPUTE:  # asking takes 20 us beside cold caches, as long as a small message
                 held = self.resident_bytes()
+                self.comm.poll()
             self.outcome.memory_bytes[i] = held
             if instr.op == Op.NORM and not self.outcome.sound:
                 self._forget_step()

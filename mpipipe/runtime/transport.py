@@ -19,7 +19,7 @@ from torch import Tensor
 from mpipipe.cluster.comm import Bytes, Communicator, Request
 from mpipipe.graph.cut import Port
 from mpipipe.graph.program import spec
-from mpipipe.values import Instr, TensorSpec
+from mpipipe.values import Instr, Op, TensorSpec
 
 
 class Form(NamedTuple):
@@ -71,8 +71,8 @@ class Pool:
 class Mailbox:
     """Receives of one program run. `targets(instr)` gives the tensors that an instruction fills.
 
-    Those of once per step (micro -1: tied gradients, copies) are posted when they are taken, as the
-    proof assumes: their buffers are large, and would stand beside the last backward's.
+    A tied gradient, as large as an embedding, is posted ahead like the others, so that it can come during
+    the last backward; the proof assumes less. A copy lands in the weight itself, which is read until then.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Mailbox:
         targets: Callable[[Instr], list[Tensor]],
     ) -> None:
         self._comm, self._window, self._targets = comm, max(1, window), targets
-        self._waiting = deque(i for i in instrs if i.micro >= 0)
+        self._waiting = deque(i for i in instrs if i.op != Op.RECV_COPY)
         self._posted: dict[Instr, list[tuple[Tensor, Request]]] = {}
         self._fill()
 
@@ -116,7 +116,11 @@ class Outbox:
         self._sent: deque[tuple[Request, Tensor, Callable[[], None] | None, Instr]] = deque()
 
     def send(self, tensors: Sequence[Tensor], instr: Instr, then: Callable[[], None] | None = None) -> None:
-        """Sends without waiting; `then` runs when the last tensor has left."""
+        """Sends without waiting; `then` runs when the last tensor has left. What is sent once per step, as
+        large as an embedding, starts when the messages before it have left: on one line it would hold up the
+        last gradient, for which another rank waits."""
+        if instr.micro < 0:
+            self.wait_all()
         for i, t in enumerate(tensors):
             request = self._comm.isend(as_bytes(t), instr.peer, instr.tag)
             self._sent.append((request, t, then if i == len(tensors) - 1 else None, instr))

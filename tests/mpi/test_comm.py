@@ -14,6 +14,7 @@ from mpipipe.cluster.calibrate import measure_links, memory_share
 from mpipipe.cluster.launch import default_threads, ranks_per_node
 from mpipipe.cluster.mpi import MpiCommunicator, connect
 from mpipipe.cluster.node import cores_available
+from mpipipe.cluster.overlap import Felt, Overlap, choose, why
 from mpipipe.errors import LaunchError
 
 pytestmark = pytest.mark.mpi
@@ -159,7 +160,7 @@ def test_ranks_that_differ_are_told_so(comm: MpiCommunicator) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_large_message_moves_while_the_ranks_compute(comm: MpiCommunicator) -> None:
     """4 MB, beyond every eager limit: the last byte is there before anybody has called MPI again."""
-    if not comm.thread_multiple:
+    if not comm.helper_allowed:
         pytest.skip("this MPI does not let a second thread call it (MPI_THREAD_MULTIPLE)")
     a = np.ones((256, 256), np.float32)
     for _ in range(3):
@@ -176,6 +177,44 @@ def test_a_large_message_moves_while_the_ranks_compute(comm: MpiCommunicator) ->
             assert request is not None
             comm.wait(request)
         comm.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_without_a_helper_a_large_message_moves_when_the_ranks_ask(comm: MpiCommunicator) -> None:
+    comm.use_helper(False)
+    buf = np.full(4 * MIB, 7 if comm.rank == 0 else 0, np.uint8)
+    request = None
+    if comm.rank < 2:
+        request = comm.isend(buf, 1, 2) if comm.rank == 0 else comm.irecv(buf, 0, 2)
+        end = time.perf_counter() + 30
+        while time.perf_counter() < end and buf[-1] != 7:
+            comm.poll()
+    arrived = comm.allgather_object(bool(comm.rank > 1 or buf[-1] == 7))  # nobody leaves before
+    if request is not None:
+        comm.wait(request)
+    comm.use_helper(True)
+    assert all(arrived)
+
+
+KEPT = Overlap((Felt("node", 1, 1.0, 1.0, 2.0),))
+
+
+class Everything(dict[str, Overlap]):
+    """A cache that has each name: its digest has measured seconds in it."""
+
+    def get(self, name: str, default: object = None) -> Overlap:  # type: ignore[override]
+        return KEPT
+
+
+def test_who_moves_messages_is_one_choice_that_is_known_again(comm: MpiCommunicator) -> None:
+    name, found = choose(comm, {})
+    assert len(set(comm.allgather_object((name, found)))) == 1
+    levels = {f.level for f in found.felt}
+    assert levels == (set(measure_links(comm)) if comm.helper_allowed else set())
+    assert all(f.helper_s >= 0 and f.without_s >= 0 and f.bare_s > 0 for f in found.felt)
+    assert bool(why(found, comm.transport)) == bool(levels)
+    assert choose(comm, Everything())[1] == (KEPT if levels else found)
+    comm.use_helper(True)
 
 
 def test_an_unused_receive_is_given_up_at_the_end() -> None:

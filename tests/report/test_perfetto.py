@@ -14,6 +14,7 @@ import pytest
 
 from mpipipe.planner import SCHEDULES, StageTie, lower, simulate
 from mpipipe.planner.simulate import message_bytes
+from mpipipe.report.account import exposed_s
 from mpipipe.report.perfetto import write_perfetto
 from mpipipe.values import RECVS, SENDS, Cluster, Device, Link, StageCost, Timeline
 
@@ -80,6 +81,20 @@ def test_the_boxes_are_the_instructions(timelines: dict[str, Timeline], tmp_path
     assert min(waits) == 0.0, "the last rank waits for nobody"
     own = [norm["dur"] - waited for norm, waited in zip(norms, waits, strict=True)]
     assert own == pytest.approx([100] * 3)
+
+
+def test_a_receive_says_how_long_its_message_was_exposed(
+    timelines: dict[str, Timeline], tmp_path: Path
+) -> None:
+    found = [e for e in events(tmp_path / "t.json", timelines) if e["ph"] == "X" and e["pid"] == 2]
+    told = {e["name"]: e["args"].get("exposed_us") for e in found if e["tid"] == 2}
+    for span, exposed in zip(
+        timelines["measured"].spans(1), exposed_s(timelines["measured"])[1], strict=True
+    ):
+        if span.instr.op in RECVS:
+            assert told[str(span.instr)] == pytest.approx(exposed * 1e6, abs=1e-3)
+        else:
+            assert told[str(span.instr)] is None
 
 
 def test_each_message_is_one_arrow_from_its_send_to_its_receive(

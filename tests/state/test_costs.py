@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpipipe.cluster.overlap import Felt, Overlap
 from mpipipe.cluster.routes import Route
 from mpipipe.graph.profile import Sample
 from mpipipe.state import costs
@@ -52,6 +53,13 @@ def test_the_least_lately_used_go_first(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("a", "b", "a", "c"):
         kept.write({name: ONE})
     assert list(kept.read()) == ["a", "c"]
+
+
+def test_how_messages_move_is_kept_beside_them(tmp_path: Path) -> None:
+    found, (kept, said) = Overlap((Felt("node", 1 << 20, 1e-4, 0.0, 1 / 3),)), cache(tmp_path)
+    kept.write(overlaps={"a job": found})
+    kept.write({"a": ONE})
+    assert (cache(tmp_path)[0].overlaps(), said) == ({"a job": found}, [])
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"kind": "k", "samples": {"a": 1}}', "\x00\xff"])

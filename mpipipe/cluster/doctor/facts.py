@@ -158,6 +158,7 @@ class RankFacts(Value):
     machine: Machine
     start: Start
     links: tuple[LinkTimes, ...] = ()
+    overlap: str = ""  # who moves messages on while ranks compute
     compute: Compute | None = None
     files: Files | None = None
     failed: tuple[str, ...] = ()  # measurements that ended with an error: "transports: ..."

@@ -19,7 +19,7 @@ ASK_S = 10.0
 SETTINGS = (
     *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_smsc", "UCX_TLS", "UCX_NET_DEVICES"),
     "OMPI_MCA_mpi_ft_enable",
-    *("MPIR_CVAR_", "MPICH_", "I_MPI_FABRICS", "FI_PROVIDER"),
+    *("MPIR_CVAR_", "MPICH_", "I_MPI_FABRICS", "I_MPI_ASYNC_PROGRESS", "FI_PROVIDER"),
     *OPENMP_BINDS,
 )
 # what libraries and launchers write of themselves -> the name of the MPI
@@ -68,9 +68,14 @@ def launch(environ: Mapping[str, str]) -> Launch:
         mpirun=mpirun,
         mpirun_of=mpi_name(version_of(mpirun, environ)) if ask else "",
         own_mpirun=first_in(str(Path(sys.prefix) / "bin")),
-        settings=tuple(f"{x}={environ[x]}" for x in sorted(environ) if x.startswith(SETTINGS)),
+        settings=settings(environ),
         error="",
     )
+
+
+def settings(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Variables that choose transports or bind threads."""
+    return tuple(f"{x}={environ[x]}" for x in sorted(environ) if x.startswith(SETTINGS))
 
 
 def first_in(path: str) -> str:

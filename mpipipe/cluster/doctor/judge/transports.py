@@ -33,6 +33,8 @@ def judge_transports(ranks: Ranks, threads: int) -> Iterator[Finding]:
             yield from _bandwidth(level, links, ranks, quiet)
             yield from _latency(level, links, quiet)
             yield from _background(level, links, quiet)
+    if ranks[0].overlap:
+        yield Finding(SECTION, "ok", ranks[0].overlap)
     yield from _adapters(ranks)
     yield from _under_ulfm(ranks)
 

@@ -1,0 +1,72 @@
+"""What a step takes it gives back: nothing grows from the third step on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny import Case, even_cuts, placement, plan_of
+
+from mpipipe.cluster.mpi import MpiCommunicator, connect
+from mpipipe.runtime.process import resident_memory
+from mpipipe.runtime.setting import set_threads
+from mpipipe.runtime.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+SETTLING_BYTES = 2 << 20  # of the heap from the third step on
+CREEP_BYTES = 256 << 10  # in the second half of a thousand steps: half a KiB in each
+CASES = [
+    ("1f1b", Case("gpt", batch=7)),  # micro-batches of 2, 2, 2 and 1; tied embeddings
+    ("gpipe", Case("gpt", tied="eager", batch=7)),
+    ("zb-v", Case("conv and norm", batch=10)),  # BatchNorm, ragged
+    ("interleaved", Case("skips")),
+    ("zb-h1", Case("gpt", precision="bf16")),
+]
+
+
+@pytest.fixture(scope="module")
+def comm() -> Iterator[MpiCommunicator]:
+    communicator = connect()
+    yield communicator
+    communicator.close()
+
+
+def tensors() -> int:
+    """That this process can reach."""
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+
+def held(comm: MpiCommunicator, schedule: str, case: Case, at: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Tensors and resident bytes of this rank after these steps."""
+    memory = resident_memory()
+    set_threads(1)
+    order = placement(schedule, comm.size)
+    cuts = even_cuts(case.variants.graph.groups, len(order))
+    plan = plan_of(case, schedule, cuts, order=order)
+    trainer = Trainer(comm, case.variants, plan, case.settings, case.dataset)
+    found = []
+    for step in range(1, max(at) + 1):
+        trainer.step(step - 1)
+        if step in at:
+            found.append((tensors(), memory.sample()))
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "case"), CASES, ids=[f"{s} {c}" for s, c in CASES])
+def test_no_tensor_outlives_its_step(comm: MpiCommunicator, schedule: str, case: Case) -> None:
+    (early, _), (late, _) = held(comm, schedule, case, (3, 8))
+    assert max(comm.allgather_object(late - early)) <= 0  # fewer: the loader of the case before has ended
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("schedule", "case"), CASES, ids=[f"{s} {c}" for s, c in CASES])
+def test_nothing_grows_over_a_thousand_steps(comm: MpiCommunicator, schedule: str, case: Case) -> None:
+    (early, first), (_, middle), (late, last) = held(comm, schedule, case, (3, 500, 1000))
+    grown = comm.allgather_object((late - early, last - first, last - middle))
+    print(f"{schedule} {case}: tensors, bytes, bytes of the second half, by rank: {grown}")
+    assert max(tensors for tensors, _, _ in grown) <= 0, grown
+    assert max(nbytes for _, nbytes, _ in grown) <= SETTLING_BYTES, grown
+    assert max(nbytes for _, _, nbytes in grown) <= CREEP_BYTES, grown

@@ -1,0 +1,74 @@
+"""When receives are posted and when sends begin: the order of calls to a communicator that notes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpipipe.runtime.transport import Mailbox, Outbox
+from mpipipe.values import Instr, Op
+
+
+class Noting:
+    """Messages are on their way until they are waited for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def _post(self, what: str, tag: int) -> Any:
+        self.calls.append((what, tag))
+        return Way(tag)
+
+    def isend(self, buf: Any, peer: int, tag: int) -> Any:
+        return self._post("send", tag)
+
+    def irecv(self, buf: Any, peer: int, tag: int) -> Any:
+        return self._post("receive", tag)
+
+    def wait(self, request: Any) -> None:
+        if not request.arrived:
+            request.arrived = True
+            self.calls.append(("wait", request.tag))
+
+
+class Way:
+    def __init__(self, tag: int) -> None:
+        self.tag, self.arrived = tag, False
+
+    def done(self) -> bool:
+        return self.arrived
+
+
+def instr(op: Op, micro: int, tag: int) -> Instr:
+    return Instr(op, 0, micro, 1, 1, tag)
+
+
+def one(_: Instr) -> list[Tensor]:
+    return [torch.zeros(1)]
+
+
+def test_a_tied_gradient_is_expected_with_the_last_receives_and_a_copy_when_it_is_taken() -> None:
+    comm = Noting()
+    grads = [instr(Op.RECV_GRAD, micro, micro) for micro in range(3)]
+    tied, copy = instr(Op.RECV_TIED, -1, 7), instr(Op.RECV_COPY, -1, 8)
+    mailbox = Mailbox(comm, [*grads, tied, copy], 2, one)  # type: ignore[arg-type]
+    for receive in (*grads, tied, copy):
+        mailbox.take(receive)
+    assert comm.calls == [
+        ("receive", 0), ("receive", 1), ("wait", 0),
+        ("receive", 2), ("wait", 1),
+        ("receive", 7), ("wait", 2),
+        ("wait", 7),
+        ("receive", 8), ("wait", 8),
+    ]  # fmt: skip
+
+
+def test_what_is_sent_once_per_step_lets_the_others_go_first() -> None:
+    comm = Noting()
+    outbox = Outbox(comm)  # type: ignore[arg-type]
+    for micro in range(2):
+        outbox.send([torch.zeros(1)], instr(Op.SEND_GRAD, micro, micro))
+    outbox.send([torch.zeros(1)], instr(Op.SEND_TIED, -1, 7))
+    assert comm.calls == [("send", 0), ("send", 1), ("wait", 0), ("wait", 1), ("send", 7)]
