@@ -46,6 +46,7 @@ from mpipipe.planner.given import check_ranks
 from mpipipe.planner.joint import Asked, counts_of, schedules_of, search
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import check_stages
+from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen
@@ -483,7 +484,9 @@ class Pipeline:
         self.comm = comm = self.comm.survivors()
         self.rank, self.size = comm.rank, comm.size
         self.costs = replace(self.costs, cluster=self._cluster.in_order(members(comm)))
-        self.plan = self._plan(replace(self._asked, n_ranks=comm.size), None, None)
+        schedules = tuple(dict.fromkeys([*self._asked.schedules, PLAIN[0]]))  # some need a number of ranks
+        asked = replace(self._asked, schedules=schedules, n_ranks=comm.size)
+        self.plan = self._plan(asked, None, None)
         self.predicted = predict(self.costs, self.plan.layout, self._program(), self.variants.graph.groups)[1]
         found, model = self.survival.find(comm), self.variants.source
         if found is not None:
