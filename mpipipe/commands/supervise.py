@@ -241,8 +241,8 @@ class Supervisor:
     # -- what is left --------------------------------------------------------------------------
 
     def _look_for_hosts(self) -> str:
-        """Ends what is left on each host, and takes those that answer, also those that are back; what is to be
-        said of the others."""
+        """Ends what is left on each host, and takes those that answer, also those that are back; what is to
+        be said of the others."""
         if self.all_hosts is None:
             return ""
         down = known_hosts.down(self.all_hosts) if "SLURM_JOB_ID" in self.environ else set()
