@@ -79,6 +79,8 @@ def test_an_error_that_can_be_mended_is_not_tried_again(folder, capfd) -> None:
     assert capfd.readouterr().err == "mpipipe: error: no such data\n"
     assert main(["config.yaml", "train.stepz=3"]) == 1
     assert "train.stepz" in capfd.readouterr().err
+    assert main(["config.yaml", "--resume", "--", "./none"]) == 1
+    assert "./none: cannot be started (No such file or directory); name another" in capfd.readouterr().err
 
 
 def test_a_run_whose_summary_is_there_is_done(folder) -> None:
