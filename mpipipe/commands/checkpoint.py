@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command("inspect", _inspect, "steps, sizes, and what a checkpoint says of its run; reads no tensor", each)
     verify = command("verify", _verify, "reads every byte and compares it with the checksums", each)
-    verify.add_argument("--threads", type=positive, default=len(cores_available()), help="default: %(default)s")
+    verify.add_argument(
+        "--threads", type=positive, default=len(cores_available()), help="default: %(default)s"
+    )
     plain = command("export", _export, "a plain Hugging Face folder of the weights", newest_one)
     plain.add_argument("--dtype", choices=DTYPES, help="of all floating-point tensors; default: as they are")
     whole = command("merge", _merge, "a checkpoint that resumes, in fewer files", newest_one)
