@@ -81,6 +81,6 @@ def _misfits(c: Config) -> Iterator[str]:
     t = c.train
     if t.keep_every and (not t.save_every or t.keep_every % t.save_every):
         yield (
-            f"train.keep_every = {t.keep_every} is no multiple of train.save_every = {t.save_every}, so nothing "
-            "would be kept; change one"
+            f"train.keep_every = {t.keep_every} is no multiple of train.save_every = {t.save_every}, so "
+            "there would be nothing to keep; change one"
         )
