@@ -58,7 +58,6 @@ def train(model: str, saves: int, folder: Path) -> None:
     def turn(then: Callable[[], object]) -> float:
         start = time.perf_counter()
         pipe.step()
-        pipe.saver.poll()
         then()
         return time.perf_counter() - start
 

@@ -358,13 +358,14 @@ class Pipeline:
     def step(self, stop: bool = False) -> Step:
         """One optimizer step on the next batch. `stop`: this rank was asked to stop, say so to all.
 
-        Raises MpipipeError on every rank when the loss or a gradient is not finite, and EndOfData where the
-        data has ended.
+        Raises MpipipeError on every rank when the loss or a gradient is not finite, EndOfData where the data
+        has ended, and CheckpointError when a save in the background has failed.
         """
         return self.timed_step(stop)[0]
 
     def timed_step(self, stop: bool = False) -> tuple[Step, Outcome]:
         """As `step`, with the times of this rank's instructions."""
+        self.saver.poll()
         start = time.perf_counter()
         outcome = self.trainer.step(self.steps_done, stop=stop)
         if outcome is None:
@@ -391,14 +392,15 @@ class Pipeline:
             try:
                 done = self.step()
             except EndOfData:
-                return
+                break
             values = {k: v for k, v in vars(done).items() if isinstance(v, float)}
             if eval_every and done.step % eval_every == 0:
                 values |= {f"val_{k}": v for k, v in self.evaluate().items()}
             for call in calls:
                 call(self, done.step, values)
             if done.stop:
-                return
+                break
+        self.saver.finish()
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Mean loss and metrics over the validation data, by name; the same on every rank.
@@ -447,7 +449,8 @@ class Pipeline:
         self, folder: str | Path, beside: Beside = lambda folder: (), then: Callable[[], object] = dict,
         background: bool = True, **told: Any,
     ) -> None:  # fmt: skip
-        """As `save`; in the background it goes on while steps are made; ask `saver.poll` between them.
+        """As `save`, but in the background: steps may follow at once, and one of them raises what has failed.
+        `saver.finish` waits for it, as the next save does, and the end of `fit`.
 
         beside, then: see `Saver.save`; told: fields of `RunState`.
         """

@@ -134,7 +134,6 @@ class Run:
                 metrics.write(step=step.step, **values)
             self.log.step(step.step, values)
             self.turn_s = max(self.turn_s, time.perf_counter() - start)
-            self.pipe.saver.poll()
             if done or step.stop or self._due(t.save_every, step.step):
                 self.save(background=not (done or step.stop))
             if done or step.stop:
