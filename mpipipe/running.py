@@ -18,6 +18,7 @@ from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
+from mpipipe.graph.program import spec
 from mpipipe.models import Built
 from mpipipe.pipeline import Pipeline, Step
 from mpipipe.planner.search import cut_indices, sizes_of_messages, too_full
@@ -39,6 +40,7 @@ from mpipipe.runtime.sample import generate
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.resume import prune, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS
+from mpipipe.state.snapshot import needed_bytes
 from mpipipe.values import Int64, Report, Timeline, to_json
 
 END_OF_DATA = "the end of the data"  # as a reason to stop
@@ -58,7 +60,7 @@ class Run:
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
         self.saved, self.sha = -1, ""
         state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
-        held = self.comm.allgather_object(sum(t.nbytes for t in state.values()))
+        held = self.comm.allgather_object(needed_bytes({name: spec(t) for name, t in state.items()}))
         self.turn_s, self.save_s = 0.0, pipe.size * max(held) / SAVE_BYTES_PER_S  # the longest so far
         self.copied_bytes, self.in_the_way = self._copies(held)
         self.values: dict[str, float] = {}  # of the last evaluation
