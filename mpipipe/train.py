@@ -185,8 +185,10 @@ def _going_on(
 def _beginning(comm: Communicator, config: Config, threads: int, run_dir: Path) -> list[str]:
     """What is said before the first thing that takes long."""
     advice, every = busy_advice(comm, load_average()), config.train.save_every
-    lost = f"at most {counted(every, 'step')} back" if every else "the beginning, as train.save_every=0"
-    recovery = f"recovery: by restart from the newest checkpoint, {lost}; `python -m mpipipe run` restarts"
+    place = f"the newest checkpoint, at most {counted(every, 'step')} back" if every else "the beginning"
+    recovery = (
+        f"recovery: by restart from {place} (train.save_every); `python -m mpipipe run` restarts by itself"
+    )
     if config.run.recover == "mpi":
         recovery = "recovery: in this job, on the ranks that are left, from their mirrors"
     return [

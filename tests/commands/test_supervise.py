@@ -79,6 +79,8 @@ def test_an_error_that_can_be_mended_is_not_tried_again(folder, capfd) -> None:
     assert capfd.readouterr().err == "mpipipe: error: no such data\n"
     assert main(["config.yaml", "train.stepz=3"]) == 1
     assert "train.stepz" in capfd.readouterr().err
+    assert main(["config.yaml", "--resume", "--", "./none"]) == 1
+    assert "./none: cannot be started (No such file or directory); name another" in capfd.readouterr().err
 
 
 def test_a_run_whose_summary_is_there_is_done(folder) -> None:
@@ -91,7 +93,7 @@ def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) ->
     stands = "mkdir run/flight; echo x >run/flight/diagnosis.txt; exec sleep 60"
     code, _ = supervise(folder, stands, "exit 0")
     assert code == 0
-    assert "mpipipe run: the launcher did not return and was ended, after 0 steps" in capfd.readouterr().out
+    assert "the launcher did not return, after 0 steps; goes on from step 0" in capfd.readouterr().out
     monkeypatch.setattr(command, "SILENT_S", 0.3)
     (folder / "starts").unlink()
     silent = "mkdir run/flight; echo x >run/flight/rank-0.alive; exec sleep 60"

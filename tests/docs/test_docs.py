@@ -202,7 +202,7 @@ def unknown_parts(words: list[str]) -> list[str]:
     at = words.index("mpipipe") if "mpipipe" in words else 0
     if at == 0 or words[at - 1] != "-m":
         return []
-    name, *given = words[at + 1 :]
+    name, *given = words[at + 1 : words.index("--") if "--" in words else None]  # behind -- is a launcher
     if name not in COMMANDS:
         return [name]
     source = inspect.getsource(importlib.import_module(COMMANDS[name][0]))

@@ -39,7 +39,10 @@ def seen(held: threading.Event, go_on: threading.Event) -> Looks:
 
     def look() -> None:
         assert held.wait(LONG_S)
-        time.sleep(0.2)  # for the other one to come to where it waits
+        before: object = None  # until the other one has come to where it waits
+        while (now := [view.progress() for view, _ in views.values()]) != before:
+            before = now
+            time.sleep(0.3)
         for rank, (view, thread) in views.items():
             doing, before = view.doing(stack_of(thread), "training"), view.progress()
             recent = [r.instruction for r in view.recent() if r.took_s is None]
