@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipipe.cluster.ending import TimeLimit, stop_signals
+from mpipipe.cluster.ending import TimeLimit
 from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.config import Config
@@ -61,7 +61,8 @@ class Run:
         self.values: dict[str, float] = {}  # of the last evaluation
         self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
 
-    def all(self) -> Report:
+    def all(self, asked: list[str]) -> Report:
+        """asked: reasons to stop, which signals add to."""
         pipe = self.pipe
         for note in (threads_advice(self.comm, pipe.numerics.threads), self._missing()):
             if note:
@@ -72,10 +73,9 @@ class Run:
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         if pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
-        with stop_signals(pipe.rank == 0) as asked:  # to the very end: a late signal must not kill the save
-            with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
-                last = self.loop(metrics, asked)
-            return self.end(last, asked)
+        with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
+            last = self.loop(metrics, asked)
+        return self.end(last, asked)
 
     def _missing(self) -> str | None:
         """What was asked for and cannot be computed."""

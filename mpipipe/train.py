@@ -14,10 +14,11 @@ from pathlib import Path
 
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import end
+from mpipipe.cluster.ending import end, stop_signals
 from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
+from mpipipe.cluster.shared import check_seen
 from mpipipe.config import Config, load
 from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset, prepare
@@ -62,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
         if not given:
             raise MpipipeError(f"no config is named\n{USAGE}")
         comm = connect()
-        train(comm, load(given[0], given[1:]), "--resume" in flags, "--new-numerics" in flags, plan)
+        config = load(given[0], given[1:])
+        with stop_signals(comm.rank == 0) as asked:  # to the very end: a late one must not kill the save
+            train(comm, config, "--resume" in flags, "--new-numerics" in flags, plan, asked)
         comm.close()
         return 0
     except BaseException as error:
@@ -86,11 +89,13 @@ def train(
     resume: bool = False,
     new_numerics: bool = False,
     plan: str | None = None,
+    asked: list[str] | None = None,
 ) -> Report:
     """Trains as configured; the report is the same on every rank. Collective.
 
     resume: goes on from the newest whole checkpoint of the run in `run.dir`, or of the latest run.
-    plan: the file of a plan whose layout is used.
+    plan: the file of a plan whose layout is used. asked: reasons to stop: where there is one, the run ends after
+    its step.
     """
     settings = {**config.model_dump(), "command": {"--resume": resume, "--new-numerics": new_numerics}}
     given = {f"{s}.{k}": repr(v) for s, keys in settings.items() for k, v in keys.items()}
@@ -99,6 +104,7 @@ def train(
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None
     run_dir, checkpoint, said, resumed, new_data = place
+    check_seen(comm, run_dir / CONFIG, "run.dir")
     if not resumed or new_data:  # else the corpus is there, and must stay as it was
         prepare(config, run_dir, comm.rank == 0)
     comm.barrier()
@@ -130,7 +136,7 @@ def train(
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         if comm.rank == 0:
             make_latest(config, run_dir)
-        return Run(config, pipe, built, run_dir, log).all()
+        return Run(config, pipe, built, run_dir, log).all([] if asked is None else asked)
 
 
 def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], bool, bool]:

@@ -1,0 +1,92 @@
+"""The line that starts the ranks of a Slurm job: which launcher, why, and what it is asked for."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpipipe.cluster.doctor.launcher import family
+from mpipipe.cluster.slurm import Assignment, compressed
+from mpipipe.errors import LaunchError
+
+LAUNCHER, CONTAINER = "MPIPIPE_LAUNCHER", "MPIPIPE_CONTAINER"
+ASK_S = 30.0
+
+
+def start_line(
+    assigned: Assignment, mpi: str, program: Sequence[str], environ: Mapping[str, str]
+) -> tuple[list[str], str]:
+    """(words of the command, why this launcher). mpi: such as "Open MPI 5.0.11"; program: what each rank is.
+
+    Of the two variables that the line sets, SLURM_TASKS_PER_NODE is where mpirun reads its slots. Raises
+    LaunchError where there is no launcher that fits.
+    """
+    words, why = _launcher(mpi, environ)
+    name = Path(words[0]).name
+    if name == "srun":
+        asked = _srun(assigned)
+    elif family(mpi) == "Open MPI":
+        asked = _open_mpi(assigned)
+    else:
+        asked = _hydra(assigned)
+    slots = f"SLURM_TASKS_PER_NODE={compressed(assigned.per_node)}"
+    unbound = () if assigned.bound else ("PRTE_MCA_hwloc_default_binding_policy=none",)
+    return ["env", slots, *unbound, *words, "-n", str(assigned.ranks), *asked, *program], why
+
+
+def _launcher(mpi: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
+    plugin = "pmix" if family(mpi) == "Open MPI" else "pmi2"
+    path = environ.get("PATH", "")
+    if given := environ.get(LAUNCHER):
+        return shlex.split(given), f"{LAUNCHER} says so"
+    if environ.get(CONTAINER):
+        return ["srun", f"--mpi={plugin}"], f"the launcher of {CONTAINER} is the site's"
+    if own := _first(str(Path(sys.prefix) / "bin")):
+        return [own], "the environment brings its own launcher"
+    if plugin in _plugins(path):
+        return ["srun", f"--mpi={plugin}"], "this Slurm starts the site's MPI itself"
+    if site := _first(path):
+        return [site], f"this srun has no {plugin}"
+    raise LaunchError(
+        f"no launcher for {mpi}: there is no mpirun on the PATH, and srun has no {plugin}; load the module of "
+        f"the MPI (MPIPIPE_MODULES=...), or set {LAUNCHER}"
+    )
+
+
+def _first(path: str) -> str:
+    return shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path) or ""
+
+
+def _plugins(path: str) -> list[str]:
+    """The languages of MPI libraries that srun speaks."""
+    if (srun := shutil.which("srun", path=path)) is None:
+        return []
+    asked = subprocess.run([srun, "--mpi=list"], capture_output=True, text=True, timeout=ASK_S)
+    return (asked.stdout + asked.stderr).split()
+
+
+def _srun(assigned: Assignment) -> list[str]:
+    most = max(assigned.per_node)
+    even = [f"--ntasks-per-node={most}"] if len(set(assigned.per_node)) == 1 else []
+    return [
+        f"--nodes={len(assigned.per_node)}", *even, f"--cpus-per-task={assigned.threads}",
+        *(["--cpu-bind=cores", "--hint=nomultithread"] if assigned.bound else ["--cpu-bind=none"]),
+        "--kill-on-bad-exit=1",
+    ]  # fmt: skip
+
+
+def _open_mpi(assigned: Assignment) -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    if assigned.bound:
+        return [*root, "--map-by", f"slot:PE={assigned.threads}", "--bind-to", "core"]
+    return [*root, "--map-by", "slot", "--bind-to", "none"]
+
+
+def _hydra(assigned: Assignment) -> list[str]:
+    bound = ["-bind-to", f"core:{assigned.threads}"] if assigned.bound else ["-bind-to", "none"]
+    return ["-ppn", str(max(assigned.per_node)), *bound]
