@@ -94,8 +94,8 @@ def train(
     """Trains as configured; the report is the same on every rank. Collective.
 
     resume: goes on from the newest whole checkpoint of the run in `run.dir`, or of the latest run.
-    plan: the file of a plan whose layout is used. asked: reasons to stop: where there is one, the run ends after
-    its step.
+    plan: the file of a plan whose layout is used. asked: reasons to stop: where there is one, the run ends
+    after its step.
     """
     settings = {**config.model_dump(), "command": {"--resume": resume, "--new-numerics": new_numerics}}
     given = {f"{s}.{k}": repr(v) for s, keys in settings.items() for k, v in keys.items()}

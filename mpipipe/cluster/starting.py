@@ -53,8 +53,8 @@ def _launcher(mpi: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
     if site := _first(path):
         return [site], f"this srun has no {plugin}"
     raise LaunchError(
-        f"no launcher for {mpi}: there is no mpirun on the PATH, and srun has no {plugin}; load the module of "
-        f"the MPI (MPIPIPE_MODULES=...), or set {LAUNCHER}"
+        f"no launcher for {mpi}: there is no mpirun on the PATH, and srun has no {plugin}; load the module "
+        f"of the MPI (MPIPIPE_MODULES=...), or set {LAUNCHER}"
     )
 
 

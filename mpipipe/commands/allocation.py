@@ -1,5 +1,5 @@
-"""`python -m mpipipe plan config.yaml --from-allocation`, inside a Slurm job: ranks per node, threads and binding
-for its nodes. `python -m mpipipe launch` starts them so.
+"""`python -m mpipipe plan config.yaml --from-allocation`, inside a Slurm job: ranks per node, threads and
+binding for its nodes. `python -m mpipipe launch` starts them so.
 """
 
 from __future__ import annotations
