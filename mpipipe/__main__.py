@@ -18,6 +18,7 @@ COMMANDS = {
         "mpipipe.commands.calibrate",
         "measure the ranks that it is started on, for plan --cluster",
     ),
+    "submit": ("mpipipe.commands.submit", "choose a number of nodes, and submit the run to Slurm"),
     "launch": ("mpipipe.commands.launch", "the line that starts the ranks of this Slurm job"),
     "tokenize": ("mpipipe.data.tokenize", "make a token file of text, on all cores; without mpirun"),
 }

@@ -36,10 +36,12 @@ if [ "${MPIPIPE_STAGE:-}" = archive ]; then # one file, instead of thousands of 
     python=("$own/bin/python")
 fi
 
-assignment=$(mktemp --suffix=.json)
+early= assignment=$(mktemp --suffix=.json)
+trap 'early=1' USR1 TERM
 echo "train.sh: ${python[*]}, start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID"
 "${python[@]}" -m mpipipe plan "$@" --from-allocation -o "$assignment"
 line=$("${python[@]}" -m mpipipe launch "$@" --assignment "$assignment")
+[ -z "$early" ] || fail "asked to stop before the training began" "give the job more time: sbatch -t"
 # mpirun kills its ranks within a second of a SIGTERM, but hands SIGUSR1 on: they stop after the current step.
 eval "exec $line" & child=$! again=1
 trap 'kill -USR1 $child' USR1

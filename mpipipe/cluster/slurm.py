@@ -99,6 +99,12 @@ def most_threads(given: Allocation, cores: int) -> int:
     return given.cores_per_task or max(1, cores // max(given.tasks))
 
 
+def threads_of_a_domain(cores: int, here: Binding) -> int:
+    """Those of a rank that has a NUMA domain to itself, as far as this node tells."""
+    domains = sum(not set(domain).isdisjoint(here.usable) for domain in here.numa)
+    return max(1, cores // max(1, domains))
+
+
 def assign(given: Allocation, per_node: Sequence[int], threads: int, cores: int) -> Assignment:
     """Ranks are bound where each can have cores of its own. cores: see `cores_per_node`."""
     return Assignment(tuple(per_node), threads, bound=max(per_node) * threads <= cores)

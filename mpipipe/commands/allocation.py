@@ -19,6 +19,7 @@ from mpipipe.cluster.slurm import (
     cores_per_node,
     most_threads,
     spread,
+    threads_of_a_domain,
     told,
 )
 from mpipipe.commands import run
@@ -69,8 +70,7 @@ def _threads(job: JobRun, given: Allocation, cores: int, here: Binding) -> tuple
         return saved, "as the run has had them before: they decide its bits"
     if given.tasks:
         return most_threads(given, cores), "all cores of a task (pipeline.threads=auto)"
-    domains = sum(not set(domain).isdisjoint(here.usable) for domain in here.numa)
-    return max(1, cores // max(1, domains)), "the cores of a NUMA domain (pipeline.threads=auto)"
+    return threads_of_a_domain(cores, here), "the cores of a NUMA domain (pipeline.threads=auto)"
 
 
 def _ranks(a: argparse.Namespace, given: Allocation, cores: int, threads: int) -> tuple[Sequence[int], str]:
@@ -86,10 +86,9 @@ def _ranks(a: argparse.Namespace, given: Allocation, cores: int, threads: int) -
     most = max(1, cores // threads)
     if most == 1:
         return (1,) * given.nodes, "each with the cores of a node"
-    from mpipipe.commands.nodes import Planned  # torch, where it is needed
+    from mpipipe.commands.nodes import Planned, fastest  # torch, where it is needed
 
     config = load(a.config, [*a.overrides, f"pipeline.threads={threads}"])
-    steps = {n: p.step_s for n, p in Planned(config, given.nodes).by_ranks_per_node(most).items()}
-    best = min(steps, key=lambda n: (steps[n], n))
-    tried = ", ".join(f"{n} per node {seconds:.3g} s" for n, seconds in steps.items())
-    return (best,) * given.nodes, f"the shortest predicted step: {tried}"
+    found = Planned(config, given.nodes).by_ranks_per_node(given.nodes, most)
+    tried = ", ".join(f"{n} per node {prediction.step_s:.3g} s" for n, prediction in found.items())
+    return (fastest(found),) * given.nodes, f"the shortest predicted step: {tried}"

@@ -1,0 +1,58 @@
+"""A job whose time is over, or that loses a node, goes on in another start, to the bits of one that was left
+alone. On a real Slurm; needs the test bed (MPIPIPE_TESTBED) and root."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from slurm_jobs import TESTBED, Job
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
+ONE_EACH = ("--ntasks-per-node=1",)
+
+
+@pytest.fixture
+def slow(folder: Path) -> Path:
+    """The file that makes steps slow."""
+    (folder / "slow").touch()
+    return folder / "slow"
+
+
+def test_usr1_saves_and_queues_again_with_the_same_final_bits(
+    folder: Path, slow: Path, whole_sha: str
+) -> None:
+    job = Job(folder, "asked", "-N", "2", *ONE_EACH)
+    job.trains()
+    job.signal("USR1")
+    slow.unlink()
+    job.requeued()
+    assert job.completed() == whole_sha
+    assert job.field("Restarts") == "1"
+    assert job.output.count("the time of the job is over before the run: it is queued again") == 1
+    assert "mpipipe: resuming asked after" in job.output
+
+
+def test_the_time_limit_of_the_job_saves_and_queues_again(folder: Path, slow: Path, whole_sha: str) -> None:
+    job = Job(folder, "limited", "-N", "2", *ONE_EACH, "-t", "10", "--signal=B:USR1@60")
+    job.trains()
+    job.update(TimeLimit="2")
+    job.requeued(TimeLimit="10")
+    slow.unlink()
+    assert job.completed() == whole_sha
+    assert job.field("Restarts") == "1"
+
+
+def test_a_job_that_loses_a_node_goes_on_with_those_that_are_left(
+    folder: Path, slow: Path, whole_sha: str
+) -> None:
+    job = Job(folder, "range", "-N", "2-3", *ONE_EACH)
+    job.trains()
+    assert "ranks: 3, 1(x3) by node" in job.output
+    subprocess.run([TESTBED / "hosts-ctl", "--group", "slurm", "kill", "node3"], check=True)
+    job.requeued()
+    slow.unlink()
+    assert job.completed() == whole_sha
+    assert job.field("NumNodes") == "2"
+    assert "ranks: 2, 1(x2) by node" in job.output
