@@ -59,7 +59,9 @@ class Job:
     """`sbatch options slurm/train.sh config.yaml run.dir=NAME arguments`, in a folder."""
 
     def __init__(self, folder: Path, name: str, *options: str, **environ: str) -> None:
+        """Submitted when no other job is left on any node."""
         self.folder, self.run_dir, self.out = folder, folder / name, folder / f"{name}.out"
+        self._wait(lambda: self._slurm("sinfo", "-h", "-o", "%T").split() == ["idle"] * 2)  # two partitions
         script = REPOSITORY / "slurm" / "train.sh"
         self.id = self._slurm(
             "sbatch", "--parsable", "-o", self.out, *options, script, "config.yaml", f"run.dir={name}",
@@ -79,7 +81,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        return self.out.read_text(errors="replace") if self.out.exists() else ""
+        return self.out.read_text(errors="replace") if self.out.exists() else "nothing was written"
 
     @property
     def steps(self) -> int:
@@ -90,12 +92,18 @@ class Job:
             return 0
 
     def until(self, true: Callable[[], object]) -> None:
+        def checked() -> object:
+            state = self.field("JobState")
+            assert state not in ("FAILED", "CANCELLED", "TIMEOUT"), f"{state}\n{self.output}"
+            return true()
+
+        self._wait(checked)
+
+    def _wait(self, true: Callable[[], object]) -> None:
         deadline = time.monotonic() + JOB_S
         while not true():
             assert time.monotonic() < deadline, self.output
-            state = self.field("JobState")
-            assert state not in ("FAILED", "CANCELLED", "TIMEOUT"), f"{state}\n{self.output}"
-            time.sleep(0.2)
+            time.sleep(0.3)
 
     def trains(self) -> None:
         """Returns when a few steps are done."""

@@ -34,8 +34,8 @@ class Nodes(Here):
 
 
 class Planned:
-    """A config whose pipeline.threads is a number. ranks: for about which costs are taken; file: of the nodes,
-    None = they are like this one."""
+    """A config whose pipeline.threads is a number. ranks: for about which costs are taken; file: of the
+    nodes, None = they are like this one."""
 
     def __init__(
         self, config: Config, ranks: int, node_bytes: int | None = None, file: ClusterConfig | None = None

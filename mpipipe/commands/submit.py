@@ -1,5 +1,5 @@
-"""`python -m mpipipe submit config.yaml [--nodes 1-16]`: how many nodes are worth it, then a batch script with
-what was decided, then sbatch.
+"""`python -m mpipipe submit config.yaml [--nodes 1-16]`: how many nodes are worth it, then a batch script
+with what was decided, then sbatch.
 
     sinfo -> plans for several numbers of nodes -> the knee -> RUN/submit.sh, made of slurm/train.sh -> sbatch
 """
@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     add("--cluster", metavar="FILE", help="its nodes, measured by calibrate; else with processors like this")
     add("--dry-run", action="store_true", help="write the batch script, but do not submit it")
     a = parser.parse_intermixed_args(list(argv))
+    a.words = argv
     return run(lambda: _submit(a))
 
 
@@ -174,7 +175,7 @@ def _script(a: argparse.Namespace, choice: Choice, limit_s: float, folder: Path,
     arguments = [str(Path(a.config).absolute()), *a.overrides, f"run.dir={folder.absolute()}"]
     return "\n".join([
         kept[0],
-        f"# Written by: {shlex.join(['python', '-m', 'mpipipe', *sys.argv[1:]])}",
+        f"# Written by: python -m mpipipe submit {shlex.join(a.words)}",
         f"# {choice.told()}",
         *kept[1:end],
         *(f"#SBATCH --{key}={value}" for key, value in resources.items() if value is not None),
