@@ -61,7 +61,7 @@ class Job:
     def __init__(self, folder: Path, name: str, *options: str, **environ: str) -> None:
         """Submitted when no other job is left on any node."""
         self.folder, self.run_dir, self.out = folder, folder / name, folder / f"{name}.out"
-        self._wait(lambda: self._slurm("sinfo", "-h", "-o", "%T").split() == ["idle"] * 2)  # two partitions
+        self._wait(lambda: set(self._slurm("sinfo", "-h", "-o", "%T").split()) == {"idle"})
         script = REPOSITORY / "slurm" / "train.sh"
         self.id = self._slurm(
             "sbatch", "--parsable", "-o", self.out, *options, script, "config.yaml", f"run.dir={name}",
