@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("mpipipe.train", "train as a config says; under mpirun, on as many ranks as it starts"),
+    "run": ("mpipipe.commands.supervise", "train, and go on after failures; it starts mpirun or srun itself"),
     "plan": ("mpipipe.commands.plan", "the cut, time and memory on any number of ranks; without mpirun"),
     "partition": ("mpipipe.commands.partition", "which device holds which node of a graph from elsewhere"),
     "draw": ("mpipipe.commands.draw", "draw a plan, or the measured step of a run"),

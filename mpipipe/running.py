@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import time
 from collections import deque
@@ -15,6 +16,7 @@ import numpy as np
 from mpipipe.cluster.ending import TimeLimit
 from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
+from mpipipe.cluster.watchdog import Watchdog
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
 from mpipipe.models import Built
@@ -32,8 +34,10 @@ from mpipipe.report.scalars import FOLDER, Scalars
 from mpipipe.report.summary import summary
 from mpipipe.report.trace import TRACE, Trace, thin, write_trace
 from mpipipe.report.truth import largest_miss, truths
+from mpipipe.runtime.flight import InterpreterView
 from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
+from mpipipe.runtime.slowness import Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.resume import prune, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS
@@ -47,11 +51,14 @@ class Run:
     """The steps of one run on one rank, and its end."""
 
     def __init__(
-        self, config: Config, pipe: Pipeline, built: Built, run_dir: Path, log: Progress | Silent
-    ) -> None:
+        self, config: Config, pipe: Pipeline, built: Built, run_dir: Path, log: Progress | Silent,
+        watchdog: Watchdog,
+    ) -> None:  # fmt: skip
         self.config, self.pipe, self.built, self.run_dir, self.log = config, pipe, built, run_dir, log
-        self.data, self.comm = pipe.data, pipe.comm
+        self.data, self.comm, self.watchdog = pipe.data, pipe.comm, watchdog
+        watchdog.watch(InterpreterView(pipe.trainer.interpreter), pipe.plan.prediction.step_s)
         self.recorder = Recorder(pipe.comm, pipe.program)
+        self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
         self.saved, self.sha = -1, ""
@@ -73,9 +80,11 @@ class Run:
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         if pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(pipe.plan))
-        with self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
+        training = self.watchdog.during("the training loop", counts=True)
+        with training, self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
             last = self.loop(metrics, asked)
-        return self.end(last, asked)
+        with self.watchdog.during("the end of the run"):
+            return self.end(last, asked)
 
     def _missing(self) -> str | None:
         """What was asked for and cannot be computed."""
@@ -111,10 +120,13 @@ class Run:
                         if metrics is not None:
                             metrics.write(step=last.step, **self.values)
                         self.log.step(last.step, self.values)
-                self.save()
+                with self.watchdog.during("a checkpoint"):
+                    self.save()
                 return replace(last, stop=True)
             last = step
             self.recorder.add(outcome)
+            if slow := self.slowness.add(outcome):
+                self.log.say(f"note: {slow}")
             self.step_s.append(step.seconds)
             self.all_steps_s += step.seconds
             values, done = self._values(step), step.step >= t.steps
@@ -126,7 +138,8 @@ class Run:
             self.log.step(step.step, values)
             self.turn_s = max(self.turn_s, time.perf_counter() - start)
             if done or step.stop or self._due(t.save_every, step.step):
-                self.save()
+                with self.watchdog.during("a checkpoint"):
+                    self.save()
             if done or step.stop:
                 return step
 

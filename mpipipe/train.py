@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from mpipipe.cluster.agree import agree, surroundings
@@ -19,6 +20,7 @@ from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.shared import check_seen
+from mpipipe.cluster.watchdog import Watchdog, clear
 from mpipipe.config import Config, load
 from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset, prepare
@@ -107,16 +109,20 @@ def train(
     check_seen(comm, run_dir / CONFIG, "run.dir")
     if not resumed or new_data:  # else the corpus is there, and must stay as it was
         prepare(config, run_dir, comm.rank == 0)
+    if comm.rank == 0:
+        clear(run_dir)
     comm.barrier()
     opened = open_dataset(config, run_dir)
     data, val = opened if isinstance(opened, tuple) else (opened, None)
     built = build(config, data)
-    with room_in(run_dir), _progress(comm, config, run_dir) as log:
+    watchdog = Watchdog(comm.rank, comm.size, run_dir, config.run.watchdog)
+    with room_in(run_dir), _progress(comm, config, run_dir) as log, closing(watchdog):
+        watchdog.start()
         for line in said:
             log.say(line)
         c, t, p = config, config.train, config.pipeline
         threads = threads_of(comm, p.threads, None if checkpoint is None else read_state(checkpoint))
-        for line in _beginning(comm, c.model.name, threads, run_dir):
+        for line in _beginning(comm, config, threads, run_dir):
             log.say(line)
         pipe = Pipeline(
             built.model, built.loss, built.data, optimizer_settings(config), batch=t.batch, val=val,
@@ -136,7 +142,7 @@ def train(
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         if comm.rank == 0:
             make_latest(config, run_dir)
-        return Run(config, pipe, built, run_dir, log).all([] if asked is None else asked)
+        return Run(config, pipe, built, run_dir, log, watchdog).all([] if asked is None else asked)
 
 
 def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], bool, bool]:
@@ -169,13 +175,16 @@ def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], 
     return run_dir, checkpoint, said, True, new_data
 
 
-def _beginning(comm: Communicator, model: str, threads: int, run_dir: Path) -> list[str]:
+def _beginning(comm: Communicator, config: Config, threads: int, run_dir: Path) -> list[str]:
     """What is said before the first thing that takes long."""
-    advice = busy_advice(comm, load_average())
+    advice, every = busy_advice(comm, load_average()), config.train.save_every
+    lost = f"at most {counted(every, 'step')} back" if every else "the beginning, as train.save_every=0"
+    recovery = f"recovery: by restart from the newest checkpoint, {lost}; `python -m mpipipe run` restarts"
     return [
         f"mpipipe: {counted(comm.size, 'rank')} x {counted(threads, 'thread')}, run folder {run_dir}",
         *([f"note: {advice}"] if advice else []),
-        f"{model}: it is captured, then what its parts cost here is measured ...",
+        *([recovery] if comm.size > 1 else []),
+        f"{config.model.name}: it is captured, then what its parts cost here is measured ...",
     ]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mpipipe.cluster.watchdog import Watchdog
 from mpipipe.config import parse
 from mpipipe.errors import EndOfData
 from mpipipe.pipeline import Step
@@ -49,6 +51,8 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     )
     run.pipe, run.data = Ends(), SimpleNamespace(val_samples=8, tokens_per_sample=1)
     run.recorder, run.step_s, run.values, run.unit = SimpleNamespace(add=lambda _: None), [], {}, "samples"
+    run.slowness = SimpleNamespace(add=lambda _: None)
+    run.watchdog = Watchdog(0, 1, Path(), "off")
     run.turn_s, run.save_s, run.all_steps_s, run.save = 0.0, 0.0, 0.0, lambda: None
     run.log = SimpleNamespace(step=lambda step, values: shown.append((step, "val_loss" in values)))
     metrics: Any = SimpleNamespace(write=lambda step, **values: written.append((step, "val_loss" in values)))

@@ -1,4 +1,4 @@
-"""The line that starts the ranks of a Slurm job: which launcher, why, and what it is asked for."""
+"""What starts the ranks of a Slurm job: which launcher, why, and what it is asked for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from mpipipe.cluster.doctor.launcher import family
+from mpipipe.cluster.doctor.launcher import family, first_in
 from mpipipe.cluster.slurm import Assignment, compressed
 from mpipipe.errors import LaunchError
 
@@ -18,17 +19,22 @@ LAUNCHER, CONTAINER = "MPIPIPE_LAUNCHER", "MPIPIPE_CONTAINER"
 ASK_S = 30.0
 
 
-def start_line(
-    assigned: Assignment, mpi: str, program: Sequence[str], environ: Mapping[str, str]
-) -> tuple[list[str], str]:
-    """(words of the command, why this launcher). mpi: such as "Open MPI 5.0.11"; program: what each rank is.
+@dataclass(frozen=True)
+class Start:
+    """environ: NAME=value, of the launcher; launcher: with its options, but for the number of ranks."""
 
-    Of the two variables that the line sets, SLURM_TASKS_PER_NODE is where mpirun reads its slots. Raises
-    LaunchError where there is no launcher that fits.
+    environ: tuple[str, ...]
+    launcher: tuple[str, ...]
+    why: str  # this one
+
+
+def start(assigned: Assignment, mpi: str, environ: Mapping[str, str]) -> Start:
+    """mpi: such as "Open MPI 5.0.11". Raises LaunchError where there is no launcher that fits.
+
+    SLURM_TASKS_PER_NODE is where mpirun reads how many ranks each node takes.
     """
     words, why = _launcher(mpi, environ)
-    name = Path(words[0]).name
-    if name == "srun":
+    if Path(words[0]).name == "srun":
         asked = _srun(assigned)
     elif family(mpi) == "Open MPI":
         asked = _open_mpi(assigned)
@@ -36,7 +42,7 @@ def start_line(
         asked = _hydra(assigned)
     slots = f"SLURM_TASKS_PER_NODE={compressed(assigned.per_node)}"
     unbound = () if assigned.bound else ("PRTE_MCA_hwloc_default_binding_policy=none",)
-    return ["env", slots, *unbound, *words, "-n", str(assigned.ranks), *asked, *program], why
+    return Start((slots, *unbound), (*words, *asked), why)
 
 
 def _launcher(mpi: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
@@ -46,20 +52,16 @@ def _launcher(mpi: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
         return shlex.split(given), f"{LAUNCHER} says so"
     if environ.get(CONTAINER):
         return ["srun", f"--mpi={plugin}"], f"the launcher of {CONTAINER} is the site's"
-    if own := _first(str(Path(sys.prefix) / "bin")):
+    if own := first_in(str(Path(sys.prefix) / "bin")):
         return [own], "the environment brings its own launcher"
     if plugin in _plugins(path):
         return ["srun", f"--mpi={plugin}"], "this Slurm starts the site's MPI itself"
-    if site := _first(path):
+    if site := first_in(path):
         return [site], f"this srun has no {plugin}"
     raise LaunchError(
         f"no launcher for {mpi}: there is no mpirun on the PATH, and srun has no {plugin}; load the module "
         f"of the MPI (MPIPIPE_MODULES=...), or set {LAUNCHER}"
     )
-
-
-def _first(path: str) -> str:
-    return shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path) or ""
 
 
 def _plugins(path: str) -> list[str]:

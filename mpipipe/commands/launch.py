@@ -1,9 +1,9 @@
 """`python -m mpipipe launch config.yaml [key=value ...]`, inside a Slurm job: the line that starts its ranks.
 
-    plan --from-allocation -> Assignment -> launch -> a line for the shell
+    plan --from-allocation -> Assignment -> launch -> a line for the shell -> run, the supervisor -> launcher
 
-It is printed, not run, so that the shell that runs it holds the launcher and may hand signals on. Why it is
-that one goes to the standard error output.
+It is printed, not run, so that the shell that runs it may hand signals on. Why it is that launcher goes to
+the standard error output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from mpipipe.cluster.mpi import installed
 from mpipipe.cluster.slurm import Assignment
-from mpipipe.cluster.starting import CONTAINER, start_line
+from mpipipe.cluster.starting import CONTAINER, start
 from mpipipe.commands import run
 from mpipipe.commands.allocation import assignment
 from mpipipe.commands.job import add_arguments, run_of_job
@@ -59,15 +59,16 @@ def _print_line(a: argparse.Namespace) -> None:
     else:
         assigned, lines = assignment(a)
         _say(*lines)
-    mpi = installed(os.environ)
-    words, why = start_line(assigned, mpi, [*_python(), "-m", "mpipipe.train", *job.arguments], os.environ)
-    _say(f"launcher: {shlex.join(words[: words.index('-m')])} ({mpi}; {why})")
-    print(shlex.join(words))
-
-
-def _python() -> list[str]:
-    image = os.environ.get(CONTAINER)
-    return ["apptainer", "exec", image, "python3"] if image else [sys.executable]
+    mpi, image = installed(os.environ), os.environ.get(CONTAINER)
+    found = start(assigned, mpi, os.environ)
+    _say(f"launcher: {shlex.join(found.launcher)} ({mpi}; {found.why})")
+    count = ["-n", str(assigned.ranks)]
+    if image:  # from within, no launcher of the site's can be reached
+        inside = ["apptainer", "exec", image, "python3", "-m", "mpipipe.train", *job.arguments]
+        line = [*found.launcher, *count, *inside]
+    else:
+        line = [sys.executable, "-m", "mpipipe", "run", *job.arguments, *count, "--", *found.launcher]
+    print(shlex.join(["env", *found.environ, *line]))
 
 
 def _read(path: str) -> Assignment:

@@ -24,6 +24,9 @@ Patterns = Annotated[tuple[str, ...], Strict(False)]
 Task = Literal["causal", "masked", "seq2seq", "image", "sequence"]
 OrderFile = Annotated[str, Field(pattern=r"\.csv$")]  # one line per rank, as `0F0,0F1,0B0,0B1`
 BuiltIn = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "auto"]
+Watchdog = Annotated[  # YAML reads a bare off as false
+    Literal["auto", "off"] | Above0, BeforeValidator(lambda value: "off" if value is False else value)
+]
 Dotted = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]  # package.module:name
 
 
@@ -298,6 +301,7 @@ class RunConfig(Section):
     log_every: Positive = 10  # steps between lines of the log
     tensorboard: bool = False  # metrics also as scalars for TensorBoard, in the folder tensorboard
     time_limit: Above0 | None = None  # minutes, then a checkpoint and the end; null = the job's own
+    watchdog: Watchdog = "auto"  # seconds without progress that end a run; auto = 60, or 10 predicted steps
 
 
 class SampleConfig(Section):

@@ -78,3 +78,9 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _keep(path: Path, first_lines: list[bytes]) -> None:
     os.truncate(path, sum(map(len, first_lines)))
+
+
+def last_step(path: Path) -> int:
+    """Of the last whole line; 0 where there is none."""
+    lines = _whole_lines(path) if path.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)  # what names a batch, such as (split, step, start, stop, keys)
 B = TypeVar("B")
+THREAD = "mpipipe-prefetch"  # name of the thread
 
 
 class _Failed:
@@ -29,7 +30,7 @@ class Prefetch(Generic[R, B]):
         self._ready: dict[R, B | _Failed] = {}
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="mpipipe-prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
         self._thread.start()
 
     def expect(self, requests: Iterable[R], all_at_once: Iterable[R] = ()) -> None:

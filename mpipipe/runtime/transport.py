@@ -95,6 +95,10 @@ class Mailbox:
         tensors = self._targets(instr)
         self._posted[instr] = [(t, self._comm.irecv(as_bytes(t), instr.peer, instr.tag)) for t in tensors]
 
+    def pending(self) -> list[Instr]:
+        """Receives that are posted and not taken; may be asked by another thread."""
+        return list(self._posted)
+
     def take(self, instr: Instr) -> list[Tensor]:
         """The tensors of a receive, waited for; the next receive is posted in its place."""
         if instr not in self._posted:
@@ -109,15 +113,19 @@ class Mailbox:
 class Outbox:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._sent: deque[tuple[Request, Tensor, Callable[[], None] | None]] = deque()
+        self._sent: deque[tuple[Request, Tensor, Callable[[], None] | None, Instr]] = deque()
 
     def send(self, tensors: Sequence[Tensor], instr: Instr, then: Callable[[], None] | None = None) -> None:
         """Sends without waiting; `then` runs when the last tensor has left."""
         for i, t in enumerate(tensors):
             request = self._comm.isend(as_bytes(t), instr.peer, instr.tag)
-            self._sent.append((request, t, then if i == len(tensors) - 1 else None))
+            self._sent.append((request, t, then if i == len(tensors) - 1 else None, instr))
         while self._sent and self._sent[0][0].done():
             self._leave()
+
+    def pending(self) -> list[Instr]:
+        """Of the messages that may not have left; may be asked by another thread."""
+        return [instr for _, _, _, instr in list(self._sent)]
 
     def wait_all(self) -> None:
         while self._sent:
@@ -125,6 +133,6 @@ class Outbox:
             self._leave()
 
     def _leave(self) -> None:
-        _, _, then = self._sent.popleft()
+        _, _, then, _ = self._sent.popleft()
         if then is not None:
             then()

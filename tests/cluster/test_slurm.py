@@ -24,7 +24,7 @@ from mpipipe.cluster.slurm import (
     spread,
     told,
 )
-from mpipipe.cluster.starting import start_line
+from mpipipe.cluster.starting import start
 from mpipipe.errors import LaunchError
 
 OPEN_MPI, MPICH = "Open MPI 5.0.11", "MPICH 5.0.1"
@@ -97,36 +97,34 @@ def test_the_launcher_is_the_one_that_fits_the_mpi(site: Path) -> None:
     two = Assignment((2, 2), 3, bound=True)
 
     def line(mpi: str, **more: str) -> tuple[str, str]:
-        words, why = start_line(two, mpi, ["python"], {**environ, **more})
-        return " ".join(words), why
+        found = start(two, mpi, {**environ, **more})
+        assert found.environ == ("SLURM_TASKS_PER_NODE=2(x2)",)
+        return " ".join(found.launcher), found.why
 
-    slots = "env SLURM_TASKS_PER_NODE=2(x2) "
-    srun = "-n 4 --nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --cpu-bind=cores --hint=nomultithread"
-    by_srun = f"{srun} --kill-on-bad-exit=1 python"
+    srun = "--nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --cpu-bind=cores --hint=nomultithread"
+    by_srun = f"{srun} --kill-on-bad-exit=1"
     assert line(MPICH) == (
-        f"{slots}srun --mpi=pmi2 {by_srun}",
+        f"srun --mpi=pmi2 {by_srun}",
         "this Slurm starts the site's MPI itself",
     )
     with pytest.raises(LaunchError, match=r"no launcher for Open MPI 5\.0\.11: .* srun has no pmix; load"):
         line(OPEN_MPI)
     mpirun = program(site / "bin" / "mpirun")
-    by_mpirun = "-n 4 --map-by slot:PE=3 --bind-to core python"
-    assert line(OPEN_MPI) == (f"{slots}{mpirun} {by_mpirun}", "this srun has no pmix")
+    by_mpirun = "--map-by slot:PE=3 --bind-to core"
+    assert line(OPEN_MPI) == (f"{mpirun} {by_mpirun}", "this srun has no pmix")
     own = program(site / "env" / "bin" / "mpirun")
-    assert line(OPEN_MPI) == (f"{slots}{own} {by_mpirun}", "the environment brings its own launcher")
-    assert line(MPICH)[0] == f"{slots}{own} -n 4 -ppn 2 -bind-to core:3 python"
-    assert line(OPEN_MPI, MPIPIPE_CONTAINER="a.sif")[0] == f"{slots}srun --mpi=pmix {by_srun}"
+    assert line(OPEN_MPI) == (f"{own} {by_mpirun}", "the environment brings its own launcher")
+    assert line(MPICH)[0] == f"{own} -ppn 2 -bind-to core:3"
+    assert line(OPEN_MPI, MPIPIPE_CONTAINER="a.sif")[0] == f"srun --mpi=pmix {by_srun}"
     named = line(OPEN_MPI, MPIPIPE_LAUNCHER="srun --mpi=pmix_v4 --exact")
-    assert named == (f"{slots}srun --mpi=pmix_v4 --exact {by_srun}", "MPIPIPE_LAUNCHER says so")
+    assert named == (f"srun --mpi=pmix_v4 --exact {by_srun}", "MPIPIPE_LAUNCHER says so")
 
 
 def test_unbound_ranks_are_unbound_by_every_means(site: Path) -> None:
     own = program(site / "env" / "bin" / "mpirun")
-    words, _ = start_line(Assignment((2, 1), 4, bound=False), OPEN_MPI, ["python"], {"PATH": ""})
-    assert words == [
-        "env", "SLURM_TASKS_PER_NODE=2,1", "PRTE_MCA_hwloc_default_binding_policy=none", own, "-n", "3",
-        "--map-by", "slot", "--bind-to", "none", "python",
-    ]  # fmt: skip
+    found = start(Assignment((2, 1), 4, bound=False), OPEN_MPI, {"PATH": ""})
+    assert found.environ == ("SLURM_TASKS_PER_NODE=2,1", "PRTE_MCA_hwloc_default_binding_policy=none")
+    assert found.launcher == (own, "--map-by", "slot", "--bind-to", "none")
     assert "--cpu-bind=none" in starting._srun(Assignment((2, 1), 4, bound=False))
     assert not any("ntasks-per-node" in word for word in starting._srun(Assignment((2, 1), 4, True)))
 

@@ -97,15 +97,22 @@ def test_a_finished_run_that_is_started_again_starts_nothing(capsys: pytest.Capt
     assert "run: the run is finished; for more, raise train.steps" in err
 
 
-def test_the_line_has_the_assignment_and_the_arguments_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_has_the_assignment_and_the_arguments_of_train(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert allocation.main(["c.yaml", "train.lr=0.5", "-o", "a.json"]) == 0
     assert "ranks: 4, 2(x2) by node, the tasks of the job" in capsys.readouterr().out
     assert launch.main(["c.yaml", "train.lr=0.5", "--new-numerics", "--assignment", "a.json"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("env 'SLURM_TASKS_PER_NODE=2(x2)' ")
-    assert " -n 4 " in out
-    assert out.endswith("-m mpipipe.train c.yaml train.lr=0.5 run.dir=runs/slurm-12 --new-numerics\n")
-    assert err.startswith("launcher: env ")
+    arguments = "c.yaml train.lr=0.5 run.dir=runs/slurm-12 --new-numerics"
+    assert f" -m mpipipe run {arguments} -n 4 -- " in out
+    assert err.startswith("launcher: ")
+    monkeypatch.setenv("MPIPIPE_CONTAINER", "a.sif")
+    assert launch.main(["c.yaml", "train.lr=0.5", "--new-numerics", "--assignment", "a.json"]) == 0
+    contained = capsys.readouterr().out
+    assert "' srun --mpi=" in contained
+    assert contained.endswith(f" -n 4 apptainer exec a.sif python3 -m mpipipe.train {arguments}\n")
     assert launch.main(["c.yaml", "--assignment", "none.json"]) == 1
     assert "write one by python -m mpipipe plan config.yaml --from-allocation" in capsys.readouterr().err
 

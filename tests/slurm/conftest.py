@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,18 @@ NODES = 3
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[None]:
-    """Nodes that are set down when they have not answered for a few seconds."""
-    up = [TESTBED / "slurm-up", "-n", str(NODES), "--fast-fail", "5"]
-    started = subprocess.run(up, capture_output=True, text=True, timeout=600)
-    try:
+def slurm() -> Iterator[Callable[[], None]]:
+    """Nodes that are set down when they have not answered for a few seconds. Called: brings back those that a
+    test has killed."""
+
+    def up() -> None:
+        line = [TESTBED / "slurm-up", "-n", str(NODES), "--fast-fail", "5"]
+        started = subprocess.run(line, capture_output=True, text=True, timeout=600)
         assert started.returncode == 0, f"slurm-up failed\n{started.stdout}\n{started.stderr}"
-        yield
+
+    try:
+        up()
+        yield up
     finally:
         subprocess.run([TESTBED / "slurm-down"], check=True, capture_output=True, timeout=120)
 
@@ -30,6 +35,17 @@ def whole_sha(tmp_path_factory: pytest.TempPathFactory) -> str:
     plain = command(sys.executable, "-m", "mpipipe.train", "config.yaml", "run.dir=run", cwd=folder)
     assert plain.returncode == 0, plain.stderr
     return sha_of(folder / "run")
+
+
+@pytest.fixture
+def kill(slurm: Callable[[], None]) -> Iterator[Callable[[str], None]]:
+    """Ends a node as a power cut does; afterwards it is back."""
+
+    def end(node: str) -> None:
+        subprocess.run([TESTBED / "hosts-ctl", "--group", "slurm", "kill", node], check=True)
+
+    yield end
+    slurm()
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@ alone. On a real Slurm; needs the test bed (MPIPIPE_TESTBED) and root."""
 
 from __future__ import annotations
 
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_jobs import TESTBED, Job
+from slurm_jobs import Job
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
 ONE_EACH = ("--ntasks-per-node=1",)
@@ -21,7 +21,7 @@ def slow(folder: Path) -> Path:
 
 
 def test_usr1_saves_and_queues_again_with_the_same_final_bits(
-    folder: Path, slow: Path, whole_sha: str
+    folder: Path, slow: Path, whole_sha: str, kill: Callable[[str], None]
 ) -> None:
     job = Job(folder, "asked", "-N", "2", *ONE_EACH)
     job.trains()
@@ -45,15 +45,27 @@ def test_the_time_limit_of_the_job_saves_and_queues_again(folder: Path, slow: Pa
 
 
 def test_a_job_that_loses_a_node_goes_on_with_those_that_are_left(
-    folder: Path, slow: Path, whole_sha: str
+    folder: Path, slow: Path, whole_sha: str, kill: Callable[[str], None]
 ) -> None:
     job = Job(folder, "range", "-N", "2-3")
     job.trains()
     assert "nodes: 3, with " in job.output
     assert "by node, the shortest predicted step: 1 per node " in job.output
-    subprocess.run([TESTBED / "hosts-ctl", "--group", "slurm", "kill", "node3"], check=True)
+    kill("node3")
     job.requeued()
     slow.unlink()
     assert job.completed() == whole_sha
     assert job.field("NumNodes") == "2"
     assert "nodes: 2, with " in job.output
+
+
+def test_with_no_kill_a_job_that_loses_a_node_goes_on_without_another_start(
+    folder: Path, slow: Path, whole_sha: str, kill: Callable[[str], None]
+) -> None:
+    job = Job(folder, "alone", "-N", "3", *ONE_EACH, "--no-kill")
+    job.trains()
+    kill("node3")
+    job.until(lambda: "node3: no answer; goes on with 2 ranks" in job.output)
+    slow.unlink()
+    assert job.completed() == whole_sha
+    assert job.field("Restarts") == "0"

@@ -58,25 +58,25 @@ def launch(environ: Mapping[str, str]) -> Launch:
     started = [x for x in LAUNCHERS if environ.get(x.size, "").isdigit()]
     if started == [HYDRA, SRUN] and environ[HYDRA.size] == environ[SRUN.size]:  # srun --mpi=pmi2
         started = [SRUN]
-    mpirun = _first(environ.get("PATH", ""))
+    mpirun = first_in(environ.get("PATH", ""))
     ask = bool(mpirun) and launcher_rank(environ) == 0
     return Launch(
         launcher=started[0].name if started else "",
         command=shlex.join(sys.orig_argv),
         by_root=os.geteuid() == 0,
         mpirun=mpirun,
-        mpirun_of=mpi_name(_version(mpirun, environ)) if ask else "",
-        own_mpirun=_first(str(Path(sys.prefix) / "bin")),
+        mpirun_of=mpi_name(version_of(mpirun, environ)) if ask else "",
+        own_mpirun=first_in(str(Path(sys.prefix) / "bin")),
         settings=tuple(f"{x}={environ[x]}" for x in sorted(environ) if x.startswith(SETTINGS)),
         error="",
     )
 
 
-def _first(path: str) -> str:
+def first_in(path: str) -> str:
     return shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path) or ""
 
 
-def _version(mpirun: str, environ: Mapping[str, str]) -> str:
+def version_of(mpirun: str, environ: Mapping[str, str]) -> str:
     """What it says of itself, without the marks of the launcher that started us."""
     mine = tuple(name for name in environ if name.startswith(("OMPI_MCA", "PMI", "PRTE_")))
     bare = {name: value for name, value in environ.items() if name not in mine}

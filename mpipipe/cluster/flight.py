@@ -1,0 +1,115 @@
+"""What a rank was at when a run stood still, and which rank all the others wait for.
+
+every rank   Flight: what it does or waits for, its last instructions, pending messages, Python stacks
+one rank     diagnose({rank: Flight}): along the waits to the rank that does not wait
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mpipipe.values import Value
+
+
+@dataclass(frozen=True)
+class Recent(Value):
+    """An instruction of the step that a rank is in, or was in last."""
+
+    instruction: str
+    ago_s: float  # since it began
+    took_s: float | None  # None: it has not ended
+
+
+@dataclass(frozen=True)
+class Pending(Value):
+    """A message that is posted and was not taken."""
+
+    what: str  # "2F5"
+    kind: str  # "send" or "receive"
+    peer: int
+    tag: int
+
+
+@dataclass(frozen=True)
+class Doing(Value):
+    """What the main thread of a rank is at."""
+
+    step: int  # of the run, counted from 1; 0 before the first
+    what: str  # "F of stage 2, micro-batch 5"; of a rank that waits, what for
+    waits_for: tuple[int, ...] = ()  # ranks, any of which may be the one; empty: it computes, reads or writes
+    at: str = ""  # innermost line of Python
+
+
+@dataclass(frozen=True)
+class Flight(Value):
+    """flight/rank-N.json"""
+
+    rank: int
+    host: str
+    pid: int
+    doing: Doing
+    since_s: float  # for how long it has been at that
+    recent: tuple[Recent, ...]  # oldest first
+    pending: tuple[Pending, ...]
+    stacks: dict[str, tuple[str, ...]]  # by the name of the thread, outermost call first
+
+
+@dataclass(frozen=True)
+class Sign(Value):
+    """flight/rank-N.alive: a rank's last sign of life."""
+
+    beat: int
+    host: str
+    pid: int
+    doing: Doing
+
+
+def diagnose(
+    records: Mapping[int, Flight], signs: Mapping[int, Sign], start: int, silent_s: float
+) -> list[str]:
+    """Lines: the waits from rank `start` on to the rank that does not wait. A rank without a record is one
+    that does not answer; signs: the last of each rank, which has been silent for `silent_s` or longer."""
+    lines: list[str] = []
+    passed: list[int] = []
+    at = start
+    while at in records and records[at].doing.waits_for and at not in passed:
+        passed.append(at)
+        flight = records[at]
+        other = _next(flight.doing.waits_for, records)
+        seen = f", since {flight.since_s:.0f} s"
+        lines.append(f"rank {at} ({flight.host}) waits for {flight.doing.what} from rank {other}{seen}")
+        at = other
+    if at in passed:
+        ring = " and ".join(str(rank) for rank in sorted(passed[passed.index(at) :]))
+        return [*lines, f"ranks {ring} wait for each other: a message is lost, or the program is at fault"]
+    if at in records:
+        flight = records[at]
+        where = f", at {flight.doing.at}" if flight.doing.at else ""
+        seen = f"since {flight.since_s:.0f} s"
+        return [*lines, f"rank {at} ({flight.host}) is in {flight.doing.what}, {seen}{where}"]
+    return [*lines, _silent(at, signs.get(at), silent_s)]
+
+
+def _next(waits_for: Sequence[int], records: Mapping[int, Flight]) -> int:
+    """Of the ranks that may be waited for: one that does not answer, one that does not wait, one that waits
+    for a certain rank, or any."""
+
+    def order(rank: int) -> tuple[int, int]:
+        if rank not in records:
+            return 0, rank
+        return 1 + min(len(records[rank].doing.waits_for), 2), rank
+
+    return min(waits_for, key=order)
+
+
+def _silent(rank: int, sign: Sign | None, silent_s: float) -> str:
+    why = "it is stopped or dead, its node is cut off, or a call in C holds the interpreter's lock"
+    if sign is None:
+        return f"rank {rank} has given no sign of life: {why}"
+    doing = sign.doing
+    was = f"waited for {doing.what}" if doing.waits_for else f"was in {doing.what}"
+    return (
+        f"rank {rank} ({sign.host}, pid {sign.pid}) gives no sign of life since {silent_s:.0f} s, when it "
+        f"{was}, step {doing.step}: {why}"
+    )

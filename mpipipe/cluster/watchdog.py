@@ -1,0 +1,287 @@
+"""A thread beside each rank's main thread: a run that stands still is explained and ended, never left so.
+
+    flight/rank-N.alive    written every few seconds; each rank reads that of the next rank
+    flight/rank-N.stack    stacks by a thread in C, where the interpreter's lock was held for too long
+    flight/called          one rank has seen a standstill: all write their records
+    flight/rank-N.json     the record (`Flight`)
+    flight/diagnosis.txt   what that rank made of them all, before every rank leaves with exit code 75
+
+A standstill is a rank whose counter of instructions rests for longer than the limit, or that gives no sign
+of life for as long (stopped, dead, cut off). Records travel through files, as MPI may be what is stuck, and
+each clock is compared with itself alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Literal, Protocol
+
+from mpipipe.cluster.flight import Doing, Flight, Pending, Recent, Sign, diagnose
+from mpipipe.values import from_json, to_json
+
+FOLDER, CALLED, DIAGNOSIS = "flight", "called", "diagnosis.txt"
+STOOD_STILL = 75  # exit code; EX_TEMPFAIL of sysexits.h: worth another try
+AUTO_S, AUTO_STEPS = 60.0, 10.0  # the limit is the larger one: seconds, and predicted steps
+OTHER_S = 600.0  # at least, outside of steps: planning, checkpoints and drawings count no instructions
+PERIOD_S = 2.0
+GATHER_S = 5.0  # for the records of the others
+_RECORDS = "records of all ranks: "
+_CARRIERS = ("mpipipe/cluster/mpi.py", "mpipipe/cluster/local.py")
+
+
+class View(Protocol):
+    """What a watchdog sees of its rank; asked from another thread."""
+
+    def progress(self) -> Hashable:
+        """Another value whenever an instruction has begun or ended."""
+        ...
+
+    def doing(self, stack: list[FrameType], phase: str) -> Doing: ...
+    def recent(self) -> tuple[Recent, ...]: ...
+    def pending(self) -> tuple[Pending, ...]: ...
+
+
+class Outside:
+    """The view where nothing is run yet: the stack alone."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.others = tuple(other for other in range(size) if other != rank)
+
+    def progress(self) -> Hashable:
+        return None
+
+    def doing(self, stack: list[FrameType], phase: str) -> Doing:
+        call = waiting(stack)
+        if call is None:
+            return Doing(0, phase, at=line(stack[-1]) if stack else "")
+        return Doing(0, f"{phase} ({line(stack[call - 1])})", self.others, line(stack[call]))
+
+    def recent(self) -> tuple[Recent, ...]:
+        return ()
+
+    def pending(self) -> tuple[Pending, ...]:
+        return ()
+
+
+class Watchdog:
+    """Of one rank; `start` it, and `close` it in time, since a rank that has ended gives no sign either."""
+
+    def __init__(
+        self, rank: int, size: int, run_dir: Path, limit: float | Literal["auto", "off"],
+        thread: int | None = None, leave: Callable[[int], object] = os._exit,
+    ) -> None:  # fmt: skip
+        """limit: seconds. thread: the one that is watched; None = the main thread."""
+        self.rank, self.size, self.folder = rank, size, run_dir / FOLDER
+        self.given, self.limit_s = limit, limit if isinstance(limit, float | int) else AUTO_S
+        self.phase, self._counts = "the start", False
+        self.view: View = Outside(rank, size)
+        self._watched = thread or threading.main_thread().ident
+        self._leave, self._host = leave, socket.gethostname()
+        self._ended, self._thread = threading.Event(), threading.Thread(target=self._run, daemon=True)
+        self._thread.name = "mpipipe-watchdog"
+
+    def start(self) -> None:
+        if self.given == "off":
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._stack = self._file("stack").open("wb")
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.ident is None or self._ended.is_set():  # not started, or closed
+            return
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        self._stack.close()
+        for kind in ("alive", "stack"):
+            with suppress(OSError):
+                self._file(kind).unlink()
+
+    def watch(self, view: View, step_s: float) -> None:
+        """From now on it sees the instructions. step_s: predicted seconds of a step."""
+        if self.given == "auto":
+            self.limit_s = max(AUTO_S, AUTO_STEPS * step_s)
+        self.view = view
+
+    @contextmanager
+    def during(self, phase: str, counts: bool = False) -> Iterator[None]:
+        """counts: instructions are run all the time, so that their standstill is the rank's."""
+        before = self.phase, self._counts
+        self.phase, self._counts = phase, counts
+        try:
+            yield
+        finally:
+            self.phase, self._counts = before
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        period_s, beat, last = min(PERIOD_S, self.limit_s / 6), 0, time.monotonic()
+        self._seen: Hashable = None
+        self._since = self._neighbour_since = last
+        self._neighbour = b""
+        while not self._ended.wait(period_s):
+            now = time.monotonic()
+            if now - last > 3 * period_s:  # this process itself was stopped: that is nobody's standstill
+                self._since += now - last
+                self._neighbour_since += now - last
+            last, beat = now, beat + 1
+            try:
+                self._beat(beat)
+                if (why := self._standstill(now)) or (self.folder / CALLED).exists():
+                    self._end(why)
+                    return
+            except OSError:
+                continue  # of the file system, which may be back next time
+
+    def _beat(self, beat: int) -> None:
+        sign = Sign(beat, self._host, os.getpid(), self._doing())
+        self._file("alive").write_text(to_json(sign, None))
+        self._stack.seek(0)
+        faulthandler.dump_traceback_later(self.limit_s, file=self._stack)
+
+    def _standstill(self, now: float) -> tuple[int, str, float] | None:
+        """(the rank where the explanation begins, why, for how many seconds)."""
+        seen = self.phase, self.view.progress()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        limit_s = self.limit_s if self._counts else max(self.limit_s, OTHER_S)
+        if (rest_s := now - self._since) > limit_s:
+            return self.rank, f"no progress for {rest_s:.0f} s, the limit is {limit_s:.0f} s", rest_s
+        after = (self.rank + 1) % self.size
+        if after == self.rank:
+            return None
+        try:
+            sign = self._file("alive", after).read_bytes()
+        except FileNotFoundError:  # not there yet, or done
+            sign = b""
+        if not sign or sign != self._neighbour:
+            self._neighbour, self._neighbour_since = sign, now
+        if (rest_s := now - self._neighbour_since) > self.limit_s:
+            return after, f"no sign of life for {rest_s:.0f} s, the limit is {self.limit_s:.0f} s", rest_s
+        return None
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _end(self, why: tuple[int, str, float] | None) -> None:
+        called = why is not None and self._call()
+        self._file("json").write_text(to_json(self._record()))
+        if why is not None and called:
+            self._explain(*why)
+        else:
+            self._await(lambda: (self.folder / DIAGNOSIS).exists(), 2 * GATHER_S)
+        self._leave(STOOD_STILL)
+
+    def _call(self) -> bool:
+        """Whether this rank is the first one."""
+        try:
+            (self.folder / CALLED).open("x").close()
+        except FileExistsError:
+            return False
+        return True
+
+    def _explain(self, start: int, why: str, rest_s: float) -> None:
+        records: dict[int, Flight] = {}
+
+        def all_there() -> bool:
+            for rank in set(range(self.size)) - set(records):
+                with suppress(OSError, ValueError):
+                    records[rank] = from_json(Flight, self._file("json", rank).read_bytes())
+            return len(records) == self.size
+
+        self._await(all_there, GATHER_S)
+        signs: dict[int, Sign] = {}
+        for rank in set(range(self.size)) - set(records):
+            with suppress(OSError, ValueError):
+                signs[rank] = from_json(Sign, self._file("alive", rank).read_bytes())
+        lines = diagnose(records, signs, start, rest_s)
+        records_of = f"{_RECORDS}{self.folder}; the run ends with exit code {STOOD_STILL}"
+        lines = [f"mpipipe: watchdog: {why} (run.watchdog)", *lines, records_of]
+        for rank in signs:
+            with suppress(OSError):
+                if stack := self._file("stack", rank).read_text(errors="replace"):
+                    lines += [f"rank {rank} holds the interpreter's lock:", *stack.splitlines()]
+        text = "\n  ".join(lines) + "\n"
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        (self.folder / DIAGNOSIS).write_text(text)
+
+    @staticmethod
+    def _await(ready: Callable[[], bool], limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not ready() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _record(self) -> Flight:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = {
+            names.get(ident, str(ident)): tuple(x.rstrip() for x in traceback.format_stack(frame))
+            for ident, frame in sys._current_frames().items()
+        }
+        return Flight(
+            self.rank, self._host, os.getpid(), self._doing(), time.monotonic() - self._since,
+            self.view.recent(), self.view.pending(), stacks,
+        )  # fmt: skip
+
+    def _doing(self) -> Doing:
+        with suppress(Exception):  # of a view of what changes meanwhile; a sign of life is due all the same
+            return self.view.doing(stack_of(self._watched), self.phase)
+        return Doing(0, self.phase)
+
+    def _file(self, kind: str, rank: int | None = None) -> Path:
+        return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
+
+
+def clear(run_dir: Path) -> None:
+    """Before a run: what an earlier one left is kept as flight.before if it was explained, else removed."""
+    folder, before = run_dir / FOLDER, run_dir / f"{FOLDER}.before"
+    with suppress(OSError):
+        if (folder / DIAGNOSIS).exists():
+            shutil.rmtree(before, ignore_errors=True)
+            folder.rename(before)
+        shutil.rmtree(folder)
+
+
+def explained(run_dir: Path) -> str:
+    """The rank that all waited for when the run stood still; empty where it did not."""
+    try:
+        text = (run_dir / FOLDER / DIAGNOSIS).read_text()
+    except OSError:
+        return ""
+    return text.partition(f"\n  {_RECORDS}")[0].rpartition("\n  ")[2]
+
+
+# -- stacks --------------------------------------------------------------------------------------
+
+
+def stack_of(thread: int | None) -> list[FrameType]:
+    """Outermost call first; empty for a thread that has ended."""
+    frame = sys._current_frames().get(thread or 0)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def waiting(stack: list[FrameType]) -> int | None:
+    """Where on a stack the call into a carrier is; None where there is none."""
+    found = (i for i, frame in enumerate(stack) if frame.f_code.co_filename.endswith(_CARRIERS))
+    return next(found, None)
+
+
+def line(frame: FrameType) -> str:
+    place = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+    return f"{place}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,284 @@
+"""`python -m mpipipe run config.yaml ... [-- launcher ...]`: a run that goes on after failures.
+
+    start ranks -> watch -> they end -> end what is left -> newest whole checkpoint -> start ranks ...
+
+A process without MPI: it starts the launcher, and judges by the run folder how far the run has come. An
+error that is the user's to mend, or a wish to stop, ends it; anything else is a failure, after which the run
+goes on from its newest whole checkpoint, on the hosts that answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from mpipipe.cluster import hosts as known_hosts
+from mpipipe.cluster.death import cause, signal_name
+from mpipipe.cluster.job import GRACE_S, PROGRAM, Job
+from mpipipe.cluster.starter import Host, Starter, starter, surroundings_for
+from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained
+from mpipipe.commands import run
+from mpipipe.commands.arguments import positive
+from mpipipe.config import load
+from mpipipe.planner.sizes import counted
+from mpipipe.report.metrics import last_step
+from mpipipe.state.resume import newest, read_state
+from mpipipe.state.rundir import METRICS, create, make_latest, reopen
+
+LOOK_S = 1.0  # between two looks at a run
+LINGER_S = 3 * GRACE_S  # for a launcher whose ranks have left
+SILENT_S = 120.0  # without a sign of life of rank 0, which gives one every few seconds
+RESTARTS = 5
+LONGEST_WAIT_S = 60.0
+MENDABLE = "mpipipe: error: "  # how every error begins that is the user's to mend
+
+
+@dataclass
+class Patience:
+    """How often and after how long a failed run is started again."""
+
+    limit: int  # restarts without progress
+    furthest: int = -1  # steps, over all starts
+    failures: int = 0  # since then
+
+    def failed(self, step: int) -> float | None:
+        """Seconds to wait before the next start; None: no more. step: how far the run came.
+
+        >>> patience = Patience(3)
+        >>> [patience.failed(step) for step in (10, 10, 10, 12, 12, 12, 12)]
+        [1.0, 2.0, 4.0, 1.0, 2.0, 4.0, None]
+        """
+        if step > self.furthest:
+            self.furthest, self.failures = step, 0
+        self.failures += 1
+        return None if self.failures > self.limit else min(2.0 ** (self.failures - 1), LONGEST_WAIT_S)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code of the run."""
+    words, launcher = list(argv), []
+    if "--" in words:
+        at = words.index("--")
+        words, launcher = words[:at], words[at + 1 :]
+    options, code = _parser().parse_intermixed_args(words), 0
+
+    def supervise() -> None:
+        nonlocal code
+        code = Supervisor(options, starter(launcher, os.environ), os.environ).run()
+
+    return run(supervise) or code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mpipipe run",
+        usage="%(prog)s config.yaml [key=value ...] [options] [-- LAUNCHER ...]",
+        description="Trains as mpipipe.train does, and goes on from the newest checkpoint after a failure, "
+        "on the hosts that answer. Start it without mpirun. LAUNCHER: mpirun or srun with options of yours; "
+        "else the mpirun that belongs to this Python.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("config")
+    add("keys", nargs="*", metavar="key=value", help="any key of the config")
+    add(
+        "-n",
+        type=positive,
+        metavar="N",
+        help="ranks; without it the tasks of the Slurm job, or 1 on each host",
+    )
+    add(
+        "--hosts",
+        metavar="A,B",
+        help="hosts, or A:4,B:4 with ranks on each; without it those of the Slurm job",
+    )
+    add(
+        "--restarts", type=positive, default=RESTARTS, metavar="N",
+        help="restarts in a row that come no step further (default %(default)s)",
+    )  # fmt: skip
+    add("--resume", action="store_true", help="as of mpipipe.train; a restart always does")
+    add("--new-numerics", action="store_true", help="as of mpipipe.train")
+    add("--plan", metavar="FILE", help="as of mpipipe.train; not on another number of ranks")
+    return parser
+
+
+class Supervisor:
+    """One run, over all its starts. Raises ConfigError, CheckpointError."""
+
+    def __init__(self, options: argparse.Namespace, starter: Starter, environ: Mapping[str, str]) -> None:
+        self.options, self.starter = options, starter
+        self.environ = surroundings_for(starter, environ)
+        self.patience = Patience(options.restarts)
+        self.config = load(options.config, options.keys)
+        here = reopen(self.config) if options.resume else None
+        self.run_dir = (here or create(self.config)).absolute()
+        self.all_hosts, self.all_ranks = self._places()
+        # a launcher knows the hosts of its Slurm job by itself, as long as all of them are there
+        self.hosts, self.ranks = self.all_hosts if options.hosts else None, self.all_ranks
+        self.began_at, self.ended_before = _saved(self.run_dir), self._ended()
+        self.asked: list[str] = []
+        self.wake = threading.Event()
+        self.job: Job | None = None
+
+    def _places(self) -> tuple[list[Host] | None, int | None]:
+        """The hosts and the number of ranks; None is what the launcher knows by itself."""
+        tasks = self.environ.get("SLURM_NTASKS", "")
+        ranks: int | None = self.options.n or (int(tasks) if tasks.isdigit() else None)
+        if self.options.hosts:
+            hosts: list[Host] | None = known_hosts.parse(self.options.hosts, ranks)
+        else:
+            hosts = known_hosts.of_slurm(self.environ, ranks)
+        if ranks is None and not self.starter.given:
+            ranks = sum(host.slots for host in hosts) if hosts else 1
+        return hosts, ranks
+
+    # -- the starts ----------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """The exit code of the run."""
+        before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+        try:
+            return self._run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        again = False
+        while True:
+            code, why, said = self._once(again)
+            if (
+                self._ended() != self.ended_before
+            ):  # its summary comes last: whatever was after it, it is done
+                return 0
+            if code == 0 or self.asked or any(MENDABLE in line for line in said):
+                return code
+            self._look_for_hosts()
+            step, saved = max(last_step(self.run_dir / METRICS), _saved(self.run_dir)), _saved(self.run_dir)
+            wait_s, done = self.patience.failed(step), counted(step, "step")
+            if wait_s is None:
+                tried = counted(self.patience.limit, "restart")
+                _say(f"{why}, after {done}; {tried} came no step further, so this is the end: {self.run_dir}")
+                return code
+            _say(
+                f"{why}, after {done}; goes on from step {saved} in {wait_s:.0f} s, "
+                f"{counted(step - saved, 'step')} lost (restart {self.patience.failures} of "
+                f"{self.patience.limit} without progress)"
+            )
+            self.wake.wait(wait_s)
+            if self.asked:
+                return code
+            again = True
+
+    def _once(self, again: bool) -> tuple[int, str, list[str]]:
+        """One start, until nothing of it is left here: exit code, who died, and what was said last."""
+        clear(self.run_dir)
+        line = self.starter.line(self.ranks, self.hosts, self._program(again))
+        shown = shlex.join([*line[: line.index(sys.executable)], "python", "-m", PROGRAM])
+        _say(f"{'starts again' if again else 'starts'}: {shown} ...; run folder {self.run_dir}")
+        self.job = job = Job(line, self.environ, self._mark)
+        if self.asked:  # meanwhile
+            job.signal(signal.SIGTERM)
+        try:
+            code = self._watch(job)
+        finally:
+            self.job = None
+            job.end()
+        if code is None:
+            return 128 + signal.SIGKILL, "the launcher did not return and was ended", job.said
+        why = explained(self.run_dir) or cause(code, job.said)
+        return code if code >= 0 else 128 - code, why, job.said
+
+    def _watch(self, job: Job) -> int | None:
+        """The launcher's exit code; None for one that is there though its ranks are not."""
+        linked, sign, sign_at, left_at = self.config.run.dir is not None, b"", 0.0, math.inf
+        while (code := job.wait(LOOK_S)) is None:
+            now = time.monotonic()
+            if not linked and (self.run_dir / METRICS).exists():
+                make_latest(self.config, self.run_dir)
+                linked = True
+            found = _sign_of_life(self.run_dir)
+            if not found or found != sign:
+                sign, sign_at = found, now
+            if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended() != self.ended_before:
+                left_at = min(left_at, now)
+            if now - sign_at > SILENT_S or now - left_at > LINGER_S:
+                return None
+        return code
+
+    def _program(self, again: bool) -> list[str]:
+        o = self.options
+        flags = ["--resume"] if again or o.resume else []
+        if o.new_numerics and _saved(self.run_dir) == self.began_at:  # else a checkpoint has them
+            flags.append("--new-numerics")
+        if o.plan and self.ranks == self.all_ranks:
+            flags += ["--plan", o.plan]
+        return [sys.executable, "-m", PROGRAM, o.config, *o.keys, self._mark, *flags]
+
+    @property
+    def _mark(self) -> str:
+        return f"run.dir={self.run_dir}"
+
+    def _ended(self) -> int:
+        """Another number when the run has written its summary."""
+        try:
+            return (self.run_dir / "summary.json").stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    # -- what is left --------------------------------------------------------------------------
+
+    def _look_for_hosts(self) -> None:
+        """Ends what is left on each host, and takes those that answer, also those that are back."""
+        if self.all_hosts is None:
+            return
+        down = known_hosts.down(self.all_hosts) if "SLURM_JOB_ID" in self.environ else set()
+        tried = [host for host in self.all_hosts if host.name not in down]
+        clean = [sys.executable, "-m", "mpipipe.cluster.job", self._mark]
+        there = known_hosts.answering(tried, self.starter, clean, self.environ)
+        if not there:
+            _say("no host answers: all of them are tried again")
+        gone = [host.name for host in self.all_hosts if there and host not in there]
+        if not gone:
+            self.hosts, self.ranks = self.all_hosts if self.options.hosts else None, self.all_ranks
+            return
+        slots = sum(host.slots for host in there)
+        self.hosts, self.ranks = there, min(self.all_ranks or slots, slots)
+        _say(f"{', '.join(gone)}: no answer; goes on with {counted(self.ranks, 'rank')} on the other hosts")
+
+    # -- signals -------------------------------------------------------------------------------
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        """The first signal asks the ranks to stop after their step, as launchers hand USR1 on and end their
+        ranks at TERM; a later one is TERM."""
+        self.asked.append(signal_name(number))
+        self.wake.set()
+        if self.job is not None:
+            self.job.signal(signal.SIGUSR1 if len(self.asked) == 1 else signal.SIGTERM)
+
+
+def _saved(run_dir: Path) -> int:
+    """The step of the newest whole checkpoint."""
+    folder = newest(run_dir)
+    return 0 if folder is None else read_state(folder).step
+
+
+def _sign_of_life(run_dir: Path) -> bytes:
+    try:
+        return (run_dir / FOLDER / "rank-0.alive").read_bytes()
+    except OSError:
+        return b""
+
+
+def _say(text: str) -> None:
+    print(f"mpipipe run: {text}", flush=True)

@@ -1,0 +1,125 @@
+"""Watchdogs of ranks that are threads of this process, with limits of a fraction of a second."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mpipipe.cluster import watchdog
+from mpipipe.cluster.flight import Doing, Flight, Sign
+from mpipipe.cluster.watchdog import CALLED, FOLDER, STOOD_STILL, Outside, Watchdog, clear, explained
+from mpipipe.values import from_json, to_json
+
+LIMIT_S, LONG_S = 0.3, 20.0
+
+
+class Counting(Outside):
+    """A view whose counter goes on while it is told to."""
+
+    goes_on, count = True, 0
+
+    def progress(self) -> int:
+        self.count += self.goes_on
+        return self.count
+
+
+@pytest.fixture
+def ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[list[Watchdog], list[int], Callable[[], bool]]]:
+    """Two of them, the exit codes that they left with, and a wait for both to have left."""
+    monkeypatch.setattr(watchdog, "GATHER_S", 2.0)
+    codes: list[int] = []
+    both = threading.Semaphore(0)
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        both.release()
+
+    made = [Watchdog(rank, 2, tmp_path, LIMIT_S, threading.get_ident(), leave) for rank in range(2)]
+    for dog in made:
+        dog.watch(Counting(dog.rank, 2), 1.0)
+    yield made, codes, lambda: all(both.acquire(timeout=LONG_S) for _ in made)
+    for dog in made:
+        dog.close()
+
+
+def test_a_counter_that_rests_ends_all_ranks_with_records(ranks, tmp_path, capfd) -> None:
+    made, codes, left = ranks
+    with made[0].during("training", counts=True), made[1].during("training", counts=True):
+        for dog in made:
+            dog.start()
+        made[1].view.goes_on = False
+        assert left()
+    assert codes == [STOOD_STILL] * 2
+    records = [from_json(Flight, (tmp_path / FOLDER / f"rank-{r}.json").read_bytes()) for r in range(2)]
+    assert [record.rank for record in records] == [0, 1]
+    assert any("test_a_counter_that_rests" in line for line in records[0].stacks["MainThread"])
+    said = capfd.readouterr().err
+    assert said.count("mpipipe: watchdog: no progress for ") == 1
+    assert explained(tmp_path).startswith("rank 1 (")
+    assert "is in training, since " in explained(tmp_path)
+
+
+def test_outside_of_the_counted_phases_it_may_rest(ranks, tmp_path) -> None:
+    made, codes, _ = ranks
+    for dog in made:
+        dog.view.goes_on = False
+        dog.start()
+    threading.Event().wait(4 * LIMIT_S)
+    assert codes == []
+    assert not (tmp_path / FOLDER / CALLED).exists()
+
+
+def test_a_rank_without_a_sign_of_life_is_noticed_by_the_one_before(ranks, tmp_path, monkeypatch) -> None:
+    made, codes, _ = ranks
+    monkeypatch.setattr(watchdog, "GATHER_S", 0.1)
+    (tmp_path / FOLDER).mkdir()
+    sign = Sign(3, "n1", 7, Doing(5, "2F1", (0,)))
+    (tmp_path / FOLDER / "rank-1.alive").write_text(to_json(sign))
+    made[0].start()
+    made[0]._thread.join(LONG_S)
+    assert codes == [STOOD_STILL]
+    assert "rank 1 (n1, pid 7) gives no sign of life since 0 s, when it waited for 2F1" in explained(tmp_path)
+
+
+def test_a_rank_that_has_closed_is_not_missed(ranks, tmp_path) -> None:
+    made, codes, _ = ranks
+    for dog in made:
+        dog.start()
+    threading.Event().wait(LIMIT_S)
+    made[1].close()
+    threading.Event().wait(3 * LIMIT_S)
+    assert codes == []
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["rank-0.alive", "rank-0.stack"]
+
+
+def test_off_does_nothing(tmp_path) -> None:
+    dog = Watchdog(0, 1, tmp_path, "off")
+    dog.start()
+    dog.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_is_a_minute_or_ten_steps(tmp_path) -> None:
+    dog = Watchdog(0, 1, tmp_path, "auto")
+    assert dog.limit_s == 60
+    dog.watch(Outside(0, 1), 2.0)
+    assert dog.limit_s == 60
+    dog.watch(Outside(0, 1), 30.0)
+    assert dog.limit_s == 300
+
+
+def test_what_was_explained_is_kept_once(tmp_path) -> None:
+    folder = tmp_path / FOLDER
+    for text in ("first", "second"):
+        folder.mkdir()
+        (folder / "diagnosis.txt").write_text(text)
+        clear(tmp_path)
+    assert (tmp_path / "flight.before" / "diagnosis.txt").read_text() == "second"
+    folder.mkdir()
+    clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["flight.before"]

@@ -1,0 +1,146 @@
+"""The supervisor's decisions, with a launcher that is a small shell script instead of ranks."""
+
+from __future__ import annotations
+
+import doctest
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpipipe.cluster.starter import Host, Starter
+from mpipipe.commands import supervise as command
+from mpipipe.commands.supervise import LONGEST_WAIT_S, Patience, Supervisor, _parser, main
+from mpipipe.config import parse
+from mpipipe.state.rundir import create
+
+# each start does the line of its number in the folder of the run, with its arguments in "$@"
+LAUNCHER = r"""#!/bin/sh
+[ "$1" != --version ] || exit 0
+cd "$(dirname "$0")"
+printf '%s\n' "$*" >>starts
+sh -c "$(sed -n "$(wc -l <starts)p" script)"
+"""
+STEP = "echo '{{\"step\": {}}}' >>run/metrics.jsonl"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    monkeypatch.setattr(command, "LOOK_S", 0.02)
+    monkeypatch.setattr(Patience, "failed", quickly(Patience.failed))
+    (tmp_path / "config.yaml").write_text("run: {dir: run}\n")
+    (tmp_path / "mpirun").write_text(LAUNCHER)
+    (tmp_path / "mpirun").chmod(0o755)
+    return tmp_path
+
+
+def quickly(failed: Any) -> Any:
+    return lambda self, step: None if failed(self, step) is None else 0.0
+
+
+def supervise(folder: Path, *starts: str, words: tuple[str, ...] = ()) -> tuple[int, list[str]]:
+    """The exit code, and the arguments of each start."""
+    (folder / "script").write_text("\n".join(starts) + "\n")
+    code = main(["config.yaml", *words, "--", str(folder / "mpirun")])
+    return code, (folder / "starts").read_text().splitlines()
+
+
+def test_it_starts_again_with_resume_until_the_run_ends(folder, capfd) -> None:
+    code, starts = supervise(folder, f"{STEP.format(7)}; kill -9 $$", "exit 75", "exit 0", words=("-n", "4"))
+    assert code == 0
+    train = f"-n 4 {sys.executable} -m mpipipe.train config.yaml run.dir={folder / 'run'}"
+    assert starts == [train, f"{train} --resume", f"{train} --resume"]
+    said = capfd.readouterr().out.splitlines()
+    assert len(said) == 5
+    assert said[1].startswith(
+        "mpipipe run: the launcher ended with exit code 137, as after SIGKILL, after 7 steps;"
+    )
+    assert "goes on from step 0 in 0 s, 7 steps lost (restart 1 of 5 without progress)" in said[1]
+    assert "restart 2 of 5" in said[3]
+
+
+def test_without_progress_there_is_an_end(folder, capfd) -> None:
+    code, starts = supervise(folder, *["exit 7"] * 9, words=("--restarts", "2"))
+    assert (code, len(starts)) == (7, 3)
+    assert "2 restarts came no step further, so this is the end" in capfd.readouterr().out
+    (folder / "starts").unlink()
+    on = [f"{STEP.format(step)}; exit 7" for step in (1, 1, 2, 2, 3, 3, 3)]
+    code, starts = supervise(folder, *on, "exit 0", words=("--restarts", "2", "--resume"))
+    assert (code, len(starts)) == (7, 7)
+
+
+def test_an_error_that_can_be_mended_is_not_tried_again(folder, capfd) -> None:
+    code, starts = supervise(folder, "echo 'mpipipe: error: no such data' >&2; exit 1", "exit 0")
+    assert (code, len(starts)) == (1, 1)
+    assert capfd.readouterr().err == "mpipipe: error: no such data\n"
+    assert main(["config.yaml", "train.stepz=3"]) == 1
+    assert "train.stepz" in capfd.readouterr().err
+
+
+def test_a_run_whose_summary_is_there_is_done(folder) -> None:
+    code, starts = supervise(folder, "echo '{}' >run/summary.json; kill -9 $$", "exit 0")
+    assert (code, len(starts)) == (0, 1)
+
+
+def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(command, "LINGER_S", 0.1)
+    stands = "mkdir run/flight; echo x >run/flight/diagnosis.txt; exec sleep 60"
+    code, _ = supervise(folder, stands, "exit 0")
+    assert code == 0
+    assert "mpipipe run: the launcher did not return and was ended, after 0 steps" in capfd.readouterr().out
+    monkeypatch.setattr(command, "SILENT_S", 0.3)
+    (folder / "starts").unlink()
+    silent = "mkdir run/flight; echo x >run/flight/rank-0.alive; exec sleep 60"
+    assert supervise(folder, silent, "exit 0", words=("--resume",))[0] == 0
+
+
+def test_hosts_that_do_not_answer_are_left_out(folder, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(
+        command.known_hosts, "answering", lambda hosts, *rest: [h for h in hosts if h.name != "b"]
+    )
+    code, starts = supervise(
+        folder, "exit 9", "exit 0", words=("-n", "4", "--hosts", "a,b", "--plan", "p.json")
+    )
+    assert code == 0
+    assert starts[0].startswith("-n 4 -hosts a:2,b:2 ")  # the family of an unknown launcher
+    assert starts[0].endswith("--plan p.json")
+    assert starts[1].startswith("-n 2 -hosts a:2 ")
+    assert starts[1].endswith("--resume"), "a plan is for its number of ranks"
+    assert "b: no answer; goes on with 2 ranks on the other hosts" in capfd.readouterr().out
+
+
+def test_a_folder_of_its_own_is_the_latest_once_training_begins(folder) -> None:
+    (folder / "config.yaml").write_text("run: {name: mine}\n")
+    (folder / "script").write_text("touch $(dirname $(ls runs/*/config.yaml))/metrics.jsonl; sleep 0.5\n")
+    assert main(["config.yaml", "--", str(folder / "mpirun")]) == 0
+    made = (folder / "runs" / "latest").resolve()
+    assert made.name.endswith("-mine")
+    assert f"run.dir={made}" in (folder / "starts").read_text()
+
+
+def test_new_numerics_are_asked_for_until_a_checkpoint_has_them(folder, monkeypatch) -> None:
+    options = _parser().parse_args(["config.yaml", "--resume", "--new-numerics"])
+    create(parse("run: {dir: run}"))
+    supervisor = Supervisor(options, Starter(("mpirun",), "Open MPI", False), {})
+    assert supervisor._program(True)[-2:] == ["--resume", "--new-numerics"]
+    monkeypatch.setattr(command, "_saved", lambda run_dir: 5)
+    assert supervisor._program(True)[-1] == "--resume"
+
+
+def test_ranks_and_hosts_are_those_of_the_slurm_job(folder, monkeypatch) -> None:
+    monkeypatch.setattr(command.known_hosts, "_said", lambda words: "n1\nn2\n")
+    environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "6"}
+    options = _parser().parse_args(["config.yaml"])
+    supervisor = Supervisor(options, Starter(("srun",), "srun", True), environ)
+    assert (supervisor.all_hosts, supervisor.all_ranks) == ([Host("n1", 3), Host("n2", 3)], 6)
+    assert supervisor.hosts is None, "srun knows them"
+
+
+def test_the_wait_between_starts_has_a_limit() -> None:
+    assert doctest.testmod(command).failed == 0
+    patience = Patience(20)
+    assert [patience.failed(3) for _ in range(20)][-1] == LONGEST_WAIT_S

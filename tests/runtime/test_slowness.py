@@ -1,0 +1,56 @@
+"""Which rank is called slow, on steps made up."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.planner import SCHEDULES, lower
+from mpipipe.runtime import slowness
+from mpipipe.runtime.interpreter import Outcome
+from mpipipe.runtime.slowness import WINDOW, WINDOWS, Slowness
+from mpipipe.values import Timeline
+
+RANKS = 3
+PROGRAM = lower(SCHEDULES["1f1b"](RANKS, 2), (), "per_use", 4)
+EDGES = [np.arange(len(codes) + 1.0) for codes in PROGRAM.codes]
+TIMES = tuple(np.stack([edges[:-1], edges[1:]], axis=1) for edges in EDGES)
+PREDICTED = Timeline(PROGRAM, TIMES, tuple(np.zeros(len(t), np.int64) for t in TIMES))
+
+
+def said(factors: list[list[float]]) -> list[tuple[int, str]]:
+    """(window, text) of what every rank was told. factors: by window and rank."""
+
+    def body(comm: Communicator) -> list[tuple[int, str]]:
+        slow, found = Slowness(comm, PREDICTED, f"n{comm.rank}"), []
+        for window, by_rank in enumerate(factors):
+            for _ in range(WINDOW):
+                times = TIMES[comm.rank] * by_rank[comm.rank]
+                if text := slow.add(Outcome(times, np.zeros(len(times), np.int64))):
+                    found.append((window, text))
+        return found
+
+    by_rank = run_local(RANKS, body)
+    assert all(found == by_rank[0] for found in by_rank)
+    return by_rank[0]
+
+
+def test_a_rank_that_stays_slow_is_told_once_with_its_factor() -> None:
+    slow = [3.0, 2.8, 6.0]  # all are slower than predicted, one even more so
+    told = said([slow] * (WINDOWS + 2))
+    assert [window for window, _ in told] == [WINDOWS - 1]
+    assert told[0][1].startswith(
+        "rank 2 (n2) has computed 2.1 times as long as the other ranks for 100 steps"
+    )
+
+
+def test_what_does_not_last_is_not_told() -> None:
+    even, slow = [1.0, 1.1, 1.2], [1.0, 2.0, 1.0]
+    assert said([even, slow, even, slow, even]) == []
+
+
+def test_the_examples_in_its_documentation() -> None:
+    assert doctest.testmod(slowness).failed == 0
