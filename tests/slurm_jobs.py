@@ -58,14 +58,15 @@ def command(*args: str | Path, cwd: Path, **environ: str) -> subprocess.Complete
 class Job:
     """`sbatch options slurm/train.sh config.yaml run.dir=NAME arguments`, in a folder."""
 
-    def __init__(self, folder: Path, name: str, *options: str, **environ: str) -> None:
-        """Submitted when no other job is left on any node."""
+    def __init__(self, folder: Path, name: str, *options: str, site: str = "") -> None:
+        """Submitted when no other job is left on any node. site: of slurm/sites."""
         self.folder, self.run_dir, self.out = folder, folder / name, folder / f"{name}.out"
         self._wait(lambda: set(self._slurm("sinfo", "-h", "-o", "%T").split()) == {"idle"})
         script = REPOSITORY / "slurm" / "train.sh"
+        settings = ["bash", "-c", f'. {REPOSITORY}/slurm/sites/{site}.sh; exec "$@"', "site"] if site else []
         self.id = self._slurm(
-            "sbatch", "--parsable", "-o", self.out, *options, script, "config.yaml", f"run.dir={name}",
-            MPIPIPE_VENV=sys.prefix, **environ,
+            *settings, "sbatch", "--parsable", "-o", self.out, *options, script, "config.yaml",
+            f"run.dir={name}", MPIPIPE_VENV=sys.prefix,
         )  # fmt: skip
 
     def _slurm(self, *words: str | Path, **environ: str) -> str:

@@ -23,7 +23,7 @@ def slow(folder: Path) -> Path:
 def test_usr1_saves_and_queues_again_with_the_same_final_bits(
     folder: Path, slow: Path, whole_sha: str, kill: Callable[[str], None]
 ) -> None:
-    job = Job(folder, "asked", "-N", "2", *ONE_EACH)
+    job = Job(folder, "asked", "-N", "2", *ONE_EACH, site="ethernet")
     job.trains()
     job.signal("USR1")
     slow.unlink()

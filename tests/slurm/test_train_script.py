@@ -141,6 +141,15 @@ def test_a_failure_is_the_job_s_and_is_not_queued_again(site: Site) -> None:
     assert "requeue" not in job.stdout
 
 
+@pytest.mark.parametrize(
+    "site_file", sorted((REPOSITORY / "slurm" / "sites").glob("*.sh")), ids=lambda f: f.stem
+)
+def test_the_files_for_sites_say_whether_they_are_tested_and_are_shell(site_file: Path) -> None:
+    done = subprocess.run(["bash", "-eu", site_file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "\n# Tested: " in site_file.read_text()
+
+
 def test_what_cannot_work_says_what_to_do(site: Site) -> None:
     for job, says in (
         (site.run("c.yaml"), "run make setup, or set MPIPIPE_VENV"),
