@@ -3,7 +3,7 @@
 MPI           mpipipe/cluster/mpi.py
 environment   cluster, native.py, and the arrows (running.py, train.py, commands, __main__.py)
 files         config, cluster, data, state, report, native.py, and the arrows
-processes     who starts some: what runs without MPI or before it (tests/launch/test_forks.py sees to the rest)
+processes     who starts some: what runs without MPI or before it; tests/launch/test_forks.py has the rest
 locks         of files: doctor alone, which tries one, as shared file systems often have none
 """
 

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 
 def list_fonts() -> None:
-    """Before the first drawing of a run, which may start no process beside MPI: where matplotlib has no list of
-    fonts yet, it would ask fc-list. Without an answer it looks into the usual folders."""
+    """Before the first drawing of a run, which may start no process beside MPI: where matplotlib has no list
+    of fonts yet, it would ask fc-list. Without an answer it looks into the usual folders."""
     ask = subprocess.check_output
     subprocess.check_output = _refuse
     try:
