@@ -15,9 +15,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TESTBED = Path(os.environ.get("MPIPIPE_TESTBED", "/nonexistent"))
 JOB_S = 240.0  # importing torch on every rank of a busy machine takes most of it
 CONFIG = """\
-model: {{name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}}
+model: {{name: mlp, inputs: 8, hidden: [16, 16], classes: 4, dropout: 0.1}}
 data: {{name: "slow:data", args: {{marker: {folder}/slow}}}}
-train: {{steps: 300, batch: 8, warmup: 1, save_every: 5}}
+train: {{steps: 100, batch: 8, warmup: 1, save_every: 2}}
 eval: {{every: 0, batches: 1}}
 pipeline: {{micro_batches: 4}}
 """
@@ -30,7 +30,7 @@ class Slow(SyntheticVectors):
     marker = ""
     def batch(self, split, step, *rest):
         if Path(self.marker).exists():
-            time.sleep(0.1)
+            time.sleep(0.2)
         return super().batch(split, step, *rest)
 
 def data(marker):
@@ -109,7 +109,7 @@ class Job:
     def trains(self) -> None:
         """Returns when a few steps are done."""
         done = self.steps
-        self.until(lambda: self.steps > done + 5)
+        self.until(lambda: self.steps > done + 2)
 
     def requeued(self, **change: str) -> None:
         """Returns when it waits for another start, which Slurm would delay by two minutes."""
