@@ -30,7 +30,7 @@ SOURCES := pyproject.toml setup.py $(shell find kernels -name '*.cpp' -o -name '
 chosen = $(foreach c,$(CHOICES),$(c)=$(strip $($(c))))
 export VENV
 
-.PHONY: help setup kernels wheelhouse docs train test test-fast test-kernels test-browser test-mpi test-slurm test-torch test-full lint format bench bench-kernels clean choices-changed
+.PHONY: help setup kernels wheelhouse docs train test test-fast test-kernels test-browser test-mpi test-slurm test-torch test-full lint format bench bench-survive bench-kernels clean choices-changed
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # the tests measure times, and the last lines are those of the last test
 
@@ -108,6 +108,9 @@ format: setup ## lay the code out as lint wants it
 
 bench: setup ## one benchmark, BENCH, a JSON line for each result; see benchmarks/README.md
 	@$(PY) -m benchmarks.$(strip $(BENCH)) $(ARGS)
+
+bench-survive: setup ## kills of real ranks under the supervisor, a JSON line at the end; ARGS="--kills 200"
+	@$(PY) -m benchmarks.survive $(ARGS)
 
 bench-kernels: setup ## the compiled kernels against torch, a JSON line for each case; ARGS="dropout --threads 1"
 	@$(PY) -m benchmarks.kernels $(ARGS)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,12 +46,19 @@ class Value:
 
 def to_json(value: object, indent: int | None = 1) -> str:
     """Text form of any value below; floats keep every bit."""
-    return TypeAdapter(type(value)).dump_json(value, indent=indent).decode()
+    return _adapter(type(value)).dump_json(value, indent=indent).decode()
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
     """Inverse of `to_json`. Raises pydantic.ValidationError that names the exact place."""
-    return TypeAdapter(kind).validate_json(text)
+    found: T = _adapter(kind).validate_json(text)
+    return found
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Making one takes a hundred times as long as using it."""
+    return TypeAdapter(kind)
 
 
 def digest(*parts: str) -> str:

@@ -6,11 +6,8 @@
 # Environment: $MPIPIPE_MODULES is loaded; then $MPIPIPE_CONTAINER (an Apptainer image), $MPIPIPE_VENV, the active
 # venv or conda environment, or .venv. MPIPIPE_STAGE=archive copies it to each node's own disk first.
 # Launcher: the one that fits the environment's MPI; $MPIPIPE_LAUNCHER names another ("srun --mpi=pmix").
-#SBATCH --job-name=mpipipe
-#SBATCH --nodes=2
-#SBATCH --exclusive
-#SBATCH --requeue --open-mode=append
-#SBATCH --signal=B:USR1@180
+#SBATCH --job-name=mpipipe --nodes=2
+#SBATCH --exclusive --requeue --open-mode=append --signal=B:USR1@180
 set -euo pipefail
 fail() { printf 'train.sh: %s\n' "$@" >&2; exit 2; }
 [ $# -gt 0 ] || fail "which config?   sbatch slurm/train.sh config.yaml [key=value ...]"
@@ -19,8 +16,8 @@ fail() { printf 'train.sh: %s\n' "$@" >&2; exit 2; }
 
 # Slurm runs a copy from its spool folder: only the job's record knows where this script was.
 script=$(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.* Command=\([^ ]*\).*/\1/p' || true)
-repo=$(dirname "$(dirname "$script")") find='import importlib.util as u; assert all(map(u.find_spec, ("mpi4py", "mpipipe", "torch")))'
-python=() tried=()
+repo=$(dirname "$(dirname "$script")") python=() tried=()
+find='import importlib.util as u; assert all(map(u.find_spec, ("mpi4py", "mpipipe", "torch")))'
 [ -z "${MPIPIPE_CONTAINER:-}" ] || python=(apptainer exec "$MPIPIPE_CONTAINER" python3)
 for env in "${MPIPIPE_VENV:-}" "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$SLURM_SUBMIT_DIR/.venv" "$repo/.venv"; do
     [ -n "$env" ] && [ ${#python[@]} = 0 ] || continue
@@ -28,24 +25,23 @@ for env in "${MPIPIPE_VENV:-}" "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$SLURM_SU
     ! "$env/bin/python" -c "$find" 2>/dev/null || python=("$env/bin/python")
 done
 [ ${#python[@]} -gt 0 ] || fail "none of these has mpi4py and mpipipe: ${tried[*]}" "run make setup, or set MPIPIPE_VENV"
-if [ "${MPIPIPE_STAGE:-}" = archive ]; then # one file, instead of thousands of small ones that every rank reads
-    own=${TMPDIR:-/tmp}/mpipipe-$SLURM_JOB_ID
-    tar -C "${python[0]%/bin/python}" -cf "$own.tar" . && sbcast -f "$own.tar" "$own.copy" && rm "$own.tar"
+if [ "${MPIPIPE_STAGE:-}" = archive ] && [ -z "${MPIPIPE_CONTAINER:-}" ]; then # one file, not thousands per rank
+    own=${TMPDIR:-/tmp}/mpipipe-$SLURM_JOB_ID python=("${python[0]%/bin/python}")
+    tar -C "${python[0]}" -cf "$own.tar" . && sbcast -f "$own.tar" "$own.copy" && rm "$own.tar"
     srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
         sh -c "mkdir -p $own && tar -C $own -xf $own.copy && rm $own.copy"
     python=("$own/bin/python")
 fi
 
 early= assignment=$(mktemp --suffix=.json)
-trap 'early=1' USR1 TERM
+trap early=1 USR1 TERM
 echo "train.sh: ${python[*]}, start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID"
 "${python[@]}" -m mpipipe plan "$@" --from-allocation -o "$assignment"
 line=$("${python[@]}" -m mpipipe launch "$@" --assignment "$assignment")
 [ -z "$early" ] || fail "asked to stop before the training began" "give the job more time: sbatch -t"
 # mpirun kills its ranks within a second of a SIGTERM, but hands SIGUSR1 on: they stop after the current step.
 eval "exec $line" & child=$! again=1
-trap 'kill -USR1 $child' USR1
-trap 'again=; kill -USR1 $child' TERM INT
+trap 'kill -USR1 $child' USR1; trap 'again=; kill -USR1 $child' TERM INT
 while wait "$child" && rc=0 || rc=$?; do kill -0 "$child" 2>/dev/null || break; done
 [ $rc = 0 ] && [ -n "$again" ] && "${python[@]}" -m mpipipe launch "$@" --unfinished || exit "$rc"
 echo "train.sh: the time of the job is over before the run: it is queued again"

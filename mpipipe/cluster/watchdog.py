@@ -108,6 +108,8 @@ class Watchdog:
         for kind in ("alive", "stack"):
             with suppress(OSError):
                 self._file(kind).unlink()
+        with suppress(OSError):
+            self.folder.rmdir()  # by the last one
 
     def watch(self, view: View, step_s: float) -> None:
         """From now on it sees the instructions. step_s: predicted seconds of a step."""

@@ -163,7 +163,7 @@ class Supervisor:
                 return 0
             if code == 0 or self.asked or any(MENDABLE in line for line in said):
                 return code
-            self._look_for_hosts()
+            about_hosts = self._look_for_hosts()
             step, saved = max(last_step(self.run_dir / METRICS), _saved(self.run_dir)), _saved(self.run_dir)
             wait_s, done = self.patience.failed(step), counted(step, "step")
             if wait_s is None:
@@ -175,6 +175,8 @@ class Supervisor:
                 f"{counted(step - saved, 'step')} lost (restart {self.patience.failures} of "
                 f"{self.patience.limit} without progress)"
             )
+            if about_hosts:
+                _say(about_hosts)
             self.wake.wait(wait_s)
             if self.asked:
                 return code
@@ -194,10 +196,10 @@ class Supervisor:
         finally:
             self.job = None
             job.end()
+        why = explained(self.run_dir)
         if code is None:
-            return 128 + signal.SIGKILL, "the launcher did not return and was ended", job.said
-        why = explained(self.run_dir) or cause(code, job.said)
-        return code if code >= 0 else 128 - code, why, job.said
+            return 128 + signal.SIGKILL, f"{why or 'no rank is there'}; the launcher did not return", job.said
+        return code if code >= 0 else 128 - code, why or cause(code, job.said), job.said
 
     def _watch(self, job: Job) -> int | None:
         """The launcher's exit code; None for one that is there though its ranks are not."""
@@ -238,23 +240,22 @@ class Supervisor:
 
     # -- what is left --------------------------------------------------------------------------
 
-    def _look_for_hosts(self) -> None:
-        """Ends what is left on each host, and takes those that answer, also those that are back."""
+    def _look_for_hosts(self) -> str:
+        """Ends what is left on each host, and takes those that answer, also those that are back; what is to
+        be said of the others."""
         if self.all_hosts is None:
-            return
+            return ""
         down = known_hosts.down(self.all_hosts) if "SLURM_JOB_ID" in self.environ else set()
         tried = [host for host in self.all_hosts if host.name not in down]
         clean = [sys.executable, "-m", "mpipipe.cluster.job", self._mark]
         there = known_hosts.answering(tried, self.starter, clean, self.environ)
-        if not there:
-            _say("no host answers: all of them are tried again")
         gone = [host.name for host in self.all_hosts if there and host not in there]
         if not gone:
             self.hosts, self.ranks = self.all_hosts if self.options.hosts else None, self.all_ranks
-            return
+            return "" if there else "no host answers; all of them are tried again"
         slots = sum(host.slots for host in there)
         self.hosts, self.ranks = there, min(self.all_ranks or slots, slots)
-        _say(f"{', '.join(gone)}: no answer; goes on with {counted(self.ranks, 'rank')} on the other hosts")
+        return f"{', '.join(gone)}: no answer; goes on with {counted(self.ranks, 'rank')} on the other hosts"
 
     # -- signals -------------------------------------------------------------------------------
 

@@ -51,13 +51,13 @@ class InterpreterView:
         outcome = self._outcome
         if outcome is None:
             return ()
-        now, instrs = time.perf_counter(), self._instrs
+        now = time.perf_counter()
         begun = np.flatnonzero(outcome.times[:, 0])[-LAST:].tolist()
         found = []
         for i in begun:
             start_s, end_s = outcome.times[i].tolist()
             took_s = round(end_s - start_s, 6) if end_s else None
-            found.append(Recent(str(instrs[i]), round(now - start_s, 6), took_s))
+            found.append(Recent(str(self._instr(i)), round(now - start_s, 6), took_s))
         return tuple(found)
 
     def pending(self) -> tuple[Pending, ...]:
@@ -71,19 +71,18 @@ class InterpreterView:
     def _outcome(self) -> Outcome | None:
         return getattr(self._of, "outcome", None)  # None before the first program
 
-    @property
-    def _instrs(self) -> list[Instr]:
-        return self._of.program.instrs(self._of.comm.rank)
+    def _instr(self, i: int) -> Instr:
+        op, *rest = self._of.program.codes[self._of.comm.rank][i].tolist()
+        return Instr(Op(op), *rest)
 
     def _inside(self, begun: int, ended: int, waits: bool) -> tuple[str, tuple[int, ...]]:
         """What a rank within a program does, or waits for and from whom."""
-        instrs = self._instrs
         if begun == ended:  # before the first or behind the last
             sent = self._of.outbox.pending() if ended else []
             if sent and waits:
                 return f"the receive of {_message(sent[0])}", (sent[0].peer,)
             return f"the {'end' if ended else 'beginning'} of the program", ()
-        instr = instrs[begun - 1]
+        instr = self._instr(begun - 1)
         if instr.op in RECVS:
             return _message(instr), (instr.peer,) if waits else ()
         if instr.op == Op.NORM:
