@@ -43,6 +43,7 @@ line=$("${python[@]}" -m mpipipe launch "$@" --assignment "$assignment")
 eval "exec $line" & child=$! again=1
 trap 'kill -USR1 $child' USR1; trap 'again=; kill -USR1 $child' TERM INT
 while wait "$child" && rc=0 || rc=$?; do kill -0 "$child" 2>/dev/null || break; done
+trap - USR1 TERM INT
 [ $rc = 0 ] && [ -n "$again" ] && "${python[@]}" -m mpipipe launch "$@" --unfinished || exit "$rc"
 echo "train.sh: the time of the job is over before the run: it is queued again"
 scontrol requeue "$SLURM_JOB_ID"

@@ -114,6 +114,7 @@ class Job:
     def requeued(self, **change: str) -> None:
         """Returns when it waits for another start, which Slurm would delay by two minutes."""
         self.until(lambda: self.field("JobState") == "PENDING" and self.field("Restarts") != "0")
+        time.sleep(5.0)  # the end of the first start is still on its way to Slurm
         self.update(StartTime="now", **change)
 
     def update(self, **change: str) -> None:

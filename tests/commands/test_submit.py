@@ -161,7 +161,11 @@ def test_submit_writes_a_script_that_is_complete_and_hands_it_to_sbatch(
     assert (tmp_path / "sent").read_text() == "--parsable my run/submit.sh\n"
     lines = (tmp_path / "my run" / "submit.sh").read_text().splitlines()
     options = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")]
-    assert {"time=1:30:00", "job-name=mlp", "requeue --open-mode=append"} <= set(options)
+    assert {
+        "time=1:30:00",
+        "job-name=mlp",
+        "exclusive --requeue --open-mode=append --signal=B:USR1@180",
+    } <= set(options)
     assert f"output={tmp_path}/my run/slurm-%j.out" in options
     assert sum(option.startswith("nodes=") for option in options) == 1
     assert f"set -- {tmp_path}/c.yaml 'run.dir=my run' train.lr=0.5 'run.dir={tmp_path}/my run'" in lines
