@@ -23,7 +23,7 @@ from mpipipe.runtime.costing import Updates
 from mpipipe.runtime.modelling import Found, costs_of, find
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of, set_gemm_route
-from mpipipe.values import Costs, Gemm
+from mpipipe.values import Cluster, Costs, Gemm, Prediction
 
 
 class Costing:
@@ -48,6 +48,7 @@ class Costing:
         if t.bits == "fast":
             self._settle_ops(machine)
         self.at: dict[int, tuple[Variants, Found]] = {}
+        self._kept: dict[int, Costs] = {}
         self.base_bytes, self.seconds = 0, 0.0
         self._machine, self._unused = machine, t.unused
         self._optimizer, self._memory = optimizer_settings(config), resident_memory()
@@ -80,6 +81,24 @@ class Costing:
         joint, _ = settle(self.asked, self._take, lambda: time.perf_counter() > end)
         assert joint is not None
         return joint
+
+    def usual(self) -> Costs:
+        """Of micro-batches of a usual size, and of the ranks that were named first."""
+        sizes = self.asked.sizes
+        return self._kept_or_taken(usual_size(self.asked, sizes[1:] or sizes))
+
+    def prediction_on(self, cluster: Cluster) -> Prediction:
+        """Of the best plan for all ranks of a cluster. Costs are taken once for all clusters. Raises as
+        `search` does."""
+        asked = replace(self.asked, n_ranks=len(cluster.devices))
+        joint, _ = settle(asked, lambda rows: replace(self._kept_or_taken(rows), cluster=cluster))
+        assert joint is not None
+        return joint.plan.prediction
+
+    def _kept_or_taken(self, rows: int) -> Costs:
+        if rows not in self._kept:
+            self._kept[rows] = self._take(rows)
+        return self._kept[rows]
 
     def given(self) -> Costs:
         """Of the number of micro-batches that the config gives, whatever ranks there are."""
