@@ -8,6 +8,7 @@ Both sides have the same route of the matrix products. Prints seconds and the me
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -22,13 +23,15 @@ SIZES = {"gpt10m": ((256, 6, 384, 6, 256), 16, 8), "gpt85m": ((32000, 12, 768, 1
 ROUNDS = {"gpt10m": 12, "gpt85m": 3}
 
 
-def pipeline(name: str, precision: str, threads: int, bits: str) -> Pipeline:
+def pipeline(
+    name: str, precision: str, threads: int, bits: str, say: Callable[[str], object] = lambda line: None
+) -> Pipeline:
     shape, batch, micro_batches = SIZES[name]
     model: partial[nn.Module] = partial(GPT, *shape, True, 0.0)
     data = SyntheticTokens(shape[0], shape[-1], 0)
     return Pipeline(
         model, cross_entropy, data, OptimizerSettings(), batch=batch, micro_batches=micro_batches,
-        precision=precision, threads=threads, bits=bits, say=lambda line: None,  # type: ignore[arg-type]
+        precision=precision, threads=threads, bits=bits, say=say,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -406,13 +406,14 @@ class Pipeline:
     def step(self, stop: bool = False) -> Step:
         """One optimizer step on the next batch. `stop`: this rank was asked to stop, say so to all.
 
-        Raises MpipipeError on every rank when the loss or a gradient is not finite, and EndOfData where the
-        data has ended.
+        Raises MpipipeError on every rank when the loss or a gradient is not finite, EndOfData where the data
+        has ended, and CheckpointError when a save in the background has failed.
         """
         return self.timed_step(stop)[0]
 
     def timed_step(self, stop: bool = False) -> tuple[Step, Outcome]:
         """As `step`, with the times of this rank's instructions."""
+        self.saver.poll()
         start = time.perf_counter()
         outcome = self.trainer.step(self.steps_done, stop=stop)
         if outcome is None:
@@ -439,12 +440,13 @@ class Pipeline:
         while self.steps_done < steps:
             try:
                 if self._fit_step(calls, eval_every):
-                    return
+                    break
                 continue
             except RankLost:
                 if not self.recovers:
                     raise
             self.recover()  # when nothing refers to what failed any more
+        self.saver.finish()
 
     def _fit_step(self, calls: Iterable[Callback], eval_every: int) -> bool:
         """Whether it was the last one."""
@@ -557,7 +559,8 @@ class Pipeline:
         self, folder: str | Path, beside: Beside = lambda folder: (), then: Callable[[], object] = dict,
         background: bool = True, **told: Any,
     ) -> None:  # fmt: skip
-        """As `save`; in the background it goes on while steps are made; ask `saver.poll` between them.
+        """As `save`, but in the background: steps may follow at once, and one of them raises what has failed.
+        `saver.finish` waits for it, as the next save does, and the end of `fit`.
 
         beside, then: see `Saver.save`; told: fields of `RunState`.
         """

@@ -210,7 +210,6 @@ class Run:
                 metrics.write(step=step.step, **values)
             self.log.step(step.step, values)
             self.turn_s = max(self.turn_s, time.perf_counter() - start)
-            self.pipe.saver.poll()
             if done or step.stop or self._due(t.save_every, step.step):
                 with self.watchdog.during("a checkpoint"):
                     self.save(background=not (done or step.stop))

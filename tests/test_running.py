@@ -18,7 +18,7 @@ from mpipipe.running import Run
 class Ends:
     """Two steps; every evaluation is noted."""
 
-    rank, saver = 0, SimpleNamespace(poll=lambda: None)
+    rank = 0
 
     def __init__(self) -> None:
         self.evaluated: list[int] = []

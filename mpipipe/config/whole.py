@@ -78,3 +78,9 @@ def _misfits(c: Config) -> Iterator[str]:
             f"train.batch = {c.train.batch} is smaller than pipeline.micro_batches = {p.micro_batches}; "
             "a micro-batch needs a sample: raise the one or lower the other"
         )
+    t = c.train
+    if t.keep_every and (not t.save_every or t.keep_every % t.save_every):
+        yield (
+            f"train.keep_every = {t.keep_every} is no multiple of train.save_every = {t.save_every}, so "
+            "there would be nothing to keep; change one"
+        )

@@ -94,15 +94,15 @@ def read_index(folder: str | Path, kind: Kind = "model") -> dict[str, str]:
 class Reader:
     """Reads single tensors of a checkpoint; a rank reads what it owns and nothing else.
 
-    names: what the checkpoint holds, in canonical order; digests: `tensor_digest` of what was read.
-    Raises CheckpointError, here and below, with the file and the next move. The folder is settled here: a
-    link that moves on later does not mix two steps.
+    index: the file that names them; names: what the checkpoint holds, in canonical order; digests:
+    `tensor_digest` of what was read. Raises CheckpointError, here and below, with the file and the next move.
+    The folder is settled here: a link that moves on later does not mix two steps.
     """
 
     def __init__(self, folder: str | Path, kind: Kind = "model") -> None:
-        self.folder = Path(folder).resolve()
+        self.folder, self.index = Path(folder).resolve(), index_name(kind)
         try:
-            inside(self.folder, index_name(kind))
+            inside(self.folder, self.index)
         except ValueError as error:
             raise self.damaged(f"{self.folder}: {error}") from error
         self._index = read_index(self.folder, kind)

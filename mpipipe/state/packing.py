@@ -94,7 +94,7 @@ def _copy(
         write_shard(out / shard_name(i, len(split), kind), {name: specs[name] for name in names}, pieces)
         for i, names in enumerate(split)
     ]
-    for file in reader.files:
+    for file in [reader.index, *reader.files]:
         if wrong := read_flaw(reader, file, reader.digests, files):
             raise reader.damaged(wrong)
     return written

@@ -46,6 +46,11 @@ class Saver:
         self._snapshot = Snapshot()
         self._writer: _Writer | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether ranks still write, or do not know yet that all have done."""
+        return self._writer is not None
+
     def reserve(self, nbytes: int) -> None:
         """Memory for the copies, so that the first `begin` need not wait for it."""
         self._snapshot = Snapshot(nbytes)
@@ -100,7 +105,7 @@ class Saver:
 
     def finish(self) -> None:
         """Waits for the save under way. Raises CheckpointError on every rank, as `save`."""
-        while self._writer is not None:
+        while self.under_way:
             self.poll(_LOOK_S)
 
     def settle(self) -> None:

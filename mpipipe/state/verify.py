@@ -81,21 +81,20 @@ def check_read(comm: Communicator, reader: Reader, files: Mapping[str, File]) ->
     Raises CheckpointError on every rank, with the file and both values.
     """
     read = {name: d for part in comm.allgather_object(reader.digests) for name, d in part.items()}
-    wrong = [
-        read_flaw(reader, file, read, files)
-        for i, file in enumerate(reader.files)
-        if i % comm.size == comm.rank
-    ]
+    mine = [reader.index, *reader.files][comm.rank :: comm.size]
+    wrong = [read_flaw(reader, file, read, files) for file in mine]
     for said in comm.allgather_object(next(filter(None, wrong), "")):
         if said:
             raise reader.damaged(said)
 
 
 def read_flaw(reader: Reader, file: str, read: Mapping[str, str], files: Mapping[str, File]) -> str:
-    """What is wrong with one file, of which the tensors in `read` (name -> digest) were read."""
+    """What is wrong with a shard of which the tensors in `read` (name -> digest) were read, or the index."""
     path = reader.folder / file
     if file not in files:
         return f"{path}: is not among the files that {RUN} names"
+    if file == reader.index:
+        return flaw(reader.folder, {file: files[file]})
     try:
         shard = Shard(inside(reader.folder, file))
     except (OSError, ValueError) as error:

@@ -149,23 +149,30 @@ def test_other_numerics_are_refused_until_they_are_asked_for(
     assert "seed: 5" in (run / "config.yaml").read_text()
 
 
-def test_a_truncated_checkpoint_is_passed_over_and_a_finished_run_says_so(
+def test_damaged_checkpoints_are_passed_over_and_a_finished_run_says_so(
     launch: Launch, folder: Path, undisturbed: dict[str, Any]
 ) -> None:
-    run = copied(folder / "whole", "truncated")
+    run = copied(folder / "whole", "damaged")
     last = newest(run)
     assert last is not None
     assert last.name == f"step-{STEPS:08d}"
     shard = next(last.glob("model*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    job = train(launch, folder, 1, "truncated", "--resume")
+    flipped = run / "checkpoints" / "step-00000006" / "optimizer-00001-of-00001.safetensors"
+    bits = bytearray(flipped.read_bytes())
+    bits[-1] ^= 1
+    flipped.write_bytes(bits)
+    job = train(launch, folder, 1, "damaged", "--resume")
     assert job.returncode == 0, job.stderr
-    assert f"note: passed over {Path('truncated') / 'checkpoints' / last.name}: " in job.stdout
+    assert f"note: passed over {Path('damaged') / 'checkpoints' / last.name}: " in job.stdout
     assert f"{shard.name}: has " in job.stdout
-    assert "resuming truncated after 6 steps" in job.stdout
+    assert f"{Path('damaged') / flipped.relative_to(run)}: its sha256 is " in job.stdout
+    assert "resuming damaged after 3 steps" in job.stdout
     assert told(run) == undisturbed
+    kept = [path.name for path in (run / "checkpoints").glob("*.damaged")]
+    assert sorted(kept) == ["step-00000006.damaged", f"{last.name}.damaged"]
 
-    job = train(launch, folder, 1, "truncated", "--resume")
+    job = train(launch, folder, 1, "damaged", "--resume")
     assert job.returncode != 0
     assert f"all of the {STEPS} steps are done; raise train.steps to go on" in job.stderr
     assert "Traceback" not in job.stderr

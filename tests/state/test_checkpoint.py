@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpipipe.errors import CheckpointError
-from mpipipe.state import files
+from mpipipe.state import files, writing
 from mpipipe.state.checkpoint import (
     Reader,
     index_name,
@@ -71,6 +72,37 @@ def test_the_layout_is_that_of_hugging_face(tmp_path: Path) -> None:
     assert list(read_index(tmp_path)) == list(WEIGHTS)
     theirs = load_file(tmp_path / shard_name(0, 2)) | load_file(tmp_path / shard_name(1, 2))
     assert same({name: theirs[name] for name in WEIGHTS}, WEIGHTS)
+
+
+@pytest.mark.parametrize("refuses", ["nothing", "open", "write"])
+def test_files_of_many_pieces_are_written_past_the_page_cache_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    real, direct = getattr(os, refuses, None), getattr(os, "O_DIRECT", 0)
+    refused: list[int] = []
+
+    def call(first: object, second: int, *rest: object) -> int:
+        if direct and (second & direct if refuses == "open" else not refused):
+            refused.append(errno.EINVAL)
+            raise OSError(errno.EINVAL, "as some file systems say")
+        assert real is not None
+        return real(first, second, *rest)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(writing, "PIECE_BYTES", 8192)
+    if refuses != "nothing":
+        monkeypatch.setattr(writing.os, refuses, call)
+    weights = {
+        "a": torch.randn(5000),
+        "b": torch.randint(0, 9, (3,)).byte(),
+        "c": torch.randn(7777).bfloat16(),
+    }
+    written = save_shard(tmp_path, 0, 1, weights)
+    assert len(refused) == (bool(direct) and refuses != "nothing")
+    path = tmp_path / written.file
+    theirs = load_file(path)
+    assert same({name: theirs[name] for name in weights}, weights)
+    assert path.stat().st_size == written.facts.nbytes
+    assert written.tensor_bytes == sum(t.nbytes for t in weights.values())
 
 
 def test_views_of_one_flat_buffer_and_strided_tensors_are_saved(tmp_path: Path) -> None:

@@ -110,18 +110,14 @@ def test_what_an_earlier_save_has_left_is_not_taken_for_a_part(
 ) -> None:
     """As where a file system shows late that it was removed: the record of rank 1 is that of another save."""
     save_step(tmp_path, 1, 2)
-    records = []
-    real = parts.Save.write
+    records: list[str] = []
+    real = parts.write_text
 
-    def keeps(self: parts.Save, rank: int, mine: parts.Held) -> parts.Part:
-        part = real(self, rank, mine)
-        if rank == 1 and not records:
-            records.append((self.folder / "rank-1.json").read_bytes())
-        elif rank == 1:
-            (self.folder / "rank-1.json").write_bytes(records[0])
-        return part
+    def stale(path: Path, text: str) -> None:
+        records.extend([text] if path.name == "rank-1.json" else [])
+        real(path, records[0] if path.name == "rank-1.json" else text)
 
-    monkeypatch.setattr(parts.Save, "write", keeps)
+    monkeypatch.setattr(parts, "write_text", stale)
     monkeypatch.setattr(parts, "PATIENCE_S", 0.05)
     save_step(tmp_path, 2, 2)
     with pytest.raises(CheckpointError, match=r"rank-1.json: written by rank 1, and not seen .* every node"):
