@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_run import made_run
+
+from mpipipe.report.trace import read_trace
+from mpipipe.values import Report, from_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPOSITORY))  # the benchmarks are no part of the package
@@ -19,6 +23,7 @@ sys.path.append(str(REPOSITORY))  # the benchmarks are no part of the package
 from benchmarks.bench import competes  # noqa: E402
 from benchmarks.budget import SIZES, estimate_s  # noqa: E402
 from benchmarks.common import run as start  # noqa: E402
+from benchmarks.hosts import told  # noqa: E402
 from benchmarks.peers import SCHEDULES, SIDES  # noqa: E402
 from benchmarks.peers.ranks import reason  # noqa: E402
 from benchmarks.peers.splits import (  # noqa: E402
@@ -144,6 +149,15 @@ def test_the_table_has_its_place_in_the_readme():
     assert written(after, "again\n") == written(before, "again\n")
     with pytest.raises(ValueError, match="one <!-- benchmarks -->"):
         written("no place", "new\n")
+
+
+def test_exposure_is_that_of_the_rank_with_the_most(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run")
+    found, report = told(folder), from_json(Report, (folder / "summary.json").read_text())
+    span_s = read_trace(folder / "timeline.json").timelines["measured"].makespan_s
+    assert found["exposed_share"] == pytest.approx(max(r.exposed_s for r in report.ranks) / span_s, rel=1e-5)
+    assert 0 <= found["predicted_exposed_share"] < found["exposed_share"] < 1
+    assert json.loads(json.dumps(found))["ranks"] == [0, 1]
 
 
 def test_the_reason_of_a_failure_is_one_line():

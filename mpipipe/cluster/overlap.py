@@ -19,7 +19,6 @@ import numpy as np
 
 from mpipipe.cluster.calibrate import TAG, measure_pair, pairs_of
 from mpipipe.cluster.comm import Communicator
-from mpipipe.planner.sizes import size_text
 from mpipipe.values import Value, digest
 
 LENGTHS = (1 << 18, 1 << 20)  # bytes, beyond every eager limit; the shorter one where the longer takes long
@@ -80,7 +79,7 @@ def why(overlap: Overlap, transport: str) -> str:
         own = [s for s in transport.split() if s.startswith(OWN_THREAD) and not s.endswith(("=0", "=no"))]
         who = f"by the library ({own[0]})" if own else "between instructions"
     figures = "; ".join(
-        f"{BETWEEN[f.level]} a message of {size_text(f.nbytes)}, {_ms(f.bare_s)} ms long, costs "
+        f"{BETWEEN[f.level]} a message of {f.nbytes >> 10} KiB, {_ms(f.bare_s)} ms long, costs "
         f"{_ms(f.helper_s)} ms with a helper thread, {_ms(f.without_s)} ms without"
         for f in overlap.felt
     )

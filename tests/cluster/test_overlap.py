@@ -35,8 +35,8 @@ def test_the_helper_works_where_it_saves_time_over_all_levels(
 def test_the_choice_is_told_with_its_figures() -> None:
     assert why(Overlap(()), "Open MPI 5.0.11") == ""
     assert why(overlap((0.001, 0.018)), "Open MPI 5.0.11") == (
-        "messages move on by a helper thread: within a node a message of 1 MiB, 9 ms long, costs 1 ms with a "
-        "helper thread, 18 ms without"
+        "messages move on by a helper thread: within a node a message of 1024 KiB, 9 ms long, costs 1 ms "
+        "with a helper thread, 18 ms without"
     )
     settings = "Open MPI 5.0.11 OMPI_MCA_btl=^ofi OMPI_MCA_btl_tcp_progress_thread={}"
     for value, who in (
