@@ -39,9 +39,10 @@ def check_copies(n_copies: int, n_ranks: int, numerics: Numerics) -> None:
             f"{numerics.micro_batches}"
         )
     if n_ranks % n_copies:
+        near = sorted({max(1, n_ranks // n_copies) * n_copies, -(-n_ranks // n_copies) * n_copies})
         raise PlanError(
-            f"{counted(n_copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many ranks; "
-            f"start {n_ranks // n_copies * n_copies or n_copies} or {-(-n_ranks // n_copies) * n_copies} ranks"
+            f"{counted(n_copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
+            f"{' or '.join(map(str, near))} ranks"
         )
 
 

@@ -113,9 +113,7 @@ def _written(
     for stage, kind in itertools.product(stages, (Op.F, Op.B, Op.I, Op.W)):
         place = np.flatnonzero((actions[:, 0] == kind) & (actions[:, 1] == stage))
         instrs = (
-            list(_with_messages(Action(kind, stage, 0), wires.n_stages, wires, eager))
-            if len(place)
-            else []
+            list(_with_messages(Action(kind, stage, 0), wires.n_stages, wires, eager)) if len(place) else []
         )
         lengths[place] = len(instrs)
         parts.append((place, instrs))

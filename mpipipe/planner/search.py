@@ -110,8 +110,8 @@ def _plan_in(
     if len(set(order)) == len(order):
         starts = [
             partition(
-                in_order(of_copy, order), n_micro, schedule, len(order), receive_window, numerics.tied, update,
-                finest=numerics.micro_batch == 1,
+                in_order(of_copy, order), n_micro, schedule, len(order), receive_window, numerics.tied,
+                update, finest=numerics.micro_batch == 1,
             ).cuts
             for update in (False, True)
         ]  # fmt: skip
@@ -329,8 +329,8 @@ def check_order(layout: Layout) -> None:
     ranks = [list(on) for on in layout.ranks]
     if len({len(on) for on in ranks}) > 1 or not ranks[0]:
         raise PlanError(
-            f"layout.ranks is {ranks}; the pipeline is copied as a whole: give each stage equally many ranks, "
-            "one for each copy, such as [[0, 2], [1, 3]]"
+            f"layout.ranks is {ranks}; the pipeline is copied as a whole: each stage must be on equally many "
+            "ranks, one for each copy, such as [[0, 2], [1, 3]]"
         )
     of_copies = [rank for order in layout.copies for rank in set(order)]
     if sorted(of_copies) != list(range(layout.n_ranks)):
@@ -338,7 +338,8 @@ def check_order(layout: Layout) -> None:
         if layout.n_copies > 1:
             what = "each copy have ranks of its own: [[0, 2], [1, 3]] has stage 0 on the ranks 0 and 2"
         raise PlanError(
-            f"layout.ranks is {ranks}; each of the ranks 0 to {layout.n_ranks - 1} must hold a stage, and {what}"
+            f"layout.ranks is {ranks}; each of the ranks 0 to {layout.n_ranks - 1} must hold a stage, and "
+            f"{what}"
         )
 
 

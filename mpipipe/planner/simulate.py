@@ -123,13 +123,13 @@ def _rank_bytes(codes: Int32, table: Int64, pairs: dict[tuple[int, int, int], in
 
 
 def _add_uses(program: Program, sizes: Sequence[Int64], ties: Sequence[StageTie]) -> None:
-    for tie, user in ((tie, user) for tie in ties for user in tie.users):
+    for nbytes, user in ((tie.nbytes, user) for tie in ties for user in tie.users):
         home = program.rank_of_stage[user]
         for rank, codes in enumerate(program.codes):
             of_user = codes[:, 1] == user
             to_home = (codes[:, 0] == Op.SEND_SHARD) & (codes[:, 4] == home)
             at_home = (codes[:, 0] == Op.RECV_SHARD) & (rank == home)
-            sizes[rank][of_user & (to_home | at_home)] += tie.nbytes
+            sizes[rank][of_user & (to_home | at_home)] += nbytes
 
 
 def instruction_seconds(

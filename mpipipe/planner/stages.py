@@ -88,9 +88,8 @@ class Ranges:
         c = costs.columns
         self.fwd_s, self.bwd_input_s = c["fwd_s"], c["bwd_input_s"]
         self.bwd_weight_s = c["bwd_weight_s"]
-        self._update_s, self._update_s_per_byte = (
-            x / costs.copies for x in (c["update_s"], costs.step_s_per_byte)
-        )
+        self._update_s = c["update_s"] / costs.copies
+        self._update_s_per_byte = costs.step_s_per_byte / costs.copies
         if with_update:
             update_s = self._update_s_per_byte * c["param_bytes"] + self._update_s
             self.bwd_weight_s = self.bwd_weight_s + update_s / n_micro

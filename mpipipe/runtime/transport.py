@@ -71,8 +71,8 @@ class Pool:
 class Mailbox:
     """Receives of one program run. `targets(instr)` gives the tensors that an instruction fills.
 
-    Those of once per step (micro -1: tied gradients, copies) are posted when they are taken, as the
-    proof assumes: their buffers are large, and would stand beside the last backward's.
+    Those of once per step (micro -1: tied gradients, copies) are posted when they are taken, or by `post`, as
+    the proof assumes: their buffers are large, and would stand beside the last backward's.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Mailbox:
 
     def _fill(self) -> None:
         while self._waiting and len(self._posted) < self._window:
-            self._post(self._waiting.popleft())
+            self.post(self._waiting.popleft())
 
-    def _post(self, instr: Instr) -> None:
+    def post(self, instr: Instr) -> None:
         tensors = self._targets(instr)
         self._posted[instr] = [(t, self._comm.irecv(as_bytes(t), instr.peer, instr.tag)) for t in tensors]
 
     def take(self, instr: Instr) -> list[Tensor]:
         """The tensors of a receive, waited for; the next receive is posted in its place."""
         if instr not in self._posted:
-            self._post(instr)
+            self.post(instr)
         for _, request in self._posted[instr]:
             self._comm.wait(request)
         tensors = [t for t, _ in self._posted.pop(instr)]

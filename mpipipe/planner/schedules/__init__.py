@@ -30,6 +30,6 @@ from mpipipe.planner.schedules.text import from_text, to_text
 
 __all__ = [
     "PLAIN", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only", "from_text", "grid",
-    "in_copies", "live_micro_batches", "live_stages", "on_ranks", "register", "register_text", "stages_of_ranks",
-    "stages_on", "stashes", "to_text", "zb_planned",
+    "in_copies", "live_micro_batches", "live_stages", "on_ranks", "register", "register_text",
+    "stages_of_ranks", "stages_on", "stashes", "to_text", "zb_planned",
 ]  # fmt: skip
