@@ -10,7 +10,8 @@ as it was sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ from mpipipe.graph.cut import Code
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.ops.deferred import Pending
 from mpipipe.runtime.weights import StageWeights
+
+_Update = tuple[str, float | None, Tensor | None]  # buffer, momentum, value; None: it counts
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Stage:
         self.weights, self.precision, self.blocks = weights, precision, blocks
         self._stash: dict[int, _Stash] = {}
         self._waiting: dict[int, tuple[Pending, list[tuple[Tensor, Tensor]]]] = {}  # (weight, its gradient)
-        self._statistics: dict[int, list[tuple[str, float | None, Tensor | None]]] = {}  # by micro-batch
+        self._statistics: dict[int, list[_Update]] = {}  # by micro-batch
 
     def forward(
         self, code: Code, micro: int, received: Sequence[Tensor], batch: Batch, step: int, train: bool
@@ -129,13 +132,16 @@ class Stage:
     def apply_statistics(self, buffers: Callable[[str], Tensor] | None = None) -> None:
         """Buffer updates of the step, in micro-batch order, whatever the order of the forwards was. buffers:
         others than the stage's own, by name."""
-        updates = (update for _, of_micro in sorted(self._statistics.items()) for update in of_micro)
-        for name, momentum, value in updates:
-            buffer = (buffers or self.weights.buffer)(name)
-            if momentum is None or value is None:
-                buffer.add_(1)
-            else:
-                buffer.mul_(1.0 - momentum).add_(value, alpha=momentum)
+        rounds: list[dict[str, _Update]] = []  # with one update of a buffer each
+        done: Counter[str] = Counter()
+        for _, updates in sorted(self._statistics.items()):
+            for update in updates:
+                if done[update[0]] == len(rounds):
+                    rounds.append({})
+                rounds[done[update[0]]][update[0]] = update
+                done[update[0]] += 1
+        for of_round in rounds:
+            _apply(of_round.values(), buffers or self.weights.buffer)
         self._statistics.clear()
 
     def statistics_of(self, micros: Sequence[int]) -> list[Tensor]:
@@ -150,6 +156,20 @@ class Stage:
     def forget_statistics(self) -> None:
         """Of a step that updates nothing."""
         self._statistics.clear()
+
+
+def _apply(updates: Iterable[_Update], buffers: Callable[[str], Tensor]) -> None:
+    """Of different buffers, together: each is small, and a call of torch would take longer than its sums."""
+    by_momentum: dict[float | None, list[tuple[Tensor, Tensor | None]]] = {}
+    for name, momentum, value in updates:
+        by_momentum.setdefault(momentum, []).append((buffers(name), value))
+    for momentum, pairs in by_momentum.items():
+        there = [buffer for buffer, _ in pairs]
+        if momentum is None:
+            torch._foreach_add_(there, 1)
+        else:
+            torch._foreach_mul_(there, 1.0 - momentum)
+            torch._foreach_add_(there, [value for _, value in pairs if value is not None], alpha=momentum)
 
 
 def _own(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
