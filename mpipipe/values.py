@@ -369,6 +369,10 @@ class Layout(Value):
         return tuple(zip(*self.ranks, strict=True))
 
     @property
+    def ranks_per_copy(self) -> int:
+        return len(set(self.order))
+
+    @property
     def order(self) -> tuple[int, ...]:
         """The rank of each stage in copy 0; a rank comes as often as it has stages."""
         return tuple(ranks[0] for ranks in self.ranks)

@@ -33,7 +33,7 @@ from mpipipe.planner.schedules import (
     in_copies,
     stages_on,
 )
-from mpipipe.planner.schedules.orders import is_plain
+from mpipipe.planner.schedules.orders import is_in_two, is_plain
 from mpipipe.planner.several import started
 from mpipipe.planner.simulate import message_bytes, simulate
 from mpipipe.planner.sizes import size_text
@@ -228,6 +228,7 @@ def program_for(
     if train:
         check_copies(layout.n_copies, layout.n_ranks, numerics)
     schedule = _order(layout, n_micro or numerics.micro_batches, train)
+    check_bits(schedule, numerics)
     program = lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
     prove(program)
     return program
@@ -248,6 +249,15 @@ def _order(layout: Layout, n_micro: int, train: bool) -> Schedule:
     shares = [len(share_of(copy, layout.n_copies, n_micro)) for copy in range(layout.n_copies)]
     known = {count: made(count) for count in set(shares)}
     return in_copies([known[count] for count in shares], layout.copies)
+
+
+def check_bits(order: Schedule | Program, numerics: Numerics) -> None:
+    """Raises PlanError for an order that would have other bits than others have."""
+    if is_in_two(order) and numerics.bits == "fast" and numerics.blocks > 1:
+        raise PlanError(
+            "a schedule with backwards in two has weight gradients with other bits with train.bits=fast and "
+            f"{numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
+        )
 
 
 def predict(

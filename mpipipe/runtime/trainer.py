@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.errors import MpipipeError, PlanError
+from mpipipe.errors import MpipipeError
 from mpipipe.graph.cut import Code
 from mpipipe.graph.program import Batch, Mode, Specs
 from mpipipe.graph.variants import Variants
@@ -24,7 +24,7 @@ from mpipipe.runtime.optimizer import Optimizer, Saved
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties
 from mpipipe.runtime.weights import StageWeights
-from mpipipe.values import Op, Plan, Program, share_of
+from mpipipe.values import Plan, Program, share_of
 
 
 class Trainer:
@@ -47,12 +47,6 @@ class Trainer:
                 variants.anatomy("train", data.specs(rows))
         self._programs: dict[tuple[int, bool], Program] = {}
         self.program = self._program(len(self.bounds), train=True)
-        in_two = any((codes[:, 0] == Op.I).any() for codes in self.program.codes)
-        if in_two and numerics.bits == "fast" and numerics.blocks > 1:
-            raise PlanError(
-                f"schedule {layout.schedule!r} has backwards in two, whose weight gradients have other bits "
-                f"with train.bits=fast and {numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
-            )
         owner, self.copy = variants.stage_of_param(layout.cuts), self.program.copy_on(comm.rank)
         stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):

@@ -57,7 +57,12 @@ def stages_of_ranks(order: Schedule | Program) -> list[list[int]]:
 def is_plain(order: Schedule | Program) -> bool:
     """One stage per rank, and no backward in two."""
     one = len(order.codes) == order.n_stages * len(order.copies)
-    return one and not any(np.isin(codes[:, 0], (Op.I, Op.W)).any() for codes in order.codes)
+    return one and not is_in_two(order)
+
+
+def is_in_two(order: Schedule | Program) -> bool:
+    """It has backwards in two."""
+    return any(np.isin(codes[:, 0], (Op.I, Op.W)).any() for codes in order.codes)
 
 
 def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
