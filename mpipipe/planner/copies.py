@@ -46,6 +46,12 @@ def check_copies(n_copies: int, n_ranks: int, numerics: Numerics) -> None:
         )
 
 
+def sums_held(n_copies: int) -> int:
+    """How many shards of other copies one copy holds at most while it adds them up, in the order of `lower`:
+    one for each level of the tree; where the copies are no power of two, also one for each smaller tree."""
+    return n_copies.bit_count() + n_copies.bit_length() - 2
+
+
 def even_blocks(micro_batches: int | None, batch: int, n_ranks: int) -> int:
     """`blocks: auto`: the largest power of two up to the number of ranks that divides the micro-batches, or,
     where their number is searched, that the batch has samples for."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.copies import sums_held
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
@@ -66,7 +67,7 @@ def _memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence
     """What each rank holds during each instruction: what is fixed, the stash of its live micro-batches,
     the largest workspace while it computes, the largest sum of `receive_window` receives that follow each
     other, as receive buffers are kept for the next ones, and the sums of other copies while they come in."""
-    levels = (len(program.copies) - 1).bit_length()
+    most = sums_held(len(program.copies))
     out = []
     for copy, mine, codes, nbytes in zip(
         _copies(program), stages_of_ranks(program), program.codes, sizes, strict=True
@@ -75,7 +76,7 @@ def _memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence
         stash = np.array([stage.stash_bytes for stage in own], np.int64)
         fixed = sum(own[s].fixed_bytes for s in mine) + _window_peak(codes, nbytes, program.receive_window)
         workspace = max((own[s].workspace_bytes for s in mine), default=0)
-        shards = np.where(codes[:, 0] == Op.RECV_SHARD, levels * nbytes, 0)
+        shards = np.where(codes[:, 0] == Op.RECV_SHARD, most * nbytes, 0)
         held = fixed + stashes(codes, stash[codes[:, 1]]) + shards
         out.append(held + np.where(WORKS[codes[:, 0]], workspace, 0))
     return tuple(out)

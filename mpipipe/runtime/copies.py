@@ -7,8 +7,7 @@
 
 Optimizer state sharded by whole parameters (ZeRO-1, Rajbhandari et al. 2020). The sums of the copies are
 added in the binary tree of the blocks, continued: so the bits are those of one copy. They come in an order in
-which neighbours in the tree follow each other, and are added at once: a copy holds at most log2(copies) + 1
-of them.
+which neighbours in the tree follow each other, and are added at once: so few are held (`sums_held`).
 
 Copy 0 owns the tied parameters, the sums of their uses on other stages, and the buffers: it is given the
 statistics of every micro-batch.
@@ -72,9 +71,9 @@ class Copies:
     def _add(self, copy: int, sums: list[Tensor]) -> None:
         level, index = 0, copy
         while (neighbour := self._sums.pop((level, index ^ 1), None)) is not None:
-            for mine, its in zip(sums, neighbour, strict=True):
-                mine.add_(its)
-            level, index = level + 1, index >> 1
+            for its, mine in zip(neighbour, sums, strict=True):
+                its.add_(mine)
+            sums, level, index = neighbour, level + 1, index >> 1
         self._sums[level, index] = sums
         self._left -= 1
         if self._left == 0:
