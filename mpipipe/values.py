@@ -349,6 +349,7 @@ class Layout(Value):
     ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it, copy 0 first
     schedule: str
     receive_window: Annotated[int, Field(ge=1)]  # receives posted ahead, per rank
+    actions: tuple[str, ...] = ()  # by rank of copy 0, where the order follows from costs: "0F0,0F1,0I0,0W0"
 
     @property
     def n_stages(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import legal_copies
 from mpipipe.planner.joint import Tried, least_s
-from mpipipe.planner.schedules import SCHEDULES, stages_on
+from mpipipe.planner.schedules import PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
@@ -145,7 +145,8 @@ class _Asked:
         for schedule in SCHEDULES:
             if schedule == self.plan.layout.schedule:
                 continue
-            if stages_on(schedule, self.n_each) == self.n_stages == self.n_each:
+            same = stages_on(schedule, self.n_each) == self.n_stages == self.n_each
+            if same and schedule != PLANNED:
                 yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
             else:
                 yield self._planned_with(f"schedule {schedule}", schedule, self.n_copies)
@@ -234,8 +235,9 @@ class _Asked:
     def _predicted(self, cuts: Cuts, schedule: str | None, numerics: Numerics | None) -> Prediction:
         numerics, old = numerics or self.plan.numerics, self.plan.layout
         layout = Layout(
-            tuple(self.names[c] for c in cuts), old.ranks, schedule or old.schedule, old.receive_window
-        )
+            tuple(self.names[c] for c in cuts), old.ranks, schedule or old.schedule, old.receive_window,
+            old.actions if schedule is None and numerics == self.plan.numerics else (),
+        )  # fmt: skip
         key = layout.schedule, numerics.micro_batches
         if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts
             self._programs[key] = program_for(layout, numerics, self.costs.ties, self.names)

@@ -25,19 +25,23 @@ from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promis
 from mpipipe.planner.prove import prove
 from mpipipe.planner.schedules import (
     PLAIN,
+    PLANNED,
     build,
     check,
     check_name,
     forward_only,
+    from_text,
     grid,
     in_copies,
     stages_on,
+    to_text,
+    zb_planned,
 )
 from mpipipe.planner.schedules.orders import is_in_two, is_plain
 from mpipipe.planner.several import started
 from mpipipe.planner.simulate import message_bytes, simulate
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import StageTie, bounds, in_order, stage_ties
+from mpipipe.planner.stages import StageTie, bounds, in_order, stage_costs, stage_ties
 from mpipipe.values import (
     Cluster,
     Costs,
@@ -104,14 +108,14 @@ def _plan_in(
     group_names: Sequence[str], bound_s: Callable[[Program], float],
 ) -> tuple[Plan, Program]:  # fmt: skip
     """With stage s of copy c on rank `copies[c][s]`; cuts begin with those that suit copy 0."""
-    programs: dict[tuple[StageTie, ...], tuple[Layout, Program]] = {}
+    programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
     n_micro, order = numerics.micro_batches // len(copies), copies[0]
     of_copy = replace(costs, copies=len(copies))
     if len(set(order)) == len(order):
         starts = [
             partition(
-                in_order(of_copy, order), n_micro, schedule, len(order), receive_window, numerics.tied,
-                update, finest=numerics.micro_batch == 1,
+                in_order(of_copy, order), n_micro, PLAIN[0] if schedule == PLANNED else schedule, len(order),
+                receive_window, numerics.tied, update, finest=numerics.micro_batch == 1,
             ).cuts
             for update in (False, True)
         ]  # fmt: skip
@@ -121,10 +125,12 @@ def _plan_in(
     def laid(cuts: Cuts) -> tuple[Layout, Program]:
         names = tuple(group_names[cut] for cut in cuts)
         layout = Layout(names, tuple(zip(*copies, strict=True)), schedule, receive_window)
-        ties = stage_ties(costs.ties, cuts)
-        if ties not in programs:
-            programs[ties] = with_window(layout, numerics, costs.ties, group_names)
-        known, program = programs[ties]
+        if schedule == PLANNED:
+            layout = replace(layout, actions=_planned(of_copy, order, cuts, n_micro, receive_window))
+        key = stage_ties(costs.ties, cuts), layout.actions
+        if key not in programs:
+            programs[key] = with_window(layout, numerics, costs.ties, group_names)
+        known, program = programs[key]
         return replace(layout, receive_window=known.receive_window), program
 
     def plan(cuts: Cuts) -> Plan:
@@ -134,6 +140,20 @@ def _plan_in(
 
     best = _refine(plan, starts, len(group_names), len(order) * n_micro)
     return best, laid(cut_indices(best.layout, group_names))[1]
+
+
+def _planned(costs: Costs, order: Order, cuts: Cuts, n_micro: int, window: int) -> tuple[str, ...]:
+    """The order of each rank that suits the costs, as `Layout.actions`."""
+    stages, cluster = stage_costs(in_order(costs, order), cuts), costs.cluster.loaded(order)
+    links = [cluster.link(a, b) for a, b in itertools.pairwise(order)]
+    free = [cluster.devices[rank].memory_bytes - cluster.devices[rank].base_bytes for rank in order]
+    schedule = zb_planned(
+        stages, n_micro, free,
+        [*(link.seconds(s.act_bytes) for link, s in zip(links, stages[:-1], strict=True)), 0.0],
+        [0.0, *(link.seconds(s.grad_bytes) for link, s in zip(links, stages[1:], strict=True))],
+        window,
+    )  # fmt: skip
+    return tuple(to_text(schedule).splitlines())
 
 
 def with_window(
@@ -242,6 +262,8 @@ def _order(layout: Layout, n_micro: int, train: bool) -> Schedule:
     def made(count: int) -> Schedule:
         if not train:
             return forward_only(layout.n_stages, count, [place[rank] for rank in layout.order])
+        if layout.actions:
+            return _given_actions(layout, count)
         schedule = build(layout.schedule, layout.n_stages, count, len(place))
         check(schedule)
         return schedule
@@ -258,6 +280,17 @@ def check_bits(order: Schedule | Program, numerics: Numerics) -> None:
             "a schedule with backwards in two has weight gradients with other bits with train.bits=fast and "
             f"{numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
         )
+
+
+def _given_actions(layout: Layout, n_micro: int) -> Schedule:
+    schedule = from_text("\n".join(layout.actions), "layout.actions")
+    has, asked = (schedule.n_stages, schedule.n_micro), (layout.n_stages, n_micro)
+    if has != asked:
+        raise PlanError(
+            f"layout.actions are of {has[0]} stages and {has[1]} micro-batches, the plan has {asked[0]} and "
+            f"{asked[1]} in each copy; make them fit, or remove layout.actions"
+        )
+    return schedule
 
 
 def predict(

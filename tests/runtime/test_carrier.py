@@ -63,7 +63,15 @@ IN_TWO = [  # (case, schedule, ranks)
     (Case("skips", evaluate=True), "zb-v", 3),
     (Case("thrice", tied="eager", batch=11), "zb-h1", 2),
 ]
-SCHEDULES_RANKS = [("interleaved", 2), ("zb-h1", 3), ("zb-h2", 4), ("zb-v", 1), ("zb-v", 3), ("v-half", 2)]
+SCHEDULES_RANKS = [
+    ("interleaved", 2),
+    ("zb-h1", 3),
+    ("zb-h2", 4),
+    ("zb-planned", 3),
+    ("zb-v", 1),
+    ("zb-v", 3),
+    ("v-half", 2),
+]
 
 
 def _runs(case: Case, schedule: str, ranks: int) -> bool:
