@@ -17,7 +17,8 @@ from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
-from mpipipe.planner.joint import Asked, Joint, counts_of, schedules_of
+from mpipipe.planner.copies import even_blocks
+from mpipipe.planner.joint import Asked, Joint, copies_of, counts_of, schedules_of
 from mpipipe.planner.sizing import costs_at, settle, usual_size
 from mpipipe.runtime.costing import Updates
 from mpipipe.runtime.modelling import Found, costs_of, find
@@ -34,15 +35,19 @@ class Costing:
         self, config: Config, machine: Machine, n_ranks: int, variants_of: Callable[[int], Variants]
     ) -> None:
         p, t = config.pipeline, config.train
-        self.counts = counts_of(t.batch, p.blocks) if p.micro_batches == "auto" else (p.micro_batches,)
+        blocks = p.blocks
+        if blocks == "auto":
+            blocks = even_blocks(None if p.micro_batches == "auto" else p.micro_batches, t.batch, n_ranks)
+        self.counts = counts_of(t.batch, blocks) if p.micro_batches == "auto" else (p.micro_batches,)
         asked = config.kernels.gemm
         numerics = numerics_of(
-            batch=t.batch, micro_batches=self.counts[0], blocks=p.blocks, threads=machine.threads,
+            batch=t.batch, micro_batches=self.counts[0], blocks=blocks, threads=machine.threads,
             gemm="mkl" if asked == "auto" else asked, precision=t.precision, tied=p.tied, bits=t.bits,
             seed=t.seed,
         )  # fmt: skip
         schedules = schedules_of(schedule_name(config))
-        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks)
+        copies = copies_of(p.replicas, numerics, n_ranks)
+        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks, copies)
         self._variants_of = cache(variants_of)
         self.gemm_why = self._settle_gemm(machine, asked)
         if t.bits == "fast":

@@ -164,7 +164,7 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
     variants, found = costing.at[costing.asked.sizes[0]]
     curve = curve_on(
         costs, costing.asked.numerics, costing.asked.schedules[0], p.receive_window, a.levels,
-        lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples,
+        lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples, p.replicas,
     )  # fmt: skip
     cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
     print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
@@ -176,7 +176,7 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
 def _cores(a: argparse.Namespace) -> None:
     config = load(a.config, a.overrides)
     busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
-    found = shares(config, a.cores, _model(config)[0])
+    found = shares(config, a.cores, model_of(config)[0])
     print(f"{a.config} on {counted(a.cores, 'core')} of this node: {config.model.name}\n")
     print(table(found, config.train.batch), "", advice(found, a.config, a.overrides), sep="\n")
     if busy:
@@ -196,7 +196,7 @@ def _refine(a: argparse.Namespace) -> None:
 
 def _train(folder: Path, plan: Plan, file: str) -> str:
     """The command; overrides of the run are in its config.yaml."""
-    ranks, old = sum(map(len, plan.layout.ranks)), folder.resolve()
+    ranks, old = plan.layout.n_ranks, folder.resolve()
     words = [str(folder / CONFIG), f"run.dir={folder.parent / old.name}-refined", "--plan", file]
     return f"mpirun -n {ranks} python -m mpipipe.train {shlex.join(words)}"
 
