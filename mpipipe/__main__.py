@@ -23,6 +23,8 @@ COMMANDS = {
         "mpipipe.commands.checkpoint",
         "inspect, verify, export or merge checkpoints; without mpirun",
     ),
+    "submit": ("mpipipe.commands.submit", "choose a number of nodes, and submit the run to Slurm"),
+    "launch": ("mpipipe.commands.launch", "the line that starts the ranks of this Slurm job"),
     "tokenize": ("mpipipe.data.tokenize", "make a token file of text, on all cores; without mpirun"),
 }
 

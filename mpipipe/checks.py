@@ -13,10 +13,12 @@ from mpipipe.state.digests import tensor_digest, weights_sha256
 
 
 def check_counts(
-    batch: int, micro_batches: int | Literal["auto"], blocks: int, receive_window: int = 1
-) -> None:
-    if receive_window < 1:
-        raise MpipipeError(f"receive_window = {receive_window}; must be at least 1")
+    batch: int, micro_batches: int | Literal["auto"], blocks: int, receive_window: int = 1,
+    replicas: int | Literal["auto"] = "auto",
+) -> None:  # fmt: skip
+    for name, count in {"receive_window": receive_window, "replicas": replicas}.items():
+        if count != "auto" and count < 1:
+            raise MpipipeError(f"{name} = {count}; must be at least 1")
     if micro_batches == "auto":
         return
     if not 1 <= micro_batches <= batch:

@@ -41,9 +41,10 @@ from mpipipe.graph.program import Batch, Loss, Metric, batch_names, spec
 from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models.losses import from_mean
+from mpipipe.planner.copies import even_blocks
 from mpipipe.planner.given import check_given as check_given_plan
 from mpipipe.planner.given import check_ranks
-from mpipipe.planner.joint import Asked, counts_of, schedules_of, search
+from mpipipe.planner.joint import Asked, copies_of, counts_of, schedules_of, search
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import check_stages
 from mpipipe.planner.schedules import PLAIN
@@ -104,6 +105,10 @@ class Pipeline:
     bits       "torch": those of a plain torch loop; "fast": of kernels of our own, where they are faster
     gemm       library of fp32 matrix products; "auto": measured at the first start, and then kept by
                checkpoints
+    blocks     equal blocks in which gradients of micro-batches are added up, or "auto": as many as ranks may
+               share, decided at the first start, and then kept by checkpoints
+    replicas   whole copies of the pipeline, which share the micro-batches and the optimizer's state; as the
+               blocks allow. "auto": the number whose simulated step is the shortest
     schedule   1f1b, gpipe, one of your own, or "auto": the one whose simulated step is the shortest
     val        as data, for `evaluate`, in batches of `val_batch` samples (None = batch)
     weight_of  weight_of(batch) -> number of labels, say, that a mean loss was divided by
@@ -143,7 +148,8 @@ class Pipeline:
         precision: Literal["fp32", "bf16"] = "fp32",
         clip: float | None = None,
         threads: int | Literal["auto"] = 1,
-        blocks: int = 1,
+        blocks: int | Literal["auto"] = 1,
+        replicas: int | Literal["auto"] = "auto",
         tied: Literal["per_use", "eager"] = "per_use",
         bits: Literal["torch", "fast"] = "torch",
         gemm: Literal["auto", "mkl", "onednn"] = "auto",
@@ -162,7 +168,7 @@ class Pipeline:
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        check_counts(batch, micro_batches, blocks, receive_window)
+        self.comm = comm = world() if comm is None else comm
         check_metrics(list(metrics or ()))
         check_choices(
             {
@@ -171,7 +177,6 @@ class Pipeline:
                 "bits": (bits, ("torch", "fast")), "recover": (recover, ("restart", "mpi")),
             }
         )  # fmt: skip
-        self.comm = comm = world() if comm is None else comm
         self.val_batch = val_batch or batch
         self.rank, self.size = comm.rank, comm.size
         self.recovers, self.mirror_every = recover == "mpi", mirror_every
@@ -184,6 +189,8 @@ class Pipeline:
         given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
         before = given_plan if saved is None else saved
         decided = None if before is None else before.numerics
+        blocks = _blocks(blocks, micro_batches, batch, comm.size, decided)
+        check_counts(batch, micro_batches, blocks, receive_window, replicas)
         count = _micro_batches(micro_batches, batch, blocks, decided, new_numerics)
         table = _op_table(bits, decided, new_numerics)
         self.numerics = numerics_of(
@@ -197,9 +204,10 @@ class Pipeline:
         set_gemm_route(self.numerics.gemm)
         self.optimizer = _optimizer(optimizer, clip, bits)
         self._agree(
-            schedule=schedule, receive_window=receive_window, max_shapes=max_shapes, val_batch=self.val_batch,
-            shuffle=shuffle, unused=unused, samples=len(data) if hasattr(data, "__len__") else None,
-            searched=count is None, gemm=gemm, recover=recover, mirror_every=mirror_every,
+            schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
+            val_batch=self.val_batch, shuffle=shuffle, unused=unused,
+            samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
+            recover=recover, mirror_every=mirror_every,
             checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
         )  # fmt: skip
         called = str(plan) if isinstance(plan, str | Path) else "the plan"
@@ -225,7 +233,8 @@ class Pipeline:
             return variants_of(rows).lowered(Lowering(bits, self.numerics.op_table))
 
         counts = (count,) if count is not None else counts_of(batch, blocks)
-        asked = Asked(self.numerics, counts, schedules_of(schedule), receive_window, comm.size)
+        copies = (1,) if given_plan else copies_of(replicas, self.numerics, comm.size)
+        asked = Asked(self.numerics, counts, schedules_of(schedule), receive_window, comm.size, copies)
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
         kind = device_kind(self.numerics.instruction_set)
         kept = CostCache(cache_folder() if cost_cache else None, kind, self.say)
@@ -243,7 +252,8 @@ class Pipeline:
             check_graph(folder, saved.graph, self.variants.graph.hash)
         if given_plan is not None:
             self._check_plan(given_plan, called)
-        check_stages(self.size, len(self.variants.graph.groups))
+        if given_plan is None:
+            check_stages(self.size // max(copies), len(self.variants.graph.groups))
         started = time.perf_counter()
         if settled is None:
             found = timing(self.variants, self.numerics)
@@ -634,6 +644,18 @@ def _micro_batches(
     if decided is None or (new_numerics and (decided.batch, decided.blocks) != (batch, blocks)):
         return None
     return min(decided.micro_batches, batch)
+
+
+def _blocks(
+    given: int | Literal["auto"], micro_batches: int | Literal["auto"], batch: int, n_ranks: int,
+    decided: Numerics | None,
+) -> int:  # fmt: skip
+    """As `_micro_batches`."""
+    if given != "auto":
+        return given
+    if decided is not None:
+        return decided.blocks
+    return even_blocks(None if micro_batches == "auto" else micro_batches, batch, n_ranks)
 
 
 def _optimizer(

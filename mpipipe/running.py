@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mpipipe.cluster.comm import Communicator, RankLost
-from mpipipe.cluster.ending import TimeLimit, stop_signals
+from mpipipe.cluster.ending import TimeLimit
 from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.cluster.watchdog import Watchdog
@@ -72,7 +72,8 @@ class Run:
         self.values: dict[str, float] = {}  # of the last evaluation
         self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
 
-    def all(self) -> Report:
+    def all(self, asked: list[str]) -> Report:
+        """asked: reasons to stop, which signals add to."""
         pipe = self.pipe
         for note in (threads_advice(self.comm, pipe.numerics.threads), self._missing(), self.in_the_way):
             if note:
@@ -82,22 +83,21 @@ class Run:
             self.log.say(said)
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         self._keep_plan()
-        with stop_signals(pipe.rank == 0) as asked:  # to the very end: a late signal must not kill the save
-            lost = False
-            while True:
-                try:
-                    if lost:
-                        self.recover()
-                    training = self.watchdog.during("the training loop", counts=True)
-                    with training, self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
-                        last = self.loop(metrics, asked)
-                    with self.watchdog.during("the end of the run"):
-                        return self.end(last, asked)
-                except Exception as error:
-                    if not (pipe.recovers and isinstance(error, RankLost)):
-                        pipe.saver.settle()
-                        raise
-                    lost = True  # and here nothing refers to what failed any more
+        lost = False
+        while True:
+            try:
+                if lost:
+                    self.recover()
+                training = self.watchdog.during("the training loop", counts=True)
+                with training, self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
+                    last = self.loop(metrics, asked)
+                with self.watchdog.during("the end of the run"):
+                    return self.end(last, asked)
+            except Exception as error:
+                if not (pipe.recovers and isinstance(error, RankLost)):
+                    pipe.saver.settle()
+                    raise
+                lost = True  # and here nothing refers to what failed any more
 
     @property
     def comm(self) -> Communicator:

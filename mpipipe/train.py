@@ -15,10 +15,11 @@ from pathlib import Path
 
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import end, leave
+from mpipipe.cluster.ending import end, leave, stop_signals
 from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
+from mpipipe.cluster.shared import check_seen
 from mpipipe.cluster.survivors import check_tolerant
 from mpipipe.cluster.watchdog import Watchdog, clear
 from mpipipe.config import Config, load
@@ -66,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
         if not given:
             raise MpipipeError(f"no config is named\n{USAGE}")
         comm = connect()
-        train(comm, load(given[0], given[1:]), "--resume" in flags, "--new-numerics" in flags, plan)
+        config = load(given[0], given[1:])
+        with stop_signals(comm.rank == 0) as asked:  # to the very end: a late one must not kill the save
+            train(comm, config, "--resume" in flags, "--new-numerics" in flags, plan, asked)
         leave(comm)
         return 0
     except BaseException as error:
@@ -90,11 +93,13 @@ def train(
     resume: bool = False,
     new_numerics: bool = False,
     plan: str | None = None,
+    asked: list[str] | None = None,
 ) -> Report:
     """Trains as configured; the report is the same on every rank. Collective.
 
     resume: goes on from the newest whole checkpoint of the run in `run.dir`, or of the latest run.
-    plan: the file of a plan whose layout is used.
+    plan: the file of a plan whose layout is used. asked: reasons to stop: where there is one, the run ends
+    after its step.
     """
     settings = {**config.model_dump(), "command": {"--resume": resume, "--new-numerics": new_numerics}}
     given = {f"{s}.{k}": repr(v) for s, keys in settings.items() for k, v in keys.items()}
@@ -105,6 +110,7 @@ def train(
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None
     run_dir, said, resumed = place
+    check_seen(comm, run_dir / CONFIG, "run.dir")
     checkpoint, passed_over = newest_sound(comm, run_dir) if resumed else (None, [])
     if resumed:
         said, new_data = comm.bcast_object(
@@ -131,7 +137,7 @@ def train(
             built.model, built.loss, built.data, optimizer_settings(config), batch=t.batch, val=val,
             val_batch=c.eval_batch, micro_batches=p.micro_batches, metrics=built.metrics,
             schedule=schedule_name(config), precision=t.precision, threads=threads, blocks=p.blocks,
-            tied=p.tied, bits=t.bits, gemm=c.kernels.gemm, seed=t.seed, unused=t.unused,
+            replicas=p.replicas, tied=p.tied, bits=t.bits, gemm=c.kernels.gemm, seed=t.seed, unused=t.unused,
             max_shapes=c.capture.max_shapes, receive_window=p.receive_window, memory_bytes=p.memory_bytes,
             cost_cache=p.cost_cache, recover=c.run.recover, mirror_every=c.run.mirror_every,
             initial=built.initial, resume=checkpoint, new_numerics=new_numerics, plan=plan, comm=comm,
@@ -146,7 +152,7 @@ def train(
         if comm.rank == 0:
             make_latest(config, run_dir)
         with closing(Run(config, pipe, built, run_dir, log, watchdog)) as run:
-            return run.all()
+            return run.all([] if asked is None else asked)
 
 
 def _place(config: Config, resume: bool) -> tuple[Path, list[str], bool]:

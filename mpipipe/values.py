@@ -219,16 +219,18 @@ class Cluster(Value):
         node, numa, core = units
         return Cluster(picked(self.devices), node, self.links, numa, core)
 
-    def loaded(self, order: Sequence[int]) -> Cluster:
-        """With links as slow as they are while all neighbours in `order` talk at once: contention counts by
-        the share of a node's ranks that have a neighbour at this level, on the node where it is largest."""
+    def loaded(self, *orders: Sequence[int]) -> Cluster:
+        """With links as slow as they are while all neighbours in each of `orders` talk at once: contention
+        counts by the share of a node's ranks that have a neighbour at this level, on the node where it is
+        largest."""
         if all(link.contention == 1.0 for link in self.links.values()):
             return self
         talking: dict[str, set[int]] = {level: set() for level in LEVELS}
-        for a, b in itertools.pairwise(order):
-            if a != b:
-                talking[self.level(a, b)] |= {a, b}
-        there = Counter(self.node_of_rank[rank] for rank in set(order))
+        for order in orders:
+            for a, b in itertools.pairwise(order):
+                if a != b:
+                    talking[self.level(a, b)] |= {a, b}
+        there = Counter(self.node_of_rank[rank] for rank in set().union(*orders))
 
         def share(ranks: set[int]) -> float:
             found = Counter(self.node_of_rank[rank] for rank in ranks)
@@ -268,7 +270,19 @@ class Costs(Value):
     step_s_per_byte: float  # clip, update and zero, per byte of weights
     source: Literal["measured", "modelled"]
     spread: float  # relative spread of the repeated timings
-    state_bytes_per_param_byte: float = 0.0  # of it optimizer state, which only a tied parameter's owner has
+    state_bytes_per_param_byte: float = 0.0  # of it optimizer state, which only a parameter's owner has
+    blocks: int = 1  # of additions (`Numerics`), whose sums are counted in it
+    copies: int = 1  # of the pipeline, each of which updates an even share of the weights
+
+    @property
+    def held_per_param_byte(self) -> float:
+        """What one of the copies holds: the whole of weight and gradient, the sums of its own blocks, and its
+        share of the optimizer's state."""
+        if self.copies == 1:
+            return self.bytes_per_param_byte
+        state = self.state_bytes_per_param_byte * (1.0 - 1.0 / self.copies)
+        levels = self.blocks.bit_length() - (self.blocks // self.copies).bit_length() + 1
+        return self.bytes_per_param_byte - state - levels
 
     @cached_property
     def columns(self) -> dict[str, NDArray[Any]]:
@@ -291,6 +305,7 @@ class StageCost(Value):
     workspace_bytes: int
     act_bytes: int  # sent to the next stage per micro-batch
     grad_bytes: int  # sent to the previous stage per micro-batch
+    shard_bytes: int = 0  # of the weights that each copy of it updates
 
     @property
     def seconds(self) -> float:
@@ -340,9 +355,10 @@ class Layout(Value):
     """Where and in which order. Never changes the bits."""
 
     cuts: tuple[str, ...]  # the first group of each stage but stage 0
-    ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it
+    ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it, copy 0 first
     schedule: str
     receive_window: Annotated[int, Field(ge=1)]  # receives posted ahead, per rank
+    actions: tuple[str, ...] = ()  # by rank of copy 0, where the order follows from costs: "0F0,0F1,0I0,0W0"
     mirror_every: Annotated[int, Field(ge=0)] = 0  # steps between two copies on other ranks; 0 = none
 
     @property
@@ -354,8 +370,22 @@ class Layout(Value):
         return len({rank for on in self.ranks for rank in on})
 
     @property
+    def n_copies(self) -> int:
+        """Of the pipeline."""
+        return len(self.ranks[0])
+
+    @property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """By copy, the rank of each stage."""
+        return tuple(zip(*self.ranks, strict=True))
+
+    @property
+    def ranks_per_copy(self) -> int:
+        return len(set(self.order))
+
+    @property
     def order(self) -> tuple[int, ...]:
-        """The first rank of each stage; a rank comes as often as it has stages."""
+        """The rank of each stage in copy 0; a rank comes as often as it has stages."""
         return tuple(ranks[0] for ranks in self.ranks)
 
 
@@ -388,7 +418,9 @@ class Plan(Value):
 class Op(IntEnum):
     """F forward, B full backward, I input gradient, W weight gradient (Qi et al. 2023); the rest
     is written in by `lower`. ACT and GRAD pass the cut, TIED carries the gradient of a tied
-    parameter to its owner, COPY the updated weight back, NORM is the one collective of a step."""
+    parameter to its owner, COPY the updated weight back, NORM is the one collective of a step.
+    Between the copies of a stage, SHARD carries gradients to the copy that updates their weights,
+    UPDATE these weights back (Rajbhandari et al. 2020)."""
 
     F = 0
     B = 1
@@ -404,11 +436,15 @@ class Op(IntEnum):
     RECV_COPY = 11
     NORM = 12
     STEP = 13
+    SEND_SHARD = 14
+    RECV_SHARD = 15
+    SEND_UPDATE = 16
+    RECV_UPDATE = 17
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP})
-SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD, Op.SEND_TIED, Op.SEND_COPY})
-RECVS = frozenset({Op.RECV_ACT, Op.RECV_GRAD, Op.RECV_TIED, Op.RECV_COPY})
+SENDS = frozenset(op for op in Op if op.name.startswith("SEND"))
+RECVS = frozenset(op for op in Op if op.name.startswith("RECV"))
 _COMPUTES = np.isin(range(len(Op)), sorted(COMPUTE))  # by op
 
 
@@ -440,41 +476,68 @@ Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 
+def share_of(copy: int, n_copies: int, n_micro: int) -> range:
+    """The micro-batches of a copy of the pipeline: equally many, or earlier copies one more."""
+    return range(-(-copy * n_micro // n_copies), -(-(copy + 1) * n_micro // n_copies))
+
+
+class Placed:
+    """What schedules and programs have in common. Copy c of the pipeline does the micro-batches of its
+    `share`, on the ranks `copies[c]`."""
+
+    rank_of_stage: tuple[int, ...]  # in copy 0
+    other_copies: tuple[tuple[int, ...], ...]  # likewise
+    n_micro: int
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """By copy, the rank of each stage."""
+        return (self.rank_of_stage, *self.other_copies)
+
+    def share(self, copy: int) -> range:
+        return share_of(copy, 1 + len(self.other_copies), self.n_micro)
+
+    def copy_of(self, micro: int) -> int:
+        """The one that does a micro-batch."""
+        return micro * (1 + len(self.other_copies)) // self.n_micro
+
+    def copy_on(self, rank: int) -> int:
+        return next(c for c, ranks in enumerate(self.copies) if rank in ranks)
+
+
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(Placed):
     """Per rank an (n, 3) array of kind, stage, micro: a thousand stages stay small."""
 
     rank_of_stage: tuple[int, ...]
     n_micro: int
     codes: tuple[Int32, ...]
-
-    @property
-    def n_stages(self) -> int:
-        return len(self.rank_of_stage)
+    other_copies: tuple[tuple[int, ...], ...] = ()
 
     def actions(self, rank: int) -> Iterator[Action]:
         return (Action(Op(k), s, m) for k, s, m in self.codes[rank].tolist())
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class Program(Placed):
     """Per rank an (n, 6) array: the fields of `Instr`."""
 
     rank_of_stage: tuple[int, ...]
     n_micro: int
     receive_window: int
     codes: tuple[Int32, ...]
-
-    @property
-    def n_stages(self) -> int:
-        return len(self.rank_of_stage)
+    other_copies: tuple[tuple[int, ...], ...] = ()
 
     def instrs(self, rank: int) -> list[Instr]:
         return [Instr(Op(row[0]), *row[1:]) for row in self.codes[rank].tolist()]
 
     @property
     def hash(self) -> str:
-        h = hashlib.sha256(repr((self.rank_of_stage, self.n_micro, self.receive_window)).encode())
+        h = hashlib.sha256(repr((self.copies, self.n_micro, self.receive_window)).encode())
         for code in self.codes:
             h.update(np.ascontiguousarray(code).tobytes())
         return h.hexdigest()

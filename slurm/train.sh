@@ -1,47 +1,49 @@
 #!/bin/bash
 # Train on the nodes of a Slurm job:   sbatch slurm/train.sh config.yaml [key=value ...]
 #
-# One task is one rank. The resources below are defaults; sbatch's options, given before the script, win:
-#   sbatch -N 4 --ntasks-per-node=8 --cpus-per-task=4 -t 8:00:00 slurm/train.sh config.yaml pipeline.threads=4
-# Python environment: $MPIPIPE_VENV, else the active venv or conda environment, else .venv of the repository.
+# The resources below are defaults; sbatch's options, given before the script, win: -N 2-8 -t 8:00:00 --no-kill.
+# Ranks per node, threads and binding: `plan --from-allocation`; --ntasks-per-node and --cpus-per-task decide instead.
+# Environment: $MPIPIPE_MODULES is loaded; then $MPIPIPE_CONTAINER (an Apptainer image), $MPIPIPE_VENV, the active
+# venv or conda environment, or .venv. MPIPIPE_STAGE=archive copies it to each node's own disk first.
 # Launcher: the one that fits the environment's MPI; $MPIPIPE_LAUNCHER names another ("srun --mpi=pmix").
-#SBATCH --job-name=mpipipe
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
+#SBATCH --job-name=mpipipe --nodes=2
+#SBATCH --exclusive --requeue --open-mode=append --signal=B:USR1@180
 set -euo pipefail
 fail() { printf 'train.sh: %s\n' "$@" >&2; exit 2; }
 [ $# -gt 0 ] || fail "which config?   sbatch slurm/train.sh config.yaml [key=value ...]"
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this is not a Slurm job: submit it with sbatch; on one machine: make train"
+[ -z "${MPIPIPE_MODULES:-}" ] || module load $MPIPIPE_MODULES
 
 # Slurm runs a copy from its spool folder: only the job's record knows where this script was.
 script=$(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.* Command=\([^ ]*\).*/\1/p' || true)
-repo=$(dirname "$(dirname "$script")")
-
-# The first environment that has both mpi4py and mpipipe. Asking for the version does not start MPI.
-probe='import mpi4py, importlib.util as u; mpi4py.rc.initialize = False; from mpi4py import MPI
-assert u.find_spec("mpipipe") and u.find_spec("torch"); print(" ".join(MPI.Get_library_version().split()[:3]).strip(" ,\0"))'
-mpi='' tried=()
+repo=$(dirname "$(dirname "$script")") python=() tried=()
+find='import importlib.util as u; assert all(map(u.find_spec, ("mpi4py", "mpipipe", "torch")))'
+[ -z "${MPIPIPE_CONTAINER:-}" ] || python=(apptainer exec "$MPIPIPE_CONTAINER" python3)
 for env in "${MPIPIPE_VENV:-}" "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$SLURM_SUBMIT_DIR/.venv" "$repo/.venv"; do
-    [ -n "$env" ] || continue
+    [ -n "$env" ] && [ ${#python[@]} = 0 ] || continue
     tried+=("$env")
-    [ -x "$env/bin/python" ] && mpi=$("$env/bin/python" -c "$probe" 2>/dev/null) && break
+    ! "$env/bin/python" -c "$find" 2>/dev/null || python=("$env/bin/python")
 done
-[ -n "$mpi" ] || fail "none of these has mpi4py and mpipipe: ${tried[*]}" "run make setup, or set MPIPIPE_VENV"
+[ ${#python[@]} -gt 0 ] || fail "none of these has mpi4py and mpipipe: ${tried[*]}" "run make setup, or set MPIPIPE_VENV"
+if [ "${MPIPIPE_STAGE:-}" = archive ] && [ -z "${MPIPIPE_CONTAINER:-}" ]; then # one file, not thousands per rank
+    own=${TMPDIR:-/tmp}/mpipipe-$SLURM_JOB_ID python=("${python[0]%/bin/python}")
+    tar -C "${python[0]}" -cf "$own.tar" . && sbcast -f "$own.tar" "$own.copy" && rm "$own.tar"
+    srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+        sh -c "mkdir -p $own && tar -C $own -xf $own.copy && rm $own.copy"
+    python=("$own/bin/python")
+fi
 
-pmi=pmi2 own=$(compgen -G "$env/bin/mpirun" || compgen -G "$env/bin/mpiexec" || true)
-case $mpi in "Open MPI"*) pmi=pmix ;; esac
-if [ -n "${MPIPIPE_LAUNCHER:-}" ]; then read -ra launch <<<"$MPIPIPE_LAUNCHER"; why="MPIPIPE_LAUNCHER says so"
-elif [ -n "$own" ]; then launch=("$own") why="the environment brings its own launcher"
-elif srun --mpi=list 2>&1 | grep -qw "$pmi"; then why="this Slurm starts the site's MPI itself"
-    launch=(srun "--mpi=$pmi" ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}) # else forgotten
-elif site=$(command -v mpirun || command -v mpiexec); then launch=("$site") why="this srun has no $pmi"
-else fail "no launcher for $mpi: no mpirun on the PATH, and srun has no $pmi" "module load the MPI, or set MPIPIPE_LAUNCHER"; fi
-n=${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}
-echo "train.sh: $env has $mpi; $n ranks on $SLURM_JOB_NUM_NODES nodes start with: ${launch[*]} ($why)"
-
-export PRTE_MCA_hwloc_default_binding_policy=none # ranks have threads, and a node may claim cores it has not
-[ "$(id -u)" != 0 ] || export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+early= assignment=$(mktemp --suffix=.json)
+trap early=1 USR1 TERM
+echo "train.sh: ${python[*]}, start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID"
+"${python[@]}" -m mpipipe plan "$@" --from-allocation -o "$assignment"
+line=$("${python[@]}" -m mpipipe launch "$@" --assignment "$assignment")
+[ -z "$early" ] || fail "asked to stop before the training began" "give the job more time: sbatch -t"
 # mpirun kills its ranks within a second of a SIGTERM, but hands SIGUSR1 on: they stop after the current step.
-"${launch[@]}" -n "$n" "$env/bin/python" -m mpipipe.train "$@" & child=$!
-trap 'kill -USR1 $child' TERM INT USR1
-while wait "$child" && rc=0 || rc=$?; do kill -0 "$child" 2>/dev/null || exit "$rc"; done
+eval "exec $line" & child=$! again=1
+trap 'kill -USR1 $child' USR1; trap 'again=; kill -USR1 $child' TERM INT
+while wait "$child" && rc=0 || rc=$?; do kill -0 "$child" 2>/dev/null || break; done
+trap - USR1 TERM INT
+[ $rc = 0 ] && [ -n "$again" ] && "${python[@]}" -m mpipipe launch "$@" --unfinished || exit "$rc"
+echo "train.sh: the time of the job is over before the run: it is queued again"
+scontrol requeue "$SLURM_JOB_ID"

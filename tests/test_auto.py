@@ -102,7 +102,7 @@ def test_all_ranks_agree_the_bits_are_those_of_the_number_and_the_plan_keeps_it(
     assert plan.numerics.micro_batches == 2, "calls have a price, and so has a bubble"
     line = next(text for text in said if text.startswith("tried "))
     assert line.startswith(
-        "tried 1f1b, gpipe, interleaved, zb-h1, zb-h2, zb-v, v-half with 1, 2, 4 micro-batches "
+        "tried 1f1b, gpipe, interleaved, zb-h1, zb-h2, zb-planned, zb-v, v-half with 1, 2, 4 micro-batches "
         "(costs of 1, 2 samples in "
     )
     assert "; took 2 of 2, 1f1b; next best " in line

@@ -4,6 +4,8 @@ MPI           mpipipe/cluster/mpi.py
 environment   cluster, native.py, and the arrows (running.py, train.py, commands, __main__.py)
 files         config, cluster, data, state, report, native.py, and the arrows
 pickle        the in-process carrier's copies, and what an npz of images holds, of which it makes arrays only
+processes     who starts some: what runs without MPI or before it; tests/launch/test_forks.py has the rest
+locks         of files: doctor alone, which tries one, as shared file systems often have none
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ARROWS = ("running.py", "train.py", "commands/", "__main__.py")
 ENVIRONMENT = ("cluster/", "native.py", *ARROWS)
 FILES = ("config/", "cluster/", "data/", "state/", "report/", "native.py", *ARROWS)
+PROCESSES = (
+    *("cluster/doctor/launcher.py", "cluster/starting.py", "cluster/partition.py", "commands/submit.py"),
+    *("cluster/job.py", "cluster/hosts.py"),  # the supervisor's
+    "data/tokenize.py",
+    "report/fonts.py",  # which forbids them
+)
 PURE = ("errors", "values", "config", "planner", "cluster", "report")
 
 FILE_MODULES = {"shutil", "tempfile", "glob", "mmap", "fileinput"}
@@ -32,6 +40,8 @@ FILE_CALLS = {
 }
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLE_CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec"}
+PROCESS_MODULES = {"subprocess", "multiprocessing", "pty"}
+OS_PROCESSES = {"fork", "forkpty", "posix_spawn", "posix_spawnp", "spawnv", "spawnvp", "system", "popen"}
 OS_ENVIRONMENT = {"environ", "getenv", "putenv", "environb"}
 OS_FILES = {
     "open",
@@ -91,11 +101,23 @@ def pickle_uses(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+def process_uses(tree: ast.AST) -> Iterator[int]:
+    yield from of_os(tree, OS_PROCESSES)
+    yield from (line for line, module, _ in imported(tree) if module.split(".")[0] in PROCESS_MODULES)
+
+
+def lock_uses(tree: ast.AST) -> Iterator[int]:
+    yield from (line for line, module, _ in imported(tree) if module == "fcntl")
+    yield from of_os(tree, {"lockf"})
+
+
 RULES = {
     "imports mpi4py": (mpi_uses, ("cluster/mpi.py",)),
     "reads the environment": (environment_uses, ENVIRONMENT),
     "touches files": (file_uses, FILES),
     "unpickles": (pickle_uses, ("cluster/local.py", "data/image_files.py")),
+    "starts processes": (process_uses, PROCESSES),
+    "locks files": (lock_uses, ("cluster/doctor/files.py",)),
 }
 
 
@@ -123,6 +145,8 @@ def test_the_rules_can_fail():
     assert count(mpi_uses, "def f():\n    from mpi4py import MPI\nimport mpi4py.util") == 2
     assert count(pickle_uses, "import pickle\nfrom torch import load\ntorch.load('a')\nnp.load('a')") == 3
     assert count(environment_uses, "import os\nos.environ['A']\nfrom os import getenv\nos.sched_yield()") == 2
+    assert count(process_uses, "import subprocess\nfrom multiprocessing import Pool\nos.fork()") == 3
+    assert count(lock_uses, "import fcntl\nos.lockf(1, 2, 3)") == 2
     assert (
         count(
             file_uses,

@@ -226,26 +226,28 @@ def placement(schedule: str, n_ranks: int) -> tuple[int, ...]:
 
 
 def plan_of(
-    case: Case, schedule: str, cuts: Sequence[str], window: int = 3, order: Sequence[int] = ()
-) -> Plan:
-    """order: the rank of each stage, its number if not given."""
-    ranks = tuple((rank,) for rank in order or range(len(cuts) + 1))
+    case: Case, schedule: str, cuts: Sequence[str], window: int = 3, order: Sequence[int] = (),
+    copies: int = 1,
+) -> Plan:  # fmt: skip
+    """order: the rank of each stage in copy 0, its number if not given; further copies on further ranks."""
+    order = tuple(order or range(len(cuts) + 1))
+    ranks = tuple(tuple(rank + c * len({*order}) for c in range(copies)) for rank in order)
     layout = Layout(tuple(cuts), ranks, schedule, window)
     return Plan(case.numerics, layout, Prediction(0.0, 0.0, 0.0, (), 0.0, 0.0))
 
 
 def train(
     comm: Communicator, case: Case, schedule: str = "1f1b", cuts: Sequence[str] | None = None,
-    variants: Variants | None = None, window: int = 3, order: Sequence[int] = (),
+    variants: Variants | None = None, window: int = 3, order: Sequence[int] = (), copies: int = 1,
 ) -> Result:  # fmt: skip
     """A few steps; the same result on every rank. `cuts` are even ones if not given, for as many stages as
-    `order` has, or the schedule on so many ranks. Collective."""
+    `order` has, or the schedule on the ranks of a copy. Collective."""
     set_threads(case.numerics.threads)
     variants = variants or case.variants
-    order = order or placement(schedule, comm.size)
+    order = order or placement(schedule, comm.size // copies)
     if cuts is None:
         cuts = even_cuts(variants.graph.groups, len(order))
-    plan = plan_of(case, schedule, cuts, window, order)
+    plan = plan_of(case, schedule, cuts, window, order, copies)
     trainer = Trainer(comm, variants, plan, case.settings, case.dataset)
     outcomes, validation = [], []
     for step in range(case.steps):
@@ -253,6 +255,8 @@ def train(
         if case.evaluate:
             validation.append(trainer.evaluate(2, case.batch - 1)["loss"].hex())
     mine = {name: tensor_digest(name, t) for name, t in trainer.state_dict().items()}
+    held = [set(part.items()) for part in comm.allgather_object(mine)]
+    assert len(set().union(*held)) == len({name for part in held for name, _ in part}), "copies are equal"
     result = {
         "losses": [(o.loss / o.weight).hex() for o in outcomes],
         "norms": [o.norm.hex() for o in outcomes],
@@ -260,7 +264,7 @@ def train(
         "weights": {k: v for part in comm.allgather_object(mine) for k, v in part.items()},
     }
     names = set(variants.source.persistent)
-    assert set(result["weights"]) == names, "every tensor has one owner"
+    assert set(result["weights"]) == names, "every tensor has an owner"
     assert all(r == result for r in comm.allgather_object(result)), "all ranks know the same"
     if case.clip is not None:
         assert min(o.norm for o in outcomes) > case.clip, "clipping was to be active"

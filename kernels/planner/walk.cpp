@@ -6,10 +6,12 @@
 namespace mpipipe::planner {
 namespace {
 
-enum Op : int32_t { SEND_ACT = 4, RECV_COPY = 11, NORM = 12 };  // values.py: between them, SEND and RECV take turns
+// values.py: up to RECV_COPY, and from SEND_SHARD on, SEND and RECV take turns
+enum Op : int32_t { SEND_ACT = 4, RECV_COPY = 11, NORM = 12, SEND_SHARD = 14 };
 
-bool is_send(int32_t op) { return op >= SEND_ACT && op <= RECV_COPY && op % 2 == 0; }
-bool is_recv(int32_t op) { return op >= SEND_ACT && op <= RECV_COPY && op % 2 == 1; }
+bool is_message(int32_t op) { return (op >= SEND_ACT && op <= RECV_COPY) || op >= SEND_SHARD; }
+bool is_send(int32_t op) { return is_message(op) && op % 2 == 0; }
+bool is_recv(int32_t op) { return is_message(op) && op % 2 == 1; }
 
 // -- matching ---------------------------------------------------------------------------------
 
@@ -161,10 +163,11 @@ class NoBuffering {
 
     int32_t waits_for(int32_t rank, int32_t index) const {
         const int32_t op = codes_[rank].op(index);
-        if (op < SEND_ACT || op > RECV_COPY) return -1;
+        if (!is_message(op)) return -1;
         const int32_t peer = codes_[rank].peer(index), other = partner_[rank][index];
         const bool ahead = is_send(op) && codes_[peer].micro(other) >= 0 && other < posted_[peer];
-        return at_[peer] >= other || ahead ? -1 : peer;
+        const int32_t posted = other - (is_send(op) && op >= SEND_SHARD);  // with the SEND before it
+        return at_[peer] >= posted || ahead ? -1 : peer;
     }
 
     void passed(int32_t rank, int32_t index) {

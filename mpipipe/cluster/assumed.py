@@ -17,11 +17,16 @@ def ranks_per_node(threads: int) -> int:
 
 
 def like_this_node(
-    n_ranks: int, threads: int, instruction_set: str, base_bytes: int, memory_bytes: int | None
+    n_ranks: int,
+    threads: int,
+    instruction_set: str,
+    base_bytes: int,
+    memory_bytes: int | None,
+    per_node: int | None = None,
 ) -> Cluster:
     """base_bytes: taken on each rank before any weight; memory_bytes: limit per rank, None = its share
-    of what this node has left."""
-    per_node = ranks_per_node(threads)
+    of what this node has left; per_node: ranks, None = as many as have their cores to themselves."""
+    per_node = per_node or ranks_per_node(threads)
     on_node = min(n_ranks, per_node)
     memory = memory_bytes or memory_available_bytes(os.environ) // on_node + base_bytes
     device = Device(f"{processor()}, {instruction_set}", 1.0, memory, threads, base_bytes)

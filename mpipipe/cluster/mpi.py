@@ -60,7 +60,13 @@ def connect(environ: Mapping[str, str] | None = None) -> MpiCommunicator:
     return MpiCommunicator(world, tolerant(env))
 
 
-def _import_mpi(environ: Mapping[str, str]) -> Any:
+def installed(environ: Mapping[str, str]) -> str:
+    """The MPI of this environment, as "Open MPI 5.0.11". It is not started, so this process may start others.
+    Raises LaunchError when mpi4py finds none."""
+    return mpi_name(_import_mpi(environ, start=False).Get_library_version())
+
+
+def _import_mpi(environ: Mapping[str, str], start: bool = True) -> Any:
     level = environ.get(THREAD_LEVEL, "multiple")
     if level not in ("multiple", "funneled"):
         raise LaunchError(f"{THREAD_LEVEL}={level!r} is unknown; use multiple or funneled")
@@ -71,7 +77,7 @@ def _import_mpi(environ: Mapping[str, str]) -> Any:
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level = level
+        mpi4py.rc.thread_level, mpi4py.rc.initialize = level, start
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library behind it
         raise LaunchError(

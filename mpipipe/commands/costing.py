@@ -17,13 +17,14 @@ from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
-from mpipipe.planner.joint import Asked, Joint, counts_of, schedules_of
+from mpipipe.planner.copies import even_blocks
+from mpipipe.planner.joint import Asked, Joint, copies_of, counts_of, schedules_of
 from mpipipe.planner.sizing import costs_at, settle, usual_size
 from mpipipe.runtime.costing import Updates
 from mpipipe.runtime.modelling import Found, costs_of, find
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of, set_gemm_route
-from mpipipe.values import Costs, Gemm
+from mpipipe.values import Cluster, Costs, Gemm, Prediction
 
 
 class Costing:
@@ -34,20 +35,25 @@ class Costing:
         self, config: Config, machine: Machine, n_ranks: int, variants_of: Callable[[int], Variants]
     ) -> None:
         p, t = config.pipeline, config.train
-        self.counts = counts_of(t.batch, p.blocks) if p.micro_batches == "auto" else (p.micro_batches,)
+        blocks = p.blocks
+        if blocks == "auto":
+            blocks = even_blocks(None if p.micro_batches == "auto" else p.micro_batches, t.batch, n_ranks)
+        self.counts = counts_of(t.batch, blocks) if p.micro_batches == "auto" else (p.micro_batches,)
         asked = config.kernels.gemm
         numerics = numerics_of(
-            batch=t.batch, micro_batches=self.counts[0], blocks=p.blocks, threads=machine.threads,
+            batch=t.batch, micro_batches=self.counts[0], blocks=blocks, threads=machine.threads,
             gemm="mkl" if asked == "auto" else asked, precision=t.precision, tied=p.tied, bits=t.bits,
             seed=t.seed,
         )  # fmt: skip
         schedules = schedules_of(schedule_name(config))
-        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks)
+        copies = copies_of(p.replicas, numerics, n_ranks)
+        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks, copies)
         self._variants_of = cache(variants_of)
         self.gemm_why = self._settle_gemm(machine, asked)
         if t.bits == "fast":
             self._settle_ops(machine)
         self.at: dict[int, tuple[Variants, Found]] = {}
+        self._kept: dict[int, Costs] = {}
         self.base_bytes, self.seconds = 0, 0.0
         self._machine, self._unused = machine, t.unused
         self._optimizer, self._memory = optimizer_settings(config), resident_memory()
@@ -80,6 +86,24 @@ class Costing:
         joint, _ = settle(self.asked, self._take, lambda: time.perf_counter() > end)
         assert joint is not None
         return joint
+
+    def usual(self) -> Costs:
+        """Of micro-batches of a usual size, and of the ranks that were named first."""
+        sizes = self.asked.sizes
+        return self._kept_or_taken(usual_size(self.asked, sizes[1:] or sizes))
+
+    def prediction_on(self, cluster: Cluster) -> Prediction:
+        """Of the best plan for all ranks of a cluster. Costs are taken once for all clusters. Raises as
+        `search` does."""
+        asked = replace(self.asked, n_ranks=len(cluster.devices))
+        joint, _ = settle(asked, lambda rows: replace(self._kept_or_taken(rows), cluster=cluster))
+        assert joint is not None
+        return joint.plan.prediction
+
+    def _kept_or_taken(self, rows: int) -> Costs:
+        if rows not in self._kept:
+            self._kept[rows] = self._take(rows)
+        return self._kept[rows]
 
     def given(self) -> Costs:
         """Of the number of micro-batches that the config gives, whatever ranks there are."""

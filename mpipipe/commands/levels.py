@@ -8,11 +8,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from mpipipe.commands.output import writing
 from mpipipe.errors import PlanError
 from mpipipe.planner.curve import Curve, resource_curve
-from mpipipe.planner.search import make_plan
+from mpipipe.planner.joint import Asked, copies_of, search
 from mpipipe.report.curve import advice, beyond_proportion, curve_table, draw_curve
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.values import Cluster, Costs, Numerics, Prediction, to_json
@@ -63,13 +64,15 @@ def curve_on(
     ranks: Sequence[int],
     cluster_of: Callable[[int], Cluster],
     train_samples: int | None,
+    replicas: int | Literal["auto"] = "auto",
 ) -> Curve:
     """`resource_curve` of plans on the same costs."""
-    names = [group.name for group in costs.groups]
 
     def planned(cluster: Cluster) -> Prediction:
         on, n = replace(costs, cluster=cluster), len(cluster.devices)
-        return make_plan(on, numerics, schedule, receive_window, names, n)[0].prediction
+        asked = Asked(numerics, (numerics.micro_batches,), (schedule,), receive_window, n)
+        copies = copies_of(replicas, numerics, n)
+        return search(replace(asked, copies=copies), lambda _: on).plan.prediction
 
     return resource_curve(planned, numerics.batch, ranks, cluster_of, train_samples)
 

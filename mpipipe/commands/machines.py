@@ -89,8 +89,13 @@ class Here(Machine):
     def update_s(self, optimizer: Optimizer, chill: Callable[[], object]) -> Updates:
         return update_times(optimizer, time.perf_counter, chill)
 
+    def per_node(self) -> int:
+        return ranks_per_node(self.threads)
+
     def cluster(self, n_ranks: int, base_bytes: int) -> Cluster:
-        return like_this_node(n_ranks, self.threads, instruction_set(), base_bytes, self.limit)
+        return like_this_node(
+            n_ranks, self.threads, instruction_set(), base_bytes, self.limit, self.per_node()
+        )
 
     def assumed(self, cluster: Cluster) -> Sequence[str]:
         device = cluster.devices[0]
@@ -100,8 +105,7 @@ class Here(Machine):
         limit = "pipeline.memory_bytes" if self.limit else "what this node has left, shared out"
         return (
             f"assumed: ranks like this process, {device.kind}, threads: {self.threads}{fewer}",
-            f"         ranks per node: {ranks_per_node(self.threads)}; "
-            f"{size_text(device.memory_bytes)} each ({limit})",
+            f"         ranks per node: {self.per_node()}; {size_text(device.memory_bytes)} each ({limit})",
             f"         links: {_links(cluster)} (10 Gb/s Ethernet)",
         )
 

@@ -12,32 +12,24 @@ import math
 import os
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mpipipe.cluster.launch import load_advice
 from mpipipe.cluster.routes import PRODUCTS
-from mpipipe.commands import run
+from mpipipe.commands import allocation, run
 from mpipipe.commands.arguments import positive, seconds
 from mpipipe.commands.cores import advice, shares, table
 from mpipipe.commands.costing import Costing
+from mpipipe.commands.inputs import model_of
 from mpipipe.commands.levels import check_curve_output, curve_on, levels, show
 from mpipipe.commands.machines import Here, Machine, There
 from mpipipe.commands.output import check_folder, write_output, writing
 from mpipipe.commands.refine import refine_run
 from mpipipe.config import Config, load
 from mpipipe.config.cluster import load_cluster
-from mpipipe.data import open_dataset
-from mpipipe.data.base import Dataset
-from mpipipe.data.synthetic import SyntheticTokens
-from mpipipe.data.text import VOCAB
-from mpipipe.data.user import from_user
-from mpipipe.errors import DataError, PlanError
-from mpipipe.graph.program import batch_names
-from mpipipe.graph.source import ModelSource
+from mpipipe.errors import PlanError
 from mpipipe.graph.variants import Variants
-from mpipipe.models import build
 from mpipipe.planner.alternatives import alternatives
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import noise
@@ -50,8 +42,12 @@ from mpipipe.runtime.modelling import Found
 from mpipipe.state.rundir import CONFIG
 from mpipipe.values import Plan
 
+FROM_ALLOCATION = "--from-allocation"
+
 
 def main(argv: Sequence[str]) -> int:
+    if FROM_ALLOCATION in argv:
+        return allocation.main([word for word in argv if word != FROM_ALLOCATION])
     parser = _parser()
     a = parser.parse_intermixed_args(list(argv))
     if a.refine and (a.config or a.levels or a.cluster or a.cores):
@@ -89,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cores", metavar="N", type=positive, help="of this node: weighs ranks x threads for so many"
     )
+    parser.add_argument(
+        FROM_ALLOCATION,
+        action="store_true",
+        help="inside a Slurm job: ranks, threads and binding for its nodes",
+    )
     parser.add_argument("--cluster", metavar="FILE", help="another machine; without it, ranks like this one")
     parser.add_argument(
         "--budget", type=seconds, default=math.inf, metavar="TIME", help="such as 10s: the best plan so far"
@@ -113,13 +114,13 @@ def _plan(a: argparse.Namespace) -> None:
     if len(a.levels) > 1:
         _curve(a, config, machine)
         return
-    variants_of, data = _model(config)
+    variants_of, data = model_of(config)
     costing = Costing(config, machine, a.ranks, variants_of)
     joint = costing.search(a.budget)
     plan, costs = joint.plan, joint.costs
     variants, found = costing.at[plan.numerics.micro_batch]
     graph, cluster = variants.graph, costs.cluster
-    said = _source(found, machine, costing.seconds)
+    said = source_text(found, machine, costing.seconds)
 
     mirrors = []
     if config.run.recover == "mpi":
@@ -157,17 +158,17 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
             f"pipeline.schedule is {p.schedule}, and auto is searched for one number of ranks; set both, or "
             "plan for one"
         )
-    variants_of, data = _model(config)
+    variants_of, data = model_of(config)
     costing = Costing(config, machine, a.ranks, variants_of)
     costs = costing.given()
     variants, found = costing.at[costing.asked.sizes[0]]
     curve = curve_on(
         costs, costing.asked.numerics, costing.asked.schedules[0], p.receive_window, a.levels,
-        lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples,
+        lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples, p.replicas,
     )  # fmt: skip
     cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
     print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
-    print(_source(found, machine, costing.seconds), *machine.assumed(cluster), sep="\n")
+    print(source_text(found, machine, costing.seconds), *machine.assumed(cluster), sep="\n")
     print(f"{PRODUCTS}{costing.gemm_why}\n")
     show(curve, a.config, a.output)
 
@@ -175,7 +176,7 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
 def _cores(a: argparse.Namespace) -> None:
     config = load(a.config, a.overrides)
     busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
-    found = shares(config, a.cores, _model(config)[0])
+    found = shares(config, a.cores, model_of(config)[0])
     print(f"{a.config} on {counted(a.cores, 'core')} of this node: {config.model.name}\n")
     print(table(found, config.train.batch), "", advice(found, a.config, a.overrides), sep="\n")
     if busy:
@@ -195,7 +196,7 @@ def _refine(a: argparse.Namespace) -> None:
 
 def _train(folder: Path, plan: Plan, file: str) -> str:
     """The command; overrides of the run are in its config.yaml."""
-    ranks, old = sum(map(len, plan.layout.ranks)), folder.resolve()
+    ranks, old = plan.layout.n_ranks, folder.resolve()
     words = [str(folder / CONFIG), f"run.dir={folder.parent / old.name}-refined", "--plan", file]
     return f"mpirun -n {ranks} python -m mpipipe.train {shlex.join(words)}"
 
@@ -223,40 +224,7 @@ def _heading(a: argparse.Namespace, config: Config, variants: Variants, ranks: s
     )
 
 
-def _model(config: Config) -> tuple[Callable[[int], Variants], Dataset]:
-    """As `Pipeline` captures it, for micro-batches of so many samples; the data that its shapes are from."""
-    opened = _data(config)
-    data, val = opened if isinstance(opened, tuple) else (opened, None)
-    built, t, count = build(config, data), config.train, config.pipeline.micro_batches
-    source = ModelSource(built.model, t.seed, built.initial)
-    names = batch_names(source.module)
-    micro_batches = None if count == "auto" else count
-    shaped = from_user(built.data, val, batch=t.batch, micro_batches=micro_batches, names=names, seed=t.seed)
-
-    def variants_of(rows: int) -> Variants:
-        shapes = config.capture.max_shapes
-        return Variants(source, built.loss, shaped.specs, rows, t.precision, max_shapes=shapes)
-
-    return variants_of, shaped
-
-
-def _data(config: Config) -> Any:
-    """The configured data; where only its shapes would be read from files, made-up data of those shapes."""
-    vocab = VOCAB if config.data.name == "text" else getattr(config.data, "vocab", None)
-    vocab = vocab or getattr(config.model, "vocab", None)
-    context = getattr(config.model, "context", None)
-    if config.data.name in ("text", "tokens") and vocab and context:
-        return SyntheticTokens(vocab, context, config.train.seed)
-    try:
-        return open_dataset(config, ".")
-    except DataError as error:
-        raise DataError(
-            f"{error}\n  a plan needs the shapes of the data: plan where they are, or with "
-            "data.name=synthetic (and model.vocab, the number of token ids)"
-        ) from error
-
-
-def _source(found: Found, machine: Machine, seconds: float) -> str:
+def source_text(found: Found, machine: Machine, seconds: float) -> str:
     """Where the costs are from, and how far they may be off."""
     lines = [f"costs: {len(found.samples)} distinct groups in {seconds:.1f} s"]
     if found.timed:

@@ -72,8 +72,9 @@ def _lines(run: RunData, plan: Plan, refined: Refined, measured: Timeline, doubt
         ]
         more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
         cuts = f"cuts that move: {', '.join(moved[:3])}{more}" if moved else "the same cuts"
-        order = refined.plan.layout.order
-        on = f"; on ranks {', '.join(map(str, order))}" if order != plan.layout.order else ""
+        copies = refined.plan.layout.copies
+        on = "; ".join(", ".join(map(str, order)) for order in copies)
+        on = f"; on ranks {on}" if copies != plan.layout.copies else ""
         what = "another plan" if doubt else "new plan"
         lines.append(f"{what}: {new} predicted, {gain:.1%} shorter; {cuts}{on}")
     if doubt:

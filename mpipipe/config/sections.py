@@ -23,7 +23,7 @@ Sizes = Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1)]
 Patterns = Annotated[tuple[str, ...], Strict(False)]
 Task = Literal["causal", "masked", "seq2seq", "image", "sequence"]
 OrderFile = Annotated[str, Field(pattern=r"\.csv$")]  # one line per rank, as `0F0,0F1,0B0,0B1`
-BuiltIn = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "auto"]
+BuiltIn = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-planned", "zb-v", "v-half", "auto"]
 Watchdog = Annotated[  # YAML reads a bare off as false
     Literal["auto", "off"] | Above0, BeforeValidator(lambda value: "off" if value is False else value)
 ]
@@ -277,7 +277,8 @@ class CaptureConfig(Section):
 class PipelineConfig(Section):
     schedule: BuiltIn | Dotted | OrderFile = "1f1b"  # auto = fastest; or your own
     micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
-    blocks: Positive = 1  # equal accumulation blocks; 1 = plain order of additions
+    blocks: Positive | Literal["auto"] = 1  # equal blocks of additions, which replicas share; auto = by ranks
+    replicas: Positive | Literal["auto"] = "auto"  # whole copies of the pipeline; auto = the fastest plan
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
     receive_window: Positive = 4  # receives posted ahead per rank
@@ -285,7 +286,8 @@ class PipelineConfig(Section):
     cost_cache: bool = True  # use the costs of earlier runs, in ~/.cache/mpipipe, where they hold
 
     def misfits(self) -> Iterator[str]:
-        if self.micro_batches != "auto" and self.micro_batches % self.blocks:
+        count, blocks = self.micro_batches, self.blocks
+        if count != "auto" and blocks != "auto" and count % blocks:
             yield (
                 f"pipeline.blocks = {self.blocks} does not divide "
                 f"pipeline.micro_batches = {self.micro_batches}"

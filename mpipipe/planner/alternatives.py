@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.copies import legal_copies
 from mpipipe.planner.joint import Tried, least_s
-from mpipipe.planner.schedules import SCHEDULES, stages_on
+from mpipipe.planner.schedules import PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
@@ -56,12 +57,14 @@ class _Asked:
         self.plan, self.costs, self.names, self.cluster_of = plan, costs, names, cluster_of
         self.cuts = cut_indices(plan.layout, names)
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
+        self.n_copies, self.n_each = plan.layout.n_copies, plan.layout.ranks_per_copy
         self._programs: dict[tuple[str, int], Program] = {}
 
     def all(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
-        if self.n_ranks > 1:
+        if self.n_each > 1:
             yield from self._other_cuts()
             yield from self._other_schedules()
+        yield from self._other_copies()
         yield from self._searched(tried) if tried else self._micro_batches()
         yield from self._ranks()
 
@@ -142,17 +145,23 @@ class _Asked:
         for schedule in SCHEDULES:
             if schedule == self.plan.layout.schedule:
                 continue
-            if stages_on(schedule, self.n_ranks) == self.n_stages == self.n_ranks:
+            same = stages_on(schedule, self.n_each) == self.n_stages == self.n_each
+            if same and schedule != PLANNED:
                 yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
             else:
-                yield self._other_stages(schedule)
+                yield self._planned_with(f"schedule {schedule}", schedule, self.n_copies)
 
-    def _other_stages(self, schedule: str) -> Alternative:
-        layout, name = self.plan.layout, f"schedule {schedule}"
+    def _other_copies(self) -> Iterator[Alternative]:
+        for copies in legal_copies(self.plan.numerics.blocks):
+            if copies != self.n_copies and self.n_ranks % copies == 0:
+                yield self._planned_with(counted(copies, "replica"), self.plan.layout.schedule, copies)
+
+    def _planned_with(self, name: str, schedule: str, copies: int) -> Alternative:
+        window = self.plan.layout.receive_window
         try:
-            p = make_plan(
-                self.costs, self.plan.numerics, schedule, layout.receive_window, self.names, self.n_ranks
-            )[0].prediction
+            p = make_plan(self.costs, self.plan.numerics, schedule, window, self.names, self.n_ranks, copies)[
+                0
+            ].prediction
         except (PlanError, DeadlockError) as error:
             return Alternative(name, None, None, first_sentence(error))
         return self._judged(name, p, self.plan.numerics.batch, self._bubbles)
@@ -160,9 +169,10 @@ class _Asked:
     def _micro_batches(self) -> Iterator[Alternative]:
         n = self.plan.numerics
         for count in (n.micro_batches // 2, n.micro_batches * 2):
-            if count < 1:
+            if count < 1 or count % self.n_copies:
                 continue
-            numerics = replace(n, micro_batches=count, batch=n.batch * count // n.micro_batches, blocks=1)
+            batch = n.batch * count // n.micro_batches
+            numerics = replace(n, micro_batches=count, batch=batch, blocks=self.n_copies)
             p = self._expected(self.cuts, numerics=numerics)
             name = f"{count} micro-batches, batch {numerics.batch}"
             yield self._judged(name, p, numerics.batch, lambda p: f"per sample; {self._bubbles(p)}")
@@ -191,7 +201,7 @@ class _Asked:
 
     def _ranks(self) -> Iterator[Alternative]:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
-            if not 1 <= ranks <= len(self.names):
+            if not 1 <= ranks <= len(self.names) * self.n_copies:
                 continue
             name = counted(ranks, "rank")
             try:
@@ -206,7 +216,9 @@ class _Asked:
     def _planned(self, cluster: Cluster) -> Prediction:
         layout, costs = self.plan.layout, replace(self.costs, cluster=cluster)
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
-        made = make_plan(costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks)
+        made = make_plan(
+            costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks, self.n_copies
+        )
         return made[0].prediction
 
     # -- what they are worth ------------------------------------------------------------------------
@@ -223,8 +235,9 @@ class _Asked:
     def _predicted(self, cuts: Cuts, schedule: str | None, numerics: Numerics | None) -> Prediction:
         numerics, old = numerics or self.plan.numerics, self.plan.layout
         layout = Layout(
-            tuple(self.names[c] for c in cuts), old.ranks, schedule or old.schedule, old.receive_window
-        )
+            tuple(self.names[c] for c in cuts), old.ranks, schedule or old.schedule, old.receive_window,
+            old.actions if schedule is None and numerics == self.plan.numerics else (),
+        )  # fmt: skip
         key = layout.schedule, numerics.micro_batches
         if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts
             self._programs[key] = program_for(layout, numerics, self.costs.ties, self.names)

@@ -15,15 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s, work_bound_s
+from mpipipe.planner.copies import check_copies, legal_copies
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import PLAIN, SCHEDULES, build, check, check_name, stages_on
-from mpipipe.planner.search import make_plan, norm_seconds
+from mpipipe.planner.search import check_bits, fastest_copy, make_plan, norm_seconds
 from mpipipe.values import Costs, Numerics, Plan, Program
 
 LIKE = 1.01  # a step that is longer by less is as good
@@ -32,13 +34,14 @@ LIKE = 1.01  # a step that is longer by less is as good
 @dataclass(frozen=True)
 class Asked:
     """What is searched. numerics: with any number of micro-batches; counts: those to look at; schedules:
-    the first one is preferred."""
+    the first one is preferred; copies: of the pipeline, likewise."""
 
     numerics: Numerics
     counts: tuple[int, ...]
     schedules: tuple[str, ...]
     receive_window: int
     n_ranks: int
+    copies: tuple[int, ...] = (1,)
 
     def of(self, count: int) -> Numerics:
         """With so many micro-batches."""
@@ -53,8 +56,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Tried:
-    """One number of micro-batches with one schedule. made: its best plan and program; None where there is
-    none, and then `why`. bound_s: no cut of this number has a shorter step; None where no cut will do."""
+    """One number of micro-batches with one schedule and number of copies. made: its best plan and program;
+    None where there is none, and then `why`. bound_s: no cut of this number has a shorter step; None where
+    no cut will do."""
 
     micro_batches: int
     micro_batch: int
@@ -62,6 +66,7 @@ class Tried:
     made: Made | None
     bound_s: float | None
     why: str
+    copies: int = 1
 
     @property
     def step_s(self) -> float:
@@ -109,8 +114,8 @@ def least_s(tried: Tried) -> float:
 
 
 def preferred(tried: Collection[Tried]) -> Tried:
-    """The one with the shortest step; of its number of micro-batches the first schedule that is as fast, but
-    for `LIKE`."""
+    """The one with the shortest step; of its number of micro-batches the first that is as fast, but for
+    `LIKE`: the fewest copies, then the first schedule."""
     best = min(tried, key=lambda t: t.step_s)
     return next(t for t in tried if t.micro_batches == best.micro_batches and t.step_s <= best.step_s * LIKE)
 
@@ -123,6 +128,14 @@ def schedules_of(name: str) -> tuple[str, ...]:
         return tuple(SCHEDULES)
     check_name(name)
     return (name,)
+
+
+def copies_of(replicas: int | Literal["auto"], numerics: Numerics, n_ranks: int) -> tuple[int, ...]:
+    """Numbers of copies of the pipeline to choose from. Raises PlanError for one that does not fit."""
+    if replicas == "auto":
+        return tuple(n for n in legal_copies(numerics.blocks) if n_ranks % n == 0)
+    check_copies(replicas, n_ranks, numerics)
+    return (replicas,)
 
 
 def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:
@@ -160,7 +173,8 @@ def search(
 
     finder = _Finder(asked, late)
     for count in sorted(asked.counts, key=promise):
-        finder.look(count, costs[count], count * slowest[count])
+        for copies in asked.copies:
+            finder.look(count, costs[count], copies)
     return finder.joint()
 
 
@@ -181,55 +195,62 @@ class _Finder:
         self.was_late = self.was_late or self._late()
         return self.was_late
 
-    def look(self, count: int, costs: Costs, bound_s: float) -> None:
-        """All schedules with one number of micro-batches, unless its bound rules it out."""
-        n_ranks = self.asked.n_ranks
-        whole_s = bound_s
+    def look(self, count: int, costs: Costs, copies: int) -> None:
+        """All schedules with one number of micro-batches and of copies, unless its bound rules it out."""
+        n_ranks, share = self.asked.n_ranks // copies, count // copies
+        of_copy = fastest_copy(costs, self.asked.n_ranks, copies)
+        whole_s = bound_s = share * _bottleneck_s(of_copy, n_ranks)
         if bound_s < self.best_s * ROUNDING < math.inf and not self.late():
-            norm_s = norm_seconds(costs.cluster, n_ranks)
-            whole_s = any_order_bound_s(costs, count, n_ranks, norm_s)
-            bound_s = work_bound_s(costs, count, n_ranks, norm_s)
+            norm_s = norm_seconds(costs.cluster, self.asked.n_ranks)
+            whole_s = any_order_bound_s(of_copy, share, n_ranks, norm_s)
+            bound_s = work_bound_s(of_copy, share, n_ranks, norm_s)
         for schedule in self.asked.schedules:
             least_s = whole_s if schedule in PLAIN else bound_s
             if least_s >= self.best_s * ROUNDING:
-                self._note(count, schedule, None, least_s, "ruled out by its bound")
+                self._note(count, schedule, copies, None, least_s, "ruled out by its bound")
             elif self.late():
-                self._note(count, schedule, None, least_s, "not looked at, the time was used")
+                self._note(count, schedule, copies, None, least_s, "not looked at, the time was used")
             else:
-                self._simulate(costs, self.asked.of(count), schedule)
+                self._simulate(costs, self.asked.of(count), schedule, copies)
 
-    def _simulate(self, costs: Costs, numerics: Numerics, schedule: str) -> None:
+    def _simulate(self, costs: Costs, numerics: Numerics, schedule: str, copies: int) -> None:
         asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
         made: Made | None = None
-        if why := self._why_not(schedule, count):
-            self._note(count, schedule, None, None, why)
+        if why := self._why_not(schedule, numerics, copies):
+            self._note(count, schedule, copies, None, None, why)
             return
         try:
-            made = make_plan(costs, numerics, schedule, asked.receive_window, names, asked.n_ranks)
+            made = make_plan(costs, numerics, schedule, asked.receive_window, names, asked.n_ranks, copies)
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
-        every = EveryCut(costs, numerics, schedule, asked.receive_window, asked.n_ranks)
-        made, exact = every.best(made, self.late)
+        exact = False
+        if copies == 1:
+            every = EveryCut(costs, numerics, schedule, asked.receive_window, asked.n_ranks)
+            made, exact = every.best(made, self.late)
         self.exact = self.exact and exact
         if made is None:
-            self._note(count, schedule, None, None, str(self.errors[count]))
+            self._note(count, schedule, copies, None, None, str(self.errors[count]))
         else:
-            self._note(count, schedule, made, made[0].prediction.lower_bound_s, "")
+            self._note(count, schedule, copies, made, made[0].prediction.lower_bound_s, "")
         self.best_s = min(self.best_s, step_s(made))
 
-    def _why_not(self, schedule: str, count: int) -> str:
+    def _why_not(self, schedule: str, numerics: Numerics, copies: int) -> str:
         """Why there is no such order; "" where there is."""
-        n_ranks = self.asked.n_ranks
+        n_ranks, count = self.asked.n_ranks // copies, numerics.micro_batches
         try:
-            check(build(schedule, stages_on(schedule, n_ranks), count, n_ranks))
+            order = build(schedule, stages_on(schedule, n_ranks), count // copies, n_ranks)
+            check(order)
+            check_bits(order, numerics)
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
             return str(error)
         return ""
 
-    def _note(self, count: int, schedule: str, made: Made | None, bound_s: float | None, why: str) -> None:
+    def _note(
+        self, count: int, schedule: str, copies: int, made: Made | None, bound_s: float | None, why: str
+    ) -> None:
         size = self.asked.of(count).micro_batch
-        self.tried.append(Tried(count, size, schedule, made, bound_s, why))
+        self.tried.append(Tried(count, size, schedule, made, bound_s, why, copies))
 
     def joint(self) -> Joint:
         if self.best_s == math.inf:

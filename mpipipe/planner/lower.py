@@ -7,10 +7,16 @@ Around each action, on the rank of its stage (nothing is sent within one rank):
 
 and at the end of every rank's step
 
-    [SEND_TIED | RECV_TIED ..]  NORM  STEP ..  [SEND_COPY | RECV_COPY ..]
+    [SHARD ..] [SEND_TIED | RECV_TIED ..]  NORM  STEP ..  [UPDATE ..] [SEND_COPY | RECV_COPY ..]
 
 with TIED here for tied="per_use". A split backward is I then W: GRAD messages stand around I, TIED
 around W. SEND_GRAD comes before SEND_TIED, it is what the other ranks wait for.
+
+Where there are copies of the pipeline, each owns some parameters of each stage. SHARD carries to it the
+gradients that another copy has for them, UPDATE the updated weights back: a stage's copies meet in pairs,
+in round k copy c and copy c ^ k, and exchange them (SEND, then RECV). So all ranks go through the same
+rounds, and a copy is given the gradients in an order in which it can add them in their binary tree at once.
+Copy 0 owns the tied parameters: the gradients of their other uses come to it within copy 0.
 
 One TIED (and one COPY) message per pair of stages carries every parameter tied between the two:
 the runtime sends them one after the other under the one tag.
@@ -63,12 +69,15 @@ def lower(
         raise PlanError(f"receive window {receive_window} is negative; 4 is a good value")
     if train and tied == "eager":
         _check_local_ties(schedule, tied_pairs(ties))
-    wires = _Wires(schedule.rank_of_stage, tied_pairs(ties) if train else {}, max(1, receive_window))
+    pairs = tied_pairs(ties) if train else {}
     codes = []
-    for actions, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
+    for rank, (actions, stages) in enumerate(zip(schedule.codes, stages_of_ranks(schedule), strict=True)):
+        wires = _Wires(schedule.copies, schedule.copy_on(rank), pairs, max(1, receive_window))
         last = list(_end_of_step(stages, wires, tied == "per_use")) if train else []
         codes.append(_written(actions, stages, wires, tied == "eager", last))
-    return Program(schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes))
+    return Program(
+        schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes), schedule.other_copies
+    )
 
 
 def _check_local_ties(schedule: Schedule, pairs: Iterable[Pair]) -> None:
@@ -80,7 +89,7 @@ def _check_local_ties(schedule: Schedule, pairs: Iterable[Pair]) -> None:
         codes = schedule.codes[rank]
         done = codes[np.isin(codes[:, 0], (Op.B, Op.W))]
         last = {(stage, micro): place for place, (_, stage, micro) in enumerate(done.tolist())}
-        for micro in range(schedule.n_micro):
+        for micro in schedule.share(0):
             if last[owner, micro] < last[user, micro]:
                 raise PlanError(
                     f"rank {rank} does the weight gradient of stage {owner}, micro-batch {micro}, before "
@@ -104,9 +113,7 @@ def _written(
     for stage, kind in itertools.product(stages, (Op.F, Op.B, Op.I, Op.W)):
         place = np.flatnonzero((actions[:, 0] == kind) & (actions[:, 1] == stage))
         instrs = (
-            list(_with_messages(Action(kind, stage, 0), len(wires.rank_of_stage), wires, eager))
-            if len(place)
-            else []
+            list(_with_messages(Action(kind, stage, 0), wires.n_stages, wires, eager)) if len(place) else []
         )
         lengths[place] = len(instrs)
         parts.append((place, instrs))
@@ -125,14 +132,19 @@ def _written(
 
 
 class _Wires:
-    """Who is where, and which tag a message has. Both ends compute the same channel."""
+    """Who is where, seen from one copy of the pipeline, and which tag a message has. Both ends compute the
+    same channel."""
 
-    def __init__(self, rank_of_stage: tuple[int, ...], pairs: dict[Pair, int], slots: int) -> None:
-        self.rank_of_stage, self.slots = rank_of_stage, slots
+    def __init__(
+        self, copies: tuple[tuple[int, ...], ...], copy: int, pairs: dict[Pair, int], slots: int
+    ) -> None:
+        self.copies, self.copy, self.slots = copies, copy, slots
+        self.rank_of_stage = copies[copy]
         self.pairs = tuple(pairs)
-        n_stages, n_pairs = len(rank_of_stage), len(pairs)
-        self._tied = {pair: 2 * n_stages + i for i, pair in enumerate(pairs)}
-        self._copy = {pair: 2 * n_stages + n_pairs + i for i, pair in enumerate(pairs)}
+        self.n_stages, n_pairs = len(self.rank_of_stage), len(pairs)
+        self._tied = {pair: 2 * self.n_stages + i for i, pair in enumerate(pairs)}
+        self._copy = {pair: 2 * self.n_stages + n_pairs + i for i, pair in enumerate(pairs)}
+        self._between_copies = 2 * (self.n_stages + n_pairs)
 
     def message(self, op: Op, stage: int, micro: int, other: int) -> Iterator[Instr]:
         """The instruction of `stage` for a message to or from stage `other`, if ranks differ."""
@@ -141,6 +153,18 @@ class _Wires:
             tag = self._channel(op, stage, other) * self.slots + max(micro, 0) % self.slots
             yield Instr(op, stage, micro, other, peer, tag)
 
+    def exchange(self, send: Op, stage: int) -> Iterator[Instr]:
+        """With every other copy of the stage, in the rounds of the file's head."""
+        recv, channel = Op(send + 1), self._between_copies + stage
+        if send == Op.SEND_UPDATE:
+            channel += self.n_stages
+        for turn in range(1, 1 << (len(self.copies) - 1).bit_length()):
+            other = self.copy ^ turn
+            if other < len(self.copies):
+                peer = self.copies[other][stage]
+                for op in (send, recv):
+                    yield Instr(op, stage, -1, stage, peer, channel * self.slots)
+
     def _channel(self, op: Op, stage: int, other: int) -> int:
         match op:
             case Op.SEND_ACT:
@@ -148,9 +172,9 @@ class _Wires:
             case Op.RECV_ACT:
                 return other
             case Op.SEND_GRAD:
-                return len(self.rank_of_stage) + stage
+                return self.n_stages + stage
             case Op.RECV_GRAD:
-                return len(self.rank_of_stage) + other
+                return self.n_stages + other
             case Op.SEND_TIED:
                 return self._tied[stage, other]
             case Op.RECV_TIED:
@@ -189,7 +213,9 @@ def _with_messages(action: Action, n_stages: int, wires: _Wires, eager: bool) ->
 def _end_of_step(stages: Sequence[int], wires: _Wires, merge_tied: bool) -> Iterator[Instr]:
     """Every rank goes through the pairs in the same order, sending or receiving: the first message
     that is not done can always go on, so no circle of waits can close."""
-    for user, owner in wires.pairs if merge_tied else ():
+    for stage in stages:
+        yield from wires.exchange(Op.SEND_SHARD, stage)
+    for user, owner in wires.pairs if merge_tied and wires.copy == 0 else ():
         if user in stages:
             yield from wires.message(Op.SEND_TIED, user, -1, owner)
         if owner in stages:
@@ -197,6 +223,8 @@ def _end_of_step(stages: Sequence[int], wires: _Wires, merge_tied: bool) -> Iter
     yield Instr(Op.NORM, -1, -1)
     for stage in stages:
         yield Instr(Op.STEP, stage, -1)
+    for stage in stages:
+        yield from wires.exchange(Op.SEND_UPDATE, stage)
     for user, owner in wires.pairs:
         if owner in stages:
             yield from wires.message(Op.SEND_COPY, owner, -1, user)

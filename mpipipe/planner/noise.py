@@ -18,7 +18,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.many import Cuts, Many
 from mpipipe.planner.partition import partition
 from mpipipe.planner.search import cut_indices
-from mpipipe.values import Costs, Float64, GroupCost, Plan, Value
+from mpipipe.values import Costs, Float64, GroupCost, Layout, Plan, Value
 
 DRAWS = 32
 ASSUMED_SPREAD = 0.1  # of modelled costs, where nothing was timed more than once
@@ -45,11 +45,11 @@ class Noise(Value):
 
 
 def noise(plan: Plan, costs: Costs, draws: int = DRAWS, seed: int = 0) -> Noise | None:
-    """None where there is no spread, the program is too large to be walked, or ranks have several stages.
-    The same for the same seed. Raises as `program_for` does."""
+    """None where there is no spread, the program is too large to be walked, ranks have several stages, or
+    stages several copies. The same for the same seed. Raises as `program_for` does."""
     instructions = 6 * plan.layout.n_stages * plan.numerics.micro_batches  # F, B and four messages each
     spread, assumed = spreads(costs)
-    if not spread.any() or instructions > _MOST_INSTRUCTIONS or plan.layout.n_ranks < plan.layout.n_stages:
+    if not spread.any() or instructions > _MOST_INSTRUCTIONS or not _alone(plan.layout):
         return None
     factors = _factors(costs.groups, spread, draws, seed)
     many = Many(plan, costs, factors)
@@ -77,13 +77,18 @@ def shorter(
     same numerics, schedule and number of ranks; and the draws. None as for `noise`."""
     instructions = 6 * plan.layout.n_stages * plan.numerics.micro_batches
     spread, _ = spreads(costs)
-    if not spread.any() or instructions > _MOST_INSTRUCTIONS or plan.layout.n_ranks < plan.layout.n_stages:
+    if not spread.any() or instructions > _MOST_INSTRUCTIONS or not _alone(plan.layout):
         return None
     factors, names = _factors(costs.groups, spread, draws, seed), [group.name for group in costs.groups]
     ours_s, theirs_s = (
         Many(p, costs, factors).steps_s([cut_indices(p.layout, names)])[0] for p in (plan, other)
     )
     return int((ours_s < theirs_s * (1.0 - WORTH)).sum()), draws
+
+
+def _alone(layout: Layout) -> bool:
+    """One stage per rank, and one rank per stage."""
+    return layout.n_copies == 1 and layout.n_ranks == layout.n_stages
 
 
 def spreads(costs: Costs) -> tuple[Float64, bool]:

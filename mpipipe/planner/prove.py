@@ -5,7 +5,8 @@ The model is the least that MPI promises:
 1. A SEND blocks its rank until the peer has posted the matching RECV.
 2. A rank has posted its next `receive_window` RECVs in program order, and the one it stands at.
    The window moves on when the rank passes a RECV, not earlier. A RECV of once per step (micro -1)
-   is posted when the rank reaches it, because its buffer may be as large as an embedding.
+   is posted when the rank reaches it, because its buffer may be as large as an embedding; one between
+   copies of a stage when it reaches the SEND before it, to the same rank: the two are one exchange.
 3. A RECV blocks until the matching SEND is reached. NORM blocks until every rank is at its NORM.
 
 Each rule asks only how far other ranks have come, and ranks never go back: one walk decides for
@@ -66,6 +67,8 @@ class NoBuffering:
         pass
 
     def _is_posted(self, rank: int, recv: int) -> bool:
+        if self.ends.ops[rank][recv] in (Op.RECV_SHARD, Op.RECV_UPDATE):
+            return self.at[rank] >= recv - 1
         if self.at[rank] >= recv or self._once[rank][recv]:
             return self.at[rank] >= recv
         return self._ordinals[rank][recv] - self.received[rank] < self.ends.program.receive_window

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpipipe.errors import PlanError
+from mpipipe.planner.copies import stages_in
 from mpipipe.planner.noise import WORTH
 from mpipipe.planner.search import cut_indices, make_plan, plan_of, program_for
-from mpipipe.planner.stages import bounds, in_order, stage_costs
+from mpipipe.planner.stages import bounds, in_order
 from mpipipe.values import (
     COMPUTE,
     Costs,
@@ -63,8 +64,9 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     layout = plan.layout
     try:
         best, _ = make_plan(
-            costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks
-        )
+            costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks,
+            layout.n_copies,
+        )  # fmt: skip
     except PlanError:  # by the memory of `partition`, which is a little above what is simulated
         return Refined(ran, ran)
     worth = best.prediction.step_s < ran.prediction.step_s * (1.0 - WORTH)
@@ -76,14 +78,15 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     least. Raises PlanError where spans are missing or cannot be."""
     cuts = cut_indices(layout, [group.name for group in costs.groups])
     placed = in_order(costs, layout.order)
-    stages = stage_costs(placed, cuts)
+    stages = stages_in(costs, layout, cuts)
     ratios = _ratios(stages, measured)
     rate = float(ratios[Op.STEP].min())  # of the update of a byte; what a stage has beyond goes to its groups
     groups = list[GroupCost]()
     for s, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
         speed, spread = placed.cluster.devices[s].speed, _spread(measured, s)
         mine = costs.groups[first:end]
-        planned_s = stages[s].step_s * speed - sum(g.update_s for g in mine)  # of the bytes alone
+        whole_s = stages[s].step_s * speed * layout.n_copies
+        planned_s = whole_s - sum(g.update_s for g in mine)  # of the bytes alone
         beyond_s = (ratios[Op.STEP][s] - rate) * planned_s
         groups += [
             replace(
@@ -122,26 +125,29 @@ def _sums(program: Program, values: Sequence[Float64]) -> Seconds:
 
 
 def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
-    """measured / planned of F, I, W and STEP, (stages,); a backward that is not split counts for I and W."""
+    """measured / planned of F, I, W and STEP, (stages,); a backward that is not split counts for I and W.
+    stages: as `stages_in` gives them."""
     took = stage_seconds(measured)
     counts = _sums(measured.program, [np.ones(len(times)) for times in measured.times])
+    copies = len(measured.program.copies)
     planned = {
         Op.F: [s.fwd_s for s in stages], Op.B: [s.bwd_input_s + s.bwd_weight_s for s in stages],
         Op.I: [s.bwd_input_s for s in stages], Op.W: [s.bwd_weight_s for s in stages],
         Op.STEP: [s.step_s for s in stages],
     }  # fmt: skip
+    of_stage = {op: np.reshape(seconds, (copies, -1)).mean(axis=0) for op, seconds in planned.items()}
     ratios: Seconds = {}
     for op, seconds in took.items():
-        expected = counts[op] * np.array(planned[op])
+        expected = counts[op] * of_stage[op]
         for stage in np.flatnonzero((counts[op] > 0) & ~(seconds > 0.0) & (expected > 0.0)).tolist():
             raise PlanError(
                 f"the measured {op.name} of stage {stage} take {seconds[stage]:g} s, planned are "
                 f"{expected[stage]:g} s: spans of the run are missing or torn; run again to measure anew"
             )
-        ratios[op] = np.divide(seconds, expected, out=np.ones(len(stages)), where=expected > 0.0)
+        ratios[op] = np.divide(seconds, expected, out=np.ones(len(expected)), where=expected > 0.0)
     if Op.F not in ratios or not ratios.keys() & set(_BACK) or Op.STEP not in ratios:
         raise PlanError("the measured step has no forward, backward and update; run again to measure one")
-    whole = ratios.get(Op.B, np.ones(len(stages)))
+    whole = ratios.get(Op.B, np.ones(measured.program.n_stages))
     return {**dict.fromkeys((Op.I, Op.W), whole), **ratios}
 
 

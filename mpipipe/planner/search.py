@@ -18,13 +18,27 @@ import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import work_bound_s
+from mpipipe.planner.copies import check_copies, placements, stages_in
 from mpipipe.planner.lower import lower
 from mpipipe.planner.mirrors import mirror_bytes
 from mpipipe.planner.partition import check_counts, check_stages, partition
 from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import PLAIN, build, check, check_name, forward_only, grid, on_ranks, stages_on
-from mpipipe.planner.schedules.orders import is_plain
+from mpipipe.planner.schedules import (
+    PLAIN,
+    PLANNED,
+    build,
+    check,
+    check_name,
+    forward_only,
+    from_text,
+    grid,
+    in_copies,
+    stages_on,
+    to_text,
+    zb_planned,
+)
+from mpipipe.planner.schedules.orders import is_in_two, is_plain
 from mpipipe.planner.several import started
 from mpipipe.planner.simulate import message_bytes, simulate
 from mpipipe.planner.sizes import size_text
@@ -42,6 +56,7 @@ from mpipipe.values import (
     Schedule,
     Tie,
     Timeline,
+    share_of,
 )
 
 REFINE_WORK = 512  # stages x micro-batches up to which neighbouring cuts are simulated
@@ -55,16 +70,19 @@ def make_plan(
     receive_window: int,
     group_names: Sequence[str],
     n_ranks: int,
+    n_copies: int = 1,
 ) -> tuple[Plan, Program]:
-    """Plan as many stages as the schedule has on `n_ranks`, in the best of the orders of ranks that are
-    promising: the next ones are taken only where they gain something. Raises PlanError if no cut fits (see
-    `partition`), DeadlockError for an order that cannot end.
+    """Plan as many stages as the schedule has on `n_ranks` / `n_copies`, in the best of the orders of ranks
+    that are promising: the next ones are taken only where they gain something. Raises PlanError if no cut
+    fits (see `partition`), DeadlockError for an order that cannot end.
 
-    receive_window: at least; more where a schedule needs it."""
-    check_counts(costs, numerics.micro_batches, schedule, n_ranks)
-    n_stages = stages_on(schedule, n_ranks)
+    receive_window: at least; more where a schedule needs it. n_copies: of the pipeline."""
+    check_copies(n_copies, n_ranks, numerics)
+    n_micro, n_each = numerics.micro_batches // n_copies, n_ranks // n_copies
+    check_counts(costs, n_micro, schedule, n_each)
+    n_stages = stages_on(schedule, n_each)
     check_stages(n_stages, len(costs.groups))
-    homes = build(schedule, n_stages, numerics.micro_batches, n_ranks).rank_of_stage
+    homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
     bounds_s: dict[bool, float] = {}
 
     def bound_s(program: Program) -> float:
@@ -74,10 +92,12 @@ def make_plan(
         return bounds_s[plain]
 
     best: tuple[Plan, Program] | None = None
-    one_each = schedule if n_stages == n_ranks else PLAIN[0]
-    for order in promising(costs, numerics.micro_batches, one_each, n_ranks, receive_window, numerics.tied):
-        on = tuple(order[rank] for rank in homes)
-        found = _plan_in(on, costs, numerics, schedule, receive_window, group_names, bound_s)
+    one_each, of_copy = schedule if n_stages == n_each else PLAIN[0], replace(costs, copies=n_copies)
+    levels = len(costs.cluster.in_order(range(min(n_ranks, len(costs.cluster.devices)))).spanned)
+    orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied)
+    for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
+        copies = tuple(tuple(order[rank] for rank in homes) for order in on)
+        found = _plan_in(copies, costs, numerics, schedule, receive_window, group_names, bound_s)
         if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
             best = found
     assert best is not None
@@ -85,30 +105,33 @@ def make_plan(
 
 
 def _plan_in(
-    order: Order, costs: Costs, numerics: Numerics, schedule: str, receive_window: int,
+    copies: tuple[Order, ...], costs: Costs, numerics: Numerics, schedule: str, receive_window: int,
     group_names: Sequence[str], bound_s: Callable[[Program], float],
 ) -> tuple[Plan, Program]:  # fmt: skip
-    """With stage s on rank `order[s]`."""
-    programs: dict[tuple[StageTie, ...], tuple[Layout, Program]] = {}
-    n_micro = numerics.micro_batches
+    """With stage s of copy c on rank `copies[c][s]`; cuts begin with those that suit copy 0."""
+    programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
+    n_micro, order = numerics.micro_batches // len(copies), copies[0]
+    of_copy = replace(costs, copies=len(copies))
     if len(set(order)) == len(order):
         starts = [
             partition(
-                in_order(costs, order), n_micro, schedule, len(order), receive_window, numerics.tied, update,
-                finest=numerics.micro_batch == 1,
+                in_order(of_copy, order), n_micro, PLAIN[0] if schedule == PLANNED else schedule, len(order),
+                receive_window, numerics.tied, update, finest=numerics.micro_batch == 1,
             ).cuts
             for update in (False, True)
         ]  # fmt: skip
     else:
-        starts = started(costs, order, n_micro, schedule, receive_window, numerics.tied)
+        starts = started(of_copy, order, n_micro, schedule, receive_window, numerics.tied)
 
     def laid(cuts: Cuts) -> tuple[Layout, Program]:
         names = tuple(group_names[cut] for cut in cuts)
-        layout = Layout(names, tuple((rank,) for rank in order), schedule, receive_window)
-        ties = stage_ties(costs.ties, cuts)
-        if ties not in programs:
-            programs[ties] = with_window(layout, numerics, costs.ties, group_names)
-        known, program = programs[ties]
+        layout = Layout(names, tuple(zip(*copies, strict=True)), schedule, receive_window)
+        if schedule == PLANNED:
+            layout = replace(layout, actions=_planned(of_copy, order, cuts, n_micro, receive_window))
+        key = stage_ties(costs.ties, cuts), layout.actions
+        if key not in programs:
+            programs[key] = with_window(layout, numerics, costs.ties, group_names)
+        known, program = programs[key]
         return replace(layout, receive_window=known.receive_window), program
 
     def plan(cuts: Cuts) -> Plan:
@@ -118,6 +141,20 @@ def _plan_in(
 
     best = _refine(plan, starts, len(group_names), len(order) * n_micro)
     return best, laid(cut_indices(best.layout, group_names))[1]
+
+
+def _planned(costs: Costs, order: Order, cuts: Cuts, n_micro: int, window: int) -> tuple[str, ...]:
+    """The order of each rank that suits the costs, as `Layout.actions`."""
+    stages, cluster = stage_costs(in_order(costs, order), cuts), costs.cluster.loaded(order)
+    links = [cluster.link(a, b) for a, b in itertools.pairwise(order)]
+    free = [cluster.devices[rank].memory_bytes - cluster.devices[rank].base_bytes for rank in order]
+    schedule = zb_planned(
+        stages, n_micro, free,
+        [*(link.seconds(s.act_bytes) for link, s in zip(links, stages[:-1], strict=True)), 0.0],
+        [0.0, *(link.seconds(s.grad_bytes) for link, s in zip(links, stages[1:], strict=True))],
+        window,
+    )  # fmt: skip
+    return tuple(to_text(schedule).splitlines())
 
 
 def with_window(
@@ -209,21 +246,52 @@ def program_for(
     fit the groups, DeadlockError if the program cannot run without buffering.
     """
     cuts = cut_indices(layout, group_names)
+    if train:
+        check_copies(layout.n_copies, layout.n_ranks, numerics)
     schedule = _order(layout, n_micro or numerics.micro_batches, train)
-    check(schedule)
+    check_bits(schedule, numerics)
     program = lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
     prove(program)
     return program
 
 
 def _order(layout: Layout, n_micro: int, train: bool) -> Schedule:
-    """Its schedule, on its ranks."""
-    if not train and layout.n_ranks < layout.n_stages:
-        return forward_only(layout.n_stages, n_micro, layout.order)
+    """Its schedule, on its ranks; checked."""
     check_name(layout.schedule)
-    if not train:
-        return on_ranks(forward_only(layout.n_stages, n_micro), layout.order)
-    return on_ranks(build(layout.schedule, layout.n_stages, n_micro, layout.n_ranks), layout.order)
+    place = {rank: i for i, rank in enumerate(dict.fromkeys(layout.order))}
+
+    def made(count: int) -> Schedule:
+        if not train:
+            return forward_only(layout.n_stages, count, [place[rank] for rank in layout.order])
+        if layout.actions:
+            return _given_actions(layout, count)
+        schedule = build(layout.schedule, layout.n_stages, count, len(place))
+        check(schedule)
+        return schedule
+
+    shares = [len(share_of(copy, layout.n_copies, n_micro)) for copy in range(layout.n_copies)]
+    known = {count: made(count) for count in set(shares)}
+    return in_copies([known[count] for count in shares], layout.copies)
+
+
+def check_bits(order: Schedule | Program, numerics: Numerics) -> None:
+    """Raises PlanError for an order that would have other bits than others have."""
+    if is_in_two(order) and numerics.bits == "fast" and numerics.blocks > 1:
+        raise PlanError(
+            "a schedule with backwards in two has weight gradients with other bits with train.bits=fast and "
+            f"{numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
+        )
+
+
+def _given_actions(layout: Layout, n_micro: int) -> Schedule:
+    schedule = from_text("\n".join(layout.actions), "layout.actions")
+    has, asked = (schedule.n_stages, schedule.n_micro), (layout.n_stages, n_micro)
+    if has != asked:
+        raise PlanError(
+            f"layout.actions are of {has[0]} stages and {has[1]} micro-batches, the plan has {asked[0]} and "
+            f"{asked[1]} in each copy; make them fit, or remove layout.actions"
+        )
+    return schedule
 
 
 def predict(
@@ -238,9 +306,10 @@ def predict(
 
 def least_step_s(costs: Costs, program: Program) -> float:
     """No cut, and no order of ranks, makes a step of such a program shorter."""
-    n_ranks = len(program.codes)
+    n_ranks, n_copies = len(program.codes), len(program.copies)
     bound = any_order_bound_s if is_plain(program) else work_bound_s
-    return bound(costs, program.n_micro, n_ranks, norm_seconds(costs.cluster, n_ranks))
+    norm_s = norm_seconds(costs.cluster, n_ranks)
+    return bound(fastest_copy(costs, n_ranks, n_copies), len(program.share(0)), n_ranks // n_copies, norm_s)
 
 
 def expect(
@@ -249,8 +318,8 @@ def expect(
     """As `predict`, whether the memory is there or not."""
     cuts = cut_indices(layout, group_names)
     norm_s = norm_seconds(costs.cluster, layout.n_ranks)
-    ties, stages = stage_ties(costs.ties, cuts), stage_costs(in_order(costs, layout.order), cuts)
-    timeline = simulate(program, stages, costs.cluster.loaded(layout.order), norm_s, ties)
+    ties, stages = stage_ties(costs.ties, cuts), stages_in(costs, layout, cuts)
+    timeline = simulate(program, stages, loaded(costs.cluster, layout), norm_s, ties)
     bound = least_step_s(costs, program) if bound_s is None else bound_s
     step = timeline.makespan_s
     bases = [device.base_bytes for device in costs.cluster.devices]
@@ -275,7 +344,7 @@ def sizes_of_messages(
 ) -> tuple[Int64, ...]:
     """Bytes of each message instruction, 0 for the others: per rank an array (n,)."""
     cuts = cut_indices(layout, group_names)
-    stages = stage_costs(in_order(costs, layout.order), cuts)
+    stages = stages_in(costs, layout, cuts)
     return message_bytes(program, stages, stage_ties(costs.ties, cuts))
 
 
@@ -296,19 +365,42 @@ def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
 
 
 def check_order(layout: Layout) -> None:
-    """Raises PlanError for stages of which each is not on one rank, or ranks that are not 0, 1, ..."""
+    """Raises PlanError for stages that are not on one rank of each copy, copies that share ranks, or ranks
+    that are not 0, 1, ..."""
     n_stages = len(layout.cuts) + 1
     if layout.n_stages != n_stages:
         raise PlanError(
             f"{n_stages} stages by layout.cuts, but layout.ranks has {layout.n_stages}; "
             "make them fit each other"
         )
-    if {len(on) for on in layout.ranks} != {1} or {*layout.order} != {*range(layout.n_ranks)}:
+    ranks = [list(on) for on in layout.ranks]
+    if len({len(on) for on in ranks}) > 1 or not ranks[0]:
         raise PlanError(
-            f"layout.ranks is {[list(on) for on in layout.ranks]}; each of the ranks 0 to "
-            f"{layout.n_ranks - 1} must hold a stage, and each stage be on one rank: [[0], [1], ...], in any "
-            "order"
+            f"layout.ranks is {ranks}; the pipeline is copied as a whole: each stage must be on equally many "
+            "ranks, one for each copy, such as [[0, 2], [1, 3]]"
         )
+    of_copies = [rank for order in layout.copies for rank in set(order)]
+    if sorted(of_copies) != list(range(layout.n_ranks)):
+        what = "each stage be on one rank: [[0], [1], ...], in any order"
+        if layout.n_copies > 1:
+            what = "each copy have ranks of its own: [[0, 2], [1, 3]] has stage 0 on the ranks 0 and 2"
+        raise PlanError(
+            f"layout.ranks is {ranks}; each of the ranks 0 to {layout.n_ranks - 1} must hold a stage, and "
+            f"{what}"
+        )
+
+
+def fastest_copy(costs: Costs, n_ranks: int, n_copies: int) -> Costs:
+    """Costs on the fastest ranks that one of the copies could have; its update is its share of all."""
+    devices = sorted(costs.cluster.devices[:n_ranks], key=lambda device: -device.speed)
+    return costs if n_copies == 1 else replace(
+        costs, copies=n_copies, cluster=replace(costs.cluster, devices=tuple(devices))
+    )  # fmt: skip
+
+
+def loaded(cluster: Cluster, layout: Layout) -> Cluster:
+    """With links as slow as they are while neighbours in each copy, and the copies of each stage, talk."""
+    return cluster.loaded(*layout.copies, *layout.ranks)
 
 
 def norm_seconds(cluster: Cluster, n_ranks: int) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.copies import sums_held
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
@@ -25,9 +26,11 @@ from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Pro
 __all__ = ["message_bytes", "prove", "simulate"]
 
 TIED = {Op.SEND_TIED, Op.RECV_TIED, Op.SEND_COPY, Op.RECV_COPY}
-IS_SEND, IS_RECV, IS_TIED, WORKS = (
+NEAR = {Op.SEND_ACT, Op.SEND_GRAD}  # to a neighbour, which is on one rank for all micro-batches
+IN_PLACE = {Op.RECV_COPY, Op.RECV_UPDATE}  # they land in the weights themselves
+IS_SEND, IS_RECV, IS_TIED, IS_NEAR, IS_IN_PLACE, WORKS = (
     np.isin(range(len(Op)), sorted(ops))  # by op
-    for ops in (SENDS, RECVS, TIED, {Op.F, Op.B, Op.I, Op.W})
+    for ops in (SENDS, RECVS, TIED, NEAR, IN_PLACE, {Op.F, Op.B, Op.I, Op.W})
 )
 
 
@@ -38,14 +41,16 @@ def simulate(
     norm_s: float = 0.0,
     ties: Sequence[StageTie] = (),
 ) -> Timeline:
-    """The predicted step. norm_s: seconds of the norm's collective itself; ties: those that the
-    program was lowered with, for the bytes of TIED and COPY messages.
+    """The predicted step. stages: those of copy 0 of the pipeline, then those of each other copy; norm_s:
+    seconds of the norm's collective itself; ties: those that the program was lowered with, for the bytes of
+    TIED and COPY messages.
 
     Raises PlanError if stages or ranks do not fit the program, DeadlockError if it cannot end.
     """
-    if len(stages) != program.n_stages or len(program.codes) > len(cluster.devices):
+    n_stages = program.n_stages * len(program.copies)
+    if len(stages) != n_stages or len(program.codes) > len(cluster.devices):
         raise PlanError(
-            f"a program of {program.n_stages} stages on {len(program.codes)} ranks, but costs of "
+            f"a program of {n_stages} stages on {len(program.codes)} ranks, but costs of "
             f"{len(stages)} stages and a cluster of {len(cluster.devices)} ranks; plan again for this cluster"
         )
     sizes = message_bytes(program, stages, ties)
@@ -60,20 +65,32 @@ def simulate(
 
 def _memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
     """What each rank holds during each instruction: what is fixed, the stash of its live micro-batches,
-    the largest workspace while it computes, and the largest sum of `receive_window` receives that follow
-    each other, as receive buffers are kept for the next ones."""
-    stash = np.array([stage.stash_bytes for stage in stages], np.int64)
+    the largest workspace while it computes, the largest sum of `receive_window` receives that follow each
+    other, as receive buffers are kept for the next ones, and the sums of other copies while they come in."""
+    most = sums_held(len(program.copies))
     out = []
-    for mine, codes, nbytes in zip(stages_of_ranks(program), program.codes, sizes, strict=True):
-        fixed = sum(stages[s].fixed_bytes for s in mine) + _window_peak(codes, nbytes, program.receive_window)
-        workspace = max((stages[s].workspace_bytes for s in mine), default=0)
-        out.append(fixed + stashes(codes, stash[codes[:, 1]]) + np.where(WORKS[codes[:, 0]], workspace, 0))
+    for copy, mine, codes, nbytes in zip(
+        _copies(program), stages_of_ranks(program), program.codes, sizes, strict=True
+    ):
+        own = stages[copy * program.n_stages : (copy + 1) * program.n_stages]
+        stash = np.array([stage.stash_bytes for stage in own], np.int64)
+        fixed = sum(own[s].fixed_bytes for s in mine) + _window_peak(codes, nbytes, program.receive_window)
+        workspace = max((own[s].workspace_bytes for s in mine), default=0)
+        shards = np.where(codes[:, 0] == Op.RECV_SHARD, most * nbytes, 0)
+        held = fixed + stashes(codes, stash[codes[:, 1]]) + shards
+        out.append(held + np.where(WORKS[codes[:, 0]], workspace, 0))
     return tuple(out)
 
 
+def _copies(program: Program) -> list[int]:
+    """By rank, the copy of the pipeline that it belongs to."""
+    found = {rank: copy for copy, ranks in enumerate(program.copies) for rank in ranks}
+    return [found[rank] for rank in range(len(program.codes))]
+
+
 def _window_peak(codes: Int32, nbytes: Int64, window: int) -> int:
-    """COPY lands in the weight itself and needs no buffer."""
-    sizes = np.where(codes[:, 0] == Op.RECV_COPY, 0, nbytes)[IS_RECV[codes[:, 0]]]
+    of_window = IS_RECV & ~IS_IN_PLACE & (np.arange(len(Op)) != Op.RECV_SHARD)
+    sizes = nbytes[of_window[codes[:, 0]]]
     ends = np.concatenate([[0], np.cumsum(sizes)])
     return int((ends[min(window, len(sizes)) :] - ends[: max(1, len(ends) - window)]).max())
 
@@ -81,15 +98,22 @@ def _window_peak(codes: Int32, nbytes: Int64, window: int) -> int:
 def message_bytes(
     program: Program, stages: Sequence[StageCost], ties: Sequence[StageTie]
 ) -> tuple[Int64, ...]:
-    """Bytes of each message instruction, 0 for the others: per rank an array (n,)."""
+    """Bytes of each message instruction, 0 for the others: per rank an array (n,). A copy of a stage counts
+    as the owner of its even share of the weights; statistics of buffers are left out of SHARD."""
+    stages = stages[: program.n_stages]
     table = np.zeros((len(Op), len(stages)), np.int64)  # by op and stage: ACT and GRAD go to neighbours
     table[Op.SEND_ACT, :-1] = table[Op.RECV_ACT, 1:] = [stage.act_bytes for stage in stages[:-1]]
     table[Op.SEND_GRAD, 1:] = table[Op.RECV_GRAD, :-1] = [stage.grad_bytes for stage in stages[1:]]
+    table[[Op.SEND_SHARD, Op.RECV_SHARD, Op.SEND_UPDATE, Op.RECV_UPDATE]] = [s.shard_bytes for s in stages]
     pairs: dict[tuple[int, int, int], int] = {}  # (op, stage, other)
     for (user, owner), nbytes in tied_pairs(ties).items():
         pairs[Op.SEND_TIED, user, owner] = pairs[Op.RECV_TIED, owner, user] = nbytes
         pairs[Op.SEND_COPY, owner, user] = pairs[Op.RECV_COPY, user, owner] = nbytes
-    return tuple(_rank_bytes(codes, table, pairs) for codes in program.codes)
+    sizes = tuple(_rank_bytes(codes, table, pairs) for codes in program.codes)
+    eager = any(((codes[:, 0] == Op.SEND_TIED) & (codes[:, 2] >= 0)).any() for codes in program.codes)
+    if len(program.copies) > 1 and not eager:  # copy 0 is given the sums of the other uses, too
+        _add_uses(program, sizes, ties)
+    return sizes
 
 
 def _rank_bytes(codes: Int32, table: Int64, pairs: dict[tuple[int, int, int], int]) -> Int64:
@@ -99,29 +123,47 @@ def _rank_bytes(codes: Int32, table: Int64, pairs: dict[tuple[int, int, int], in
     return sizes
 
 
+def _add_uses(program: Program, sizes: Sequence[Int64], ties: Sequence[StageTie]) -> None:
+    for nbytes, user in ((tie.nbytes, user) for tie in ties for user in tie.users):
+        home = program.rank_of_stage[user]
+        for rank, codes in enumerate(program.codes):
+            of_user = codes[:, 1] == user
+            to_home = (codes[:, 0] == Op.SEND_SHARD) & (codes[:, 4] == home)
+            at_home = (codes[:, 0] == Op.RECV_SHARD) & (rank == home)
+            sizes[rank][of_user & (to_home | at_home)] += nbytes
+
+
 def instruction_seconds(
     program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], cluster: Cluster
 ) -> tuple[Float64, ...]:
     """Per rank and instruction: seconds of compute, or of the message on its link for a SEND."""
+    tables = [
+        _table(ranks, stages[copy * len(ranks) : (copy + 1) * len(ranks)], cluster)
+        for copy, ranks in enumerate(program.copies)
+    ]
+    out = []
+    for rank, (copy, codes, nbytes) in enumerate(zip(_copies(program), program.codes, sizes, strict=True)):
+        seconds = tables[copy][codes[:, 0], codes[:, 1]]
+        once = np.flatnonzero(IS_SEND[codes[:, 0]] & ~IS_NEAR[codes[:, 0]])
+        seconds[once] = [
+            cluster.link(rank, peer).seconds(size)
+            for peer, size in zip(codes[once, 4].tolist(), nbytes[once].tolist(), strict=True)
+        ]
+        out.append(seconds)
+    return tuple(out)
+
+
+def _table(ranks: Sequence[int], stages: Sequence[StageCost], cluster: Cluster) -> Float64:
+    """Of one copy of the pipeline, by op and stage."""
     table = np.zeros((len(Op), len(stages)))
     for s, stage in enumerate(stages):
         table[Op.F, s], table[Op.STEP, s] = stage.fwd_s, stage.step_s
         table[Op.I, s], table[Op.W, s] = stage.bwd_input_s, stage.bwd_weight_s
         table[Op.B, s] = stage.bwd_input_s + stage.bwd_weight_s
-    ranks = program.rank_of_stage
     for s, (stage, after) in enumerate(itertools.pairwise(stages)):
         table[Op.SEND_ACT, s] = cluster.link(ranks[s], ranks[s + 1]).seconds(stage.act_bytes)
         table[Op.SEND_GRAD, s + 1] = cluster.link(ranks[s + 1], ranks[s]).seconds(after.grad_bytes)
-    out = []
-    for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
-        seconds = table[codes[:, 0], codes[:, 1]]
-        tied = np.flatnonzero(IS_SEND[codes[:, 0]] & IS_TIED[codes[:, 0]])
-        seconds[tied] = [
-            cluster.link(rank, peer).seconds(size)
-            for peer, size in zip(codes[tied, 4].tolist(), nbytes[tied].tolist(), strict=True)
-        ]
-        out.append(seconds)
-    return tuple(out)
+    return table
 
 
 def walked(ends: Ends, seconds: Sequence[Float64], norm_s: float) -> tuple[Float64, ...] | None:

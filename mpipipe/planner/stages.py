@@ -51,6 +51,7 @@ class Ending:
     stash_bytes: Int64
     workspace_bytes: Int64
     receive_bytes: Int64
+    updated_bytes: Int64  # of the weights that are updated here
 
     @property
     def seconds(self) -> Float64:
@@ -87,10 +88,11 @@ class Ranges:
         c = costs.columns
         self.fwd_s, self.bwd_input_s = c["fwd_s"], c["bwd_input_s"]
         self.bwd_weight_s = c["bwd_weight_s"]
+        self._update_s = c["update_s"] / costs.copies
+        self._update_s_per_byte = costs.step_s_per_byte / costs.copies
         if with_update:
-            update_s = costs.step_s_per_byte * c["param_bytes"] + c["update_s"]
+            update_s = self._update_s_per_byte * c["param_bytes"] + self._update_s
             self.bwd_weight_s = self.bwd_weight_s + update_s / n_micro
-        self._update_s = c["update_s"]
         self.param_bytes, self.stash_bytes = c["param_bytes"], c["stash_bytes"]
         self.workspace_bytes = c["workspace_bytes"]
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
@@ -105,17 +107,18 @@ class Ranges:
         """Every stage [first, end), first = low .. end - 1."""
         act_in = self.act_in[low:end]
         held, stepped, accumulators = self._parameters(end, low)
-        rate = self._costs.bytes_per_param_byte
+        rate = self._costs.held_per_param_byte
         window = self.window * np.maximum(act_in, self.grad_in[end - 1])
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
             bwd_input_s=_sums(self.bwd_input_s[low:end]),
             bwd_weight_s=_sums(self.bwd_weight_s[low:end]),
-            step_s=stepped * self._costs.step_s_per_byte + _sums(self._update_s[low:end]),
+            step_s=stepped * self._update_s_per_byte + _sums(self._update_s[low:end]),
             fixed_bytes=np.ceil(held * rate).astype(np.int64) + accumulators,
             stash_bytes=_sums(self.stash_bytes[low:end]) + act_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             receive_bytes=window + self._tied_receives(end, low),
+            updated_bytes=stepped,
         )
 
     def _parameters(self, end: int, low: int) -> tuple[Int64, Int64, Int64]:
@@ -179,7 +182,7 @@ def stage_costs(costs: Costs, cuts: Sequence[int]) -> tuple[StageCost, ...]:
     partition counts all the same.
     `stash_bytes` includes the received activation. Raises PlanError on bad cuts.
     """
-    ranges, groups = Ranges(costs), costs.groups
+    ranges, groups, state = Ranges(costs), costs.groups, costs.state_bytes_per_param_byte / costs.copies
     elsewhere = [0] * (len(cuts) + 1)  # by stage, bytes of the tied parameters that another one updates
     for tie in stage_ties(costs.ties, cuts):
         for stage in tie.users:
@@ -193,11 +196,12 @@ def stage_costs(costs: Costs, cuts: Sequence[int]) -> tuple[StageCost, ...]:
                 bwd_input_s=float(e.bwd_input_s[0]) / speed,
                 bwd_weight_s=float(e.bwd_weight_s[0]) / speed,
                 step_s=float(e.step_s[0]) / speed,
-                fixed_bytes=int(e.fixed_bytes[0] - costs.state_bytes_per_param_byte * elsewhere[stage]),
+                fixed_bytes=int(e.fixed_bytes[0] - state * elsewhere[stage]),
                 stash_bytes=int(e.stash_bytes[0]),
                 workspace_bytes=int(e.workspace_bytes[0]),
                 act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
                 grad_bytes=groups[first - 1].grad_bytes if first else 0,
+                shard_bytes=-(-int(e.updated_bytes[0]) // costs.copies) if costs.copies > 1 else 0,
             )
         )
     return tuple(out)

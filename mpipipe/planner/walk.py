@@ -23,12 +23,7 @@ from mpipipe.errors import DeadlockError
 from mpipipe.planner.native import compiled
 from mpipipe.values import RECVS, SENDS, Instr, Int32, Op, Program
 
-RECV_OF: dict[int, Op] = {
-    Op.SEND_ACT: Op.RECV_ACT,
-    Op.SEND_GRAD: Op.RECV_GRAD,
-    Op.SEND_TIED: Op.RECV_TIED,
-    Op.SEND_COPY: Op.RECV_COPY,
-}
+RECV_OF: dict[int, Op] = {send: Op(send + 1) for send in SENDS}
 Partners = tuple[Int32, ...]
 Lists = tuple[list[int], ...]
 NO_RECV, OTHER_VALUE, NO_SEND = 1, 2, 3  # what is wrong with a message

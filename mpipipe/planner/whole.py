@@ -37,7 +37,7 @@ def any_order(graph: Graph, plan: Plan, costs: Costs, budget_s: float = BUDGET_S
     stage, for several per rank,
     for ranks of unequal speed, and where no placement was found in `budget_s` seconds."""
     used = costs.cluster.in_order(plan.layout.order)
-    alone = plan.layout.n_stages > plan.layout.n_ranks or plan.layout.n_stages == 1
+    alone = plan.layout.n_stages > plan.layout.ranks_per_copy or plan.layout.n_stages == 1
     if alone or len({device.speed for device in used.devices}) > 1:
         return None
     problem = problem_of(graph, costs, used)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpipipe.planner.schedules import stages_of_ranks
 from mpipipe.planner.walk import match
 from mpipipe.values import RECVS, SENDS, Float64, Int64, Op, RankReport, Timeline, Value
 
@@ -85,15 +86,14 @@ def rank_reports(
 ) -> tuple[RankReport, ...]:
     """One per rank. groups and parameters: how many, by stage; sizes: bytes of each message, by rank (see
     `planner.search.sizes_of_messages`)."""
-    ranks, accounts = measured.program.rank_of_stage, account(measured)
+    of_ranks, accounts = stages_of_ranks(measured.program), account(measured)
     out = []
-    for rank, found in enumerate(accounts):
-        stages = tuple(stage for stage, at in enumerate(ranks) if at == rank)
+    for rank, (found, stages) in enumerate(zip(accounts, of_ranks, strict=True)):
         sends = np.isin(measured.program.codes[rank][:, 0], sorted(SENDS))
         planned_s, took_s = predicted.makespan_s, measured.makespan_s
         out.append(
             RankReport(
-                stages=stages,
+                stages=tuple(stages),
                 groups=sum(groups[stage] for stage in stages),
                 parameters=sum(parameters[stage] for stage in stages),
                 predicted_compute_s=predicted.busy_s(rank),

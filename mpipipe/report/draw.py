@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpipipe.report.account import meetings_s
+from mpipipe.report.fonts import list_fonts
 from mpipipe.report.progress import number
 from mpipipe.values import Float64, Instr, Op, Span, Timeline
 
@@ -144,6 +145,7 @@ def _row(spans: list[Span], turns: Sequence[int], start_s: float, scale: float, 
 
 def draw_png(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     """One panel per timeline on one time axis, in their order from the top; one row per rank."""
+    list_fonts()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

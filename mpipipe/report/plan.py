@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpipipe.planner.alternatives import Alternative
+from mpipipe.planner.copies import stages_in
 from mpipipe.planner.joint import Joint, Tried, least_s
 from mpipipe.planner.noise import WORTH, Noise
 from mpipipe.planner.search import cut_indices
-from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.planner.whole import Order
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
@@ -32,11 +32,11 @@ def describe(
     cuts = cut_indices(plan.layout, names)
     starts = [0, *cuts]
     rows, unit = [], _unit(max(plan.prediction.peak_bytes))
-    for s, cost in enumerate(stage_costs(in_order(costs, plan.layout.order), cuts)):
+    for s, cost in enumerate(stages_in(costs, plan.layout, cuts)[: plan.layout.n_stages]):
         end = [*cuts, len(names)][s]
         ms = cost.seconds * 1e3
         send = (cost.act_bytes + cost.grad_bytes) / MIB
-        memory = _memory(plan.prediction.peak_bytes[plan.layout.ranks[s][0]], unit)
+        memory = _memory(max(plan.prediction.peak_bytes[rank] for rank in plan.layout.ranks[s]), unit)
         row = (f"{ms:.2f}", f"{send:.2f}", memory)
         rows.append((f"{s}", names[starts[s]], f"{end - starts[s]}", *row))
     headers = ("stage", "from", "groups", "F+B ms", "send MiB", f"memory {unit}")
@@ -45,7 +45,7 @@ def describe(
     if timed is not None and timed[0] < timed[1]:
         source = f"cached, {timed[0]} of {timed[1]} timed anew,"
     return (
-        f"plan ({plan.layout.schedule}, {n.split}, "
+        f"plan ({plan.layout.schedule}, {n.split}, {_replicas(plan.layout.n_copies)}"
         f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
         f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}"
         f"predicted step {_seconds(p.step_s)}, bubble {p.bubble:.1%}; no cut is faster than "
@@ -54,11 +54,22 @@ def describe(
 
 
 def _on_ranks(plan: Plan) -> str:
-    """A line, where stages are not on the ranks of their numbers."""
-    order = plan.layout.order
-    if order == tuple(range(len(order))):
+    """A line, where stages are not on the ranks of their numbers, and one for each copy of the pipeline."""
+    copies = plan.layout.copies
+    if len(copies) == 1 and copies[0] == tuple(range(len(copies[0]))):
         return ""
-    return f"on ranks, in the order of the stages: {', '.join(map(str, order))}\n"
+    shown = copies if len(copies) <= _MOST_LISTED else copies[: _MOST_LISTED - 1]
+    names = [f"replica {i} " if len(copies) > 1 else "" for i in range(len(shown))]
+    lines = [
+        f"{name}on ranks, in the order of the stages: {_listed(order)}\n"
+        for name, order in zip(names, shown, strict=True)
+    ]
+    more = [f"({len(copies) - len(shown)} replicas more)\n"] if len(shown) < len(copies) else []
+    return "".join([*lines, *more])
+
+
+def _replicas(copies: int) -> str:
+    return f"{copies} replicas, " if copies > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
     edges, span = (0, *cuts, len(names)), timeline.makespan_s
-    stages = stage_costs(in_order(costs, plan.layout.order), cuts)
+    stages = stages_in(costs, plan.layout, cuts)[: plan.layout.n_stages]
     return [
         Row(
             stage=s,
@@ -96,8 +107,8 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
             compute_s=cost.seconds,
             step_s=cost.step_s,
             sent_bytes=cost.act_bytes + cost.grad_bytes,
-            memory_bytes=plan.prediction.peak_bytes[on[0]],
-            idle=1.0 - timeline.busy_s(on[0]) / span if span else 0.0,
+            memory_bytes=max(plan.prediction.peak_bytes[rank] for rank in on),
+            idle=1.0 - sum(map(timeline.busy_s, on)) / len(on) / span if span else 0.0,
         )
         for s, (cost, on) in enumerate(zip(stages, plan.layout.ranks, strict=True))
     ]
@@ -114,7 +125,7 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     return (
         f"{table}\n{more}{_on_ranks(plan)}\n"
         f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
-        f"{n.split}, bubble {p.bubble:.1%}\n"
+        f"{n.split}, {_replicas(plan.layout.n_copies)}bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
         f"most memory: rank {fullest}, {_memory(p.peak_bytes[fullest], memory)} {memory}"
     )
@@ -137,6 +148,9 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
     best = joint.best
     others = [t for t in joint.tried if t.bound_s is not None and t is not best]
     tried = ", ".join(dict.fromkeys(t.schedule for t in joint.tried))
+    copies = sorted({t.copies for t in joint.tried})
+    if len(copies) > 1:
+        tried += f" in {_listed(copies)} replicas"
     if sizes:
         others = [t for t in others if t.micro_batches != best.micro_batches]
         counts = sorted({t.micro_batches for t in joint.tried})
@@ -153,7 +167,8 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
 
 
 def _called(t: Tried) -> str:
-    return f"{t.micro_batches} of {t.micro_batch}, {t.schedule}"
+    replicas = f" in {t.copies} replicas" if t.copies > 1 else ""
+    return f"{t.micro_batches} of {t.micro_batch}, {t.schedule}{replicas}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
 """timeline.json: one step of a run, predicted and measured, and its memory step by step.
 
     {"version": 1,
-     "programs": [{"rank_of_stage": [..], "n_micro": .., "receive_window": .., "codes": [[..], ..]}],
+     "programs": [{"rank_of_stage": [..], "n_micro": .., "receive_window": .., "codes": [[..], ..],
+                   "other_copies": [[..], ..]}],
      "timelines": {"measured": {"program": 0, "times_ns": [[..], ..], "memory_bytes": [[..], ..]}},
      "resident_bytes": [[..], ..], "steps": [..]}
 
@@ -48,6 +49,7 @@ class _Program(Value):
     n_micro: int
     receive_window: int
     codes: Rows
+    other_copies: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def write_trace(path: str | Path, trace: Trace) -> None:
     file = _File(
         version=VERSION,
         programs=tuple(
-            _Program(p.rank_of_stage, p.n_micro, p.receive_window, _rows(p.codes)) for p in programs.values()
+            _Program(p.rank_of_stage, p.n_micro, p.receive_window, _rows(p.codes), p.other_copies)
+            for p in programs.values()
         ),
         timelines={
             name: _Timeline(
@@ -101,7 +104,13 @@ def read_trace(path: str | Path) -> Trace:
 def _trace(file: _File) -> Trace:
     """Raises ValueError, OverflowError, DeadlockError if a message has one end only."""
     programs = [
-        Program(p.rank_of_stage, p.n_micro, p.receive_window, _arrays(p.codes, np.int32, len(Instr._fields)))
+        Program(
+            p.rank_of_stage,
+            p.n_micro,
+            p.receive_window,
+            _arrays(p.codes, np.int32, len(Instr._fields)),
+            p.other_copies,
+        )
         for p in file.programs
     ]
     for program in programs:

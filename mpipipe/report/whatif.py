@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mpipipe.errors import PlanError
+from mpipipe.planner.copies import stages_in
 from mpipipe.planner.schedules import SCHEDULES
-from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
+from mpipipe.planner.search import cut_indices, loaded, make_plan, norm_seconds, plan_of, program_for
 from mpipipe.planner.simulate import simulate
-from mpipipe.planner.stages import in_order, stage_costs, stage_ties
+from mpipipe.planner.stages import stage_ties
 from mpipipe.values import Cluster, Costs, Link, Numerics, Plan, StageCost, Value
 
 LEAST_SHARE = 0.001  # of the step: what is saved below it is not worth a line
@@ -53,13 +54,13 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
 
 def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], float]]]:
     """What is changed, how it is done, and the function that simulates the step."""
-    numerics, layout, n = plan.numerics, plan.layout, plan.layout.n_ranks
+    numerics, layout, n, copies = plan.numerics, plan.layout, plan.layout.n_ranks, plan.layout.n_copies
 
     def planned(
         costs: Costs, numerics: Numerics = numerics, schedule: str = layout.schedule, n: int = n
     ) -> float:
         names = [group.name for group in costs.groups]
-        made, _ = make_plan(costs, numerics, schedule, layout.receive_window, names, n)
+        made, _ = make_plan(costs, numerics, schedule, layout.receive_window, names, n, copies)
         return made.prediction.step_s
 
     finer = _finer(numerics)
@@ -80,13 +81,15 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
     if n > 1:
         yield ("free links", "a bound: no network is", lambda: planned(_free(costs)))
         yield ("stages of equal work", "a bound: groups cannot be cut", lambda: _balanced_s(plan, costs))
-        yield ("one rank less", f"mpirun -n {n - 1}", lambda: planned(costs, n=n - 1))
-    if n < len(costs.groups) and costs.cluster.links:  # a single rank has measured none
-        more, how = replace(costs, cluster=_with_one_more(costs.cluster)), f"mpirun -n {n + 1}"
+    if n > copies:
+        less = "one rank less" + " for each replica" * (copies > 1)
+        yield (less, f"mpirun -n {n - copies}", lambda: planned(costs, n=n - copies))
+    if n < len(costs.groups) * copies and costs.cluster.links:  # a single rank has measured none
+        more, how = replace(costs, cluster=_with_more(costs.cluster, copies)), f"mpirun -n {n + copies}"
         yield (
-            "one more rank like the last",
+            f"one more rank{' for each replica,' * (copies > 1)} like the last",
             f"{how}, if it has cores of its own",
-            lambda: planned(more, n=n + 1),
+            lambda: planned(more, n=n + copies),
         )
 
 
@@ -121,18 +124,17 @@ def _free(costs: Costs) -> Costs:
     return replace(costs, cluster=replace(costs.cluster, links=links))
 
 
-def _with_one_more(cluster: Cluster) -> Cluster:
+def _with_more(cluster: Cluster, more: int) -> Cluster:
     ranks = range(len(cluster.devices))
-    return cluster.in_order((*ranks, ranks[-1]))
+    return cluster.in_order((*ranks, *more * (ranks[-1],)))
 
 
 def _balanced_s(plan: Plan, costs: Costs) -> float:
     """Of the plan as it is, but for the work, which every rank has the same share of by its speed."""
     names, n = [group.name for group in costs.groups], plan.layout.n_ranks
     cuts = cut_indices(plan.layout, names)
-    placed = in_order(costs, plan.layout.order)
-    stages = stage_costs(placed, cuts)
-    speeds = [device.speed for device in placed.cluster.devices]
+    stages = stages_in(costs, plan.layout, cuts)
+    speeds = [costs.cluster.devices[rank].speed for order in plan.layout.copies for rank in order]
 
     def even(seconds: Callable[[StageCost], float]) -> float:
         return sum(seconds(s) * speed for s, speed in zip(stages, speeds, strict=True)) / sum(speeds)
@@ -149,5 +151,5 @@ def _balanced_s(plan: Plan, costs: Costs) -> float:
         for stage in stages
     ]
     norm_s = norm_seconds(costs.cluster, n)
-    links = costs.cluster.loaded(plan.layout.order)
+    links = loaded(costs.cluster, plan.layout)
     return simulate(program, equal, links, norm_s, stage_ties(costs.ties, cuts)).makespan_s

@@ -38,10 +38,9 @@ def blame(comm: Communicator, interpreter: Interpreter, source: Source, outcome:
             f"{weight} was not finite before the step: an earlier update overflowed, or it began so; go on "
             "from an earlier checkpoint with a lower train.lr, a longer train.warmup or train.clip"
         )
-    last_rank = interpreter.program.rank_of_stage[-1]
-    losses = sorted((micro, row[0]) for micro, row in interpreter.sums.items())
-    bad = next((micro for micro, value in losses if not math.isfinite(value)), None)
-    micro = comm.bcast_object(bad, last_rank)
+    losses = interpreter.outcome.values.items()
+    bad = min((micro for micro, (value, *_) in losses if not math.isfinite(value)), default=None)
+    micro = min((m for m in comm.allgather_object(bad) if m is not None), default=None)
     if micro is not None and (found := _resolve(_replay(comm, interpreter, source, micro))):
         return f"the loss is {loss}: {found}"
     if outcome.not_finite:
@@ -98,11 +97,11 @@ def _resolve(stages: Sequence[_Seen]) -> str:
 
 
 def _replay(comm: Communicator, interpreter: Interpreter, source: Source, micro: int) -> list[_Seen]:
-    """By stage. Collective."""
-    ranks, last = interpreter.program.rank_of_stage, interpreter.n_stages - 1
+    """By stage, of the copy of the pipeline that does the micro-batch. Collective."""
+    ranks, last = interpreter.rank_of_stage, interpreter.n_stages - 1
     seen: dict[int, _Seen] = {}
     tensors: list[Tensor] = []
-    for s in interpreter.stages:
+    for s in interpreter.stages if micro in interpreter.share else ():
         code = interpreter.code(s, micro)
         if s > 0 and ranks[s - 1] != comm.rank:
             tensors = [Form.of(port).empty() for port in code.received]
@@ -125,7 +124,7 @@ def _watch(
     watch = _Watch(code.forward)
     with TRACING, torch.no_grad(), autocast(stage.precision):
         sent, _ = watch.run(*stage.arguments(code, micro, received, batch, job.step, train=False))
-    where = f"in micro-batch {micro} (stage {s}, rank {interpreter.program.rank_of_stage[s]})"
+    where = f"in micro-batch {micro} (stage {s}, rank {interpreter.rank_of_stage[s]})"
     names = interpreter.variants.anatomy("train", source.specs[micro]).captured.name
     first = {key: sum(specs[key].shape[0] for specs in source.specs[:micro]) for key in batch}
     tell = _Tell(watch, code, where, {n.name: name for n, name in names.items()}, batch, first)

@@ -85,6 +85,7 @@ def measure(
         ties=variants.graph.ties,
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
         state_bytes_per_param_byte=float(optimizer.state_buffers),
+        blocks=numerics.blocks,
         step_s_per_byte=update_s.of_byte,
         source="measured",
         spread=float(np.median([s.spread for s in samples.values()])),

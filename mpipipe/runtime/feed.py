@@ -29,8 +29,8 @@ AHEAD = 2  # micro-batches that are loaded before they are asked for
 Bounds = tuple[tuple[int, int], ...]
 Request = tuple[Split, int, int, int, frozenset[str]]  # split, step, start, stop, keys
 Keys = frozenset[str]
-# (mode, specs, rank) -> the keys that a rank reads before the step, and those at its forwards
-Reads = Callable[[Mode, Specs, int], tuple[Keys, Keys]]
+# (mode, specs, rank, micro-batch, of how many) -> the keys that a rank reads before the step, and at forward
+Reads = Callable[[Mode, Specs, int, int, int], tuple[Keys, Keys]]
 
 
 class Data(Protocol):
@@ -179,15 +179,15 @@ class Feed:
     def _send(self, mode: Mode, micros: Sequence[Batch], specs: Sequence[Specs]) -> None:
         """One message at a time to each rank: nothing else is under way between two steps."""
         for rank in range(1, self.comm.size):
-            for micro, shapes in zip(micros, specs, strict=True):
-                for key in sorted(frozenset.union(*self.reads(mode, shapes, rank))):
+            for i, (micro, shapes) in enumerate(zip(micros, specs, strict=True)):
+                for key in sorted(frozenset.union(*self.reads(mode, shapes, rank, i, len(specs)))):
                     self.comm.wait(self.comm.isend(as_bytes(micro[key].contiguous()), rank, 0))
 
     def _receive(self, mode: Mode, specs: Sequence[Specs]) -> list[Batch]:
         micros = []
-        for shapes in specs:
+        for i, shapes in enumerate(specs):
             micro = {}
-            for key in sorted(frozenset.union(*self.reads(mode, shapes, self.comm.rank))):
+            for key in sorted(frozenset.union(*self.reads(mode, shapes, self.comm.rank, i, len(specs)))):
                 micro[key] = torch.empty(shapes[key].shape, dtype=getattr(torch, shapes[key].dtype))
                 self.comm.wait(self.comm.irecv(as_bytes(micro[key]), 0, 0))
             micros.append(micro)
@@ -215,7 +215,8 @@ class _Loaded:
     ) -> None:
         self.feed, self.split, self.step, self.bounds, self.specs = feed, split, step, bounds, specs
         self.kept: dict[int, Batch] = {}
-        before, later = zip(*(feed.reads(mode, s, feed.comm.rank) for s in specs), strict=True)
+        rank, n = feed.comm.rank, len(specs)
+        before, later = zip(*(feed.reads(mode, s, rank, i, n) for i, s in enumerate(specs)), strict=True)
         if feed.data.whole:  # what costs the same is loaded once
             before = tuple(b | t if b else b for b, t in zip(before, later, strict=True))
         self.before = before

@@ -1,6 +1,6 @@
 """A torch optimizer of the user's own over the weights of one stage.
 
-The factory is called once per stage, with the named parameters that the stage owns. Any optimizer
+The factory is called once per stage and rank, with the named parameters that the rank updates. Any optimizer
 that updates each parameter from its own gradient alone (AdamW, SGD, Adafactor, Lion, ...) gives the same
 bits for every cut; one that mixes parameters (LBFGS) cannot be cut and is not supported.
 """
@@ -47,8 +47,9 @@ class UserOptimizer:
 class ForeignUpdater:
     def __init__(self, factory: Factory, weights: StageWeights) -> None:
         self.params: dict[str, nn.Parameter] = {}
-        self.grads = list(weights.grad.values())
-        for name, grad in weights.grad.items():
+        grads = {name: grad for group in weights.own_groups for name, grad in group.grad.views.items()}
+        self.grads = list(grads.values())
+        for name, grad in grads.items():
             self.params[name] = nn.Parameter(weights.data[name])  # shares the memory of the flat buffer
             self.params[name].grad = grad
         self.optimizer: TorchOptimizer | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.cut import Code, Leaf
 from mpipipe.graph.program import Mode
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.variants import Variants
+from mpipipe.runtime.copies import Copies
 from mpipipe.runtime.feed import Source
 from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norms
 from mpipipe.runtime.stage import Stage
@@ -50,8 +51,9 @@ class Job:
 
 @dataclass
 class Outcome:
-    """loss, weight: sums over the step, on every rank in training, else on the last stage's.
-    metrics: in evaluation, the sums of `Captured.outputs[1:]` on the last stage's rank."""
+    """loss, weight: sums over the step, on every rank of a training step. By micro-batch, on the rank whose
+    last stage it has passed: values, the loss and in evaluation the sums of `Captured.outputs[1:]`; weights,
+    of the loss; predictions."""
 
     times: Float64  # (instructions, 2): start and end, perf_counter seconds
     memory_bytes: Int64  # (instructions,): resident at the end of each, a message like what was before it
@@ -60,8 +62,9 @@ class Outcome:
     norm: float = 0.0
     stop: bool = False  # some rank was asked to stop
     not_finite: tuple[str, ...] = ()  # the parameters whose gradient is not, in canonical order
-    metrics: list[float] = field(default_factory=list)
-    predictions: list[list[Tensor]] = field(default_factory=list)
+    values: dict[int, list[float]] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
+    predictions: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
     def sound(self) -> bool:
@@ -97,6 +100,8 @@ class Interpreter:
         self.n_stages = len(cuts) + 1
         self.pool, self.outbox = Pool(), Outbox(comm)
         self.blocks = {s: BlockSums(stage.weights.accumulators()) for s, stage in stages.items()}
+        updates = {s: variants.code("train", variants.first, cuts, s).updates for s in stages}
+        self.copies = {s: Copies(stage, updates[s]) for s, stage in stages.items()}
         # only of what has a gradient, as torch does it: a zero between norms changes how their sum is rounded
         self.position = {name: i for i, name in enumerate(variants.trained)}
         self._handlers = {
@@ -106,12 +111,16 @@ class Interpreter:
             Op.SEND_GRAD: self._send_grad, Op.RECV_GRAD: self._recv_grad,
             Op.SEND_TIED: self._send_tied, Op.RECV_TIED: self._recv_tied,
             Op.SEND_COPY: self._send_copy, Op.RECV_COPY: self._recv_copy,
+            Op.SEND_SHARD: self._exchange, Op.RECV_SHARD: self._recv_shard,
+            Op.SEND_UPDATE: self._exchange, Op.RECV_UPDATE: self._recv_copy,
         }  # fmt: skip
 
     def run(self, program: Program, job: Job) -> Outcome:
         """Runs this rank's part of `program`; collective over the ranks of the program."""
         instrs = program.instrs(self.comm.rank)
         self.job, self.program = job, program
+        self.copy = program.copy_on(self.comm.rank)
+        self.rank_of_stage, self.share = program.copies[self.copy], program.share(self.copy)
         self.outcome = Outcome(np.zeros((len(instrs), 2)), np.zeros(len(instrs), np.int64))
         self.act: dict[Key, list[Tensor]] = {}
         self.out: dict[Key, list[Tensor]] = {}
@@ -122,7 +131,6 @@ class Interpreter:
         self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
         self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
         self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
-        self.sums: dict[int, list[float]] = {}  # loss and metrics, by micro-batch
         self.factor: float | None = None
         receives = [i for i in instrs if i.op in RECVS]
         self.mailbox = Mailbox(self.comm, receives, program.receive_window, self._targets)
@@ -146,8 +154,6 @@ class Interpreter:
                 self._forget_step()
                 break
         self.outbox.wait_all()
-        if job.mode == "eval":
-            self._add_up()
         return self.outcome
 
     def code(self, stage: int, micro: int) -> Code:
@@ -156,19 +162,38 @@ class Interpreter:
     # -- compute -------------------------------------------------------------------------------
 
     def _start_weights(self) -> None:
-        """The total weight of the step, known from the batch alone, where the loss is."""
+        """The weight of each micro-batch, and in training of the step, known from the batch alone, where the
+        loss is."""
         if self.n_stages - 1 not in self.stages or self.job.mode == "predict":
             return
-        for micro, specs in enumerate(self.job.source.specs):
-            code = self.variants.weight(self.job.mode, specs)
+        weights = self.outcome.weights
+        for micro in self.share:
+            code = self.variants.weight(self.job.mode, self.job.source.specs[micro])
             if isinstance(code, Code):
                 batch = self.job.source.peek(micro, frozenset(code.inputs))
                 (value,), _ = code.forward(*(batch[k] for k in code.inputs))
-                self.outcome.weight += float(value)
+                weights[micro] = float(value)
             else:
-                self.outcome.weight += code
+                weights[micro] = code
+        if self.job.mode != "train":
+            return
+        self.outcome.weight = added(self._of_all_copies(weights).values())
         weight = torch.tensor(self.outcome.weight, dtype=torch.float32)
         self._seed = torch.ones(()) / weight
+
+    def _of_all_copies(self, weights: dict[int, float]) -> dict[int, float]:
+        """Those of the whole step, by micro-batch: the ranks of the last stage tell each other. Nothing else
+        has this tag between them."""
+        found, requests = np.zeros(self.program.n_micro), list[Request]()
+        found[self.share.start : self.share.stop] = [weights[micro] for micro in self.share]
+        for copy, ranks in enumerate(self.program.copies):
+            if copy != self.copy:
+                mine, its = (found[share.start : share.stop].view(np.uint8) for share in
+                             (self.share, self.program.share(copy)))  # fmt: skip
+                requests += [self.comm.irecv(its, ranks[-1], 0), self.comm.isend(mine, ranks[-1], 0)]
+        for request in requests:
+            self.comm.wait(request)
+        return dict(enumerate(found.tolist()))
 
     def _forward(self, i: Instr) -> None:
         key, code, train = (i.stage, i.micro), self.code(i.stage, i.micro), self.job.mode == "train"
@@ -180,10 +205,11 @@ class Interpreter:
         if i.stage < self.n_stages - 1:
             self._hand_over(self.act, self.out, (i.stage, i.micro), i.stage + 1, sent)
         elif self.job.mode == "predict":
-            self.outcome.predictions.append([t.clone() for t in sent])
+            self.outcome.predictions[i.micro] = [t.clone() for t in sent]
         else:
-            self.sums[i.micro] = [float(t) for t in sent]
-            self.grad[key] = [self._seed.to(sent[0].dtype).reshape(sent[0].shape)]
+            self.outcome.values[i.micro] = [float(t) for t in sent]
+            if train:
+                self.grad[key] = [self._seed.to(sent[0].dtype).reshape(sent[0].shape)]
         if not train and key not in self.out:
             self._release(key)
 
@@ -213,7 +239,7 @@ class Interpreter:
     def _free(self, key: Key, grads: list[Tensor]) -> None:
         """Receive buffers that backward has read for the last time."""
         stage, _ = key
-        if stage < self.n_stages - 1 and self.program.rank_of_stage[stage + 1] != self.comm.rank:
+        if stage < self.n_stages - 1 and self.rank_of_stage[stage + 1] != self.comm.rank:
             for g in grads:
                 self.pool.give(g)
         if grads:
@@ -241,7 +267,7 @@ class Interpreter:
         to: int,
         tensors: list[Tensor],
     ) -> None:
-        if self.program.rank_of_stage[to] != self.comm.rank:
+        if self.rank_of_stage[to] != self.comm.rank:
             remote[key] = tensors
             return
         local[to, key[1]] = tensors
@@ -263,42 +289,40 @@ class Interpreter:
 
     def _end_of_block(self, i: Instr) -> None:
         n_blocks, done = self.numerics.blocks, i.micro + 1
-        if n_blocks > 1 and done % (self.program.n_micro // n_blocks) == 0:
-            self.blocks[i.stage].end_of_block()
-            if done == self.program.n_micro:
-                self.blocks[i.stage].finish()
+        if n_blocks == 1 or done % (self.program.n_micro // n_blocks):
+            return
+        blocks, last = self.blocks[i.stage], done == self.share.stop
+        if last and len(self.program.copies) > 1:
+            blocks.whole_sub_tree()
+            self.copies[i.stage].begin()
+            return
+        blocks.end_of_block()
+        if last:
+            blocks.finish()
 
     def _norm(self, _: Instr) -> None:
-        if self.numerics.tied == "per_use":
+        if self.numerics.tied == "per_use" and self.copy == 0:  # which owns all tied parameters
             for stage in self.stages.values():
                 self.arrived.update(stage.weights.extra)
             for stage in self.stages.values():
                 self.ties.merge_step(stage.weights, self.arrived)
             self.arrived.clear()  # not pooled: the size of an embedding, and the update needs room
-        self._add_up()
-        row = np.zeros(3 + len(self.position))
-        row[:3] = self.outcome.loss, self.outcome.weight, self.job.stop
+        losses, all_norms = np.zeros(self.program.n_micro), np.zeros(len(self.position))
+        for micro, row in self.outcome.values.items():
+            losses[micro] = row[0]
         for stage in self.stages.values():
-            for name, value in norms((g.grad for g in stage.weights.groups), self.numerics.bits).items():
-                row[3 + self.position[name]] = value
-        self._agree(self.comm.allgather_array(row))
-
-    def _add_up(self) -> None:
-        """Loss and metrics of the step, in the order of micro-batches, whatever that of the forwards was."""
-        rows = [row for _, row in sorted(self.sums.items())]
-        if rows:  # on the last stage's rank; plain additions, which `sum` is no longer
-            columns = zip(*rows, strict=True)
-            self.outcome.loss, *self.outcome.metrics = (list(accumulate(column))[-1] for column in columns)
+            own = (group.grad for group in stage.weights.own_groups)
+            for name, value in norms(own, self.numerics.bits).items():
+                all_norms[self.position[name]] = value
+        weight = 0.0 if self.copy else self.outcome.weight
+        self._agree(self.comm.allgather_array(np.concatenate([[weight, self.job.stop], losses, all_norms])))
 
     def _agree(self, rows: Float64) -> None:
         """Every rank reads the same loss, norm and wish to stop out of the one collective."""
         total = np.sum(rows, axis=0)  # exact: at most one rank has a value in each column but "stop"
-        self.outcome.loss, self.outcome.weight, self.outcome.stop = (
-            float(total[0]),
-            float(total[1]),
-            total[2] > 0,
-        )
-        all_norms = total[3:]
+        losses, all_norms = np.split(total[2:], [self.program.n_micro])
+        self.outcome.loss, self.outcome.weight = added(losses.tolist()), float(total[0])
+        self.outcome.stop = total[1] > 0
         if not (finite := np.isfinite(all_norms)).all():
             pairs = zip(self.position, finite, strict=True)
             self.outcome.not_finite = tuple(name for name, good in pairs if not good)
@@ -315,9 +339,13 @@ class Interpreter:
     def _step(self, i: Instr) -> None:
         stage = self.stages[i.stage]
         self.updaters[i.stage].update(self.job.step, self.factor)
-        for accumulator in stage.weights.extra.values():
+        others = (g.grad.buffer for g in stage.weights.groups if g.owner != self.copy)
+        for accumulator in (*others, *stage.weights.extra.values()):
             accumulator.zero_()
-        stage.apply_statistics()
+        if self.copy == 0:
+            stage.apply_statistics()
+        else:
+            stage.forget_statistics()
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -329,6 +357,11 @@ class Interpreter:
         if i.op == Op.RECV_TIED:
             data = self.stages[i.stage].weights.data
             return [self.pool.take(Form.of(data[name])) for name, _ in self.ties.between(i.other, i.stage)]
+        if i.op in (Op.RECV_SHARD, Op.RECV_UPDATE):
+            copies, other = self.copies[i.stage], self.program.copy_on(i.peer)
+            if i.op == Op.RECV_UPDATE:
+                return copies.updated_by(other)
+            return copies.room_for(self.program.share(other))
         code = self.code(i.stage, i.micro)
         if i.op == Op.RECV_ACT:
             forms = [Form.of(port) for port in code.received]
@@ -371,6 +404,20 @@ class Interpreter:
         data = self.stages[i.stage].weights.data
         self.outbox.send([data[name] for name in self.ties.params_between(i.other, i.stage)], i)
 
+    def _exchange(self, i: Instr) -> None:
+        """With another copy of the stage, whose message is awaited from now on."""
+        self.mailbox.post(i._replace(op=Op(i.op + 1)))
+        copies = self.copies[i.stage]
+        if i.op == Op.SEND_UPDATE:
+            parts = copies.updated_by(self.copy)
+        else:
+            parts = copies.part_of(self.program.copy_on(i.peer), self.share)
+        self.outbox.send(parts, i)
+
+    def _recv_shard(self, i: Instr) -> None:
+        other = self.program.copy_on(i.peer)
+        self.copies[i.stage].arrived(other, self.program.share(other), self.mailbox.take(i))
+
     def _release(self, key: Key) -> None:
         """Gives received activations back; the messages that show their memory have left by then."""
         for t in self.held.pop(key, []):
@@ -379,3 +426,8 @@ class Interpreter:
     def _return_arrived(self, stage: int) -> None:
         for leaf in [leaf for leaf in self.arrived if self.ties.owner[leaf[0]] == stage]:
             self.pool.give(self.arrived.pop(leaf))
+
+
+def added(values: Iterable[float]) -> float:
+    """In their order: plain additions, which `sum` is no longer."""
+    return list(accumulate(values, initial=0.0))[-1]

@@ -98,6 +98,7 @@ def costs_of(
         ties=variants.graph.ties,
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
         state_bytes_per_param_byte=float(optimizer.state_buffers),
+        blocks=numerics.blocks,
         step_s_per_byte=update_s.of_byte,
         source="modelled" if found.modelled else "measured",
         spread=found.spread,

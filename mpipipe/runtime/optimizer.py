@@ -135,7 +135,7 @@ class OptimizerSettings:
         return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine)
 
     def attach(self, weights: StageWeights) -> Updater:
-        return FlatUpdater(weights.groups, self)
+        return FlatUpdater(weights.own_groups, self)
 
 
 @torch.no_grad()

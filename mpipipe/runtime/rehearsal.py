@@ -41,7 +41,9 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     comm.barrier()
     stages = trainer.interpreter.stages
     mine = {s: [x * factor for x in _seconds(trainer, s, stage, clock)] for s, stage in stages.items()}
-    took = {s: seconds for found in comm.allgather_object(mine) for s, seconds in found.items()}
+    took: dict[int, list[float]] = {}  # the copies of a stage wait for the slowest
+    for s, seconds in (item for found in comm.allgather_object(mine) for item in found.items()):
+        took[s] = list(map(max, took.get(s, seconds), seconds))
     groups = []
     for s, (first, end) in enumerate(
         bounds(len(costs.groups), cut_indices(layout, [g.name for g in costs.groups]))

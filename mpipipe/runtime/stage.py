@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpipipe.graph.capture import Batch, autocast
 from mpipipe.graph.cut import Code
+from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.ops.deferred import Pending
 from mpipipe.runtime.weights import StageWeights
 
@@ -142,6 +143,15 @@ class Stage:
         for of_round in rounds:
             _apply(of_round.values(), buffers or self.weights.buffer)
         self._statistics.clear()
+
+    def statistics_of(self, micros: Sequence[int]) -> list[Tensor]:
+        """Those of some micro-batches, in their order."""
+        found = (value for micro in micros for _, _, value in self._statistics[micro])
+        return [value.contiguous() for value in found if value is not None]
+
+    def take_statistics(self, micro: int, found: Sequence[tuple[BufferUpdate, Tensor | None]]) -> None:
+        """Those of a micro-batch that another copy of the stage has done."""
+        self._statistics[micro] = [(update.buffer, update.momentum, value) for update, value in found]
 
     def forget_statistics(self) -> None:
         """Of a step that updates nothing."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.errors import MpipipeError, PlanError
+from mpipipe.errors import MpipipeError
 from mpipipe.graph.cut import Code
 from mpipipe.graph.program import Batch, Mode, Specs
 from mpipipe.graph.variants import Variants
@@ -19,12 +19,12 @@ from mpipipe.planner.lower import max_tag
 from mpipipe.planner.search import program_for
 from mpipipe.runtime.blame import blame
 from mpipipe.runtime.feed import Data, Feed, Given, rows_of, slices, specs_of, split_by, split_evenly
-from mpipipe.runtime.interpreter import Interpreter, Job, Outcome
+from mpipipe.runtime.interpreter import Interpreter, Job, Outcome, added
 from mpipipe.runtime.optimizer import Optimizer, Saved
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties
 from mpipipe.runtime.weights import StageWeights
-from mpipipe.values import Op, Plan, Program
+from mpipipe.values import Plan, Program, share_of
 
 
 class Trainer:
@@ -47,13 +47,7 @@ class Trainer:
                 variants.anatomy("train", data.specs(rows))
         self._programs: dict[tuple[int, bool], Program] = {}
         self.program = self._program(len(self.bounds), train=True)
-        in_two = any((codes[:, 0] == Op.I).any() for codes in self.program.codes)
-        if in_two and numerics.bits == "fast" and numerics.blocks > 1:
-            raise PlanError(
-                f"schedule {layout.schedule!r} has backwards in two, whose weight gradients have other bits "
-                f"with train.bits=fast and {numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
-            )
-        owner = variants.stage_of_param(layout.cuts)
+        owner, self.copy = variants.stage_of_param(layout.cuts), self.program.copy_on(comm.rank)
         stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
@@ -61,8 +55,9 @@ class Trainer:
                 n: t for o, stage in stages.items() for n, t in stage.weights.data.items() if owner[n] == o
             }
             weights = StageWeights(
-                variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, here
-            )
+                variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, here,
+                self.copy, layout.n_copies,
+            )  # fmt: skip
             stages[s] = Stage(weights, numerics.precision, numerics.blocks)
         ties = Ties(graph, layout.cuts, owner, frozenset(variants.trained))
         self.interpreter = Interpreter(
@@ -73,11 +68,18 @@ class Trainer:
     def _stages_of(self, rank: int) -> list[int]:
         return [s for s, ranks in enumerate(self.plan.layout.ranks) if rank in ranks]
 
-    def _reads(self, mode: Mode, specs: Specs, rank: int) -> tuple[frozenset[str], frozenset[str]]:
-        """The batch keys that a rank reads before the step, for the loss weight, and at its forwards."""
-        cuts = self.plan.layout.cuts
+    def _reads(
+        self, mode: Mode, specs: Specs, rank: int, micro: int, n_micro: int
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """The batch keys of a micro-batch that a rank reads before the step, for the loss weight, and at its
+        forward."""
+        layout, cuts = self.plan.layout, self.plan.layout.cuts
+        copy = self.program.copy_on(rank)
+        if micro not in share_of(copy, layout.n_copies, n_micro):
+            return frozenset(), frozenset()
         codes = [self.variants.code(mode, specs, cuts, stage) for stage in self._stages_of(rank)]
-        weight = self.variants.weight(mode, specs) if rank == self.last_rank and mode != "predict" else 0.0
+        last = rank == layout.copies[copy][-1]
+        weight = self.variants.weight(mode, specs) if last and mode != "predict" else 0.0
         before = weight.inputs if isinstance(weight, Code) else ()
         return frozenset(before), frozenset(key for code in codes for key in code.inputs)
 
@@ -121,8 +123,7 @@ class Trainer:
         """
         if samples is not None:
             batches = min(batches or samples, -(-samples // batch))
-        no_metrics = [0.0] * 2 * len(self.variants.metrics)
-        totals = [0.0, 0.0, *no_metrics]
+        found: dict[tuple[int, int], list[float]] = {}  # by batch and micro-batch: loss, weight, metrics
         for i in count() if batches is None else range(batches):
             rows = batch if samples is None else min(batch, samples - i * batch)
             bounds = split_by(rows, self.plan.numerics.micro_batch)
@@ -131,19 +132,26 @@ class Trainer:
                 break
             program = self._program(len(source.specs), train=False)
             o = self.interpreter.run(program, Job("eval", i, source))
-            found = [o.loss, o.weight, *(o.metrics or no_metrics)]  # which the last stage's rank has alone
-            totals = [a + b for a, b in zip(totals, found, strict=True)]
-        totals = self.comm.bcast_object(totals, self.last_rank)
+            found |= {(i, m): [loss, o.weights[m], *rest] for m, (loss, *rest) in o.values.items()}
+        found = {key: row for of_rank in self.comm.allgather_object(found) for key, row in of_rank.items()}
+        totals = [0.0] * 2 * (1 + len(self.variants.metrics))
+        for _, of_batch in groupby(sorted(found.items()), lambda item: item[0][0]):
+            sums = map(added, zip(*(row for _, row in of_batch), strict=True))
+            totals = [a + b for a, b in zip(totals, sums, strict=True)]
         pairs = zip(["loss", *self.variants.metrics], totals[::2], totals[1::2], strict=True)
         return {name: total / weight if weight else math.nan for name, total, weight in pairs}
 
     def predict(self, batch: Batch) -> list[list[Tensor]] | None:
-        """The tensors that the model returns for each micro-batch of a given batch; on the last stage's
-        rank alone. `structure` says what they were in."""
+        """The tensors that the model returns for each micro-batch of a given batch, on `last_rank` alone.
+        `structure` says what they were in."""
         micros = slices(batch, split_by(rows_of(batch), self.plan.numerics.micro_batch))
         source = Given(micros, [specs_of(m) for m in micros])
         outcome = self.interpreter.run(self._program(len(micros), train=False), Job("predict", 0, source))
-        return outcome.predictions if self.comm.rank == self.last_rank else None
+        if self.plan.layout.n_copies == 1:
+            return list(outcome.predictions.values()) if self.comm.rank == self.last_rank else None
+        by_rank = self.comm.allgather_object(outcome.predictions)
+        found = {micro: tensors for of_rank in by_rank for micro, tensors in of_rank.items()}
+        return [found[micro] for micro in range(len(micros))] if self.comm.rank == self.last_rank else None
 
     def structure(self, batch: Batch) -> pytree.TreeSpec:
         """Of the model's outputs for the first micro-batch of a batch."""
@@ -154,6 +162,7 @@ class Trainer:
 
     @property
     def last_rank(self) -> int:
+        """Of the last stage, in copy 0."""
         return self.plan.layout.ranks[-1][0]
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -72,7 +72,9 @@ class Mailbox:
     """Receives of one program run. `targets(instr)` gives the tensors that an instruction fills.
 
     A tied gradient, as large as an embedding, is posted ahead like the others, so that it can come during
-    the last backward; the proof assumes less. A copy lands in the weight itself, which is read until then.
+    the last backward; the proof assumes less. What else comes once per step is posted when it is taken, or by
+    `post`: copies and updates land in weights, which are read until then, and shards would stand beside the
+    last backward's tensors.
     """
 
     def __init__(
@@ -83,15 +85,15 @@ class Mailbox:
         targets: Callable[[Instr], list[Tensor]],
     ) -> None:
         self._comm, self._window, self._targets = comm, max(1, window), targets
-        self._waiting = deque(i for i in instrs if i.op != Op.RECV_COPY)
+        self._waiting = deque(i for i in instrs if i.micro >= 0 or i.op == Op.RECV_TIED)
         self._posted: dict[Instr, list[tuple[Tensor, Request]]] = {}
         self._fill()
 
     def _fill(self) -> None:
         while self._waiting and len(self._posted) < self._window:
-            self._post(self._waiting.popleft())
+            self.post(self._waiting.popleft())
 
-    def _post(self, instr: Instr) -> None:
+    def post(self, instr: Instr) -> None:
         tensors = self._targets(instr)
         self._posted[instr] = [(t, self._comm.irecv(as_bytes(t), instr.peer, instr.tag)) for t in tensors]
 
@@ -102,7 +104,7 @@ class Mailbox:
     def take(self, instr: Instr) -> list[Tensor]:
         """The tensors of a receive, waited for; the next receive is posted in its place."""
         if instr not in self._posted:
-            self._post(instr)
+            self.post(instr)
         for _, request in self._posted[instr]:
             self._comm.wait(request)
         tensors = [t for t, _ in self._posted.pop(instr)]

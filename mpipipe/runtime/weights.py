@@ -11,15 +11,19 @@ micro-batch order. A tied parameter has one leaf per use:
     per_use   each use accumulates on its own; merged in the order of the uses, once per step
     eager     each micro-batch is merged, last use first, as autograd does within one process
 
+Where there are copies of the pipeline, each copy holds the whole stage and owns some of its parameters: it
+alone updates them. What one copy owns lies in buffers of its own, so that they travel as they are.
+
 Invariants
   1. Views are aligned to 64 bytes and lie in canonical (registration) order.
   2. The owner of a parameter is the stage of its first use; other stages hold a copy of the data (none on
      the owner's rank) and accumulators for their own uses, but no state.
+  3. Copy 0 owns all tied parameters; the others are shared out by bytes, the same on every copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -57,17 +61,29 @@ class Flat:
 
 @dataclass
 class ParamGroup:
-    """Owned parameters that are trained alike."""
+    """Owned parameters that are trained alike. owner: the copy of the pipeline that updates them."""
 
     decay: bool
     data: Flat
     grad: Flat
+    owner: int = 0
+
+
+def shard(nbytes: Mapping[str, int], tied: Collection[str], n_copies: int) -> dict[str, int]:
+    """The owner of each parameter among the copies: the largest first, each to the copy that has least; but
+    copy 0 has the tied ones. nbytes: by name, in canonical order."""
+    has, owner = [0] * n_copies, {}
+    for name in sorted(nbytes, key=lambda name: (name not in tied, -nbytes[name])):
+        owner[name] = 0 if name in tied else has.index(min(has))
+        has[owner[name]] += nbytes[name]
+    return owner
 
 
 class StageWeights:
     """owner: parameter or buffer -> owning stage (`Variants.stage_of_param`);
     leaves: every (parameter, use) that the training code of this stage reads; trained: all parameters with a
-    gradient, in canonical order; here: data of earlier stages on this rank, which needs no copy."""
+    gradient, in canonical order; here: data of earlier stages on this rank, which needs no copy; copy: of the
+    pipeline, of `n_copies`."""
 
     def __init__(
         self,
@@ -79,10 +95,14 @@ class StageWeights:
         trained: Sequence[str],
         tied: str,
         here: Mapping[str, Tensor] = MappingProxyType({}),
+        copy: int = 0,
+        n_copies: int = 1,
     ) -> None:
-        self.stage, self.tied = stage, tied
+        self.stage, self.tied, self.copy, self.n_copies = stage, tied, copy, n_copies
         self._trained = frozenset(trained)
-        self.groups = self._groups(source, [n for n in trained if owner[n] == stage])
+        tied_groups = {tie.param: tie.groups for tie in graph.ties}
+        nbytes = {n: source.params[n].nbytes for n in trained if owner[n] == stage}
+        self.groups = self._groups(source, shard(nbytes, tied_groups.keys(), n_copies))
         self.data: dict[str, Tensor] = {n: v for g in self.groups for n, v in g.data.views.items()}
         self.grad: dict[str, Tensor] = {n: v for g in self.groups for n, v in g.grad.views.items()}
         for name in self.data:
@@ -95,21 +115,26 @@ class StageWeights:
         self.buffers: dict[str, Tensor] = {}
         self._source = source
 
-        tied_groups = {tie.param: tie.groups for tie in graph.ties}
         self.uses = {n: tied_groups[n] for n, _ in leaves if n in tied_groups and n in self._trained}
         self.leaves: dict[Leaf, Tensor] = {}
         self.extra = self._make_leaves(source, leaves, owner)
 
-    def _groups(self, source: ModelSource, names: Iterable[str]) -> list[ParamGroup]:
-        by_key: dict[tuple[torch.dtype, bool], dict[str, torch.Size]] = {}
-        for name in names:
+    def _groups(self, source: ModelSource, copy_of: Mapping[str, int]) -> list[ParamGroup]:
+        by_key: dict[tuple[int, torch.dtype, bool], dict[str, torch.Size]] = {}
+        for name in (name for name in source.params if name in copy_of):
             p = source.params[name]
-            by_key.setdefault((p.dtype, p.dim() >= 2), {})[name] = p.shape  # no decay on norms and biases
+            key = copy_of[name], p.dtype, p.dim() >= 2  # no decay on norms and biases
+            by_key.setdefault(key, {})[name] = p.shape
         groups = []
-        for (dtype, decay), shapes in by_key.items():
+        for (copy, dtype, decay), shapes in by_key.items():
             data = Flat.like(shapes, dtype)
-            groups.append(ParamGroup(decay, data, data.sibling()))
+            groups.append(ParamGroup(decay, data, data.sibling(), copy))
         return groups
+
+    @property
+    def own_groups(self) -> list[ParamGroup]:
+        """What this copy updates."""
+        return [group for group in self.groups if group.owner == self.copy]
 
     def _make_leaves(
         self, source: ModelSource, leaves: Sequence[Leaf], owner: dict[str, int]
@@ -169,11 +194,7 @@ class BlockSums:
     @torch.no_grad()
     def end_of_block(self) -> None:
         """Moves the accumulators into the tree and zeroes them."""
-        level = 0
-        while level < len(self.full) and self.full[level]:
-            self._add(self.levels[level])
-            self.full[level] = False
-            level += 1
+        level = self.whole_sub_tree()
         if level == len(self.full):
             self.levels.append([torch.empty_like(a) for a in self.accumulators])
             self.full.append(False)
@@ -181,6 +202,17 @@ class BlockSums:
             kept.copy_(a)
             a.zero_()
         self.full[level] = True
+
+    @torch.no_grad()
+    def whole_sub_tree(self) -> int:
+        """Adds to the accumulators what forms whole sub-trees with them: after 2^i blocks, all of it. The
+        level of the sum."""
+        level = 0
+        while level < len(self.full) and self.full[level]:
+            self._add(self.levels[level])
+            self.full[level] = False
+            level += 1
+        return level
 
     @torch.no_grad()
     def finish(self) -> None:

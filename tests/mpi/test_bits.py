@@ -75,7 +75,7 @@ def test_the_bits_of_one_rank(comm: MpiCommunicator, case: Case, schedule: str) 
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), schedule == "1f1b")
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "v-half"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-planned", "zb-v", "v-half"])
 @pytest.mark.parametrize(
     "case",
     [Case("gpt"), Case("gpt", batch=24, micro_batches=12, tied="eager"), Case("skips", evaluate=True)],

@@ -29,7 +29,16 @@ from mpipipe.planner.schedules.v_shape import _without_clashes
 from mpipipe.values import RECVS, SENDS, Action, Op, Schedule, StageCost, Timeline
 
 RANKS, MICROS = st.integers(1, 6), st.integers(1, 16)
-PER_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "v-half": 2}
+PER_RANK = {
+    "1f1b": 1,
+    "gpipe": 1,
+    "interleaved": 2,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "zb-planned": 1,
+    "zb-v": 2,
+    "v-half": 2,
+}
 ENOUGH = 64  # receives posted ahead, more than any of these sizes needs
 
 

@@ -5,18 +5,35 @@ tests/mpi/test_bits.py says the same of real ranks. Here are many cuts, there is
 
 from __future__ import annotations
 
+import math
 import random
 from functools import cache
 
 import pytest
-from tiny import BITS, SEED, Case, capture, differences, full_but, plan_of, train, train_local, warm
+from tiny import (
+    BITS,
+    CLASSES,
+    SEED,
+    SIDE,
+    Case,
+    capture,
+    differences,
+    full_but,
+    plan_of,
+    train,
+    train_local,
+    warm,
+)
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.errors import PlanError
+from mpipipe.data.synthetic import SyntheticVectors
+from mpipipe.errors import MpipipeError, PlanError
+from mpipipe.graph.program import Batch
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.digests import tensor_digest
+from mpipipe.values import Split
 
 one_stage = cache(train_local)
 
@@ -46,7 +63,15 @@ IN_TWO = [  # (case, schedule, ranks)
     (Case("skips", evaluate=True), "zb-v", 3),
     (Case("thrice", tied="eager", batch=11), "zb-h1", 2),
 ]
-SCHEDULES_RANKS = [("interleaved", 2), ("zb-h1", 3), ("zb-h2", 4), ("zb-v", 1), ("zb-v", 3), ("v-half", 2)]
+SCHEDULES_RANKS = [
+    ("interleaved", 2),
+    ("zb-h1", 3),
+    ("zb-h2", 4),
+    ("zb-planned", 3),
+    ("zb-v", 1),
+    ("zb-v", 3),
+    ("v-half", 2),
+]
 
 
 def _runs(case: Case, schedule: str, ranks: int) -> bool:
@@ -64,6 +89,79 @@ def test_backwards_in_two_and_several_stages_per_rank_give_the_bits_of_one(
     case: Case, schedule: str, ranks: int
 ) -> None:
     assert differences(one_stage(case, 1), train_local(case, ranks, schedule, window=16)) == []
+
+
+COPIES = [  # (case, schedule, ranks, copies)
+    (Case("gpt", batch=15, micro_batches=8, blocks=4, evaluate=True), "1f1b", 4, 2),
+    (Case("gpt", batch=8, micro_batches=4, blocks=4, tied="eager"), "zb-v", 4, 2),
+    (Case("conv and norm", batch=11, blocks=4, evaluate=True), "gpipe", 4, 4),
+    (Case("thrice", batch=12, micro_batches=6, blocks=6), "1f1b", 6, 3),
+]
+ALL_COPIES = [
+    *COPIES,
+    (Case("conv and norm", batch=10, blocks=4, optimizer="sgd", evaluate=True), "zb-h2", 4, 2),
+    (Case("gpt", batch=12, micro_batches=6, blocks=3, evaluate=True), "1f1b", 3, 3),
+    (Case("gpt", precision="bf16", batch=8, blocks=4), "1f1b", 4, 4),
+    (Case("gpt", bits="fast", batch=16, micro_batches=8, blocks=4), "interleaved", 4, 2),
+    (Case("mlp", optimizer="sgd", blocks=2, clip=None), "1f1b", 2, 2),
+    (Case("skips", batch=16, micro_batches=8, blocks=8, evaluate=True), "1f1b", 8, 4),
+    (Case("thrice", tied="eager", batch=11, blocks=4), "zb-h1", 4, 2),
+    (Case("traps", precision="bf16", optimizer="sgd", blocks=4), "v-half", 4, 2),
+]
+
+
+@pytest.mark.parametrize(("case", "schedule", "ranks", "copies"), full_but(COPIES, ALL_COPIES), ids=str)
+def test_copies_of_the_pipeline_give_the_bits_of_one(
+    case: Case, schedule: str, ranks: int, copies: int
+) -> None:
+    """With all of its state sharded; the copies' weights are compared, too."""
+    got = train_local(case, ranks, schedule, window=16, copies=copies)
+    assert differences(one_stage(case, 1), got) == []
+
+
+def test_optimizer_state_is_on_one_copy_each() -> None:
+    case = Case("thrice", blocks=2)
+    warm(case)
+
+    def held(comm: Communicator) -> dict[str, int]:
+        plan = plan_of(case, "1f1b", (), copies=comm.size)
+        trainer = Trainer(comm, case.variants, plan, case.settings, case.dataset)
+        return {name: t.nbytes for name, t in trainer.optimizer_state().items()}
+
+    whole, (first, second) = run_local(1, held)[0], run_local(2, held)
+    assert first.keys().isdisjoint(second)
+    assert first | second == whole
+    assert abs(sum(first.values()) - sum(second.values())) <= max(whole.values())
+
+
+def test_a_step_of_copies_that_is_refused_leaves_all_as_it_was() -> None:
+    """The bad sample is seen by copy 1 alone."""
+    case = Case("conv and norm", blocks=2)
+    warm(case)
+
+    class Bad(SyntheticVectors):
+        def batch(self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]) -> Batch:
+            found = super().batch(split, step, start, stop, keys)
+            if step == 1 and stop == case.batch and "x" in found:
+                found["x"][-1] = math.nan
+            return found
+
+    def body(comm: Communicator) -> tuple[str, bool]:
+        data = Bad(SIDE * SIDE, CLASSES, 64, SEED)
+        trainer = Trainer(
+            comm, case.variants, plan_of(case, "1f1b", (), copies=2), case.settings, data
+        )  # fmt: skip
+        trainer.step(0)
+        before = {name: tensor_digest(name, t) for name, t in trainer.state_dict().items()}
+        with pytest.raises(MpipipeError) as error:
+            trainer.step(1)
+        after = {name: tensor_digest(name, t) for name, t in trainer.state_dict().items()}
+        return str(error.value), before == after
+
+    (said, same), other = run_local(2, body)
+    assert (said, same) == other
+    assert same
+    assert "holds nan in sample 7 of the batch, in micro-batch 3 (stage 0, rank 1)" in said
 
 
 def test_backwards_in_two_with_fast_bits_refuse_blocks() -> None:

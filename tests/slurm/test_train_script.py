@@ -1,20 +1,30 @@
-"""What slurm/train.sh decides, on a Slurm and environments made of three-line scripts (no cluster)."""
+"""What slurm/train.sh itself does, on a Slurm and environments made of a few lines each (no cluster)."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH Version: 5.0.1"
+# `plan` and `launch` as the script sees them; what starts is a program that waits to be stopped
+PYTHON = """\
+case "$*" in
+-c*) exit 0 ;;
+*--unfinished) exit {unfinished} ;;
+*--from-allocation*) echo "plan: $*" ;;
+*launch*) echo "launch: $*" >&2; echo "env A=b {starts}" ;;
+esac
+"""
 
 
 def script(path: Path, *lines: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.write_text("\n".join(["#!/bin/bash", *lines, ""]))
     path.chmod(0o755)
 
 
@@ -25,31 +35,29 @@ class Site:
         self.root, self.repo, self.bin = root, root / "my repo", root / "bin"
         (self.repo / "slurm").mkdir(parents=True)
         shutil.copy(REPOSITORY / "slurm" / "train.sh", self.repo / "slurm")
-        script(self.bin / "scontrol", f"echo JobId=7 Command={self.repo}/slurm/train.sh WorkDir=/")
-        self.has_srun("none pmi2")
+        shown = f"echo JobId=7 Command={self.repo}/slurm/train.sh WorkDir=/"
+        script(self.bin / "scontrol", f'[ "$1" = show ] && {shown} || echo "scontrol: $*"')
 
-    def has_srun(self, plugins: str) -> None:
-        script(
-            self.bin / "srun", f'[ "$1" = --mpi=list ] && {{ echo {plugins} >&2; exit; }}', "echo srun: $*"
-        )
+    def environment(self, path: Path, starts: str = "echo started:", unfinished: int = 1) -> None:
+        script(path / "bin" / "python", PYTHON.format(starts=starts, unfinished=unfinished))
 
-    def environment(self, path: Path, mpi: str, launcher: str = "") -> None:
-        script(path / "bin" / "python", f'echo "{mpi}"' if mpi else "exit 1")
-        if launcher:
-            script(
-                path / "bin" / launcher, f"echo {launcher}: $*; echo $PRTE_MCA_hwloc_default_binding_policy"
-            )
-
-    def run(self, *args: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    def start(self, *args: str, **extra: str) -> subprocess.Popen[str]:
         """As Slurm does it: a copy of the script, in the folder that the job was submitted from."""
         spool = self.root / "spool" / "slurm_script"
         spool.parent.mkdir(exist_ok=True)
         shutil.copy(self.repo / "slurm" / "train.sh", spool)
-        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}
-        environ = {"PATH": f"{self.bin}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(self.repo), **job, **extra}
-        return subprocess.run(
-            ["bash", spool, *args], cwd=self.root, env=environ, capture_output=True, text=True, timeout=60
-        )
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+        path = f"{self.bin}:/usr/bin:/bin"
+        own = {"PATH": path, "SLURM_SUBMIT_DIR": str(self.repo), "TMPDIR": str(self.root), **job, **extra}
+        return subprocess.Popen(
+            ["bash", spool, *args], cwd=self.root, env=own, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run(self, *args: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        with self.start(*args, **extra) as job:
+            out, err = job.communicate(timeout=60)
+        return subprocess.CompletedProcess(args, job.returncode, out, err)
 
 
 @pytest.fixture
@@ -57,52 +65,89 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_the_environment_s_own_launcher_comes_first(site: Site) -> None:
-    site.environment(site.repo / ".venv", OPEN_MPI, "mpirun")
-    site.has_srun("none pmix")
+def test_the_plan_comes_first_and_the_launch_uses_it(site: Site) -> None:
+    site.environment(site.repo / ".venv")
     job = site.run("my config.yaml", "train.steps=3")
     assert job.returncode == 0, job.stderr
-    said, started, binding = job.stdout.splitlines()
-    assert f"{OPEN_MPI}; 4 ranks on 2 nodes start with: {site.repo}/.venv/bin/mpirun" in said
-    assert started.endswith("/.venv/bin/python -m mpipipe.train my config.yaml train.steps=3")
-    assert started.startswith("mpirun: -n 4 ")
-    assert binding == "none"
-
-
-@pytest.mark.parametrize(("mpi", "plugin"), [(OPEN_MPI, "pmix"), (MPICH, "pmi2")])
-def test_srun_starts_the_site_s_mpi_when_it_speaks_its_language(site: Site, mpi: str, plugin: str) -> None:
-    site.environment(site.repo / ".venv", mpi)
-    site.has_srun(f"cray_shasta {plugin}")
-    job = site.run("c.yaml", SLURM_CPUS_PER_TASK="3")
-    assert f"srun: --mpi={plugin} --cpus-per-task=3 -n 4 " in job.stdout
-    assert job.returncode == 0
-
-
-def test_the_site_s_mpirun_is_what_remains(site: Site) -> None:
-    site.environment(site.repo / ".venv", OPEN_MPI)
-    script(site.bin / "mpirun", "echo site: $*")
-    job = site.run("c.yaml")
-    assert "this srun has no pmix" in job.stdout
-    assert "\nsite: -n 4 " in job.stdout
-
-
-def test_the_user_may_name_the_launcher(site: Site) -> None:
-    site.environment(site.repo / ".venv", OPEN_MPI, "mpirun")
-    assert "\nsrun: --mpi=pmi2 -n 4 " in site.run("c.yaml", MPIPIPE_LAUNCHER="srun --mpi=pmi2").stdout
+    said, plan, started = job.stdout.splitlines()
+    assert said == f"train.sh: {site.repo}/.venv/bin/python, start 0 of job 7"
+    assert plan.startswith("plan: -m mpipipe plan my config.yaml train.steps=3 --from-allocation -o ")
+    assert job.stderr.splitlines() == [
+        f"launch: -m mpipipe launch my config.yaml train.steps=3 --assignment {plan.split()[-1]}"
+    ]
+    assert started == "started:"
 
 
 def test_environments_without_mpipipe_are_passed_over_in_the_order_stated(site: Site) -> None:
     named, active, conda = (site.root / name for name in ("named", "active", "conda"))
-    for path, mpi in ((named, OPEN_MPI), (active, OPEN_MPI), (conda, "")):
-        site.environment(path, mpi, "mpirun")
-    site.environment(site.repo / ".venv", OPEN_MPI, "mpirun")
+    for path in (named, active, site.repo / ".venv"):
+        site.environment(path)
+    script(conda / "bin" / "python", "exit 1")
     for given, found in (
         ({"CONDA_PREFIX": conda}, site.repo / ".venv"),
         ({"CONDA_PREFIX": conda, "VIRTUAL_ENV": active}, active),
         ({"VIRTUAL_ENV": active, "MPIPIPE_VENV": named}, named),
     ):
         job = site.run("c.yaml", **{name: str(path) for name, path in given.items()})
-        assert f"train.sh: {found} has" in job.stdout
+        assert f"train.sh: {found}/bin/python, start" in job.stdout
+
+
+def test_modules_a_container_and_an_archive(site: Site) -> None:
+    script(site.bin / "apptainer", 'echo "apptainer: $*" >&2; shift 2; exec "$0-$@"')
+    script(site.bin / "apptainer-python3", PYTHON.format(starts="echo started:", unfinished=1))
+    contained = site.run("c.yaml", MPIPIPE_CONTAINER="image.sif")
+    assert contained.stderr.startswith("apptainer: exec image.sif python3 -m mpipipe plan c.yaml --from")
+    assert contained.stdout.endswith("started:\n")
+
+    site.environment(site.root / "named")
+    script(site.bin / "sbcast", 'echo "sbcast: $*"; cp "$2" "$3"')
+    script(site.bin / "srun", 'echo "srun: $1 $2"; while [ "$1" != sh ]; do shift; done; exec "$@"')
+    own = site.root / "mpipipe-7"
+    staged = site.run("c.yaml", MPIPIPE_VENV=str(site.root / "named"), MPIPIPE_STAGE="archive")
+    assert f"sbcast: -f {own}.tar {own}.copy\nsrun: -N 2\ntrain.sh: {own}/bin/python, start" in staged.stdout
+    assert sorted(path.name for path in site.root.glob("mpipipe-7*")) == ["mpipipe-7"]
+
+
+@pytest.mark.parametrize(
+    ("number", "unfinished", "requeued"),
+    [(signal.SIGUSR1, 0, True), (signal.SIGUSR1, 1, False), (signal.SIGTERM, 0, False)],
+)
+def test_who_is_asked_to_stop_is_queued_again_unless_it_was_to_end(
+    site: Site, number: int, unfinished: int, requeued: bool
+) -> None:
+    script(
+        site.bin / "wait-for-it",
+        'trap "echo stops; exit 0" USR1',
+        "echo waits",
+        "while :; do sleep 0.05; done",
+    )
+    site.environment(site.repo / ".venv", "wait-for-it", unfinished)
+    with site.start("c.yaml") as job:
+        assert job.stdout is not None
+        while job.stdout.readline() != "waits\n":
+            time.sleep(0.01)
+        job.send_signal(number)
+        out, _ = job.communicate(timeout=60)
+    assert out.startswith("stops\n")
+    assert ("scontrol: requeue 7" in out) == requeued
+    assert job.returncode == 0
+
+
+def test_a_failure_is_the_job_s_and_is_not_queued_again(site: Site) -> None:
+    script(site.bin / "fails", "exit 3")
+    site.environment(site.repo / ".venv", "fails", unfinished=0)
+    job = site.run("c.yaml")
+    assert job.returncode == 3
+    assert "requeue" not in job.stdout
+
+
+@pytest.mark.parametrize(
+    "site_file", sorted((REPOSITORY / "slurm" / "sites").glob("*.sh")), ids=lambda f: f.stem
+)
+def test_the_files_for_sites_say_whether_they_are_tested_and_are_shell(site_file: Path) -> None:
+    done = subprocess.run(["bash", "-eu", site_file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "\n# Tested: " in site_file.read_text()
 
 
 def test_what_cannot_work_says_what_to_do(site: Site) -> None:
@@ -113,17 +158,3 @@ def test_what_cannot_work_says_what_to_do(site: Site) -> None:
     ):
         assert job.returncode == 2
         assert says in job.stderr
-    site.environment(site.repo / ".venv", OPEN_MPI)
-    (site.bin / "srun").unlink()
-    job = site.run("c.yaml", PATH=str(site.bin) + ":" + str(tools(site.root)))
-    assert job.returncode == 2
-    assert f"no launcher for {OPEN_MPI}" in job.stderr
-
-
-def tools(root: Path) -> Path:
-    """The few programs that the script needs, and no mpirun that this machine may have."""
-    folder = root / "tools"
-    folder.mkdir()
-    for name in ("bash", "sh", "sed", "dirname", "grep", "id"):
-        (folder / name).symlink_to(str(shutil.which(name)))
-    return folder

@@ -8,6 +8,7 @@ in every schedule: that is the order in which gradients are added, and so it dec
 from mpipipe.planner.schedules.check import check, check_ends
 from mpipipe.planner.schedules.grid import grid
 from mpipipe.planner.schedules.orders import (
+    in_copies,
     live_micro_batches,
     live_stages,
     on_ranks,
@@ -18,6 +19,7 @@ from mpipipe.planner.schedules.plain import forward_only
 from mpipipe.planner.schedules.planned import zb_planned
 from mpipipe.planner.schedules.registry import (
     PLAIN,
+    PLANNED,
     SCHEDULES,
     build,
     check_name,
@@ -28,7 +30,7 @@ from mpipipe.planner.schedules.registry import (
 from mpipipe.planner.schedules.text import from_text, to_text
 
 __all__ = [
-    "PLAIN", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only", "from_text", "grid",
-    "live_micro_batches", "live_stages", "on_ranks", "register", "register_text", "stages_of_ranks",
-    "stages_on", "stashes", "to_text", "zb_planned",
+    "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only",
+    "from_text", "grid", "in_copies", "live_micro_batches", "live_stages", "on_ranks", "register",
+    "register_text", "stages_of_ranks", "stages_on", "stashes", "to_text", "zb_planned",
 ]  # fmt: skip

@@ -48,31 +48,50 @@ def v_shaped(n_ranks: int) -> tuple[int, ...]:
 def stages_of_ranks(order: Schedule | Program) -> list[list[int]]:
     """The stages of each rank, ascending."""
     stages: list[list[int]] = [[] for _ in order.codes]
-    for stage, rank in enumerate(order.rank_of_stage):
-        stages[rank].append(stage)
+    for ranks in order.copies:
+        for stage, rank in enumerate(ranks):
+            stages[rank].append(stage)
     return stages
 
 
 def is_plain(order: Schedule | Program) -> bool:
     """One stage per rank, and no backward in two."""
-    one = len(order.codes) == order.n_stages
-    return one and not any(np.isin(codes[:, 0], (Op.I, Op.W)).any() for codes in order.codes)
+    one = len(order.codes) == order.n_stages * len(order.copies)
+    return one and not is_in_two(order)
+
+
+def is_in_two(order: Schedule | Program) -> bool:
+    """It has backwards in two."""
+    return any(np.isin(codes[:, 0], (Op.I, Op.W)).any() for codes in order.codes)
 
 
 def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
     """The same order with stage s on rank `ranks[s]`. Raises PlanError where stages of one rank would be on
     two, or the other way round."""
-    if tuple(ranks) == schedule.rank_of_stage:
-        return schedule
-    to = dict(zip(schedule.rank_of_stage, ranks, strict=True))
-    moved = tuple(to[rank] for rank in schedule.rank_of_stage)
-    if moved != tuple(ranks) or sorted(to.values()) != list(range(len(schedule.codes))):
+    return in_copies([schedule], [ranks])
+
+
+def in_copies(parts: Sequence[Schedule], copies: Sequence[Sequence[int]]) -> Schedule:
+    """The order of several copies of a pipeline from that of each, with stage s of copy c on rank
+    `copies[c][s]`; micro-batches are numbered on from copy to copy. Raises PlanError as `on_ranks`."""
+    held: dict[int, Int32] = {}
+    done = 0
+    for part, ranks in zip(parts, copies, strict=True):
+        to = dict(zip(part.rank_of_stage, ranks, strict=True))
+        if [to[rank] for rank in part.rank_of_stage] != list(ranks) or len({*to.values()}) < len(to):
+            raise PlanError(
+                f"stages are on ranks {list(ranks)}, the schedule has them on {list(part.rank_of_stage)}; "
+                "ranks may be numbered otherwise, but the same stages must be together"
+            )
+        held |= {to[rank]: codes + np.array((0, 0, done), np.int32) for rank, codes in enumerate(part.codes)}
+        done += part.n_micro
+    if sorted(held) != list(range(sum(len(part.codes) for part in parts))):
         raise PlanError(
-            f"stages are on ranks {list(ranks)}, the schedule has them on {list(schedule.rank_of_stage)}; "
-            "ranks may be numbered otherwise, but the same stages must be together"
+            f"the stages of {len(copies)} copies are on ranks {[list(ranks) for ranks in copies]}; give each "
+            "copy ranks of its own, and use each of the ranks 0, 1, ..."
         )
-    held = {to[rank]: codes for rank, codes in enumerate(schedule.codes)}
-    return Schedule(moved, schedule.n_micro, tuple(held[rank] for rank in range(len(held))))
+    first, *others = (tuple(ranks) for ranks in copies)
+    return Schedule(first, done, tuple(held[rank] for rank in range(len(held))), tuple(others))
 
 
 # -- what is kept ------------------------------------------------------------------------------

@@ -54,6 +54,17 @@ def zb_planned(
     return min(tried, key=lambda found: found[1])[0]
 
 
+def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
+    """While no costs are known: F, I and W of all stages take equally long, messages nothing, and there is
+    memory for as many stashes as zb-h1 keeps. Raises PlanError for several stages per rank."""
+    if n_ranks not in (None, n_stages):
+        raise PlanError(
+            f"schedule 'zb-planned' has one stage per rank, not {n_stages} on {n_ranks}; choose zb-v"
+        )
+    even = StageCost(1.0, 1.0, 1.0, 0.0, 0, 1, 0, 0, 0)
+    return zb_planned([even] * n_stages, n_micro, [n_stages] * n_stages)
+
+
 def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int) -> int:
     """Stashes that fit."""
     stage = stages[rank]

@@ -8,14 +8,16 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.interleaved import STAGES_PER_RANK, interleaved
 from mpipipe.planner.schedules.orders import Build
 from mpipipe.planner.schedules.plain import gpipe, one_f_one_b
+from mpipipe.planner.schedules.planned import zb_planned_even
 from mpipipe.planner.schedules.text import from_lines, from_text
 from mpipipe.planner.schedules.v_shape import v_half, zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.values import Schedule
 
+PLANNED = "zb-planned"  # its order follows from costs: a plan has it as `Layout.actions`
 SCHEDULES: dict[str, Build] = {
     "1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved, "zb-h1": zb_h1, "zb-h2": zb_h2,
-    "zb-v": zb_v, "v-half": v_half,
+    PLANNED: zb_planned_even, "zb-v": zb_v, "v-half": v_half,
 }  # fmt: skip
 BUILT_IN = tuple(SCHEDULES)
 

@@ -43,6 +43,10 @@ WORDS = {
     Op.RECV_TIED: "waiting for a tied gradient from stage {other} (rank {peer})",
     Op.SEND_COPY: "sending a tied weight to stage {other} (rank {peer})",
     Op.RECV_COPY: "waiting for a tied weight from stage {other} (rank {peer})",
+    Op.SEND_SHARD: "sending gradients to the replica on rank {peer}, which updates their weights",
+    Op.RECV_SHARD: "waiting for gradients from the replica on rank {peer}",
+    Op.SEND_UPDATE: "sending updated weights to the replica on rank {peer}",
+    Op.RECV_UPDATE: "waiting for updated weights from the replica on rank {peer}",
     Op.NORM: "gradient norm, with all ranks",
     Op.STEP: "update of stage {stage}",
 }

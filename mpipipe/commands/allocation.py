@@ -1,0 +1,94 @@
+"""`python -m mpipipe plan config.yaml --from-allocation`, inside a Slurm job: ranks per node, threads and
+binding for its nodes. `python -m mpipipe launch` starts them so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpipipe.cluster.doctor.facts import Binding
+from mpipipe.cluster.doctor.machine import binding
+from mpipipe.cluster.slurm import (
+    Allocation,
+    Assignment,
+    allocation,
+    assign,
+    cores_per_node,
+    most_threads,
+    spread,
+    threads_of_a_domain,
+    told,
+)
+from mpipipe.commands import run
+from mpipipe.commands.job import JobRun, add_arguments, run_of_job
+from mpipipe.commands.output import check_folder, write_output, writing
+from mpipipe.config import load
+from mpipipe.errors import PlanError
+from mpipipe.report.plan_file import read_plan
+from mpipipe.values import to_json
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mpipipe plan --from-allocation",
+        description="ranks per node, threads and binding for the nodes of this Slurm job",
+    )
+    add_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write them there, for launch --assignment")
+    a = parser.parse_intermixed_args(list(argv))
+    return run(lambda: _show(a))
+
+
+def _show(a: argparse.Namespace) -> None:
+    if a.output:
+        check_folder(a.output)
+    assigned, lines = assignment(a)
+    print(*lines, sep="\n")
+    if a.output:
+        with writing(a.output):
+            write_output(Path(a.output), to_json(assigned) + "\n")
+
+
+def assignment(a: argparse.Namespace) -> tuple[Assignment, list[str]]:
+    """With a line each for people. a: see `job.add_arguments`. Raises LaunchError outside a Slurm job."""
+    given, here, job = allocation(os.environ), binding(), run_of_job(a, os.environ)
+    cores = cores_per_node(given, here)
+    threads, threads_why = _threads(job, given, cores, here)
+    per_node, ranks_why = _ranks(a, given, cores, threads)
+    found = assign(given, per_node, threads, cores)
+    return found, list(told(given, found, cores, ranks_why, threads_why))
+
+
+def _threads(job: JobRun, given: Allocation, cores: int, here: Binding) -> tuple[int, str]:
+    asked = job.config.pipeline.threads
+    if asked != "auto":
+        return asked, "as pipeline.threads says"
+    if (saved := job.threads) is not None:
+        return saved, "as the run has had them before: they decide its bits"
+    if given.tasks:
+        return most_threads(given, cores), "all cores of a task (pipeline.threads=auto)"
+    return threads_of_a_domain(cores, here), "the cores of a NUMA domain (pipeline.threads=auto)"
+
+
+def _ranks(a: argparse.Namespace, given: Allocation, cores: int, threads: int) -> tuple[Sequence[int], str]:
+    if given.tasks:
+        return given.tasks, "the tasks of the job"
+    if a.plan:
+        ranks = read_plan(Path(a.plan)).layout.n_ranks
+        if ranks < given.nodes:
+            raise PlanError(
+                f"{a.plan} is for {ranks} ranks, and the job has {given.nodes} nodes; sbatch --nodes={ranks}"
+            )
+        return spread(ranks, given.nodes), f"as {a.plan} has them"
+    most = max(1, cores // threads)
+    if most == 1:
+        return (1,) * given.nodes, "each with the cores of a node"
+    from mpipipe.commands.nodes import Planned, fastest  # torch, where it is needed
+
+    config = load(a.config, [*a.overrides, f"pipeline.threads={threads}"])
+    found = Planned(config, given.nodes).by_ranks_per_node(given.nodes, most)
+    tried = ", ".join(f"{n} per node {prediction.step_s:.3g} s" for n, prediction in found.items())
+    return (fastest(found),) * given.nodes, f"the shortest predicted step: {tried}"

@@ -1,0 +1,88 @@
+"""The run of a batch job: its folder, and whether this start goes on with it.
+
+A job that is started again, by Slurm or by a person, goes on from its newest checkpoint; so the folder must
+be the same each time: `run.dir`, or one that is named after the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from mpipipe.config import Config, load, to_yaml
+from mpipipe.state.resume import newest, read_state
+from mpipipe.state.rundir import CONFIG, reopen
+from mpipipe.values import Report, from_json
+
+SUMMARY = "summary.json"
+AGAIN = (
+    "SIGUSR1",
+    "the time limit",
+)  # of `Report.stopped_by`: who stops a run so wants it to be started again
+
+
+@dataclass(frozen=True)
+class JobRun:
+    config: Config
+    folder: Path
+    resume: bool
+    arguments: tuple[str, ...]  # of train
+
+    @property
+    def threads(self) -> int | None:
+        """Of the newest checkpoint that this start goes on from: they decide the bits."""
+        checkpoint = newest(self.folder) if self.resume else None
+        return None if checkpoint is None else read_state(checkpoint).numerics.threads
+
+    @property
+    def ended(self) -> str:
+        """ "finished", or why the run stopped before its end; "" where it has not got so far."""
+        try:
+            report = from_json(Report, (self.folder / SUMMARY).read_bytes())
+        except (OSError, ValidationError):
+            return ""
+        whole = report.steps >= self.config.train.steps or report.stopped_by is None
+        return "finished" if whole else str(report.stopped_by)
+
+    @property
+    def again(self) -> bool:
+        """Whether the job is to be started again, since its time was over before the run was."""
+        return self.ended in AGAIN and (self.ended in AGAIN[:1] or self.config.run.time_limit is None)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of train."""
+    parser.add_argument("config", help="the YAML file of a run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any key of the config")
+    parser.add_argument(
+        "--resume", action="store_true", help="as train has it; a job that starts again resumes by itself"
+    )
+    parser.add_argument("--new-numerics", action="store_true", help="as train has it")
+    parser.add_argument("--plan", metavar="FILE", help="as train has it")
+
+
+def run_of_job(a: argparse.Namespace, environ: Mapping[str, str]) -> JobRun:
+    """It goes on where it was asked to, where Slurm has started the job again, and where its folder holds a
+    run of the same config. Raises ConfigError."""
+    overrides = list(a.overrides)
+    config = load(a.config, overrides)
+    if config.run.dir is None and not a.resume:
+        overrides.append(f"run.dir=runs/slurm-{environ.get('SLURM_JOB_ID', '0')}")
+        config = load(a.config, overrides)
+    folder = Path(config.run.dir) if config.run.dir is not None else reopen(config) or Path("runs/latest")
+    resume = a.resume or _began(config, folder, again=environ.get("SLURM_RESTART_COUNT", "0") != "0")
+    flags = [*(["--resume"] if resume else []), *(["--new-numerics"] if a.new_numerics else [])]
+    plan = ["--plan", a.plan] if a.plan else []
+    return JobRun(config, folder, resume, (a.config, *overrides, *flags, *plan))
+
+
+def _began(config: Config, folder: Path, again: bool) -> bool:
+    try:
+        before = (folder / CONFIG).read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return again or before == to_yaml(config)

@@ -1,0 +1,83 @@
+"""How many copies of the pipeline there may be, and on which ranks they are.
+
+Exact copies: the gradients of micro-batches are added in `blocks` equal blocks, these by a fixed binary tree
+(`Numerics`). A copy does whole blocks, and what it adds up must be one whole sub-tree: the copies divide the
+blocks, and each has a power of two of them. So the bits are those of any other number of copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mpipipe.errors import PlanError
+from mpipipe.planner.sizes import counted
+from mpipipe.planner.stages import in_order, stage_costs
+from mpipipe.values import Costs, Layout, Numerics, StageCost
+
+Order = tuple[int, ...]  # the rank of each stage
+
+
+def legal_copies(blocks: int) -> tuple[int, ...]:
+    """Ascending."""
+    return tuple(n for n in range(1, blocks + 1) if n == 1 or _whole_sub_trees(n, blocks))
+
+
+def _whole_sub_trees(n_copies: int, blocks: int) -> bool:
+    each, left = divmod(blocks, n_copies)
+    return left == 0 and each & (each - 1) == 0
+
+
+def check_copies(n_copies: int, n_ranks: int, numerics: Numerics) -> None:
+    """Raises PlanError where so many copies would have other bits, or do not share the ranks evenly."""
+    legal = legal_copies(numerics.blocks)
+    if n_copies not in legal:
+        raise PlanError(
+            f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a whole "
+            f"sub-tree of the blocks' sum; use {' or '.join(map(str, legal))} replicas, or as many blocks "
+            f"as {n_copies} or a power of two times that, which must divide micro_batches = "
+            f"{numerics.micro_batches}"
+        )
+    if n_ranks % n_copies:
+        near = sorted({max(1, n_ranks // n_copies) * n_copies, -(-n_ranks // n_copies) * n_copies})
+        raise PlanError(
+            f"{counted(n_copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
+            f"{' or '.join(map(str, near))} ranks"
+        )
+
+
+def sums_held(n_copies: int) -> int:
+    """How many shards of other copies one copy holds at most while it adds them up, in the order of `lower`:
+    one for each level of the tree; where the copies are no power of two, also one for each smaller tree."""
+    return n_copies.bit_count() + n_copies.bit_length() - 2
+
+
+def even_blocks(micro_batches: int | None, batch: int, n_ranks: int) -> int:
+    """`blocks: auto`: the largest power of two up to the number of ranks that divides the micro-batches, or,
+    where their number is searched, that the batch has samples for."""
+    blocks = 1
+    while 2 * blocks <= min(n_ranks, batch) and (micro_batches or 2 * blocks) % (2 * blocks) == 0:
+        blocks *= 2
+    return blocks
+
+
+def placements(order: Order, n_copies: int, several_levels: bool) -> list[tuple[Order, ...]]:
+    """Ways to put copies of a pipeline with stage s on the `order[s]`-th rank of its own: the ranks of a copy
+    beside each other; where ranks are not all alike near, also the copies of a stage."""
+    per = len(set(order))
+    together = tuple(tuple(copy * per + rank for rank in order) for copy in range(n_copies))
+    apart = tuple(tuple(rank * n_copies + copy for rank in order) for copy in range(n_copies))
+    return [together, apart] if several_levels and n_copies > 1 and per > 1 else [together]
+
+
+def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageCost, ...]:
+    """The stages of copy 0, each on its rank, then those of each other copy."""
+    costs, speeds = replace(costs, copies=layout.n_copies), [d.speed for d in costs.cluster.devices]
+    known: dict[tuple[float, ...], tuple[StageCost, ...]] = {}
+    found: list[StageCost] = []
+    for order in layout.copies:
+        key = tuple(speeds[rank] for rank in order)
+        if key not in known:
+            known[key] = stage_costs(in_order(costs, order), cuts)
+        found += known[key]
+    return tuple(found)

@@ -1,0 +1,238 @@
+"""Copies of the pipeline: which numbers are exact, what they send, what they take, and where they are put."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from planner_cases import HUGE, cluster, uniform
+
+from mpipipe.errors import PlanError
+from mpipipe.planner import StageTie, lower, make_plan, predict, program_for, prove
+from mpipipe.planner.copies import check_copies, even_blocks, legal_copies, placements, sums_held
+from mpipipe.planner.joint import Asked, copies_of, search
+from mpipipe.planner.schedules import SCHEDULES, build, in_copies, stages_on
+from mpipipe.planner.search import sizes_of_messages
+from mpipipe.planner.walk import match
+from mpipipe.values import Costs, Layout, Link, Numerics, Op, Program, share_of
+
+TIE = (StageTie(0, (1,), 100),)
+
+
+def numerics(n_micro: int, blocks: int, tied: str = "per_use", bits: str = "torch") -> Numerics:
+    return Numerics(4 * n_micro, 4, n_micro, blocks, 1, bits, "mkl", "fp32", tied, {}, "2", "x", 0)
+
+
+def names(costs: Costs) -> list[str]:
+    return [g.name for g in costs.groups]
+
+
+def copied(schedule: str, n_ranks: int, n_copies: int, n_micro: int, tied: str = "per_use") -> Program:
+    one = build(schedule, stages_on(schedule, n_ranks), n_micro // n_copies, n_ranks)
+    copies = [[rank + copy * n_ranks for rank in one.rank_of_stage] for copy in range(n_copies)]
+    return lower(in_copies([one] * n_copies, copies), TIE if one.n_stages > 1 else (), tied, 16)
+
+
+# -- which there may be ------------------------------------------------------------------------------------
+
+
+def sum_of_blocks(first: int, end: int) -> str:
+    """How a binary counter adds blocks up, in brackets."""
+    levels: dict[int, str] = {}
+    for block in range(first, end):
+        level, total = 0, str(block)
+        while level in levels:
+            level, total = level + 1, f"({levels.pop(level)}{total})"
+        levels[level] = total
+    total = ""
+    for level in sorted(levels):
+        total = f"({levels[level]}{total})" if total else levels[level]
+    return total
+
+
+def test_legal_copies_are_those_whose_sums_are_whole_sub_trees() -> None:
+    for blocks in range(1, 33):
+        for n in range(1, blocks + 1):
+            each = blocks // n
+            parts = [sum_of_blocks(c * each, (c + 1) * each) for c in range(n)] if blocks % n == 0 else []
+            whole = all(part in sum_of_blocks(0, blocks) for part in parts) and each & (each - 1) == 0
+            assert (n in legal_copies(blocks)) == (n == 1 or (bool(parts) and whole)), (blocks, n)
+    assert legal_copies(6) == (1, 3, 6)
+    assert legal_copies(8) == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("n_copies", "n_ranks", "words"),
+    [
+        (2, 2, "2 replicas with pipeline.blocks = 1: .* use 1 replicas"),
+        (3, 6, "3 replicas with pipeline.blocks = 4: .* use 1 or 2 or 4 replicas"),
+        (2, 3, "2 replicas on 3 ranks: each has equally many; start 2 or 4 ranks"),
+        (4, 2, "4 replicas on 2 ranks: .* start 4 ranks"),
+    ],
+)
+def test_other_numbers_are_refused_naming_the_legal_ones(n_copies: int, n_ranks: int, words: str) -> None:
+    blocks = 1 if "blocks = 1" in words else 4
+    with pytest.raises(PlanError, match=words):
+        check_copies(n_copies, n_ranks, numerics(12, blocks))
+
+
+def test_blocks_are_picked_for_the_ranks_that_may_come() -> None:
+    assert [even_blocks(8, 32, n) for n in (1, 2, 3, 4, 12, 100)] == [1, 2, 2, 4, 8, 8]
+    assert [even_blocks(6, 32, n) for n in (2, 4)] == [2, 2]
+    assert even_blocks(None, 5, 64) == 4
+    assert copies_of("auto", numerics(12, 6), 12) == (1, 3, 6)
+    assert copies_of("auto", numerics(12, 6), 4) == (1,)
+
+
+def test_copies_share_the_micro_batches_evenly() -> None:
+    for n_copies in range(1, 7):
+        for n_micro in range(20):
+            shares = [share_of(copy, n_copies, n_micro) for copy in range(n_copies)]
+            assert [micro for share in shares for micro in share] == list(range(n_micro))
+            sizes = [len(share) for share in shares]
+            assert max(sizes) - min(sizes) <= 1
+
+
+# -- what they send ----------------------------------------------------------------------------------------
+
+
+def test_two_copies_look_like_this() -> None:
+    program = copied("1f1b", 2, 2, 2)
+    texts = [" ".join(map(str, program.instrs(rank))) for rank in range(4)]
+    assert texts == [
+        "0F0 0SEND_ACT0->r1 0RECV_GRAD0<-r1 0B0 0SEND_SHARD->r2 0RECV_SHARD<-r2 0RECV_TIED<-r1 "
+        "NORM 0STEP 0SEND_UPDATE->r2 0RECV_UPDATE<-r2 0SEND_COPY->r1",
+        "1RECV_ACT0<-r0 1F0 1B0 1SEND_GRAD0->r0 1SEND_SHARD->r3 1RECV_SHARD<-r3 1SEND_TIED->r0 "
+        "NORM 1STEP 1SEND_UPDATE->r3 1RECV_UPDATE<-r3 1RECV_COPY<-r0",
+        "0F1 0SEND_ACT1->r3 0RECV_GRAD1<-r3 0B1 0SEND_SHARD->r0 0RECV_SHARD<-r0 "
+        "NORM 0STEP 0SEND_UPDATE->r0 0RECV_UPDATE<-r0 0SEND_COPY->r3",
+        "1RECV_ACT1<-r2 1F1 1B1 1SEND_GRAD1->r2 1SEND_SHARD->r1 1RECV_SHARD<-r1 "
+        "NORM 1STEP 1SEND_UPDATE->r1 1RECV_UPDATE<-r1 1RECV_COPY<-r2",
+    ]
+
+
+@pytest.mark.parametrize("n_copies", [2, 3, 4, 5, 6, 7, 8, 15])
+def test_sums_come_in_an_order_in_which_few_are_held(n_copies: int) -> None:
+    """Each copy adds what is beside each other in the tree at once; the own sum needs no room."""
+    most = 0
+    program = copied("1f1b", 1, n_copies, n_copies)
+    for copy in range(n_copies):
+        come = [i.peer for i in program.instrs(copy) if i.op == Op.RECV_SHARD]
+        assert sorted([copy, *come]) == list(range(n_copies))
+        held: set[tuple[int, int]] = set()
+        for one in (copy, *come):
+            level, index = 0, one
+            own = any(copy >> height == place for height, place in held)
+            most = max(most, len(held) + 1 - own) if one != copy else most
+            while (level, index ^ 1) in held:
+                held.remove((level, index ^ 1))
+                level, index = level + 1, index >> 1
+            held.add((level, index))
+        assert held == {(level, (n_copies >> level) - 1) for level in range(4) if n_copies >> level & 1}
+    assert most == sums_held(n_copies)
+
+
+@pytest.mark.parametrize("tied", ["per_use", "eager"])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("n_copies", [2, 3, 4])
+def test_copies_need_no_buffering(schedule: str, n_copies: int, tied: str) -> None:
+    program = copied(schedule, 2, n_copies, 4 * n_copies, tied)
+    prove(program)
+    match(program)
+    ops = [codes[:, 0].tolist() for codes in program.codes]
+    per_rank = program.n_stages // 2
+    assert all(of_rank.count(op) == per_rank * (n_copies - 1) for of_rank in ops
+               for op in (Op.SEND_SHARD, Op.RECV_SHARD, Op.SEND_UPDATE, Op.RECV_UPDATE))  # fmt: skip
+
+
+def layout(costs: Costs, n_stages: int, n_copies: int) -> Layout:
+    cuts = tuple(f"g{i * len(costs.groups) // n_stages}" for i in range(1, n_stages))
+    return Layout(
+        cuts, tuple(tuple(s + c * n_stages for c in range(n_copies)) for s in range(n_stages)), "1f1b", 4
+    )
+
+
+def test_bytes_and_memory_are_those_of_the_closed_formulas() -> None:
+    """Each of R copies sends (R - 1) / R of its gradients, and of its weights; its state is 1 / R."""
+    params, state, blocks, groups = 1200, 2.0, 4, 4
+    costs = dataclasses.replace(
+        uniform(groups, 4, param_bytes=params), bytes_per_param_byte=2.0 + state + 3,
+        state_bytes_per_param_byte=state, blocks=blocks,
+    )  # fmt: skip
+    for n_stages, n_copies in ((2, 1), (2, 2), (1, 4)):
+        on = layout(costs, n_stages, n_copies)
+        program = program_for(on, numerics(8, blocks), (), names(costs))
+        stage = params * groups // n_stages
+        for codes, sizes in zip(
+            program.codes, sizes_of_messages(costs, on, program, names(costs)), strict=True
+        ):
+            for op in (Op.SEND_SHARD, Op.SEND_UPDATE):
+                assert sizes[codes[:, 0] == op].sum() == stage * (n_copies - 1) // n_copies
+        levels = 3 if n_copies == 1 else int(math.log2(blocks // n_copies))
+        held = stage * (2 + levels + state / n_copies)
+        coming = int(math.log2(n_copies)) * stage / n_copies
+        assert set(predict(costs, on, program, names(costs))[0].peak_bytes) == {held + coming}
+
+
+def test_the_update_is_shared_and_gradients_take_their_time_on_the_link() -> None:
+    link = Link(0.0, 100.0)
+    costs = uniform(4, 2, step_s_per_byte=0.01, param_bytes=100)
+    costs = dataclasses.replace(costs, cluster=cluster([1.0] * 2, [HUGE] * 2, link), blocks=2)
+    plan, program = make_plan(costs, numerics(8, 2), "1f1b", 4, names(costs), 2, 2)
+    assert plan.layout.ranks == ((0, 1),)
+    work_s, update_s, each_way_s = 4 * 4 * 3.0, 400 * 0.01 / 2, 200 / 100.0
+    assert plan.prediction.step_s == pytest.approx(work_s + each_way_s + update_s + each_way_s)
+    assert plan.prediction.lower_bound_s == pytest.approx(work_s + update_s)
+    assert program.share(1) == range(4, 8)
+
+
+# -- which are chosen --------------------------------------------------------------------------------------
+
+
+def test_the_search_copies_the_pipeline_where_that_is_faster() -> None:
+    """Without weights copies have no price, and no bubble; with heavy ones on slow links they lose."""
+    for param_bytes, expected in ((0, 4), (10_000, 1)):
+        costs = uniform(8, 4, param_bytes=param_bytes)
+        costs = dataclasses.replace(costs, cluster=cluster([1.0] * 4, [HUGE] * 4, Link(0.0, 100.0)), blocks=4)
+        asked = Asked(numerics(8, 4), (8,), ("1f1b",), 4, 4, copies_of("auto", numerics(8, 4), 4))
+        found = search(asked, lambda _, costs=costs: costs)
+        assert found.plan.layout.n_copies == expected
+        assert {t.copies for t in found.tried} == {1, 2, 4}
+        assert found.bound_s <= found.plan.prediction.step_s
+
+
+def test_the_copies_of_a_stage_come_together_where_that_is_faster() -> None:
+    """Two nodes of two ranks: what is heavy, activations or gradients, stays within a node."""
+    assert placements((0, 1), 2, True) == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
+    near, far = Link(0.0, 1e6), Link(0.0, 100.0)
+    for sizes, expected in (
+        ({"act_bytes": 100, "grad_bytes": 100, "param_bytes": 1}, ((0, 2), (1, 3))),
+        ({"act_bytes": 1, "grad_bytes": 1, "param_bytes": 1000}, ((0, 1), (2, 3))),
+    ):
+        costs = uniform(2, 4, **sizes)
+        costs = dataclasses.replace(costs, cluster=cluster([1.0] * 4, [HUGE] * 4, near, far), blocks=2)
+        plan, _ = make_plan(costs, numerics(8, 2), "1f1b", 4, names(costs), 4, 2)
+        assert plan.layout.ranks == expected
+
+
+def test_backwards_in_two_are_left_out_where_they_have_other_bits() -> None:
+    costs = dataclasses.replace(uniform(8, 2), blocks=2)
+    fast = numerics(8, 2, bits="fast")
+    found = search(Asked(fast, (8,), ("1f1b", "zb-h1"), 4, 2, (1,)), lambda _: costs)
+    why = {t.schedule: t.why for t in found.tried}
+    assert "choose 1f1b" in why["zb-h1"]
+    assert found.plan.layout.schedule == "1f1b"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (((0, 2), (1,)), "each stage must be on equally many"),
+        (((0, 1), (1, 0)), "each copy have ranks of its own"),
+        (((0, 2), (1, 4)), "ranks 0 to 3 must hold a stage"),
+    ],
+)
+def test_ranks_that_are_no_copies_are_refused(ranks: tuple[tuple[int, ...], ...], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        program_for(Layout(("g1",), ranks, "1f1b", 4), numerics(4, 2), (), ["g0", "g1", "g2"])
