@@ -50,10 +50,12 @@ def main(argv: Sequence[str]) -> None:
 def train(model: str, saves: int, folder: Path) -> None:
     """The steps of one rank; rank 0 prints what they took."""
     from benchmarks.step import pipeline  # torch
+    from mpipipe.graph.program import spec
+    from mpipipe.state.snapshot import needed_bytes
 
     pipe = pipeline(model, "fp32", 1, "torch", print)
     state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
-    pipe.saver.reserve(sum(t.nbytes for t in state.values()))
+    pipe.saver.reserve(needed_bytes({name: spec(t) for name, t in state.items()}))
 
     def turn(then: Callable[[], object]) -> float:
         start = time.perf_counter()

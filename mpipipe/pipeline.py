@@ -567,8 +567,8 @@ class Pipeline:
         return self.saver.saved
 
     def begin_save(
-        self, folder: str | Path, beside: Beside = lambda folder: (), then: Callable[[], object] = dict,
-        background: bool = True, **told: Any,
+        self, folder: str | Path, beside: Beside = lambda folder: (),
+        then: Callable[[], object] = lambda: None, background: bool = True, **told: Any,
     ) -> None:  # fmt: skip
         """As `save`, but in the background: steps may follow at once, and one of them raises what has failed.
         `saver.finish` waits for it, as the next save does, and the end of `fit`.

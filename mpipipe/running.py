@@ -21,6 +21,7 @@ from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.cluster.watchdog import Watchdog
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
+from mpipipe.graph.program import spec
 from mpipipe.models import Built
 from mpipipe.pipeline import Pipeline, Step
 from mpipipe.planner.search import cut_indices, sizes_of_messages, too_full
@@ -44,6 +45,7 @@ from mpipipe.runtime.slowness import Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.resume import damage, newest, prune, read_state, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS
+from mpipipe.state.snapshot import needed_bytes
 from mpipipe.values import Int64, Report, Timeline, to_json
 
 END_OF_DATA = "the end of the data"  # as a reason to stop
@@ -150,7 +152,7 @@ class Run:
         """For the copies that are written while training goes on. Collective."""
         pipe = self.pipe
         state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
-        held = self.comm.allgather_object(sum(t.nbytes for t in state.values()))
+        held = self.comm.allgather_object(needed_bytes({name: spec(t) for name, t in state.items()}))
         self.save_s = max(self.save_s, pipe.size * max(held) / SAVE_BYTES_PER_S)
         self.copied_bytes, self.in_the_way = self._copies(held)
         if self.copied_bytes:

@@ -13,6 +13,7 @@ from mpipipe.config import parse
 from mpipipe.errors import EndOfData
 from mpipipe.pipeline import Step
 from mpipipe.running import Run
+from mpipipe.values import Cluster, Device
 
 
 class Ends:
@@ -82,3 +83,19 @@ def test_what_is_asked_for_and_cannot_be_evaluated_is_said(
     run.data = SimpleNamespace(val_samples=val_samples)
     found = run._missing()
     assert found is None if says is None else found.endswith(says)
+
+
+def test_training_waits_for_saves_where_a_copy_does_not_fit() -> None:
+    run: Any = Run.__new__(Run)
+    run.config = parse("train: {save_every: 5}")
+    devices = tuple(Device("cpu", 1.0, memory_bytes, 1) for memory_bytes in (200, 155))
+    run.pipe = SimpleNamespace(
+        plan=SimpleNamespace(prediction=SimpleNamespace(peak_bytes=(100, 100))),
+        costs=SimpleNamespace(cluster=Cluster(devices, (0, 0), {})),
+    )
+    assert run._copies([100, 55]) == ((100, 55), None)
+    copies, note = run._copies([100, 60])
+    assert copies == ()
+    assert note.endswith("rank 1 has no room for a copy of its state, 60 bytes; 5 bytes are missing")
+    run.config = parse("")
+    assert run._copies([100, 60]) == ((), None), "there is one save only, at the end"

@@ -68,7 +68,7 @@ def resume(comm: Communicator, case: Case, schedule: str, folder: Path) -> dict[
 @pytest.mark.parametrize(
     ("case", "schedule", "ranks", "others"),
     full_but(
-        [("tied, dropout", "zb-v", 2, 3), ("BatchNorm, ragged", "1f1b", 3, 2)],
+        [("tied, dropout", "zb-v", 2, 3)],
         [
             (case, schedule, ranks, others)
             for case in CASES

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from corruption import Files, corrupted
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from saved_run import save_step
@@ -51,7 +51,7 @@ def write(folder: Path, files: Files) -> None:
         (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [25, pytest.param(1000, marks=pytest.mark.full)])
 def test_no_corrupted_checkpoint_is_taken_for_a_whole_one(tmp_path: Path, count: int) -> None:
     save_step(tmp_path, 1, 2)
     folder, seed = step_folder(tmp_path, 1), random.randrange(1 << 30)
@@ -206,6 +206,7 @@ entries = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=25)
 @given(header=st.dictionaries(st.text(max_size=3), entries | json_values, max_size=3) | json_values)
 def test_whatever_a_header_says_it_is_read_as_tensors_of_this_file_or_refused(
     tmp_path_factory: pytest.TempPathFactory, header: Any
