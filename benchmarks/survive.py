@@ -40,7 +40,7 @@ HANG_S = 300.0  # without an end, or without a step after a kill
 WHERE = ("anywhere", "anywhere", "STEP", "save")
 ORDER = "order.json"
 CONFIG = f"""\
-model: {{name: gpt, layers: 3, d_model: 64, heads: 2, context: 32}}
+model: {{name: gpt, vocab: 256, layers: 3, d_model: 64, heads: 2, context: 32}}
 data: {{name: "aimed:data", args: {{context: 32}}}}
 train: {{steps: {STEPS}, batch: 16, warmup: 2, save_every: {SAVE_EVERY}}}
 eval: {{every: 0, batches: 1}}
@@ -88,7 +88,7 @@ class data:
     def batch(self, step, micro):
         random = torch.Generator().manual_seed(1000 * step + micro)
         ids = torch.randint(256, (2, self.context + 1), generator=random)
-        return {{"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}}
+        return {{"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}}
 """
 
 

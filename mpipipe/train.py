@@ -178,8 +178,10 @@ def _place(config: Config, resume: bool) -> tuple[Path, Path | None, list[str], 
 def _beginning(comm: Communicator, config: Config, threads: int, run_dir: Path) -> list[str]:
     """What is said before the first thing that takes long."""
     advice, every = busy_advice(comm, load_average()), config.train.save_every
-    lost = f"at most {counted(every, 'step')} back" if every else "the beginning, as train.save_every=0"
-    recovery = f"recovery: by restart from the newest checkpoint, {lost}; `python -m mpipipe run` restarts"
+    place = f"the newest checkpoint, at most {counted(every, 'step')} back" if every else "the beginning"
+    recovery = (
+        f"recovery: by restart from {place} (train.save_every); `python -m mpipipe run` restarts by itself"
+    )
     return [
         f"mpipipe: {counted(comm.size, 'rank')} x {counted(threads, 'thread')}, run folder {run_dir}",
         *([f"note: {advice}"] if advice else []),

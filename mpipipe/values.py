@@ -46,12 +46,14 @@ class Value:
 
 def to_json(value: object, indent: int | None = 1) -> str:
     """Text form of any value below; floats keep every bit."""
-    return _adapter(type(value)).dump_json(value, indent=indent).decode()
+    kind: Any = type(value)
+    return _adapter(kind).dump_json(value, indent=indent).decode()
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
     """Inverse of `to_json`. Raises pydantic.ValidationError that names the exact place."""
-    found: T = _adapter(kind).validate_json(text)
+    wanted: Any = kind
+    found: T = _adapter(wanted).validate_json(text)
     return found
 
 

@@ -152,6 +152,7 @@ class Watchdog:
         sign = Sign(beat, self._host, os.getpid(), self._doing())
         self._file("alive").write_text(to_json(sign, None))
         self._stack.seek(0)
+        self._stack.truncate()
         faulthandler.dump_traceback_later(self.limit_s, file=self._stack)
 
     def _standstill(self, now: float) -> tuple[int, str, float] | None:
@@ -216,9 +217,10 @@ class Watchdog:
                 if stack := self._file("stack", rank).read_text(errors="replace"):
                     lines += [f"rank {rank} holds the interpreter's lock:", *stack.splitlines()]
         text = "\n  ".join(lines) + "\n"
-        sys.stderr.write(text)
-        sys.stderr.flush()
         (self.folder / DIAGNOSIS).write_text(text)
+        with suppress(OSError):  # of a launcher that is gone
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
     @staticmethod
     def _await(ready: Callable[[], bool], limit_s: float) -> None:

@@ -30,6 +30,7 @@ from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
 from mpipipe.config import load
+from mpipipe.errors import LaunchError
 from mpipipe.planner.sizes import counted
 from mpipipe.report.metrics import last_step
 from mpipipe.state.resume import newest, read_state
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Supervisor:
-    """One run, over all its starts. Raises ConfigError, CheckpointError."""
+    """One run, over all its starts. Raises ConfigError, LaunchError, CheckpointError."""
 
     def __init__(self, options: argparse.Namespace, starter: Starter, environ: Mapping[str, str]) -> None:
         self.options, self.starter = options, starter
@@ -188,7 +189,12 @@ class Supervisor:
         line = self.starter.line(self.ranks, self.hosts, self._program(again))
         shown = shlex.join([*line[: line.index(sys.executable)], "python", "-m", PROGRAM])
         _say(f"{'starts again' if again else 'starts'}: {shown} ...; run folder {self.run_dir}")
-        self.job = job = Job(line, self.environ, self._mark)
+        try:
+            self.job = job = Job(line, self.environ, self._mark)
+        except OSError as error:
+            raise LaunchError(
+                f"{line[0]}: cannot be started ({error.strerror}); name another launcher behind --"
+            ) from error
         if self.asked:  # meanwhile
             job.signal(signal.SIGTERM)
         try:

@@ -34,7 +34,7 @@ class Slowness:
         self._steps_s.append(end_s - start_s)
         if self._told or len(self._steps_s) < WINDOW:
             return None
-        factor = statistics.median(self._steps_s) / self._predicted_s
+        factor = statistics.median(self._steps_s) / self._predicted_s if self._predicted_s else 1.0
         self._steps_s.clear()
         factors = self._comm.allgather_array(np.array([factor]))[:, 0].tolist()
         slow = {rank: against for rank, against in enumerate(compared(factors)) if against > FACTOR}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ LAUNCHER = r"""#!/bin/sh
 [ "$1" != --version ] || exit 0
 cd "$(dirname "$0")"
 printf '%s\n' "$*" >>starts
-sh -c "$(sed -n "$(wc -l <starts)p" script)"
+exec sh -c "$(sed -n "$(wc -l <starts)p" script)"
 """
 STEP = "echo '{{\"step\": {}}}' >>run/metrics.jsonl"
 
@@ -56,9 +60,7 @@ def test_it_starts_again_with_resume_until_the_run_ends(folder, capfd) -> None:
     assert starts == [train, f"{train} --resume", f"{train} --resume"]
     said = capfd.readouterr().out.splitlines()
     assert len(said) == 5
-    assert said[1].startswith(
-        "mpipipe run: the launcher ended with exit code 137, as after SIGKILL, after 7 steps;"
-    )
+    assert said[1].startswith("mpipipe run: the launcher was ended by SIGKILL, after 7 steps;")
     assert "goes on from step 0 in 0 s, 7 steps lost (restart 1 of 5 without progress)" in said[1]
     assert "restart 2 of 5" in said[3]
 
@@ -79,6 +81,8 @@ def test_an_error_that_can_be_mended_is_not_tried_again(folder, capfd) -> None:
     assert capfd.readouterr().err == "mpipipe: error: no such data\n"
     assert main(["config.yaml", "train.stepz=3"]) == 1
     assert "train.stepz" in capfd.readouterr().err
+    assert main(["config.yaml", "--resume", "--", "./none"]) == 1
+    assert "./none: cannot be started (No such file or directory); name another" in capfd.readouterr().err
 
 
 def test_a_run_whose_summary_is_there_is_done(folder) -> None:
@@ -96,6 +100,22 @@ def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) ->
     (folder / "starts").unlink()
     silent = "mkdir run/flight; echo x >run/flight/rank-0.alive; exec sleep 60"
     assert supervise(folder, silent, "exit 0", words=("--resume",))[0] == 0
+
+
+@pytest.mark.parametrize("code", [0, 9])
+def test_a_signal_is_handed_on_and_nothing_is_started_again(folder, code: int) -> None:
+    waits = f"trap 'exit {code}' USR1; touch ready; while :; do sleep 0.02; done"
+
+    def ask() -> None:
+        while not (folder / "ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asks = threading.Thread(target=ask)
+    asks.start()
+    ended, starts = supervise(folder, waits, "exit 0")
+    asks.join()
+    assert (ended, len(starts)) == (code, 1)
 
 
 def test_hosts_that_do_not_answer_are_left_out(folder, monkeypatch, capfd) -> None:
