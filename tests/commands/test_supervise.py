@@ -90,6 +90,15 @@ def test_a_run_whose_summary_is_there_is_done(folder) -> None:
     assert (code, len(starts)) == (0, 1)
 
 
+def test_a_run_that_goes_on_from_where_it_stopped_is_not_taken_for_done(folder) -> None:
+    create(parse("run: {dir: run}"))
+    (folder / "run" / "summary.json").write_text("{}")
+    code, starts = supervise(
+        folder, "rm run/summary.json; exit 75", "echo '{}' >run/summary.json", "exit 0", words=("--resume",)
+    )
+    assert (code, len(starts)) == (0, 2)
+
+
 def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) -> None:
     monkeypatch.setattr(command, "LINGER_S", 0.1)
     stands = "mkdir run/flight; echo x >run/flight/diagnosis.txt; exec sleep 60"
