@@ -160,7 +160,7 @@ class Supervisor:
             code, why, said = self._once(again)
             if self._ended():  # its summary comes last: whatever was after it, it is done
                 return 0
-            if code == 0 or self.asked or any(MENDABLE in line for line in said):
+            if self.asked or any(MENDABLE in line for line in said):
                 return code
             about_hosts = self._look_for_hosts()
             step, saved = max(last_step(self.run_dir / METRICS), _saved(self.run_dir)), _saved(self.run_dir)
@@ -168,7 +168,7 @@ class Supervisor:
             if wait_s is None:
                 tried = counted(self.patience.limit, "restart")
                 _say(f"{why}, after {done}; {tried} came no step further, so this is the end: {self.run_dir}")
-                return code
+                return code or 1  # a launcher that has lost a node may end with 0
             _say(
                 f"{why}, after {done}; goes on from step {saved} in {wait_s:.0f} s, "
                 f"{counted(step - saved, 'step')} lost (restart {self.patience.failures} of "
