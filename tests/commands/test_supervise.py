@@ -143,7 +143,9 @@ def test_hosts_that_do_not_answer_are_left_out(folder, monkeypatch, capfd) -> No
 
 def test_a_folder_of_its_own_is_the_latest_once_training_begins(folder) -> None:
     (folder / "config.yaml").write_text("run: {name: mine}\n")
-    (folder / "script").write_text("touch $(dirname $(ls runs/*/config.yaml))/metrics.jsonl; sleep 0.5\n")
+    (folder / "script").write_text(
+        "cd runs/*-mine; touch metrics.jsonl; sleep 0.5; echo '{}' >summary.json\n"
+    )
     assert main(["config.yaml", "--", str(folder / "mpirun")]) == 0
     made = (folder / "runs" / "latest").resolve()
     assert made.name.endswith("-mine")
