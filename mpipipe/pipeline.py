@@ -509,6 +509,8 @@ class Pipeline:
             self.trainer.resume(received, described(found.numbers))
             self.trainer.state_dict()  # reads the buffers that nothing has asked for
             self.steps_done, source = found.key.step, "mirrors"
+            if not self.data.exact:
+                self.say("note: this recovery is not exact: the data is a plain iterable, and cannot go back")
         else:
             folder = comm.bcast_object(checkpoint() if comm.rank == 0 else None) or self._resumed
             weights = None if folder is None else Reader(folder, "model")

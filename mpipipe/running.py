@@ -65,6 +65,7 @@ class Run:
         self.replayed = 0  # steps done again
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
+        self.limit = TimeLimit(config.run.time_limit, os.environ)
         self.saved, self.sha = -1, ""
         self.turn_s = self.save_s = 0.0  # the longest so far
         self._begin()
@@ -177,7 +178,7 @@ class Run:
     def loop(self, metrics: Metrics | None, asked: list[str]) -> Step:
         """Steps, evaluations and checkpoints; ends early, on every rank at the same step, when one was
         asked to, or when the time or the data has ended."""
-        t, limit = self.config.train, TimeLimit(self.config.run.time_limit, os.environ)
+        t, limit = self.config.train, self.limit
         last: Step | None = None
         while True:
             start = time.perf_counter()

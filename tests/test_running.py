@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mpipipe.cluster.ending import TimeLimit
 from mpipipe.cluster.watchdog import Watchdog
 from mpipipe.config import parse
 from mpipipe.errors import EndOfData
@@ -47,13 +48,12 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     shown: list[tuple[int, bool]] = []
     run.config = SimpleNamespace(
         train=SimpleNamespace(steps=9, save_every=0, batch=4),
-        run=SimpleNamespace(time_limit=None),
         eval=SimpleNamespace(every=every, batches=1),
     )
     run.pipe, run.data = Ends(), SimpleNamespace(val_samples=8, tokens_per_sample=1)
     run.recorder, run.step_s, run.values, run.unit = SimpleNamespace(add=lambda _: None), [], {}, "samples"
     run.slowness = SimpleNamespace(add=lambda _: None)
-    run.watchdog = Watchdog(0, 1, Path(), "off")
+    run.watchdog, run.limit = Watchdog(0, 1, Path(), "off"), TimeLimit(None, {})
     run.turn_s, run.save_s, run.all_steps_s, run.save = 0.0, 0.0, 0.0, lambda background: None
     run.log = SimpleNamespace(step=lambda step, values: shown.append((step, "val_loss" in values)))
     metrics: Any = SimpleNamespace(write=lambda step, **values: written.append((step, "val_loss" in values)))

@@ -66,7 +66,9 @@ def noticing(call: F) -> F:
         try:
             return call(self, *args, **how)
         except Exception as error:
-            raise self._translated(error) from error
+            if (said := self._translated(error)) is error:
+                raise
+            raise said from error
 
     return wrapped  # type: ignore[return-value]
 

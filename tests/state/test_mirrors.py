@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -57,6 +58,12 @@ def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return functional.cross_entropy(outputs, batch["labels"], reduction="sum"), outputs.shape[0]
 
 
+def adam(named: Any) -> tuple[Any, Any]:
+    """State that torch makes at the first step, and a scheduler with numbers of its own."""
+    optimizer = torch.optim.AdamW([p for _, p in named], lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
 @pytest.fixture(autouse=True)
 def made_up_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -100,18 +107,18 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
         armed(where)
 
 
-def pipeline(comm: Communicator, optimizer: Any = None, every: int = EVERY) -> Pipeline:
+def pipeline(comm: Communicator) -> Pipeline:
     return Pipeline(
-        Net, loss, Samples(), optimizer, batch=8, micro_batches=4, recover="mpi", mirror_every=every,
+        Net, loss, Samples(), adam, batch=8, micro_batches=4, recover="mpi", mirror_every=EVERY,
         comm=comm, say=lambda _: None, cost_cache=False,
     )  # fmt: skip
 
 
-def trained(ranks: int, optimizer: Any = None, every: int = EVERY) -> tuple[dict[str, str], list[list[int]]]:
+def trained(ranks: int) -> tuple[dict[str, str], list[list[int]]]:
     """(losses by step and digests of the weights, for each rank that is left the steps in the order made)."""
 
     def body(comm: Communicator) -> tuple[dict[str, str], list[int]]:
-        pipe, losses, steps = pipeline(comm, optimizer, every), dict[str, str](), list[int]()
+        pipe, losses, steps = pipeline(comm), dict[str, str](), list[int]()
 
         def note(_: Pipeline, step: int, values: dict[str, float]) -> None:
             losses[f"loss {step}"] = values["loss"].hex()
@@ -126,22 +133,26 @@ def trained(ranks: int, optimizer: Any = None, every: int = EVERY) -> tuple[dict
     return found[0][0], [steps for _, steps in found]
 
 
+@cache
+def undisturbed() -> dict[str, str]:
+    return trained(1)[0]
+
+
 @pytest.mark.parametrize(
     ("ranks", "kills"),
     [
-        (3, ((1, "backward", 5),)),
-        (3, ((0, "update", 4),)),
-        (3, ((2, "transfer", 6),)),  # from step 3
-        (3, ((1, "received", 6),)),
-        (4, ((1, "backward", 5), (3, "backward", 5))),
+        (2, ((0, "update", 4),)),
         (3, ((1, "backward", 5), (2, "recovery", 3))),  # it has the mirror that is fetched: from the start
-        (4, ((3, "update", 2), (0, "backward", 5), (1, "update", 8))),
+        pytest.param(3, ((2, "transfer", 6),), marks=pytest.mark.full),  # from step 3
+        pytest.param(3, ((1, "received", 6),), marks=pytest.mark.full),
+        pytest.param(4, ((1, "update", 5), (3, "update", 5)), marks=pytest.mark.full),
+        pytest.param(4, ((3, "update", 2), (0, "backward", 5), (1, "update", 7)), marks=pytest.mark.full),
     ],
 )
 def test_a_lost_rank_changes_no_bits(
     ranks: int, kills: tuple[Kill, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, _ = trained(1)
+    expected = undisturbed()
     arm(monkeypatch, kills)
     found, steps = trained(ranks)
     assert found == expected
