@@ -497,7 +497,8 @@ class Pipeline:
         self.rank, self.size = comm.rank, comm.size
         self.costs = replace(self.costs, cluster=self._cluster.in_order(members(comm)))
         schedules = tuple(dict.fromkeys([*self._asked.schedules, PLAIN[0]]))  # some need a number of ranks
-        asked = replace(self._asked, schedules=schedules, n_ranks=comm.size)
+        copies = copies_of("auto", self.numerics, comm.size)
+        asked = replace(self._asked, schedules=schedules, n_ranks=comm.size, copies=copies)
         self.plan = self._plan(asked, None, None)
         self.predicted = predict(self.costs, self.plan.layout, self._program(), self.variants.graph.groups)[1]
         found, model = self.survival.find(comm), self.variants.source

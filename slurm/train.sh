@@ -46,4 +46,4 @@ while wait "$child" && rc=0 || rc=$?; do kill -0 "$child" 2>/dev/null || break; 
 trap - USR1 TERM INT
 [ $rc = 0 ] && [ -n "$again" ] && "${python[@]}" -m mpipipe launch "$@" --unfinished || exit "$rc"
 echo "train.sh: the time of the job is over before the run: it is queued again"
-scontrol requeue "$SLURM_JOB_ID"
+scontrol requeue "$SLURM_JOB_ID" || fail "that was refused; submit the same line again: it resumes"

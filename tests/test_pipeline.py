@@ -501,6 +501,81 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
         assert undisturbed == expected, "nor does saving disturb"
 
 
+# -- replicas -----------------------------------------------------------------------------------------------
+
+
+def masked(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The weight depends on the labels of the whole batch."""
+    each = functional.cross_entropy(outputs, batch["labels"], reduction="none")
+    return (each * (batch["labels"] > 0)).sum(), (batch["labels"] > 0).sum()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "places"),
+    [
+        pytest.param(None, [(2, 2), (2, 1)], id="two ranks"),
+        pytest.param(None, [(4, 2), (4, 4), (4, 1), (1, 1)], id="four ranks", marks=pytest.mark.full),
+        pytest.param(momentum, [(2, 2), (4, 4), (2, 1)], id="SGD and a scheduler", marks=pytest.mark.full),
+    ],
+)
+def test_a_run_goes_on_with_any_number_of_replicas(
+    tmp_path: Path, optimizer: Any, places: list[tuple[int, int]]
+) -> None:
+    """(ranks, replicas) of two steps each; optimizer state is spread over the replicas."""
+    start = partial(pipeline, optimizer=optimizer, blocks=4, loss=masked, clip=0.5)
+
+    def goes_on(comm: Communicator, replicas: int) -> tuple[Result, list[int], int]:
+        steps = comm.bcast_object(max((int(p.name) for p in tmp_path.iterdir()), default=0))
+        pipe = start(comm, replicas=replicas, resume=tmp_path / str(steps) if steps else None)
+        found = result(pipe, 2)
+        pipe.save(tmp_path / str(pipe.steps_done))
+        sizes = comm.allgather_object(sum(t.nbytes for t in pipe.trainer.optimizer_state().values()))
+        return found, sizes, pipe.plan.layout.n_copies
+
+    expected = alone(lambda comm: [result(pipe := start(comm), 2), *(result(pipe, 2) for _ in places[1:])])
+    for (ranks, replicas), wanted in zip(places, expected, strict=True):
+        found, sizes, copies = run_local(ranks, lambda comm, n=replicas: goes_on(comm, n))[0]
+        assert (found, copies) == (wanted, replicas)
+        assert sum(n > 0 for n in sizes) > ranks // replicas or replicas == 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"data": lambda: Epochs(Samples(5 * BATCH))}, id="a stream"),
+        pytest.param({"loss": masked, "micro_batches": "auto", "blocks": "auto"}, id="auto"),
+    ],
+)
+def test_replicas_read_what_is_theirs(how: dict[str, Any]) -> None:
+    """Also in an evaluation and a prediction whose micro-batches do not divide."""
+    how = {"blocks": 2, "val": Samples(11, seed=2), "val_batch": 5, "metrics": {"accuracy": accuracy}, **how}
+    data = how.pop("data", None)
+
+    def body(comm: Communicator, **how: Any) -> tuple[Result, dict[str, str], Tensor, Plan]:
+        pipe = pipeline(comm, data=data and data(), **how)
+        found = result(pipe)
+        values = {name: value.hex() for name, value in pipe.evaluate().items()}
+        return found, values, pipe.predict({"x": Samples(5).x}), pipe.plan
+
+    ranks = run_local(2, lambda comm: body(comm, **{**how, "replicas": 2}))
+    *first, plan = ranks[0]
+    assert plan.layout.ranks == ((0, 1),)
+    how |= {"micro_batches": plan.numerics.micro_batches, "blocks": plan.numerics.blocks}
+    *expected, _ = alone(lambda comm: body(comm, **how))
+    assert plan.numerics.blocks == 2
+    assert first[:2] == expected[:2] == list(ranks[1][:2])
+    assert all(torch.equal(outputs, expected[2]) for _, _, outputs, _ in ranks)
+
+
+def test_replicas_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1 replicas, or as many blocks"
+    ):
+        run_local(2, lambda comm: pipeline(comm, replicas=2))
+    with pytest.raises(MpipipeError, match="replicas = 0; must be at least 1"):
+        alone(lambda comm: pipeline(comm, replicas=0))
+
+
 def doubled(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
     total, weight = loss(outputs, batch)
     return 2.0 * total, weight

@@ -102,7 +102,7 @@ def _inspect(options: argparse.Namespace) -> None:
         state = None if wrong else read_state(path)
         nbytes = sum(file.nbytes for file in state.files.values()) if state else 0
         size_of, files = (size_text(nbytes), str(len(state.files))) if state else ("", "")
-        rows.append((path.name, files, size_of, wrong or "whole"))
+        rows.append((path.name, files, size_of, wrong.removeprefix(f"{path}/") or "whole"))
     print(text_table(("checkpoint", "files", "size", "at first sight"), rows, width, (0, 3), (3,)))
     whole = next((path for path, wrong in found if not wrong), None)
     if whole is not None:

@@ -126,7 +126,7 @@ class Supervisor:
         self.all_hosts, self.all_ranks = self._places()
         # a launcher knows the hosts of its Slurm job by itself, as long as all of them are there
         self.hosts, self.ranks = self.all_hosts if options.hosts else None, self.all_ranks
-        self.began_at, self.ended_before = _saved(self.run_dir), self._ended()
+        self.began_at, self.summary_before = _saved(self.run_dir), self._summary()
         self.asked: list[str] = []
         self.wake = threading.Event()
         self.job: Job | None = None
@@ -158,11 +158,9 @@ class Supervisor:
         again = False
         while True:
             code, why, said = self._once(again)
-            if (
-                self._ended() != self.ended_before
-            ):  # its summary comes last: whatever was after it, it is done
+            if self._ended():  # its summary comes last: whatever was after it, it is done
                 return 0
-            if code == 0 or self.asked or any(MENDABLE in line for line in said):
+            if self.asked or any(MENDABLE in line for line in said):
                 return code
             about_hosts = self._look_for_hosts()
             step, saved = max(last_step(self.run_dir / METRICS), _saved(self.run_dir)), _saved(self.run_dir)
@@ -170,7 +168,7 @@ class Supervisor:
             if wait_s is None:
                 tried = counted(self.patience.limit, "restart")
                 _say(f"{why}, after {done}; {tried} came no step further, so this is the end: {self.run_dir}")
-                return code
+                return code or 1  # a launcher that has lost a node may end with 0
             _say(
                 f"{why}, after {done}; goes on from step {saved} in {wait_s:.0f} s, "
                 f"{counted(step - saved, 'step')} lost (restart {self.patience.failures} of "
@@ -219,7 +217,7 @@ class Supervisor:
             found = _sign_of_life(self.run_dir)
             if not found or found != sign:
                 sign, sign_at = found, now
-            if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended() != self.ended_before:
+            if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended():
                 left_at = min(left_at, now)
             if now - sign_at > SILENT_S or now - left_at > LINGER_S:
                 return None
@@ -238,8 +236,12 @@ class Supervisor:
     def _mark(self) -> str:
         return f"run.dir={self.run_dir}"
 
-    def _ended(self) -> int:
-        """Another number when the run has written its summary."""
+    def _ended(self) -> bool:
+        """Whether the run has written its summary; one that goes on removes that of where it stopped."""
+        return self._summary() not in (0, self.summary_before)
+
+    def _summary(self) -> int:
+        """Another number for each that is written; 0: there is none."""
         try:
             return (self.run_dir / "summary.json").stat().st_mtime_ns
         except OSError:

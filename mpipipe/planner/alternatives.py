@@ -216,9 +216,8 @@ class _Asked:
     def _planned(self, cluster: Cluster) -> Prediction:
         layout, costs = self.plan.layout, replace(self.costs, cluster=cluster)
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
-        made = make_plan(
-            costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks, self.n_copies
-        )
+        copies = max(n for n in legal_copies(numerics.blocks) if n <= self.n_copies and n_ranks % n == 0)
+        made = make_plan(costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks, copies)
         return made[0].prediction
 
     # -- what they are worth ------------------------------------------------------------------------

@@ -21,11 +21,11 @@ import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s, work_bound_s
-from mpipipe.planner.copies import check_copies, legal_copies
+from mpipipe.planner.copies import check_copies, fastest_copy, legal_copies
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import PLAIN, SCHEDULES, build, check, check_name, stages_on
-from mpipipe.planner.search import check_bits, fastest_copy, make_plan, norm_seconds
+from mpipipe.planner.search import check_bits, make_plan, norm_seconds
 from mpipipe.values import Costs, Numerics, Plan, Program
 
 LIKE = 1.01  # a step that is longer by less is as good

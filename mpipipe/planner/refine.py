@@ -85,7 +85,7 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     for s, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
         speed, spread = placed.cluster.devices[s].speed, _spread(measured, s)
         mine = costs.groups[first:end]
-        whole_s = stages[s].step_s * speed * layout.n_copies
+        whole_s = sum(stage.step_s for stage in stages[s :: layout.n_stages]) * speed
         planned_s = whole_s - sum(g.update_s for g in mine)  # of the bytes alone
         beyond_s = (ratios[Op.STEP][s] - rate) * planned_s
         groups += [

@@ -18,7 +18,14 @@ import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import work_bound_s
-from mpipipe.planner.copies import check_copies, placements, stages_in
+from mpipipe.planner.copies import (
+    check_copies,
+    check_order,
+    fastest_copy,
+    loaded,
+    placements,
+    stages_in,
+)
 from mpipipe.planner.lower import lower
 from mpipipe.planner.mirrors import mirror_bytes
 from mpipipe.planner.partition import check_counts, check_stages, partition
@@ -362,45 +369,6 @@ def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
     cuts = tuple(place[name] for name in layout.cuts)
     bounds(len(group_names), cuts)
     return cuts
-
-
-def check_order(layout: Layout) -> None:
-    """Raises PlanError for stages that are not on one rank of each copy, copies that share ranks, or ranks
-    that are not 0, 1, ..."""
-    n_stages = len(layout.cuts) + 1
-    if layout.n_stages != n_stages:
-        raise PlanError(
-            f"{n_stages} stages by layout.cuts, but layout.ranks has {layout.n_stages}; "
-            "make them fit each other"
-        )
-    ranks = [list(on) for on in layout.ranks]
-    if len({len(on) for on in ranks}) > 1 or not ranks[0]:
-        raise PlanError(
-            f"layout.ranks is {ranks}; the pipeline is copied as a whole: each stage must be on equally many "
-            "ranks, one for each copy, such as [[0, 2], [1, 3]]"
-        )
-    of_copies = [rank for order in layout.copies for rank in set(order)]
-    if sorted(of_copies) != list(range(layout.n_ranks)):
-        what = "each stage be on one rank: [[0], [1], ...], in any order"
-        if layout.n_copies > 1:
-            what = "each copy have ranks of its own: [[0, 2], [1, 3]] has stage 0 on the ranks 0 and 2"
-        raise PlanError(
-            f"layout.ranks is {ranks}; each of the ranks 0 to {layout.n_ranks - 1} must hold a stage, and "
-            f"{what}"
-        )
-
-
-def fastest_copy(costs: Costs, n_ranks: int, n_copies: int) -> Costs:
-    """Costs on the fastest ranks that one of the copies could have; its update is its share of all."""
-    devices = sorted(costs.cluster.devices[:n_ranks], key=lambda device: -device.speed)
-    return costs if n_copies == 1 else replace(
-        costs, copies=n_copies, cluster=replace(costs.cluster, devices=tuple(devices))
-    )  # fmt: skip
-
-
-def loaded(cluster: Cluster, layout: Layout) -> Cluster:
-    """With links as slow as they are while neighbours in each copy, and the copies of each stage, talk."""
-    return cluster.loaded(*layout.copies, *layout.ranks)
 
 
 def norm_seconds(cluster: Cluster, n_ranks: int) -> float:

@@ -98,18 +98,20 @@ def _window_peak(codes: Int32, nbytes: Int64, window: int) -> int:
 def message_bytes(
     program: Program, stages: Sequence[StageCost], ties: Sequence[StageTie]
 ) -> tuple[Int64, ...]:
-    """Bytes of each message instruction, 0 for the others: per rank an array (n,). A copy of a stage counts
-    as the owner of its even share of the weights; statistics of buffers are left out of SHARD."""
+    """Bytes of each message instruction, 0 for the others: per rank an array (n,). Statistics of buffers are
+    left out of SHARD."""
+    shards = np.array([stage.shard_bytes for stage in stages], np.int64).reshape(-1, program.n_stages)
     stages = stages[: program.n_stages]
     table = np.zeros((len(Op), len(stages)), np.int64)  # by op and stage: ACT and GRAD go to neighbours
     table[Op.SEND_ACT, :-1] = table[Op.RECV_ACT, 1:] = [stage.act_bytes for stage in stages[:-1]]
     table[Op.SEND_GRAD, 1:] = table[Op.RECV_GRAD, :-1] = [stage.grad_bytes for stage in stages[1:]]
-    table[[Op.SEND_SHARD, Op.RECV_SHARD, Op.SEND_UPDATE, Op.RECV_UPDATE]] = [s.shard_bytes for s in stages]
     pairs: dict[tuple[int, int, int], int] = {}  # (op, stage, other)
     for (user, owner), nbytes in tied_pairs(ties).items():
         pairs[Op.SEND_TIED, user, owner] = pairs[Op.RECV_TIED, owner, user] = nbytes
         pairs[Op.SEND_COPY, owner, user] = pairs[Op.RECV_COPY, user, owner] = nbytes
     sizes = tuple(_rank_bytes(codes, table, pairs) for codes in program.codes)
+    if len(program.copies) > 1:
+        _add_shards(program, sizes, shards)
     eager = any(((codes[:, 0] == Op.SEND_TIED) & (codes[:, 2] >= 0)).any() for codes in program.codes)
     if len(program.copies) > 1 and not eager:  # copy 0 is given the sums of the other uses, too
         _add_uses(program, sizes, ties)
@@ -121,6 +123,16 @@ def _rank_bytes(codes: Int32, table: Int64, pairs: dict[tuple[int, int, int], in
     tied = np.flatnonzero(IS_TIED[codes[:, 0]])
     sizes[tied] = [pairs.get(tuple(key), 0) for key in codes[tied][:, [0, 1, 3]].tolist()]
     return sizes
+
+
+def _add_shards(program: Program, sizes: Sequence[Int64], shards: Int64) -> None:
+    """shards: (copies, stages); of a message that of the copy that is the owner."""
+    copies = np.array(_copies(program))
+    for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
+        between = np.flatnonzero(codes[:, 0] >= Op.SEND_SHARD)
+        op, stage, peer = codes[between][:, [0, 1, 4]].T
+        of_peer = (op == Op.SEND_SHARD) | (op == Op.RECV_UPDATE)
+        nbytes[between] = shards[np.where(of_peer, copies[peer], copies[rank]), stage]
 
 
 def _add_uses(program: Program, sizes: Sequence[Int64], ties: Sequence[StageTie]) -> None:

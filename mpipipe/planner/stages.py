@@ -51,7 +51,6 @@ class Ending:
     stash_bytes: Int64
     workspace_bytes: Int64
     receive_bytes: Int64
-    updated_bytes: Int64  # of the weights that are updated here
 
     @property
     def seconds(self) -> Float64:
@@ -118,7 +117,6 @@ class Ranges:
             stash_bytes=_sums(self.stash_bytes[low:end]) + act_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             receive_bytes=window + self._tied_receives(end, low),
-            updated_bytes=stepped,
         )
 
     def _parameters(self, end: int, low: int) -> tuple[Int64, Int64, Int64]:
@@ -201,7 +199,6 @@ def stage_costs(costs: Costs, cuts: Sequence[int]) -> tuple[StageCost, ...]:
                 workspace_bytes=int(e.workspace_bytes[0]),
                 act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
                 grad_bytes=groups[first - 1].grad_bytes if first else 0,
-                shard_bytes=-(-int(e.updated_bytes[0]) // costs.copies) if costs.copies > 1 else 0,
             )
         )
     return tuple(out)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.copies import stages_in
+from mpipipe.planner.copies import loaded, stages_in
 from mpipipe.planner.schedules import SCHEDULES
-from mpipipe.planner.search import cut_indices, loaded, make_plan, norm_seconds, plan_of, program_for
+from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
 from mpipipe.planner.simulate import simulate
 from mpipipe.planner.stages import stage_ties
 from mpipipe.values import Cluster, Costs, Link, Numerics, Plan, StageCost, Value

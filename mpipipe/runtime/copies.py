@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.weights import StageWeights
+from mpipipe.values import Program
 
 
 class Copies:
@@ -103,3 +106,18 @@ def accumulators(weights: StageWeights, owner: int) -> list[Tensor]:
     """What backward adds into for the parameters that copy `owner` updates."""
     sums = [group.grad.buffer for group in weights.groups if group.owner == owner]
     return sums if owner else [*sums, *weights.extra.values()]
+
+
+def of_all_copies(comm: Communicator, program: Program, mine: Sequence[float]) -> list[float]:
+    """A number for each micro-batch of the step, of which each rank of the last stage has those of its copy.
+    Nothing else has this tag between two copies."""
+    copy, found, requests = program.copy_on(comm.rank), np.zeros(program.n_micro), list[Request]()
+    parts = [found[share.start : share.stop] for share in map(program.share, range(len(program.copies)))]
+    parts[copy][:] = mine
+    for part, ranks in zip(parts, program.copies, strict=True):
+        if ranks[-1] != comm.rank:
+            requests.append(comm.irecv(part.view(np.uint8), ranks[-1], 0))
+            requests.append(comm.isend(parts[copy].view(np.uint8), ranks[-1], 0))
+    for request in requests:
+        comm.wait(request)
+    return found.tolist()

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpipipe.cluster.comm import Communicator, Request
+from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.cut import Code, Leaf
 from mpipipe.graph.program import Mode
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.variants import Variants
-from mpipipe.runtime.copies import Copies
+from mpipipe.runtime.copies import Copies, of_all_copies
 from mpipipe.runtime.feed import Source
 from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norms
 from mpipipe.runtime.stage import Stage
@@ -177,23 +177,10 @@ class Interpreter:
                 weights[micro] = code
         if self.job.mode != "train":
             return
-        self.outcome.weight = added(self._of_all_copies(weights).values())
+        every = of_all_copies(self.comm, self.program, [weights[micro] for micro in self.share])
+        self.outcome.weight = added(every)
         weight = torch.tensor(self.outcome.weight, dtype=torch.float32)
         self._seed = torch.ones(()) / weight
-
-    def _of_all_copies(self, weights: dict[int, float]) -> dict[int, float]:
-        """Those of the whole step, by micro-batch: the ranks of the last stage tell each other. Nothing else
-        has this tag between them."""
-        found, requests = np.zeros(self.program.n_micro), list[Request]()
-        found[self.share.start : self.share.stop] = [weights[micro] for micro in self.share]
-        for copy, ranks in enumerate(self.program.copies):
-            if copy != self.copy:
-                mine, its = (found[share.start : share.stop].view(np.uint8) for share in
-                             (self.share, self.program.share(copy)))  # fmt: skip
-                requests += [self.comm.irecv(its, ranks[-1], 0), self.comm.isend(mine, ranks[-1], 0)]
-        for request in requests:
-            self.comm.wait(request)
-        return dict(enumerate(found.tolist()))
 
     def _forward(self, i: Instr) -> None:
         key, code, train = (i.stage, i.micro), self.code(i.stage, i.micro), self.job.mode == "train"

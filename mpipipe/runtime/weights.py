@@ -23,7 +23,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from mpipipe.graph.cut import Leaf
 from mpipipe.graph.source import ModelSource
+from mpipipe.planner.copies import shard
 from mpipipe.values import Graph
 
 _ALIGN_BYTES = 64
@@ -67,16 +68,6 @@ class ParamGroup:
     data: Flat
     grad: Flat
     owner: int = 0
-
-
-def shard(nbytes: Mapping[str, int], tied: Collection[str], n_copies: int) -> dict[str, int]:
-    """The owner of each parameter among the copies: the largest first, each to the copy that has least; but
-    copy 0 has the tied ones. nbytes: by name, in canonical order."""
-    has, owner = [0] * n_copies, {}
-    for name in sorted(nbytes, key=lambda name: (name not in tied, -nbytes[name])):
-        owner[name] = 0 if name in tied else has.index(min(has))
-        has[owner[name]] += nbytes[name]
-    return owner
 
 
 class StageWeights:

@@ -26,6 +26,7 @@ cd "$(dirname "$0")"
 printf '%s\n' "$*" >>starts
 exec sh -c "$(sed -n "$(wc -l <starts)p" script)"
 """
+DONE = "echo '{}' >run/summary.json"
 STEP = "echo '{{\"step\": {}}}' >>run/metrics.jsonl"
 
 
@@ -54,7 +55,7 @@ def supervise(folder: Path, *starts: str, words: tuple[str, ...] = ()) -> tuple[
 
 
 def test_it_starts_again_with_resume_until_the_run_ends(folder, capfd) -> None:
-    code, starts = supervise(folder, f"{STEP.format(7)}; kill -9 $$", "exit 75", "exit 0", words=("-n", "4"))
+    code, starts = supervise(folder, f"{STEP.format(7)}; kill -9 $$", "exit 75", DONE, words=("-n", "4"))
     assert code == 0
     train = f"-n 4 {sys.executable} -m mpipipe.train config.yaml run.dir={folder / 'run'}"
     assert starts == [train, f"{train} --resume", f"{train} --resume"]
@@ -71,7 +72,7 @@ def test_without_progress_there_is_an_end(folder, capfd) -> None:
     assert "2 restarts came no step further, so this is the end" in capfd.readouterr().out
     (folder / "starts").unlink()
     on = [f"{STEP.format(step)}; exit 7" for step in (1, 1, 2, 2, 3, 3, 3)]
-    code, starts = supervise(folder, *on, "exit 0", words=("--restarts", "2", "--resume"))
+    code, starts = supervise(folder, *on, DONE, words=("--restarts", "2", "--resume"))
     assert (code, len(starts)) == (7, 7)
 
 
@@ -90,16 +91,25 @@ def test_a_run_whose_summary_is_there_is_done(folder) -> None:
     assert (code, len(starts)) == (0, 1)
 
 
+def test_neither_a_launcher_s_0_nor_a_summary_that_goes_is_the_end_of_a_run(folder) -> None:
+    create(parse("run: {dir: run}"))
+    (folder / "run" / "summary.json").write_text("{}")
+    code, starts = supervise(
+        folder, "rm run/summary.json; exit 75", "exit 0", DONE, "exit 0", words=("--resume",)
+    )
+    assert (code, len(starts)) == (0, 3)
+
+
 def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) -> None:
     monkeypatch.setattr(command, "LINGER_S", 0.1)
     stands = "mkdir run/flight; echo x >run/flight/diagnosis.txt; exec sleep 60"
-    code, _ = supervise(folder, stands, "exit 0")
+    code, _ = supervise(folder, stands, DONE)
     assert code == 0
     assert "the launcher did not return, after 0 steps; goes on from step 0" in capfd.readouterr().out
     monkeypatch.setattr(command, "SILENT_S", 0.3)
     (folder / "starts").unlink()
     silent = "mkdir run/flight; echo x >run/flight/rank-0.alive; exec sleep 60"
-    assert supervise(folder, silent, "exit 0", words=("--resume",))[0] == 0
+    assert supervise(folder, silent, DONE, words=("--resume",))[0] == 0
 
 
 @pytest.mark.parametrize("code", [0, 9])
@@ -122,9 +132,7 @@ def test_hosts_that_do_not_answer_are_left_out(folder, monkeypatch, capfd) -> No
     monkeypatch.setattr(
         command.known_hosts, "answering", lambda hosts, *rest: [h for h in hosts if h.name != "b"]
     )
-    code, starts = supervise(
-        folder, "exit 9", "exit 0", words=("-n", "4", "--hosts", "a,b", "--plan", "p.json")
-    )
+    code, starts = supervise(folder, "exit 9", DONE, words=("-n", "4", "--hosts", "a,b", "--plan", "p.json"))
     assert code == 0
     assert starts[0].startswith("-n 4 -hosts a:2,b:2 ")  # the family of an unknown launcher
     assert starts[0].endswith("--plan p.json")
@@ -135,7 +143,9 @@ def test_hosts_that_do_not_answer_are_left_out(folder, monkeypatch, capfd) -> No
 
 def test_a_folder_of_its_own_is_the_latest_once_training_begins(folder) -> None:
     (folder / "config.yaml").write_text("run: {name: mine}\n")
-    (folder / "script").write_text("touch $(dirname $(ls runs/*/config.yaml))/metrics.jsonl; sleep 0.5\n")
+    (folder / "script").write_text(
+        "cd runs/*-mine; touch metrics.jsonl; sleep 0.5; echo '{}' >summary.json\n"
+    )
     assert main(["config.yaml", "--", str(folder / "mpirun")]) == 0
     made = (folder / "runs" / "latest").resolve()
     assert made.name.endswith("-mine")

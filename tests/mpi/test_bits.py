@@ -29,6 +29,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.cluster.mpi import MpiCommunicator, connect
 from mpipipe.config import Config, parse
+from mpipipe.planner.copies import legal_copies
 from mpipipe.runtime.setting import instruction_set
 from mpipipe.state.checkpoint import load
 from mpipipe.state.digests import tensor_digest
@@ -88,6 +89,23 @@ def test_the_bits_of_one_rank_with_backwards_in_two_or_several_stages(
         pytest.skip(f"{case.micro_batches} micro-batches do not go round {comm.size} ranks")
     got = tiny.train(comm, case, schedule, window=16)
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), keep=False)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", batch=15, micro_batches=8, blocks=4, evaluate=True, steps=2),
+        Case("conv and norm", batch=11, blocks=4, evaluate=True, steps=2),
+        Case("thrice", batch=12, micro_batches=6, blocks=6, tied="eager", steps=2),
+    ],
+    ids=str,
+)
+def test_the_bits_of_one_rank_with_replicas(comm: MpiCommunicator, case: Case) -> None:
+    """Two and four, of 4 ranks also two of two stages; three with 6 blocks."""
+    for copies in (n for n in legal_copies(case.blocks) if n > 1 and comm.size % n == 0):
+        got = tiny.train(comm, case, copies=copies)
+        expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
 
 
 MODELS = [  # two steps each; where there is BatchNorm, on ragged micro-batches and with evaluations between

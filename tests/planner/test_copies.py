@@ -10,12 +10,20 @@ from planner_cases import HUGE, cluster, uniform
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, lower, make_plan, predict, program_for, prove
-from mpipipe.planner.copies import check_copies, even_blocks, legal_copies, placements, sums_held
+from mpipipe.planner.copies import (
+    check_copies,
+    even_blocks,
+    legal_copies,
+    placements,
+    shard,
+    stages_in,
+    sums_held,
+)
 from mpipipe.planner.joint import Asked, copies_of, search
 from mpipipe.planner.schedules import SCHEDULES, build, in_copies, stages_on
 from mpipipe.planner.search import sizes_of_messages
 from mpipipe.planner.walk import match
-from mpipipe.values import Costs, Layout, Link, Numerics, Op, Program, share_of
+from mpipipe.values import Costs, Layout, Link, Numerics, Op, Program, Tie, share_of
 
 TIE = (StageTie(0, (1,), 100),)
 
@@ -236,3 +244,24 @@ def test_backwards_in_two_are_left_out_where_they_have_other_bits() -> None:
 def test_ranks_that_are_no_copies_are_refused(ranks: tuple[tuple[int, ...], ...], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         program_for(Layout(("g1",), ranks, "1f1b", 4), numerics(4, 2), (), ["g0", "g1", "g2"])
+
+
+def test_a_large_parameter_is_one_copys_and_a_tied_one_the_firsts() -> None:
+    assert shard({"a": 5, "b": 7, "c": 3, "d": 4}, {"c"}, 2) == {"c": 0, "b": 1, "a": 0, "d": 1}
+    costs = uniform(4, 4, param_bytes=10, step_s_per_byte=0.1)
+    large = dataclasses.replace(costs.groups[1], param_bytes=90)
+    costs = dataclasses.replace(
+        costs, groups=(costs.groups[0], large, *costs.groups[2:]), ties=(Tie("w", 10, (0, 3)),),
+        state_bytes_per_param_byte=2.0, blocks=4,
+    )  # fmt: skip
+    stages = stages_in(costs, layout(costs, 1, 4), ())
+    assert [stage.shard_bytes for stage in stages] == [10, 90, 10, 0]
+    assert [stage.step_s for stage in stages] == pytest.approx([1.0, 9.0, 1.0, 0.0])
+    held = [stage.fixed_bytes for stage in stages]
+    assert [more - held[3] for more in held] == [20, 180, 20, 0]
+    program = program_for(layout(costs, 1, 4), numerics(8, 4), costs.ties, names(costs))
+    sent = sizes_of_messages(costs, layout(costs, 1, 4), program, names(costs))[0]
+    ops = program.codes[0][:, 0]
+    assert sent[ops == Op.SEND_SHARD].tolist() == [90, 10, 0]
+    assert sent[ops == Op.SEND_UPDATE].tolist() == [10, 10, 10]
+    assert sent[ops == Op.RECV_UPDATE].tolist() == [90, 10, 0]

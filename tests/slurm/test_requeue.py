@@ -31,7 +31,7 @@ def test_usr1_saves_and_queues_again_with_the_same_final_bits(
     assert job.completed() == whole_sha
     assert job.field("Restarts") == "1"
     assert job.output.count("the time of the job is over before the run: it is queued again") == 1
-    assert "mpipipe: resuming asked after" in job.output
+    assert f"mpipipe: resuming {job.run_dir} after" in job.output
 
 
 def test_the_time_limit_of_the_job_saves_and_queues_again(folder: Path, slow: Path, whole_sha: str) -> None:
