@@ -107,18 +107,18 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
         armed(where)
 
 
-def pipeline(comm: Communicator) -> Pipeline:
+def pipeline(comm: Communicator, blocks: int = 1) -> Pipeline:
     return Pipeline(
-        Net, loss, Samples(), adam, batch=8, micro_batches=4, recover="mpi", mirror_every=EVERY,
-        comm=comm, say=lambda _: None, cost_cache=False,
+        Net, loss, Samples(), adam, batch=8, micro_batches=4, blocks=blocks, replicas=max(1, blocks // 2),
+        recover="mpi", mirror_every=EVERY, comm=comm, say=lambda _: None, cost_cache=False,
     )  # fmt: skip
 
 
-def trained(ranks: int) -> tuple[dict[str, str], list[list[int]]]:
+def trained(ranks: int, blocks: int = 1) -> tuple[dict[str, str], list[list[int]]]:
     """(losses by step and digests of the weights, for each rank that is left the steps in the order made)."""
 
     def body(comm: Communicator) -> tuple[dict[str, str], list[int]]:
-        pipe, losses, steps = pipeline(comm), dict[str, str](), list[int]()
+        pipe, losses, steps = pipeline(comm, blocks), dict[str, str](), list[int]()
 
         def note(_: Pipeline, step: int, values: dict[str, float]) -> None:
             losses[f"loss {step}"] = values["loss"].hex()
@@ -159,3 +159,10 @@ def test_a_lost_rank_changes_no_bits(
     assert len(steps) == ranks - len(kills)
     again = [a - b + 1 for made in steps for a, b in itertools.pairwise(made)]
     assert max(again) <= EVERY or any(where == "recovery" for _, where, _ in kills)
+
+
+@pytest.mark.full
+def test_replicas_are_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = trained(1, blocks=4)
+    arm(monkeypatch, ((3, "update", 5),))
+    assert trained(4, blocks=4)[0] == expected
