@@ -40,7 +40,7 @@ from mpipipe.models.losses import from_mean
 from mpipipe.planner.given import check_given as check_given_plan
 from mpipipe.planner.given import check_ranks
 from mpipipe.planner.joint import Asked, counts_of, schedules_of, search
-from mpipipe.planner.partition import check_stages
+from mpipipe.planner.partition import Wish, check_stages
 from mpipipe.planner.search import plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen
@@ -62,7 +62,7 @@ from mpipipe.state.checkpoint import Reader
 from mpipipe.state.costs import CostCache
 from mpipipe.state.gather import collect, save, together, verify
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
-from mpipipe.values import Gemm, Numerics, Plan, Program, from_json, to_json
+from mpipipe.values import RECOMPUTE, Gemm, Numerics, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
@@ -95,6 +95,8 @@ class Pipeline:
     gemm       library of fp32 matrix products; "auto": measured at the first start, and then kept by
                checkpoints
     schedule   1f1b, gpipe, one of your own, or "auto": the one whose simulated step is the shortest
+    recompute  what backward makes again of the forward, to keep less: "none", "selective" (what is cheap:
+               norms, activations), "full" (all), or "auto": on each rank what costs least of those that fit
     val        as data, for `evaluate`, in batches of `val_batch` samples (None = batch)
     weight_of  weight_of(batch) -> number of labels, say, that a mean loss was divided by
     metrics    name -> function like the loss, for `evaluate`
@@ -137,6 +139,7 @@ class Pipeline:
         unused: Literal["error", "keep"] = "error",
         max_shapes: int = 8,
         receive_window: int = 4,
+        recompute: Wish = "auto",
         memory_bytes: int | None = None,
         cost_cache: bool = True,
         initial: Initial | None = None,
@@ -152,7 +155,7 @@ class Pipeline:
             {
                 "precision": (precision, ("fp32", "bf16")), "tied": (tied, ("per_use", "eager")),
                 "gemm": (gemm, ("auto", "mkl", "onednn")), "unused": (unused, ("error", "keep")),
-                "bits": (bits, ("torch", "fast")),
+                "bits": (bits, ("torch", "fast")), "recompute": (recompute, ("auto", *RECOMPUTE)),
             }
         )  # fmt: skip
         self.comm = comm = world() if comm is None else comm
@@ -180,7 +183,7 @@ class Pipeline:
         self._agree(
             schedule=schedule, receive_window=receive_window, max_shapes=max_shapes, val_batch=self.val_batch,
             shuffle=shuffle, unused=unused, samples=len(data) if hasattr(data, "__len__") else None,
-            searched=count is None, gemm=gemm,
+            searched=count is None, gemm=gemm, recompute=recompute,
             checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
         )  # fmt: skip
         called = str(plan) if isinstance(plan, str | Path) else "the plan"
@@ -206,7 +209,7 @@ class Pipeline:
             return variants_of(rows).lowered(Lowering(bits, self.numerics.op_table))
 
         counts = (count,) if count is not None else counts_of(batch, blocks)
-        asked = Asked(self.numerics, counts, schedules_of(schedule), receive_window, comm.size)
+        asked = Asked(self.numerics, counts, schedules_of(schedule), receive_window, comm.size, recompute)
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
         kind = device_kind(self.numerics.instruction_set)
         kept = CostCache(cache_folder() if cost_cache else None, kind, self.say)

@@ -118,7 +118,7 @@ def train(
             schedule=schedule_name(config), precision=t.precision, threads=threads, blocks=p.blocks,
             tied=p.tied, bits=t.bits, gemm=c.kernels.gemm, seed=t.seed, unused=t.unused,
             max_shapes=c.capture.max_shapes, receive_window=p.receive_window, memory_bytes=p.memory_bytes,
-            cost_cache=p.cost_cache,
+            recompute=p.recompute, cost_cache=p.cost_cache,
             initial=built.initial, resume=checkpoint, new_numerics=new_numerics, plan=plan, comm=comm,
             say=log.say,
         )  # fmt: skip

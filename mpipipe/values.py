@@ -329,8 +329,8 @@ class Numerics(Value):
         return f"{self.micro_batches} micro-batch{plural} of {f'{least} or {least + 1}' if larger else least}"
 
 
-# What backward makes again of a stage's forward. selective: what is cheap to make, such as norms and activations
-# (Chen et al. 2016; Korthikanti et al. 2022); full: all, from the received tensors.
+# What backward makes again of a stage's forward. selective: what is cheap to make, such as norms and
+# activations (Chen et al. 2016; Korthikanti et al. 2022); full: all, from the received tensors.
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)  # the one that takes least time first
 
@@ -361,7 +361,8 @@ class Layout(Value):
     @property
     def modes(self) -> tuple[Recompute, ...]:
         """`recompute` of each stage."""
-        return self.recompute or ("none",) * self.n_stages
+        none: Recompute = "none"
+        return self.recompute or (none,) * self.n_stages
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Costing:
             seed=t.seed,
         )  # fmt: skip
         schedules = schedules_of(schedule_name(config))
-        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks)
+        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks, p.recompute)
         self._variants_of = cache(variants_of)
         self.gemm_why = self._settle_gemm(machine, asked)
         if t.bits == "fast":

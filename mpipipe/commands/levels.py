@@ -12,6 +12,7 @@ from pathlib import Path
 from mpipipe.commands.output import writing
 from mpipipe.errors import PlanError
 from mpipipe.planner.curve import Curve, resource_curve
+from mpipipe.planner.partition import Wish
 from mpipipe.planner.search import make_plan
 from mpipipe.report.curve import advice, beyond_proportion, curve_table, draw_curve
 from mpipipe.state.files import write_text, write_whole
@@ -60,6 +61,7 @@ def curve_on(
     numerics: Numerics,
     schedule: str,
     receive_window: int,
+    recompute: Wish,
     ranks: Sequence[int],
     cluster_of: Callable[[int], Cluster],
     train_samples: int | None,
@@ -69,7 +71,7 @@ def curve_on(
 
     def planned(cluster: Cluster) -> Prediction:
         on, n = replace(costs, cluster=cluster), len(cluster.devices)
-        return make_plan(on, numerics, schedule, receive_window, names, n)[0].prediction
+        return make_plan(on, numerics, schedule, receive_window, names, n, recompute)[0].prediction
 
     return resource_curve(planned, numerics.batch, ranks, cluster_of, train_samples)
 

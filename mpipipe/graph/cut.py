@@ -47,6 +47,9 @@ class Selective:
 
     refill: fx.GraphModule
     dropped: int
+    inside_bytes: int  # of the dropped results that are not sent
+    sent: tuple[int, ...]  # indices of what is sent and dropped, where that was asked for
+    received: tuple[int, ...]  # indices of the received tensors that refill reads
 
 
 @dataclass(frozen=True)

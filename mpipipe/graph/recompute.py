@@ -1,13 +1,13 @@
 """Selective recomputation: what is cheap to make is let go after forward and made again before backward.
 
     forward    as ever; then the memory of some results is given back, while their tensors stay
-    refill     cheap operators make the same values again, from what backward keeps anyway, into the same tensors
+    refill     cheap operators make the same values again, of what backward keeps anyway, in the same tensors
     backward   as ever
 
-Products, convolutions, attention and recurrent layers are kept; norms, activations, dropout, copies and sums
-are made again (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 3; Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models"). Autograd's graph is that of a stage that
-keeps all, so gradients are added in the same order, in a backward in two as well.
+Products, convolutions, attention and recurrent layers are kept; norms, activations, dropout, pools, copies
+and sums are made again (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 3;
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). Autograd's graph is
+that of a stage that keeps all, so gradients are added in the same order, in a backward in two as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Selective
-from mpipipe.graph.rewrite import aliased_inputs, memory_of, mutated_inputs, schema_name
+from mpipipe.graph.rewrite import (
+    aliased_inputs,
+    batch_norm_with_statistics,
+    memory_of,
+    mutated_inputs,
+    schema_name,
+)
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import storage_id
 from mpipipe.ops import fused
@@ -37,9 +43,10 @@ _CHEAP = {
     for name in (
         "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "native_group_norm", "batch_norm",
         "instance_norm", "softmax", "_softmax", "mean", "sum", "dropout", "clone", "_to_copy", "cat", "stack",
+        "pad", "max_pool2d", "avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
     )
 }  # fmt: skip
-_OWN = (layer_norm, rms_norm, swiglu, fused.gelu_of)
+_OWN = (batch_norm_with_statistics, layer_norm, rms_norm, swiglu, fused.gelu_of)
 
 
 def selective(anatomy: Anatomy, code: Code, sent_too: bool = False) -> Code:
@@ -76,7 +83,19 @@ def selective(anatomy: Anatomy, code: Code, sent_too: bool = False) -> Code:
     held = [*dropped, *(n for n in handles if n not in dropped)]
     refill = _refill(module, graph, dropped, held, made & needed)
     results.args = ((*results.args[0], tuple(held)),)
-    return replace(code, forward=fx.GraphModule(module, graph), selective=Selective(refill, len(dropped)))
+    gone = {seen.memory[n]: n for n in dropped}
+    others = [n for m, n in gone.items() if m not in {seen.memory.get(s) for s in results.args[0][0]}]
+    return replace(
+        code,
+        forward=fx.GraphModule(module, graph),
+        selective=Selective(
+            refill,
+            len(dropped),
+            sum(seen.nbytes(n) for n in others),
+            tuple(i for i, n in enumerate(results.args[0][0]) if seen.memory.get(n) in gone),
+            tuple(i for i, n in enumerate(graph.nodes) if i < len(code.received) and n in needed),
+        ),
+    )
 
 
 def is_cheap(node: fx.Node) -> bool:
@@ -87,7 +106,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def refilled(t: Tensor, value: Tensor) -> None:
-    """Gives a tensor whose memory was given back the memory and values of another one of its layout; autograd,
+    """Gives a tensor that was let go memory again, and the values of another one of its layout; autograd,
     which keeps it, sees no change."""
     if isinstance(t, FakeTensor):
         return
@@ -102,7 +121,7 @@ def let_go(t: Tensor) -> None:
 
 
 class _Seen:
-    """What the results of some code have as memory, found on fake tensors: nodes -> numbers; kept: by backward;
+    """The memory of the results of some code, found on fake tensors: node -> number. kept: by backward;
     written: in place."""
 
     def __init__(self, anatomy: Anatomy, code: Code) -> None:
@@ -126,6 +145,9 @@ class _Seen:
 
     def memory_of(self, node: fx.Node) -> Iterable[int]:
         return (self.memory[node],) if node in self.memory else ()
+
+    def nbytes(self, node: fx.Node) -> int:
+        return int(self._run.env[node].untyped_storage().nbytes())
 
     def is_written(self, node: fx.Node) -> bool:
         """Whether the memory that it reads or makes is written in place by any operator."""

@@ -21,6 +21,7 @@ import numpy as np
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s, work_bound_s
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
+from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import PLAIN, SCHEDULES, build, check, check_name, stages_on
 from mpipipe.planner.search import make_plan, norm_seconds
@@ -39,6 +40,7 @@ class Asked:
     schedules: tuple[str, ...]
     receive_window: int
     n_ranks: int
+    recompute: Wish = "none"
 
     def of(self, count: int) -> Numerics:
         """With so many micro-batches."""
@@ -205,10 +207,12 @@ class _Finder:
             self._note(count, schedule, None, None, why)
             return
         try:
-            made = make_plan(costs, numerics, schedule, asked.receive_window, names, asked.n_ranks)
+            made = make_plan(
+                costs, numerics, schedule, asked.receive_window, names, asked.n_ranks, asked.recompute
+            )
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
-        every = EveryCut(costs, numerics, schedule, asked.receive_window, asked.n_ranks)
+        every = EveryCut(costs, numerics, schedule, asked.receive_window, asked.n_ranks, asked.recompute)
         made, exact = every.best(made, self.late)
         self.exact = self.exact and exact
         if made is None:

@@ -63,7 +63,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     layout = plan.layout
     try:
         best, _ = make_plan(
-            costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks
+            costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks, "auto"
         )
     except PlanError:  # by the memory of `partition`, which is a little above what is simulated
         return Refined(ran, ran)
@@ -76,7 +76,7 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     least. Raises PlanError where spans are missing or cannot be."""
     cuts = cut_indices(layout, [group.name for group in costs.groups])
     placed = in_order(costs, layout.order)
-    stages = stage_costs(placed, cuts)
+    stages = stage_costs(placed, cuts, layout.recompute)
     ratios = _ratios(stages, measured)
     rate = float(ratios[Op.STEP].min())  # of the update of a byte; what a stage has beyond goes to its groups
     groups = list[GroupCost]()

@@ -19,9 +19,10 @@ import numpy as np
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import work_bound_s
 from mpipipe.planner.lower import lower
-from mpipipe.planner.partition import check_counts, check_stages, partition
+from mpipipe.planner.partition import Wish, check_counts, check_stages, partition
 from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
+from mpipipe.planner.recompute import with_modes
 from mpipipe.planner.schedules import PLAIN, build, check, check_name, forward_only, grid, on_ranks, stages_on
 from mpipipe.planner.schedules.orders import is_plain
 from mpipipe.planner.several import started
@@ -54,12 +55,14 @@ def make_plan(
     receive_window: int,
     group_names: Sequence[str],
     n_ranks: int,
+    recompute: Wish = "none",
 ) -> tuple[Plan, Program]:
     """Plan as many stages as the schedule has on `n_ranks`, in the best of the orders of ranks that are
     promising: the next ones are taken only where they gain something. Raises PlanError if no cut fits (see
     `partition`), DeadlockError for an order that cannot end.
 
-    receive_window: at least; more where a schedule needs it."""
+    receive_window: at least; more where a schedule needs it. recompute: "auto" = none where a cut fits
+    without, else as `with_modes` chooses it."""
     check_counts(costs, numerics.micro_batches, schedule, n_ranks)
     n_stages = stages_on(schedule, n_ranks)
     check_stages(n_stages, len(costs.groups))
@@ -76,7 +79,7 @@ def make_plan(
     one_each = schedule if n_stages == n_ranks else PLAIN[0]
     for order in promising(costs, numerics.micro_batches, one_each, n_ranks, receive_window, numerics.tied):
         on = tuple(order[rank] for rank in homes)
-        found = _plan_in(on, costs, numerics, schedule, receive_window, group_names, bound_s)
+        found = _plan_in(on, costs, numerics, schedule, receive_window, group_names, bound_s, recompute)
         if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
             best = found
     assert best is not None
@@ -85,21 +88,22 @@ def make_plan(
 
 def _plan_in(
     order: Order, costs: Costs, numerics: Numerics, schedule: str, receive_window: int,
-    group_names: Sequence[str], bound_s: Callable[[Program], float],
+    group_names: Sequence[str], bound_s: Callable[[Program], float], recompute: Wish,
 ) -> tuple[Plan, Program]:  # fmt: skip
     """With stage s on rank `order[s]`."""
     programs: dict[tuple[StageTie, ...], tuple[Layout, Program]] = {}
     n_micro = numerics.micro_batches
     if len(set(order)) == len(order):
+        placed = in_order(costs, order)
         starts = [
             partition(
-                in_order(costs, order), n_micro, schedule, len(order), receive_window, numerics.tied, update,
-                finest=numerics.micro_batch == 1,
+                placed, n_micro, schedule, len(order), receive_window, numerics.tied, update,
+                finest=numerics.micro_batch == 1, recompute=recompute,
             ).cuts
             for update in (False, True)
         ]  # fmt: skip
     else:
-        starts = started(costs, order, n_micro, schedule, receive_window, numerics.tied)
+        starts = started(costs, order, n_micro, schedule, receive_window, numerics.tied, recompute)
 
     def laid(cuts: Cuts) -> tuple[Layout, Program]:
         names = tuple(group_names[cut] for cut in cuts)
@@ -112,6 +116,7 @@ def _plan_in(
 
     def plan(cuts: Cuts) -> Plan:
         layout, program = laid(cuts)
+        layout = with_modes(costs, layout, cuts, program, recompute)
         prediction = predict(costs, layout, program, group_names, bound_s(program))[0]
         return Plan(numerics, layout, prediction, costs)
 
@@ -248,7 +253,8 @@ def expect(
     """As `predict`, whether the memory is there or not."""
     cuts = cut_indices(layout, group_names)
     norm_s = norm_seconds(costs.cluster, layout.n_ranks)
-    ties, stages = stage_ties(costs.ties, cuts), stage_costs(in_order(costs, layout.order), cuts)
+    ties = stage_ties(costs.ties, cuts)
+    stages = stage_costs(in_order(costs, layout.order), cuts, layout.recompute)
     timeline = simulate(program, stages, costs.cluster.loaded(layout.order), norm_s, ties)
     bound = least_step_s(costs, program) if bound_s is None else bound_s
     step = timeline.makespan_s
@@ -298,6 +304,11 @@ def check_order(layout: Layout) -> None:
         raise PlanError(
             f"{n_stages} stages by layout.cuts, but layout.ranks has {layout.n_stages}; "
             "make them fit each other"
+        )
+    if len(layout.recompute) not in (0, n_stages):
+        raise PlanError(
+            f"{n_stages} stages by layout.cuts, but layout.recompute has {len(layout.recompute)}; give a "
+            "mode for each, or none at all"
         )
     if {len(on) for on in layout.ranks} != {1} or {*layout.order} != {*range(layout.n_ranks)}:
         raise PlanError(

@@ -17,7 +17,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import stages_of_ranks, stashes
+from mpipipe.planner.schedules import remakes, stages_of_ranks, stashes
 from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
@@ -55,19 +55,23 @@ def simulate(
     )  # fmt: skip
     if times is None:
         raise DeadlockError("the program cannot end even with endless buffers; call prove() for the place")
-    return Timeline(program, tuple(times), _memory_bytes(program, stages, sizes))
+    return Timeline(program, tuple(times), memory_bytes(program, stages, sizes))
 
 
-def _memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
-    """What each rank holds during each instruction: what is fixed, the stash of its live micro-batches,
-    the largest workspace while it computes, and the largest sum of `receive_window` receives that follow
-    each other, as receive buffers are kept for the next ones."""
-    stash = np.array([stage.stash_bytes for stage in stages], np.int64)
+def memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
+    """What each rank holds during each instruction: what is fixed, the stash of its live micro-batches, what
+    was made again of it, the largest workspace while it computes, and the largest sum of `receive_window`
+    receives that follow each other, as receive buffers are kept for the next ones."""
+    stash, remade = (
+        np.array(nbytes, np.int64)
+        for nbytes in zip(*((stage.stash_bytes, stage.remade_bytes) for stage in stages), strict=True)
+    )
     out = []
     for mine, codes, nbytes in zip(stages_of_ranks(program), program.codes, sizes, strict=True):
         fixed = sum(stages[s].fixed_bytes for s in mine) + _window_peak(codes, nbytes, program.receive_window)
         workspace = max((stages[s].workspace_bytes for s in mine), default=0)
-        out.append(fixed + stashes(codes, stash[codes[:, 1]]) + np.where(WORKS[codes[:, 0]], workspace, 0))
+        held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]])
+        out.append(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0))
     return tuple(out)
 
 

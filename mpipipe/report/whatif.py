@@ -59,7 +59,7 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
         costs: Costs, numerics: Numerics = numerics, schedule: str = layout.schedule, n: int = n
     ) -> float:
         names = [group.name for group in costs.groups]
-        made, _ = make_plan(costs, numerics, schedule, layout.receive_window, names, n)
+        made, _ = make_plan(costs, numerics, schedule, layout.receive_window, names, n, "auto")
         return made.prediction.step_s
 
     finer = _finer(numerics)
@@ -110,6 +110,7 @@ def _halved(costs: Costs) -> Costs:
             workspace_bytes=g.workspace_bytes // 2,
             act_bytes=g.act_bytes // 2,
             grad_bytes=g.grad_bytes // 2,
+            selective_bytes=g.selective_bytes // 2,
         )
         for g in costs.groups
     )
@@ -131,7 +132,7 @@ def _balanced_s(plan: Plan, costs: Costs) -> float:
     names, n = [group.name for group in costs.groups], plan.layout.n_ranks
     cuts = cut_indices(plan.layout, names)
     placed = in_order(costs, plan.layout.order)
-    stages = stage_costs(placed, cuts)
+    stages = stage_costs(placed, cuts, plan.layout.recompute)
     speeds = [device.speed for device in placed.cluster.devices]
 
     def even(seconds: Callable[[StageCost], float]) -> float:

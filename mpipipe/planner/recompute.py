@@ -1,0 +1,54 @@
+"""Which stages make a part of their forward again: none where all fits into memory, else what costs least.
+
+A stage's recomputation changes the memory of its own rank alone, and the simulated step grows with the
+seconds of each stage: for given cuts and one stage per rank, the fastest mode that fits, stage by stage, has
+the shortest step. Of several stages on a rank, the combination with the fewest added seconds is taken; that
+no other has a shorter step is not claimed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mpipipe.planner.partition import Wish
+from mpipipe.planner.schedules import stages_of_ranks
+from mpipipe.planner.simulate import memory_bytes, message_bytes
+from mpipipe.planner.stages import in_order, stage_costs, stage_ties
+from mpipipe.values import RECOMPUTE, Costs, Layout, Program, Recompute, StageCost
+
+_MOST = 1 << 10  # combinations of modes on one rank that are looked at
+
+
+def with_modes(costs: Costs, layout: Layout, cuts: Sequence[int], program: Program, wish: Wish) -> Layout:
+    """The layout with the recomputation that is wished for, or on each rank the one with the fewest seconds
+    that fits; where none does, all of it. cuts: its own, as indices."""
+    if wish != "auto":
+        return replace(layout, recompute=() if wish == "none" else (wish,) * layout.n_stages)
+    placed, ties = in_order(costs, layout.order), stage_ties(costs.ties, cuts)
+    of_mode = {mode: stage_costs(placed, cuts, (mode,) * layout.n_stages) for mode in RECOMPUTE}
+    sizes = message_bytes(program, of_mode["none"], ties)
+    room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
+    chosen: list[Recompute] = ["none"] * layout.n_stages
+
+    def peaks() -> list[int]:
+        stages = [of_mode[mode][s] for s, mode in enumerate(chosen)]
+        return [int(held.max(initial=0)) for held in memory_bytes(program, stages, sizes)]
+
+    full = [rank for rank, peak in enumerate(peaks()) if peak > room[rank]]
+    for rank in full:
+        mine = stages_of_ranks(program)[rank]
+        every = itertools.islice(itertools.product(RECOMPUTE, repeat=len(mine)), _MOST)
+        for modes in sorted(every, key=lambda modes: _backward_s(of_mode, mine, modes)):
+            for s, mode in zip(mine, modes, strict=True):
+                chosen[s] = mode
+            if peaks()[rank] <= room[rank]:
+                break
+    return replace(layout, recompute=tuple(chosen) if full else ())
+
+
+def _backward_s(
+    of_mode: Mapping[Recompute, Sequence[StageCost]], stages: Sequence[int], modes: Sequence[Recompute]
+) -> float:
+    return sum(of_mode[mode][s].bwd_input_s for s, mode in zip(stages, modes, strict=True))
