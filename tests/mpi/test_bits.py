@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from mpipipe.config import Config, parse
 from mpipipe.runtime.setting import instruction_set
 from mpipipe.state.checkpoint import load, tensor_digest
 from mpipipe.state.files import write_text
+from mpipipe.values import Recompute
 
 pytestmark = pytest.mark.mpi
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "bits"
@@ -86,6 +87,27 @@ def test_the_bits_of_one_rank_with_backwards_in_two_or_several_stages(
     if schedule == "interleaved" and case.micro_batches % comm.size:
         pytest.skip(f"{case.micro_batches} micro-batches do not go round {comm.size} ranks")
     got = tiny.train(comm, case, schedule, window=16)
+    expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), keep=False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", ("selective", "full")), ("zb-h1", ("full", "selective"))]
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", precision="bf16", tied="eager"),
+        Case("gpt", bits="fast", batch=7, evaluate=True),
+        Case("conv and norm", evaluate=True),
+        BuiltInCase("resnet", batch=7, evaluate=True, steps=2),
+        BuiltInCase("lstm", steps=2),
+    ],
+    ids=str,
+)
+def test_the_bits_of_one_rank_with_recomputation(
+    comm: MpiCommunicator, case: Case, schedule: str, recompute: Sequence[Recompute]
+) -> None:
+    got = tiny.train(comm, case, schedule, window=16, recompute=recompute)
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), keep=False)
 
 
