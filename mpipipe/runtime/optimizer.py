@@ -7,9 +7,7 @@ here, or that of a torch optimizer (`foreign.py`).
 
 With the bits of torch, norms and updates run parameter by parameter with its own single-tensor code: a
 vectorised kernel may round the tail of a buffer differently from its body, so bits would depend on where
-a parameter lies if whole buffers were updated at once. An update goes over a parameter in pieces that
-stay in cache: the same bits (a piece is whole vectors, but for the parameter's own tail), two to
-three times as fast, and torch's two temporaries are small.
+a parameter lies if whole buffers were updated at once (`updates.py`).
 
 With fast bits, a float32 buffer is clipped, stepped and zeroed in one pass of our kernel, for which it is
 of no concern where an element lies; so any cut gives the same bits here too, but not those of torch.
@@ -28,16 +26,14 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from mpipipe import ops
 from mpipipe.errors import CheckpointError
+from mpipipe.runtime.updates import Chunk, adamw, chunks, sgd
 from mpipipe.runtime.weights import Flat, ParamGroup, StageWeights
 from mpipipe.values import TensorSpec
 
 Bits = Literal["torch", "fast"]
-PIECE = 1 << 17  # elements
 LISTED = 10  # names in an error; the rest is counted
 
 
@@ -173,16 +169,17 @@ class FlatUpdater:
         names = ("exp_avg", "exp_avg_sq") if settings.kind == "adamw" else ("momentum_buffer",)
         self.names = names[: settings.state_buffers]
         self.buffers = [[group.data.sibling() for _ in self.names] for group in groups]
+        self._chunks = [chunks(g.data, g.grad, *s) for g, s in zip(groups, self.buffers, strict=True)]
 
     @torch.no_grad()
     def update(self, step: int, factor: float | None) -> None:
-        for group, state in zip(self.groups, self.buffers, strict=True):
+        for group, state, places in zip(self.groups, self.buffers, self._chunks, strict=True):
             if self._by_kernel(group):
                 self._update_at_once(group, state, step, 1.0 if factor is None else factor)
                 continue
             if factor is not None:
                 group.grad.buffer.mul_(torch.tensor(factor, dtype=torch.float32))
-            self._update_group(group, state, step)
+            self._update_group(group, places, step)
             group.grad.buffer.zero_()
 
     def _by_kernel(self, group: ParamGroup) -> bool:
@@ -196,24 +193,14 @@ class FlatUpdater:
             weight_decay=settings.weight_decay if group.decay else 0.0,
         )  # fmt: skip
 
-    def _update_group(self, group: ParamGroup, flats: list[Flat], step: int) -> None:
+    def _update_group(self, group: ParamGroup, places: Sequence[Chunk], step: int) -> None:
         settings, lr = self.settings, self.settings.lr_at(step)
-        params, grads, *state = (_pieces(flat) for flat in (group.data, group.grad, *flats))
         decay = settings.weight_decay if group.decay else 0.0
-        if settings.kind == "adamw":
-            steps = [torch.tensor(float(step)) for _ in params]  # torch counts each up in place
-            adamw(
-                params, grads, state[0], state[1], [], steps,
-                foreach=False, fused=False, capturable=False, differentiable=False, has_complex=False,
-                beta1=settings.betas[0], beta2=settings.betas[1], lr=lr, weight_decay=decay,
-                eps=settings.eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
-        else:
-            momentum: list[Tensor | None] = list(state[0]) if state else [None] * len(params)
-            sgd(
-                params, grads, momentum, foreach=False, fused=False, weight_decay=decay,
-                momentum=settings.momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
-            )  # fmt: skip
+        for chunk in places:
+            if settings.kind == "adamw":
+                adamw(chunk, step + 1, lr=lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+            else:
+                sgd(chunk, lr=lr, momentum=settings.momentum, weight_decay=decay)
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -232,10 +219,6 @@ class FlatUpdater:
         check_fits(saved, optimizer, self.kind, params, state.keys())
         for name, view in state.items():
             saved.read(name, view)
-
-
-def _pieces(flat: Flat) -> list[Tensor]:
-    return [piece for view in flat.views.values() for piece in view.view(-1).split(PIECE)]
 
 
 # -- what a checkpoint says of the optimizer -----------------------------------------------------------

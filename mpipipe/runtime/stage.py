@@ -13,7 +13,8 @@ as it was sent. With recomputation less is held, and B or I first makes it again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ from mpipipe.graph.recompute import let_go
 from mpipipe.ops.deferred import Pending
 from mpipipe.runtime.weights import StageWeights
 from mpipipe.values import Recompute
+
+_Update = tuple[str, float | None, Tensor | None]  # buffer, momentum, value; None: it counts
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Stage:
         self.weights, self.precision, self.blocks, self.recompute = weights, precision, blocks, recompute
         self._stash: dict[int, Callable[[], _Stash]] = {}
         self._waiting: dict[int, tuple[Pending, list[tuple[Tensor, Tensor]]]] = {}  # (weight, its gradient)
-        self._statistics: dict[int, list[tuple[str, float | None, Tensor | None]]] = {}  # by micro-batch
+        self._statistics: dict[int, list[_Update]] = {}  # by micro-batch
 
     def forward(
         self, code: Code, micro: int, received: Sequence[Tensor], batch: Batch, step: int, train: bool
@@ -167,18 +170,35 @@ class Stage:
     def apply_statistics(self, buffers: Callable[[str], Tensor] | None = None) -> None:
         """Buffer updates of the step, in micro-batch order, whatever the order of the forwards was. buffers:
         others than the stage's own, by name."""
-        updates = (update for _, of_micro in sorted(self._statistics.items()) for update in of_micro)
-        for name, momentum, value in updates:
-            buffer = (buffers or self.weights.buffer)(name)
-            if momentum is None or value is None:
-                buffer.add_(1)
-            else:
-                buffer.mul_(1.0 - momentum).add_(value, alpha=momentum)
+        rounds: list[dict[str, _Update]] = []  # with one update of a buffer each
+        done: Counter[str] = Counter()
+        for _, updates in sorted(self._statistics.items()):
+            for update in updates:
+                if done[update[0]] == len(rounds):
+                    rounds.append({})
+                rounds[done[update[0]]][update[0]] = update
+                done[update[0]] += 1
+        for of_round in rounds:
+            _apply(of_round.values(), buffers or self.weights.buffer)
         self._statistics.clear()
 
     def forget_statistics(self) -> None:
         """Of a step that updates nothing."""
         self._statistics.clear()
+
+
+def _apply(updates: Iterable[_Update], buffers: Callable[[str], Tensor]) -> None:
+    """Of different buffers, together: each is small, and a call of torch would take longer than its sums."""
+    by_momentum: dict[float | None, list[tuple[Tensor, Tensor | None]]] = {}
+    for name, momentum, value in updates:
+        by_momentum.setdefault(momentum, []).append((buffers(name), value))
+    for momentum, pairs in by_momentum.items():
+        there = [buffer for buffer, _ in pairs]
+        if momentum is None:
+            torch._foreach_add_(there, 1)
+        else:
+            torch._foreach_mul_(there, 1.0 - momentum)
+            torch._foreach_add_(there, [value for _, value in pairs if value is not None], alpha=momentum)
 
 
 def _own(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:

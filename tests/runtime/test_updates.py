@@ -1,0 +1,58 @@
+"""Updates over lists have the bits of torch's own optimizers, which go parameter by parameter."""
+
+import pytest
+import torch
+
+from mpipipe.runtime import updates
+from mpipipe.runtime.optimizer import FlatUpdater, OptimizerSettings
+from mpipipe.runtime.weights import Flat, ParamGroup
+
+SHAPES = {"large": (3, 70_001), "one": (1,), "odd": (5, 7), "whole vectors": (64, 64), "tail": (17,)}
+
+
+@pytest.mark.parametrize("piece", [updates.PIECE, 1 << 10])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        OptimizerSettings(lr=1e-2),
+        OptimizerSettings(lr=1e-2, weight_decay=0.0),
+        OptimizerSettings("sgd", lr=1e-2),
+        OptimizerSettings("sgd", lr=1e-2, momentum=0.0, weight_decay=0.0),
+    ],
+    ids=str,
+)
+def test_the_bits_of_torch(settings: OptimizerSettings, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "PIECE", piece)
+    torch.manual_seed(0)
+    data = Flat.like({name: torch.Size(shape) for name, shape in SHAPES.items()}, torch.float32)
+    for view in data.views.values():
+        view.copy_(torch.randn(view.shape))
+    group = ParamGroup(True, data, data.sibling())
+    plain = {name: view.clone().requires_grad_() for name, view in data.views.items()}
+    decay = {"lr": settings.lr, "weight_decay": settings.weight_decay, "foreach": False}
+    if settings.kind == "adamw":
+        torchs: torch.optim.Optimizer = torch.optim.AdamW(
+            plain.values(), betas=settings.betas, eps=settings.eps, fused=False, **decay
+        )
+    else:
+        torchs = torch.optim.SGD(plain.values(), momentum=settings.momentum, **decay)
+    updater = FlatUpdater([group], settings)
+    for step in range(4):
+        for name, view in group.grad.views.items():
+            plain[name].grad = torch.randn(view.shape)
+            view.copy_(plain[name].grad)
+        torchs.step()
+        updater.update(step, None)
+        assert not group.grad.buffer.any()
+    for name, view in data.views.items():
+        assert torch.equal(view, plain[name]), name
+
+
+def test_a_chunk_has_at_most_a_piece_and_nothing_is_left_out() -> None:
+    data = Flat.like({name: torch.Size(shape) for name, shape in SHAPES.items()}, torch.float32)
+    found = updates.chunks(data, data.sibling())
+    assert all(sum(t.numel() for t in weights) <= updates.PIECE for weights, _ in found)
+    assert [[t.numel() for t in weights] for weights, _ in found] == [[131072], [78931, 1, 35, 4096, 17]]
+    assert sum(t.numel() for weights, _ in found for t in weights) == sum(
+        v.numel() for v in data.views.values()
+    )
