@@ -14,16 +14,16 @@ from dataclasses import replace
 
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.schedules import stages_of_ranks
-from mpipipe.planner.simulate import memory_bytes, message_bytes
+from mpipipe.planner.simulate import message_bytes, rank_memory_bytes
 from mpipipe.planner.stages import in_order, stage_costs, stage_ties
 from mpipipe.values import RECOMPUTE, Costs, Layout, Program, Recompute, StageCost
 
-_MOST = 1 << 10  # combinations of modes on one rank that are looked at
+_MOST = 1 << 10  # combinations of modes on one rank that are looked at, beside those of one mode
 
 
 def with_modes(costs: Costs, layout: Layout, cuts: Sequence[int], program: Program, wish: Wish) -> Layout:
     """The layout with the recomputation that is wished for, or on each rank the one with the fewest seconds
-    that fits; where none does, all of it. cuts: its own, as indices."""
+    that fits; where none does, all there is. cuts: its own, as indices."""
     if wish != "auto":
         return replace(layout, recompute=() if wish == "none" else (wish,) * layout.n_stages)
     placed, ties = in_order(costs, layout.order), stage_ties(costs.ties, cuts)
@@ -32,20 +32,21 @@ def with_modes(costs: Costs, layout: Layout, cuts: Sequence[int], program: Progr
     room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
     chosen: list[Recompute] = ["none"] * layout.n_stages
 
-    def peaks() -> list[int]:
+    def too_full(rank: int) -> bool:
         stages = [of_mode[mode][s] for s, mode in enumerate(chosen)]
-        return [int(held.max(initial=0)) for held in memory_bytes(program, stages, sizes)]
+        return int(rank_memory_bytes(program, stages, sizes, rank).max(initial=0)) > room[rank]
 
-    full = [rank for rank, peak in enumerate(peaks()) if peak > room[rank]]
-    for rank in full:
-        mine = stages_of_ranks(program)[rank]
-        every = itertools.islice(itertools.product(RECOMPUTE, repeat=len(mine)), _MOST)
-        for modes in sorted(every, key=lambda modes: _backward_s(of_mode, mine, modes)):
+    for rank, mine in enumerate(stages_of_ranks(program)):
+        if not too_full(rank):
+            continue
+        some = itertools.islice(itertools.product(RECOMPUTE, repeat=len(mine)), _MOST)
+        alike = ((mode,) * len(mine) for mode in RECOMPUTE)
+        for modes in sorted({*some, *alike}, key=lambda modes: _backward_s(of_mode, mine, modes)):
             for s, mode in zip(mine, modes, strict=True):
                 chosen[s] = mode
-            if peaks()[rank] <= room[rank]:
+            if not too_full(rank):
                 break
-    return replace(layout, recompute=tuple(chosen) if full else ())
+    return replace(layout, recompute=tuple(chosen) if set(chosen) != {"none"} else ())
 
 
 def _backward_s(

@@ -17,7 +17,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import remakes, stages_of_ranks, stashes
+from mpipipe.planner.schedules import remakes, stashes
 from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
@@ -59,20 +59,25 @@ def simulate(
 
 
 def memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
-    """What each rank holds during each instruction: what is fixed, the stash of its live micro-batches, what
+    """What each rank holds during each instruction."""
+    return tuple(rank_memory_bytes(program, stages, sizes, rank) for rank in range(len(program.codes)))
+
+
+def rank_memory_bytes(
+    program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int
+) -> Int64:
+    """What a rank holds during each instruction: what is fixed, the stash of its live micro-batches, what
     was made again of it, the largest workspace while it computes, and the largest sum of `receive_window`
     receives that follow each other, as receive buffers are kept for the next ones."""
-    stash, remade = (
-        np.array(nbytes, np.int64)
-        for nbytes in zip(*((stage.stash_bytes, stage.remade_bytes) for stage in stages), strict=True)
-    )
-    out = []
-    for mine, codes, nbytes in zip(stages_of_ranks(program), program.codes, sizes, strict=True):
-        fixed = sum(stages[s].fixed_bytes for s in mine) + _window_peak(codes, nbytes, program.receive_window)
-        workspace = max((stages[s].workspace_bytes for s in mine), default=0)
-        held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]])
-        out.append(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0))
-    return tuple(out)
+    codes, window = program.codes[rank], program.receive_window
+    mine = [s for s, on in enumerate(program.rank_of_stage) if on == rank]
+    stash, remade = np.zeros((2, len(stages)), np.int64)
+    for s in mine:
+        stash[s], remade[s] = stages[s].stash_bytes, stages[s].remade_bytes
+    fixed = sum(stages[s].fixed_bytes for s in mine) + _window_peak(codes, sizes[rank], window)
+    workspace = max((stages[s].workspace_bytes for s in mine), default=0)
+    held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]])
+    return np.asarray(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0), np.int64)
 
 
 def _window_peak(codes: Int32, nbytes: Int64, window: int) -> int:
