@@ -61,8 +61,8 @@ def make_plan(
     promising: the next ones are taken only where they gain something. Raises PlanError if no cut fits (see
     `partition`), DeadlockError for an order that cannot end.
 
-    receive_window: at least; more where a schedule needs it. recompute: "auto" = that
-    of least time, for each cut that is looked at; they begin with those that fit without, where there are any."""
+    receive_window: at least; more where a schedule needs it. recompute: "auto" = that of least time, for each
+    cut that is looked at; they begin with those that fit without, where there are any."""
     check_counts(costs, numerics.micro_batches, schedule, n_ranks)
     n_stages = stages_on(schedule, n_ranks)
     check_stages(n_stages, len(costs.groups))
