@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mpipipe.values import Value
+
+LINKS = 6  # ranks of a long chain that are told, the nearest to its end
 
 
 @dataclass(frozen=True)
@@ -68,27 +71,34 @@ class Sign(Value):
 def diagnose(
     records: Mapping[int, Flight], signs: Mapping[int, Sign], start: int, silent_s: float
 ) -> list[str]:
-    """Lines: the waits from rank `start` on to the rank that does not wait. A rank without a record is one
-    that does not answer; signs: the last of each rank, which has been silent for `silent_s` or longer."""
-    lines: list[str] = []
-    passed: list[int] = []
-    at = start
-    while at in records and records[at].doing.waits_for and at not in passed:
-        passed.append(at)
-        flight = records[at]
-        other = _next(flight.doing.waits_for, records)
-        seen = f", since {flight.since_s:.0f} s"
-        lines.append(f"rank {at} ({flight.host}) waits for {flight.doing.what} from rank {other}{seen}")
-        at = other
-    if at in passed:
-        ring = " and ".join(str(rank) for rank in sorted(passed[passed.index(at) :]))
+    """Lines: the waits that lead to the rank that does not wait, which is `start`, or what it waits for. A
+    rank without a record is one that does not answer; signs: the last of each, `silent_s` ago or longer."""
+    chains = [_chain(rank, records) for rank in [start, *sorted(records)]]
+    *waiting, last = max((c for c in chains if c[-1] == chains[0][-1]), key=len)
+    lines = []
+    for rank, other in pairwise([*waiting, last][-LINKS:]):
+        f = records[rank]
+        lines.append(
+            f"rank {rank} ({f.host}) waits for {f.doing.what} from rank {other}, since {f.since_s:.0f} s"
+        )
+    if last in waiting:
+        ring = " and ".join(str(rank) for rank in sorted(waiting[waiting.index(last) :]))
         return [*lines, f"ranks {ring} wait for each other: a message is lost, or the program is at fault"]
-    if at in records:
-        flight = records[at]
-        where = f", at {flight.doing.at}" if flight.doing.at else ""
-        seen = f"since {flight.since_s:.0f} s"
-        return [*lines, f"rank {at} ({flight.host}) is in {flight.doing.what}, {seen}{where}"]
-    return [*lines, _silent(at, signs.get(at), silent_s)]
+    if last not in records:
+        return [*lines, _silent(last, signs.get(last), silent_s)]
+    f = records[last]
+    where = f", at {f.doing.at}" if f.doing.at else ""
+    return [*lines, f"rank {last} ({f.host}) is in {f.doing.what}, since {f.since_s:.0f} s{where}"]
+
+
+def _chain(start: int, records: Mapping[int, Flight]) -> list[int]:
+    """From rank to rank along the waits, to one that does not wait, does not answer, or has been passed."""
+    chain = [start]
+    while chain[-1] in records and (waits_for := records[chain[-1]].doing.waits_for):
+        chain.append(_next(waits_for, records))
+        if chain[-1] in chain[:-1]:
+            break
+    return chain
 
 
 def _next(waits_for: Sequence[int], records: Mapping[int, Flight]) -> int:

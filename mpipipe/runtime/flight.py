@@ -81,7 +81,7 @@ class InterpreterView:
             sent = self._of.outbox.pending() if ended else []
             if sent and waits:
                 return f"the receive of {_message(sent[0])}", (sent[0].peer,)
-            return f"the {'end' if ended else 'beginning'} of the program", ()
+            return f"the {'end' if ended else 'beginning'} of the step", ()
         instr = self._instr(begun - 1)
         if instr.op in RECVS:
             return _message(instr), (instr.peer,) if waits else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpipipe.cluster.flight import Doing, Flight, Sign, diagnose
+from mpipipe.cluster.flight import LINKS, Doing, Flight, Sign, diagnose
 
 
 def flight(rank: int, what: str, *waits_for: int, at: str = "", since_s: float = 41.0) -> Flight:
@@ -14,18 +14,26 @@ def lines(*flights: Flight, start: int, signs: dict[int, Sign] | None = None) ->
 
 
 def test_the_waits_are_followed_to_the_rank_that_does_not_wait() -> None:
-    said = lines(
+    records = [
         flight(0, "1B0", 1),
         flight(1, "2B0", 2),
         flight(2, "F of stage 2, micro-batch 5", at="mine.py:3 in forward"),
         flight(3, "2F5", 2),
-        start=0,
-    )
-    assert said == [
-        "rank 0 (n0) waits for 1B0 from rank 1, since 41 s",
-        "rank 1 (n1) waits for 2B0 from rank 2, since 41 s",
-        "rank 2 (n2) is in F of stage 2, micro-batch 5, since 41 s, at mine.py:3 in forward",
     ]
+    for start in range(4):  # whoever was the first to notice
+        assert lines(*records, start=start) == [
+            "rank 0 (n0) waits for 1B0 from rank 1, since 41 s",
+            "rank 1 (n1) waits for 2B0 from rank 2, since 41 s",
+            "rank 2 (n2) is in F of stage 2, micro-batch 5, since 41 s, at mine.py:3 in forward",
+        ]
+
+
+def test_of_a_long_chain_the_end_is_told() -> None:
+    said = lines(
+        *(flight(r, f"{r + 1}B0", r + 1) for r in range(40)), flight(40, "STEP of stage 40"), start=0
+    )
+    assert len(said) == LINKS
+    assert said[-1].startswith("rank 40 (n40) is in STEP of stage 40")
 
 
 def test_of_a_collective_the_one_who_has_not_come_is_blamed() -> None:
