@@ -39,8 +39,12 @@ def seen(held: threading.Event, go_on: threading.Event) -> Looks:
 
     def look() -> None:
         assert held.wait(LONG_S)
-        before: object = None  # until the other one has come to where it waits
-        while (now := [view.progress() for view, _ in views.values()]) != before:
+        before: object = None  # until the other one has come to where it waits, and stays there
+        end = time.monotonic() + LONG_S
+        while time.monotonic() < end:
+            now = [(v.progress(), v.doing(stack_of(thread), "").waits_for) for v, thread in views.values()]
+            if now == before and any(waits_for for _, waits_for in now):
+                break
             before = now
             time.sleep(0.3)
         for rank, (view, thread) in views.items():
