@@ -7,7 +7,7 @@ calls of the others, and not the end of the job. A rank that is frozen, or cut o
 has been silent for as long as the detector waits (`FLAGS`). Those of this node are then ended for good: one
 that wakes up again must not write into the run's folder beside those that went on.
 
-No import of mpi4py: the module comes as an argument.
+No import of mpi4py: the module comes as an argument, communicators are its own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from mpipipe.cluster.comm import RankLost
 from mpipipe.errors import LaunchError
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpipipe.cluster.comm import Communicator
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,9 +76,7 @@ def translated(mpi: Any, tolerates: bool, error: Exception) -> Exception:
     return RankLost(f"a rank was lost: {error}") if tolerates and is_loss(mpi, error) else error
 
 
-def shrink(
-    mpi: Any, old: MPI.Intracomm, others: Iterable[MPI.Intracomm]
-) -> tuple[MPI.Intracomm, MPI.Intracomm, list[int]]:
+def shrink(mpi: Any, old: Any, others: Iterable[Any]) -> tuple[Any, Any, list[int]]:
     """Two communicators of the ranks that are left, and which of the old ones they are. Collective over them.
 
     others: what else the ranks may wait on. A rank may be lost on the way: then all begin again, which the
@@ -89,9 +85,9 @@ def shrink(
     for comm in (old, *others):
         comm.Revoke()
     while True:
-        left: Any = old.Shrink()
+        left = old.Shrink()
         left.Set_errhandler(mpi.ERRORS_RETURN)
-        second: MPI.Intracomm | None = None
+        second: Any = None
         whole = 0
         with suppress(mpi.Exception):
             second = left.Dup()
