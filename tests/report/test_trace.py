@@ -89,6 +89,10 @@ def empty(file: dict[str, Any], rank: int) -> None:
         (lambda v: code(v, 0, 1, "tag", 1 << 40), "damaged: "),
         (lambda v: code(v, 1, -2, "op", 13), r"damaged: its ranks have \[1, 0\] gradient norms"),
         (lambda v: empty(v, 1), "damaged: rank 1 has no instructions"),
+        (
+            lambda v: v["programs"][0].update(other_copies=[[2, 3]]),
+            r"damaged: its 2 stages are on ranks \[2, 3\]",
+        ),
     ],
 )
 def test_a_file_that_is_wrong(trace: Trace, tmp_path: Path, change, message: str) -> None:
