@@ -515,11 +515,7 @@ class Placed:
         return (self.rank_of_stage, *self.other_copies)
 
     def share(self, copy: int) -> range:
-        return share_of(copy, 1 + len(self.other_copies), self.n_micro)
-
-    def copy_of(self, micro: int) -> int:
-        """The one that does a micro-batch."""
-        return micro * (1 + len(self.other_copies)) // self.n_micro
+        return share_of(copy, len(self.copies), self.n_micro)
 
     def copy_on(self, rank: int) -> int:
         return next(c for c, ranks in enumerate(self.copies) if rank in ranks)
