@@ -46,7 +46,7 @@ from mpipipe.planner.given import check_given as check_given_plan
 from mpipipe.planner.given import check_ranks
 from mpipipe.planner.joint import Asked, copies_of, counts_of, schedules_of, search
 from mpipipe.planner.mirrors import with_mirrors
-from mpipipe.planner.partition import check_stages
+from mpipipe.planner.partition import Wish, check_stages
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
@@ -73,7 +73,7 @@ from mpipipe.state.resume import RunState, check_graph, check_numerics, read_sta
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
 from mpipipe.survival import Recovery, Survival
-from mpipipe.values import Gemm, Numerics, Plan, Program, from_json, to_json
+from mpipipe.values import RECOMPUTE, Gemm, Numerics, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
@@ -110,6 +110,8 @@ class Pipeline:
     replicas   whole copies of the pipeline, which share the micro-batches and the optimizer's state; as the
                blocks allow. "auto": the number whose simulated step is the shortest
     schedule   1f1b, gpipe, one of your own, or "auto": the one whose simulated step is the shortest
+    recompute  what backward makes again of the forward, to keep less: "none", "selective" (what is cheap:
+               norms, activations), "full" (all), or "auto": on each rank what costs least of those that fit
     val        as data, for `evaluate`, in batches of `val_batch` samples (None = batch)
     weight_of  weight_of(batch) -> number of labels, say, that a mean loss was divided by
     metrics    name -> function like the loss, for `evaluate`
@@ -157,6 +159,7 @@ class Pipeline:
         unused: Literal["error", "keep"] = "error",
         max_shapes: int = 8,
         receive_window: int = 4,
+        recompute: Wish = "auto",
         memory_bytes: int | None = None,
         cost_cache: bool = True,
         initial: Initial | None = None,
@@ -175,6 +178,7 @@ class Pipeline:
                 "precision": (precision, ("fp32", "bf16")), "tied": (tied, ("per_use", "eager")),
                 "gemm": (gemm, ("auto", "mkl", "onednn")), "unused": (unused, ("error", "keep")),
                 "bits": (bits, ("torch", "fast")), "recover": (recover, ("restart", "mpi")),
+                "recompute": (recompute, ("auto", *RECOMPUTE)),
             }
         )  # fmt: skip
         self.val_batch = val_batch or batch
@@ -207,7 +211,7 @@ class Pipeline:
             schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
             samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
-            recover=recover, mirror_every=mirror_every,
+            recompute=recompute, recover=recover, mirror_every=mirror_every,
             checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
         )  # fmt: skip
         called = str(plan) if isinstance(plan, str | Path) else "the plan"
@@ -234,7 +238,9 @@ class Pipeline:
 
         counts = (count,) if count is not None else counts_of(batch, blocks)
         copies = (1,) if given_plan else copies_of(replicas, self.numerics, comm.size)
-        asked = Asked(self.numerics, counts, schedules_of(schedule), receive_window, comm.size, copies)
+        asked = Asked(
+            self.numerics, counts, schedules_of(schedule), receive_window, comm.size, copies, recompute
+        )
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
         kind = device_kind(self.numerics.instruction_set)
         kept = CostCache(cache_folder() if cost_cache else None, kind, self.say)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache, cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,6 +255,8 @@ class GroupCost(Value):
     grad_bytes: int  # crosses backward there
     update_s: float = 0.0  # once per step, beside what `Costs` says of each byte of its parameters
     spread: float = 0.0  # relative, of its repeated timings; 0 = that of all groups
+    selective_share: float = 0.0  # of fwd_s: what selective recomputation takes
+    selective_bytes: int = 0  # of stash_bytes: what it makes again
 
     @property
     def seconds(self) -> float:
@@ -286,9 +288,9 @@ class Costs(Value):
 
     @cached_property
     def columns(self) -> dict[str, NDArray[Any]]:
-        """Each field of the groups but `name` as an array (n_groups,): seconds float64, bytes int64."""
+        """Each field of the groups but `name` as an array (n_groups,): bytes int64, the others float64."""
         names = [f.name for f in fields(GroupCost) if f.name != "name"]
-        return {n: np.array([getattr(g, n) for g in self.groups], float if n.endswith("_s") else np.int64)
+        return {n: np.array([getattr(g, n) for g in self.groups], np.int64 if n.endswith("_bytes") else float)
                 for n in names}  # fmt: skip
 
 
@@ -306,10 +308,11 @@ class StageCost(Value):
     act_bytes: int  # sent to the next stage per micro-batch
     grad_bytes: int  # sent to the previous stage per micro-batch
     shard_bytes: int = 0  # of the weights that each copy of it updates
+    remade_bytes: int = 0  # let go after F, made again by B or I and kept to the end of B or W
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of one micro-batch."""
+        """Forward and backward of one micro-batch, with what backward makes again."""
         return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
 
 
@@ -350,6 +353,12 @@ class Numerics(Value):
         return f"{self.micro_batches} micro-batch{plural} of {f'{least} or {least + 1}' if larger else least}"
 
 
+# What backward makes again of a stage's forward. selective: what is cheap to make, such as norms and
+# activations (Chen et al. 2016; Korthikanti et al. 2022); full: all, from the received tensors.
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)  # the one that takes least time first
+
+
 @dataclass(frozen=True)
 class Layout(Value):
     """Where and in which order. Never changes the bits."""
@@ -358,6 +367,7 @@ class Layout(Value):
     ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it, copy 0 first
     schedule: str
     receive_window: Annotated[int, Field(ge=1)]  # receives posted ahead, per rank
+    recompute: tuple[Recompute, ...] = ()  # by stage; () = none anywhere
     actions: tuple[str, ...] = ()  # by rank of copy 0, where the order follows from costs: "0F0,0F1,0I0,0W0"
     mirror_every: Annotated[int, Field(ge=0)] = 0  # steps between two copies on other ranks; 0 = none
 
@@ -387,6 +397,12 @@ class Layout(Value):
     def order(self) -> tuple[int, ...]:
         """The rank of each stage in copy 0; a rank comes as often as it has stages."""
         return tuple(ranks[0] for ranks in self.ranks)
+
+    @property
+    def modes(self) -> tuple[Recompute, ...]:
+        """`recompute` of each stage."""
+        none: Recompute = "none"
+        return self.recompute or (none,) * self.n_stages
 
 
 @dataclass(frozen=True)
@@ -499,11 +515,7 @@ class Placed:
         return (self.rank_of_stage, *self.other_copies)
 
     def share(self, copy: int) -> range:
-        return share_of(copy, 1 + len(self.other_copies), self.n_micro)
-
-    def copy_of(self, micro: int) -> int:
-        """The one that does a micro-batch."""
-        return micro * (1 + len(self.other_copies)) // self.n_micro
+        return share_of(copy, len(self.copies), self.n_micro)
 
     def copy_on(self, rank: int) -> int:
         return next(c for c, ranks in enumerate(self.copies) if rank in ranks)

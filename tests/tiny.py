@@ -8,6 +8,7 @@ the cuts, and with them the tests, are the same on every machine.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.digests import tensor_digest
-from mpipipe.values import Layout, Numerics, Plan, Prediction
+from mpipipe.values import Layout, Numerics, Plan, Prediction, Recompute
 
 SEED, STEPS, SIDE, CLASSES = 7, 3, 8, 4
 Result = dict[str, Any]
@@ -227,18 +228,21 @@ def placement(schedule: str, n_ranks: int) -> tuple[int, ...]:
 
 def plan_of(
     case: Case, schedule: str, cuts: Sequence[str], window: int = 3, order: Sequence[int] = (),
-    copies: int = 1,
+    copies: int = 1, recompute: Sequence[Recompute] = (),
 ) -> Plan:  # fmt: skip
-    """order: the rank of each stage in copy 0, its number if not given; further copies on further ranks."""
+    """order: the rank of each stage in copy 0, its number if not given; further copies on further ranks.
+    recompute: by stage, again from the first one on where they are fewer."""
     order = tuple(order or range(len(cuts) + 1))
     ranks = tuple(tuple(rank + c * len({*order}) for c in range(copies)) for rank in order)
-    layout = Layout(tuple(cuts), ranks, schedule, window)
+    modes = tuple(itertools.islice(itertools.cycle(recompute), len(ranks)))
+    layout = Layout(tuple(cuts), ranks, schedule, window, recompute=modes)
     return Plan(case.numerics, layout, Prediction(0.0, 0.0, 0.0, (), 0.0, 0.0))
 
 
 def train(
     comm: Communicator, case: Case, schedule: str = "1f1b", cuts: Sequence[str] | None = None,
     variants: Variants | None = None, window: int = 3, order: Sequence[int] = (), copies: int = 1,
+    recompute: Sequence[Recompute] = (),
 ) -> Result:  # fmt: skip
     """A few steps; the same result on every rank. `cuts` are even ones if not given, for as many stages as
     `order` has, or the schedule on the ranks of a copy. Collective."""
@@ -247,7 +251,7 @@ def train(
     order = order or placement(schedule, comm.size // copies)
     if cuts is None:
         cuts = even_cuts(variants.graph.groups, len(order))
-    plan = plan_of(case, schedule, cuts, window, order, copies)
+    plan = plan_of(case, schedule, cuts, window, order, copies, recompute)
     trainer = Trainer(comm, variants, plan, case.settings, case.dataset)
     outcomes, validation = [], []
     for step in range(case.steps):

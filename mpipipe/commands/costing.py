@@ -47,7 +47,7 @@ class Costing:
         )  # fmt: skip
         schedules = schedules_of(schedule_name(config))
         copies = copies_of(p.replicas, numerics, n_ranks)
-        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks, copies)
+        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks, copies, p.recompute)
         self._variants_of = cache(variants_of)
         self.gemm_why = self._settle_gemm(machine, asked)
         if t.bits == "fast":

@@ -14,6 +14,7 @@ from mpipipe.commands.output import writing
 from mpipipe.errors import PlanError
 from mpipipe.planner.curve import Curve, resource_curve
 from mpipipe.planner.joint import Asked, copies_of, search
+from mpipipe.planner.partition import Wish
 from mpipipe.report.curve import advice, beyond_proportion, curve_table, draw_curve
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.values import Cluster, Costs, Numerics, Prediction, to_json
@@ -61,6 +62,7 @@ def curve_on(
     numerics: Numerics,
     schedule: str,
     receive_window: int,
+    recompute: Wish,
     ranks: Sequence[int],
     cluster_of: Callable[[int], Cluster],
     train_samples: int | None,
@@ -70,7 +72,7 @@ def curve_on(
 
     def planned(cluster: Cluster) -> Prediction:
         on, n = replace(costs, cluster=cluster), len(cluster.devices)
-        asked = Asked(numerics, (numerics.micro_batches,), (schedule,), receive_window, n)
+        asked = Asked(numerics, (numerics.micro_batches,), (schedule,), receive_window, n, (1,), recompute)
         copies = copies_of(replicas, numerics, n)
         return search(replace(asked, copies=copies), lambda _: on).plan.prediction
 

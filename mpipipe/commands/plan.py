@@ -131,8 +131,9 @@ def _plan(a: argparse.Namespace) -> None:
     rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
     tried = joint.tried if len(costing.counts) > 1 else ()
     others = alternatives(
-        plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, costing.base_bytes), tried
-    )
+        plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, costing.base_bytes), tried,
+        config.pipeline.recompute,
+    )  # fmt: skip
 
     per_sample = data.tokens_per_sample
     print(_heading(a, config, variants, str(a.ranks)))
@@ -163,7 +164,7 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
     costs = costing.given()
     variants, found = costing.at[costing.asked.sizes[0]]
     curve = curve_on(
-        costs, costing.asked.numerics, costing.asked.schedules[0], p.receive_window, a.levels,
+        costs, costing.asked.numerics, costing.asked.schedules[0], p.receive_window, p.recompute, a.levels,
         lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples, p.replicas,
     )  # fmt: skip
     cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)

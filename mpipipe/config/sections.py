@@ -282,6 +282,7 @@ class PipelineConfig(Section):
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
     receive_window: Positive = 4  # receives posted ahead per rank
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"  # in backward; auto = where memory asks
     memory_bytes: Positive | None = None  # limit per rank; null = its share of the node
     cost_cache: bool = True  # use the costs of earlier runs, in ~/.cache/mpipipe, where they hold
 

@@ -41,6 +41,18 @@ class Port:
 
 
 @dataclass(frozen=True)
+class Selective:
+    """Of code that lets some results go (mpipipe.graph.recompute). refill: (arguments of `Code.forward`, its
+    third result) -> nothing; it gives back their values to the first `dropped` of the latter."""
+
+    refill: fx.GraphModule
+    dropped: int
+    inside_bytes: int  # of the dropped results that are not sent
+    sent: tuple[int, ...]  # indices of what is sent and dropped, where that was asked for
+    received: tuple[int, ...]  # indices of the received tensors that refill reads
+
+
+@dataclass(frozen=True)
 class Code:
     """A part of the graph as a function; arguments in the order of the fields."""
 
@@ -53,6 +65,7 @@ class Code:
     sent: tuple[Port, ...]
     updates: tuple[BufferUpdate, ...]  # one statistic each in the second result (None for counters)
     deferred: frozenset[Leaf] | None = None  # of a backward in two (mpipipe.graph.split)
+    selective: Selective | None = None  # then forward has a third result
 
 
 def stage_table(graph: Graph, cuts: Sequence[str]) -> dict[str, int]:

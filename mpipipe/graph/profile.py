@@ -24,19 +24,36 @@ from torch._ops import OpOverload
 from mpipipe.cluster.memory import growth_bytes
 from mpipipe.graph.anatomy import Anatomy, needs_grad, output_specs, spec_of
 from mpipipe.graph.capture import autocast
-from mpipipe.graph.cut import Code, Port, extract
+from mpipipe.graph.cut import Code, Port, Selective, extract
 from mpipipe.graph.groups import group_of
 from mpipipe.graph.layers import Layer
+from mpipipe.graph.recompute import selective
 from mpipipe.graph.rewrite import op_text, settings_text
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import storage_id
 from mpipipe.ops.evict import evict
-from mpipipe.values import Graph, GroupCost, TensorSpec, Value, digest
+from mpipipe.values import Graph, TensorSpec, Value, digest
 
 REPEATS = 5  # the shortest counts: what else runs on the machine only ever adds
 CACHE_BYTES = 64 << 20  # more than the last-level cache that a core has to itself
 _DRAWN = 1 << 14  # numbers that made-up inputs consist of
 LONG_S = 0.5  # seconds for all repeats of a group; one that takes longer is timed twice, after its warm-up
+
+
+@dataclass(frozen=True)
+class Remade(Value):
+    """What selective recomputation does with a group whose received tensors are there: seconds; saved_bytes:
+    of its own making that it lets go; sent: indices of what it sends and can make again; received: of what
+    it reads for it."""
+
+    seconds: float
+    saved_bytes: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @classmethod
+    def of(cls, made: Selective, seconds: float) -> Remade:
+        return cls(seconds, made.inside_bytes, made.sent, made.received)
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,7 @@ class Sample(Value):
     saved_bytes: int  # of its own making
     saved_received: tuple[int, ...]
     saved_sent: tuple[int, ...]
+    remade: Remade | None = None
 
     @property
     def seconds(self) -> float:
@@ -64,6 +82,7 @@ class Sample(Value):
             fwd_s=self.fwd_s * factor,
             bwd_input_s=self.bwd_input_s * factor,
             bwd_weight_s=self.bwd_weight_s * factor,
+            remade=self.remade and replace(self.remade, seconds=self.remade.seconds * factor),
         )
 
 
@@ -221,7 +240,24 @@ class Profiler:
         into = min(into, backward)
         spread = total[len(total) // 2] / max(total[0], 1e-9) - 1.0
         workspace = self._workspace_bytes(piece, received, rest, saved)
-        return Sample(forward, into, backward - into, spread, workspace, *saved)
+        remade = self._remade(code, received, rest, repeats)
+        return Sample(forward, into, backward - into, spread, workspace, *saved, remade)
+
+    def _remade(self, code: Code, received: list[Tensor], rest: list[object], times: int) -> Remade | None:
+        """What of it selective recomputation makes again, the shortest of some times."""
+        code = selective(self.anatomy, code, sent_too=True)
+        if code.selective is None:
+            return None
+        inputs, seconds = arguments(code, received, rest), []
+        with torch.enable_grad(), autocast(self.precision):
+            _, _, held = code.forward(*inputs)
+        for _ in range(times):
+            self.chill()
+            start = self.clock()
+            with torch.no_grad(), autocast(self.precision):
+                code.selective.refill(*inputs, *held)
+            seconds.append(self.clock() - start)
+        return Remade.of(code.selective, max(0.0, min(seconds) - self._call_s[0]))
 
     def _workspace_bytes(
         self,
@@ -320,43 +356,3 @@ def _fill(spec: TensorSpec, port: Port | None = None) -> Tensor:
     n = math.prod(spec.shape)
     t = some.repeat(-(-n // _DRAWN))[:n].view(spec.shape).to(dtype)
     return t if port is None else torch.empty_strided(spec.shape, port.stride, dtype=dtype).copy_(t)
-
-
-def group_costs(
-    anatomy: Anatomy,
-    parts: Sequence[Piece],
-    samples: dict[str, Sample],
-    update_s: float = 0.0,
-    fill: float = 1.0,
-    statistic_s: float = 0.0,
-) -> tuple[GroupCost, ...]:
-    """Puts the samples of distinct groups back on every group, in order: seconds of the mean micro-batch,
-    bytes of the largest. update_s: seconds of the update of a parameter without elements; fill: as in
-    `Numerics`; statistic_s: of what a micro-batch adds to a buffer, which is counted with its backward."""
-    crossing = anatomy.crossings()
-    starts: list[int] = []
-    groups = group_of(anatomy)
-    for i, node in enumerate(anatomy.order):
-        if groups[node] >= len(starts):
-            starts.append(i)
-    ends = [*starts[1:], len(anatomy.order)]
-    seen: set[fx.Node] = set()
-    out = []
-    for piece, position in zip(parts, ends, strict=True):
-        s = samples[piece.key].times(fill)
-        values = [piece.received[i] for i in s.saved_received] + [piece.sent[i] for i in s.saved_sent]
-        new = {anatomy.root(n): n for n in values if anatomy.root(n) not in seen}
-        seen |= set(new)
-        stash = s.saved_bytes + sum(sum(x.nbytes for x in output_specs(n)) for n in new.values())
-        applied_s = statistic_s * len(piece.code.updates)
-        cut = [n for n in crossing[position] if isinstance(n.meta["val"], torch.Tensor)]
-        sizes = {n: sum(x.nbytes for x in output_specs(n)) for n in cut}
-        out.append(
-            GroupCost(
-                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s + applied_s, piece.param_bytes, stash,
-                s.workspace_bytes, sum(sizes.values()),
-                sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
-                s.spread,
-            )
-        )  # fmt: skip
-    return tuple(out)

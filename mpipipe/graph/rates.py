@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -167,7 +167,8 @@ def sample_of(tally: Tally, rates: Rates) -> Sample:
         sum(map(rates.seconds, works)) for works in (tally.forward, tally.backward, tally.into)
     )
     into = min(into, backward)
+    remade = tally.remade and replace(tally.remade, seconds=sum(map(rates.seconds, tally.again)))
     return Sample(
         forward, into, backward - into, 0.0, tally.workspace_bytes, tally.saved_bytes, tally.saved_received,
-        tally.saved_sent,
+        tally.saved_sent, remade,
     )  # fmt: skip

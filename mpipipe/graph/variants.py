@@ -18,6 +18,7 @@ from mpipipe.graph.capture import capture
 from mpipipe.graph.cut import Code, stage_code, stage_table, weight_code
 from mpipipe.graph.groups import make_graph
 from mpipipe.graph.program import Loss, Metric, Mode, Specs, is_list
+from mpipipe.graph.recompute import selective
 from mpipipe.graph.rewrite import reader_of, source_line
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.split import split
@@ -50,7 +51,7 @@ class Variants:
         self.metrics, self.max_shapes = dict(metrics or {}), max_shapes
         self._anatomies: dict[Mode, dict[Shapes, Anatomy]] = {}
         self._codes: dict[tuple[Mode, Shapes, tuple[str, ...], int], Code] = {}
-        self._splits: dict[tuple[Shapes, tuple[str, ...], int], Code] = {}
+        self._training: dict[tuple[Shapes, tuple[str, ...], int, bool, bool], Code] = {}
         self._weights: dict[tuple[Mode, Shapes], Code | float] = {}
 
     def lowered(self, lowering: Lowering) -> Variants:
@@ -58,7 +59,7 @@ class Variants:
         if lowering == self.lowering:
             return self
         other = copy(self)
-        other.lowering, other._codes, other._splits, other._weights = lowering, {}, {}, {}
+        other.lowering, other._codes, other._training, other._weights = lowering, {}, {}, {}
         other._anatomies = {
             mode: {shapes: replace(a, lowering=lowering) for shapes, a in known.items()}
             for mode, known in self._anatomies.items()
@@ -141,12 +142,16 @@ class Variants:
             self._codes[key] = code
         return self._codes[key]
 
-    def split_code(self, specs: Specs, cuts: Sequence[str], stage: int) -> Code:
-        """`code` of training for a backward in two."""
-        key = _shapes(specs), tuple(cuts), stage
-        if key not in self._splits:
-            self._splits[key] = split(self.code("train", specs, cuts, stage))
-        return self._splits[key]
+    def training_code(
+        self, specs: Specs, cuts: Sequence[str], stage: int, in_two: bool = False, lets_go: bool = False
+    ) -> Code:
+        """`code` of training; in_two: for a backward in two; lets_go: for selective recomputation."""
+        key = _shapes(specs), tuple(cuts), stage, in_two, lets_go
+        if key not in self._training:
+            code = self.code("train", specs, cuts, stage)
+            code = selective(self.anatomy("train", specs), code) if lets_go else code
+            self._training[key] = split(code) if in_two else code
+        return self._training[key]
 
     def _refuse_old_copies(self, anatomy: Anatomy, code: Code, cuts: Sequence[str], stage: int) -> None:
         """Training changes a buffer on the stage that owns it; another stage has its first values only."""

@@ -26,7 +26,8 @@ from torch.utils.flop_counter import flop_registry
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
 from mpipipe.graph.layers import Layer
-from mpipipe.graph.profile import Piece, Profiler, arguments
+from mpipipe.graph.profile import Piece, Profiler, Remade, arguments
+from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import tensors
 from mpipipe.ops.cross_entropy import kept_elements
@@ -90,6 +91,8 @@ class Tally:
     saved_sent: tuple[int, ...]
     held_bytes: int  # inputs, weights with their gradients, and what is kept: what timing it would take
     opaque: bool
+    again: tuple[Work, ...] = ()  # what selective recomputation does
+    remade: Remade | None = None  # without seconds
 
 
 class Tallier(Profiler):
@@ -110,13 +113,27 @@ class Tallier(Profiler):
             into: tuple[Work, ...] = ()
             if any(p.needs_grad for p in code.received):
                 into = self._counted(piece, received, rest, False)[1] if code.leaves else backward
+            again, remade = self._made_again(code, received, rest)
         saved += sum(map(_kept_bytes, forward))
         opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
         held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         return Tally(
                 forward, backward, into, piece.workspace_bytes, saved, of_received, of_sent, held + saved,
-                opaque,
+                opaque, again, remade,
             )  # fmt: skip
+
+    def _made_again(
+        self, code: Code, received: list[Tensor], rest: list[object]
+    ) -> tuple[tuple[Work, ...], Remade | None]:
+        code = selective(self.anatomy, code, sent_too=True)
+        if code.selective is None:
+            return (), None
+        inputs, counter = arguments(code, received, rest), _Counter()
+        with autocast(self.precision):
+            _, _, held = code.forward(*inputs)
+            with torch.no_grad(), counter:
+                code.selective.refill(*inputs, *held)
+        return tuple(counter.works), Remade.of(code.selective, 0.0)
 
     @property
     def _fake(self) -> Any:

@@ -31,7 +31,16 @@ def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor, approximate: str, transposed: bool, shape: Sequence[int]
 ) -> Tensor:
     """gelu(x W^T + b) in a shape, the bias added by the activation's kernel."""
-    y = linear(x, weight, None, transposed).view(shape)
+    return gelu_of(product_of(x, weight, transposed, shape), bias, approximate)
+
+
+def product_of(x: Tensor, weight: Tensor, transposed: bool, shape: Sequence[int]) -> Tensor:
+    """x W^T in a shape: the first half of `linear_gelu`."""
+    return linear(x, weight, None, transposed).view(shape)
+
+
+def gelu_of(y: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    """gelu(y + b): the second half."""
     return bias_gelu(y, bias.to(y.dtype), approximate)
 
 

@@ -17,11 +17,13 @@ import numpy as np
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import legal_copies
 from mpipipe.planner.joint import Tried, least_s
+from mpipipe.planner.partition import Wish
+from mpipipe.planner.recompute import with_modes
 from mpipipe.planner.schedules import PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
-from mpipipe.values import Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
+from mpipipe.values import RECOMPUTE, Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _ENDLESS = 2**62  # bytes
@@ -44,16 +46,20 @@ def alternatives(
     group_names: Sequence[str],
     cluster_of: Callable[[int], Cluster],
     tried: Sequence[Tried] = (),
+    recompute: Wish = "none",
 ) -> tuple[Alternative, ...]:
     """cluster_of(ranks): the cluster with another number of ranks; raises PlanError where it has too few.
-    tried: what the plan was chosen from, where its number of micro-batches was."""
-    return tuple(_Asked(plan, costs, group_names, cluster_of).all(tried))
+    tried: what the plan was chosen from, where its number of micro-batches was. recompute: as asked for the
+    plan."""
+    return tuple(_Asked(plan, costs, group_names, cluster_of, recompute).all(tried))
 
 
 class _Asked:
     def __init__(
-        self, plan: Plan, costs: Costs, names: Sequence[str], cluster_of: Callable[[int], Cluster]
-    ) -> None:
+        self, plan: Plan, costs: Costs, names: Sequence[str], cluster_of: Callable[[int], Cluster],
+        recompute: Wish,
+    ) -> None:  # fmt: skip
+        self.recompute = recompute
         self.plan, self.costs, self.names, self.cluster_of = plan, costs, names, cluster_of
         self.cuts = cut_indices(plan.layout, names)
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
@@ -65,6 +71,7 @@ class _Asked:
             yield from self._other_cuts()
             yield from self._other_schedules()
         yield from self._other_copies()
+        yield from self._other_modes()
         yield from self._searched(tried) if tried else self._micro_batches()
         yield from self._ranks()
 
@@ -159,12 +166,20 @@ class _Asked:
     def _planned_with(self, name: str, schedule: str, copies: int) -> Alternative:
         window = self.plan.layout.receive_window
         try:
-            p = make_plan(self.costs, self.plan.numerics, schedule, window, self.names, self.n_ranks, copies)[
-                0
-            ].prediction
+            p = make_plan(
+                self.costs, self.plan.numerics, schedule, window, self.names, self.n_ranks, copies,
+                self.recompute,
+            )[0].prediction  # fmt: skip
         except (PlanError, DeadlockError) as error:
             return Alternative(name, None, None, first_sentence(error))
         return self._judged(name, p, self.plan.numerics.batch, self._bubbles)
+
+    def _other_modes(self) -> Iterator[Alternative]:
+        """Of a plan that recomputes somewhere: the same mode on all stages."""
+        layout = self.plan.layout
+        for mode in RECOMPUTE if layout.recompute else ():
+            if set(layout.modes) != {mode}:
+                yield self._same_numerics(f"recompute {mode}", self.cuts, recompute=mode)
 
     def _micro_batches(self) -> Iterator[Alternative]:
         n = self.plan.numerics
@@ -217,34 +232,43 @@ class _Asked:
         layout, costs = self.plan.layout, replace(self.costs, cluster=cluster)
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
         copies = max(n for n in legal_copies(numerics.blocks) if n <= self.n_copies and n_ranks % n == 0)
-        made = make_plan(costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks, copies)
+        made = make_plan(
+            costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks, copies,
+            self.recompute,
+        )  # fmt: skip
         return made[0].prediction
 
     # -- what they are worth ------------------------------------------------------------------------
 
     def _expected(
-        self, cuts: Cuts, schedule: str | None = None, numerics: Numerics | None = None
-    ) -> Prediction | str:
+        self, cuts: Cuts, schedule: str | None = None, numerics: Numerics | None = None,
+        recompute: Wish | None = None,
+    ) -> Prediction | str:  # fmt: skip
         """The reason where it cannot be made, as by a schedule of the user's that refuses other numbers."""
         try:
-            return self._predicted(cuts, schedule, numerics)
+            return self._predicted(cuts, schedule, numerics, recompute or self.recompute)
         except (PlanError, DeadlockError) as error:
             return first_sentence(error)
 
-    def _predicted(self, cuts: Cuts, schedule: str | None, numerics: Numerics | None) -> Prediction:
+    def _predicted(
+        self, cuts: Cuts, schedule: str | None, numerics: Numerics | None, recompute: Wish
+    ) -> Prediction:
         numerics, old = numerics or self.plan.numerics, self.plan.layout
         layout = Layout(
             tuple(self.names[c] for c in cuts), old.ranks, schedule or old.schedule, old.receive_window,
-            old.actions if schedule is None and numerics == self.plan.numerics else (),
+            actions=old.actions if schedule is None and numerics == self.plan.numerics else (),
         )  # fmt: skip
         key = layout.schedule, numerics.micro_batches
         if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts
             self._programs[key] = program_for(layout, numerics, self.costs.ties, self.names)
         bound_s = self.plan.prediction.lower_bound_s
+        layout = with_modes(self.costs, layout, cuts, self._programs[key], recompute)
         return expect(self.costs, layout, self._programs[key], self.names, bound_s)[0]
 
-    def _same_numerics(self, name: str, cuts: Cuts, schedule: str | None = None) -> Alternative:
-        p = self._expected(cuts, schedule)
+    def _same_numerics(
+        self, name: str, cuts: Cuts, schedule: str | None = None, recompute: Wish | None = None
+    ) -> Alternative:
+        p = self._expected(cuts, schedule, recompute=recompute)
         return self._judged(name, p, self.plan.numerics.batch, lambda p: self._reason(cuts, p))
 
     def _judged(

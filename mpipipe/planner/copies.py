@@ -57,6 +57,11 @@ def check_order(layout: Layout) -> None:
             f"{n_stages} stages by layout.cuts, but layout.ranks has {layout.n_stages}; "
             "make them fit each other"
         )
+    if len(layout.recompute) not in (0, n_stages):
+        raise PlanError(
+            f"{n_stages} stages by layout.cuts, but layout.recompute has {len(layout.recompute)}; give a "
+            "mode for each, or none at all"
+        )
     ranks = [list(on) for on in layout.ranks]
     if len({len(on) for on in ranks}) > 1 or not ranks[0]:
         raise PlanError(
@@ -120,7 +125,7 @@ def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageC
     for copy, order in enumerate(layout.copies):
         key = tuple(speeds[rank] for rank in order)
         if key not in known:
-            known[key] = stage_costs(in_order(costs, order), cuts)
+            known[key] = stage_costs(in_order(costs, order), cuts, layout.recompute)
         found += [_owning(stage, of, copy, costs) for stage, of in zip(known[key], shards, strict=True)]
     return tuple(found)
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import work_bound_s
+from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import Order, any_order_bound_s
-from mpipipe.planner.schedules import PLAIN, stages_on
+from mpipipe.planner.recompute import with_modes
+from mpipipe.planner.schedules import PLAIN, PLANNED, stages_on
 from mpipipe.planner.search import norm_seconds, predict, with_window
 from mpipipe.planner.stages import StageTie, crossing_s, in_order, stage_ties
 from mpipipe.values import Costs, Float64, Int64, Layout, Numerics, Plan, Program
@@ -31,10 +33,11 @@ class EveryCut:
     """Of one number of micro-batches and one schedule."""
 
     def __init__(
-        self, costs: Costs, numerics: Numerics, schedule: str, receive_window: int, n_ranks: int
-    ) -> None:
+        self, costs: Costs, numerics: Numerics, schedule: str, receive_window: int, n_ranks: int,
+        recompute: Wish = "none",
+    ) -> None:  # fmt: skip
         self.costs, self.numerics, self.schedule = costs, numerics, schedule
-        self.receive_window, self.n_ranks = receive_window, n_ranks
+        self.receive_window, self.n_ranks, self.recompute = receive_window, n_ranks, recompute
         self.names = [group.name for group in costs.groups]
         self.ways = math.comb(len(self.names) - 1, n_ranks - 1)
         self._programs: dict[tuple[StageTie, ...], tuple[Layout, Program]] = {}
@@ -45,7 +48,8 @@ class EveryCut:
         on the ranks that `made` has them on."""
         count, n_ranks = self.numerics.micro_batches, self.n_ranks
         several = stages_on(self.schedule, n_ranks) > n_ranks
-        if several or not 1 <= self.ways <= FEW_CUTS or n_ranks > len(self.costs.cluster.devices):
+        planned = self.schedule == PLANNED  # for each cut another order
+        if several or planned or not 1 <= self.ways <= FEW_CUTS or n_ranks > len(self.costs.cluster.devices):
             return made, False
         norm_s = norm_seconds(self.costs.cluster, n_ranks)
         cuts = ways_to_cut(len(self.names), n_ranks)
@@ -77,6 +81,7 @@ class EveryCut:
             self._programs[ties] = with_window(layout, self.numerics, self.costs.ties, self.names)
         known, program = self._programs[ties]
         layout = replace(layout, receive_window=known.receive_window)
+        layout = with_modes(self.costs, layout, cuts, program, self.recompute)
         prediction = predict(self.costs, layout, program, self.names, bound_s)[0]
         return Plan(self.numerics, layout, prediction, self.costs), program
 

@@ -23,6 +23,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s, work_bound_s
 from mpipipe.planner.copies import check_copies, fastest_copy, legal_copies
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
+from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import PLAIN, SCHEDULES, build, check, check_name, stages_on
 from mpipipe.planner.search import check_bits, make_plan, norm_seconds
@@ -42,6 +43,7 @@ class Asked:
     receive_window: int
     n_ranks: int
     copies: tuple[int, ...] = (1,)
+    recompute: Wish = "none"
 
     def of(self, count: int) -> Numerics:
         """With so many micro-batches."""
@@ -220,12 +222,14 @@ class _Finder:
             self._note(count, schedule, copies, None, None, why)
             return
         try:
-            made = make_plan(costs, numerics, schedule, asked.receive_window, names, asked.n_ranks, copies)
+            made = make_plan(
+                costs, numerics, schedule, asked.receive_window, names, asked.n_ranks, copies, asked.recompute
+            )
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
         exact = False
         if copies == 1:
-            every = EveryCut(costs, numerics, schedule, asked.receive_window, asked.n_ranks)
+            every = EveryCut(costs, numerics, schedule, asked.receive_window, asked.n_ranks, asked.recompute)
             made, exact = every.best(made, self.late)
         self.exact = self.exact and exact
         if made is None:

@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from mpipipe.planner.lower import tied_pairs
-from mpipipe.planner.schedules import SCHEDULES, live_micro_batches
+from mpipipe.planner.schedules import SCHEDULES, live_micro_batches, remaking_micro_batches
 from mpipipe.planner.search import norm_seconds, program_for
-from mpipipe.planner.stages import Ending, Ranges, StageTie, in_order, stage_ties
+from mpipipe.planner.stages import Ending, Ranges, StageTie, in_order, remade_s, stage_ties
 from mpipipe.planner.walk import Ends, match, walk
-from mpipipe.values import RECVS, SENDS, Cluster, Costs, Float64, Op, Plan
+from mpipipe.values import RECVS, SENDS, Cluster, Costs, Float64, Op, Plan, Recompute
 
 Cuts = tuple[int, ...]
 Key = tuple[int, int, int]  # op, stage, other stage of a message or -1
@@ -32,13 +32,17 @@ class Many:
         self.plan = replace(plan, layout=replace(layout, ranks=ranks))
         self.costs, self.factors = in_order(costs, layout.order), factors
         self._ranges = Ranges(costs, layout.receive_window, n_micro, plan.numerics.tied)
-        self._live = live_micro_batches(SCHEDULES[layout.schedule](layout.n_stages, n_micro))
-        self._endings = dict[int, Ending]()
+        order = SCHEDULES[layout.schedule](layout.n_stages, n_micro)
+        self._live, self._remaking = live_micro_batches(order), remaking_micro_batches(order)
+        self._endings = dict[tuple[int, Recompute], Ending]()
         kinds = ("fwd_s", "bwd_input_s", "bwd_weight_s")
-        seconds = np.array([[getattr(g, kind) for g in costs.groups] for kind in kinds])
+        seconds = np.array([costs.columns[kind] for kind in kinds])
         start = np.zeros((3, len(factors), 1))
-        drawn = np.cumsum(seconds[:, None, :] * factors, axis=2)
-        self._before_s = np.concatenate([start, drawn], axis=2)  # (kinds, draws, groups + 1)
+        self._before_s = dict[Recompute, Float64]()  # (kinds, draws, groups + 1)
+        for mode in set(layout.modes):
+            more = np.outer([0.0, 1.0, 0.0], remade_s(costs.columns, mode))
+            drawn = np.cumsum((seconds + more)[:, None, :] * factors, axis=2)
+            self._before_s[mode] = np.concatenate([start, drawn], axis=2)
 
     def steps_s(self, cuts: Sequence[Cuts]) -> Float64:
         """The simulated step, (cuts, draws)."""
@@ -51,10 +55,11 @@ class Many:
         return steps
 
     def fits(self, cuts: Cuts, stages: Sequence[int]) -> bool:
-        """Whether these of its stages do, as `partition` takes it, into the memory of their ranks."""
+        """Whether these of its stages do, as `partition` takes it, into the memory of their ranks, with the
+        plan's recomputation."""
         devices, edges = self.costs.cluster.devices, (0, *cuts, len(self.costs.groups))
         return all(
-            int(self._ending(edges[s + 1]).memory_bytes(self._live[s])[edges[s]])
+            int(self._ending(edges[s + 1], s).memory_bytes(self._live[s], self._remaking[s])[edges[s]])
             <= devices[s].memory_bytes - devices[s].base_bytes
             for s in stages
         )
@@ -62,7 +67,7 @@ class Many:
     def slowest_s(self, cuts: Cuts, stages: Sequence[int]) -> float:
         """Forward and backward of the slowest of these of its stages."""
         devices, edges = self.costs.cluster.devices, (0, *cuts, len(self.costs.groups))
-        return max(float(self._ending(edges[s + 1]).seconds[edges[s]]) / devices[s].speed for s in stages)
+        return max(float(self._ending(edges[s + 1], s).seconds[edges[s]]) / devices[s].speed for s in stages)
 
     def _walked(self, cuts: Sequence[Cuts], ties: Sequence[StageTie]) -> Float64:
         layout, names = self.plan.layout, [group.name for group in self.costs.groups]
@@ -79,11 +84,12 @@ class Many:
         for s, device in enumerate(self.costs.cluster.devices[: len(cuts[0]) + 1]):
             edges = [(0, *each, len(self.costs.groups))[s : s + 2] for each in cuts]
             firsts, ends = map(list, zip(*edges, strict=True))
-            sums = self._before_s[:, :, ends] - self._before_s[:, :, firsts]  # (kinds, draws, cuts)
+            before_s = self._before_s[self.plan.layout.modes[s]]
+            sums = before_s[:, :, ends] - before_s[:, :, firsts]  # (kinds, draws, cuts)
             fwd_s, into_s, weight_s = sums.transpose(0, 2, 1) / device.speed
             out[Op.F, s, -1], out[Op.B, s, -1] = fwd_s, into_s + weight_s
             out[Op.I, s, -1], out[Op.W, s, -1] = into_s, weight_s
-            update_s = [float(self._ending(end).step_s[first]) / device.speed for first, end in edges]
+            update_s = [float(self._ending(end, s).step_s[first]) / device.speed for first, end in edges]
             out[Op.STEP, s, -1] = np.array(update_s)[:, None]
         return out
 
@@ -97,10 +103,11 @@ class Many:
             yield (Op.SEND_TIED, user, owner), _link_s(cluster, user, owner, [nbytes])
             yield (Op.SEND_COPY, owner, user), _link_s(cluster, owner, user, [nbytes])
 
-    def _ending(self, end: int) -> Ending:
-        if end not in self._endings:
-            self._endings[end] = self._ranges.ending_at(end)
-        return self._endings[end]
+    def _ending(self, end: int, stage: int) -> Ending:
+        mode = self.plan.layout.modes[stage]
+        if (end, mode) not in self._endings:
+            self._endings[end, mode] = self._ranges.ending_at(end, mode=mode)
+        return self._endings[end, mode]
 
 
 def _link_s(cluster: Cluster, a: int, b: int, nbytes: Sequence[int]) -> Float64:

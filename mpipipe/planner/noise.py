@@ -140,6 +140,7 @@ def _least_bottleneck(many: Many, factors: Float64) -> Cuts | None:
         return partition(
             drawn_costs(many.costs, factors), numerics.micro_batches, layout.schedule, layout.n_stages,
             layout.receive_window, numerics.tied, explain=False,
+            recompute="auto" if layout.recompute else "none",
         ).cuts  # fmt: skip
     except PlanError:
         return None

@@ -15,21 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s
 from mpipipe.planner.native import compiled
-from mpipipe.planner.schedules import SCHEDULES, build, check_name, live_micro_batches
+from mpipipe.planner.schedules import (
+    SCHEDULES,
+    build,
+    check_name,
+    live_micro_batches,
+    remaking_micro_batches,
+)
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import Ranges, crossing_s
 from mpipipe.planner.sweep import low_for, sweep, sweep_near
-from mpipipe.values import Costs, Float64, Int64
+from mpipipe.values import RECOMPUTE, Costs, Float64, Int64, Recompute
 
 MOST_WORK = 1 << 30  # (stage, first, end) that the search for least squares may look at
 Cuts = tuple[int, ...]
+Wish = Literal["auto", "none", "selective", "full"]  # for recomputation
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ def partition(
     explain: bool = True,
     finest: bool = False,
     n_ranks: int | None = None,
+    recompute: Wish = "none",
 ) -> Partition:
     """The cuts with the smallest bottleneck. Stage s runs on rank s; of a schedule with several stages per
     rank, `costs` have a device for each stage (`mpipipe.planner.several`).
@@ -62,14 +70,21 @@ def partition(
     Raises PlanError if there are more stages than groups or ranks, or if no cut fits into memory:
     then with the stage, the group, the bytes that are missing and the least number of ranks that would do;
     with explain=False without, as to find these takes longer than to find that there is no cut. finest: a
-    micro-batch is one sample, so that smaller ones are no way out. n_ranks: as for `build`.
+    micro-batch is one sample, so that smaller ones are no way out. n_ranks: as for `build`. recompute: what
+    each stage makes again; "auto": nothing where a cut fits so, else the minimum is over the modes of each
+    stage, too.
     """
     check_counts(costs, n_micro, schedule, n_stages)
-    live = live_micro_batches(build(schedule, n_stages, n_micro, n_ranks))
+    order = build(schedule, n_stages, n_micro, n_ranks)
     ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
-    problem = Problem(costs, ranges, np.array(live))
-    lower_bound_s = bottleneck_bound_s(ranges.seconds, problem.speed)
-    found = problem.swept(lower_bound_s) if compiled is None else problem.searched(lower_bound_s)
+    live, remaking = np.array(live_micro_batches(order)), np.array(remaking_micro_batches(order))
+    found = None
+    for modes in (("none",), RECOMPUTE) if recompute == "auto" else ((recompute,),):
+        problem = Problem(costs, ranges, live, remaking, modes)
+        lower_bound_s = bottleneck_bound_s(ranges.seconds, problem.speed)
+        found = problem.searched(lower_bound_s) if problem.compilable else problem.swept(lower_bound_s)
+        if found is not None:
+            break
     if found is None:
         raise PlanError(_explain(problem, schedule, n_micro, finest) if explain else "no cut fits")
     bottleneck_s, cuts = found
@@ -77,9 +92,14 @@ def partition(
 
 
 class Problem:
-    """Times and memory of every (stage, first, end), one column at a time; live: by stage."""
+    """Times and memory of every (stage, first, end), one column at a time; live, remaking: by stage.
+    modes: the last one needs least memory, as no more micro-batches are made again than are live."""
 
-    def __init__(self, costs: Costs, ranges: Ranges, live: Int64) -> None:
+    def __init__(
+        self, costs: Costs, ranges: Ranges, live: Int64, remaking: Int64 | None = None,
+        modes: Sequence[Recompute] = ("none",),
+    ) -> None:  # fmt: skip
+        self.remaking, self.modes = np.ones_like(live) if remaking is None else remaking, tuple(modes)
         devices = costs.cluster.devices[: len(live)]
         self.costs, self.ranges, self.live = costs, ranges, live
         self.memory = np.array([device.memory_bytes - device.base_bytes for device in devices], np.int64)
@@ -93,11 +113,19 @@ class Problem:
 
     def times(self, low: int, end: int) -> Float64:
         """Seconds (n_stages, end - low) of the stages [first, end); inf where one does not fit."""
-        ending = self.ranges.ending_at(end, low)
         in_s, out_s = self._crossing_s[:, low:end][self._in], self._crossing_s[self._out, end, None]
-        time = ending.seconds / self.speed[:, None] + in_s + out_s
-        fits = ending.memory_bytes(self.live[:, None]) <= self.memory[:, None]
-        return np.where(fits, time, np.inf)
+        least = np.full((len(self.live), end - low), np.inf)
+        for mode in self.modes:
+            ending = self.ranges.ending_at(end, low, mode)
+            time = ending.seconds / self.speed[:, None] + in_s + out_s
+            memory = ending.memory_bytes(self.live[:, None], self.remaking[:, None])
+            least = np.minimum(least, np.where(memory <= self.memory[:, None], time, np.inf))
+        return least
+
+    @property
+    def compilable(self) -> bool:
+        """The compiled code knows no recomputation."""
+        return compiled is not None and self.modes == ("none",)
 
     def swept(self, lower_bound_s: float) -> tuple[float, Cuts] | None:
         """The bottleneck and the cuts by both sweeps; None where nothing fits."""
@@ -152,7 +180,7 @@ def check_stages(n_stages: int, n_groups: int) -> None:
 
 def _explain(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
     """Which stage cannot begin or finish, what it lacks at the least, and what would do."""
-    stage, first, end, short = misfit(problem) if compiled is None else problem.compiled().misfit()
+    stage, first, end, short = problem.compiled().misfit() if problem.compilable else misfit(problem)
     names, device = problem.costs.groups, problem.costs.cluster.devices[stage]
     base = size_text(device.base_bytes)
     taken = f", of which {base} are taken before any weight" if device.base_bytes else ""
@@ -161,9 +189,13 @@ def _explain(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str
     )
     return (
         f"stage {stage} of {len(problem.live)} (rank {stage}, {size_text(device.memory_bytes)}{taken}) "
-        f"cannot hold {what}: {size_text(short)} short with schedule {schedule!r} and {n_micro} "
-        f"micro-batches; {_next_move(problem, schedule, n_micro, finest)}"
+        f"cannot hold {what}: {size_text(short)} short{_though(problem)} with schedule {schedule!r} and "
+        f"{n_micro} micro-batches; {_next_move(problem, schedule, n_micro, finest)}"
     )
+
+
+def _though(problem: Problem) -> str:
+    return " even with full recomputation" if "full" in problem.modes else ""
 
 
 def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
@@ -176,8 +208,8 @@ def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> s
         return f"no number of ranks would do: give more memory{smaller}"
     least = size_text(int(problem.memory.min()))
     return (
-        f"start {enough} ranks: that is the least that would do, with the {least} each that the smallest "
-        "rank has for a stage"
+        f"start {enough} ranks: that is the least that would do{_though(problem)}, with the {least} each "
+        "that the smallest rank has for a stage"
     )
 
 
@@ -193,7 +225,8 @@ def misfit(problem: Problem) -> tuple[int, int, int, int]:
     later = n_stages - 1 - stage
     lacks = []
     for end in [n_groups] if not later else range(stage + 1, n_groups - later + 1):
-        memory = problem.ranges.ending_at(end).memory_bytes(int(problem.live[stage]))
+        ending = problem.ranges.ending_at(end, mode=problem.modes[-1])
+        memory = ending.memory_bytes(int(problem.live[stage]), int(problem.remaking[stage]))
         firsts = np.flatnonzero(usable[stage, :end])
         lacks += [(int(memory[f] - problem.memory[stage]), int(f), end) for f in firsts]
     short, first, end = min(lacks)
@@ -211,27 +244,32 @@ def _enough_stages(problem: Problem, schedule: str, n_micro: int) -> int | None:
     memory, found = int(problem.memory.min()), None
     while True:
         count = min(2 * count, n_groups)
-        live = live_micro_batches(SCHEDULES[schedule](count, n_micro))[::-1]
-        if compiled is None:
-            found = least_stages(problem, live, memory)
-        else:
+        order = SCHEDULES[schedule](count, n_micro)
+        live = live_micro_batches(order)[::-1]
+        if problem.compilable:
             found = problem.compiled().least_stages(live, memory)
+        else:
+            found = least_stages(problem, live, memory, remaking_micro_batches(order)[::-1])
         if found is not None or count == n_groups:
             return found
 
 
-def least_stages(problem: Problem, live: Sequence[int], memory: int) -> int | None:
-    """At most as many as `live` has; live[k]: of a stage with k stages after it; memory: of every rank."""
-    n_groups = len(problem.costs.groups)
-    endings = map(problem.ranges.ending_at, range(1, n_groups + 1))
-    sizes = [(ending.memory_bytes(0), ending.stash_bytes) for ending in endings]
+def least_stages(
+    problem: Problem, live: Sequence[int], memory: int, remaking: Sequence[int] = ()
+) -> int | None:
+    """At most as many as `live` has; live[k], remaking[k]: of a stage with k stages after it, () = 1; memory:
+    of every rank."""
+    n_groups, mode = len(problem.costs.groups), problem.modes[-1]
+    endings = (problem.ranges.ending_at(end, mode=mode) for end in range(1, n_groups + 1))
+    sizes = [(e.memory_bytes(0, 0), e.stash_bytes, e.remade_bytes) for e in endings]
     covered = np.zeros(n_groups + 1, bool)  # [first]: groups first.. fit into `count` stages
     covered[n_groups] = True
     for count in range(1, len(live) + 1):
         longer = np.zeros(n_groups + 1, bool)
         for end in np.flatnonzero(covered[1:]) + 1:
-            rest, stash = sizes[end - 1]
-            longer[:end] |= rest + live[count - 1] * stash <= memory
+            rest, stash, remade = sizes[end - 1]
+            again = remade * (remaking[count - 1] if remaking else 1)
+            longer[:end] |= rest + live[count - 1] * stash + again <= memory
         if longer[0]:
             return count
         covered = longer

@@ -65,7 +65,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     try:
         best, _ = make_plan(
             costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks,
-            layout.n_copies,
+            layout.n_copies, "auto",
         )  # fmt: skip
     except PlanError:  # by the memory of `partition`, which is a little above what is simulated
         return Refined(ran, ran)

@@ -28,9 +28,10 @@ from mpipipe.planner.copies import (
 )
 from mpipipe.planner.lower import lower
 from mpipipe.planner.mirrors import mirror_bytes
-from mpipipe.planner.partition import check_counts, check_stages, partition
+from mpipipe.planner.partition import Wish, check_counts, check_stages, partition
 from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
+from mpipipe.planner.recompute import with_modes
 from mpipipe.planner.schedules import (
     PLAIN,
     PLANNED,
@@ -78,12 +79,15 @@ def make_plan(
     group_names: Sequence[str],
     n_ranks: int,
     n_copies: int = 1,
+    recompute: Wish = "none",
 ) -> tuple[Plan, Program]:
     """Plan as many stages as the schedule has on `n_ranks` / `n_copies`, in the best of the orders of ranks
     that are promising: the next ones are taken only where they gain something. Raises PlanError if no cut
     fits (see `partition`), DeadlockError for an order that cannot end.
 
-    receive_window: at least; more where a schedule needs it. n_copies: of the pipeline."""
+    receive_window: at least; more where a schedule needs it. n_copies: of the pipeline. recompute:
+    "auto" = that of least time, for each cut that is looked at; they begin with those that fit without, where
+    there are any."""
     check_copies(n_copies, n_ranks, numerics)
     n_micro, n_each = numerics.micro_batches // n_copies, n_ranks // n_copies
     check_counts(costs, n_micro, schedule, n_each)
@@ -104,7 +108,7 @@ def make_plan(
     orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied)
     for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
         copies = tuple(tuple(order[rank] for rank in homes) for order in on)
-        found = _plan_in(copies, costs, numerics, schedule, receive_window, group_names, bound_s)
+        found = _plan_in(copies, costs, numerics, schedule, receive_window, group_names, bound_s, recompute)
         if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
             best = found
     assert best is not None
@@ -113,22 +117,23 @@ def make_plan(
 
 def _plan_in(
     copies: tuple[Order, ...], costs: Costs, numerics: Numerics, schedule: str, receive_window: int,
-    group_names: Sequence[str], bound_s: Callable[[Program], float],
+    group_names: Sequence[str], bound_s: Callable[[Program], float], recompute: Wish,
 ) -> tuple[Plan, Program]:  # fmt: skip
     """With stage s of copy c on rank `copies[c][s]`; cuts begin with those that suit copy 0."""
     programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
     n_micro, order = numerics.micro_batches // len(copies), copies[0]
     of_copy = replace(costs, copies=len(copies))
     if len(set(order)) == len(order):
+        placed = in_order(of_copy, order)
         starts = [
             partition(
-                in_order(of_copy, order), n_micro, PLAIN[0] if schedule == PLANNED else schedule, len(order),
-                receive_window, numerics.tied, update, finest=numerics.micro_batch == 1,
+                placed, n_micro, PLAIN[0] if schedule == PLANNED else schedule, len(order), receive_window,
+                numerics.tied, update, finest=numerics.micro_batch == 1, recompute=recompute,
             ).cuts
             for update in (False, True)
         ]  # fmt: skip
     else:
-        starts = started(of_copy, order, n_micro, schedule, receive_window, numerics.tied)
+        starts = started(of_copy, order, n_micro, schedule, receive_window, numerics.tied, recompute)
 
     def laid(cuts: Cuts) -> tuple[Layout, Program]:
         names = tuple(group_names[cut] for cut in cuts)
@@ -143,6 +148,7 @@ def _plan_in(
 
     def plan(cuts: Cuts) -> Plan:
         layout, program = laid(cuts)
+        layout = with_modes(costs, layout, cuts, program, recompute)
         prediction = predict(costs, layout, program, group_names, bound_s(program))[0]
         return Plan(numerics, layout, prediction, costs)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.partition import partition
+from mpipipe.planner.partition import Wish, partition
 from mpipipe.planner.stages import in_order
 from mpipipe.values import Costs, Device, Link
 
@@ -39,8 +39,9 @@ def shared(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:
 
 
 def started(
-    costs: Costs, rank_of_stage: Sequence[int], n_micro: int, schedule: str, receive_window: int, tied: str
-) -> list[Cuts]:
+    costs: Costs, rank_of_stage: Sequence[int], n_micro: int, schedule: str, receive_window: int, tied: str,
+    recompute: Wish = "none",
+) -> list[Cuts]:  # fmt: skip
     """Cuts to begin with. Where none fit as `partition` counts memory, with equal parts of it for the stages
     of a rank, such as do not look at it: whether they fit is then for the simulation to say."""
     placed, n_ranks = shared(costs, rank_of_stage), len(set(rank_of_stage))
@@ -52,7 +53,7 @@ def started(
             try:
                 cuts = partition(
                     on, n_micro, schedule, len(rank_of_stage), receive_window, tied, update, explain=False,
-                    n_ranks=n_ranks,
+                    n_ranks=n_ranks, recompute=recompute,
                 ).cuts  # fmt: skip
             except PlanError as no_cut:
                 error = no_cut

@@ -18,7 +18,7 @@ from mpipipe.planner.copies import sums_held
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import stages_of_ranks, stashes
+from mpipipe.planner.schedules import remakes, stashes
 from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
@@ -60,26 +60,33 @@ def simulate(
     )  # fmt: skip
     if times is None:
         raise DeadlockError("the program cannot end even with endless buffers; call prove() for the place")
-    return Timeline(program, tuple(times), _memory_bytes(program, stages, sizes))
+    return Timeline(program, tuple(times), memory_bytes(program, stages, sizes))
 
 
-def _memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
-    """What each rank holds during each instruction: what is fixed, the stash of its live micro-batches,
-    the largest workspace while it computes, the largest sum of `receive_window` receives that follow each
-    other, as receive buffers are kept for the next ones, and the sums of other copies while they come in."""
-    most = sums_held(len(program.copies))
-    out = []
-    for copy, mine, codes, nbytes in zip(
-        _copies(program), stages_of_ranks(program), program.codes, sizes, strict=True
-    ):
-        own = stages[copy * program.n_stages : (copy + 1) * program.n_stages]
-        stash = np.array([stage.stash_bytes for stage in own], np.int64)
-        fixed = sum(own[s].fixed_bytes for s in mine) + _window_peak(codes, nbytes, program.receive_window)
-        workspace = max((own[s].workspace_bytes for s in mine), default=0)
-        shards = np.where(codes[:, 0] == Op.RECV_SHARD, most * nbytes, 0)
-        held = fixed + stashes(codes, stash[codes[:, 1]]) + shards
-        out.append(held + np.where(WORKS[codes[:, 0]], workspace, 0))
-    return tuple(out)
+def memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
+    """What each rank holds during each instruction."""
+    copies = _copies(program)
+    return tuple(rank_memory_bytes(program, stages, sizes, rank, copies[rank]) for rank in range(len(copies)))
+
+
+def rank_memory_bytes(
+    program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int, copy: int
+) -> Int64:
+    """What a rank of a copy holds during each instruction: what is fixed, the stash of its live
+    micro-batches, what was made again of it, the largest workspace while it computes, the largest sum of
+    `receive_window` receives that follow each other, as receive buffers are kept for the next ones, and the
+    sums of other copies while they come in."""
+    codes, window, n = program.codes[rank], program.receive_window, program.n_stages
+    own = stages[copy * n : (copy + 1) * n]
+    mine = [s for s, on in enumerate(program.copies[copy]) if on == rank]
+    stash, remade = np.zeros((2, n), np.int64)
+    for s in mine:
+        stash[s], remade[s] = own[s].stash_bytes, own[s].remade_bytes
+    fixed = sum(own[s].fixed_bytes for s in mine) + _window_peak(codes, sizes[rank], window)
+    workspace = max((own[s].workspace_bytes for s in mine), default=0)
+    shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(len(program.copies)) * sizes[rank], 0)
+    held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]]) + shards
+    return np.asarray(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0), np.int64)
 
 
 def _copies(program: Program) -> list[int]:

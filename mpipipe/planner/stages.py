@@ -7,23 +7,25 @@ so what is optimised, proved and simulated is the same number.
 
 Memory of a stage, in bytes:
 
-    fixed + live * stash + workspace + receive buffers          (`memory_bytes`)
+    fixed + live * stash + remaking * remade + workspace + receive buffers          (`memory_bytes`)
 
-`live` is the largest number of micro-batches whose stash the schedule keeps at once.
+`live` is the largest number of micro-batches whose stash the schedule keeps at once. With recomputation a
+part of it, `remade`, is let go after F, and made again in B, or from I to W: of `remaking` micro-batches at
+once. That takes the seconds of `remade_s` on top of those of the backward.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpipipe.errors import PlanError
-from mpipipe.values import Costs, Float64, Link, StageCost, Tie
+from mpipipe.values import RECOMPUTE, Costs, Float64, Link, Recompute, StageCost, Tie
 
 Int64 = NDArray[np.int64]
 Number = TypeVar("Number", np.int64, np.float64)
@@ -51,15 +53,16 @@ class Ending:
     stash_bytes: Int64
     workspace_bytes: Int64
     receive_bytes: Int64
+    remade_bytes: Int64
 
     @property
     def seconds(self) -> Float64:
         """Forward and backward of one micro-batch."""
         return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
 
-    def memory_bytes(self, live: NDArray[np.integer] | int) -> Int64:
+    def memory_bytes(self, live: NDArray[np.integer] | int, remaking: NDArray[np.integer] | int = 1) -> Int64:
         total = self.fixed_bytes + live * self.stash_bytes + self.workspace_bytes + self.receive_bytes
-        return np.asarray(total, np.int64)
+        return np.asarray(total + remaking * self.remade_bytes, np.int64)
 
 
 class Ranges:
@@ -92,7 +95,10 @@ class Ranges:
         if with_update:
             update_s = self._update_s_per_byte * c["param_bytes"] + self._update_s
             self.bwd_weight_s = self.bwd_weight_s + update_s / n_micro
+        self._remade_s = {mode: remade_s(c, mode) for mode in RECOMPUTE}
         self.param_bytes, self.stash_bytes = c["param_bytes"], c["stash_bytes"]
+        nothing = np.zeros_like(self.stash_bytes)
+        self._remade = {"none": nothing, "selective": c["selective_bytes"], "full": self.stash_bytes}
         self.workspace_bytes = c["workspace_bytes"]
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
         self.grad_in = np.concatenate([c["grad_bytes"][:-1], [0]])
@@ -102,21 +108,23 @@ class Ranges:
         """Forward and backward of each group for one micro-batch."""
         return np.asarray(self.fwd_s + self.bwd_input_s + self.bwd_weight_s, np.float64)
 
-    def ending_at(self, end: int, low: int = 0) -> Ending:
-        """Every stage [first, end), first = low .. end - 1."""
+    def ending_at(self, end: int, low: int = 0, mode: Recompute = "none") -> Ending:
+        """Every stage [first, end), first = low .. end - 1, with that recomputation."""
+        into_s, remade = self.bwd_input_s + self._remade_s[mode], self._remade[mode]
         act_in = self.act_in[low:end]
         held, stepped, accumulators = self._parameters(end, low)
         rate = self._costs.held_per_param_byte
         window = self.window * np.maximum(act_in, self.grad_in[end - 1])
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
-            bwd_input_s=_sums(self.bwd_input_s[low:end]),
+            bwd_input_s=_sums(into_s[low:end]),
             bwd_weight_s=_sums(self.bwd_weight_s[low:end]),
             step_s=stepped * self._update_s_per_byte + _sums(self._update_s[low:end]),
             fixed_bytes=np.ceil(held * rate).astype(np.int64) + accumulators,
-            stash_bytes=_sums(self.stash_bytes[low:end]) + act_in,
+            stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + act_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             receive_bytes=window + self._tied_receives(end, low),
+            remade_bytes=_sums(remade[low:end]),
         )
 
     def _parameters(self, end: int, low: int) -> tuple[Int64, Int64, Int64]:
@@ -145,6 +153,12 @@ class Ranges:
         return buffers
 
 
+def remade_s(columns: Mapping[str, NDArray[Any]], mode: Recompute) -> Float64:
+    """Seconds that backward takes for what it makes again, by group. columns: of `Costs`."""
+    share = {"none": 0.0, "selective": columns["selective_share"], "full": 1.0}[mode]
+    return np.asarray(share * columns["fwd_s"], np.float64)
+
+
 def _sums(x: NDArray[Number]) -> NDArray[Number]:
     """Sum of x[first:] for every first; added up, never subtracted, so nothing cancels."""
     sums: NDArray[Number] = np.cumsum(x[::-1])[::-1]
@@ -171,8 +185,9 @@ def in_order(costs: Costs, order: Sequence[int]) -> Costs:
     return costs if cluster is costs.cluster else replace(costs, cluster=cluster)
 
 
-def stage_costs(costs: Costs, cuts: Sequence[int]) -> tuple[StageCost, ...]:
-    """Costs of each stage on its rank (stage s on rank s, seconds divided by that rank's speed).
+def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = ()) -> tuple[StageCost, ...]:
+    """Costs of each stage on its rank (stage s on rank s, seconds divided by that rank's speed), with the
+    recomputation `modes`, by stage; () = none.
 
     cuts: index of the first group of stages 1 .. S-1. `fixed_bytes` counts weight, gradient and
     optimizer state of every parameter once, plus one gradient for each further use of a tied
@@ -187,7 +202,8 @@ def stage_costs(costs: Costs, cuts: Sequence[int]) -> tuple[StageCost, ...]:
             elsewhere[stage] += tie.nbytes
     out = []
     for stage, (first, end) in enumerate(bounds(len(groups), cuts)):
-        e, speed = ranges.ending_at(end, first), costs.cluster.devices[stage].speed
+        mode: Recompute = modes[stage] if modes else "none"
+        e, speed = ranges.ending_at(end, first, mode), costs.cluster.devices[stage].speed
         out.append(
             StageCost(
                 fwd_s=float(e.fwd_s[0]) / speed,
@@ -199,6 +215,7 @@ def stage_costs(costs: Costs, cuts: Sequence[int]) -> tuple[StageCost, ...]:
                 workspace_bytes=int(e.workspace_bytes[0]),
                 act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
                 grad_bytes=groups[first - 1].grad_bytes if first else 0,
+                remade_bytes=int(e.remade_bytes[0]),
             )
         )
     return tuple(out)

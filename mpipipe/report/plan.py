@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.copies import stages_in
@@ -47,7 +48,7 @@ def describe(
     return (
         f"plan ({plan.layout.schedule}, {n.split}, {_replicas(plan.layout.n_copies)}"
         f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
-        f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}"
+        f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}{_recomputed(plan, costs)}"
         f"predicted step {_seconds(p.step_s)}, bubble {p.bubble:.1%}; no cut is faster than "
         f"{_seconds(p.lower_bound_s)} (gap {p.gap:.1%})"
     )
@@ -70,6 +71,20 @@ def _on_ranks(plan: Plan) -> str:
 
 def _replicas(copies: int) -> str:
     return f"{copies} replicas, " if copies > 1 else ""
+
+
+def _recomputed(plan: Plan, costs: Costs) -> str:
+    """A line, where stages make something again: which, and what of F+B that is."""
+    layout, cuts = plan.layout, cut_indices(plan.layout, [g.name for g in costs.groups])
+    without, found = stages_in(costs, replace(layout, recompute=()), cuts), stages_in(costs, layout, cuts)
+    price_s = [b.seconds - a.seconds for a, b in zip(without, found, strict=True)]
+    told = []
+    for mode, run in itertools.groupby(range(layout.n_stages), layout.modes.__getitem__):
+        stages = list(run)
+        if mode != "none":
+            ms = _range([number(price_s[s] * 1e3) for s in (stages[0], stages[-1])])
+            told.append(f"{_range([str(s) for s in stages])} {mode} ({ms} ms)")
+    return f"recomputed in backward, part of F+B: stages {', '.join(told)}\n" if told else ""
 
 
 @dataclass(frozen=True)
@@ -121,9 +136,10 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     memory = _unit(max(p.peak_bytes))
     table = text_table((*_HEADERS, f"memory {memory}", "idle"), _with_gaps(folded, memory), width, _NAMES)
     fullest = max(range(len(p.peak_bytes)), key=p.peak_bytes.__getitem__)
+    recomputed = "" if plan.costs is None else _recomputed(plan, plan.costs)
     more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
     return (
-        f"{table}\n{more}{_on_ranks(plan)}\n"
+        f"{table}\n{more}{_on_ranks(plan)}{recomputed}\n"
         f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
         f"{n.split}, {_replicas(plan.layout.n_copies)}bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"

@@ -177,8 +177,8 @@ def _check(file: _File) -> None:
 
 
 def _check_codes(program: Program) -> None:
-    """There are ranks, each with instructions, as many NORMs as the others, and codes that mean something.
-    Raises ValueError."""
+    """There are ranks, each with instructions, as many NORMs as the others, and codes that mean something;
+    every stage has a rank in each copy. Raises ValueError."""
     stages, ranks = (-1, program.n_stages), (-1, len(program.codes))
     micros = (-1, program.n_micro)
     limits = {"op": (0, len(Op)), "stage": stages, "micro": micros, "other": stages, "peer": ranks}
@@ -188,6 +188,9 @@ def _check_codes(program: Program) -> None:
         for column, (name, (low, end)) in enumerate(limits.items()):
             if wrong := codes[(codes[:, column] < low) | (codes[:, column] >= end), column].tolist():
                 raise ValueError(f"rank {rank} has {name} {wrong[0]}, which is not in {low} to {end - 1}")
+    for homes in program.copies:
+        if len(homes) != program.n_stages or not {*homes} <= {*range(len(program.codes))}:
+            raise ValueError(f"its {program.n_stages} stages are on ranks {list(homes)}")
     norms = [int((codes[:, 0] == Op.NORM).sum()) for codes in program.codes]
     if len(set(norms)) != 1:
         raise ValueError(f"its ranks have {norms} gradient norms, which all have together")

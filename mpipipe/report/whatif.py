@@ -60,7 +60,7 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
         costs: Costs, numerics: Numerics = numerics, schedule: str = layout.schedule, n: int = n
     ) -> float:
         names = [group.name for group in costs.groups]
-        made, _ = make_plan(costs, numerics, schedule, layout.receive_window, names, n, copies)
+        made, _ = make_plan(costs, numerics, schedule, layout.receive_window, names, n, copies, "auto")
         return made.prediction.step_s
 
     finer = _finer(numerics)
@@ -113,6 +113,7 @@ def _halved(costs: Costs) -> Costs:
             workspace_bytes=g.workspace_bytes // 2,
             act_bytes=g.act_bytes // 2,
             grad_bytes=g.grad_bytes // 2,
+            selective_bytes=g.selective_bytes // 2,
         )
         for g in costs.groups
     )

@@ -14,7 +14,8 @@ from mpipipe.cluster.calibrate import measure_links, memory_share
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.memory import PeakMemory
 from mpipipe.cluster.node import cores_available, processor
-from mpipipe.graph.profile import Profiler, Sample, group_costs, pieces
+from mpipipe.graph.group_costs import group_costs
+from mpipipe.graph.profile import Profiler, Sample, pieces
 from mpipipe.graph.variants import Variants
 from mpipipe.runtime.known import Team, names_of, reuse, setting
 from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings, norms

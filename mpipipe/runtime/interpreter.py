@@ -186,8 +186,9 @@ class Interpreter:
         key, code, train = (i.stage, i.micro), self.code(i.stage, i.micro), self.job.mode == "train"
         batch = self.job.source.take(i.micro, frozenset(code.inputs)) if code.inputs else {}
         received = self.act.pop(key, [])
-        if i.stage in self.in_two:
-            code = self.variants.split_code(self.job.source.specs[i.micro], self.cuts, i.stage)
+        if train:
+            lets_go, specs = self.stages[i.stage].recompute == "selective", self.job.source.specs[i.micro]
+            code = self.variants.training_code(specs, self.cuts, i.stage, i.stage in self.in_two, lets_go)
         sent = self.stages[i.stage].forward(code, i.micro, received, batch, self.job.step, train)
         if i.stage < self.n_stages - 1:
             self._hand_over(self.act, self.out, (i.stage, i.micro), i.stage + 1, sent)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from mpipipe.errors import PlanError
-from mpipipe.graph.profile import Piece, Sample, group_costs, pieces
+from mpipipe.graph.group_costs import group_costs
+from mpipipe.graph.profile import Piece, Sample, pieces
 from mpipipe.graph.rates import Rates, sample_of
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier, Tally

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.search import cut_indices
-from mpipipe.planner.stages import bounds
+from mpipipe.planner.stages import bounds, remade_s
 from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.feed import AHEAD
 from mpipipe.runtime.prefetch import Prefetch
@@ -27,12 +27,13 @@ from mpipipe.runtime.transport import Form
 from mpipipe.values import Costs
 
 WARM_UP, MOST_ROUNDS, BUDGET_S = 1, 5, 0.2
+_LEAST = 0.1  # of the seconds of a backward that are never taken for what it makes again
 
 
 def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     """Costs whose stages take what they took in the rehearsal: the seconds of a stage's groups are multiplied
-    alike, forward and backward each. As before where the data cannot be asked for one micro-batch alone. No
-    weight, statistic or random stream changes. Collective."""
+    alike, forward and backward each, what the latter makes again as the forward. As before where the data
+    cannot be asked for one micro-batch alone. No weight, statistic or random stream changes. Collective."""
     if not trainer.data.exact or trainer.data.varying:
         return costs
     comm, layout, numerics = trainer.comm, trainer.plan.layout, trainer.plan.numerics
@@ -50,7 +51,9 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     ):
         here = costs.groups[first:end]
         fwd = took[s][0] / (sum(g.fwd_s for g in here) or 1.0)
-        bwd = took[s][1] / (sum(g.bwd_input_s + g.bwd_weight_s for g in here) or 1.0)
+        again_s = fwd * float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
+        bwd_s = sum(g.bwd_input_s + g.bwd_weight_s for g in here) or 1.0
+        bwd = max(took[s][1] - again_s, _LEAST * took[s][1]) / bwd_s
         groups += [
             replace(
                 g, fwd_s=g.fwd_s * fwd, bwd_input_s=g.bwd_input_s * bwd, bwd_weight_s=g.bwd_weight_s * bwd
@@ -62,7 +65,8 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
 
 def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float]) -> tuple[float, float]:
     """Forward and backward of a micro-batch, medians; what they add to gradients is taken back."""
-    code = trainer.variants.code("train", trainer.variants.first, trainer.plan.layout.cuts, s)
+    cuts, lets_go = trainer.plan.layout.cuts, stage.recompute == "selective"
+    code = trainer.variants.training_code(trainer.variants.first, cuts, s, lets_go=lets_go)
     rows, keys = trainer.plan.numerics.micro_batch, frozenset(code.inputs)
     received = [_filled(Form.of(port)) for port in code.received]
     grads = [_filled(Form.of_grad(port)) for port in code.sent if port.needs_grad]

@@ -5,7 +5,10 @@
     I, W       the same in two: I gives the gradients of received, W accumulates those of the weights
 
 Between F and B only graph edges are held, not the outputs: what no operator saved is freed as soon
-as it was sent.
+as it was sent. With recomputation less is held, and B or I first makes it again:
+
+    selective   what `Code.selective` lets go is given back its values
+    full        the graph itself is let go; the forward runs once more, from what was received
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +25,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpipipe.graph.capture import Batch, autocast
 from mpipipe.graph.cut import Code
+from mpipipe.graph.recompute import let_go
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.ops.deferred import Pending
 from mpipipe.runtime.weights import StageWeights
+from mpipipe.values import Recompute
 
 _Update = tuple[str, float | None, Tensor | None]  # buffer, momentum, value; None: it counts
 
@@ -36,14 +42,18 @@ class _Stash:
     others: list[Tensor] = field(
         default_factory=list
     )  # weights whose gradients come with those of the inputs
+    refill: Callable[[], None] | None = None  # gives back the values that were let go
 
 
 class Stage:
-    """blocks: of additions (`Numerics`), which a weight gradient that comes early must not mix up."""
+    """blocks: of additions (`Numerics`), which a weight gradient that comes early must not mix up; recompute:
+    what B or I makes again, for "selective" by the code that forward is given."""
 
-    def __init__(self, weights: StageWeights, precision: str, blocks: int = 1) -> None:
-        self.weights, self.precision, self.blocks = weights, precision, blocks
-        self._stash: dict[int, _Stash] = {}
+    def __init__(
+        self, weights: StageWeights, precision: str, blocks: int = 1, recompute: Recompute = "none"
+    ) -> None:
+        self.weights, self.precision, self.blocks, self.recompute = weights, precision, blocks, recompute
+        self._stash: dict[int, Callable[[], _Stash]] = {}
         self._waiting: dict[int, tuple[Pending, list[tuple[Tensor, Tensor]]]] = {}  # (weight, its gradient)
         self._statistics: dict[int, list[_Update]] = {}  # by micro-batch
 
@@ -51,25 +61,54 @@ class Stage:
         self, code: Code, micro: int, received: Sequence[Tensor], batch: Batch, step: int, train: bool
     ) -> list[Tensor]:
         """Returns what is sent, detached. received: as `code.received`; batch: keys `code.inputs`."""
-        inputs = [t.detach() for t in received]
-        for t, port in zip(inputs, code.received, strict=True):
-            t.requires_grad_(train and port.needs_grad)
-        arguments = self.arguments(code, micro, inputs, batch, step, train)
-        pending = None if code.deferred is None else Pending()
-        if pending is not None:
-            arguments.append(pending)
-        with torch.set_grad_enabled(train), autocast(self.precision):
-            sent, statistics = code.forward(*arguments)
+        call = partial(self._run, code, micro, received, batch, step, train)
+        sent, statistics, stash = call()
         if train:
-            edges = [get_gradient_edge(t) for t, p in zip(sent, code.sent, strict=True) if p.needs_grad]
-            others = [] if code.deferred is None else self._not_deferred(code)
-            needing = [t for t in inputs if t.requires_grad]
-            self._stash[micro] = _Stash(needing, edges, pending, others)
+            self._stash[micro] = (lambda: call()[2]) if self.recompute == "full" else (lambda: stash)
             self._statistics[micro] = [
                 (update.buffer, update.momentum, None if value is None else value.detach())
                 for update, value in zip(code.updates, statistics, strict=True)
             ]
         return [t.detach() for t in sent]
+
+    def _run(
+        self, code: Code, micro: int, received: Sequence[Tensor], batch: Batch, step: int, train: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor | None], _Stash]:
+        """What is sent, statistics, and in training the graph of both. The graph is made in a forward that
+        lets it go, too: some operators of torch have other bits without."""
+        inputs = [t.detach() for t in received]
+        for t, port in zip(inputs, code.received, strict=True):
+            t.requires_grad_(train and port.needs_grad)
+        arguments = self.arguments(code, micro, inputs, batch, step, train)
+        pending = None if code.deferred is None else Pending()
+        with torch.set_grad_enabled(train), autocast(self.precision):
+            sent, statistics, *held = code.forward(*arguments, *([] if pending is None else [pending]))
+        edges = [get_gradient_edge(t) for t, p in zip(sent, code.sent, strict=True) if train and p.needs_grad]
+        others = [] if code.deferred is None else self._not_deferred(code)
+        stash = _Stash([t for t in inputs if t.requires_grad], edges, pending, others)
+        if code.selective is not None:
+            stash.refill = self._letting_go(code, [t.detach() for t in held[0]], arguments)
+        return sent, statistics, stash
+
+    def _letting_go(self, code: Code, held: Sequence[Tensor], arguments: Sequence[Any]) -> Callable[[], None]:
+        assert code.selective is not None
+        plain = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+        for t in held[: code.selective.dropped]:
+            let_go(t)
+
+        def refill() -> None:
+            assert code.selective is not None
+            with torch.no_grad(), autocast(self.precision):
+                code.selective.refill(*plain, *held)
+
+        return refill
+
+    def _taken(self, micro: int) -> _Stash:
+        """What is kept of a micro-batch, whole again."""
+        stash = self._stash.pop(micro)()
+        if stash.refill is not None:
+            stash.refill()
+        return stash
 
     def arguments(
         self, code: Code, micro: int, inputs: Sequence[Tensor], batch: Batch, step: int, train: bool
@@ -89,7 +128,7 @@ class Stage:
 
         grads: of the sent tensors that need one, in order.
         """
-        stash = self._stash.pop(micro)
+        stash = self._taken(micro)
         if stash.edges:
             torch.autograd.backward(stash.edges, list(grads))
         return _own(stash.inputs, grads)
@@ -97,7 +136,7 @@ class Stage:
     def backward_input(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
         """As `backward`, but the gradients of the weights that `code.deferred` names wait for
         `backward_weight`; until then the caller leaves `grads` as they are. After split code."""
-        stash = self._stash.pop(micro)
+        stash = self._taken(micro)
         assert stash.pending is not None, "forward was given the code of a whole backward"
         apart = [leaf for leaf in stash.others if self.blocks > 1 or leaf.grad is None]
         sums = [leaf.grad for leaf in apart]

@@ -58,7 +58,7 @@ class Trainer:
                 variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, here,
                 self.copy, layout.n_copies,
             )  # fmt: skip
-            stages[s] = Stage(weights, numerics.precision, numerics.blocks)
+            stages[s] = Stage(weights, numerics.precision, numerics.blocks, layout.modes[s])
         ties = Ties(graph, layout.cuts, owner, frozenset(variants.trained))
         self.interpreter = Interpreter(
             comm, variants, layout.cuts, stages, ties, numerics, optimizer, resident_bytes

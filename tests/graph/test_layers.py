@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from mpipipe.errors import CaptureError
-from mpipipe.graph.profile import Profiler, group_costs, pieces
+from mpipipe.graph.group_costs import group_costs
+from mpipipe.graph.profile import Profiler, pieces
 
 DRAW = torch.Generator().manual_seed(3)
 BATCH = {"x": torch.randn(6, 8, generator=DRAW), "y": torch.randint(4, (6,), generator=DRAW)}

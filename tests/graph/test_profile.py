@@ -15,7 +15,8 @@ from tiny import Case, capture
 from mpipipe.cluster import memory
 from mpipipe.graph import profile
 from mpipipe.graph.cut import Code
-from mpipipe.graph.profile import Profiler, Sample, group_costs, pieces, working_set_bytes
+from mpipipe.graph.group_costs import group_costs
+from mpipipe.graph.profile import Profiler, Sample, pieces, working_set_bytes
 from mpipipe.graph.variants import Variants
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from mpipipe.runtime.setting import instruction_set
 from mpipipe.state.checkpoint import load
 from mpipipe.state.digests import tensor_digest
 from mpipipe.state.files import write_text
+from mpipipe.values import Recompute
 
 pytestmark = pytest.mark.mpi
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "bits"
@@ -106,6 +107,27 @@ def test_the_bits_of_one_rank_with_replicas(comm: MpiCommunicator, case: Case) -
     for copies in (n for n in legal_copies(case.blocks) if n > 1 and comm.size % n == 0):
         got = tiny.train(comm, case, copies=copies)
         expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", ("selective", "full")), ("zb-h1", ("full", "selective"))]
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", precision="bf16", tied="eager"),
+        Case("gpt", bits="fast", batch=7, evaluate=True),
+        Case("conv and norm", evaluate=True),
+        BuiltInCase("resnet", batch=7, evaluate=True, steps=2),
+        BuiltInCase("lstm", steps=2),
+    ],
+    ids=str,
+)
+def test_the_bits_of_one_rank_with_recomputation(
+    comm: MpiCommunicator, case: Case, schedule: str, recompute: Sequence[Recompute]
+) -> None:
+    got = tiny.train(comm, case, schedule, window=16, recompute=recompute)
+    expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), keep=False)
 
 
 MODELS = [  # two steps each; where there is BatchNorm, on ragged micro-batches and with evaluations between

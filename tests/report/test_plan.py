@@ -44,6 +44,23 @@ def test_a_file_is_read_back_and_has_a_line_per_group():
     assert '      "g2"' in lines, "a cut is a line of its own"
 
 
+def test_a_line_says_which_stages_recompute_and_what_it_costs():
+    made = plan(3)
+    assert made.costs is not None
+    assert "recomputed" not in describe(made, made.costs, 0.0)
+    edited = dataclasses.replace(
+        made, layout=dataclasses.replace(made.layout, recompute=("full", "full", "none"))
+    )
+    assert "recomputed in backward, part of F+B: stages 0..1 full (200 ms)" in describe(
+        edited, made.costs, 0.0
+    )
+    edited = dataclasses.replace(
+        made, layout=dataclasses.replace(made.layout, recompute=("none", "selective", "full"))
+    )
+    line = "recomputed in backward, part of F+B: stages 1 selective (0 ms), 2 full (200 ms)\n"
+    assert line in describe(edited, made.costs, 0.0)
+
+
 def test_an_edited_file_is_another_plan(tmp_path: Path):
     path = tmp_path / "plan.json"
     path.write_text(plan_text(plan()).replace('      "g2"', '      "g1"'))
@@ -57,6 +74,7 @@ def test_an_edited_file_is_another_plan(tmp_path: Path):
         ('"1f1b"', "1f1b", "is not JSON: .* line"),
         ('"schedule"', '"shedule"', "layout.shedule is not a key of a plan|layout.schedule is missing"),
         ('"blocks": 1,', "", "numerics.blocks is missing"),
+        ('"recompute": []', '"recompute": ["some"]', "layout.recompute.0 = 'some'; input should be 'none'"),
         ('"receive_window": 4', '"receive_window": 0', "layout.receive_window = 0; must be at least 1"),
         ('"batch": 16', '"batch": "many"', "numerics.batch = 'many'; input should be a valid integer"),
     ],

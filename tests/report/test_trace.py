@@ -81,7 +81,7 @@ def empty(file: dict[str, Any], rank: int) -> None:
         (lambda v: v["programs"][0]["codes"][1].pop(), r"10, 10\] times .* for \[10, 9\] instructions"),
         (lambda v: v["timelines"]["measured"]["times_ns"].pop(), r"\[10\] times and \[10, 10\] sizes"),
         (lambda v: v["timelines"]["measured"].update(program=1), "measured is of program 1 of 1"),
-        (lambda v: code(v, 0, 0, "op", 77), "damaged: rank 0 has op 77, which is not in 0 to 13; run again"),
+        (lambda v: code(v, 0, 0, "op", 77), "damaged: rank 0 has op 77, which is not in 0 to 17; run again"),
         (lambda v: code(v, 1, 1, "stage", 5), "damaged: rank 1 has stage 5, which is not in -1 to 1"),
         (lambda v: code(v, 0, 1, "other", -2), "damaged: rank 0 has other -2"),
         (lambda v: code(v, 0, 1, "peer", 2), "damaged: rank 0 has peer 2, which is not in -1 to 1"),
@@ -89,6 +89,10 @@ def empty(file: dict[str, Any], rank: int) -> None:
         (lambda v: code(v, 0, 1, "tag", 1 << 40), "damaged: "),
         (lambda v: code(v, 1, -2, "op", 13), r"damaged: its ranks have \[1, 0\] gradient norms"),
         (lambda v: empty(v, 1), "damaged: rank 1 has no instructions"),
+        (
+            lambda v: v["programs"][0].update(other_copies=[[2, 3]]),
+            r"damaged: its 2 stages are on ranks \[2, 3\]",
+        ),
     ],
 )
 def test_a_file_that_is_wrong(trace: Trace, tmp_path: Path, change, message: str) -> None:

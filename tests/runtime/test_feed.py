@@ -61,7 +61,7 @@ class Recorder(DatasetBase):
         return self.change(step, {"x": x, "labels": 100 * step + rows})
 
 
-def reads(mode: str, specs: Any, rank: int) -> tuple[frozenset[str], frozenset[str]]:
+def reads(mode: str, specs: Any, rank: int, *_: int) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(KEYS[2] if rank == 2 else ()), frozenset(KEYS[rank])
 
 
@@ -124,7 +124,7 @@ def test_each_rank_loads_the_keys_that_its_stages_read_and_each_once(whole: bool
 def test_whole_micro_batches_are_loaded_once_where_the_weight_needs_some_keys_early() -> None:
     """One rank reads the labels before the step, everything at its forward."""
 
-    def all_of_it(mode: str, specs: Any, rank: int) -> tuple[frozenset[str], frozenset[str]]:
+    def all_of_it(mode: str, specs: Any, rank: int, *_: int) -> tuple[frozenset[str], frozenset[str]]:
         return frozenset({"labels"}), frozenset({"x", "labels"})
 
     def body(comm: Communicator, whole: bool) -> list[Asked]:

@@ -15,8 +15,9 @@ from mpipipe.cluster.local import run_local
 from mpipipe.cluster.watchdog import stack_of
 from mpipipe.data.base import Dataset
 from mpipipe.runtime.flight import InterpreterView
-from mpipipe.runtime.stage import Stage
+from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.runtime.trainer import Trainer
+from mpipipe.values import Instr
 
 CASE = Case("mlp")
 LONG_S = 30.0
@@ -39,8 +40,12 @@ def seen(held: threading.Event, go_on: threading.Event) -> Looks:
 
     def look() -> None:
         assert held.wait(LONG_S)
-        before: object = None  # until the other one has come to where it waits
-        while (now := [view.progress() for view, _ in views.values()]) != before:
+        before: object = None  # until the other one has come to where it waits, and stays there
+        end = time.monotonic() + LONG_S
+        while time.monotonic() < end:
+            now = [(v.progress(), v.doing(stack_of(thread), "").waits_for) for v, thread in views.values()]
+            if now == before and any(waits_for for _, waits_for in now):
+                break
             before = now
             time.sleep(0.3)
         for rank, (view, thread) in views.items():
@@ -63,20 +68,20 @@ def events() -> tuple[threading.Event, threading.Event]:
 
 def test_who_computes_and_who_waits_for_whom(events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held, go_on = events
-    forward = Stage.forward
+    send = Interpreter._send_grad
 
-    def holds(self: Stage, code: Any, micro: int, received: Any, batch: Any, step: int, train: bool) -> Any:
-        if (self.weights.stage, micro, step) == (1, 2, 1):
+    def holds(self: Interpreter, i: Instr) -> None:  # computing threads would wait for the lock of the tracer
+        if (i.stage, i.micro, self.job.step) == (1, 2, 1):
             held.set()
             assert go_on.wait(LONG_S)
-        return forward(self, code, micro, received, batch, step, train)
+        send(self, i)
 
-    monkeypatch.setattr(Stage, "forward", holds)
+    monkeypatch.setattr(Interpreter, "_send_grad", holds)
     found = seen(held, go_on)
     doing, _, recent, rests = found[1]
-    assert (doing.step, doing.what, doing.waits_for) == (2, "F of stage 1, micro-batch 2", ())
+    assert (doing.step, doing.what, doing.waits_for) == (2, "SEND_GRAD of stage 1", ())
     assert doing.at.endswith(" in wait"), "of the event"
-    assert recent == ["1F2"]
+    assert recent == ["1SEND_GRAD2->r0"]
     assert rests
     doing, pending, recent, rests = found[0]
     assert (doing.step, doing.waits_for) == (2, (1,))

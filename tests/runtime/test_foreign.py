@@ -154,8 +154,9 @@ class Run:
         self.updaters = []
         self.grads = {name: torch.zeros(shape) for name, shape in NAMES.items()}
         for names in stages:
+            grad = SimpleNamespace(views={n: self.grads[n] for n in names})
             weights = SimpleNamespace(
-                data={n: self.data[n] for n in names}, grad={n: self.grads[n] for n in names}
+                data={n: self.data[n] for n in names}, own_groups=[SimpleNamespace(grad=grad)]
             )
             self.updaters.append(ForeignUpdater(factory, weights))  # type: ignore[arg-type]
 

@@ -98,7 +98,7 @@ def test_weight_gradients_wait_and_what_is_kept_for_them_is_let_go() -> None:
     expected = whole.backward(0, grads)
     variants = captured("skips", 2)
     cuts = even_cuts(variants.graph.groups, 5)
-    code = variants.split_code(variants.specs(2), cuts, 1)
+    code = variants.training_code(variants.specs(2), cuts, 1, in_two=True)
     assert code.deferred == frozenset(code.leaves), "convolutions alone"
     two, _, _ = middle_stage()
     two.forward(code, 1, received, {}, 0, True)

@@ -107,6 +107,16 @@ def live_micro_batches(schedule: Schedule) -> tuple[int, ...]:
     return tuple(live)
 
 
+def remaking_micro_batches(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, the largest number of micro-batches between the start of their I and the end of their W, 1
+    for whole backwards: as many as have at once what recomputation makes again."""
+    most = [1] * schedule.n_stages
+    for codes, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
+        for stage in stages:
+            most[stage] = int(remakes(codes[codes[:, 1] == stage], 1).max(initial=1))
+    return tuple(most)
+
+
 def live_stages(schedule: Schedule) -> tuple[int, ...]:
     """Per rank, the largest number of stashes of its stages that live at once: as `live_micro_batches`, but
     of all stages together, which need not be at their most at the same time."""
@@ -122,3 +132,11 @@ def stashes(codes: np.ndarray, size: np.ndarray | int) -> np.ndarray:
         return held
     after: np.ndarray = np.cumsum(np.where(forward, held, -held))
     return after + np.where(ends, held, 0)
+
+
+def remakes(codes: np.ndarray, size: np.ndarray | int) -> np.ndarray:
+    """During each action of one rank the sum of what recomputation has there of its micro-batches, of `size`
+    each: in F, which lets it go at its end, in B, and from I through W."""
+    first, last = codes[:, 0] == Op.I, codes[:, 0] == Op.W
+    after: np.ndarray = np.cumsum(np.where(first, size, 0) - np.where(last, size, 0))
+    return after + np.where(last | np.isin(codes[:, 0], (Op.F, Op.B)), size, 0)

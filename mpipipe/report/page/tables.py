@@ -41,14 +41,14 @@ def _plan(plan: Plan) -> Html:
     layout, p = plan.layout, plan.prediction
     starts = ("the first group", *layout.cuts)
     rows = [
-        (f"{stage}", ", ".join(map(str, on)), start, f"{p.peak_bytes[on[0]] / MIB:.0f}")
-        for stage, (on, start) in enumerate(zip(layout.ranks, starts, strict=True))
+        (f"{stage}", ", ".join(map(str, on)), start, f"{p.peak_bytes[on[0]] / MIB:.0f}", mode)
+        for stage, (on, start, mode) in enumerate(zip(layout.ranks, starts, layout.modes, strict=True))
     ]
     told = (
         f"No cut is faster than {number(p.lower_bound_s * 1e3)} ms, the plan is predicted to be {p.gap:.1%} "
         f"above it. Each rank posts {layout.receive_window} receives ahead."
     )
-    return join([tag("p", told), table(("stage", "ranks", "from", "memory, MiB"), rows)])
+    return join([tag("p", told), table(("stage", "ranks", "from", "memory, MiB", "recomputed"), rows)])
 
 
 def _numerics(plan: Plan) -> Html:

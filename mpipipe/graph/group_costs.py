@@ -1,0 +1,79 @@
+"""From the samples of distinct groups to what every group of a model costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from mpipipe.graph.anatomy import Anatomy, output_specs
+from mpipipe.graph.groups import group_of
+from mpipipe.graph.profile import Piece, Remade, Sample
+from mpipipe.values import GroupCost
+
+
+def group_costs(
+    anatomy: Anatomy,
+    parts: Sequence[Piece],
+    samples: dict[str, Sample],
+    update_s: float = 0.0,
+    fill: float = 1.0,
+    statistic_s: float = 0.0,
+) -> tuple[GroupCost, ...]:
+    """Puts the samples of distinct groups back on every group, in order: seconds of the mean micro-batch,
+    bytes of the largest. update_s: seconds of the update of a parameter without elements; fill: as in
+    `Numerics`; statistic_s: of what a micro-batch adds to a buffer, which is counted with its backward."""
+    crossing = anatomy.crossings()
+    starts: list[int] = []
+    groups = group_of(anatomy)
+    for i, node in enumerate(anatomy.order):
+        if groups[node] >= len(starts):
+            starts.append(i)
+    ends = [*starts[1:], len(anatomy.order)]
+    seen: set[fx.Node] = set()
+    again, remade = _remade(anatomy, parts, samples)
+    out = []
+    for piece, position in zip(parts, ends, strict=True):
+        s = samples[piece.key].times(fill)
+        values = [piece.received[i] for i in s.saved_received] + [piece.sent[i] for i in s.saved_sent]
+        new = {anatomy.root(n): n for n in values if anatomy.root(n) not in seen}
+        seen |= set(new)
+        stash = s.saved_bytes + sum(sum(x.nbytes for x in output_specs(n)) for n in new.values())
+        made = again.get(piece.name)
+        selective = (made.saved_bytes if made else 0) + sum(
+            sum(x.nbytes for x in output_specs(n)) for root, n in new.items() if root in remade
+        )
+        applied_s = statistic_s * len(piece.code.updates)
+        cut = [n for n in crossing[position] if isinstance(n.meta["val"], torch.Tensor)]
+        sizes = {n: sum(x.nbytes for x in output_specs(n)) for n in cut}
+        out.append(
+            GroupCost(
+                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s + applied_s, piece.param_bytes, stash,
+                s.workspace_bytes, sum(sizes.values()),
+                sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
+                s.spread, min(1.0, made.seconds / samples[piece.key].fwd_s) if made else 0.0, selective,
+            )
+        )  # fmt: skip
+    return tuple(out)
+
+
+def _remade(
+    anatomy: Anatomy, parts: Sequence[Piece], samples: dict[str, Sample]
+) -> tuple[dict[str, Remade], set[fx.Node]]:
+    """The groups of which selective recomputation makes something again, by name, and the results that they
+    make: those that read only what is there, kept for backward or made again itself."""
+    there: set[fx.Node] = set()
+    for piece in parts:
+        s = samples[piece.key]
+        values = [piece.received[i] for i in s.saved_received] + [piece.sent[i] for i in s.saved_sent]
+        there |= {anatomy.root(n) for n in values}
+    again: dict[str, Remade] = {}
+    made: set[fx.Node] = set()
+    for piece in parts:
+        found = samples[piece.key].remade
+        if found and all(anatomy.root(piece.received[i]) in there for i in found.received):
+            again[piece.name] = found
+            made |= {anatomy.root(piece.sent[i]) for i in found.sent}
+            there |= made
+    return again, made

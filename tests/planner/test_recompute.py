@@ -1,0 +1,199 @@
+"""Recomputation of each stage: its seconds and bytes by hand, and the planner's choice against all others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planner_cases import HUGE, all_cuts, cluster, group, problems
+
+from mpipipe.errors import PlanError
+from mpipipe.planner import make_plan, partition, predict, program_for, simulate, stage_costs
+from mpipipe.planner.joint import Asked, search
+from mpipipe.planner.partition import Problem
+from mpipipe.planner.recompute import with_modes
+from mpipipe.planner.schedules import SCHEDULES, live_micro_batches, remaking_micro_batches
+from mpipipe.planner.stages import Ranges, bounds
+from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Op, Recompute, from_json, to_json
+
+
+def chain(memory: int, n_ranks: int = 2) -> Costs:
+    """Six groups of 100 bytes of stash, of which 40 are cheap to make again: a quarter of the forward."""
+    groups = tuple(
+        replace(
+            group(f"g{i}", 1, 1, 1, param_bytes=10, stash_bytes=100, act_bytes=10, grad_bytes=10),
+            selective_share=0.25,
+            selective_bytes=40,
+        )
+        for i in range(6)
+    )
+    return Costs(groups, cluster([1.0] * n_ranks, [memory] * n_ranks), (), 2.0, 0.0, "modelled", 0.0)
+
+
+def numerics(count: int) -> Numerics:
+    return Numerics(count, 1, count, 1, 1, "torch", "mkl", "fp32", "per_use", {}, "", "", 0)
+
+
+def test_a_stage_by_hand():
+    kept, some, full = (stage_costs(chain(HUGE), (3,), (mode,) * 2)[1] for mode in RECOMPUTE)
+    assert (kept.bwd_input_s, kept.stash_bytes, kept.remade_bytes) == (3, 310, 0)
+    assert (some.bwd_input_s, some.stash_bytes, some.remade_bytes) == (3.75, 190, 120)
+    assert (full.bwd_input_s, full.stash_bytes, full.remade_bytes) == (6, 10, 300)
+    assert {(s.fwd_s, s.bwd_weight_s, s.fixed_bytes) for s in (kept, some, full)} == {(3, 3, 60)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_the_memory_of_a_step_by_hand(schedule: str):
+    """What is let go is there in F and B, or from I to W; else only what was received."""
+    costs, names, modes = chain(HUGE), [f"g{i}" for i in range(6)], ("full", "selective")
+    layout = Layout(("g3",), ((0,), (1,)), schedule, 4, modes)
+    program = program_for(layout, numerics(4), (), names)
+    timeline = predict(costs, layout, program, names)[1]
+    stages = stage_costs(costs, (3,), modes)
+    for rank, (codes, stage) in enumerate(zip(program.codes, stages, strict=True)):
+        window = {0: 40, 1: 40}[rank]  # four receives of ten bytes
+        live = again = 0
+        for (op, *_), held in zip(codes.tolist(), timeline.memory_bytes[rank].tolist(), strict=True):
+            live += op == Op.F
+            again += op == Op.I
+            here = again + (op in (Op.F, Op.B))
+            assert held == 60 + window + live * stage.stash_bytes + here * stage.remade_bytes
+            live -= op in (Op.B, Op.W)
+            again -= op == Op.W
+    assert max(remaking_micro_batches(SCHEDULES[schedule](2, 4))) == (1 if schedule != "zb-h1" else 2)
+
+
+def test_a_backward_is_longer_by_what_it_makes_again():
+    costs, names = chain(HUGE), [f"g{i}" for i in range(6)]
+    program = program_for(Layout(("g3",), ((0,), (1,)), "1f1b", 4), numerics(4), (), names)
+    for mode, seconds in zip(RECOMPUTE, (6, 6.75, 9), strict=True):
+        timeline = simulate(program, stage_costs(costs, (3,), (mode, mode)), costs.cluster)
+        backwards = timeline.times[0][program.codes[0][:, 0] == Op.B]
+        assert {end - start for start, end in backwards.tolist()} == {seconds}
+
+
+@st.composite
+def cheap_problems(draw: st.DrawFn) -> tuple[Costs, int, int]:
+    costs, n_stages, n_micro = draw(problems(memory="tight", max_groups=5).filter(lambda found: found[1] < 4))
+    eighths = st.integers(0, 8)
+    groups = tuple(
+        replace(g, selective_share=draw(eighths) / 8, selective_bytes=g.stash_bytes * draw(eighths) // 8)
+        for g in costs.groups
+    )
+    return replace(costs, groups=groups), n_stages, n_micro
+
+
+@settings(max_examples=20, deadline=None)
+@given(cheap_problems(), st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
+def test_the_bottleneck_is_the_least_of_all_cuts_and_modes(found: tuple[Costs, int, int], schedule: str):
+    costs, n_stages, n_micro = found
+    order = SCHEDULES[schedule](n_stages, n_micro)
+    live, remaking = live_micro_batches(order), remaking_micro_batches(order)
+    ranges = Ranges(costs, 2, n_micro)
+    none = Problem(costs, ranges, *map(_array, (live, remaking)))
+
+    def least_s(cuts: tuple[int, ...], modes: tuple[Recompute, ...]) -> float:
+        most = 0.0
+        for s, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
+            ending, device = ranges.ending_at(end, first, modes[s]), costs.cluster.devices[s]
+            if int(ending.memory_bytes(live[s], remaking[s])[0]) > device.memory_bytes:
+                return math.inf
+            plain = ranges.ending_at(end, first)
+            links_s = none.times(first, end)[s, 0] - float(plain.seconds[0]) / device.speed
+            if math.isinf(links_s):  # it does not fit without: then the links alone, from endless memory
+                free = replace(device, memory_bytes=HUGE)
+                devices = tuple(free if i == s else d for i, d in enumerate(costs.cluster.devices))
+                roomy = replace(costs, cluster=replace(costs.cluster, devices=devices))
+                endless = Problem(roomy, ranges, *map(_array, (live, remaking)))
+                links_s = endless.times(first, end)[s, 0] - float(plain.seconds[0]) / device.speed
+            most = max(most, float(ending.seconds[0]) / device.speed + links_s)
+        return most
+
+    every = list(all_cuts(len(costs.groups), n_stages))
+    without = min(least_s(cuts, ("none",) * n_stages) for cuts in every)
+    best = min(least_s(c, m) for c in every for m in itertools.product(RECOMPUTE, repeat=n_stages))
+    wanted = without if without < math.inf else best
+    if math.isinf(wanted):
+        with pytest.raises(PlanError, match="even with full recomputation"):
+            partition(costs, n_micro, schedule, n_stages, 2, recompute="auto")
+        return
+    assert partition(costs, n_micro, schedule, n_stages, 2, recompute="auto").bottleneck_s == wanted
+
+
+def _array(values):
+    import numpy as np
+
+    return np.array(values)
+
+
+@settings(max_examples=8, deadline=None)
+@given(cheap_problems(), st.sampled_from(["1f1b", "gpipe", "zb-h1"]), st.data())
+def test_for_given_cuts_no_other_modes_have_a_shorter_step(
+    found: tuple[Costs, int, int], schedule: str, data: st.DataObject
+):
+    costs, n_stages, n_micro = found
+    names = [g.name for g in costs.groups]
+    cuts = data.draw(st.sampled_from(list(all_cuts(len(names), n_stages))))
+    ranks = tuple((rank,) for rank in range(n_stages))
+    layout = Layout(tuple(names[c] for c in cuts), ranks, schedule, 4)
+    program = program_for(layout, numerics(n_micro), costs.ties, names)
+
+    def step_s(modes: tuple[Recompute, ...]) -> float:
+        try:
+            return predict(costs, replace(layout, recompute=modes), program, names)[0].step_s
+        except PlanError:
+            return math.inf
+
+    best = min(map(step_s, itertools.product(RECOMPUTE, repeat=n_stages)))
+    chosen = with_modes(costs, layout, cuts, program, "auto")
+    assert step_s(chosen.recompute) == best
+    if step_s(()) < math.inf:
+        assert chosen.recompute == ()
+    assume(best < math.inf)
+
+
+# -- in the search -----------------------------------------------------------------------------------
+
+
+def test_stages_are_recomputed_where_memory_asks_for_it():
+    names = [f"g{i}" for i in range(6)]
+
+    def modes(memory: int, recompute: str) -> tuple[Recompute, ...]:
+        return make_plan(chain(memory), numerics(4), "1f1b", 4, names, 2, recompute)[0].layout.recompute
+
+    assert modes(HUGE, "auto") == modes(HUGE, "none") == ()
+    assert modes(600, "auto") == ("selective", "none")  # 60 + 40 + 2 x 300, and one of them once
+    assert modes(450, "auto") == ("full", "none")
+    assert modes(HUGE, "selective") == ("selective", "selective")
+    with pytest.raises(PlanError, match=r"short with schedule '1f1b'.*start 3 ranks"):
+        modes(500, "none")
+    with pytest.raises(PlanError, match=r"short even with full recomputation with .* start 6 ranks"):
+        modes(250, "auto")
+
+
+def test_the_joint_search_weighs_recomputation_against_smaller_micro_batches():
+    """Two micro-batches of two samples with recomputation, or four of one without."""
+
+    def costs_of(count: int) -> Costs:
+        size, costs = 4 // count, chain(700)
+        groups = (replace(g, stash_bytes=100 * size, selective_bytes=40 * size) for g in costs.groups)
+        return replace(costs, groups=tuple(groups))  # as fast whatever their size
+
+    asked = Asked(numerics(4), (4, 2), ("1f1b",), 4, 2, "auto")
+    joint = search(asked, costs_of)
+    assert (joint.best.micro_batches, joint.plan.layout.recompute) == (2, ("full", "none"))
+    without = search(replace(asked, recompute="none"), costs_of)
+    assert (without.best.micro_batches, without.plan.layout.recompute) == (4, ())
+    assert joint.plan.prediction.step_s < without.plan.prediction.step_s
+
+
+def test_a_layout_says_a_mode_for_each_stage_or_none():
+    layout = Layout(("g3",), ((0,), (1,)), "1f1b", 4, ("full",))
+    with pytest.raises(PlanError, match=r"2 stages by layout.cuts, but layout.recompute has 1"):
+        program_for(layout, numerics(4), (), [f"g{i}" for i in range(6)])
+    assert from_json(Layout, to_json(replace(layout, recompute=("full", "none")))).modes == ("full", "none")
+    assert replace(layout, recompute=()).modes == ("none", "none")
