@@ -18,6 +18,7 @@ from mpipipe.planner.bounds import bottleneck_bound_s, step_bound_s
 from mpipipe.planner.native import compiled
 from mpipipe.planner.partition import Problem, least_stages, misfit
 from mpipipe.planner.prove import NoBuffering, prove
+from mpipipe.planner.schedules import in_copies
 from mpipipe.planner.simulate import instruction_seconds, message_bytes, walked
 from mpipipe.planner.stages import Ranges
 from mpipipe.planner.sweep import sweep_near
@@ -139,7 +140,10 @@ def test_the_bound_is_that_of_a_sweep_also_with_unequal_speeds(problem):
 def programs(draw: st.DrawFn) -> tuple[Program, tuple]:
     n_stages = draw(st.integers(1, 7))
     ties = on(n_stages, draw(TIES))
-    schedule = SCHEDULES[draw(SCHEDULE)](n_stages, draw(st.integers(1, 9)))
+    one = SCHEDULES[draw(SCHEDULE)](n_stages, draw(st.integers(1, 9)))
+    n_copies = draw(st.integers(1, 3))
+    copies = [range(copy * n_stages, (copy + 1) * n_stages) for copy in range(n_copies)]
+    schedule = in_copies([one] * n_copies, copies)
     return lower(schedule, ties, draw(TIED), draw(st.integers(0, 4))), ties
 
 
@@ -158,9 +162,9 @@ def test_partners_and_proofs_are_the_same(made):
 @given(programs(), st.randoms(use_true_random=False))
 def test_times_are_the_same_to_the_bit(made, rng):
     program, ties = made
-    stages = [StageCost(*(rng.random() for _ in range(4)), *(rng.randint(0, 99) for _ in range(5)))
-              for _ in range(program.n_stages)]  # fmt: skip
-    machine = cluster([1.0] * 7, [HUGE] * 7, Link(0.01, 80.0), Link(0.1, 9.0))
+    stages = [StageCost(*(rng.random() for _ in range(4)), *(rng.randint(0, 99) for _ in range(6)))
+              for _ in program.codes]  # fmt: skip
+    machine = cluster([1.0] * 21, [HUGE] * 21, Link(0.01, 80.0), Link(0.1, 9.0))
     seconds = instruction_seconds(program, stages, message_bytes(program, stages, ties), machine)
     reference = walked(match(program), seconds, 0.3)
     assert reference is not None
