@@ -107,8 +107,10 @@ def process_uses(tree: ast.AST) -> Iterator[int]:
 
 
 def lock_uses(tree: ast.AST) -> Iterator[int]:
-    yield from (line for line, module, _ in imported(tree) if module == "fcntl")
     yield from of_os(tree, {"lockf"})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("fcntl.flock", "fcntl.lockf"):
+            yield node.lineno
 
 
 RULES = {
@@ -146,7 +148,7 @@ def test_the_rules_can_fail():
     assert count(pickle_uses, "import pickle\nfrom torch import load\ntorch.load('a')\nnp.load('a')") == 3
     assert count(environment_uses, "import os\nos.environ['A']\nfrom os import getenv\nos.sched_yield()") == 2
     assert count(process_uses, "import subprocess\nfrom multiprocessing import Pool\nos.fork()") == 3
-    assert count(lock_uses, "import fcntl\nos.lockf(1, 2, 3)") == 2
+    assert count(lock_uses, "import fcntl, os\nfcntl.flock(1, 2)\nos.lockf(1, 2, 3)") == 2
     assert (
         count(
             file_uses,

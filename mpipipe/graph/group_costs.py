@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -52,7 +53,7 @@ def group_costs(
                 piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s + applied_s, piece.param_bytes, stash,
                 s.workspace_bytes, sum(sizes.values()),
                 sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
-                s.spread, min(1.0, made.seconds / samples[piece.key].fwd_s) if made else 0.0, selective,
+                s.spread, min(1.0, made.seconds / (samples[piece.key].fwd_s or math.inf)) if made else 0.0, selective,
             )
         )  # fmt: skip
     return tuple(out)

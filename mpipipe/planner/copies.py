@@ -117,7 +117,7 @@ def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageC
     """The stages of copy 0, each on its rank, then those of each other copy. The parameters of a group count
     as one, of which a copy owns all or nothing."""
     if layout.n_copies == 1:
-        return stage_costs(in_order(costs, layout.order), cuts)
+        return stage_costs(in_order(costs, layout.order), cuts, layout.recompute)
     costs, speeds = replace(costs, copies=layout.n_copies), [d.speed for d in costs.cluster.devices]
     shards = [_shards(costs, first, end) for first, end in bounds(len(costs.groups), cuts)]
     known: dict[tuple[float, ...], tuple[StageCost, ...]] = {}

@@ -50,7 +50,7 @@ def test_a_stage_by_hand():
 def test_the_memory_of_a_step_by_hand(schedule: str):
     """What is let go is there in F and B, or from I to W; else only what was received."""
     costs, names, modes = chain(HUGE), [f"g{i}" for i in range(6)], ("full", "selective")
-    layout = Layout(("g3",), ((0,), (1,)), schedule, 4, modes)
+    layout = Layout(("g3",), ((0,), (1,)), schedule, 4, recompute=modes)
     program = program_for(layout, numerics(4), (), names)
     timeline = predict(costs, layout, program, names)[1]
     stages = stage_costs(costs, (3,), modes)
@@ -163,7 +163,9 @@ def test_stages_are_recomputed_where_memory_asks_for_it():
     names = [f"g{i}" for i in range(6)]
 
     def modes(memory: int, recompute: str) -> tuple[Recompute, ...]:
-        return make_plan(chain(memory), numerics(4), "1f1b", 4, names, 2, recompute)[0].layout.recompute
+        return make_plan(chain(memory), numerics(4), "1f1b", 4, names, 2, recompute=recompute)[
+            0
+        ].layout.recompute
 
     assert modes(HUGE, "auto") == modes(HUGE, "none") == ()
     assert modes(600, "auto") == ("selective", "none")  # 60 + 40 + 2 x 300, and one of them once
@@ -183,7 +185,7 @@ def test_the_joint_search_weighs_recomputation_against_smaller_micro_batches():
         groups = (replace(g, stash_bytes=100 * size, selective_bytes=40 * size) for g in costs.groups)
         return replace(costs, groups=tuple(groups))  # as fast whatever their size
 
-    asked = Asked(numerics(4), (4, 2), ("1f1b",), 4, 2, "auto")
+    asked = Asked(numerics(4), (4, 2), ("1f1b",), 4, 2, recompute="auto")
     joint = search(asked, costs_of)
     assert (joint.best.micro_batches, joint.plan.layout.recompute) == (2, ("full", "none"))
     without = search(replace(asked, recompute="none"), costs_of)
@@ -192,7 +194,7 @@ def test_the_joint_search_weighs_recomputation_against_smaller_micro_batches():
 
 
 def test_a_layout_says_a_mode_for_each_stage_or_none():
-    layout = Layout(("g3",), ((0,), (1,)), "1f1b", 4, ("full",))
+    layout = Layout(("g3",), ((0,), (1,)), "1f1b", 4, recompute=("full",))
     with pytest.raises(PlanError, match=r"2 stages by layout.cuts, but layout.recompute has 1"):
         program_for(layout, numerics(4), (), [f"g{i}" for i in range(6)])
     assert from_json(Layout, to_json(replace(layout, recompute=("full", "none")))).modes == ("full", "none")
