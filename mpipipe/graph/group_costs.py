@@ -45,6 +45,7 @@ def group_costs(
         selective = (made.saved_bytes if made else 0) + sum(
             sum(x.nbytes for x in output_specs(n)) for root, n in new.items() if root in remade
         )
+        share = min(1.0, made.seconds / (samples[piece.key].fwd_s or math.inf)) if made else 0.0
         applied_s = statistic_s * len(piece.code.updates)
         cut = [n for n in crossing[position] if isinstance(n.meta["val"], torch.Tensor)]
         sizes = {n: sum(x.nbytes for x in output_specs(n)) for n in cut}
@@ -53,7 +54,7 @@ def group_costs(
                 piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s + applied_s, piece.param_bytes, stash,
                 s.workspace_bytes, sum(sizes.values()),
                 sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
-                s.spread, min(1.0, made.seconds / (samples[piece.key].fwd_s or math.inf)) if made else 0.0, selective,
+                s.spread, share, selective,
             )
         )  # fmt: skip
     return tuple(out)

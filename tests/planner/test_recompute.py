@@ -163,9 +163,8 @@ def test_stages_are_recomputed_where_memory_asks_for_it():
     names = [f"g{i}" for i in range(6)]
 
     def modes(memory: int, recompute: str) -> tuple[Recompute, ...]:
-        return make_plan(chain(memory), numerics(4), "1f1b", 4, names, 2, recompute=recompute)[
-            0
-        ].layout.recompute
+        plan, _ = make_plan(chain(memory), numerics(4), "1f1b", 4, names, 2, recompute=recompute)
+        return plan.layout.recompute
 
     assert modes(HUGE, "auto") == modes(HUGE, "none") == ()
     assert modes(600, "auto") == ("selective", "none")  # 60 + 40 + 2 x 300, and one of them once
