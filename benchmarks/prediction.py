@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import mpipipe.graph.variants
+import mpipipe.measuring
 import mpipipe.pipeline
 import mpipipe.runtime.trainer
 import mpipipe.train
@@ -54,7 +55,7 @@ PARTS = (  # owner, function, name of the part
     (mpipipe.train, "build", "model"),
     (mpipipe.pipeline, "ModelSource", "model"),
     (mpipipe.graph.variants, "capture", "capture"),
-    (mpipipe.pipeline, "measure", "costs"),
+    (mpipipe.measuring, "measure", "costs"),
     (mpipipe.pipeline.Pipeline, "_plan", "plan"),
     (mpipipe.pipeline, "Trainer", "weights"),
 )

@@ -24,24 +24,22 @@ from torch.utils import _pytree as pytree
 
 from mpipipe import __version__, ops
 from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
-from mpipipe.cluster import overlap as overlapping
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator, RankLost, members
-from mpipipe.cluster.launch import default_threads
 from mpipipe.cluster.memory import give_back_freed_memory
-from mpipipe.cluster.node import cache_folder, cores_available
-from mpipipe.cluster.routes import LIBRARIES
+from mpipipe.cluster.node import cache_folder
 from mpipipe.cluster.survivors import check_tolerant
 from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
 from mpipipe.data.user import as_batch, from_user
+from mpipipe.decided import blocks_of, gemm_of, micro_batches_of, op_table_of, threads_of
 from mpipipe.errors import EndOfData, MpipipeError
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.program import Batch, Loss, Metric, batch_names, spec
 from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
+from mpipipe.measuring import Measuring
 from mpipipe.models.losses import from_mean
-from mpipipe.planner.copies import even_blocks
 from mpipipe.planner.given import check_given as check_given_plan
 from mpipipe.planner.given import check_ranks
 from mpipipe.planner.joint import Asked, copies_of, counts_of, schedules_of, search
@@ -52,12 +50,9 @@ from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen
 from mpipipe.report.plan_file import read_plan
-from mpipipe.runtime.costing import Measured, device_kind, measure
+from mpipipe.runtime.costing import device_kind
 from mpipipe.runtime.foreign import Factory, UserOptimizer
-from mpipipe.runtime.gemm import Prober
 from mpipipe.runtime.interpreter import Outcome
-from mpipipe.runtime.loading import with_loading
-from mpipipe.runtime.op_table import Decision, decide, in_words, table_name
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
@@ -73,7 +68,7 @@ from mpipipe.state.resume import RunState, check_graph, check_numerics, read_sta
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
 from mpipipe.survival import Recovery, Survival
-from mpipipe.values import RECOMPUTE, Gemm, Numerics, Plan, Program, from_json, to_json
+from mpipipe.values import RECOMPUTE, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
@@ -193,14 +188,14 @@ class Pipeline:
         given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
         before = given_plan if saved is None else saved
         decided = None if before is None else before.numerics
-        blocks = _blocks(blocks, micro_batches, batch, comm.size, decided)
+        blocks = blocks_of(blocks, micro_batches, batch, comm.size, decided)
         check_counts(batch, micro_batches, blocks, receive_window, replicas)
-        count = _micro_batches(micro_batches, batch, blocks, decided, new_numerics)
-        table = _op_table(bits, decided, new_numerics)
+        count = micro_batches_of(micro_batches, batch, blocks, decided, new_numerics)
+        table = op_table_of(bits, decided, new_numerics)
         self.numerics = numerics_of(
             bits=bits, op_table=table, batch=batch, micro_batches=count or blocks, blocks=blocks,
-            threads=threads_of(comm, threads, saved), gemm=_gemm(gemm, decided) or "mkl", precision=precision,
-            tied=tied, seed=seed,
+            threads=threads_of(comm, threads, saved), gemm=gemm_of(gemm, decided) or "mkl",
+            precision=precision, tied=tied, seed=seed,
         )  # fmt: skip
         if saved is not None and not new_numerics:
             check_numerics(saved.numerics, self.numerics)
@@ -243,12 +238,12 @@ class Pipeline:
         )
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
         kind = device_kind(self.numerics.instruction_set)
-        kept = CostCache(cache_folder() if cost_cache else None, kind, self.say)
-        self.messages_why = self._settle_messages(kept)
-        self.gemm_why = self._settle_gemm(_gemm(gemm, decided), usual, kept)
-        self.ops_why = self._settle_ops(table, usual, kept)
+        here = Measuring(comm, CostCache(cache_folder() if cost_cache else None, kind, self.say), self.say)
+        self.messages_why = here.messages()
+        self.numerics, self.gemm_why = here.gemm(gemm_of(gemm, decided), usual, self.numerics)
+        self.numerics, self.ops_why = here.ops(table, usual, self.numerics)
         asked = replace(asked, numerics=self.numerics)
-        timing = partial(self._timed, memory_bytes, kept)
+        timing = partial(here.costs, self.optimizer, self.memory, memory_bytes, self.data)
         settled = settle_micro_batches(comm, asked, lowered, timing) if count is None else None
         if settled is not None:
             self.numerics = settled.numerics
@@ -298,61 +293,6 @@ class Pipeline:
     def _check_plan(self, given: Plan, where: str) -> None:
         for note in check_given_plan(given, self.numerics, self.size, self.variants.graph.groups, where):
             self.say(f"note: {note}")
-
-    def _settle_messages(self, cache: CostCache) -> str:
-        """Who moves messages on while ranks compute, for people. Collective."""
-        name, overlap = overlapping.choose(self.comm, cache.overlaps() if self.rank == 0 else {})
-        if self.rank == 0 and overlap.felt:
-            cache.write(overlaps={name: overlap})
-        return overlapping.why(overlap, self.comm.transport)
-
-    def _settle_gemm(self, given: Gemm | None, variants: Variants, cache: CostCache) -> str:
-        """The route of the matrix products, measured unless it is given, and why it is this one; a note where
-        bf16 is slow here. Collective."""
-        _ = variants.graph  # what cannot be captured is refused before ranks wait for each other
-        prober = Prober(self.comm, variants, self.numerics, cache.routes() if self.rank == 0 else {})
-        slow, found = prober.slow_bf16()
-        if slow:
-            self.say(f"note: {slow}")
-        reason = f"{LIBRARIES[self.numerics.gemm]}, as given or chosen before"
-        if given is None:
-            choice = prober.choose()
-            self.numerics, reason = replace(self.numerics, gemm=choice.gemm), choice.why
-            found = {**found, **choice.found}
-        if self.rank == 0:
-            cache.write(routes=found)
-        set_gemm_route(self.numerics.gemm)
-        return reason
-
-    def _settle_ops(self, table: Mapping[str, str] | None, variants: Variants, cache: CostCache) -> str:
-        """Which operators are our own: those that are faster here, unless given. For people; collective."""
-        if self.numerics.bits == "torch":
-            return ""
-        if table is not None:
-            return in_words(Decision(dict(table), {}))
-        kinds = self.comm.allgather_object(device_kind(self.numerics.instruction_set))
-        name = table_name(kinds, variants, self.numerics)
-        known = cache.tables().get(name) if self.rank == 0 else None
-        decision = decide(self.comm, variants, self.numerics, known)
-        if self.rank == 0:
-            cache.write(tables={name: decision.table})
-        self.numerics = replace(self.numerics, op_table=decision.table)
-        return in_words(decision)
-
-    def _timed(
-        self, memory_bytes: int | None, cache: CostCache,
-        variants: Variants, numerics: Numerics, before: Measured | None = None,
-    ) -> Measured:  # fmt: skip
-        """Costs, as far as they hold from the runs before; what was found is kept for the next one."""
-        known = cache.read() if self.rank == 0 else {}
-        found = measure(
-            self.comm, variants, numerics, self.optimizer, self.memory, memory_bytes, known, before
-        )
-        if self.rank == 0:
-            cache.write(found.samples)
-        costs, rows = found.costs, numerics.micro_batch
-        costs = with_loading(costs, variants.graph, self.data, rows, self.comm, numerics.threads)
-        return replace(found, costs=costs)
 
     def _agree(self, **settings: Any) -> None:
         """All ranks prove that they were given the same numbers. Collective."""
@@ -619,50 +559,6 @@ def _one_folder(comm: Communicator, given: str | Path | None) -> Path | None:
     if given is None:
         return None
     return comm.bcast_object(Path(given).resolve() if comm.rank == 0 else Path())
-
-
-def threads_of(comm: Communicator, threads: int | Literal["auto"], saved: RunState | None) -> int:
-    """What "auto" means is decided once: a resumed run keeps it, on any machine. Collective."""
-    if threads != "auto":
-        return threads
-    return default_threads(comm, cores_available()) if saved is None else saved.numerics.threads
-
-
-def _gemm(asked: Literal["auto"] | Gemm, decided: Numerics | None) -> Gemm | None:
-    """As `_micro_batches`. None: it is measured."""
-    if asked != "auto":
-        return asked
-    return None if decided is None else decided.gemm
-
-
-def _op_table(bits: str, decided: Numerics | None, new_numerics: bool) -> dict[str, str] | None:
-    """As `_gemm`."""
-    if bits == "torch":
-        return {}
-    return None if decided is None or new_numerics or decided.bits != bits else decided.op_table
-
-
-def _micro_batches(
-    given: int | Literal["auto"], batch: int, blocks: int, decided: Numerics | None, new_numerics: bool
-) -> int | None:
-    """What "auto" means is decided once: a resumed run keeps it, and a plan has it. None: it is searched."""
-    if given != "auto":
-        return given
-    if decided is None or (new_numerics and (decided.batch, decided.blocks) != (batch, blocks)):
-        return None
-    return min(decided.micro_batches, batch)
-
-
-def _blocks(
-    given: int | Literal["auto"], micro_batches: int | Literal["auto"], batch: int, n_ranks: int,
-    decided: Numerics | None,
-) -> int:  # fmt: skip
-    """As `_micro_batches`."""
-    if given != "auto":
-        return given
-    if decided is not None:
-        return decided.blocks
-    return even_blocks(None if micro_batches == "auto" else micro_batches, batch, n_ranks)
 
 
 def _optimizer(

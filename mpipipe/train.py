@@ -25,9 +25,10 @@ from mpipipe.cluster.watchdog import Watchdog, clear
 from mpipipe.config import Config, load
 from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset, prepare
+from mpipipe.decided import threads_of
 from mpipipe.errors import CheckpointError, MpipipeError
 from mpipipe.models import build
-from mpipipe.pipeline import Pipeline, threads_of
+from mpipipe.pipeline import Pipeline
 from mpipipe.planner.sizes import counted
 from mpipipe.report.metrics import cut_metrics
 from mpipipe.report.perfetto import PERFETTO

@@ -17,10 +17,10 @@ from mpipipe import Pipeline
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.cluster.routes import Route
+from mpipipe.decided import micro_batches_of
 from mpipipe.errors import ConfigError, DataError, LaunchError, PlanError
 from mpipipe.graph import products
 from mpipipe.graph.profile import Profiler
-from mpipipe.pipeline import _micro_batches
 from mpipipe.runtime import costing, gemm
 from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.digests import tensor_digest
@@ -155,7 +155,7 @@ def test_what_was_decided_holds_as_long_as_the_batch_does(
         batch=8, micro_batches=decided or 1, blocks=1, threads=1, gemm="mkl", precision="fp32",
         tied="per_use", seed=0,
     )  # fmt: skip
-    assert _micro_batches(given, batch, 1, of_8 if decided else None, new_numerics) == count
+    assert micro_batches_of(given, batch, 1, of_8 if decided else None, new_numerics) == count
 
 
 def test_a_batch_norm_never_gets_a_single_sample(price: dict[str, float]) -> None:
@@ -207,7 +207,7 @@ def test_the_route_is_measured_once_and_kept_by_checkpoints_and_plans(
     monkeypatch.setattr(products, "LEAST_FLOPS", 1.0)
     monkeypatch.setattr(gemm, "measure", measured)
     routes_set = list[str]()  # that the process would have
-    monkeypatch.setattr("mpipipe.pipeline.set_gemm_route", routes_set.append)
+    monkeypatch.setattr("mpipipe.measuring.set_gemm_route", routes_set.append)
 
     def begin(comm: Communicator) -> Pipeline:
         pipe = pipeline(comm, micro_batches=2)

@@ -192,7 +192,7 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(monkeypatch: pytest.
 
 
 def test_more_ranks_than_groups_are_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pipeline, "_timed", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr("mpipipe.measuring.measure", lambda *_: pytest.fail("timed"))
     with pytest.raises(PlanError, match=r"3 stages but only 1 group.* start at most 1 rank"):
         run_local(3, lambda comm: pipeline(comm, lambda: nn.Linear(FEATURES, CLASSES)))
 

@@ -1,0 +1,87 @@
+"""What a start finds out about this machine before it plans, each kept for the next start.
+
+who moves messages   which library multiplies   which operators are our own   what groups cost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from mpipipe.cluster import overlap as overlapping
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.memory import PeakMemory
+from mpipipe.cluster.routes import LIBRARIES
+from mpipipe.data.base import Dataset
+from mpipipe.graph.variants import Variants
+from mpipipe.runtime.costing import Measured, device_kind, measure
+from mpipipe.runtime.gemm import Prober
+from mpipipe.runtime.loading import with_loading
+from mpipipe.runtime.op_table import Decision, decide, in_words, table_name
+from mpipipe.runtime.optimizer import Optimizer
+from mpipipe.runtime.setting import set_gemm_route
+from mpipipe.state.costs import CostCache
+from mpipipe.values import Gemm, Numerics
+
+
+@dataclass
+class Measuring:
+    """Of one rank; every method is collective. say: takes a note, for people."""
+
+    comm: Communicator
+    cache: CostCache
+    say: Callable[[str], object]
+
+    def messages(self) -> str:
+        """Who moves messages on while ranks compute, for people."""
+        name, overlap = overlapping.choose(self.comm, self.cache.overlaps() if self.comm.rank == 0 else {})
+        if self.comm.rank == 0 and overlap.felt:
+            self.cache.write(overlaps={name: overlap})
+        return overlapping.why(overlap, self.comm.transport)
+
+    def gemm(self, given: Gemm | None, variants: Variants, numerics: Numerics) -> tuple[Numerics, str]:
+        """With the route of the matrix products, measured unless it is given, and why it is this one; a note
+        where bf16 is slow here."""
+        _ = variants.graph  # what cannot be captured is refused before ranks wait for each other
+        prober = Prober(self.comm, variants, numerics, self.cache.routes() if self.comm.rank == 0 else {})
+        slow, found = prober.slow_bf16()
+        if slow:
+            self.say(f"note: {slow}")
+        reason = f"{LIBRARIES[numerics.gemm]}, as given or chosen before"
+        if given is None:
+            choice = prober.choose()
+            numerics, reason = replace(numerics, gemm=choice.gemm), choice.why
+            found = {**found, **choice.found}
+        if self.comm.rank == 0:
+            self.cache.write(routes=found)
+        set_gemm_route(numerics.gemm)
+        return numerics, reason
+
+    def ops(
+        self, table: Mapping[str, str] | None, variants: Variants, numerics: Numerics
+    ) -> tuple[Numerics, str]:
+        """With the operators that are our own: those that are faster here, unless given; and in words."""
+        if numerics.bits == "torch":
+            return numerics, ""
+        if table is not None:
+            return numerics, in_words(Decision(dict(table), {}))
+        kinds = self.comm.allgather_object(device_kind(numerics.instruction_set))
+        name = table_name(kinds, variants, numerics)
+        known = self.cache.tables().get(name) if self.comm.rank == 0 else None
+        decision = decide(self.comm, variants, numerics, known)
+        if self.comm.rank == 0:
+            self.cache.write(tables={name: decision.table})
+        return replace(numerics, op_table=decision.table), in_words(decision)
+
+    def costs(
+        self, optimizer: Optimizer, memory: PeakMemory, memory_bytes: int | None, data: Dataset,
+        variants: Variants, numerics: Numerics, before: Measured | None = None,
+    ) -> Measured:  # fmt: skip
+        """Of the groups, as far as they hold from the runs before."""
+        known = self.cache.read() if self.comm.rank == 0 else {}
+        found = measure(self.comm, variants, numerics, optimizer, memory, memory_bytes, known, before)
+        if self.comm.rank == 0:
+            self.cache.write(found.samples)
+        rows = numerics.micro_batch
+        costs = with_loading(found.costs, variants.graph, data, rows, self.comm, numerics.threads)
+        return replace(found, costs=costs)
