@@ -23,7 +23,7 @@ from mpipipe.planner.schedules import PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
-from mpipipe.values import RECOMPUTE, Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
+from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _ENDLESS = 2**62  # bytes
@@ -107,14 +107,14 @@ class _Asked:
     def _slowest(self) -> Callable[[Cuts], tuple[float, float]]:
         """For cuts of which one is moved: the slowest stage, and the sum of squares less that of now."""
         placed, now = in_order(self.costs, self.plan.layout.order), self._stage_s(self.cuts)
-        ranges, devices = Ranges(placed), placed.cluster.devices
+        ranges, devices, modes = Ranges(placed), placed.cluster.devices, self.plan.layout.modes
         order = np.argsort(-now)[:3].tolist()  # a cut changes two stages
 
         def key(cuts: Cuts) -> tuple[float, float]:
             i = next(i for i, (a, b) in enumerate(zip(cuts, self.cuts, strict=True)) if a != b)
             edges = (0, *cuts, len(self.names))
             two = [
-                float(ranges.ending_at(edges[s + 1], edges[s]).seconds[0]) / devices[s].speed
+                float(ranges.ending_at(edges[s + 1], edges[s], modes[s]).seconds[0]) / devices[s].speed
                 for s in (i, i + 1)
             ]
             rest = max((float(now[s]) for s in order if s not in (i, i + 1)), default=0.0)
@@ -123,7 +123,8 @@ class _Asked:
         return key
 
     def _stage_s(self, cuts: Cuts) -> np.ndarray:
-        stages = stage_costs(in_order(self.costs, self.plan.layout.order), cuts)
+        layout = self.plan.layout
+        stages = stage_costs(in_order(self.costs, layout.order), cuts, layout.recompute)
         return np.array([stage.seconds for stage in stages])
 
     def _equal_groups(self) -> Cuts | None:
@@ -209,6 +210,7 @@ class _Asked:
         if t.made is not None:
             plan = t.made[0]
             other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
+            other += f"{counted(t.copies, 'replica')}, " if t.copies != self.n_copies else ""
             return Alternative(name, t.step_s, t.step_s / ours - 1.0, other + self._bubbles(plan.prediction))
         if t.bound_s is None:
             return Alternative(name, None, None, first_sentence(t.why))
@@ -254,9 +256,10 @@ class _Asked:
         self, cuts: Cuts, schedule: str | None, numerics: Numerics | None, recompute: Wish
     ) -> Prediction:
         numerics, old = numerics or self.plan.numerics, self.plan.layout
-        layout = Layout(
-            tuple(self.names[c] for c in cuts), old.ranks, schedule or old.schedule, old.receive_window,
-            actions=old.actions if schedule is None and numerics == self.plan.numerics else (),
+        same_order = schedule is None and numerics == self.plan.numerics
+        layout = replace(
+            old, cuts=tuple(self.names[c] for c in cuts), schedule=schedule or old.schedule, recompute=(),
+            actions=old.actions if same_order else (),
         )  # fmt: skip
         key = layout.schedule, numerics.micro_batches
         if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts

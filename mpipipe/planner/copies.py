@@ -36,7 +36,7 @@ def check_copies(n_copies: int, n_ranks: int, numerics: Numerics) -> None:
     if n_copies not in legal:
         raise PlanError(
             f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a whole "
-            f"sub-tree of the blocks' sum; use {' or '.join(map(str, legal))} replicas, or as many blocks "
+            f"sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}, or as many blocks "
             f"as {n_copies} or a power of two times that, which must divide micro_batches = "
             f"{numerics.micro_batches}"
         )

@@ -99,7 +99,9 @@ def with_mirrors(
         why = f"mirrors need {need} on rank {rank}, {size_text(max(short))} more than it has"
         if every == "auto":
             return plan, f"no mirrors, so recovery is from the newest checkpoint: {why}"
-        raise PlanError(f"run.mirror_every = {every}: {why}; set auto or 0, or use more ranks")
+        raise PlanError(
+            f"run.mirror_every = {every}: {why}; set auto or 0, use more ranks, or pipeline.recompute=full"
+        )
     cost_s, step_s = mirror_s(costs, layout, cuts), plan.prediction.step_s
     nodes = len(set(costs.cluster.node_of_rank[:n]))
     if every == "auto":

@@ -165,16 +165,18 @@ def check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> No
     check_name(schedule)
     if n_stages < 1 or n_micro < 1:
         raise PlanError(f"{n_stages} stages and {n_micro} micro-batches; both must be at least 1")
-    check_stages(n_stages, n_groups)
+    check_stages(n_stages, n_groups, costs.copies)
     if n_stages > n_ranks:
         raise PlanError(f"{n_stages} stages but only {n_ranks} ranks; plan at most {n_ranks} stages")
 
 
-def check_stages(n_stages: int, n_groups: int) -> None:
-    """Raises PlanError where a stage would have no group."""
+def check_stages(n_stages: int, n_groups: int, n_copies: int = 1) -> None:
+    """Raises PlanError where a stage would have no group. n_copies: of the pipeline."""
     if n_stages > n_groups:
+        each = f", {n_groups} for each replica" if n_copies > 1 else ""
         raise PlanError(
-            f"{n_stages} stages but only {n_groups} groups to cut between; start at most {n_groups} ranks"
+            f"{n_stages} stages but only {n_groups} groups to cut between; start at most "
+            f"{n_groups * n_copies} ranks{each}"
         )
 
 
@@ -208,7 +210,8 @@ def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> s
         return f"no number of ranks would do: give more memory{smaller}"
     least = size_text(int(problem.memory.min()))
     return (
-        f"start {enough} ranks: that is the least that would do{_though(problem)}, with the {least} each "
+        f"start {enough * problem.costs.copies} ranks: that is the least that would do{_though(problem)}, "
+        f"with the {least} each "
         "that the smallest rank has for a stage"
     )
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import step_bound_s
-from mpipipe.planner.partition import partition
+from mpipipe.planner.partition import Wish, partition
 from mpipipe.planner.stages import Ranges, in_order
 from mpipipe.values import Cluster, Costs, Device
 
@@ -36,8 +36,9 @@ Unit = tuple[int | None, ...]
 
 
 def promising(
-    costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_window: int = 0, tied: str = "per_use"
-) -> tuple[Order, ...]:
+    costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_window: int = 0, tied: str = "per_use",
+    recompute: Wish = "none",
+) -> tuple[Order, ...]:  # fmt: skip
     """The KEPT orders of the ranks 0 .. n_ranks - 1 with the smallest bottleneck, of equal ones those with
     least time on links; but first of all stage s on rank s, if that fits, and alone if no other can gain, or
     none fits."""
@@ -45,13 +46,14 @@ def promising(
     if n_ranks > len(cluster.devices) or _nothing_to_gain(cluster, n_ranks):
         return (same,)
     known: dict[Order, Score] = {}
+    how = n_micro, schedule, n_ranks, receive_window, tied, recompute
 
     def score(order: Order) -> Score:
         if order not in known:
-            known[order] = _score(in_order(costs, order), n_micro, schedule, n_ranks, receive_window, tied)
+            known[order] = _score(in_order(costs, order), *how)
         return known[order]
 
-    if score(same)[0] <= (1 + LEAST_GAIN) * _least_s(costs, n_micro, schedule, n_ranks, receive_window, tied):
+    if score(same)[0] <= (1 + LEAST_GAIN) * _least_s(costs, *how):
         return (same,)
     tries = max(KEPT, WORK // (len(costs.groups) * n_ranks))
     orders = _few_orders(cluster, n_ranks, tries)
@@ -95,10 +97,14 @@ def _arrangements(items: list[float]) -> Iterator[tuple[float, ...]]:
         yield from ((item, *later) for later in _arrangements(rest))
 
 
-def _score(costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_window: int, tied: str) -> Score:
+def _score(
+    costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_window: int, tied: str, recompute: Wish
+) -> Score:
     """Of stage s on rank s; endless where no cut fits."""
     try:
-        found = partition(costs, n_micro, schedule, n_ranks, receive_window, tied, explain=False)
+        found = partition(
+            costs, n_micro, schedule, n_ranks, receive_window, tied, explain=False, recompute=recompute
+        )
     except PlanError:
         return math.inf, math.inf
     ends = [(costs.groups[cut - 1], costs.cluster.link(s, s + 1)) for s, cut in enumerate(found.cuts)]
@@ -107,7 +113,7 @@ def _score(costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_wind
 
 
 def _least_s(
-    costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_window: int, tied: str
+    costs: Costs, n_micro: int, schedule: str, n_ranks: int, receive_window: int, tied: str, recompute: Wish
 ) -> float:
     """No order has a smaller bottleneck: that of the fastest rank, the largest memory and the fastest link
     everywhere."""
@@ -117,7 +123,7 @@ def _least_s(
     best = replace(min(links, key=lambda x: x.latency_s), bytes_per_s=max(x.bytes_per_s for x in links))
     cluster = Cluster((largest,) * n_ranks, (0,) * n_ranks, {"node": replace(best, contention=1.0)})
     relaxed = replace(costs, cluster=cluster)
-    return _score(relaxed, n_micro, schedule, n_ranks, receive_window, tied)[0]
+    return _score(relaxed, n_micro, schedule, n_ranks, receive_window, tied, recompute)[0]
 
 
 def _own_bytes(device: Device) -> int:

@@ -46,12 +46,19 @@ def with_modes(costs: Costs, layout: Layout, cuts: Sequence[int], program: Progr
             continue
         some = itertools.islice(itertools.product(RECOMPUTE, repeat=len(mine)), _MOST)
         alike = ((mode,) * len(mine) for mode in RECOMPUTE)
-        for modes in sorted({*some, *alike}, key=lambda modes: _backward_s(of_mode, mine, modes)):
+        tried = dict.fromkeys([*alike, *some])  # a set's order is another one in each process
+        for modes in sorted(tried, key=lambda modes: _backward_s(of_mode, mine, modes)):
             for s, mode in zip(mine, modes, strict=True):
                 chosen[s] = mode
             if not too_full(mine[0]):
                 break
     return replace(layout, recompute=tuple(chosen) if set(chosen) != {"none"} else ())
+
+
+def wish_of(layout: Layout) -> Wish:
+    """What a plan with these modes may have been asked for, so that another one can be compared with it."""
+    alike = layout.recompute and len({*layout.recompute}) == 1
+    return layout.recompute[0] if alike else "auto"
 
 
 def _backward_s(

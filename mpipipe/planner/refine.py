@@ -14,7 +14,9 @@ import numpy as np
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import stages_in
+from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import WORTH
+from mpipipe.planner.recompute import wish_of
 from mpipipe.planner.search import cut_indices, make_plan, plan_of, program_for
 from mpipipe.planner.stages import bounds, in_order
 from mpipipe.values import (
@@ -65,8 +67,11 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     try:
         best, _ = make_plan(
             costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks,
-            layout.n_copies, "auto",
+            layout.n_copies, wish_of(layout),
         )  # fmt: skip
+        if layout.mirror_every:
+            cuts = cut_indices(best.layout, names)
+            best, _ = with_mirrors(best, costs, cuts, layout.mirror_every)
     except PlanError:  # by the memory of `partition`, which is a little above what is simulated
         return Refined(ran, ran)
     worth = best.prediction.step_s < ran.prediction.step_s * (1.0 - WORTH)

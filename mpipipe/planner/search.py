@@ -90,9 +90,9 @@ def make_plan(
     there are any."""
     check_copies(n_copies, n_ranks, numerics)
     n_micro, n_each = numerics.micro_batches // n_copies, n_ranks // n_copies
-    check_counts(costs, n_micro, schedule, n_each)
+    check_counts(replace(costs, copies=n_copies), n_micro, schedule, n_each)
     n_stages = stages_on(schedule, n_each)
-    check_stages(n_stages, len(costs.groups))
+    check_stages(n_stages, len(costs.groups), n_copies)
     homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
     bounds_s: dict[bool, float] = {}
 
@@ -103,15 +103,24 @@ def make_plan(
         return bounds_s[plain]
 
     best: tuple[Plan, Program] | None = None
+    first: PlanError | DeadlockError | None = None
     one_each, of_copy = schedule if n_stages == n_each else PLAIN[0], replace(costs, copies=n_copies)
     levels = len(costs.cluster.in_order(range(min(n_ranks, len(costs.cluster.devices)))).spanned)
-    orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied)
+    orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied, recompute)
     for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
         copies = tuple(tuple(order[rank] for rank in homes) for order in on)
-        found = _plan_in(copies, costs, numerics, schedule, receive_window, group_names, bound_s, recompute)
+        try:
+            found = _plan_in(
+                copies, costs, numerics, schedule, receive_window, group_names, bound_s, recompute
+            )
+        except (PlanError, DeadlockError) as error:  # it may fit in another order
+            first = first or error
+            continue
         if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
             best = found
-    assert best is not None
+    if best is None:
+        assert first is not None
+        raise first
     return best
 
 
@@ -139,7 +148,7 @@ def _plan_in(
         names = tuple(group_names[cut] for cut in cuts)
         layout = Layout(names, tuple(zip(*copies, strict=True)), schedule, receive_window)
         if schedule == PLANNED:
-            layout = replace(layout, actions=_planned(of_copy, order, cuts, n_micro, receive_window))
+            layout = replace(layout, actions=_planned(of_copy, copies, cuts, n_micro, receive_window))
         key = stage_ties(costs.ties, cuts), layout.actions
         if key not in programs:
             programs[key] = with_window(layout, numerics, costs.ties, group_names)
@@ -156,11 +165,15 @@ def _plan_in(
     return best, laid(cut_indices(best.layout, group_names))[1]
 
 
-def _planned(costs: Costs, order: Order, cuts: Cuts, n_micro: int, window: int) -> tuple[str, ...]:
-    """The order of each rank that suits the costs, as `Layout.actions`."""
-    stages, cluster = stage_costs(in_order(costs, order), cuts), costs.cluster.loaded(order)
+def _planned(
+    costs: Costs, copies: tuple[Order, ...], cuts: Cuts, n_micro: int, window: int
+) -> tuple[str, ...]:
+    """The order of each rank that suits the costs of copy 0 and the memory of all, as `Layout.actions`."""
+    order, devices = copies[0], costs.cluster.devices
+    stages, cluster = stage_costs(in_order(costs, order), cuts), costs.cluster.loaded(*copies)
     links = [cluster.link(a, b) for a, b in itertools.pairwise(order)]
-    free = [cluster.devices[rank].memory_bytes - cluster.devices[rank].base_bytes for rank in order]
+    room = [device.memory_bytes - device.base_bytes for device in devices]
+    free = [min(room[rank] for rank in on) for on in zip(*copies, strict=True)]
     schedule = zb_planned(
         stages, n_micro, free,
         [*(link.seconds(s.act_bytes) for link, s in zip(links, stages[:-1], strict=True)), 0.0],
@@ -216,14 +229,14 @@ def _refine(plan: Callable[[Cuts], Plan], starts: Sequence[Cuts], n_groups: int,
     stages x micro-batches; a large program keeps the best start.
     """
     tried: dict[Cuts, Plan] = {}
-    errors: list[PlanError] = []
+    errors: list[PlanError | DeadlockError] = []
 
     def attempt(cuts: Cuts) -> Plan | None:
         inside = all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
         if inside and cuts not in tried:
             try:
                 tried[cuts] = plan(cuts)
-            except PlanError as error:  # it does not fit into memory
+            except (PlanError, DeadlockError) as error:  # it does not fit into memory, say
                 errors.append(error)
                 return None
         return tried.get(cuts)

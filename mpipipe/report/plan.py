@@ -82,7 +82,8 @@ def _recomputed(plan: Plan, costs: Costs) -> str:
     for mode, run in itertools.groupby(range(layout.n_stages), layout.modes.__getitem__):
         stages = list(run)
         if mode != "none":
-            ms = _range([number(price_s[s] * 1e3) for s in (stages[0], stages[-1])])
+            prices = [price_s[s] for s in stages]
+            ms = _range([number(x * 1e3) for x in (min(prices), max(prices))])
             told.append(f"{_range([str(s) for s in stages])} {mode} ({ms} ms)")
     return f"recomputed in backward, part of F+B: stages {', '.join(told)}\n" if told else ""
 

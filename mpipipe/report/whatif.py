@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mpipipe.errors import PlanError
+from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import loaded, stages_in
+from mpipipe.planner.recompute import wish_of
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
 from mpipipe.planner.simulate import simulate
@@ -45,7 +46,7 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     for change, how, step in _changes(plan, plan.costs):
         try:
             step_s = step()
-        except PlanError:  # it does not fit: into memory, or into the groups there are
+        except (PlanError, DeadlockError):  # it does not fit: into memory, or into the groups there are
             continue
         if now_s - step_s > LEAST_SHARE * now_s:
             found.append(WhatIf(change, how, step_s, now_s - step_s))
@@ -60,7 +61,8 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
         costs: Costs, numerics: Numerics = numerics, schedule: str = layout.schedule, n: int = n
     ) -> float:
         names = [group.name for group in costs.groups]
-        made, _ = make_plan(costs, numerics, schedule, layout.receive_window, names, n, copies, "auto")
+        window, wish = layout.receive_window, wish_of(layout)
+        made, _ = make_plan(costs, numerics, schedule, window, names, n, copies, wish)
         return made.prediction.step_s
 
     finer = _finer(numerics)

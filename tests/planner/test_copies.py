@@ -73,8 +73,8 @@ def test_legal_copies_are_those_whose_sums_are_whole_sub_trees() -> None:
 @pytest.mark.parametrize(
     ("n_copies", "n_ranks", "words"),
     [
-        (2, 2, "2 replicas with pipeline.blocks = 1: .* use 1 replicas"),
-        (3, 6, "3 replicas with pipeline.blocks = 4: .* use 1 or 2 or 4 replicas"),
+        (2, 2, "2 replicas with pipeline.blocks = 1: .* use 1,"),
+        (3, 6, "3 replicas with pipeline.blocks = 4: .* use 1 or 2 or 4,"),
         (2, 3, "2 replicas on 3 ranks: each has equally many; start 2 or 4 ranks"),
         (4, 2, "4 replicas on 2 ranks: .* start 4 ranks"),
     ],
@@ -265,3 +265,16 @@ def test_a_large_parameter_is_one_copys_and_a_tied_one_the_firsts() -> None:
     assert sent[ops == Op.SEND_SHARD].tolist() == [90, 10, 0]
     assert sent[ops == Op.SEND_UPDATE].tolist() == [10, 10, 10]
     assert sent[ops == Op.RECV_UPDATE].tolist() == [90, 10, 0]
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [((100, HUGE, 100, HUGE), ((0, 2), (1, 3))), ((100, 100, HUGE, HUGE), ((0, 1), (2, 3)))],
+)
+def test_copies_are_where_they_fit(memory: tuple[int, ...], expected: tuple[tuple[int, int], ...]) -> None:
+    """The heavy stage in the memory that there is, beside each other or apart."""
+    costs = uniform(2, 4)
+    heavy = dataclasses.replace(costs.groups[1], param_bytes=1000)
+    machine = cluster([1.0] * 4, list(memory), Link(0.0, 1e6), Link(0.0, 1e5))
+    costs = dataclasses.replace(costs, groups=(costs.groups[0], heavy), cluster=machine, blocks=2)
+    assert make_plan(costs, numerics(8, 2), "1f1b", 4, names(costs), 4, 2)[0].layout.ranks == expected

@@ -39,9 +39,10 @@ def details(run: RunData) -> Html:
 
 def _plan(plan: Plan) -> Html:
     layout, p = plan.layout, plan.prediction
+    peak = p.peak_bytes.__getitem__
     starts = ("the first group", *layout.cuts)
     rows = [
-        (f"{stage}", ", ".join(map(str, on)), start, f"{p.peak_bytes[on[0]] / MIB:.0f}", mode)
+        (f"{stage}", ", ".join(map(str, on)), start, f"{max(map(peak, on)) / MIB:.0f}", mode)
         for stage, (on, start, mode) in enumerate(zip(layout.ranks, starts, layout.modes, strict=True))
     ]
     told = (
