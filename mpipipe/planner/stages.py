@@ -165,6 +165,14 @@ def without_remade_s(took_s: float, again_s: float) -> float:
     return max(took_s - again_s, _LEAST * took_s)
 
 
+def own_bytes(costs: Costs) -> Int64:
+    """Of the weights of each group; a tied one counts where it is first used, as there it is updated."""
+    nbytes = costs.columns["param_bytes"].astype(np.int64)  # a copy
+    for tie in costs.ties:
+        nbytes[list({*tie.groups} - {tie.groups[0]})] -= tie.nbytes
+    return nbytes
+
+
 def _sums(x: NDArray[Number]) -> NDArray[Number]:
     """Sum of x[first:] for every first; added up, never subtracted, so nothing cancels."""
     sums: NDArray[Number] = np.cumsum(x[::-1])[::-1]
