@@ -536,13 +536,15 @@ class Schedule(Placed):
 
 @dataclass(frozen=True, eq=False)
 class Program(Placed):
-    """Per rank an (n, 6) array: the fields of `Instr`."""
+    """Per rank an (n, 6) array: the fields of `Instr`. eager: gradients of tied parameters are merged in each
+    micro-batch, which no message shows where all uses are on one rank."""
 
     rank_of_stage: tuple[int, ...]
     n_micro: int
     receive_window: int
     codes: tuple[Int32, ...]
     other_copies: tuple[tuple[int, ...], ...] = ()
+    eager: bool = False
 
     def instrs(self, rank: int) -> list[Instr]:
         return [Instr(Op(row[0]), *row[1:]) for row in self.codes[rank].tolist()]

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.sizes import counted
-from mpipipe.planner.stages import bounds, in_order, stage_costs
+from mpipipe.planner.stages import bounds, in_order, own_bytes, stage_costs
 from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost
 
 Order = tuple[int, ...]  # the rank of each stage
@@ -132,10 +132,7 @@ def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageC
 
 def _shards(costs: Costs, first: int, end: int) -> list[int]:
     """By copy, the bytes of the weights that it updates of the groups [first, end)."""
-    nbytes = {group: costs.groups[group].param_bytes for group in range(first, end)}
-    for tie in costs.ties:  # it is updated where it is first used
-        for use in {*tie.groups} & nbytes.keys() - {tie.groups[0]}:
-            nbytes[use] -= tie.nbytes
+    nbytes = dict(enumerate(own_bytes(costs)[first:end].tolist(), first))
     found = [0] * costs.copies
     for group, copy in shard(nbytes, {tie.groups[0] for tie in costs.ties}, costs.copies).items():
         found[copy] += nbytes[group]

@@ -16,7 +16,7 @@ from mpipipe.planner.placing import Order, any_order_bound_s
 from mpipipe.planner.recompute import with_modes
 from mpipipe.planner.schedules import PLAIN, PLANNED, stages_on
 from mpipipe.planner.search import norm_seconds, predict, with_window
-from mpipipe.planner.stages import StageTie, crossing_s, in_order, stage_ties
+from mpipipe.planner.stages import StageTie, crossing_s, in_order, own_bytes, stage_ties
 from mpipipe.values import Costs, Float64, Int64, Layout, Numerics, Plan, Program
 
 FEW_CUTS = 1 << 14  # ways to cut up to which all are looked at
@@ -112,14 +112,10 @@ def cut_bounds_s(costs: Costs, cuts: Int64, n_micro: int, whole: bool = True) ->
     return np.asarray((n_micro * work + first.T).max(axis=1) + update.max(axis=1), np.float64)
 
 
-def _update_s(costs: Costs) -> list[float]:
-    """Of each group; a tied parameter is updated where it is first used."""
-    nbytes = [group.param_bytes for group in costs.groups]
-    for tie in costs.ties:
-        for use in set(tie.groups[1:]) - {tie.groups[0]}:
-            nbytes[use] -= tie.nbytes
-    return [n * costs.step_s_per_byte + g.update_s for n, g in zip(nbytes, costs.groups, strict=True)]
+def _update_s(costs: Costs) -> Float64:
+    """Of each group."""
+    return np.asarray(own_bytes(costs) * costs.step_s_per_byte + costs.columns["update_s"], np.float64)
 
 
-def _before(seconds: Sequence[float]) -> Float64:
+def _before(seconds: Sequence[float] | Float64) -> Float64:
     return np.concatenate([[0.0], np.cumsum(seconds)])

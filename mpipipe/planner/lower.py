@@ -76,8 +76,9 @@ def lower(
         last = list(_end_of_step(stages, wires, tied == "per_use")) if train else []
         codes.append(_written(actions, stages, wires, tied == "eager", last))
     return Program(
-        schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes), schedule.other_copies
-    )
+        schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes), schedule.other_copies,
+        tied == "eager",
+    )  # fmt: skip
 
 
 def _check_local_ties(schedule: Schedule, pairs: Iterable[Pair]) -> None:

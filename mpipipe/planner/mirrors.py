@@ -19,6 +19,7 @@ import numpy as np
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.sizes import size_text
+from mpipipe.planner.stages import own_bytes
 from mpipipe.values import Costs, Int64, Layout, Link, Plan
 
 VERSIONS = 2
@@ -53,11 +54,7 @@ def interval_s(cost_s: float, mtbf_s: float) -> float:
 
 def state_bytes(costs: Costs, layout: Layout, cuts: Sequence[int]) -> Int64:
     """Weights that each rank owns, a tied one at its first use, and their optimizer state: (n_ranks,)."""
-    weights = costs.columns["param_bytes"].astype(np.float64)
-    for tie in costs.ties:
-        for use in tie.groups[1:]:
-            weights[use] -= tie.nbytes
-    of_stage = np.add.reduceat(weights, [0, *cuts])
+    of_stage = np.add.reduceat(own_bytes(costs), [0, *cuts])
     held = np.zeros(layout.n_ranks)
     for stage, ranks in enumerate(layout.ranks):  # copies of a stage share its optimizer state out
         held[list(ranks)] += of_stage[stage] * (1.0 + costs.state_bytes_per_param_byte / len(ranks))

@@ -7,7 +7,7 @@ too, and memory. What changes is the `Layout`: the bits of a run stay what they 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import WORTH
 from mpipipe.planner.recompute import wish_of
 from mpipipe.planner.search import cut_indices, make_plan, plan_of, program_for
-from mpipipe.planner.stages import bounds, in_order
+from mpipipe.planner.stages import bounds, in_order, remade_s, without_remade_s
 from mpipipe.values import (
     COMPUTE,
     Costs,
@@ -90,15 +90,18 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     for s, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
         speed, spread = placed.cluster.devices[s].speed, _spread(measured, s)
         mine = costs.groups[first:end]
+        of_stage = {op: float(found[s]) for op, found in ratios.items()}
+        again_s = float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
+        into, weight = _backward(mine, again_s, of_stage)
         whole_s = sum(stage.step_s for stage in stages[s :: layout.n_stages]) * speed
         planned_s = whole_s - sum(g.update_s for g in mine)  # of the bytes alone
         beyond_s = (ratios[Op.STEP][s] - rate) * planned_s
         groups += [
             replace(
                 g,
-                fwd_s=g.fwd_s * ratios[Op.F][s],
-                bwd_input_s=g.bwd_input_s * ratios[Op.I][s],
-                bwd_weight_s=g.bwd_weight_s * ratios[Op.W][s],
+                fwd_s=g.fwd_s * of_stage[Op.F],
+                bwd_input_s=g.bwd_input_s * into,
+                bwd_weight_s=g.bwd_weight_s * weight,
                 update_s=g.update_s * ratios[Op.STEP][s] + beyond_s * share,
                 spread=spread,
             )
@@ -130,8 +133,7 @@ def _sums(program: Program, values: Sequence[Float64]) -> Seconds:
 
 
 def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
-    """measured / planned of F, I, W and STEP, (stages,); a backward that is not split counts for I and W.
-    stages: as `stages_in` gives them."""
+    """measured / planned of each kind of work that there is, (stages,). stages: as `stages_in` gives them."""
     took = stage_seconds(measured)
     counts = _sums(measured.program, [np.ones(len(times)) for times in measured.times])
     copies = len(measured.program.copies)
@@ -152,8 +154,18 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
         ratios[op] = np.divide(seconds, expected, out=np.ones(len(expected)), where=expected > 0.0)
     if Op.F not in ratios or not ratios.keys() & set(_BACK) or Op.STEP not in ratios:
         raise PlanError("the measured step has no forward, backward and update; run again to measure one")
-    whole = ratios.get(Op.B, np.ones(measured.program.n_stages))
-    return {**dict.fromkeys((Op.I, Op.W), whole), **ratios}
+    return ratios
+
+
+def _backward(groups: Sequence[GroupCost], again_s: float, ratios: Mapping[Op, float]) -> tuple[float, float]:
+    """Of a stage, by what the seconds of I and W of its groups are multiplied; alike where they are one.
+    again_s: planned of a forward that is made again, which takes as much longer as the forward."""
+    into_s, weight_s = sum(g.bwd_input_s for g in groups), sum(g.bwd_weight_s for g in groups)
+    whole = Op.B in ratios
+    own_s = into_s + weight_s if whole else into_s
+    took_s = ratios[Op.B if whole else Op.I] * (own_s + again_s)
+    into = without_remade_s(took_s, ratios[Op.F] * again_s) / (own_s or 1.0)
+    return into, into if whole else ratios[Op.W]
 
 
 def _spread(measured: Timeline, stage: int) -> float:

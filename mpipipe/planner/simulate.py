@@ -119,8 +119,7 @@ def message_bytes(
     sizes = tuple(_rank_bytes(codes, table, pairs) for codes in program.codes)
     if len(program.copies) > 1:
         _add_shards(program, sizes, shards)
-    eager = any(((codes[:, 0] == Op.SEND_TIED) & (codes[:, 2] >= 0)).any() for codes in program.codes)
-    if len(program.copies) > 1 and not eager:  # copy 0 is given the sums of the other uses, too
+    if len(program.copies) > 1 and not program.eager:  # copy 0 is given the sums of the other uses, too
         _add_uses(program, sizes, ties)
     return sizes
 

@@ -28,6 +28,7 @@ from mpipipe.errors import PlanError
 from mpipipe.values import RECOMPUTE, Costs, Float64, Link, Recompute, StageCost, Tie
 
 Int64 = NDArray[np.int64]
+_LEAST = 0.1  # of the seconds of a backward that are never taken for what it makes again
 Number = TypeVar("Number", np.int64, np.float64)
 
 
@@ -157,6 +158,19 @@ def remade_s(columns: Mapping[str, NDArray[Any]], mode: Recompute) -> Float64:
     """Seconds that backward takes for what it makes again, by group. columns: of `Costs`."""
     share = {"none": 0.0, "selective": columns["selective_share"], "full": 1.0}[mode]
     return np.asarray(share * columns["fwd_s"], np.float64)
+
+
+def without_remade_s(took_s: float, again_s: float) -> float:
+    """Of a backward that took so long, the seconds without `again_s` for what it makes again."""
+    return max(took_s - again_s, _LEAST * took_s)
+
+
+def own_bytes(costs: Costs) -> Int64:
+    """Of the weights of each group; a tied one counts where it is first used, as there it is updated."""
+    nbytes = costs.columns["param_bytes"].astype(np.int64)  # a copy
+    for tie in costs.ties:
+        nbytes[list({*tie.groups} - {tie.groups[0]})] -= tie.nbytes
+    return nbytes
 
 
 def _sums(x: NDArray[Number]) -> NDArray[Number]:

@@ -2,7 +2,7 @@
 
     {"version": 1,
      "programs": [{"rank_of_stage": [..], "n_micro": .., "receive_window": .., "codes": [[..], ..],
-                   "other_copies": [[..], ..]}],
+                   "other_copies": [[..], ..], "eager": false}],
      "timelines": {"measured": {"program": 0, "times_ns": [[..], ..], "memory_bytes": [[..], ..]}},
      "resident_bytes": [[..], ..], "steps": [..]}
 
@@ -50,6 +50,7 @@ class _Program(Value):
     receive_window: int
     codes: Rows
     other_copies: tuple[tuple[int, ...], ...] = ()
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def write_trace(path: str | Path, trace: Trace) -> None:
     file = _File(
         version=VERSION,
         programs=tuple(
-            _Program(p.rank_of_stage, p.n_micro, p.receive_window, _rows(p.codes), p.other_copies)
+            _Program(p.rank_of_stage, p.n_micro, p.receive_window, _rows(p.codes), p.other_copies, p.eager)
             for p in programs.values()
         ),
         timelines={
@@ -110,6 +111,7 @@ def _trace(file: _File) -> Trace:
             p.receive_window,
             _arrays(p.codes, np.int32, len(Instr._fields)),
             p.other_copies,
+            p.eager,
         )
         for p in file.programs
     ]

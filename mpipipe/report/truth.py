@@ -1,7 +1,8 @@
 """What was predicted of each stage and kind of instruction, and what happened.
 
-Seconds of a whole step. messages: waits for a message that is on its way; norm: the collective once all
-ranks are there (as in `account`). Waiting for work of other ranks belongs to no kind.
+Seconds of a whole step; of several copies of the pipeline their mean. messages: waits for a message that is
+on its way; norm: the collective once all ranks are there (as in `account`). Waiting for work of other ranks
+belongs to no kind.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def truths(timelines: dict[str, Timeline]) -> tuple[Truth, ...]:
 def _kinds(timeline: Timeline) -> dict[str, Float64]:
     """(stages,) of each kind, in the order in which they are shown."""
     found, of_rank = stage_seconds(timeline), account(timeline)
-    ranks = timeline.program.rank_of_stage
+    copies = np.array(timeline.program.copies)  # (copies, stages), of ranks
     return {
-        **{op.name: found[op] for op in _SHOWN if op in found},
-        "NORM": np.array([of_rank[rank].norm_s for rank in ranks]),
-        "messages": np.array([of_rank[rank].exposed_s for rank in ranks]),
+        **{op.name: found[op] / len(copies) for op in _SHOWN if op in found},
+        "NORM": np.array([each.norm_s for each in of_rank])[copies].mean(axis=0),
+        "messages": np.array([each.exposed_s for each in of_rank])[copies].mean(axis=0),
     }
 
 

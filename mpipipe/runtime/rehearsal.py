@@ -17,7 +17,7 @@ from torch import Tensor
 from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.search import cut_indices
-from mpipipe.planner.stages import bounds, remade_s
+from mpipipe.planner.stages import bounds, remade_s, without_remade_s
 from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.feed import AHEAD
 from mpipipe.runtime.prefetch import Prefetch
@@ -27,7 +27,6 @@ from mpipipe.runtime.transport import Form
 from mpipipe.values import Costs
 
 WARM_UP, MOST_ROUNDS, BUDGET_S = 1, 5, 0.2
-_LEAST = 0.1  # of the seconds of a backward that are never taken for what it makes again
 
 
 def rehearse(trainer: Trainer, costs: Costs) -> Costs:
@@ -53,7 +52,7 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
         fwd = took[s][0] / (sum(g.fwd_s for g in here) or 1.0)
         again_s = fwd * float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
         bwd_s = sum(g.bwd_input_s + g.bwd_weight_s for g in here) or 1.0
-        bwd = max(took[s][1] - again_s, _LEAST * took[s][1]) / bwd_s
+        bwd = without_remade_s(took[s][1], again_s) / bwd_s
         groups += [
             replace(
                 g, fwd_s=g.fwd_s * fwd, bwd_input_s=g.bwd_input_s * bwd, bwd_weight_s=g.bwd_weight_s * bwd

@@ -195,6 +195,19 @@ def test_the_update_is_shared_and_gradients_take_their_time_on_the_link() -> Non
     assert program.share(1) == range(4, 8)
 
 
+@pytest.mark.parametrize("tied", ["per_use", "eager"])
+def test_sums_of_other_uses_go_to_copy_0_unless_each_micro_batch_has_merged_them(tied: str) -> None:
+    """Stages 0 and 3 of a V are on one rank: no message is between them."""
+    costs = uniform(4, 4, param_bytes=10)
+    costs = dataclasses.replace(costs, ties=(Tie("w", 6, (0, 3)),), blocks=2)
+    on = Layout(("g1", "g2", "g3"), ((0, 2), (1, 3), (1, 3), (0, 2)), "zb-v", 4)
+    program = program_for(on, numerics(8, 2, tied), costs.ties, names(costs))
+    assert not any((codes[:, 0] == Op.SEND_TIED).any() for codes in program.codes)
+    codes, sizes = program.codes[2], sizes_of_messages(costs, on, program, names(costs))[2]
+    sent = {stage: sizes[(codes[:, 0] == Op.SEND_SHARD) & (codes[:, 1] == stage)].sum() for stage in (0, 3)}
+    assert sent == {0: 10, 3: 10 - 6 + (6 if tied == "per_use" else 0)}
+
+
 # -- which are chosen --------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.mirrors import MOST, interval_s, mirror_bytes, mirror_s, partner_shift, with_mirrors
+from mpipipe.planner.mirrors import (
+    MOST,
+    interval_s,
+    mirror_bytes,
+    mirror_s,
+    partner_shift,
+    state_bytes,
+    with_mirrors,
+)
 from mpipipe.planner.search import cut_indices, make_plan, predict, program_for
+from mpipipe.planner.stages import own_bytes
 from mpipipe.values import Cluster, Costs, Device, GroupCost, Link, Numerics, Plan, Tie
 
 MIB = 1 << 20
@@ -71,6 +80,17 @@ def test_a_rank_keeps_two_versions_of_its_own_state_and_its_partner_s() -> None:
     program = program_for(mirrored.layout, mirrored.numerics, c.ties, names)
     assert predict(c, mirrored.layout, program, names)[0].peak_bytes == mirrored.prediction.peak_bytes
     assert predict(c, plan.layout, program, names)[0].peak_bytes == plan.prediction.peak_bytes
+
+
+def test_a_weight_with_several_uses_is_owned_once() -> None:
+    """Also where two of them are in one group, the first or another one."""
+    c = costs(2)
+    plan = planned(c)
+    (cut,) = cuts(c, plan)
+    for groups, owned in (((0, 0), 6), ((0, 0, 5), 5), ((0, 5, 5), 5)):
+        tied = replace(c, ties=(Tie("w", MIB, groups),))
+        assert own_bytes(tied).sum() == owned * MIB
+        assert state_bytes(tied, plan.layout, (cut,)).sum() == 3 * owned * MIB
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -16,7 +16,7 @@ from mpipipe.planner import make_plan, program_for, simulate, stage_costs
 from mpipipe.planner.refine import refine, refined_costs, stage_seconds
 from mpipipe.planner.search import cut_indices, norm_seconds, plan_of
 from mpipipe.planner.stages import in_order, stage_ties
-from mpipipe.values import Layout, Op, Plan, Timeline
+from mpipipe.values import Layout, Op, Plan, Recompute, Timeline
 
 RATIO = st.floats(0.25, 4.0)
 
@@ -27,7 +27,7 @@ def step(plan: Plan, ratios: list[tuple[float, ...]]) -> Timeline:
     assert costs is not None
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
-    stages = stage_costs(in_order(costs, plan.layout.order), cuts)
+    stages = stage_costs(in_order(costs, plan.layout.order), cuts, plan.layout.recompute)
     stages = [
         replace(
             s, fwd_s=s.fwd_s * f, bwd_input_s=s.bwd_input_s * i, bwd_weight_s=s.bwd_weight_s * w,
@@ -63,6 +63,29 @@ def test_the_refined_costs_predict_the_step_that_was_measured(problem, ratios) -
     assert all(g.update_s >= -1e-12 for g in refined.plan.costs.groups)
     kept = [(g.param_bytes, g.stash_bytes, g.act_bytes) for g in costs.groups]
     assert [(g.param_bytes, g.stash_bytes, g.act_bytes) for g in refined.plan.costs.groups] == kept
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_is_made_again_takes_as_much_longer_as_the_forward(schedule: str, mode: Recompute) -> None:
+    """Slow forwards with backwards as planned: of these less is left for what they do themselves."""
+    plan, _ = made_plan(2, 4, 8)
+    groups = tuple(
+        replace(g, selective_share=0.25, bwd_input_s=0.008)
+        for g in plan.costs.groups  # type: ignore[union-attr]
+    )
+    layout = replace(plan.layout, schedule=schedule, recompute=(mode, "none"))
+    names = [g.name for g in groups]
+    plan = plan_of(replace(plan.costs, groups=groups), plan.numerics, layout, names)  # type: ignore[type-var]
+    measured = step(plan, [(2.0, 1.0, 1.0, 1.0)] * 2)
+    assert refine(plan, measured).ran.prediction.step_s == pytest.approx(measured.makespan_s)
+    refined = refined_costs(plan.costs, layout, measured)  # type: ignore[arg-type]
+    stages = stage_costs(refined, cut_indices(layout, names), layout.recompute)
+    took, back = stage_seconds(measured), (Op.B,) if schedule == "1f1b" else (Op.I, Op.W)
+    assert [s.fwd_s * 4 for s in stages] == pytest.approx(took[Op.F].tolist())
+    assert [(s.bwd_input_s + s.bwd_weight_s) * 4 for s in stages] == pytest.approx(
+        sum(took[op] for op in back).tolist()
+    )
 
 
 def test_a_stage_that_was_slow_gives_groups_away() -> None:

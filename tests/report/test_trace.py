@@ -16,7 +16,7 @@ from mpipipe.values import Cluster, Device, Instr, Link, StageCost, Timeline
 
 
 def two_ranks(n_micro: int) -> Timeline:
-    program = lower(SCHEDULES["1f1b"](2, n_micro), (), "per_use", 4)
+    program = lower(SCHEDULES["1f1b"](2, n_micro), (), "eager", 4)
     cluster = Cluster((Device("cpu", 1.0, 1 << 40, 1),) * 2, (0, 0), {"node": Link(1e-6, 1e9)})
     return simulate(program, (StageCost(0.1, 0.1, 0.1, 0.1, 1 << 30, 1 << 20, 0, 7, 7),) * 2, cluster)
 
@@ -33,7 +33,7 @@ def assert_same(a: Trace, b: Trace) -> None:
     assert (a.resident_bytes, a.steps) == (b.resident_bytes, b.steps)
     assert list(a.timelines) == list(b.timelines)
     for mine, other in zip(a.timelines.values(), b.timelines.values(), strict=True):
-        assert mine.program.hash == other.program.hash
+        assert (mine.program.hash, mine.program.eager) == (other.program.hash, other.program.eager)
         for rank in range(len(mine.times)):
             np.testing.assert_allclose(mine.times[rank], other.times[rank], rtol=0, atol=0.5e-9)
             assert mine.memory_bytes[rank].tolist() == other.memory_bytes[rank].tolist()

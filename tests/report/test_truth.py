@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from made_run import made_plan, made_run
 
+from mpipipe.planner import lower, simulate
 from mpipipe.planner.refine import stage_seconds
+from mpipipe.planner.schedules import build, in_copies
+from mpipipe.report.account import account
 from mpipipe.report.run import read_run
 from mpipipe.report.truth import Truth, largest_miss, truth_table, truths
 from mpipipe.report.words import words
-from mpipipe.values import Timeline
+from mpipipe.values import Cluster, Device, Link, StageCost, Timeline
 
 FOUND = (
     Truth(0, "F", 0.1, 0.11), Truth(0, "NORM", 0.0, 0.002),
@@ -62,6 +66,23 @@ def test_the_report_of_a_run_has_them(tmp_path: Path) -> None:
     assert "largest miss: F of stage 1" in text
     assert max(map(len, truth_table(truths(run.timelines)).splitlines())) <= 110
     assert "largest miss" not in words(read_run(made_run(tmp_path / "going", ended=False)))
+
+
+def test_copies_of_the_pipeline_are_shown_by_their_mean() -> None:
+    """Of two copies of one stage, which do two micro-batches each, the other one takes twice as long."""
+    one = StageCost(1.0, 2.0, 0.0, 0.5, 0, 0, 0, 0, 0, shard_bytes=100)
+    schedule = in_copies([build("1f1b", 1, 2, 1)] * 2, [[0], [1]])
+    device, links = Device("any", 1.0, 1 << 40, 1), {"node": Link(0.0, 100.0)}
+    program, cluster = lower(schedule, (), "per_use", 4), Cluster((device,) * 2, (0, 0), links)
+    twice = replace(one, fwd_s=2.0, bwd_input_s=4.0)
+    alike, slower = (simulate(program, (one, other), cluster, 0.25) for other in (one, twice))
+    found = {t.kind: (t.predicted_s, t.measured_s) for t in truths({"predicted": alike, "measured": slower})}
+    waits = [[a.exposed_s for a in account(timeline)] for timeline in (alike, slower)]
+    assert waits[1][0] != waits[1][1]
+    assert found == {
+        "F": (2.0, 3.0), "B": (4.0, 6.0), "STEP": (0.5, 0.5), "NORM": (0.25, 0.25),
+        "messages": tuple(pytest.approx(sum(each) / 2) for each in waits),
+    }  # fmt: skip
 
 
 def test_the_parts_are_those_of_the_step() -> None:
