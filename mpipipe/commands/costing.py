@@ -19,8 +19,8 @@ from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.planner.copies import even_blocks
 from mpipipe.planner.joint import Asked, Joint, copies_of, counts_of, schedules_of
-from mpipipe.planner.sizing import costs_at, settle, usual_size
-from mpipipe.runtime.costing import Updates
+from mpipipe.planner.sizing import settle, usual_size
+from mpipipe.runtime.costing import Updates, bytes_per_param_byte
 from mpipipe.runtime.modelling import Found, costs_of, find
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of, set_gemm_route
@@ -29,16 +29,14 @@ from mpipipe.values import Cluster, Costs, Gemm, Prediction
 
 class Costing:
     """at: by the size of a micro-batch, the model and its samples; base_bytes: taken on each rank before any
-    weight; seconds: of taking costs."""
+    weight; seconds: of taking costs; asked: for the ranks that were named first, but for copies."""
 
     def __init__(
         self, config: Config, machine: Machine, n_ranks: int, variants_of: Callable[[int], Variants]
     ) -> None:
         p, t = config.pipeline, config.train
-        blocks = p.blocks
-        if blocks == "auto":
-            blocks = even_blocks(None if p.micro_batches == "auto" else p.micro_batches, t.batch, n_ranks)
-        self.counts = counts_of(t.batch, blocks) if p.micro_batches == "auto" else (p.micro_batches,)
+        self._pipeline = p
+        blocks, self.counts = self._blocks_on(n_ranks, t.batch)
         asked = config.kernels.gemm
         numerics = numerics_of(
             batch=t.batch, micro_batches=self.counts[0], blocks=blocks, threads=machine.threads,
@@ -46,8 +44,7 @@ class Costing:
             seed=t.seed,
         )  # fmt: skip
         schedules = schedules_of(schedule_name(config))
-        copies = copies_of(p.replicas, numerics, n_ranks)
-        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks, copies, p.recompute)
+        self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks, recompute=p.recompute)
         self._variants_of = cache(variants_of)
         self.gemm_why = self._settle_gemm(machine, asked)
         if t.bits == "fast":
@@ -58,6 +55,23 @@ class Costing:
         self._machine, self._unused = machine, t.unused
         self._optimizer, self._memory = optimizer_settings(config), resident_memory()
         self._update_s = Updates(0.0, 0.0, 0.0)
+
+    def _blocks_on(self, n_ranks: int, batch: int) -> tuple[int, tuple[int, ...]]:
+        """Blocks of additions, and the numbers of micro-batches to choose from."""
+        p = self._pipeline
+        blocks, count = p.blocks, None if p.micro_batches == "auto" else p.micro_batches
+        if blocks == "auto":
+            blocks = even_blocks(count, batch, n_ranks)
+        return blocks, counts_of(batch, blocks) if count is None else (count,)
+
+    def asked_on(self, n_ranks: int) -> Asked:
+        """What is searched for so many ranks, by which blocks and copies are settled. Raises PlanError where
+        `pipeline.replicas` does not fit them."""
+        blocks, counts = self._blocks_on(n_ranks, self.asked.numerics.batch)
+        asked = replace(self.asked, counts=counts, n_ranks=n_ranks)
+        numerics = replace(asked.of(counts[0]), blocks=blocks)
+        copies = copies_of(self._pipeline.replicas, numerics, n_ranks)
+        return replace(asked, numerics=numerics, copies=copies)
 
     def _settle_gemm(self, machine: Machine, asked: Literal["auto"] | Gemm) -> str:
         """The route of the matrix products, and why it is this one."""
@@ -83,7 +97,8 @@ class Costing:
     def search(self, budget_s: float = math.inf) -> Joint:
         """The best plan, or the best so far when the time is used. Raises PlanError."""
         end = time.perf_counter() + budget_s
-        joint, _ = settle(self.asked, self._take, lambda: time.perf_counter() > end)
+        asked = self.asked_on(self.asked.n_ranks)
+        joint, _ = settle(asked, self._take, lambda: time.perf_counter() > end)
         assert joint is not None
         return joint
 
@@ -95,8 +110,16 @@ class Costing:
     def prediction_on(self, cluster: Cluster) -> Prediction:
         """Of the best plan for all ranks of a cluster. Costs are taken once for all clusters. Raises as
         `search` does."""
-        asked = replace(self.asked, n_ranks=len(cluster.devices))
-        joint, _ = settle(asked, lambda rows: replace(self._kept_or_taken(rows), cluster=cluster))
+        asked = self.asked_on(len(cluster.devices))
+        per_byte = bytes_per_param_byte(self._optimizer, asked.numerics)
+
+        def taken(rows: int) -> Costs:
+            return replace(
+                self._kept_or_taken(rows), cluster=cluster, blocks=asked.numerics.blocks,
+                bytes_per_param_byte=per_byte,
+            )  # fmt: skip
+
+        joint, _ = settle(asked, taken)
         assert joint is not None
         return joint.plan.prediction
 
@@ -104,11 +127,6 @@ class Costing:
         if rows not in self._kept:
             self._kept[rows] = self._take(rows)
         return self._kept[rows]
-
-    def given(self) -> Costs:
-        """Of the number of micro-batches that the config gives, whatever ranks there are."""
-        taken = {size: self._take(size) for size in self.asked.sizes}
-        return costs_at(taken, self.asked.numerics.batch, self.asked.numerics.micro_batches)
 
     def _take(self, rows: int) -> Costs:
         variants = self._variants_of(rows)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from mpipipe.commands.output import writing
 from mpipipe.errors import PlanError
-from mpipipe.planner.curve import Curve, resource_curve
-from mpipipe.planner.joint import Asked, copies_of, search
-from mpipipe.planner.partition import Wish
+from mpipipe.planner.curve import Curve
 from mpipipe.report.curve import advice, beyond_proportion, curve_table, draw_curve
 from mpipipe.state.files import write_text, write_whole
-from mpipipe.values import Cluster, Costs, Numerics, Prediction, to_json
+from mpipipe.values import to_json
 
 MOST = 4096  # levels
 _RANGE = re.compile(r"(\d+)(?:\.\.(\d+)(?::(\d+))?)?")
@@ -55,28 +51,6 @@ def check_curve_output(path: str) -> None:
         raise PlanError(
             f"-o {path}: several levels of ranks are written as .json or drawn as .png; name such a file"
         )
-
-
-def curve_on(
-    costs: Costs,
-    numerics: Numerics,
-    schedule: str,
-    receive_window: int,
-    recompute: Wish,
-    ranks: Sequence[int],
-    cluster_of: Callable[[int], Cluster],
-    train_samples: int | None,
-    replicas: int | Literal["auto"] = "auto",
-) -> Curve:
-    """`resource_curve` of plans on the same costs."""
-
-    def planned(cluster: Cluster) -> Prediction:
-        on, n = replace(costs, cluster=cluster), len(cluster.devices)
-        asked = Asked(numerics, (numerics.micro_batches,), (schedule,), receive_window, n, (1,), recompute)
-        copies = copies_of(replicas, numerics, n)
-        return search(replace(asked, copies=copies), lambda _: on).plan.prediction
-
-    return resource_curve(planned, numerics.batch, ranks, cluster_of, train_samples)
 
 
 def show(curve: Curve, title: str, output: str | None) -> None:

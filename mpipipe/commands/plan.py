@@ -22,7 +22,7 @@ from mpipipe.commands.arguments import positive, seconds
 from mpipipe.commands.cores import advice, shares, table
 from mpipipe.commands.costing import Costing
 from mpipipe.commands.inputs import model_of
-from mpipipe.commands.levels import check_curve_output, curve_on, levels, show
+from mpipipe.commands.levels import check_curve_output, levels, show
 from mpipipe.commands.machines import Here, Machine, There
 from mpipipe.commands.output import check_folder, write_output, writing
 from mpipipe.commands.refine import refine_run
@@ -31,6 +31,7 @@ from mpipipe.config.cluster import load_cluster
 from mpipipe.errors import PlanError
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.alternatives import alternatives
+from mpipipe.planner.curve import resource_curve
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import noise
 from mpipipe.planner.search import cut_indices, predict
@@ -161,11 +162,11 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
         )
     variants_of, data = model_of(config)
     costing = Costing(config, machine, a.ranks, variants_of)
-    costs = costing.given()
+    costing.usual()
     variants, found = costing.at[costing.asked.sizes[0]]
-    curve = curve_on(
-        costs, costing.asked.numerics, costing.asked.schedules[0], p.receive_window, p.recompute, a.levels,
-        lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples, p.replicas,
+    curve = resource_curve(
+        costing.prediction_on, config.train.batch, a.levels,
+        lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples,
     )  # fmt: skip
     cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
     print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))

@@ -15,7 +15,7 @@ from mpipipe.cluster.flight import Doing, Pending, Recent
 from mpipipe.cluster.watchdog import Outside, line, stack_of, waiting
 from mpipipe.runtime.interpreter import Interpreter, Outcome
 from mpipipe.runtime.prefetch import THREAD
-from mpipipe.values import COMPUTE, RECVS, Instr, Op
+from mpipipe.values import COMPUTE, RECVS, SENDS, Instr, Op
 
 LAST = 12  # instructions that a record names
 _SENT = {Op.RECV_ACT: Op.F, Op.SEND_ACT: Op.F, Op.RECV_GRAD: Op.B, Op.SEND_GRAD: Op.B}
@@ -77,12 +77,13 @@ class InterpreterView:
 
     def _inside(self, begun: int, ended: int, waits: bool) -> tuple[str, tuple[int, ...]]:
         """What a rank within a program does, or waits for and from whom."""
-        if begun == ended:  # before the first or behind the last
-            sent = self._of.outbox.pending() if ended else []
-            if sent and waits:
-                return f"the receive of {_message(sent[0])}", (sent[0].peer,)
-            return f"the {'end' if ended else 'beginning'} of the step", ()
-        instr = self._instr(begun - 1)
+        if not begun:
+            return self._beginning(waits)
+        instr = self._instr(begun - 1) if begun > ended else None
+        if (instr is None or instr.op in SENDS) and waits and (sent := self._of.outbox.pending()):
+            return f"the receive of {_message(sent[0])}", (sent[0].peer,)
+        if instr is None:
+            return "the end of the step", ()
         if instr.op in RECVS:
             return _message(instr), (instr.peer,) if waits else ()
         if instr.op == Op.NORM:
@@ -90,6 +91,14 @@ class InterpreterView:
         if instr.op in COMPUTE and instr.micro >= 0:
             return f"{instr.op.name} of stage {instr.stage}, micro-batch {instr.micro}", ()
         return f"{instr.op.name} of stage {instr.stage}", ()
+
+    def _beginning(self, waits: bool) -> tuple[str, tuple[int, ...]]:
+        """Where the ranks of the last stage of all copies tell each other the weights of their losses."""
+        last, rank = [ranks[-1] for ranks in self._of.program.copies], self._of.comm.rank
+        others = tuple(other for other in last if other != rank)
+        if waits and rank in last and others:
+            return "the weights of the losses", others
+        return "the beginning of the step", ()
 
 
 def _counts(outcome: Outcome) -> tuple[int, int]:
@@ -99,10 +108,14 @@ def _counts(outcome: Outcome) -> tuple[int, int]:
 
 
 def _message(i: Instr) -> str:
-    """What made it: "2F5"; of what is sent once per step, its name."""
+    """What made it: "2F5"; of what is sent once per step, its name, as the one that receives it sees it."""
     made = i.other if i.op in RECVS else i.stage
     if i.op in _SENT:
         return f"{made}{_SENT[i.op].name}{i.micro}"
+    if i.op in (Op.RECV_SHARD, Op.SEND_SHARD):
+        return f"the gradients of its share of stage {i.stage}"
+    if i.op in (Op.RECV_UPDATE, Op.SEND_UPDATE):
+        return f"the updated weights of stage {i.stage}"
     kind = "weights" if i.op in (Op.RECV_COPY, Op.SEND_COPY) else "gradients"
     return f"the tied {kind} of stage {made}"
 

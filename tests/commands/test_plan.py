@@ -16,7 +16,11 @@ import torch
 
 from mpipipe.cluster import memory
 from mpipipe.commands import machines, output, plan
+from mpipipe.commands.costing import Costing
+from mpipipe.commands.inputs import model_of
+from mpipipe.commands.machines import There
 from mpipipe.config import parse
+from mpipipe.config.cluster import load_cluster
 from mpipipe.errors import PlanError
 from mpipipe.graph.profile import Profiler, Sample
 from mpipipe.planner.curve import Curve
@@ -87,6 +91,28 @@ def test_several_levels_of_ranks_are_a_curve_on_the_same_costs(run: Plan) -> Non
     assert "ask for" in out
     run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "p.json")
     assert curve.levels[1].step_s == read_plan("p.json").prediction.step_s
+
+
+def test_replicas_that_do_not_fit_one_number_of_ranks_may_fit_another(run: Plan) -> None:
+    given = ("pipeline.replicas=2", "pipeline.blocks=auto", "--cluster", "cluster.yaml")
+    code, _, err = run(MLP, "--ranks", "1,2,4", *given, "-o", "c.json")
+    assert (code, err) == (0, "")
+    curve = from_json(Curve, Path("c.json").read_text())
+    assert [level.ranks for level in curve.levels] == [2, 4]
+    assert [m.ranks for m in curve.misfits] == [1]
+    assert "2 replicas" in curve.misfits[0].why
+
+
+@pytest.mark.usefixtures("run")
+def test_blocks_and_copies_are_settled_for_each_number_of_ranks() -> None:
+    config = parse(MLP, overrides=["pipeline.blocks=auto"])
+    machine, variants_of = There(config, load_cluster("cluster.yaml")), model_of(config)[0]
+    of_one, of_four = (Costing(config, machine, n, variants_of) for n in (1, 4))
+    assert [of_one.asked_on(n).numerics.blocks for n in (1, 2, 4)] == [1, 2, 4]
+    for n in (1, 2, 4):
+        assert of_one.asked_on(n).copies == of_four.asked_on(n).copies
+        cluster = machine.cluster(n, 0)
+        assert of_one.prediction_on(cluster) == of_four.prediction_on(cluster), "time and memory"
 
 
 def test_a_plan_is_not_written_as_a_picture(run: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
