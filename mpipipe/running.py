@@ -112,10 +112,12 @@ class Run:
     def recover(self) -> None:
         """Goes on without the ranks that were lost; what rank 0 does falls to the first that is left."""
         pipe, steps = self.pipe, self.config.train.steps
-        self.watchdog.close()
-        found = pipe.recover(lambda: newest(self.run_dir, before=steps))
+        self.watchdog.alone()
+        with self.watchdog.during("a recovery"):
+            found = pipe.recover(lambda: newest(self.run_dir, before=steps))
         self.lost += found.lost
         self.replayed += found.replayed
+        self.watchdog.close(pipe.size)
         self.watchdog = Watchdog(pipe.rank, pipe.size, self.run_dir, self.config.run.watchdog)
         self.watchdog.start()
         self.saved = -1
