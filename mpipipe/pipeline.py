@@ -393,16 +393,16 @@ class Pipeline:
         steps done and the step's values: loss, grad_norm, lr, seconds, after an evaluation val_*.
         """
         calls = list(callbacks)
-        while self.steps_done < steps:
+        while True:
             try:
-                if self._fit_step(calls, eval_every):
-                    break
-                continue
+                while self.steps_done < steps and not self._fit_step(calls, eval_every):
+                    pass
+                self.saver.finish()
+                return
             except RankLost:
                 if not self.recovers:
                     raise
             self.recover()  # when nothing refers to what failed any more
-        self.saver.finish()
 
     def _fit_step(self, calls: Iterable[Callback], eval_every: int) -> bool:
         """Whether it was the last one."""
@@ -519,7 +519,8 @@ class Pipeline:
         then: Callable[[], object] = lambda: None, background: bool = True, **told: Any,
     ) -> None:  # fmt: skip
         """As `save`, but in the background: steps may follow at once, and one of them raises what has failed.
-        `saver.finish` waits for it, as the next save does, and the end of `fit`.
+        `saver.finish` waits for it, as the next save does, and the end of `fit`. After a recovery, one
+        that was whole before its step was done again is taken as it is.
 
         beside, then: see `Saver.save`; told: fields of `RunState`.
         """
@@ -534,6 +535,8 @@ class Pipeline:
             plan={"hash": self.plan.hash, "layout": plan["layout"], "prediction": plan["prediction"]},
             **told,
         )
+        if self.comm.lost and self.saver.take(Path(folder), facts, then):
+            return
         self.saver.save(
             Path(folder), trainer.state_dict(), trainer.optimizer_state(), self.variants.source.persistent,
             facts, beside, then, background,

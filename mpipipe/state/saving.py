@@ -25,7 +25,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import CheckpointError
 from mpipipe.state.gather import in_words, raise_failures, together
 from mpipipe.state.parts import Beside, Held, Patience, Save, Shards
-from mpipipe.state.resume import RUN, RunState, discard, make_room
+from mpipipe.state.resume import RUN, RunState, damage, discard, make_room, read_state
 from mpipipe.state.snapshot import Snapshot
 
 SETTLE_S = 30.0  # for a save that is under way when a rank fails
@@ -86,6 +86,24 @@ class Saver:
         self._writer.start()
         if not background:
             self.finish()
+
+    def take(self, folder: Path, facts: RunState, then: Callable[[], object] = lambda: None) -> bool:
+        """Whether the folder holds this checkpoint as a whole already, which was written before its step was
+        done again, with the same bits; then it is the last one saved. Arguments, errors: as of `save`."""
+        self.finish()
+
+        def there() -> RunState | None:
+            if self.comm.rank != 0 or damage(folder):
+                return None
+            found = read_state(folder)
+            if (found.step, found.numerics, found.graph) != (facts.step, facts.numerics, facts.graph):
+                return None
+            then()
+            return found
+
+        found = together(self.comm, str(folder), there)[0]
+        self.saved = found or self.saved
+        return found is not None
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Between two steps: whether the save under way, if there is one, has become whole, or has failed.

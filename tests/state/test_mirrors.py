@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from mpipipe.runtime import costing
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.state.mirrors import Mirrors
+from mpipipe.state.resume import read_state
 from mpipipe.survival import Survival
 
 EVERY, STEPS = 3, 8
@@ -159,6 +161,30 @@ def test_a_lost_rank_changes_no_bits(
     assert len(steps) == ranks - len(kills)
     again = [a - b + 1 for made in steps for a, b in itertools.pairwise(made)]
     assert max(again) <= EVERY or any(where == "recovery" for _, where, _ in kills)
+
+
+def test_checkpoints_of_steps_that_are_done_again_are_taken_as_they_are(tmp_path: Path) -> None:
+    """The rank is lost where the others wait for the last checkpoint, at the end of `fit`."""
+    kept: list[int] = []
+
+    def die() -> None:
+        raise Killed
+
+    def body(comm: Communicator) -> str:
+        def save(pipe: Pipeline, step: int, _: dict[str, float]) -> None:
+            pipe.begin_save(tmp_path / str(step), then=lambda: kept.append(step), background=False)
+            if step == STEPS and comm.rank == 1:
+                pipe.saver.finish = die  # type: ignore[method-assign]
+
+        pipe = pipeline(comm)
+        pipe.fit(STEPS, [save])
+        assert pipe.comm.size == 1
+        assert pipe.saver.saved is not None
+        return pipe.saver.saved.weights_sha256
+
+    found = run_local(2, body)
+    assert found == [read_state(tmp_path / str(STEPS)).weights_sha256]
+    assert kept == [*range(1, STEPS + 1), *range(STEPS - 1, STEPS + 1)], "links and pruning come again"
 
 
 @pytest.mark.full
