@@ -71,6 +71,7 @@ from mpipipe.survival import Recovery, Survival
 from mpipipe.values import RECOMPUTE, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
+Newest = Callable[[Communicator, int], Path | None]  # a checkpoint of more steps than that
 
 
 @dataclass(frozen=True)
@@ -417,10 +418,11 @@ class Pipeline:
             call(self, done.step, values)
         return done.stop
 
-    def recover(self, checkpoint: Callable[[], Path | None] = lambda: None) -> Recovery:
+    def recover(self, checkpoint: Newest = lambda comm, above: None) -> Recovery:
         """After RankLost: this pipeline on the ranks that are left, with the bits that it would have had.
         They all call it, outside of the `except` block, so that the memory of what failed is free.
-        checkpoint: called on rank 0 where no mirror will do; the newest one.
+        checkpoint: the newest one of more steps than the mirrors have (-1: there are none); collective over
+        the ranks that are left.
 
         Raises PlanError where the model does not fit the ranks that are left.
         """
@@ -436,7 +438,7 @@ class Pipeline:
         took_s, replayed = time.perf_counter() - started, before - self.steps_done
         return Recovery(gone, self.steps_done, replayed, source, took_s)
 
-    def _go_on(self, checkpoint: Callable[[], Path | None]) -> str:
+    def _go_on(self, checkpoint: Newest) -> str:
         vars(self).pop("trainer", None)
         gc.collect()
         self.comm = comm = self.comm.survivors()
@@ -448,7 +450,8 @@ class Pipeline:
         self.plan = self._plan(asked, None, None)
         self.predicted = predict(self.costs, self.plan.layout, self._program(), self.variants.graph.groups)[1]
         found, model = self.survival.find(comm), self.variants.source
-        if found is not None:
+        folder = checkpoint(comm, -1 if found is None else found.key.step)
+        if found is not None and folder is None:
             received = self.survival.fetch(comm, found, self.variants, self.plan.layout)
             model.begin_from(received)
             self._build()
@@ -458,7 +461,7 @@ class Pipeline:
             if not self.data.exact:
                 self.say("note: this recovery is not exact: the data is a plain iterable, and cannot go back")
         else:
-            folder = comm.bcast_object(checkpoint() if comm.rank == 0 else None) or self._resumed
+            folder = folder or self._resumed
             weights = None if folder is None else Reader(folder, "model")
             model.begin_from(weights or self._initial)
             self._build()

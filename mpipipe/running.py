@@ -24,6 +24,7 @@ from mpipipe.errors import EndOfData
 from mpipipe.graph.program import spec
 from mpipipe.models import Built
 from mpipipe.pipeline import Pipeline, Step
+from mpipipe.planner.mirrors import mirror_s
 from mpipipe.planner.search import cut_indices, sizes_of_messages, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import bounds
@@ -43,9 +44,11 @@ from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
 from mpipipe.runtime.slowness import Slowness
 from mpipipe.state.files import write_text, write_whole
-from mpipipe.state.resume import newest, prune, step_folder
+from mpipipe.state.gather import together
+from mpipipe.state.resume import prune, set_aside, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS
 from mpipipe.state.snapshot import needed_bytes
+from mpipipe.state.verify import newest_sound
 from mpipipe.values import Int64, Report, Timeline, to_json
 
 END_OF_DATA = "the end of the data"  # as a reason to stop
@@ -113,9 +116,17 @@ class Run:
     def recover(self, asked: list[str]) -> None:
         """Goes on without the ranks that were lost; what rank 0 does falls to the first that is left."""
         pipe, steps = self.pipe, self.config.train.steps
+        notes: list[str] = []
+
+        def newest(comm: Communicator, above: int) -> Path | None:
+            folder, passed_over = newest_sound(comm, self.run_dir, above, before=steps)
+            together(comm, str(self.run_dir), lambda: set_aside(passed_over) if comm.rank == 0 else [])
+            notes.extend(f"note: passed over {path}: {wrong}" for path, wrong in passed_over)
+            return folder
+
         self.watchdog.alone()
         with self.watchdog.during("a recovery"):
-            found = pipe.recover(lambda: newest(self.run_dir, before=steps))
+            found = pipe.recover(newest)
         self.lost += found.lost
         self.replayed += found.replayed
         self.watchdog.close(pipe.size)
@@ -140,6 +151,8 @@ class Run:
                 recovery_s=found.seconds,
             )
         ranks = ", ".join(map(str, found.lost))
+        for note in notes:
+            self.log.say(note)
         self.log.say(
             f"mpipipe: lost rank {ranks}; {counted(pipe.size, 'rank')} left, on from step {found.step}, "
             f"{counted(found.replayed, 'step')} again, from {found.source}, after {found.seconds:.2f} s"
@@ -151,7 +164,10 @@ class Run:
         pipe = self.pipe
         self.recorder = Recorder(pipe.comm, pipe.program)
         self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
-        self.watchdog.watch(InterpreterView(pipe.trainer.interpreter), pipe.plan.prediction.step_s)
+        layout, longest_s = pipe.plan.layout, pipe.plan.prediction.step_s
+        if layout.mirror_every:  # between two steps, where no instruction is run
+            longest_s += mirror_s(pipe.costs, layout, cut_indices(layout, pipe.variants.graph.groups))
+        self.watchdog.watch(InterpreterView(pipe.trainer.interpreter), longest_s)
         self._make_room()
 
     def _make_room(self) -> None:

@@ -124,7 +124,8 @@ class Watchdog:
                 self.folder.rmdir()  # by the last one
 
     def watch(self, view: View, step_s: float) -> None:
-        """From now on it sees the instructions. step_s: predicted seconds of a step."""
+        """From now on it sees the instructions. step_s: predicted seconds of a step, with a
+        mirror where there is one."""
         if self.given == "auto":
             self.limit_s = max(AUTO_S, AUTO_STEPS * step_s)
         self.view = view
