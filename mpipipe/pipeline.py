@@ -427,10 +427,11 @@ class Pipeline:
         Raises PlanError where the model does not fit the ranks that are left.
         """
         started, before, lost = time.perf_counter(), self.steps_done, self.comm.lost
-        self.saver.abandon()
+        abandoned = self.saver.abandon()
         while True:
             try:
                 source = self._go_on(checkpoint)
+                self.saver.discard(abandoned)
                 break
             except RankLost:  # one more
                 continue

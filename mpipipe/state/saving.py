@@ -139,12 +139,23 @@ class Saver:
                 return
             time.sleep(_LOOK_S)
 
-    def abandon(self) -> None:
-        """Ends the save under way, whole or not, as a rank was lost. Not collective, and raises nothing."""
-        if (writer := self._writer) is not None:
-            writer.patience.in_vain.set()
-            writer.join()
-            self._writer = None
+    def abandon(self) -> Path | None:
+        """Ends the save under way, whole or not, as a rank was lost; its folder. Not collective, and raises
+        nothing."""
+        if (writer := self._writer) is None:
+            return None
+        writer.patience.in_vain.set()
+        writer.join()
+        self._writer = None
+        return writer.job.folder
+
+    def discard(self, abandoned: Path | None) -> None:
+        """Removes what saves that were abandoned have left, unless they are whole. Collective."""
+        folders = self.comm.allgather_object(abandoned)
+        if self.comm.rank == 0:
+            for folder in {folder for folder in folders if folder is not None}:
+                if not (folder / RUN).exists():
+                    discard(folder)
 
     def _give_up(self, writer: _Writer, failures: Sequence[str]) -> None:
         writer.patience.in_vain.set()

@@ -193,6 +193,10 @@ def test_a_newer_checkpoint_goes_before_the_mirrors_if_its_bits_are_right(tmp_pa
         def save(pipe: Pipeline, step: int, _: dict[str, float]) -> None:
             if step in (EVERY + 1, EVERY + 2):
                 pipe.save(step_folder(tmp_path, step))
+            if step == EVERY + 2:  # what a save leaves that is cut off
+                (tmp_path / "mine").mkdir(exist_ok=True)
+                (tmp_path / "mine" / "rank-1.json").touch()
+                pipe.saver.abandon = lambda: tmp_path / "mine"  # type: ignore[method-assign]
             if step == EVERY + 2 and comm.rank == 1:
                 path = next(step_folder(tmp_path, step).glob("optimizer-*.safetensors"))
                 bits = bytearray(path.read_bytes())
@@ -211,6 +215,7 @@ def test_a_newer_checkpoint_goes_before_the_mirrors_if_its_bits_are_right(tmp_pa
     (source, weights), *others = run_local(2, body)
     assert others == []
     assert source == str(step_folder(tmp_path, EVERY + 1))
+    assert not (tmp_path / "mine").exists()
     assert weights == {k: v for k, v in undisturbed().items() if not k.startswith("loss ")}
 
 
