@@ -71,6 +71,7 @@ from mpipipe.survival import Recovery, Survival
 from mpipipe.values import RECOMPUTE, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
+Newest = Callable[[Communicator, int], Path | None]  # a checkpoint of more steps than that
 
 
 @dataclass(frozen=True)
@@ -393,16 +394,16 @@ class Pipeline:
         steps done and the step's values: loss, grad_norm, lr, seconds, after an evaluation val_*.
         """
         calls = list(callbacks)
-        while self.steps_done < steps:
+        while True:
             try:
-                if self._fit_step(calls, eval_every):
-                    break
-                continue
+                while self.steps_done < steps and not self._fit_step(calls, eval_every):
+                    pass
+                self.saver.finish()
+                return
             except RankLost:
                 if not self.recovers:
                     raise
             self.recover()  # when nothing refers to what failed any more
-        self.saver.finish()
 
     def _fit_step(self, calls: Iterable[Callback], eval_every: int) -> bool:
         """Whether it was the last one."""
@@ -417,18 +418,20 @@ class Pipeline:
             call(self, done.step, values)
         return done.stop
 
-    def recover(self, checkpoint: Callable[[], Path | None] = lambda: None) -> Recovery:
+    def recover(self, checkpoint: Newest = lambda comm, above: None) -> Recovery:
         """After RankLost: this pipeline on the ranks that are left, with the bits that it would have had.
         They all call it, outside of the `except` block, so that the memory of what failed is free.
-        checkpoint: called on rank 0 where no mirror will do; the newest one.
+        checkpoint: the newest one of more steps than the mirrors have (-1: there are none); collective over
+        the ranks that are left.
 
         Raises PlanError where the model does not fit the ranks that are left.
         """
         started, before, lost = time.perf_counter(), self.steps_done, self.comm.lost
-        self.saver.abandon()
+        abandoned = self.saver.abandon()
         while True:
             try:
                 source = self._go_on(checkpoint)
+                self.saver.discard(abandoned)
                 break
             except RankLost:  # one more
                 continue
@@ -436,7 +439,7 @@ class Pipeline:
         took_s, replayed = time.perf_counter() - started, before - self.steps_done
         return Recovery(gone, self.steps_done, replayed, source, took_s)
 
-    def _go_on(self, checkpoint: Callable[[], Path | None]) -> str:
+    def _go_on(self, checkpoint: Newest) -> str:
         vars(self).pop("trainer", None)
         gc.collect()
         self.comm = comm = self.comm.survivors()
@@ -448,7 +451,8 @@ class Pipeline:
         self.plan = self._plan(asked, None, None)
         self.predicted = predict(self.costs, self.plan.layout, self._program(), self.variants.graph.groups)[1]
         found, model = self.survival.find(comm), self.variants.source
-        if found is not None:
+        folder = checkpoint(comm, -1 if found is None else found.key.step)
+        if found is not None and folder is None:
             received = self.survival.fetch(comm, found, self.variants, self.plan.layout)
             model.begin_from(received)
             self._build()
@@ -458,7 +462,7 @@ class Pipeline:
             if not self.data.exact:
                 self.say("note: this recovery is not exact: the data is a plain iterable, and cannot go back")
         else:
-            folder = comm.bcast_object(checkpoint() if comm.rank == 0 else None) or self._resumed
+            folder = folder or self._resumed
             weights = None if folder is None else Reader(folder, "model")
             model.begin_from(weights or self._initial)
             self._build()
@@ -519,7 +523,8 @@ class Pipeline:
         then: Callable[[], object] = lambda: None, background: bool = True, **told: Any,
     ) -> None:  # fmt: skip
         """As `save`, but in the background: steps may follow at once, and one of them raises what has failed.
-        `saver.finish` waits for it, as the next save does, and the end of `fit`.
+        `saver.finish` waits for it, as the next save does, and the end of `fit`. After a recovery, one
+        that was whole before its step was done again is taken as it is.
 
         beside, then: see `Saver.save`; told: fields of `RunState`.
         """
@@ -534,6 +539,8 @@ class Pipeline:
             plan={"hash": self.plan.hash, "layout": plan["layout"], "prediction": plan["prediction"]},
             **told,
         )
+        if self.comm.lost and self.saver.take(Path(folder), facts, then):
+            return
         self.saver.save(
             Path(folder), trainer.state_dict(), trainer.optimizer_state(), self.variants.source.persistent,
             facts, beside, then, background,

@@ -24,6 +24,7 @@ from mpipipe.errors import EndOfData
 from mpipipe.graph.program import spec
 from mpipipe.models import Built
 from mpipipe.pipeline import Pipeline, Step
+from mpipipe.planner.mirrors import mirror_s
 from mpipipe.planner.search import cut_indices, sizes_of_messages, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import bounds
@@ -43,9 +44,11 @@ from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
 from mpipipe.runtime.slowness import Slowness
 from mpipipe.state.files import write_text, write_whole
-from mpipipe.state.resume import damage, newest, prune, read_state, step_folder
+from mpipipe.state.gather import together
+from mpipipe.state.resume import prune, set_aside, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS
 from mpipipe.state.snapshot import needed_bytes
+from mpipipe.state.verify import newest_sound
 from mpipipe.values import Int64, Report, Timeline, to_json
 
 END_OF_DATA = "the end of the data"  # as a reason to stop
@@ -66,7 +69,8 @@ class Run:
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
         self.limit = TimeLimit(config.run.time_limit, os.environ)
-        self.saved, self.sha = -1, ""
+        self.saved = -1
+        self.last: Step | None = None
         self.turn_s = self.save_s = 0.0  # the longest so far
         self._begin()
         self.values: dict[str, float] = {}  # of the last evaluation
@@ -87,7 +91,7 @@ class Run:
         while True:
             try:
                 if lost:
-                    self.recover()
+                    self.recover(asked)
                 training = self.watchdog.during("the training loop", counts=True)
                 with training, self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
                     last = self.loop(metrics, asked)
@@ -109,15 +113,27 @@ class Run:
         if self.pipe.rank == 0:
             write_text(self.run_dir / "plan.json", plan_text(self.pipe.plan))
 
-    def recover(self) -> None:
+    def recover(self, asked: list[str]) -> None:
         """Goes on without the ranks that were lost; what rank 0 does falls to the first that is left."""
         pipe, steps = self.pipe, self.config.train.steps
-        self.watchdog.close()
-        found = pipe.recover(lambda: newest(self.run_dir, before=steps))
+        notes: list[str] = []
+
+        def newest(comm: Communicator, above: int) -> Path | None:
+            folder, passed_over = newest_sound(comm, self.run_dir, above, before=steps)
+            together(comm, str(self.run_dir), lambda: set_aside(passed_over) if comm.rank == 0 else [])
+            notes.extend(f"note: passed over {path}: {wrong}" for path, wrong in passed_over)
+            return folder
+
+        self.watchdog.alone()
+        with self.watchdog.during("a recovery"):
+            found = pipe.recover(newest)
         self.lost += found.lost
         self.replayed += found.replayed
+        self.watchdog.close(pipe.size)
         self.watchdog = Watchdog(pipe.rank, pipe.size, self.run_dir, self.config.run.watchdog)
         self.watchdog.start()
+        while END_OF_DATA in asked:  # which is met again
+            asked.remove(END_OF_DATA)
         self.saved = -1
         self.step_s.clear()
         self._begin()
@@ -135,6 +151,8 @@ class Run:
                 recovery_s=found.seconds,
             )
         ranks = ", ".join(map(str, found.lost))
+        for note in notes:
+            self.log.say(note)
         self.log.say(
             f"mpipipe: lost rank {ranks}; {counted(pipe.size, 'rank')} left, on from step {found.step}, "
             f"{counted(found.replayed, 'step')} again, from {found.source}, after {found.seconds:.2f} s"
@@ -146,7 +164,10 @@ class Run:
         pipe = self.pipe
         self.recorder = Recorder(pipe.comm, pipe.program)
         self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
-        self.watchdog.watch(InterpreterView(pipe.trainer.interpreter), pipe.plan.prediction.step_s)
+        layout, longest_s = pipe.plan.layout, pipe.plan.prediction.step_s
+        if layout.mirror_every:  # between two steps, where no instruction is run
+            longest_s += mirror_s(pipe.costs, layout, cut_indices(layout, pipe.variants.graph.groups))
+        self.watchdog.watch(InterpreterView(pipe.trainer.interpreter), longest_s)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -179,7 +200,6 @@ class Run:
         """Steps, evaluations and checkpoints; ends early, on every rank at the same step, when one was
         asked to, or when the time or the data has ended."""
         t, limit = self.config.train, self.limit
-        last: Step | None = None
         while True:
             start = time.perf_counter()
             if self.pipe.rank == 0 and limit.reached(self.turn_s, self.save_s):
@@ -187,7 +207,7 @@ class Run:
             try:
                 step, outcome = self.pipe.timed_step(bool(asked))
             except EndOfData:
-                if last is None:
+                if (last := self.last) is None:
                     raise
                 asked.append(END_OF_DATA)
                 if not self._due(self.config.eval.every, last.step):
@@ -199,7 +219,7 @@ class Run:
                 with self.watchdog.during("a checkpoint"):
                     self.save(background=False)
                 return replace(last, stop=True)
-            last = step
+            self.last = step
             self.recorder.add(outcome)
             if slow := self.slowness.add(outcome):
                 self.log.say(f"note: {slow}")
@@ -257,9 +277,6 @@ class Run:
         pipe, t = self.pipe, self.config.train
         folder = step_folder(self.run_dir, pipe.steps_done)
         if self.saved != pipe.steps_done:
-            if self.lost and self._is_there(folder):
-                self.saved = pipe.steps_done
-                return
             pipe.begin_save(
                 folder, self.built.export,
                 lambda: prune(self.run_dir, t.keep, t.keep_every), background and bool(self.copied_bytes),
@@ -268,15 +285,7 @@ class Run:
             self.saved = pipe.steps_done
         if not background:
             pipe.saver.finish()
-            self.sha = pipe.saver.saved.weights_sha256 if pipe.saver.saved else ""
         self.save_s = max(self.save_s, pipe.saver.took_s)
-
-    def _is_there(self, folder: Path) -> bool:
-        """Whether it was written before what was done again, with the same bits."""
-        there = self.pipe.rank == 0 and not damage(folder)
-        sha = self.comm.bcast_object(read_state(folder).weights_sha256 if there else None)
-        self.sha = sha or self.sha
-        return sha is not None
 
     def end(self, last: Step, asked: list[str]) -> Report:
         """Sample, summary and drawings."""
@@ -308,6 +317,7 @@ class Run:
     ) -> Report:
         pipe, step_s = self.pipe, float(np.median(list(self.step_s)[1:] or self.step_s))
         prediction = pipe.plan.prediction
+        assert pipe.saver.saved is not None, "the last step was saved, or it has raised"
         return Report(
             val_loss=self.values.get("val_loss"),
             unigram_entropy=self.data.unigram_entropy,
@@ -321,7 +331,7 @@ class Run:
             ranks=rank_reports(pipe.predicted, measured, *self._stages(), self._sizes()),
             per_s=self._per_second(self.all_steps_s / (pipe.steps_done - self.first_step)),
             unit=self.unit,
-            weights_sha256=self.sha,
+            weights_sha256=pipe.saver.saved.weights_sha256,
             steps=pipe.steps_done,
             final_loss=last.loss,
             plan_hash=pipe.plan.hash,

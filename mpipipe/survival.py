@@ -3,7 +3,8 @@
     RankLost -> survivors -> plan for them -> newest version that is whole among them -> its tensors, by name,
     to their new owners -> new mirrors, at once
 
-Where a rank was lost together with its partner, the newest checkpoint serves, or the start of the run.
+Where a rank was lost together with its partner the newest checkpoint serves, or the start of the run; so does
+a checkpoint that is newer than the mirrors.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     run.recorder, run.step_s, run.values, run.unit = SimpleNamespace(add=lambda _: None), [], {}, "samples"
     run.slowness = SimpleNamespace(add=lambda _: None)
     run.watchdog, run.limit = Watchdog(0, 1, Path(), "off"), TimeLimit(None, {})
-    run.turn_s, run.save_s, run.all_steps_s, run.save = 0.0, 0.0, 0.0, lambda background: None
+    run.last, run.turn_s, run.save_s, run.all_steps_s, run.save = None, 0.0, 0.0, 0.0, lambda background: None
     run.log = SimpleNamespace(step=lambda step, values: shown.append((step, "val_loss" in values)))
     metrics: Any = SimpleNamespace(write=lambda step, **values: written.append((step, "val_loss" in values)))
     asked: list[str] = []

@@ -53,7 +53,7 @@ class View(Protocol):
 
 
 class Outside:
-    """The view where nothing is run yet: the stack alone."""
+    """The view where nothing is run: the stack alone. size: 0 where nobody knows who is left."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.others = tuple(other for other in range(size) if other != rank)
@@ -86,6 +86,7 @@ class Watchdog:
         self.given, self.limit_s = limit, limit if isinstance(limit, float | int) else AUTO_S
         self.phase, self._counts = "the start", False
         self.view: View = Outside(rank, size)
+        self._neighbours = size > 1
         self._watched = thread or threading.main_thread().ident
         self._leave, self._host = leave, socket.gethostname()
         self._ended, self._thread = threading.Event(), threading.Thread(target=self._run, daemon=True)
@@ -98,21 +99,33 @@ class Watchdog:
         self._stack = self._file("stack").open("wb")
         self._thread.start()
 
-    def close(self) -> None:
+    def alone(self) -> None:
+        """From now on it watches its own rank only: others were lost, and are not known yet. The last sign of
+        a rank 0 that was lost goes, so that nobody outside takes the recovery for a standstill."""
+        self._neighbours, self.view = False, Outside(self.rank, 0)
+        if self.rank != 0:
+            with suppress(OSError):
+                self._file("alive", 0).unlink()
+
+    def close(self, taken: int = 0) -> None:
+        """taken: so many ranks go on under new numbers, and their files may be there already."""
         if self._thread.ident is None or self._ended.is_set():  # not started, or closed
             return
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         self._stack.close()
-        for kind in ("alive", "stack"):
+        if self.rank >= taken:
+            for kind in ("alive", "stack"):
+                with suppress(OSError):
+                    self._file(kind).unlink()
+        if not taken:
             with suppress(OSError):
-                self._file(kind).unlink()
-        with suppress(OSError):
-            self.folder.rmdir()  # by the last one
+                self.folder.rmdir()  # by the last one
 
     def watch(self, view: View, step_s: float) -> None:
-        """From now on it sees the instructions. step_s: predicted seconds of a step."""
+        """From now on it sees the instructions. step_s: predicted seconds of a step, with a
+        mirror where there is one."""
         if self.given == "auto":
             self.limit_s = max(AUTO_S, AUTO_STEPS * step_s)
         self.view = view
@@ -163,9 +176,9 @@ class Watchdog:
         limit_s = self.limit_s if self._counts else max(self.limit_s, OTHER_S)
         if (rest_s := now - self._since) > limit_s:
             return self.rank, f"no progress for {rest_s:.0f} s, the limit is {limit_s:.0f} s", rest_s
-        after = (self.rank + 1) % self.size
-        if after == self.rank:
+        if not self._neighbours:
             return None
+        after = (self.rank + 1) % self.size
         try:
             sign = self._file("alive", after).read_bytes()
         except FileNotFoundError:  # not there yet, or done

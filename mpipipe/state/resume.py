@@ -145,9 +145,10 @@ def damage(folder: str | Path) -> str:
     return ""
 
 
-def survey(run_dir: str | Path) -> list[tuple[Path, str]]:
-    """The checkpoints of a run, newest first, each with its `damage`."""
-    found = [path for path in (Path(run_dir) / FOLDER).glob("*") if _step(path) >= 0]
+def survey(run_dir: str | Path, above: int = -1, before: float = math.inf) -> list[tuple[Path, str]]:
+    """The checkpoints of a run, newest first, each with its `damage`; of more steps than `above`, and fewer
+    than `before`."""
+    found = [path for path in (Path(run_dir) / FOLDER).glob("*") if above < _step(path) < before]
     return [(path, damage(path)) for path in sorted(found, key=_step, reverse=True)]
 
 
@@ -173,10 +174,9 @@ def _step(path: Path) -> int:
     return int(match[1]) if match and path.is_dir() and not path.is_symlink() else -1
 
 
-def newest(run_dir: str | Path, before: float = math.inf) -> Path | None:
-    """The newest whole checkpoint, or None; of fewer steps than `before`. `survey` says what is wrong with
-    those passed over."""
-    return next((folder for folder, wrong in survey(run_dir) if not wrong and _step(folder) < before), None)
+def newest(run_dir: str | Path) -> Path | None:
+    """The newest whole checkpoint, or None. `survey` says what is wrong with those passed over."""
+    return next((folder for folder, wrong in survey(run_dir) if not wrong), None)
 
 
 def prune(run_dir: str | Path, keep: int, keep_every: int = 0) -> list[Path]:

@@ -25,7 +25,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import CheckpointError
 from mpipipe.state.gather import in_words, raise_failures, together
 from mpipipe.state.parts import Beside, Held, Patience, Save, Shards
-from mpipipe.state.resume import RUN, RunState, discard, make_room
+from mpipipe.state.resume import RUN, RunState, damage, discard, make_room, read_state
 from mpipipe.state.snapshot import Snapshot
 
 SETTLE_S = 30.0  # for a save that is under way when a rank fails
@@ -87,6 +87,24 @@ class Saver:
         if not background:
             self.finish()
 
+    def take(self, folder: Path, facts: RunState, then: Callable[[], object] = lambda: None) -> bool:
+        """Whether the folder holds this checkpoint as a whole already, which was written before its step was
+        done again, with the same bits; then it is the last one saved. Arguments, errors: as of `save`."""
+        self.finish()
+
+        def there() -> RunState | None:
+            if self.comm.rank != 0 or damage(folder):
+                return None
+            found = read_state(folder)
+            if (found.step, found.numerics, found.graph) != (facts.step, facts.numerics, facts.graph):
+                return None
+            then()
+            return found
+
+        found = together(self.comm, str(folder), there)[0]
+        self.saved = found or self.saved
+        return found is not None
+
     def poll(self, wait_s: float = 0.0) -> None:
         """Between two steps: whether the save under way, if there is one, has become whole, or has failed.
         Raises CheckpointError on every rank, as `save`."""
@@ -121,12 +139,23 @@ class Saver:
                 return
             time.sleep(_LOOK_S)
 
-    def abandon(self) -> None:
-        """Ends the save under way, whole or not, as a rank was lost. Not collective, and raises nothing."""
-        if (writer := self._writer) is not None:
-            writer.patience.in_vain.set()
-            writer.join()
-            self._writer = None
+    def abandon(self) -> Path | None:
+        """Ends the save under way, whole or not, as a rank was lost; its folder. Not collective, and raises
+        nothing."""
+        if (writer := self._writer) is None:
+            return None
+        writer.patience.in_vain.set()
+        writer.join()
+        self._writer = None
+        return writer.job.folder
+
+    def discard(self, abandoned: Path | None) -> None:
+        """Removes what saves that were abandoned have left, unless they are whole. Collective."""
+        folders = self.comm.allgather_object(abandoned)
+        if self.comm.rank == 0:
+            for folder in {folder for folder in folders if folder is not None}:
+                if not (folder / RUN).exists():
+                    discard(folder)
 
     def _give_up(self, writer: _Writer, failures: Sequence[str]) -> None:
         writer.patience.in_vain.set()

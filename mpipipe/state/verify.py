@@ -5,6 +5,7 @@ A shard's sha256 is made of those of its header and of its tensors, so ranks and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,11 +51,13 @@ def _differ(path: Path, found: str, facts: File) -> str:
     return f"{path}: its sha256 is {found[:12]}, {RUN} says {facts.sha256[:12]}"
 
 
-def newest_sound(comm: Communicator, run_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_sound(
+    comm: Communicator, run_dir: Path, above: int = -1, before: float = math.inf
+) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint of a run with all the bits that were written, and what is wrong with the newer
-    ones. Each rank reads a share of the files. Collective."""
+    ones; `above`, `before` as in `survey`. Each rank reads a share of the files. Collective."""
     passed_over: list[tuple[Path, str]] = []
-    for folder, wrong in comm.bcast_object(survey(run_dir) if comm.rank == 0 else []):
+    for folder, wrong in comm.bcast_object(survey(run_dir, above, before) if comm.rank == 0 else []):
         wrong = wrong or _flaw_of_all(comm, folder)
         if not wrong:
             return folder, passed_over

@@ -97,6 +97,32 @@ def test_a_rank_that_has_closed_is_not_missed(ranks, tmp_path) -> None:
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["rank-0.alive", "rank-0.stack"]
 
 
+def test_in_a_recovery_a_rank_watches_itself_alone(ranks, tmp_path) -> None:
+    made, codes, _ = ranks
+    for dog in made:
+        dog.start()
+    threading.Event().wait(LIMIT_S / 2)
+    made[0]._ended.set()  # lost: its last sign stays
+    made[0]._thread.join()
+    made[1].alone()
+    assert not (tmp_path / FOLDER / "rank-0.alive").exists(), "or the supervisor ends a sound recovery"
+    (tmp_path / FOLDER / "rank-0.alive").write_text("stale")
+    threading.Event().wait(3 * LIMIT_S)
+    assert codes == []
+    with made[1].during("a recovery", counts=True):  # for the limit of the steps, as the other is minutes
+        made[1]._thread.join(LONG_S)
+    assert codes == [STOOD_STILL]
+    assert "rank 1 (" in explained(tmp_path)
+    assert "is in a recovery" in explained(tmp_path)
+
+
+def test_new_numbers_leave_the_files_of_others(ranks, tmp_path) -> None:
+    made, _, _ = ranks
+    made[1].start()
+    made[1].close(taken=2)
+    assert (tmp_path / FOLDER / "rank-1.stack").exists()
+
+
 def test_off_does_nothing(tmp_path) -> None:
     dog = Watchdog(0, 1, tmp_path, "off")
     dog.start()

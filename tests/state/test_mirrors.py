@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpipipe import Pipeline
-from mpipipe.cluster.comm import Communicator, members
+from mpipipe.cluster.comm import Communicator, RankLost, members
 from mpipipe.cluster.local import Killed, run_local
 from mpipipe.graph.profile import Profiler
 from mpipipe.runtime import costing
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.state.mirrors import Mirrors
+from mpipipe.state.resume import read_state, step_folder
+from mpipipe.state.verify import newest_sound
 from mpipipe.survival import Survival
 
 EVERY, STEPS = 3, 8
@@ -159,6 +162,61 @@ def test_a_lost_rank_changes_no_bits(
     assert len(steps) == ranks - len(kills)
     again = [a - b + 1 for made in steps for a, b in itertools.pairwise(made)]
     assert max(again) <= EVERY or any(where == "recovery" for _, where, _ in kills)
+
+
+def test_checkpoints_of_steps_that_are_done_again_are_taken_as_they_are(tmp_path: Path) -> None:
+    """The rank is lost where the others wait for the last checkpoint, at the end of `fit`."""
+    kept: list[int] = []
+
+    def die() -> None:
+        raise Killed
+
+    def body(comm: Communicator) -> str:
+        def save(pipe: Pipeline, step: int, _: dict[str, float]) -> None:
+            pipe.begin_save(tmp_path / str(step), then=lambda: kept.append(step), background=False)
+            if step == STEPS and comm.rank == 1:
+                pipe.saver.finish = die  # type: ignore[method-assign]
+
+        pipe = pipeline(comm)
+        pipe.fit(STEPS, [save])
+        assert pipe.comm.size == 1
+        assert pipe.saver.saved is not None
+        return pipe.saver.saved.weights_sha256
+
+    found = run_local(2, body)
+    assert found == [read_state(tmp_path / str(STEPS)).weights_sha256]
+    assert kept == [*range(1, STEPS + 1), *range(STEPS - 1, STEPS + 1)], "links and pruning come again"
+
+
+def test_a_newer_checkpoint_goes_before_the_mirrors_if_its_bits_are_right(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> tuple[str, dict[str, str]]:
+        def save(pipe: Pipeline, step: int, _: dict[str, float]) -> None:
+            if step in (EVERY + 1, EVERY + 2):
+                pipe.save(step_folder(tmp_path, step))
+            if step == EVERY + 2:  # what a save leaves that is cut off
+                (tmp_path / "mine").mkdir(exist_ok=True)
+                (tmp_path / "mine" / "rank-1.json").touch()
+                pipe.saver.abandon = lambda: tmp_path / "mine"  # type: ignore[method-assign]
+            if step == EVERY + 2 and comm.rank == 1:
+                path = next(step_folder(tmp_path, step).glob("optimizer-*.safetensors"))
+                bits = bytearray(path.read_bytes())
+                bits[-2] ^= 4
+                path.write_bytes(bits)
+                raise Killed
+
+        pipe = pipeline(comm)
+        pipe.recovers = False
+        with pytest.raises(RankLost):
+            pipe.fit(STEPS, [save])
+        source = pipe.recover(lambda comm, above: newest_sound(comm, tmp_path, above)[0]).source
+        pipe.fit(STEPS)
+        return source, {k: tensor_digest(k, t) for k, t in pipe.state_dict(full=False).items()}
+
+    (source, weights), *others = run_local(2, body)
+    assert others == []
+    assert source == str(step_folder(tmp_path, EVERY + 1))
+    assert not (tmp_path / "mine").exists()
+    assert weights == {k: v for k, v in undisturbed().items() if not k.startswith("loss ")}
 
 
 @pytest.mark.full
