@@ -14,6 +14,7 @@ from mpipipe.cluster import death
 from mpipipe.cluster.death import cause
 from mpipipe.cluster.job import PROGRAM, Job, kill_all, remains
 from mpipipe.cluster.starter import Host, Starter
+from mpipipe.cluster.survivors import FLAGS
 
 SLEEPS = "import time; print(flush=True); time.sleep(60)"
 
@@ -116,3 +117,20 @@ def test_what_a_launcher_knows_by_itself_is_not_said() -> None:
     assert given.alone(HOSTS[0], ["x"])[3:] == ["--overlap", "-n", "1", "-N", "1", "-w", "a", "x"]
     here = Starter(("mpirun",), "Open MPI", False).line(4, None, ["x"])
     assert here == ["mpirun", "--bind-to", "none", "--oversubscribe", "-n", "4", "x"]
+
+
+@pytest.mark.parametrize(
+    ("starter", "flags"),
+    [
+        (Starter(("mpirun",), "Open MPI", False), True),
+        (Starter(("mpirun", "--tune", "f"), "Open MPI", True), True),
+        (Starter(("mpirun", "--with-ft", "ulfm"), "Open MPI", True), False),
+        (Starter(("mpiexec",), "MPICH", True), False),
+        (Starter(("srun",), "srun", True), False),
+    ],
+)
+def test_ranks_that_outlive_one_another_need_their_flags_also_behind_a_named_launcher(
+    starter: Starter, flags: bool
+) -> None:
+    assert (FLAGS in " ".join(starter.line(4, HOSTS, ["x"], outlive=True))) is flags
+    assert FLAGS not in " ".join(starter.line(4, HOSTS, ["x"]))
