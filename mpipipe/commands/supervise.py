@@ -15,20 +15,19 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from mpipipe.cluster import hosts as known_hosts
-from mpipipe.cluster.death import cause, signal_name
-from mpipipe.cluster.job import GRACE_S, PROGRAM, Job
+from mpipipe.cluster.death import cause
+from mpipipe.cluster.job import GRACE_S, PROGRAM, Job, remains
 from mpipipe.cluster.starter import Host, Starter, starter, surroundings_for
 from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
+from mpipipe.commands.asking import Asking
 from mpipipe.config import load
 from mpipipe.errors import LaunchError
 from mpipipe.planner.sizes import counted
@@ -67,6 +66,11 @@ class Patience:
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of the run."""
+    with Asking() as asking:
+        return _main(argv, asking)
+
+
+def _main(argv: Sequence[str], asking: Asking) -> int:
     words, launcher = list(argv), []
     if "--" in words:
         at = words.index("--")
@@ -75,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
     def supervise() -> None:
         nonlocal code
-        code = Supervisor(options, starter(launcher, os.environ), os.environ).run()
+        code = Supervisor(options, starter(launcher, os.environ), os.environ, asking).run()
 
     return run(supervise) or code
 
@@ -116,8 +120,10 @@ def _parser() -> argparse.ArgumentParser:
 class Supervisor:
     """One run, over all its starts. Raises ConfigError, LaunchError, CheckpointError."""
 
-    def __init__(self, options: argparse.Namespace, starter: Starter, environ: Mapping[str, str]) -> None:
-        self.options, self.starter = options, starter
+    def __init__(
+        self, options: argparse.Namespace, starter: Starter, environ: Mapping[str, str], asking: Asking
+    ) -> None:
+        self.options, self.starter, self.asking = options, starter, asking
         self.environ = surroundings_for(starter, environ)
         self.patience = Patience(options.restarts)
         self.config = load(options.config, options.keys)
@@ -127,9 +133,6 @@ class Supervisor:
         # a launcher knows the hosts of its Slurm job by itself, as long as all of them are there
         self.hosts, self.ranks = self.all_hosts if options.hosts else None, self.all_ranks
         self.began_at, self.summary_before = _saved(self.run_dir), self._summary()
-        self.asked: list[str] = []
-        self.wake = threading.Event()
-        self.job: Job | None = None
 
     def _places(self) -> tuple[list[Host] | None, int | None]:
         """The hosts and the number of ranks; None is what the launcher knows by itself."""
@@ -147,20 +150,18 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the run."""
-        before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-        try:
-            return self._run()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _run(self) -> int:
+        self._check_alone()
+        if self.asking.asked:
+            raise LaunchError(
+                f"{self.asking.asked[0]} asked to stop before the training began; start it again, in a job "
+                "of Slurm with more time (sbatch -t)"
+            )
         again = False
         while True:
             code, why, said = self._once(again)
             if self._ended():  # its summary comes last: whatever was after it, it is done
                 return 0
-            if self.asked or any(MENDABLE in line for line in said):
+            if self.asking.asked or any(MENDABLE in line for line in said):
                 return code
             about_hosts = self._look_for_hosts()
             step, saved = max(last_step(self.run_dir / METRICS), _saved(self.run_dir)), _saved(self.run_dir)
@@ -176,10 +177,18 @@ class Supervisor:
             )
             if about_hosts:
                 _say(about_hosts)
-            self.wake.wait(wait_s)
-            if self.asked:
+            self.asking.wake.wait(wait_s)
+            if self.asking.asked:
                 return code
             again = True
+
+    def _check_alone(self) -> None:
+        """Two runs in one folder would write over one another; raises LaunchError where ranks are there."""
+        if pids := " ".join(map(str, remains(self._mark))):
+            raise LaunchError(
+                f"{self.run_dir}: an earlier start of this run is still going on, as the processes {pids}; "
+                f"wait for its end, or end it: kill {pids}"
+            )
 
     def _once(self, again: bool) -> tuple[int, str, list[str]]:
         """One start, until nothing of it is left here: exit code, who died, and what was said last."""
@@ -189,17 +198,17 @@ class Supervisor:
         shown = shlex.join([*line[: line.index(sys.executable)], "python", "-m", PROGRAM])
         _say(f"{'starts again' if again else 'starts'}: {shown} ...; run folder {self.run_dir}")
         try:
-            self.job = job = Job(line, self.environ, self._mark)
+            self.asking.job = job = Job(line, self.environ, self._mark)
         except OSError as error:
             raise LaunchError(
                 f"{line[0]}: cannot be started ({error.strerror}); name another launcher behind --"
             ) from error
-        if self.asked:  # meanwhile
+        if self.asking.asked:  # meanwhile
             job.signal(signal.SIGTERM)
         try:
             code = self._watch(job)
         finally:
-            self.job = None
+            self.asking.job = None
             job.end()
         why = explained(self.run_dir)
         if code is None:
@@ -265,16 +274,6 @@ class Supervisor:
         slots = sum(host.slots for host in there)
         self.hosts, self.ranks = there, min(self.all_ranks or slots, slots)
         return f"{', '.join(gone)}: no answer; goes on with {counted(self.ranks, 'rank')} on the other hosts"
-
-    # -- signals -------------------------------------------------------------------------------
-
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        """The first signal asks the ranks to stop after their step, as launchers hand USR1 on and end their
-        ranks at TERM; a later one is TERM."""
-        self.asked.append(signal_name(number))
-        self.wake.set()
-        if self.job is not None:
-            self.job.signal(signal.SIGUSR1 if len(self.asked) == 1 else signal.SIGTERM)
 
 
 def _saved(run_dir: Path) -> int:
