@@ -16,7 +16,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from mpipipe.cluster import hosts as known_hosts
 from mpipipe.cluster.death import cause
 from mpipipe.cluster.job import GRACE_S, PROGRAM, Job, remains
 from mpipipe.cluster.starter import Host, Starter, starter, surroundings_for
-from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained
+from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained, sign_of_life
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
 from mpipipe.commands.asking import Asking
@@ -37,7 +37,7 @@ from mpipipe.state.rundir import METRICS, create, make_latest, reopen
 
 LOOK_S = 1.0  # between two looks at a run
 LINGER_S = 3 * GRACE_S  # for a launcher whose ranks have left
-SILENT_S = 120.0  # without a sign of life of rank 0, which gives one every few seconds
+SILENT_S = 120.0  # at least, without a sign of life of rank 0, which gives one every few seconds
 RESTARTS = 5
 LONGEST_WAIT_S = 60.0
 MENDABLE = "mpipipe: error: "  # how every error begins that is the user's to mend
@@ -217,18 +217,21 @@ class Supervisor:
 
     def _watch(self, job: Job) -> int | None:
         """The launcher's exit code; None for one that is there though its ranks are not."""
-        linked, sign, sign_at, left_at = self.config.run.dir is not None, b"", 0.0, math.inf
+        linked, sign_at, left_at = self.config.run.dir is not None, 0.0, math.inf
+        sign: Hashable = None
+        limit = self.config.run.watchdog
+        silent_s = max(SILENT_S, limit) if isinstance(limit, float | int) else SILENT_S
         while (code := job.wait(LOOK_S)) is None:
             now = time.monotonic()
             if not linked and (self.run_dir / METRICS).exists():
                 make_latest(self.config, self.run_dir)
                 linked = True
             found = _sign_of_life(self.run_dir)
-            if not found or found != sign:
+            if found is None or found != sign:
                 sign, sign_at = found, now
             if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended():
                 left_at = min(left_at, now)
-            if now - sign_at > SILENT_S or now - left_at > LINGER_S:
+            if now - sign_at > silent_s or now - left_at > LINGER_S:
                 return None
         return code
 
@@ -282,11 +285,11 @@ def _saved(run_dir: Path) -> int:
     return 0 if folder is None else read_state(folder).step
 
 
-def _sign_of_life(run_dir: Path) -> bytes:
+def _sign_of_life(run_dir: Path) -> Hashable:
     try:
-        return (run_dir / FOLDER / "rank-0.alive").read_bytes()
+        return sign_of_life(run_dir / FOLDER, 0)
     except OSError:
-        return b""
+        return None
 
 
 def _say(text: str) -> None:

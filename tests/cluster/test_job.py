@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,16 @@ def test_a_launcher_that_ends_leaves_nothing_behind(capfd) -> None:
     assert remains("run.dir=/none/such", launched._process.pid) == []
     assert launched.said == ["its last words"]
     assert capfd.readouterr().err == "its last words\n"
+
+
+def test_ranks_are_read_also_where_nobody_listens_to_this_process(monkeypatch) -> None:
+    with open(os.devnull, "wb") as closed:
+        pass
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=closed))
+    launched = Job(["sh", "-c", "seq 30000 >&2"], os.environ, "run.dir=/none/such")
+    assert launched.wait(20.0) == 0
+    launched.end()
+    assert launched.said[-1] == "30000"
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,12 @@ def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) ->
     (folder / "starts").unlink()
     silent = "mkdir run/flight; echo x >run/flight/rank-0.alive; exec sleep 60"
     assert supervise(folder, silent, DONE, words=("--resume",))[0] == 0
+    (folder / "starts").unlink()
+    waits = (
+        "mkdir run/flight; echo x >run/flight/rank-0.alive; sleep 0.6; echo '{\"a\": 1}' >run/summary.json"
+    )
+    assert supervise(folder, waits, words=("--resume", "run.watchdog=30"))[0] == 0
+    assert len((folder / "starts").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(("code", "number"), [(0, signal.SIGTERM), (9, signal.SIGTERM), (0, signal.SIGHUP)])
