@@ -429,6 +429,7 @@ class Pipeline:
         while True:
             try:
                 source = self._go_on(checkpoint)
+                before = max(self.comm.allgather_object(before))  # some may have been a step further
                 break
             except RankLost:  # one more
                 continue
