@@ -7,9 +7,10 @@ Jobs of a tiny GPT on the ranks of a real mpirun. Several times per job a random
 at a random instant, from outside; or inside STEP, a save or a mirror, where the rank sends it to itself, as
 these last too short to be aimed at. `WAYS` has the ways in which a run can survive.
 
-The last line is JSON: kills, mpi_kills (of ranks of a real mpirun), recoveries, hangs, replayed_steps_max, k
-(no more steps may be replayed: `save_every`, or `mirror_every`), same_bits, recovery_s_median (from the kill
-to the next completed step; also of SIGSTOP alone, which has to be noticed first), where the kills met it.
+The last line is JSON, also where runs fail: kills (signals that were sent), mpi_kills (of them to ranks of a
+real mpirun: all), recoveries (fewer, where a run ended instead), hangs, replayed_steps_max, k (no more steps
+may be replayed: `save_every`, or `mirror_every`), same_bits, recovery_s_median (from the kill to the next
+completed step; also of SIGSTOP alone, which has to be noticed first), where the kills met it.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ WAYS = {
 
 @dataclass
 class Tally:
-    kills: int = 0
+    kills: int = 0  # signals that were sent, whatever came of them
     hangs: int = 0
     replayed: list[int] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"SIGKILL": [], "SIGSTOP": []})
@@ -145,28 +146,33 @@ class SurvivingJob:
         self.process.wait()
         kill_all(remains(f"run.dir={self.run_dir}"))
 
-    def kill(self, at_step: int, where: str, number: signal.Signals, chance: random.Random) -> float:
-        """Once `at_step` steps are done; the time of the kill. Raises TimeoutError."""
+    def kill(self, at_step: int, where: str, number: signal.Signals, chance: random.Random) -> float | None:
+        """Once `at_step` steps are done; the time of the kill, None where what was aimed at ended before.
+        Raises TimeoutError."""
         _until(lambda: last_step(self.run_dir / "metrics.jsonl") >= at_step or self._over())
         processes, done = self._processes(), self.folder / f"{ORDER}.done"
+        if not processes:
+            return None
         rank = sorted(processes)[chance.randrange(len(processes))]
         if where == "anywhere":
             time.sleep(chance.random() * 0.5)
-            os.kill(processes[rank], number)
+            try:
+                os.kill(processes[rank], number)
+            except ProcessLookupError:
+                return None
             return time.time()
         done.unlink(missing_ok=True)
         (self.folder / ORDER).write_text(json.dumps([rank, where, number]))
         _until(lambda: done.exists() or self._over())
-        return time.time()
+        (self.folder / ORDER).unlink(missing_ok=True)  # no other run is to find it
+        return time.time() if done.exists() else None
 
-    def recovered(self, times: int) -> tuple[int, float]:
-        """Waits for so many recoveries in all: steps replayed at the last one, the time of its first step.
-        Raises TimeoutError."""
+    def recovered(self, times: int) -> tuple[int, float] | None:
+        """Waits for so many recoveries in all: steps replayed at the last one, the time of its first step;
+        None where the run ended instead. Raises TimeoutError."""
         _until(lambda: len(self._lost()) >= times or self._over())
         if len(self._lost()) < times:
-            raise RuntimeError(
-                f"{self.log}: the run ended without a recovery\n{self.log.read_text()[-3000:]}"
-            )
+            return None
         size = self._size()
 
         def grown() -> bool:  # what a restart replays is cut off first
@@ -175,7 +181,10 @@ class SurvivingJob:
             return size > before
 
         _until(lambda: grown() or self._over())
-        return self._lost()[-1], time.time()
+        return None if self.process.poll() else (self._lost()[-1], time.time())
+
+    def said(self) -> str:
+        return self.log.read_text()[-3000:]
 
     def _lost(self) -> list[int]:
         return [int(found) for found in re.findall(self.way.lost, self.log.read_text())]
@@ -216,20 +225,27 @@ def _weights(run_dir: Path) -> str:
 
 def one_job(job: SurvivingJob, kills: int, wanted: str, tally: Tally, chance: random.Random) -> None:
     """kills: spread over its steps. wanted: the weights that it should end with."""
+    recoveries = 0
     try:
         for i in range(kills):
             where, number = chance.choice(job.way.where), chance.choice([signal.SIGKILL, signal.SIGSTOP])
             at = job.kill((i + 1) * STEPS // (kills + 2), where, number, chance)
-            lost, back = job.recovered(i + 1)
+            if at is None:
+                continue
             tally.kills += 1
             tally.where[where] += 1
+            found = job.recovered(recoveries + 1)
+            if found is None:
+                print(f"{number.name} {where}: ends: {job.said()}", file=sys.stderr, flush=True)
+                break
+            recoveries, (lost, back) = recoveries + 1, found
             tally.replayed.append(lost)
             tally.seconds[number.name].append(back - at)
             print(f"{number.name} {where}: {lost} steps lost, {back - at:.1f} s", file=sys.stderr, flush=True)
         job.process.wait(HANG_S)
         tally.same_bits &= job.process.returncode == 0 and _weights(job.run_dir) == wanted
     except (TimeoutError, subprocess.TimeoutExpired):
-        print(f"hangs: {job.log.read_text()[-3000:]}", file=sys.stderr, flush=True)
+        print(f"hangs: {job.said()}", file=sys.stderr, flush=True)
         tally.hangs += 1
     finally:
         job.close()
@@ -247,7 +263,10 @@ def survive(folder: Path, kills: int, ranks: int, way: Way, seed: int = 0) -> Ta
     while tally.kills < kills and not tally.hangs:
         job = SurvivingJob(folder, f"job{number}", ranks, way)
         most = PER_JOB if way.comes_back else min(PER_JOB, ranks - 1)
+        before = tally.kills
         one_job(job, min(most, kills - tally.kills), wanted, tally, chance)
+        if tally.kills == before and not tally.same_bits:  # it does not even begin
+            break
         number += 1
     return tally
 

@@ -432,6 +432,7 @@ class Pipeline:
             try:
                 source = self._go_on(checkpoint)
                 self.saver.discard(abandoned)
+                before = max(self.comm.allgather_object(before))  # some may have been a step further
                 break
             except RankLost:  # one more
                 continue

@@ -33,15 +33,25 @@ if [ "${MPIPIPE_STAGE:-}" = archive ] && [ -z "${MPIPIPE_CONTAINER:-}" ]; then #
     python=("$own/bin/python")
 fi
 
-early= assignment=$(mktemp --suffix=.json)
-trap early=1 USR1 TERM
+# mpirun kills its ranks within a second of a SIGTERM, but hands SIGUSR1 on: they stop after the current step.
+# A child that does not catch (or, as srun, block) it yet would die of it: its signal waits for up to 10 s.
+early= child= again=1 assignment=$(mktemp --suffix=.json)
+ask() {
+    [ -n "$child" ] || { early=1; return; }
+    for _ in {1..100}; do
+        masks=$(sed -n 's/^Sig\(Blk\|Cgt\):.*\(...\)$/0x\2/p' "/proc/$child/status" 2>/dev/null) || break
+        (((${masks/$'\n'/|}) & 0x200)) && break || sleep 0.1
+    done
+    kill -USR1 "$child" || true
+}
+trap ask USR1
+trap 'again=; ask' TERM INT
 echo "train.sh: ${python[*]}, start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID"
 "${python[@]}" -m mpipipe plan "$@" --from-allocation -o "$assignment"
 line=$("${python[@]}" -m mpipipe launch "$@" --assignment "$assignment")
 [ -z "$early" ] || fail "asked to stop before the training began" "give the job more time: sbatch -t"
-# mpirun kills its ranks within a second of a SIGTERM, but hands SIGUSR1 on: they stop after the current step.
-eval "exec $line" & child=$! again=1
-trap 'kill -USR1 $child' USR1; trap 'again=; kill -USR1 $child' TERM INT
+eval "exec $line" & child=$!
+[ -z "$early" ] || ask
 while wait "$child" && rc=0 || rc=$?; do kill -0 "$child" 2>/dev/null || break; done
 trap - USR1 TERM INT
 [ $rc = 0 ] && [ -n "$again" ] && "${python[@]}" -m mpipipe launch "$@" --unfinished || exit "$rc"

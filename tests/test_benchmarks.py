@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from mpipipe.values import Report, from_json
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPOSITORY))  # the benchmarks are no part of the package
 
+from benchmarks import survive  # noqa: E402
 from benchmarks.bench import competes  # noqa: E402
 from benchmarks.budget import SIZES, estimate_s  # noqa: E402
 from benchmarks.common import run as start  # noqa: E402
@@ -201,3 +204,19 @@ def test_peers_have_our_losses(launch: Launch, tmp_path: Path, model: str, sides
         said = start([sys.executable, "-m", "benchmarks.peers", side, str(config), "--folder", str(tmp_path)])
         found = json.loads(said.splitlines()[-1])
         assert found.get("losses") == pytest.approx(ours, rel=1e-4), (side, found)
+
+
+@pytest.mark.parametrize("at", [1.0, None], ids=["after a kill", "before it"])
+def test_a_run_that_ends_instead_of_recovering_is_counted(tmp_path, at: float | None) -> None:
+    class Ends:
+        way, run_dir = survive.WAYS["mpi"], tmp_path
+        process = SimpleNamespace(wait=lambda limit_s: 1, returncode=1)
+
+        kill = staticmethod(lambda *_: at)
+        recovered = staticmethod(lambda times: None)
+        said = staticmethod(lambda: "its last words")
+        close = staticmethod(lambda: None)
+
+    tally = survive.Tally()
+    survive.one_job(Ends(), 2, "", tally, random.Random(0))  # type: ignore[arg-type]
+    assert (tally.kills, tally.replayed, tally.hangs, tally.same_bits) == (int(bool(at)), [], 0, False)

@@ -13,8 +13,10 @@ from mpipipe.cluster.starter import Host, Starter
 from mpipipe.errors import LaunchError
 
 ANSWER_S = 30.0  # a host that has not started one small program by then is left out
+# flags of sinfo(1): - planned by the backfill scheduler, @ ^ a reboot is pending or issued, + completing,
+# $ maintenance; a node with * does not respond, and ~ # ! % are of its power
 _UP = re.compile(
-    r"(allocated|mixed|idle|completing|planned|maint|resv|reserved|draining|mix|alloc|comp|plnd|drng)[+$]*"
+    r"(allocated|mixed|idle|completing|planned|maint|resv|reserved|draining|mix|alloc|comp|plnd|drng)[-@^+$]*"
 )
 
 

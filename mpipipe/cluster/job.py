@@ -41,8 +41,9 @@ class Job:
 
     def _copy(self, stream: BinaryIO) -> None:
         for raw in stream:
-            sys.stderr.buffer.write(raw)
-            sys.stderr.buffer.flush()
+            with suppress(OSError, ValueError):  # of a terminal that is gone; ranks write all the same
+                sys.stderr.buffer.write(raw)
+                sys.stderr.buffer.flush()
             self._tail.append(raw.decode(errors="replace").rstrip("\n"))
 
     @property

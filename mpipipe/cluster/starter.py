@@ -38,7 +38,8 @@ class Starter:
             own += (
                 ("--oversubscribe",) if hosts is None else ()
             )  # and may outnumber the cores of this machine
-            own += tuple(FLAGS.split()) if outlive else ()
+        if outlive and self.family == "Open MPI" and "--with-ft" not in self.argv:
+            own += tuple(FLAGS.split())
         count = () if ranks is None else ("-n", str(ranks))
         return [*self.argv, *own, *count, *self._on(hosts), *program]
 

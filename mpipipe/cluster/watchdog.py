@@ -146,15 +146,16 @@ class Watchdog:
         period_s, beat, last = min(PERIOD_S, self.limit_s / 6), 0, time.monotonic()
         self._seen: Hashable = None
         self._since = self._neighbour_since = last
-        self._neighbour = b""
+        self._neighbour: Hashable = None
         while not self._ended.wait(period_s):
             now = time.monotonic()
             if now - last > 3 * period_s:  # this process itself was stopped: that is nobody's standstill
                 self._since += now - last
                 self._neighbour_since += now - last
             last, beat = now, beat + 1
-            try:
+            with suppress(OSError):  # of a disk that is full
                 self._beat(beat)
+            try:
                 if (why := self._standstill(now)) or (self.folder / CALLED).exists():
                     self._end(why)
                     return
@@ -179,11 +180,8 @@ class Watchdog:
         if not self._neighbours:
             return None
         after = (self.rank + 1) % self.size
-        try:
-            sign = self._file("alive", after).read_bytes()
-        except FileNotFoundError:  # not there yet, or done
-            sign = b""
-        if not sign or sign != self._neighbour:
+        sign = sign_of_life(self.folder, after)
+        if sign is None or sign != self._neighbour:
             self._neighbour, self._neighbour_since = sign, now
         if (rest_s := now - self._neighbour_since) > self.limit_s:
             return after, f"no sign of life for {rest_s:.0f} s, the limit is {self.limit_s:.0f} s", rest_s
@@ -192,12 +190,15 @@ class Watchdog:
     # -- the end -------------------------------------------------------------------------------
 
     def _end(self, why: tuple[int, str, float] | None) -> None:
+        """Leaves, also where nothing can be written."""
         called = why is not None and self._call()
-        self._file("json").write_text(to_json(self._record()))
+        with suppress(OSError):
+            self._file("json").write_text(to_json(self._record()))
         if why is not None and called:
             self._explain(*why)
         else:
-            self._await(lambda: (self.folder / DIAGNOSIS).exists(), 2 * GATHER_S)
+            with suppress(OSError):
+                self._await(lambda: (self.folder / DIAGNOSIS).exists(), 2 * GATHER_S)
         self._leave(STOOD_STILL)
 
     def _call(self) -> bool:
@@ -206,6 +207,8 @@ class Watchdog:
             (self.folder / CALLED).open("x").close()
         except FileExistsError:
             return False
+        except OSError:  # nobody can be called: each one explains what it sees
+            return True
         return True
 
     def _explain(self, start: int, why: str, rest_s: float) -> None:
@@ -230,7 +233,8 @@ class Watchdog:
                 if stack := self._file("stack", rank).read_text(errors="replace"):
                     lines += [f"rank {rank} holds the interpreter's lock:", *stack.splitlines()]
         text = "\n  ".join(lines) + "\n"
-        (self.folder / DIAGNOSIS).write_text(text)
+        with suppress(OSError):
+            (self.folder / DIAGNOSIS).write_text(text)
         with suppress(OSError):  # of a launcher that is gone
             sys.stderr.write(text)
             sys.stderr.flush()
@@ -259,6 +263,16 @@ class Watchdog:
 
     def _file(self, kind: str, rank: int | None = None) -> Path:
         return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
+
+
+def sign_of_life(folder: Path, rank: int) -> Hashable:
+    """Another value for each sign that a rank has given; None: it gives none yet, or has closed. On a full
+    disk the file is empty, but opened anew each time."""
+    path = folder / f"rank-{rank}.alive"
+    try:
+        return path.stat().st_mtime_ns, path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def clear(run_dir: Path) -> None:

@@ -15,20 +15,19 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from mpipipe.cluster import hosts as known_hosts
-from mpipipe.cluster.death import cause, signal_name
-from mpipipe.cluster.job import GRACE_S, PROGRAM, Job
+from mpipipe.cluster.death import cause
+from mpipipe.cluster.job import GRACE_S, PROGRAM, Job, remains
 from mpipipe.cluster.starter import Host, Starter, starter, surroundings_for
-from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained
+from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained, sign_of_life
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
+from mpipipe.commands.asking import Asking
 from mpipipe.config import load
 from mpipipe.errors import LaunchError
 from mpipipe.planner.sizes import counted
@@ -38,7 +37,7 @@ from mpipipe.state.rundir import METRICS, create, make_latest, reopen
 
 LOOK_S = 1.0  # between two looks at a run
 LINGER_S = 3 * GRACE_S  # for a launcher whose ranks have left
-SILENT_S = 120.0  # without a sign of life of rank 0, which gives one every few seconds
+SILENT_S = 120.0  # at least, without a sign of life of rank 0, which gives one every few seconds
 RESTARTS = 5
 LONGEST_WAIT_S = 60.0
 MENDABLE = "mpipipe: error: "  # how every error begins that is the user's to mend
@@ -67,6 +66,11 @@ class Patience:
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of the run."""
+    with Asking() as asking:
+        return _main(argv, asking)
+
+
+def _main(argv: Sequence[str], asking: Asking) -> int:
     words, launcher = list(argv), []
     if "--" in words:
         at = words.index("--")
@@ -75,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
     def supervise() -> None:
         nonlocal code
-        code = Supervisor(options, starter(launcher, os.environ), os.environ).run()
+        code = Supervisor(options, starter(launcher, os.environ), os.environ, asking).run()
 
     return run(supervise) or code
 
@@ -116,8 +120,10 @@ def _parser() -> argparse.ArgumentParser:
 class Supervisor:
     """One run, over all its starts. Raises ConfigError, LaunchError, CheckpointError."""
 
-    def __init__(self, options: argparse.Namespace, starter: Starter, environ: Mapping[str, str]) -> None:
-        self.options, self.starter = options, starter
+    def __init__(
+        self, options: argparse.Namespace, starter: Starter, environ: Mapping[str, str], asking: Asking
+    ) -> None:
+        self.options, self.starter, self.asking = options, starter, asking
         self.environ = surroundings_for(starter, environ)
         self.patience = Patience(options.restarts)
         self.config = load(options.config, options.keys)
@@ -127,9 +133,6 @@ class Supervisor:
         # a launcher knows the hosts of its Slurm job by itself, as long as all of them are there
         self.hosts, self.ranks = self.all_hosts if options.hosts else None, self.all_ranks
         self.began_at, self.summary_before = _saved(self.run_dir), self._summary()
-        self.asked: list[str] = []
-        self.wake = threading.Event()
-        self.job: Job | None = None
 
     def _places(self) -> tuple[list[Host] | None, int | None]:
         """The hosts and the number of ranks; None is what the launcher knows by itself."""
@@ -147,20 +150,18 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the run."""
-        before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-        try:
-            return self._run()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _run(self) -> int:
+        self._check_alone()
+        if self.asking.asked:
+            raise LaunchError(
+                f"{self.asking.asked[0]} asked to stop before the training began; start it again, in a job "
+                "of Slurm with more time (sbatch -t)"
+            )
         again = False
         while True:
             code, why, said = self._once(again)
             if self._ended():  # its summary comes last: whatever was after it, it is done
                 return 0
-            if self.asked or any(MENDABLE in line for line in said):
+            if self.asking.asked or any(MENDABLE in line for line in said):
                 return code
             about_hosts = self._look_for_hosts()
             step, saved = max(last_step(self.run_dir / METRICS), _saved(self.run_dir)), _saved(self.run_dir)
@@ -176,10 +177,18 @@ class Supervisor:
             )
             if about_hosts:
                 _say(about_hosts)
-            self.wake.wait(wait_s)
-            if self.asked:
+            self.asking.wake.wait(wait_s)
+            if self.asking.asked:
                 return code
             again = True
+
+    def _check_alone(self) -> None:
+        """Two runs in one folder would write over one another; raises LaunchError where ranks are there."""
+        if pids := " ".join(map(str, remains(self._mark))):
+            raise LaunchError(
+                f"{self.run_dir}: an earlier start of this run is still going on, as the processes {pids}; "
+                f"wait for its end, or end it: kill {pids}"
+            )
 
     def _once(self, again: bool) -> tuple[int, str, list[str]]:
         """One start, until nothing of it is left here: exit code, who died, and what was said last."""
@@ -189,17 +198,17 @@ class Supervisor:
         shown = shlex.join([*line[: line.index(sys.executable)], "python", "-m", PROGRAM])
         _say(f"{'starts again' if again else 'starts'}: {shown} ...; run folder {self.run_dir}")
         try:
-            self.job = job = Job(line, self.environ, self._mark)
+            self.asking.job = job = Job(line, self.environ, self._mark)
         except OSError as error:
             raise LaunchError(
                 f"{line[0]}: cannot be started ({error.strerror}); name another launcher behind --"
             ) from error
-        if self.asked:  # meanwhile
+        if self.asking.asked:  # meanwhile
             job.signal(signal.SIGTERM)
         try:
             code = self._watch(job)
         finally:
-            self.job = None
+            self.asking.job = None
             job.end()
         why = explained(self.run_dir)
         if code is None:
@@ -208,18 +217,21 @@ class Supervisor:
 
     def _watch(self, job: Job) -> int | None:
         """The launcher's exit code; None for one that is there though its ranks are not."""
-        linked, sign, sign_at, left_at = self.config.run.dir is not None, b"", 0.0, math.inf
+        linked, sign_at, left_at = self.config.run.dir is not None, 0.0, math.inf
+        sign: Hashable = None
+        limit = self.config.run.watchdog
+        silent_s = max(SILENT_S, limit) if isinstance(limit, float | int) else SILENT_S
         while (code := job.wait(LOOK_S)) is None:
             now = time.monotonic()
             if not linked and (self.run_dir / METRICS).exists():
                 make_latest(self.config, self.run_dir)
                 linked = True
             found = _sign_of_life(self.run_dir)
-            if not found or found != sign:
+            if found is None or found != sign:
                 sign, sign_at = found, now
             if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended():
                 left_at = min(left_at, now)
-            if now - sign_at > SILENT_S or now - left_at > LINGER_S:
+            if now - sign_at > silent_s or now - left_at > LINGER_S:
                 return None
         return code
 
@@ -266,16 +278,6 @@ class Supervisor:
         self.hosts, self.ranks = there, min(self.all_ranks or slots, slots)
         return f"{', '.join(gone)}: no answer; goes on with {counted(self.ranks, 'rank')} on the other hosts"
 
-    # -- signals -------------------------------------------------------------------------------
-
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        """The first signal asks the ranks to stop after their step, as launchers hand USR1 on and end their
-        ranks at TERM; a later one is TERM."""
-        self.asked.append(signal_name(number))
-        self.wake.set()
-        if self.job is not None:
-            self.job.signal(signal.SIGUSR1 if len(self.asked) == 1 else signal.SIGTERM)
-
 
 def _saved(run_dir: Path) -> int:
     """The step of the newest whole checkpoint."""
@@ -283,11 +285,11 @@ def _saved(run_dir: Path) -> int:
     return 0 if folder is None else read_state(folder).step
 
 
-def _sign_of_life(run_dir: Path) -> bytes:
+def _sign_of_life(run_dir: Path) -> Hashable:
     try:
-        return (run_dir / FOLDER / "rank-0.alive").read_bytes()
+        return sign_of_life(run_dir / FOLDER, 0)
     except OSError:
-        return b""
+        return None
 
 
 def _say(text: str) -> None:

@@ -22,9 +22,10 @@ def test_hosts_share_the_ranks_unless_they_say_how_many() -> None:
 
 def test_slurm_says_which_nodes_are_down(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {"a": "allocated", "b": "down*", "c": "mixed-", "d": "idle", "e": "allocated*", "f": "draining"}
+    states |= {"g": "allocated@", "h": "idle~", "i": "mixed^", "j": "allocated+", "k": "down"}
     said = "".join(f"{name} {state}\n" for name, state in states.items())
     monkeypatch.setattr(hosts, "_said", lambda command: said)
-    assert hosts.down([Host(name, 1) for name in states]) == {"b", "c", "e"}
+    assert hosts.down([Host(name, 1) for name in states]) == {"b", "e", "h", "k"}
     monkeypatch.setattr(hosts, "_said", lambda command: "a\nb\n")
     assert hosts.of_slurm({"SLURM_JOB_NODELIST": "x[1-2]"}, 4) == [Host("a", 2), Host("b", 2)]
     assert hosts.of_slurm({}, 4) is None

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from mpipipe.cluster import death
 from mpipipe.cluster.death import cause
 from mpipipe.cluster.job import PROGRAM, Job, kill_all, remains
 from mpipipe.cluster.starter import Host, Starter
+from mpipipe.cluster.survivors import FLAGS
 
 SLEEPS = "import time; print(flush=True); time.sleep(60)"
 
@@ -52,6 +54,16 @@ def test_a_launcher_that_ends_leaves_nothing_behind(capfd) -> None:
     assert remains("run.dir=/none/such", launched._process.pid) == []
     assert launched.said == ["its last words"]
     assert capfd.readouterr().err == "its last words\n"
+
+
+def test_ranks_are_read_also_where_nobody_listens_to_this_process(monkeypatch) -> None:
+    with open(os.devnull, "wb") as closed:
+        pass
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=closed))
+    launched = Job(["sh", "-c", "seq 30000 >&2"], os.environ, "run.dir=/none/such")
+    assert launched.wait(20.0) == 0
+    launched.end()
+    assert launched.said[-1] == "30000"
 
 
 @pytest.mark.parametrize(
@@ -116,3 +128,20 @@ def test_what_a_launcher_knows_by_itself_is_not_said() -> None:
     assert given.alone(HOSTS[0], ["x"])[3:] == ["--overlap", "-n", "1", "-N", "1", "-w", "a", "x"]
     here = Starter(("mpirun",), "Open MPI", False).line(4, None, ["x"])
     assert here == ["mpirun", "--bind-to", "none", "--oversubscribe", "-n", "4", "x"]
+
+
+@pytest.mark.parametrize(
+    ("starter", "flags"),
+    [
+        (Starter(("mpirun",), "Open MPI", False), True),
+        (Starter(("mpirun", "--tune", "f"), "Open MPI", True), True),
+        (Starter(("mpirun", "--with-ft", "ulfm"), "Open MPI", True), False),
+        (Starter(("mpiexec",), "MPICH", True), False),
+        (Starter(("srun",), "srun", True), False),
+    ],
+)
+def test_ranks_that_outlive_one_another_need_their_flags_also_behind_a_named_launcher(
+    starter: Starter, flags: bool
+) -> None:
+    assert (FLAGS in " ".join(starter.line(4, HOSTS, ["x"], outlive=True))) is flags
+    assert FLAGS not in " ".join(starter.line(4, HOSTS, ["x"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +122,28 @@ def test_new_numbers_leave_the_files_of_others(ranks, tmp_path) -> None:
     made[1].start()
     made[1].close(taken=2)
     assert (tmp_path / FOLDER / "rank-1.stack").exists()
+
+
+def test_a_rank_on_a_full_disk_leaves_and_is_missed_only_when_it_gives_no_sign(
+    ranks, tmp_path, monkeypatch, capfd
+) -> None:
+    made, codes, left = ranks
+    monkeypatch.setattr(watchdog, "GATHER_S", 0.1)
+
+    def full(path: Path, text: str) -> int:
+        path.open("w").close()
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with made[0].during("training", counts=True), made[1].during("training", counts=True):
+        for dog in made:
+            dog.start()
+        threading.Event().wait(3 * LIMIT_S)
+        assert codes == []
+        made[1].view.goes_on = False
+        assert left()
+    assert codes == [STOOD_STILL] * 2
+    assert "mpipipe: watchdog: no progress for " in capfd.readouterr().err
 
 
 def test_off_does_nothing(tmp_path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from mpipipe.cluster.starter import Host, Starter
 from mpipipe.commands import supervise as command
+from mpipipe.commands.asking import Asking
 from mpipipe.commands.supervise import LONGEST_WAIT_S, Patience, Supervisor, _parser, main
 from mpipipe.config import parse
 from mpipipe.state.rundir import create
@@ -110,22 +112,49 @@ def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) ->
     (folder / "starts").unlink()
     silent = "mkdir run/flight; echo x >run/flight/rank-0.alive; exec sleep 60"
     assert supervise(folder, silent, DONE, words=("--resume",))[0] == 0
+    (folder / "starts").unlink()
+    waits = (
+        "mkdir run/flight; echo x >run/flight/rank-0.alive; sleep 0.6; echo '{\"a\": 1}' >run/summary.json"
+    )
+    assert supervise(folder, waits, words=("--resume", "run.watchdog=30"))[0] == 0
+    assert len((folder / "starts").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("code", [0, 9])
-def test_a_signal_is_handed_on_and_nothing_is_started_again(folder, code: int) -> None:
+@pytest.mark.parametrize(("code", "number"), [(0, signal.SIGTERM), (9, signal.SIGTERM), (0, signal.SIGHUP)])
+def test_a_signal_is_handed_on_and_nothing_is_started_again(folder, code: int, number: int) -> None:
     waits = f"trap 'exit {code}' USR1; touch ready; while :; do sleep 0.02; done"
 
     def ask() -> None:
         while not (folder / "ready").exists():
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     asks = threading.Thread(target=ask)
     asks.start()
     ended, starts = supervise(folder, waits, "exit 0")
     asks.join()
     assert (ended, len(starts)) == (code, 1)
+
+
+def test_a_folder_that_ranks_still_write_to_is_left_to_them(folder, capfd) -> None:
+    words = ["mpipipe.train", f"run.dir={folder / 'run'}"]
+    with subprocess.Popen(["sh", "-c", "echo; read x", *words], stdin=-1, stdout=-1) as orphan:
+        assert orphan.stdout is not None
+        orphan.stdout.readline()
+        assert main(["config.yaml", "--", str(folder / "mpirun")]) == 1
+        assert f"still going on, as the processes {orphan.pid}; wait" in capfd.readouterr().err
+        orphan.communicate(b"")
+    assert not (folder / "starts").exists()
+
+
+def test_who_is_asked_to_stop_before_the_start_does_not_start(folder, monkeypatch, capfd) -> None:
+    def asked(*rest: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(Supervisor, "_check_alone", asked)
+    assert main(["config.yaml", "--", str(folder / "mpirun")]) == 1
+    assert "SIGUSR1 asked to stop before the training began" in capfd.readouterr().err
+    assert not (folder / "starts").exists()
 
 
 def test_hosts_that_do_not_answer_are_left_out(folder, monkeypatch, capfd) -> None:
@@ -155,7 +184,7 @@ def test_a_folder_of_its_own_is_the_latest_once_training_begins(folder) -> None:
 def test_new_numerics_are_asked_for_until_a_checkpoint_has_them(folder, monkeypatch) -> None:
     options = _parser().parse_args(["config.yaml", "--resume", "--new-numerics"])
     create(parse("run: {dir: run}"))
-    supervisor = Supervisor(options, Starter(("mpirun",), "Open MPI", False), {})
+    supervisor = Supervisor(options, Starter(("mpirun",), "Open MPI", False), {}, Asking())
     assert supervisor._program(True)[-2:] == ["--resume", "--new-numerics"]
     monkeypatch.setattr(command, "_saved", lambda run_dir: 5)
     assert supervisor._program(True)[-1] == "--resume"
@@ -165,7 +194,7 @@ def test_ranks_and_hosts_are_those_of_the_slurm_job(folder, monkeypatch) -> None
     monkeypatch.setattr(command.known_hosts, "_said", lambda words: "n1\nn2\n")
     environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "6"}
     options = _parser().parse_args(["config.yaml"])
-    supervisor = Supervisor(options, Starter(("srun",), "srun", True), environ)
+    supervisor = Supervisor(options, Starter(("srun",), "srun", True), environ, Asking())
     assert (supervisor.all_hosts, supervisor.all_ranks) == ([Host("n1", 3), Host("n2", 3)], 6)
     assert supervisor.hosts is None, "srun knows them"
 

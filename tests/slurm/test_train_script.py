@@ -133,6 +133,21 @@ def test_who_is_asked_to_stop_is_queued_again_unless_it_was_to_end(
     assert job.returncode == 0
 
 
+def test_a_signal_waits_for_who_does_not_catch_it_yet(site: Site) -> None:
+    script(
+        site.bin / "slow", "echo starts", "sleep 0.3", 'trap "echo stops; exit 0" USR1', "sleep 0.5 & wait"
+    )
+    site.environment(site.repo / ".venv", "slow", unfinished=0)
+    with site.start("c.yaml") as job:
+        assert job.stdout is not None
+        while job.stdout.readline() != "starts\n":
+            time.sleep(0.01)
+        job.send_signal(signal.SIGUSR1)
+        out, _ = job.communicate(timeout=60)
+    assert out.startswith("stops\n")
+    assert job.returncode == 0
+
+
 def test_a_failure_is_the_job_s_and_is_not_queued_again(site: Site) -> None:
     script(site.bin / "fails", "exit 3")
     site.environment(site.repo / ".venv", "fails", unfinished=0)
