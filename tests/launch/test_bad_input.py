@@ -195,18 +195,22 @@ from mpipipe.pipeline import Pipeline
 {name} = Pipeline.{name}
 calls = []
 
-def fills(self, *args):
+def fills(self, *args, **named):
     calls.append(1)
     if len(calls) == {call}:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
-    return {name}(self, *args)
+        self.saver.finish()  # of the save before
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({nbytes}, resource.RLIM_INFINITY))
+    return {name}(self, *args, **named)
 
 Pipeline.{name} = fills
 """
 
 
 def test_a_full_disk_while_saving(launch: Launch, folder: Path, tmp_path: Path) -> None:
-    by, run = patched(folder, "fills.py", after=FILLS.format(name="save", call=2)), tmp_path / "run"
+    by, run = (
+        patched(folder, "fills.py", after=FILLS.format(name="begin_save", call=2, nbytes=2500)),
+        tmp_path / "run",
+    )
     said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", by=by))
     assert f"{step_folder(run, 4)}: failed on 2 of 2 ranks" in said
     assert re.search(
@@ -218,7 +222,10 @@ def test_a_full_disk_while_saving(launch: Launch, folder: Path, tmp_path: Path) 
 
 
 def test_a_full_disk_while_writing_metrics(launch: Launch, folder: Path, tmp_path: Path) -> None:
-    by, run = patched(folder, "metrics.py", after=FILLS.format(name="timed_step", call=4)), tmp_path / "run"
+    by, run = (
+        patched(folder, "metrics.py", after=FILLS.format(name="timed_step", call=4, nbytes=64)),
+        tmp_path / "run",
+    )
     said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", by=by))
     assert f"{run}: cannot be written (File too large), " in said
     assert " bytes are free; checkpoints are as they were: make room, then go on with --resume" in said
@@ -249,29 +256,25 @@ def flip(path: Path) -> None:
     path.write_bytes(bits)
 
 
-@pytest.mark.parametrize("kind", ["model", "optimizer"])
-def test_a_flipped_bit(launch: Launch, folder: Path, tmp_path: Path, whole: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "change", "what"),
+    [
+        ("model", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}"),
+        ("optimizer", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}"),
+        ("model", Path.unlink, r"cannot be read \(No such file or directory\)"),
+    ],
+    ids=["a flipped bit", "of the optimizer", "a missing shard"],
+)
+def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
+    launch: Launch, folder: Path, tmp_path: Path, whole: Path, kind: str, change: Callable[[Path], None],
+    what: str,
+) -> None:  # fmt: skip
     run = tmp_path / "run"
-    last = changed(whole, run, flip, kind)
-    before = (run / "metrics.jsonl").read_bytes()
-    said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", "train.steps=8", "--resume"))
-    assert re.search(
-        rf"{last}/{kind}-00001-of-0000.\.safetensors: its tensors' sha256 is [0-9a-f]{{12}}, run", said
-    )
-    assert "the checkpoint is damaged" in said
-    assert f"{step_folder(run, 4)} is whole: remove {last}, and --resume goes on from there" in said
-    assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_missing_shard_is_named_and_an_older_checkpoint_taken(
-    launch: Launch, folder: Path, tmp_path: Path, whole: Path
-) -> None:
-    run = tmp_path / "run"
-    changed(whole, run, Path.unlink)
+    last = changed(whole, run, change, kind)
     job = train(launch, folder, 2, "config.yaml", f"run.dir={run}", "--resume")
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("note: passed over ") == 1
-    assert "safetensors: cannot be read (No such file or directory)" in job.stdout
+    assert re.search(rf"{last}/{kind}-00001-of-0000.\.safetensors: .*{what}", job.stdout)
     assert f"resuming {run} after 4 steps" in job.stdout
     summaries = [json.loads((path / "summary.json").read_text()) for path in (whole, run)]
     assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]

@@ -87,8 +87,9 @@ def told(run: Path) -> dict[str, Any]:
 
 
 def contents(run: Path) -> dict[str, str]:
-    """All but the log, to which each attempt adds a line."""
-    files = (path for path in sorted(run.rglob("*")) if path.is_file() and path.name != "train.log")
+    """All but the log, to which each attempt adds a line, and signs of life of ranks."""
+    own = {"train.log", "flight"}
+    files = (p for p in sorted(run.rglob("*")) if p.is_file() and not own & {*p.relative_to(run).parts})
     return {str(path.relative_to(run)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 

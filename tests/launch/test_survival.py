@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_a_run_goes_on_after_a_fault_to_the_same_bits(folder: Path, undisturbed:
     events = [line for line in done.stdout.splitlines() if line.startswith("mpipipe run: ")]
     assert [event.split()[2] for event in events] == ["starts:", events[1].split()[2], "starts"], events
     assert DIED[fault].format(host=os.uname().nodename) in events[1]
-    assert "goes on from step 6 in 1 s" in events[1]
+    assert re.search("goes on from step [36] in 1 s", events[1])  # that of step 6 may be on its way yet
     assert "(restart 1 of 5 without progress)" in events[1]
     steps = [json.loads(line)["step"] for line in (folder / fault / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))

@@ -41,7 +41,8 @@ def test_a_run_leaves_its_timeline_and_a_table_by_rank(
 
     assert list(trace.timelines) == ["predicted", "measured"]
     assert trace.timelines["predicted"].program.hash == measured.program.hash
-    assert report.predicted_peak_bytes == trace.timelines["predicted"].peak_bytes
+    peaks = trace.timelines["predicted"].peak_bytes  # without the copy for a save
+    assert all(a >= b for a, b in zip(report.predicted_peak_bytes, peaks, strict=True))
     assert trace.steps == tuple(range(1, 10))
     assert [len(row) for row in trace.resident_bytes] == [9, 9]
     for peak, steps, held in zip(report.peak_bytes, trace.resident_bytes, measured.memory_bytes, strict=True):
