@@ -568,9 +568,7 @@ def test_replicas_read_what_is_theirs(how: dict[str, Any]) -> None:
 
 
 def test_replicas_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1,, or as many blocks"
-    ):
+    with pytest.raises(PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1, or as many blocks"):
         run_local(2, lambda comm: pipeline(comm, replicas=2))
     with pytest.raises(MpipipeError, match="replicas = 0; must be at least 1"):
         alone(lambda comm: pipeline(comm, replicas=0))

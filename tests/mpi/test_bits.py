@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import built_in_tiny
@@ -22,7 +21,7 @@ from built_in_tiny import BuiltInCase, tiny_layers, tiny_varying
 from hf_tiny import tiny_moe, tiny_t5
 from tiny import BITS, Case, Result, differences
 
-from mpipipe import ops, running
+from mpipipe import ops
 from mpipipe import train as product
 from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator
@@ -204,11 +203,7 @@ def config(run_dir: Path) -> Config:
     return parse(CONFIG, overrides=[f"run.dir={run_dir}", f"data.path={tiny.__file__}"])
 
 
-def test_the_product_with_measured_costs(
-    comm: MpiCommunicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_product_with_measured_costs(comm: MpiCommunicator, tmp_path: Path) -> None:
     folder = comm.bcast_object(tmp_path)  # one run folder for all ranks
     got = train(comm, config(folder / "run"))
-    # a thread may not set signal handlers: for the reference, should it have to be made here
-    monkeypatch.setattr(running, "stop_signals", lambda *_: nullcontext([]))
     expect_bits_of_one_rank(comm, "product", got, lambda one: train(one, config(folder / "one")))
