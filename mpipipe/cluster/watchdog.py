@@ -33,6 +33,7 @@ from mpipipe.values import from_json, to_json
 FOLDER, CALLED, DIAGNOSIS = "flight", "called", "diagnosis.txt"
 STOOD_STILL = 75  # exit code; EX_TEMPFAIL of sysexits.h: worth another try
 AUTO_S, AUTO_STEPS = 60.0, 10.0  # the limit is the larger one: seconds, and predicted steps
+SIGN_BYTES = 1024  # of a sign of life at least, so that it seldom changes its length
 OTHER_S = 600.0  # at least, outside of steps: planning, checkpoints and drawings count no instructions
 PERIOD_S = 2.0
 GATHER_S = 5.0  # for the records of the others
@@ -164,7 +165,7 @@ class Watchdog:
 
     def _beat(self, beat: int) -> None:
         sign = Sign(beat, self._host, os.getpid(), self._doing())
-        self._file("alive").write_text(to_json(sign, None))
+        _overwrite(self._file("alive"), to_json(sign, None).encode().ljust(SIGN_BYTES))
         self._stack.seek(0)
         self._stack.truncate()
         faulthandler.dump_traceback_later(self.limit_s, file=self._stack)
@@ -263,6 +264,16 @@ class Watchdog:
 
     def _file(self, kind: str, rank: int | None = None) -> Path:
         return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    """In place and at once: a rank that is stopped meanwhile leaves a whole sign, on a full disk too."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(file, data, 0)
+        os.ftruncate(file, len(data))
+    finally:
+        os.close(file)
 
 
 def sign_of_life(folder: Path, rank: int) -> Hashable:
