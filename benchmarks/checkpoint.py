@@ -54,7 +54,7 @@ def train(model: str, saves: int, folder: Path) -> None:
     from mpipipe.state.snapshot import needed_bytes
 
     pipe = pipeline(model, "fp32", 1, "torch", print)
-    state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
+    state = pipe.trainer.tensors()
     pipe.saver.reserve(needed_bytes({name: spec(t) for name, t in state.items()}))
 
     def turn(then: Callable[[], object]) -> float:

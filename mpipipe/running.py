@@ -46,7 +46,7 @@ from mpipipe.runtime.slowness import Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.gather import together
 from mpipipe.state.resume import prune, set_aside, step_folder
-from mpipipe.state.rundir import CONFIG, METRICS
+from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY
 from mpipipe.state.snapshot import needed_bytes
 from mpipipe.state.verify import newest_sound
 from mpipipe.values import Int64, Report, Timeline, to_json
@@ -173,7 +173,7 @@ class Run:
     def _make_room(self) -> None:
         """For the copies that are written while training goes on. Collective."""
         pipe = self.pipe
-        state = {**pipe.trainer.state_dict(), **pipe.trainer.optimizer_state()}
+        state = pipe.trainer.tensors()
         held = self.comm.allgather_object(needed_bytes({name: spec(t) for name, t in state.items()}))
         self.save_s = max(self.save_s, pipe.size * max(held) / SAVE_BYTES_PER_S)
         self.copied_bytes, self.in_the_way = self._copies(held)
@@ -362,7 +362,7 @@ class Run:
         if text is not None:
             write_text(self.run_dir / "sample.txt", text)
             self.log.say(f"\nsample:\n{text}\n")
-        write_text(self.run_dir / "summary.json", to_json(report))  # last: where it is, the run has ended
+        write_text(self.run_dir / SUMMARY, to_json(report))  # last
         missed = largest_miss(truths(timelines))
         self.log.say(f"{draw_texts(timelines, width=110)}\n{missed}\n\n{summary(report)}")
         self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")

@@ -71,8 +71,7 @@ class Survival:
 
 
 def _take(mirrors: Mirrors, step: int, trainer: Trainer) -> None:
-    tensors = {**trainer.state_dict(), **trainer.optimizer_state()}
-    mirrors.take(step, tensors, trainer.optimizer_numbers())
+    mirrors.take(step, trainer.tensors(), trainer.optimizer_numbers())
 
 
 def _needed(names: Iterable[str], variants: Variants, layout: Layout, rank: int) -> set[str]:

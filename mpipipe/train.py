@@ -39,7 +39,7 @@ from mpipipe.running import Run
 from mpipipe.runtime.process import resident_memory
 from mpipipe.state.files import room_in
 from mpipipe.state.resume import read_state, set_aside, unreadable
-from mpipipe.state.rundir import CONFIG, METRICS, create, make_latest, renew, reopen
+from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY, create, make_latest, renew, reopen
 from mpipipe.state.verify import newest_sound
 from mpipipe.values import Report
 
@@ -148,7 +148,7 @@ def train(
         if resumed and comm.rank == 0:
             set_aside(passed_over)
             renew(run_dir, config, pipe.steps_done)
-            for name in ("summary.json", TRACE, "timeline.png", PERFETTO):  # of where it ended before
+            for name in (SUMMARY, TRACE, "timeline.png", PERFETTO):  # of where it ended before
                 (run_dir / name).unlink(missing_ok=True)
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         if comm.rank == 0:

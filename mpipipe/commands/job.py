@@ -15,10 +15,9 @@ from pydantic import ValidationError
 
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.state.resume import newest, read_state
-from mpipipe.state.rundir import CONFIG, reopen
+from mpipipe.state.rundir import CONFIG, SUMMARY, reopen
 from mpipipe.values import Report, from_json
 
-SUMMARY = "summary.json"
 AGAIN = (
     "SIGUSR1",
     "the time limit",

@@ -33,7 +33,7 @@ from mpipipe.errors import LaunchError
 from mpipipe.planner.sizes import counted
 from mpipipe.report.metrics import last_step
 from mpipipe.state.resume import newest, read_state
-from mpipipe.state.rundir import METRICS, create, make_latest, reopen
+from mpipipe.state.rundir import METRICS, SUMMARY, create, make_latest, reopen
 
 LOOK_S = 1.0  # between two looks at a run
 LINGER_S = 3 * GRACE_S  # for a launcher whose ranks have left
@@ -164,7 +164,8 @@ class Supervisor:
             if self.asking.asked or any(MENDABLE in line for line in said):
                 return code
             about_hosts = self._look_for_hosts()
-            step, saved = max(last_step(self.run_dir / METRICS), _saved(self.run_dir)), _saved(self.run_dir)
+            saved = _saved(self.run_dir)
+            step = max(last_step(self.run_dir / METRICS), saved)
             wait_s, done = self.patience.failed(step), counted(step, "step")
             if wait_s is None:
                 tried = counted(self.patience.limit, "restart")
@@ -255,7 +256,7 @@ class Supervisor:
     def _summary(self) -> int:
         """Another number for each that is written; 0: there is none."""
         try:
-            return (self.run_dir / "summary.json").stat().st_mtime_ns
+            return (self.run_dir / SUMMARY).stat().st_mtime_ns
         except OSError:
             return 0
 

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -144,6 +145,7 @@ def _plan_in(
     else:
         starts = started(of_copy, order, n_micro, schedule, receive_window, numerics.tied, recompute)
 
+    @cache
     def laid(cuts: Cuts) -> tuple[Layout, Program]:
         names = tuple(group_names[cut] for cut in cuts)
         layout = Layout(names, tuple(zip(*copies, strict=True)), schedule, receive_window)

@@ -174,6 +174,10 @@ class Trainer:
         """What the optimizer keeps for the parameters that this rank owns, as "parameter/name"."""
         return {name: t for u in self.interpreter.updaters.values() for name, t in u.state().items()}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Both of these together: all that a copy of this rank's state holds."""
+        return {**self.state_dict(), **self.optimizer_state()}
+
     def optimizer_numbers(self) -> list[tuple[str, dict[str, Any]]]:
         """Kind and numbers of each stage's optimizer. Raises CheckpointError for what cannot be kept."""
         return [(u.kind, u.numbers()) for u in self.interpreter.updaters.values()]

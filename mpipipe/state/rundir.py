@@ -15,6 +15,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.state.files import link_whole, write_text
 
 CONFIG = "config.yaml"
+SUMMARY = "summary.json"  # its existence says that the run has ended
 METRICS = "metrics.jsonl"  # its existence says that training began
 
 
