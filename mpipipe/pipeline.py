@@ -342,10 +342,6 @@ class Pipeline:
 
     # -- training ------------------------------------------------------------------------------
 
-    def _program(self) -> Program:
-        graph = self.variants.graph
-        return program_for(self.plan.layout, self.numerics, graph.ties, graph.groups)
-
     @property
     def program(self) -> Program:
         """The instructions of one training step."""
@@ -450,7 +446,6 @@ class Pipeline:
         copies = copies_of("auto", self.numerics, comm.size)
         asked = replace(self._asked, schedules=schedules, n_ranks=comm.size, copies=copies)
         self.plan = self._plan(asked, None, None)
-        self.predicted = predict(self.costs, self.plan.layout, self._program(), self.variants.graph.groups)[1]
         found, model = self.survival.find(comm), self.variants.source
         folder = checkpoint(comm, -1 if found is None else found.key.step)
         if found is not None and folder is None:
@@ -472,6 +467,7 @@ class Pipeline:
                 self._resume(weights, read_state(folder))
                 source = str(folder)
         model.begin_from(self._initial)
+        self.predicted = predict(self.costs, self.plan.layout, self.program, self.variants.graph.groups)[1]
         self.saver = Saver(comm)
         self.survival.begin_anew(comm, self.plan.layout.mirror_every, self.steps_done, self.trainer)
         return source

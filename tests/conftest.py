@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,23 @@ class Ranks:
 # -- starting ranks from a test ----------------------------------------------------------------
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def made_up_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every group takes equally long, and nobody tidies up the memory of many tests again and again."""
+    import torch  # here: most tests start without it
+
+    from mpipipe.graph.profile import Profiler
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(Profiler, "_once", lambda *_: (1e-3, 2e-3))
+    monkeypatch.setattr(Profiler, "_call_s", (0.0, 0.0))
+    monkeypatch.setattr("mpipipe.runtime.costing._UPDATE_ELEMENTS", 1 << 10)
+    monkeypatch.setattr("mpipipe.cluster.memory.give_back_freed_memory", lambda: None)
+    monkeypatch.setattr("mpipipe.pipeline.give_back_freed_memory", lambda: None)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@ kept. Times are made up: a call has a price, and so has each sample."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ Batch = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def price(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+def price(monkeypatch: pytest.MonkeyPatch, made_up_times: None) -> dict[str, float]:
     """Seconds of a forward: of the call, and of each sample; a backward takes twice as long."""
     seconds = {"call": 1e-3, "sample": 1e-3}
 
@@ -40,14 +39,9 @@ def price(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
         forward = seconds["call"] + rows * seconds["sample"]
         return forward, 2 * forward
 
-    before = torch.get_num_threads()
     monkeypatch.setattr(Profiler, "_once", once)
-    monkeypatch.setattr(Profiler, "_call_s", (0.0, 0.0))
-    monkeypatch.setattr(costing, "_UPDATE_ELEMENTS", 1 << 10)
     monkeypatch.setattr(costing, "measure_links", lambda _: {"node": Link(1e-6, 1e9)})
-    monkeypatch.setattr("mpipipe.pipeline.give_back_freed_memory", lambda: None)
-    yield seconds
-    torch.set_num_threads(before)
+    return seconds
 
 
 class Net(nn.Module):

@@ -24,7 +24,6 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 
 from mpipipe import Pipeline, register_schedule
-from mpipipe.cluster import memory
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import (
@@ -37,10 +36,8 @@ from mpipipe.errors import (
     MpipipeError,
     PlanError,
 )
-from mpipipe.graph.profile import Profiler
 from mpipipe.planner import SCHEDULES
 from mpipipe.report.plan_file import plan_text
-from mpipipe.runtime import costing
 from mpipipe.runtime.stage import Stage
 from mpipipe.state.digests import tensor_digest
 from mpipipe.values import Plan
@@ -51,17 +48,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FEATURES, CLASSES, BATCH = 8, 4, 8
 
 
-@pytest.fixture(autouse=True)
-def made_up_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every group takes equally long, and nobody tidies up the memory of many tests again and again."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr(Profiler, "_once", lambda *_: (1e-3, 2e-3))
-    monkeypatch.setattr(Profiler, "_call_s", (0.0, 0.0))
-    monkeypatch.setattr(costing, "_UPDATE_ELEMENTS", 1 << 10)
-    monkeypatch.setattr(memory, "give_back_freed_memory", lambda: None)
-    monkeypatch.setattr("mpipipe.pipeline.give_back_freed_memory", lambda: None)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("made_up_times")
 
 
 # -- one model and one data set, from which the tests depart --------------------------------------------

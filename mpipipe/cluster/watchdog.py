@@ -85,7 +85,7 @@ class Watchdog:
         """limit: seconds. thread: the one that is watched; None = the main thread."""
         self.rank, self.size, self.folder = rank, size, run_dir / FOLDER
         self.given, self.limit_s = limit, limit if isinstance(limit, float | int) else AUTO_S
-        self.phase, self._counts = "the start", False
+        self.phase, self._counts, self._beats = "the start", False, 0
         self.view: View = Outside(rank, size)
         self._neighbours = size > 1
         self._watched = thread or threading.main_thread().ident
@@ -98,6 +98,7 @@ class Watchdog:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         self._stack = self._file("stack").open("wb")
+        self._beat()  # at once: the first steps may be over before the thread's first round
         self._thread.start()
 
     def alone(self) -> None:
@@ -144,7 +145,7 @@ class Watchdog:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        period_s, beat, last = min(PERIOD_S, self.limit_s / 6), 0, time.monotonic()
+        period_s, last = min(PERIOD_S, self.limit_s / 6), time.monotonic()
         self._seen: Hashable = None
         self._since = self._neighbour_since = last
         self._neighbour: Hashable = None
@@ -153,9 +154,8 @@ class Watchdog:
             if now - last > 3 * period_s:  # this process itself was stopped: that is nobody's standstill
                 self._since += now - last
                 self._neighbour_since += now - last
-            last, beat = now, beat + 1
-            with suppress(OSError):  # of a disk that is full
-                self._beat(beat)
+            last = now
+            self._beat()
             try:
                 if (why := self._standstill(now)) or (self.folder / CALLED).exists():
                     self._end(why)
@@ -163,12 +163,14 @@ class Watchdog:
             except OSError:
                 continue  # of the file system, which may be back next time
 
-    def _beat(self, beat: int) -> None:
-        sign = Sign(beat, self._host, os.getpid(), self._doing())
-        _overwrite(self._file("alive"), to_json(sign, None).encode().ljust(SIGN_BYTES))
-        self._stack.seek(0)
-        self._stack.truncate()
-        faulthandler.dump_traceback_later(self.limit_s, file=self._stack)
+    def _beat(self) -> None:
+        self._beats += 1
+        sign = Sign(self._beats, self._host, os.getpid(), self._doing())
+        with suppress(OSError):  # of a disk that is full
+            _overwrite(self._file("alive"), to_json(sign, None).encode().ljust(SIGN_BYTES))
+            self._stack.seek(0)
+            self._stack.truncate()
+            faulthandler.dump_traceback_later(self.limit_s, file=self._stack)
 
     def _standstill(self, now: float) -> tuple[int, str, float] | None:
         """(the rank where the explanation begins, why, for how many seconds)."""

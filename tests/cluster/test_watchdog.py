@@ -87,6 +87,13 @@ def test_a_rank_without_a_sign_of_life_is_noticed_by_the_one_before(ranks, tmp_p
     assert "rank 1 (n1, pid 7) gives no sign of life since 0 s, when it waited for 2F1" in explained(tmp_path)
 
 
+def test_a_rank_gives_its_first_sign_before_it_goes_on(ranks, tmp_path) -> None:
+    """One that is stopped a moment after its start is known by its name."""
+    ranks[0][1].start()
+    sign = from_json(Sign, (tmp_path / FOLDER / "rank-1.alive").read_bytes())
+    assert (sign.beat, sign.doing.what) == (1, "the start")
+
+
 def test_a_rank_that_has_closed_is_not_missed(ranks, tmp_path) -> None:
     made, codes, _ = ranks
     for dog in made:

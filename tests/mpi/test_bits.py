@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import built_in_tiny
@@ -26,7 +26,7 @@ from mpipipe import train as product
 from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.cluster.mpi import MpiCommunicator, connect
+from mpipipe.cluster.mpi import MpiCommunicator
 from mpipipe.config import Config, parse
 from mpipipe.planner.copies import legal_copies
 from mpipipe.runtime.setting import instruction_set
@@ -38,13 +38,6 @@ from mpipipe.values import Recompute
 pytestmark = pytest.mark.mpi
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "bits"
 Run = Callable[[Communicator], Result]
-
-
-@pytest.fixture(scope="module")
-def comm() -> Iterator[MpiCommunicator]:
-    communicator = connect()
-    yield communicator
-    communicator.close()
 
 
 def key() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,13 +18,6 @@ from mpipipe.errors import LaunchError
 
 pytestmark = pytest.mark.mpi
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def comm() -> Iterator[MpiCommunicator]:
-    communicator = connect()
-    yield communicator
-    communicator.close()
 
 
 def pattern(nbytes: int, salt: int) -> np.ndarray:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
 from tiny import Case, even_cuts, placement, plan_of
 
-from mpipipe.cluster.mpi import MpiCommunicator, connect
+from mpipipe.cluster.mpi import MpiCommunicator
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
@@ -24,13 +23,6 @@ CASES = [
     ("interleaved", Case("skips")),
     ("zb-h1", Case("gpt", precision="bf16")),
 ]
-
-
-@pytest.fixture(scope="module")
-def comm() -> Iterator[MpiCommunicator]:
-    communicator = connect()
-    yield communicator
-    communicator.close()
 
 
 def tensors() -> int:

@@ -7,7 +7,7 @@ nothing disturbed, and does `EVERY` steps again at most. Real kills: tests/launc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from torch.nn import functional
 from mpipipe import Pipeline
 from mpipipe.cluster.comm import Communicator, RankLost, members
 from mpipipe.cluster.local import Killed, run_local
-from mpipipe.graph.profile import Profiler
-from mpipipe.runtime import costing
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.state.mirrors import Mirrors
@@ -67,15 +65,7 @@ def adam(named: Any) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
-@pytest.fixture(autouse=True)
-def made_up_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(Profiler, "_once", lambda *_: (1e-3, 2e-3))
-    monkeypatch.setattr(Profiler, "_call_s", (0.0, 0.0))
-    monkeypatch.setattr(costing, "_UPDATE_ELEMENTS", 1 << 10)
-    monkeypatch.setattr("mpipipe.pipeline.give_back_freed_memory", lambda: None)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("made_up_times")
 
 
 PLACES: dict[str, tuple[type, str, bool, Callable[..., int]]] = {  # class, method, after it, the step
