@@ -7,8 +7,9 @@
     flight/diagnosis.txt   what that rank made of them all, before every rank leaves with exit code 75
 
 A standstill is a rank whose counter of instructions rests for longer than the limit, or that gives no sign
-of life for as long (stopped, dead, cut off). Records travel through files, as MPI may be what is stuck, and
-each clock is compared with itself alone.
+of life for as long (stopped, dead, cut off). Outside of steps nothing counts instructions, and some things
+take an hour: there it is a rank that neither computes nor reads nor writes, and all others that wait for it.
+Records travel through files, as MPI may be what is stuck, and each clock is compared with itself alone.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from mpipipe.cluster.flight import Doing, Flight, Pending, Recent, Sign, diagnose
 from mpipipe.values import from_json, to_json
@@ -35,9 +36,11 @@ STOOD_STILL = 75  # exit code; EX_TEMPFAIL of sysexits.h: worth another try
 AUTO_S, AUTO_STEPS = 60.0, 10.0  # the limit is the larger one: seconds, and predicted steps
 SIGN_BYTES = 1024  # of a sign of life at least, so that it seldom changes its length
 OTHER_S = 600.0  # at least, outside of steps: planning, checkpoints and drawings count no instructions
+WORK_S, WORK_BYTES = 1.0, 1 << 24  # computed, read or written meanwhile by a rank that works at all
 PERIOD_S = 2.0
 GATHER_S = 5.0  # for the records of the others
 _RECORDS = "records of all ranks: "
+V = TypeVar("V", Flight, Sign)
 _CARRIERS = ("mpipipe/cluster/mpi.py", "mpipipe/cluster/local.py")
 
 
@@ -174,11 +177,11 @@ class Watchdog:
 
     def _standstill(self, now: float) -> tuple[int, str, float] | None:
         """(the rank where the explanation begins, why, for how many seconds)."""
-        seen = self.phase, self.view.progress()
+        seen = self.phase, self.view.progress(), None if self._counts else self._work()
         if seen != self._seen:
             self._seen, self._since = seen, now
         limit_s = self.limit_s if self._counts else max(self.limit_s, OTHER_S)
-        if (rest_s := now - self._since) > limit_s:
+        if (rest_s := now - self._since) > limit_s and (self._counts or not self._waits_for_work()):
             return self.rank, f"no progress for {rest_s:.0f} s, the limit is {limit_s:.0f} s", rest_s
         if not self._neighbours:
             return None
@@ -189,6 +192,26 @@ class Watchdog:
         if (rest_s := now - self._neighbour_since) > self.limit_s:
             return after, f"no sign of life for {rest_s:.0f} s, the limit is {self.limit_s:.0f} s", rest_s
         return None
+
+    def _work(self) -> tuple[int, ...]:
+        """What the watched thread has computed, and this process read and written. While it waits for
+        another rank, which takes a core too: in which of its calls."""
+        stack = stack_of(self._watched)
+        if (call := waiting(stack)) is not None:
+            return tuple(frame.f_lasti for frame in stack[:call])
+        with suppress(OSError):
+            return _work(self._watched)
+        return ()
+
+    def _waits(self) -> bool:
+        return waiting(stack_of(self._watched)) is not None
+
+    def _waits_for_work(self) -> bool:
+        """Whether this rank waits, and one of the others does not: that one knows whether it stands still."""
+        if not self._neighbours or not self._waits():
+            return False
+        others = set(range(self.size)) - {self.rank}
+        return any(not sign.doing.waits_for for sign in self._read(Sign, "alive", others).values())
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -218,16 +241,11 @@ class Watchdog:
         records: dict[int, Flight] = {}
 
         def all_there() -> bool:
-            for rank in set(range(self.size)) - set(records):
-                with suppress(OSError, ValueError):
-                    records[rank] = from_json(Flight, self._file("json", rank).read_bytes())
+            records.update(self._read(Flight, "json", set(range(self.size)) - set(records)))
             return len(records) == self.size
 
         self._await(all_there, GATHER_S)
-        signs: dict[int, Sign] = {}
-        for rank in set(range(self.size)) - set(records):
-            with suppress(OSError, ValueError):
-                signs[rank] = from_json(Sign, self._file("alive", rank).read_bytes())
+        signs = self._read(Sign, "alive", set(range(self.size)) - set(records))
         lines = diagnose(records, signs, start, rest_s)
         records_of = f"{_RECORDS}{self.folder}; the run ends with exit code {STOOD_STILL}"
         lines = [f"mpipipe: watchdog: {why} (run.watchdog)", *lines, records_of]
@@ -264,6 +282,14 @@ class Watchdog:
             return self.view.doing(stack_of(self._watched), self.phase)
         return Doing(0, self.phase)
 
+    def _read(self, cls: type[V], kind: str, ranks: Iterable[int]) -> dict[int, V]:
+        """The files of these ranks that are there and whole."""
+        found = {}
+        for rank in ranks:
+            with suppress(OSError, ValueError):
+                found[rank] = from_json(cls, self._file(kind, rank).read_bytes())
+        return found
+
     def _file(self, kind: str, rank: int | None = None) -> Path:
         return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
 
@@ -276,6 +302,15 @@ def _overwrite(path: Path, data: bytes) -> None:
         os.ftruncate(file, len(data))
     finally:
         os.close(file)
+
+
+def _work(thread: int | None) -> tuple[int, int]:
+    """In units of `WORK_S` and `WORK_BYTES` (Linux, proc(5))."""
+    assert thread is not None
+    seconds = time.clock_gettime(time.pthread_getcpuclockid(thread))
+    both = (line.split() for line in Path("/proc/self/io").read_text().splitlines())
+    nbytes = sum(int(count) for name, count in both if name in ("rchar:", "wchar:"))
+    return int(seconds / WORK_S), nbytes // WORK_BYTES
 
 
 def sign_of_life(folder: Path, rank: int) -> Hashable:

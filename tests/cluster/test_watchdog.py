@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,6 +74,49 @@ def test_outside_of_the_counted_phases_it_may_rest(ranks, tmp_path) -> None:
     threading.Event().wait(4 * LIMIT_S)
     assert codes == []
     assert not (tmp_path / FOLDER / CALLED).exists()
+
+
+def works(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def test_outside_of_the_counted_phases_who_computes_does_not_rest(ranks, monkeypatch, tmp_path) -> None:
+    made, codes, left = ranks
+    monkeypatch.setattr(watchdog, "OTHER_S", LIMIT_S)
+    monkeypatch.setattr(watchdog, "WORK_S", LIMIT_S / 10)
+    for dog in made:
+        dog.view.goes_on = False
+        dog.start()
+    works(4 * LIMIT_S)
+    assert codes == []
+    assert left(), "this thread waits now, which is not a wait for a rank"
+    assert "is in the start" in explained(tmp_path)
+
+
+def test_nor_do_those_that_wait_for_who_computes(ranks, monkeypatch, tmp_path) -> None:
+    made, codes, left = ranks
+    monkeypatch.setattr(watchdog, "OTHER_S", LIMIT_S)
+    monkeypatch.setattr(watchdog, "WORK_S", LIMIT_S / 10)
+
+    def wait_for(dog: Watchdog, other: int) -> None:
+        monkeypatch.setattr(dog, "_waits", lambda: True)
+        monkeypatch.setattr(dog, "_work", lambda: (1, 2))
+        monkeypatch.setattr(dog.view, "doing", lambda *_: Doing(0, "a broadcast", (other,)))
+
+    wait_for(made[0], 1)
+    for dog in made:
+        dog.view.goes_on = False
+        dog.start()
+    works(4 * LIMIT_S)
+    assert codes == []
+    wait_for(made[1], 0)
+    works(LIMIT_S)
+    assert left()
+    assert explained(tmp_path) == (
+        "ranks 0 and 1 wait for each other: a message is lost, or the program is at fault"
+    )
 
 
 def test_a_rank_without_a_sign_of_life_is_noticed_by_the_one_before(ranks, tmp_path, monkeypatch) -> None:
