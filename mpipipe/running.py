@@ -7,7 +7,7 @@ import platform
 import shlex
 import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -64,6 +64,7 @@ class Run:
     ) -> None:  # fmt: skip
         self.config, self.pipe, self.built, self.run_dir, self.log = config, pipe, built, run_dir, log
         self.data, self.watchdog = pipe.data, watchdog
+        self._opened = ExitStack()  # what a recovery opens
         self.lost: list[int] = []  # ranks, by their first numbers
         self.replayed = 0  # steps done again
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
@@ -140,7 +141,8 @@ class Run:
         if pipe.rank != 0:
             return
         if isinstance(self.log, Silent):
-            self.log = Progress(steps, self.config.run.log_every, self.run_dir / "train.log", bar=False)
+            log = Progress(steps, self.config.run.log_every, self.run_dir / "train.log", bar=False)
+            self.log = self._opened.enter_context(log)
             pipe.say_by(self.log.say)
         cut_metrics(self.run_dir / METRICS, found.step)
         with self._metrics() as metrics:
@@ -182,6 +184,7 @@ class Run:
 
     def close(self) -> None:
         self.watchdog.close()
+        self._opened.close()
 
     def _missing(self) -> str | None:
         """What was asked for and cannot be computed."""

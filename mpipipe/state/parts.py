@@ -37,7 +37,7 @@ class Part(Value):
 
 
 @dataclass
-class Patience:
+class Heard:
     """Of rank 0 with the others, as its main thread hears of them."""
 
     all_written: threading.Event  # the others are done: what cannot be seen now lies elsewhere
@@ -90,11 +90,11 @@ class Save:
             write_text(self._record(rank), to_json(part))
         return part
 
-    def commit(self, own: Part, patience: Patience, beside: Beside) -> RunState:
+    def commit(self, own: Part, heard: Heard, beside: Beside) -> RunState:
         """Waits for the parts of all ranks, then makes the folder a checkpoint; on rank 0.
         Raises CheckpointError, OSError."""
         others = sorted({rank for of in self.shards.values() for rank in of.files} - {0})
-        parts = [own, *(self._wait_for(rank, patience) for rank in others)]
+        parts = [own, *(self._wait_for(rank, heard) for rank in others)]
         for rank in others:
             self._record(rank).unlink()
         files = {name: file_facts(self.folder / name) for name in beside(self.folder)}
@@ -123,14 +123,14 @@ class Save:
     def _record(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"
 
-    def _wait_for(self, rank: int, patience: Patience) -> Part:
+    def _wait_for(self, rank: int, heard: Heard) -> Part:
         ends, wait_s = float("inf"), 0.002
         while True:
             if (part := self._seen(rank)) is not None:
                 return part
-            if patience.in_vain.wait(wait_s):
+            if heard.in_vain.wait(wait_s):
                 raise CheckpointError("another rank has failed")
-            if ends == float("inf") and patience.all_written.is_set():
+            if ends == float("inf") and heard.all_written.is_set():
                 ends = time.monotonic() + PATIENCE_S
             if time.monotonic() > ends:
                 raise CheckpointError(

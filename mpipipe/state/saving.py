@@ -24,7 +24,7 @@ from torch import Tensor
 from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import CheckpointError
 from mpipipe.state.gather import in_words, raise_failures, together
-from mpipipe.state.parts import Beside, Held, Patience, Save, Shards
+from mpipipe.state.parts import Beside, Heard, Held, Save, Shards
 from mpipipe.state.resume import RUN, RunState, damage, discard, make_room, read_state
 from mpipipe.state.snapshot import Snapshot
 
@@ -116,7 +116,7 @@ class Saver:
             self._give_up(writer, [failure for _, failure in by_rank])
         done = [done for done, _ in by_rank]
         if all(done[1:]):
-            writer.patience.all_written.set()
+            writer.heard.all_written.set()
         if all(done):
             self.saved, self._writer = self.comm.bcast_object(writer.whole), None
             self.took_s = max(self.took_s, time.perf_counter() - writer.began)
@@ -132,7 +132,7 @@ class Saver:
         if (writer := self._writer) is None:
             return
         ends = time.monotonic() + SETTLE_S
-        writer.patience.all_written.set()
+        writer.heard.all_written.set()
         writer.join(SETTLE_S)
         while self.comm.rank != 0 and not writer.failure and time.monotonic() < ends:
             if (writer.job.folder / RUN).exists():
@@ -144,7 +144,7 @@ class Saver:
         nothing."""
         if (writer := self._writer) is None:
             return None
-        writer.patience.in_vain.set()
+        writer.heard.in_vain.set()
         writer.join()
         self._writer = None
         return writer.job.folder
@@ -158,7 +158,7 @@ class Saver:
                     discard(folder)
 
     def _give_up(self, writer: _Writer, failures: Sequence[str]) -> None:
-        writer.patience.in_vain.set()
+        writer.heard.in_vain.set()
         writer.join()
         self._writer = None
         self.comm.barrier()  # now nobody writes into the folder
@@ -182,7 +182,7 @@ class _Writer(threading.Thread):
         super().__init__(name="mpipipe-checkpoint", daemon=True)
         self.job, self.rank, self.mine, self.beside, self.then = job, rank, mine, beside, then
         self.began = time.perf_counter()
-        self.patience = Patience(threading.Event(), threading.Event())
+        self.heard = Heard(threading.Event(), threading.Event())
         self.whole: RunState | None = None
         self.failure = ""
 
@@ -190,7 +190,7 @@ class _Writer(threading.Thread):
         try:
             part = self.job.write(self.rank, self.mine)
             if self.rank == 0:
-                self.whole = self.job.commit(part, self.patience, self.beside)
+                self.whole = self.job.commit(part, self.heard, self.beside)
                 self.then()
         except Exception as error:
             self.failure = in_words(error)

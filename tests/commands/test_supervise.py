@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mpirun").write_text(LAUNCHER)
     (tmp_path / "mpirun").chmod(0o755)
     return tmp_path
+
+
+@pytest.fixture
+def default_hangup() -> Iterator[None]:
+    """Tests that were started by nohup ignore it, and so would the supervisor."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def quickly(failed: Any) -> Any:
@@ -121,7 +130,9 @@ def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) ->
 
 
 @pytest.mark.parametrize(("code", "number"), [(0, signal.SIGTERM), (9, signal.SIGTERM), (0, signal.SIGHUP)])
-def test_a_signal_is_handed_on_and_nothing_is_started_again(folder, code: int, number: int) -> None:
+def test_a_signal_is_handed_on_and_nothing_is_started_again(
+    folder, default_hangup, code: int, number: int
+) -> None:
     waits = f"trap 'exit {code}' USR1; touch ready; while :; do sleep 0.02; done"
 
     def ask() -> None:
