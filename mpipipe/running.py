@@ -21,7 +21,6 @@ from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.cluster.watchdog import Watchdog
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
-from mpipipe.graph.program import spec
 from mpipipe.models import Built
 from mpipipe.pipeline import Pipeline, Step
 from mpipipe.planner.mirrors import mirror_s
@@ -47,7 +46,6 @@ from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.gather import together
 from mpipipe.state.resume import prune, set_aside, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY
-from mpipipe.state.snapshot import needed_bytes
 from mpipipe.state.verify import newest_sound
 from mpipipe.values import Int64, Report, Timeline, to_json
 
@@ -174,11 +172,10 @@ class Run:
 
     def _make_room(self) -> None:
         """For the copies that are written while training goes on. Collective."""
-        pipe = self.pipe
-        state = pipe.trainer.tensors()
-        held = self.comm.allgather_object(needed_bytes({name: spec(t) for name, t in state.items()}))
-        self.save_s = max(self.save_s, pipe.size * max(held) / SAVE_BYTES_PER_S)
-        self.copied_bytes, self.in_the_way = self._copies(held)
+        pipe, trainer = self.pipe, self.pipe.trainer
+        copies = pipe.saver.copied_bytes(trainer.state_dict(), trainer.optimizer_state())
+        self.save_s = max(self.save_s, sum(copies) / SAVE_BYTES_PER_S)
+        self.copied_bytes, self.in_the_way = self._copies(copies)
         if self.copied_bytes:
             pipe.saver.reserve(self.copied_bytes[pipe.rank])
 
@@ -260,18 +257,18 @@ class Run:
         found = self.pipe.evaluate(c.eval.batches)
         return {f"val_{name}": value for name, value in found.items()}
 
-    def _copies(self, held: list[int]) -> tuple[tuple[int, ...], str | None]:
+    def _copies(self, copies: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
         """What each rank needs to go on while a checkpoint is written, and a note where that is too much."""
         if not self.config.train.save_every:
             return (), None
-        pipe, copies = self.pipe, tuple(held)
+        pipe = self.pipe
         short = too_full(_added(pipe.plan.prediction.peak_bytes, copies), pipe.costs.cluster)
         if short is None:
             return copies, None
         rank, nbytes = short
         return (), (
             f"training waits while a checkpoint is written: rank {rank} has no room for a copy of its state, "
-            f"{size_text(held[rank])}; {size_text(nbytes)} are missing"
+            f"{size_text(copies[rank])}; {size_text(nbytes)} are missing"
         )
 
     def save(self, background: bool) -> None:

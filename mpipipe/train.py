@@ -110,8 +110,22 @@ def train(
     resident_memory()  # from here on it counts
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None
-    run_dir, said, resumed = place
+    run_dir, _, _ = place
     check_seen(comm, run_dir / CONFIG, "run.dir")
+    if comm.rank == 0:
+        clear(run_dir)
+    comm.barrier()
+    with room_in(run_dir), closing(Watchdog(comm.rank, comm.size, run_dir, config.run.watchdog)) as watchdog:
+        watchdog.start()
+        return _train(comm, config, place, new_numerics, plan, [] if asked is None else asked, watchdog)
+
+
+def _train(
+    comm: Communicator, config: Config, place: tuple[Path, list[str], bool], new_numerics: bool,
+    plan: str | None, asked: list[str], watchdog: Watchdog,
+) -> Report:  # fmt: skip
+    """As `train`, in the run folder that there is. place: as `_place` gives it."""
+    run_dir, said, resumed = place
     checkpoint, passed_over = newest_sound(comm, run_dir) if resumed else (None, [])
     if resumed:
         said, new_data = comm.bcast_object(
@@ -119,15 +133,11 @@ def train(
         )
     if not resumed or new_data:  # else the corpus is there, and must stay as it was
         prepare(config, run_dir, comm.rank == 0)
-    if comm.rank == 0:
-        clear(run_dir)
     comm.barrier()
     opened = open_dataset(config, run_dir)
     data, val = opened if isinstance(opened, tuple) else (opened, None)
     built = build(config, data)
-    watchdog = Watchdog(comm.rank, comm.size, run_dir, config.run.watchdog)
-    with room_in(run_dir), _progress(comm, config, run_dir) as log, closing(watchdog):
-        watchdog.start()
+    with _progress(comm, config, run_dir) as log:
         for line in said:
             log.say(line)
         c, t, p = config, config.train, config.pipeline
@@ -154,7 +164,7 @@ def train(
         if comm.rank == 0:
             make_latest(config, run_dir)
         with closing(Run(config, pipe, built, run_dir, log, watchdog)) as run:
-            return run.all([] if asked is None else asked)
+            return run.all(asked)
 
 
 def _place(config: Config, resume: bool) -> tuple[Path, list[str], bool]:

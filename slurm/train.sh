@@ -25,11 +25,12 @@ for env in "${MPIPIPE_VENV:-}" "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$SLURM_SU
     ! "$env/bin/python" -c "$find" 2>/dev/null || python=("$env/bin/python")
 done
 [ ${#python[@]} -gt 0 ] || fail "none of these has mpi4py and mpipipe: ${tried[*]}" "run make setup, or set MPIPIPE_VENV"
+on_nodes() { srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c "$1"; }
 if [ "${MPIPIPE_STAGE:-}" = archive ] && [ -z "${MPIPIPE_CONTAINER:-}" ]; then # one file, not thousands per rank
     own=${TMPDIR:-/tmp}/mpipipe-$SLURM_JOB_ID python=("${python[0]%/bin/python}")
+    trap 'on_nodes "rm -rf $own $own.copy" || true' EXIT
     tar -C "${python[0]}" -cf "$own.tar" . && sbcast -f "$own.tar" "$own.copy" && rm "$own.tar"
-    srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-        sh -c "mkdir -p $own && tar -C $own -xf $own.copy && rm $own.copy"
+    on_nodes "mkdir -p $own && tar -C $own -xf $own.copy && rm $own.copy"
     python=("$own/bin/python")
 fi
 
@@ -52,7 +53,8 @@ line=$("${python[@]}" -m mpipipe launch "$@" --assignment "$assignment")
 [ -z "$early" ] || fail "asked to stop before the training began" "give the job more time: sbatch -t"
 eval "exec $line" & child=$!
 [ -z "$early" ] || ask
-while wait "$child" && rc=0 || rc=$?; do kill -0 "$child" 2>/dev/null || break; done
+while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait
+wait "$child" && rc=0 || rc=$?
 trap - USR1 TERM INT
 [ $rc = 0 ] && [ -n "$again" ] && "${python[@]}" -m mpipipe launch "$@" --unfinished || exit "$rc"
 echo "train.sh: the time of the job is over before the run: it is queued again"

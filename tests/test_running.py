@@ -93,9 +93,9 @@ def test_training_waits_for_saves_where_a_copy_does_not_fit() -> None:
         plan=SimpleNamespace(prediction=SimpleNamespace(peak_bytes=(100, 100))),
         costs=SimpleNamespace(cluster=Cluster(devices, (0, 0), {})),
     )
-    assert run._copies([100, 55]) == ((100, 55), None)
-    copies, note = run._copies([100, 60])
+    assert run._copies((100, 55)) == ((100, 55), None)
+    copies, note = run._copies((100, 60))
     assert copies == ()
     assert note.endswith("rank 1 has no room for a copy of its state, 60 bytes; 5 bytes are missing")
     run.config = parse("")
-    assert run._copies([100, 60]) == ((), None), "there is one save only, at the end"
+    assert run._copies((100, 60)) == ((), None), "there is one save only, at the end"

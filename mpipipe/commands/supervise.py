@@ -37,6 +37,7 @@ from mpipipe.state.rundir import METRICS, SUMMARY, create, make_latest, reopen
 
 LOOK_S = 1.0  # between two looks at a run
 LINGER_S = 3 * GRACE_S  # for a launcher whose ranks have left
+START_S = 1800.0  # until rank 0 gives its first: MPI and a thousand imports from a slow disk included
 SILENT_S = 120.0  # at least, without a sign of life of rank 0, which gives one every few seconds
 RESTARTS = 5
 LONGEST_WAIT_S = 60.0
@@ -212,13 +213,14 @@ class Supervisor:
             self.asking.job = None
             job.end()
         why = explained(self.run_dir)
-        if code is None:
-            return 128 + signal.SIGKILL, f"{why or 'no rank is there'}; the launcher did not return", job.said
+        if isinstance(code, str):
+            return 128 + signal.SIGKILL, f"{why or code}; the launcher did not return", job.said
         return code if code >= 0 else 128 - code, why or cause(code, job.said), job.said
 
-    def _watch(self, job: Job) -> int | None:
-        """The launcher's exit code; None for one that is there though its ranks are not."""
+    def _watch(self, job: Job) -> int | str:
+        """The launcher's exit code; of one that is there though its ranks are not, what became of them."""
         linked, sign_at, left_at = self.config.run.dir is not None, 0.0, math.inf
+        begun, started_at = False, time.monotonic()
         sign: Hashable = None
         limit = self.config.run.watchdog
         silent_s = max(SILENT_S, limit) if isinstance(limit, float | int) else SILENT_S
@@ -230,10 +232,13 @@ class Supervisor:
             found = _sign_of_life(self.run_dir)
             if found is None or found != sign:
                 sign, sign_at = found, now
+            begun |= found is not None
+            if not begun and limit != "off" and now - started_at > START_S:
+                return f"no rank has begun within {START_S:.0f} s: look at network, nodes and disk"
             if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended():
                 left_at = min(left_at, now)
             if now - sign_at > silent_s or now - left_at > LINGER_S:
-                return None
+                return "no rank is there"
         return code
 
     def _program(self, again: bool) -> list[str]:

@@ -7,6 +7,7 @@ name, so a damaged checkpoint leaves nothing behind.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -146,17 +147,17 @@ def _say_dtype(config: Path, dtype: str) -> None:
 @contextmanager
 def _whole_folder(out: Path) -> Iterator[Path]:
     """A folder that gets the name `out` once it is filled. Raises CheckpointError."""
-    partial = out.with_name(f"{out.name}.part")
+    partial = out.with_name(f"{out.name}.{os.getpid()}.part")
     if out.exists():
         raise CheckpointError(f"{out}: is there already; name a new folder")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        yield partial
-        sync_folder(partial)
-        partial.rename(out)
+        try:
+            yield partial
+            sync_folder(partial)
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
         sync_folder(out.parent)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{out}: cannot be made ({error})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -53,12 +53,16 @@ class Shards:
     file_of: dict[str, str]  # name -> file
 
     @classmethod
-    def of(cls, kind: Kind, held: Sequence[Sequence[str]]) -> Shards:
-        """held: by rank, the names of its tensors; replicas hold the same ones."""
-        first = {name: rank for rank in reversed(range(len(held))) for name in held[rank]}
-        writers = sorted(set(first.values()))
+    def of(cls, kind: Kind, held: Sequence[Mapping[str, int]]) -> Shards:
+        """held: by rank, the names and bytes of its tensors. Of what several replicas hold each writes about
+        as much."""
+        has, writer = [0] * len(held), dict[str, int]()
+        for name in dict.fromkeys(name for names in held for name in names):
+            rank = min((rank for rank, names in enumerate(held) if name in names), key=has.__getitem__)
+            writer[name], has[rank] = rank, has[rank] + held[rank][name]
+        writers = sorted(set(writer.values()))
         files = {rank: shard_name(i, len(writers), kind) for i, rank in enumerate(writers)}
-        return cls(kind, files, {name: files[rank] for name, rank in first.items()})
+        return cls(kind, files, {name: files[rank] for name, rank in writer.items()})
 
     def mine(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that this rank writes."""

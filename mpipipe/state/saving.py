@@ -23,10 +23,12 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import CheckpointError
+from mpipipe.graph.program import spec
+from mpipipe.state.checkpoint import Kind
 from mpipipe.state.gather import in_words, raise_failures, together
 from mpipipe.state.parts import Beside, Heard, Held, Save, Shards
 from mpipipe.state.resume import RUN, RunState, damage, discard, make_room, read_state
-from mpipipe.state.snapshot import Snapshot
+from mpipipe.state.snapshot import Snapshot, needed_bytes
 
 SETTLE_S = 30.0  # for a save that is under way when a rank fails
 _LOOK_S = 0.1  # between two looks whether everybody is done
@@ -51,6 +53,13 @@ class Saver:
         """Whether ranks still write, or do not know yet that all have done."""
         return self._writer is not None
 
+    def copied_bytes(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """By rank, of the copy of what it writes in the background. Arguments: as of `save`. Collective."""
+        held: Held = {"model": model, "optimizer": optimizer}
+        shards, _ = self._shards(held)
+        mine = _flat({kind: of.mine(self.comm.rank, held[kind]) for kind, of in shards.items()})
+        return tuple(self.comm.allgather_object(needed_bytes({name: spec(t) for name, t in mine.items()})))
+
     def reserve(self, nbytes: int) -> None:
         """Memory for the copies, so that the first `begin` need not wait for it."""
         self._snapshot = Snapshot(nbytes)
@@ -64,28 +73,33 @@ class Saver:
 
         model: parameters and buffers that this rank holds; optimizer: its state by "<parameter>/<state>",
         scalars as 0-d tensors; order: all names of the model, canonical; facts: but for what the files are.
-        Of what several ranks hold the lowest one writes. beside, then: what a thread of rank 0 does before
-        run.json and after it. background: waits only for the save before and for a copy in memory.
+        Of what several ranks hold one writes. beside, then: what a thread of rank 0 does before run.json and
+        after it. background: waits only for the save before and for a copy in memory.
 
         Raises CheckpointError on every rank when one of them fails, with that rank and the reason; what was
         written is removed again, and checkpoints in other folders are as they were.
         """
         self.finish()
         held: Held = {"model": model, "optimizer": optimizer}
-        names = self.comm.allgather_object(({k: list(t) for k, t in held.items()}, uuid4().hex))
-        shards = {kind: Shards.of(kind, [by_kind[kind] for by_kind, _ in names]) for kind in held}
+        shards, name = self._shards(held)
         _check_names(list(shards["model"].file_of), order)
         together(self.comm, str(folder), lambda: make_room(folder) if self.comm.rank == 0 else None)
-        job = Save(names[0][1], folder, order, shards, facts)
+        job = Save(name, folder, order, shards, facts)
         mine = job.mine(self.comm.rank, held)
         if background:
-            self._snapshot.take({f"{k}/{name}": t for k, named in mine.items() for name, t in named.items()})
+            self._snapshot.take(_flat(mine))
             copies = self._snapshot.views
             mine = {k: {name: copies[f"{k}/{name}"] for name in named} for k, named in mine.items()}
         self._writer = _Writer(job, self.comm.rank, mine, beside, then)
         self._writer.start()
         if not background:
             self.finish()
+
+    def _shards(self, held: Held) -> tuple[dict[Kind, Shards], str]:
+        """Who writes what, and the name of a save."""
+        sizes = {kind: {name: t.nbytes for name, t in named.items()} for kind, named in held.items()}
+        of_ranks = self.comm.allgather_object((sizes, uuid4().hex))
+        return {k: Shards.of(k, [by_kind[k] for by_kind, _ in of_ranks]) for k in held}, of_ranks[0][1]
 
     def take(self, folder: Path, facts: RunState, then: Callable[[], object] = lambda: None) -> bool:
         """Whether the folder holds this checkpoint as a whole already, which was written before its step was
@@ -170,6 +184,10 @@ class Saver:
             raise CheckpointError(
                 f"{error}\n  earlier checkpoints are as they were: make room, then go on with --resume"
             ) from error
+
+
+def _flat(held: Held) -> dict[str, Tensor]:
+    return {f"{kind}/{name}": t for kind, named in held.items() for name, t in named.items()}
 
 
 class _Writer(threading.Thread):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,6 +128,19 @@ def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) ->
     )
     assert supervise(folder, waits, words=("--resume", "run.watchdog=30"))[0] == 0
     assert len((folder / "starts").read_text().splitlines()) == 1
+
+
+def test_a_start_in_which_no_rank_begins_is_ended(folder, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(command, "START_S", 0.3)
+    (folder / "run" / "flight").mkdir(parents=True)
+    code, starts = supervise(folder, "sleep 60", DONE)
+    assert (code, len(starts)) == (0, 2)
+    assert "no rank has begun within 0 s" in capfd.readouterr().out
+    (folder / "starts").unlink()
+    shutil.rmtree(folder / "run")
+    begins = "mkdir run/flight; touch run/flight/rank-0.alive; sleep 1; rm -r run/flight"
+    code, starts = supervise(folder, f"{begins}; {DONE}")
+    assert (code, len(starts)) == (0, 1)
 
 
 @pytest.mark.parametrize(("code", "number"), [(0, signal.SIGTERM), (9, signal.SIGTERM), (0, signal.SIGHUP)])

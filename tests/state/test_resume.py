@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from saved_run import (
     NUMERICS,
     ORDER,
@@ -82,11 +83,15 @@ def test_an_optimizer_without_state_and_replicas_are_saved(tmp_path: Path) -> No
     folder = step_folder(tmp_path, 1)
     run_local(3, lambda comm: save(comm, folder, model if comm.rank else {}, {}, ORDER, facts(1)))
     assert sorted(p.name for p in folder.iterdir()) == [
-        "model-00001-of-00001.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
         "optimizer.safetensors.index.json",
         "run.json",
     ]
+    shards = [load_file(path) for path in folder.glob("model-*.safetensors")]
+    nbytes = sorted(sum(t.nbytes for t in shard.values()) for shard in shards)
+    assert nbytes[1] - nbytes[0] <= max(t.nbytes for t in model.values()), "each writes about as much"
     assert digests(*read_all(newest(tmp_path) or folder)) == digests(model)
 
 
