@@ -63,11 +63,12 @@ from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.costs import CostCache
 from mpipipe.state.gather import collect, together
+from mpipipe.state.mirrors import Found
 from mpipipe.state.parts import Beside
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
-from mpipipe.survival import Recovery, Survival
+from mpipipe.survival import Recovery, Survival, compared
 from mpipipe.values import RECOMPUTE, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
@@ -441,20 +442,13 @@ class Pipeline:
         gc.collect()
         self.comm = comm = self.comm.survivors()
         self.rank, self.size = comm.rank, comm.size
-        self.costs = replace(self.costs, cluster=self._cluster.in_order(members(comm)))
         schedules = tuple(dict.fromkeys([*self._asked.schedules, PLAIN[0]]))  # some need a number of ranks
-        copies = copies_of("auto", self.numerics, comm.size)
-        asked = replace(self._asked, schedules=schedules, n_ranks=comm.size, copies=copies)
-        self.plan = self._plan(asked, None, None)
+        self.plan = self._plan_anew(schedules, copies_of("auto", self.numerics, comm.size))
         found, model = self.survival.find(comm), self.variants.source
         folder = checkpoint(comm, -1 if found is None else found.key.step)
         if found is not None and folder is None:
-            received = self.survival.fetch(comm, found, self.variants, self.plan.layout)
-            model.begin_from(received)
-            self._build()
-            self.trainer.resume(received, described(found.numbers))
-            self.trainer.state_dict()  # reads the buffers that nothing has asked for
-            self.steps_done, source = found.key.step, "mirrors"
+            self._take_up(found)
+            source = "mirrors"
             if not self.data.exact:
                 self.say("note: this recovery is not exact: the data is a plain iterable, and cannot go back")
         else:
@@ -466,11 +460,53 @@ class Pipeline:
             if folder is not None and weights is not None:
                 self._resume(weights, read_state(folder))
                 source = str(folder)
-        model.begin_from(self._initial)
-        self.predicted = predict(self.costs, self.plan.layout, self.program, self.variants.graph.groups)[1]
-        self.saver = Saver(comm)
-        self.survival.begin_anew(comm, self.plan.layout.mirror_every, self.steps_done, self.trainer)
+        self._begin_anew()
         return source
+
+    def plan_around(self, slower: Mapping[int, float]) -> tuple[bool, str]:
+        """Between two steps: another layout, with the same bits, for ranks that compute by these factors
+        longer than was predicted, if it is faster. Whether it is taken, and what to say of it. Collective."""
+        comm, before, by_first = self.comm, self.plan, members(self.comm)
+        if not self.data.exact:
+            return False, "the plan stays: the data is a plain iterable, and cannot go back"
+        self._cluster = self._cluster.slowed({by_first[rank]: by for rank, by in slower.items()})
+        plan = self._plan_anew(self._asked.schedules, (before.layout.n_copies,))
+        stays, said = compared(self.costs, before, plan, self.program, self.variants.graph.groups)
+        if comm.bcast_object(stays):
+            return False, said
+        self.saver.finish()
+        self.survival.keep(comm, self.steps_done, self.trainer)
+        found = self.survival.find(comm)
+        assert found is not None, "or it has raised"
+        self.trainer.close()
+        del self.trainer
+        gc.collect()
+        self.plan = plan
+        self._take_up(found)
+        self._begin_anew()
+        return True, said
+
+    def _plan_anew(self, schedules: tuple[str, ...], copies: tuple[int, ...]) -> Plan:
+        """For the ranks that there are, as they are. Collective."""
+        self.costs = replace(self.costs, cluster=self._cluster.in_order(members(self.comm)))
+        asked = replace(self._asked, schedules=schedules, n_ranks=self.size, copies=copies)
+        return self._plan(asked, None, None)
+
+    def _take_up(self, found: Found) -> None:
+        """A version of the mirrors, in the layout of the plan. Collective."""
+        received = self.survival.fetch(self.comm, found, self.variants, self.plan.layout)
+        self.variants.source.begin_from(received)
+        self._build()
+        self.trainer.resume(received, described(found.numbers))
+        self.trainer.state_dict()  # reads the buffers that nothing has asked for
+        self.steps_done = found.key.step
+
+    def _begin_anew(self) -> None:
+        self.variants.source.begin_from(self._initial)
+        self.predicted = predict(self.costs, self.plan.layout, self.program, self.variants.graph.groups)[1]
+        self.saver = Saver(self.comm)
+        every = self.plan.layout.mirror_every
+        self.survival.begin_anew(self.comm, every, self.steps_done, self.trainer)
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Mean loss and metrics over the validation data, by name; the same on every rank.

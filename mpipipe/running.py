@@ -18,7 +18,7 @@ from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.ending import TimeLimit
 from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
-from mpipipe.cluster.watchdog import Watchdog
+from mpipipe.cluster.watchdog import Outside, Watchdog
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
 from mpipipe.models import Built
@@ -41,7 +41,7 @@ from mpipipe.report.truth import largest_miss, truths
 from mpipipe.runtime.flight import InterpreterView
 from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
-from mpipipe.runtime.slowness import Slowness
+from mpipipe.runtime.slowness import Slow, Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.gather import together
 from mpipipe.state.resume import prune, set_aside, step_folder
@@ -164,11 +164,15 @@ class Run:
         pipe = self.pipe
         self.recorder = Recorder(pipe.comm, pipe.program)
         self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
+        self._watch()
+        self._make_room()
+
+    def _watch(self) -> None:
+        pipe = self.pipe
         layout, longest_s = pipe.plan.layout, pipe.plan.prediction.step_s
         if layout.mirror_every:  # between two steps, where no instruction is run
             longest_s += mirror_s(pipe.costs, layout, cut_indices(layout, pipe.variants.graph.groups))
         self.watchdog.watch(InterpreterView(pipe.trainer.interpreter), longest_s)
-        self._make_room()
 
     def _make_room(self) -> None:
         """For the copies that are written while training goes on. Collective."""
@@ -221,8 +225,7 @@ class Run:
                 return replace(last, stop=True)
             self.last = step
             self.recorder.add(outcome)
-            if slow := self.slowness.add(outcome):
-                self.log.say(f"note: {slow}")
+            slow = self.slowness.add(outcome)
             self.step_s.append(step.seconds)
             self.all_steps_s += step.seconds
             values, done = self._values(step), step.step >= t.steps
@@ -238,6 +241,31 @@ class Run:
                     self.save(background=not (done or step.stop))
             if done or step.stop:
                 return step
+            if slow is not None:
+                del outcome  # with what it refers to
+                self._meet(slow)
+
+    def _meet(self, slow: Slow) -> None:
+        """Says it, and plans anew where that was asked for. Collective."""
+        pipe = self.pipe
+        if self.config.run.slow_rank == "report":
+            self.log.say(
+                f"note: {slow}; look at its node, or plan anew: plan --refine, or run.slow_rank=replan"
+            )
+            return
+        self.log.say(f"note: {slow}")
+        outside = Outside(pipe.rank, pipe.size)  # the other view would hold weights that are to go
+        self.watchdog.watch(outside, pipe.plan.prediction.step_s)
+        with self.watchdog.during("a plan around a slow rank"):
+            taken, said = pipe.plan_around({slow.rank: slow.factor})
+            if taken:
+                self.step_s.clear()
+                self._begin()
+        self.log.say(f"mpipipe: {said}")
+        if taken:
+            self._keep_plan()
+        else:
+            self._watch()
 
     def _due(self, every: int, step: int) -> bool:
         return step >= self.config.train.steps or bool(every and step % every == 0)

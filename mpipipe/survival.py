@@ -9,14 +9,18 @@ a checkpoint that is newer than the mirrors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.variants import Variants
+from mpipipe.planner.mirrors import mirror_bytes
+from mpipipe.planner.search import cut_indices, expect, too_full
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, newest_whole
-from mpipipe.values import Layout
+from mpipipe.values import Costs, Layout, Plan, Program
+
+WORTH = 0.03  # of a step, that a plan around a slow rank must gain
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,15 @@ class Survival:
             mirrors.commit()
             if step % mirrors.every == 0:
                 _take(mirrors, step, trainer)
+
+    def keep(self, comm: Communicator, step: int, trainer: Trainer) -> None:
+        """The state as it is, for another layout to take up, also where there are no mirrors. Collective."""
+        mirrors = self._kept[-1] if self._kept else Mirrors(comm, 0)
+        mirrors.commit()
+        if all(key.step != step for key in mirrors.whole()):
+            _take(mirrors, step, trainer)
+            mirrors.commit()
+        self._kept = [mirrors]
 
     def find(self, comm: Communicator) -> Found | None:
         """As `newest_whole`; the memory of other versions is given back. Collective."""
@@ -81,3 +94,20 @@ def _needed(names: Iterable[str], variants: Variants, layout: Layout, rank: int)
     codes = (variants.code("train", variants.first, layout.cuts, stage) for stage in mine)
     read = owned | {name for code in codes for name, _ in code.leaves}
     return {name for name in names if name in read or name.rpartition("/")[0] in owned}
+
+
+def compared(
+    costs: Costs, before: Plan, after: Plan, program: Program, group_names: Sequence[str]
+) -> tuple[bool, str]:
+    """Of two plans, the second one made for ranks as slow as in `costs`: whether the first one stays, and
+    what to say. program: that of the first."""
+    now_s, new_s = expect(costs, before.layout, program, group_names)[0].step_s, after.prediction.step_s
+    if new_s > (1.0 - WORTH) * now_s:
+        return True, f"the plan stays: no other is more than {WORTH:.0%} faster while that rank is so slow"
+    if not before.layout.mirror_every:  # on the way the state is there once more, and that of another rank
+        plans = (before, after)
+        held = [mirror_bytes(costs, p.layout, cut_indices(p.layout, group_names)) for p in plans]
+        peaks = [int(max(of)) for of in zip(*(p.prediction.peak_bytes for p in plans), strict=True)]
+        if too_full([p + int(max(of)) for p, *of in zip(peaks, *held, strict=True)], costs.cluster):
+            return True, "the plan stays: there is no room for the copies by which another one takes over"
+    return False, f"planned anew: a step is predicted to take {new_s:.3g} s; as it was, {now_s:.3g} s"

@@ -18,8 +18,8 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
@@ -218,6 +218,13 @@ class Cluster(Value):
         units = (picked(x) for x in (self.node_of_rank, self.numa_of_rank, self.core_of_rank))
         node, numa, core = units
         return Cluster(picked(self.devices), node, self.links, numa, core)
+
+    def slowed(self, factors: Mapping[int, float]) -> Cluster:
+        """With ranks that take so many times as long as now."""
+        found = list(self.devices)
+        for rank, factor in factors.items():
+            found[rank] = replace(found[rank], speed=found[rank].speed / factor)
+        return replace(self, devices=tuple(found))
 
     def loaded(self, *orders: Sequence[int]) -> Cluster:
         """With links as slow as they are while all neighbours in each of `orders` talk at once: contention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +17,19 @@ WINDOWS = 2  # in a row that make it last
 FACTOR = 1.3
 
 
+@dataclass(frozen=True)
+class Slow:
+    rank: int
+    host: str
+    factor: float  # of its computing, against the prediction and the other ranks
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.host}) has computed {self.factor:.1f} times as long as the other ranks "
+            f"for {WINDOW * WINDOWS} steps, against the prediction"
+        )
+
+
 class Slowness:
     """Of one rank; all of them add each step. predicted: of a step."""
 
@@ -25,30 +39,27 @@ class Slowness:
         self._computes = np.isin(predicted.program.codes[comm.rank][:, 0], sorted(COMPUTE))
         self._steps_s: list[float] = []
         self._in_a_row: Counter[int] = Counter()
-        self._told = False
+        self._told: set[int] = set()
 
-    def add(self, outcome: Outcome) -> str | None:
-        """One step; what is to be said of a slow rank, once in a run, on every rank. Collective every
-        `WINDOW` steps."""
+    def add(self, outcome: Outcome) -> Slow | None:
+        """One step; a rank that is slow for long, each once, everywhere. Collective every `WINDOW` steps."""
         start_s, end_s = outcome.times[self._computes].sum(axis=0).tolist()
         self._steps_s.append(end_s - start_s)
-        if self._told or len(self._steps_s) < WINDOW:
+        if len(self._steps_s) < WINDOW:
             return None
         factor = statistics.median(self._steps_s) / self._predicted_s if self._predicted_s else 1.0
         self._steps_s.clear()
         factors = self._comm.allgather_array(np.array([factor]))[:, 0].tolist()
         slow = {rank: against for rank, against in enumerate(compared(factors)) if against > FACTOR}
         self._in_a_row = Counter({rank: self._in_a_row[rank] + 1 for rank in slow})
-        lasting = [rank for rank, times in self._in_a_row.items() if times >= WINDOWS]
+        lasting = [
+            rank for rank, times in self._in_a_row.items() if times >= WINDOWS and rank not in self._told
+        ]
         if not lasting:
             return None
-        self._told = True
         rank = max(lasting, key=lambda rank: slow[rank])
-        host = self._comm.bcast_object(self._host, rank)
-        return (
-            f"rank {rank} ({host}) has computed {slow[rank]:.1f} times as long as the other ranks for "
-            f"{WINDOW * WINDOWS} steps, against the prediction; look at its node, or plan anew: plan --refine"
-        )
+        self._told.add(rank)
+        return Slow(rank, self._comm.bcast_object(self._host, rank), slow[rank])
 
 
 def compared(factors: list[float]) -> list[float]:

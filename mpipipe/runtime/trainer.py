@@ -160,6 +160,10 @@ class Trainer:
         assert structure is not None, "prediction has one"
         return structure
 
+    def close(self) -> None:
+        """Ends the loading of data ahead."""
+        self.feed.ahead.close()
+
     @property
     def last_rank(self) -> int:
         """Of the last stage, in copy 0."""

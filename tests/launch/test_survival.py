@@ -25,10 +25,14 @@ train: {{steps: {STEPS}, batch: 8, warmup: 2, lr: 0.01, save_every: {SAVE_EVERY}
 pipeline: {{micro_batches: 4}}
 """
 
-DATA = f"""
-import os, pathlib, signal, time
+DATA = rf"""
+import os, pathlib, signal, subprocess, sys, time
 import torch
 from mpipipe.errors import DataError
+from mpipipe.runtime import slowness
+
+slowness.WINDOW = 10
+SPIN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 
@@ -50,6 +54,11 @@ class Data:
             return
         if self.fault == "sleep":
             time.sleep(600)
+        if self.fault == "slow":  # from now on this rank has a quarter of a core
+            for thread in (os.getpid(), 0):  # the main one and, for the others, this one
+                os.sched_setaffinity(thread, {{max(os.sched_getaffinity(0))}})
+            self.others = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(3)]
+            return
         if self.fault == "error":
             raise DataError("the data are of the wrong year; fetch them anew")
         signals = {{"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "launcher": signal.SIGKILL}}
@@ -145,3 +154,18 @@ def test_an_error_of_the_user_s_is_not_tried_again(folder: Path) -> None:
     assert done.stderr.count("mpipipe: error: the data are of the wrong year") == 1, done.stderr
     assert done.stdout.count("mpipipe run: ") == 1, done.stdout
     assert left(folder, "error") == []
+
+
+@pytest.mark.full
+def test_a_slow_rank_is_planned_around_to_the_same_bits(folder: Path) -> None:
+    """Its instructions are long enough to be interrupted by what shares its core."""
+    words = ["train.steps=40", "train.save_every=0", "model.hidden=[2048, 2048, 2048, 2048, 2048]"]
+    alone = start(folder, "-m", "mpipipe.train", "config.yaml", "run.dir=alone", *words)
+    assert alone.returncode == 0, alone.stderr
+    done = supervised(folder, "slow", *words, "data.args={fault: slow}", "run.slow_rank=replan")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(folder / "slow") == weights(folder / "alone")
+    said = done.stdout.splitlines()
+    slow = next(i for i, line in enumerate(said) if "times as long as the other ranks for 20 steps" in line)
+    assert said[slow].startswith("note: rank 1 (")
+    assert any(line.startswith("mpipipe: planned anew: a step is pre") for line in said[slow:]), done.stdout

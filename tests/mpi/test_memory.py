@@ -20,7 +20,7 @@ CASES = [
     ("1f1b", Case("gpt", batch=7)),  # micro-batches of 2, 2, 2 and 1; tied embeddings
     ("gpipe", Case("gpt", tied="eager", batch=7)),
     ("zb-v", Case("conv and norm", batch=10)),  # BatchNorm, ragged
-    ("interleaved", Case("skips")),
+    ("interleaved", Case("skips", batch=12, micro_batches=12)),  # as many as 1, 2, 3 or 4 ranks divide
     ("zb-h1", Case("gpt", precision="bf16")),
 ]
 

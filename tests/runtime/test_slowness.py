@@ -30,7 +30,7 @@ def said(factors: list[list[float]]) -> list[tuple[int, str]]:
             for _ in range(WINDOW):
                 times = TIMES[comm.rank] * by_rank[comm.rank]
                 if text := slow.add(Outcome(times, np.zeros(len(times), np.int64))):
-                    found.append((window, text))
+                    found.append((window, str(text)))
         return found
 
     by_rank = run_local(RANKS, body)

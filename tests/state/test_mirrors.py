@@ -20,6 +20,7 @@ from torch.nn import functional
 from mpipipe import Pipeline
 from mpipipe.cluster.comm import Communicator, RankLost, members
 from mpipipe.cluster.local import Killed, run_local
+from mpipipe.planner.search import cut_indices
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.state.mirrors import Mirrors
@@ -100,10 +101,10 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
         armed(where)
 
 
-def pipeline(comm: Communicator, blocks: int = 1, replicas: int = 1) -> Pipeline:
+def pipeline(comm: Communicator, blocks: int = 1, replicas: int = 1, **settings: Any) -> Pipeline:
     return Pipeline(
-        Net, loss, Samples(), adam, batch=8, micro_batches=4, blocks=blocks, replicas=replicas,
-        recover="mpi", mirror_every=EVERY, comm=comm, say=lambda _: None, cost_cache=False,
+        Net, loss, Samples(), adam, batch=8, micro_batches=4, blocks=blocks, replicas=replicas, comm=comm,
+        say=lambda _: None, cost_cache=False, **{"recover": "mpi", "mirror_every": EVERY, **settings},
     )  # fmt: skip
 
 
@@ -214,3 +215,62 @@ def test_replicas_are_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = trained(1, blocks=4)
     arm(monkeypatch, ((3, "update", 5),))
     assert trained(4, blocks=4, replicas=2)[0] == expected
+
+
+# -- ranks that are there, but slow --------------------------------------------------------------------
+
+
+def groups_of(pipe: Pipeline) -> int:
+    """How many this rank computes."""
+    layout, names = pipe.plan.layout, pipe.variants.graph.groups
+    edges = [0, *cut_indices(layout, names), len(names)]
+    stages = zip(layout.ranks, itertools.pairwise(edges), strict=True)
+    return sum(end - start for ranks, (start, end) in stages if pipe.rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, {"recover": "restart"}),
+        (3, {}),
+        pytest.param(4, {"recover": "restart", "blocks": 4, "replicas": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_a_plan_around_a_slow_rank_changes_no_bits(ranks: int, settings: dict[str, Any]) -> None:
+    """It has less to do from then on."""
+
+    def body(comm: Communicator) -> tuple[dict[str, str], list[int], str]:
+        pipe = pipeline(comm, **settings)
+        pipe.fit(EVERY + 1)
+        groups = [groups_of(pipe)]
+        taken, said = pipe.plan_around({1: 6.0})
+        assert taken, said
+        assert pipe.steps_done == EVERY + 1
+        assert not pipe.plan_around({1: 1.0})[0]
+        pipe.fit(STEPS)
+        mine = {name: tensor_digest(name, t) for name, t in pipe.state_dict(full=False).items()}
+        groups.append(groups_of(pipe))
+        return {k: v for part in comm.allgather_object(mine) for k, v in part.items()}, groups, said
+
+    expected = undisturbed() if "blocks" not in settings else trained(1, blocks=4)[0]
+    found = run_local(ranks, body)
+    for weights, _, said in found:
+        assert weights == {k: v for k, v in expected.items() if not k.startswith("loss ")}
+        assert said.startswith("planned anew: a step is predicted to take ")
+    before, after = found[1][1]
+    assert after < before
+
+
+def test_the_plan_stays_where_another_one_gains_nothing_or_the_data_cannot_go_back() -> None:
+    def body(comm: Communicator) -> list[str]:
+        pipe = pipeline(comm, recover="restart")
+        plan, said = pipe.plan, [pipe.plan_around({0: 3.0, 1: 3.0})]
+        pipe.data.exact = False
+        said.append(pipe.plan_around({0: 30.0}))
+        assert pipe.plan is plan
+        assert not any(taken for taken, _ in said)
+        return [why for _, why in said]
+
+    for said in run_local(2, body):
+        assert "no other is more than 3% faster" in said[0]
+        assert "plain iterable" in said[1]
