@@ -26,6 +26,8 @@ from benchmarks.case import Case
 from benchmarks.common import machine
 from benchmarks.peers import SCHEDULES, SIDES
 from benchmarks.results import OURS, Run, summary
+from mpipipe.cluster.routes import fastest
+from mpipipe.runtime.routes import measure_routes
 
 
 def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dict[str, Any]:
@@ -116,16 +118,19 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="no round beyond the first after that")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a run of a peer")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--gemm", choices=("mkl", "onednn"), default="mkl", help="for all sides")
+    parser.add_argument(
+        "--gemm", choices=("auto", "mkl", "onednn"), default="auto", help="for all sides; auto: the faster one"
+    )
     a = parser.parse_args(argv)
     sides = [side for side in a.sides.split(",") if side]
     if unknown := set(sides) - set(SIDES):
         parser.error(f"--sides: no peer is called {', '.join(sorted(unknown))}; known are {', '.join(SIDES)}")
+    gemm = fastest(measure_routes()) if a.gemm == "auto" else a.gemm
     needs = {m: estimate_s(size, sides) for m, size in sizes(a).items()}
     say(f"about {sum(needs.values()) / 60:.0f} minutes: { {m: round(s / 60) for m, s in needs.items()} }")
     for model, size in sizes(a).items():
         with tempfile.TemporaryDirectory() as folder:
-            case = Case(model, a.ranks, a.gemm, Path(folder), a.timeout)
+            case = Case(model, a.ranks, gemm, Path(folder), a.timeout)
             limit_s = a.minutes * 60 * needs[model] / sum(needs.values())
             print(json.dumps(compare(case, size, sides, limit_s)), flush=True)
 

@@ -27,6 +27,7 @@ from typing import Any
 import mpipipe.graph.variants
 import mpipipe.measuring
 import mpipipe.pipeline
+import mpipipe.running
 import mpipipe.runtime.trainer
 import mpipipe.train
 from benchmarks.common import config_of, launch, machine
@@ -55,9 +56,13 @@ PARTS = (  # owner, function, name of the part
     (mpipipe.train, "build", "model"),
     (mpipipe.pipeline, "ModelSource", "model"),
     (mpipipe.graph.variants, "capture", "capture"),
+    (mpipipe.measuring.Measuring, "messages", "probe of messages"),
+    (mpipipe.measuring.Measuring, "gemm", "probe of products"),
     (mpipipe.measuring, "measure", "costs"),
     (mpipipe.pipeline.Pipeline, "_plan", "plan"),
     (mpipipe.pipeline, "Trainer", "weights"),
+    (mpipipe.pipeline.Pipeline, "_rehearse", "rehearsal"),
+    (mpipipe.running.Run, "_make_room", "room for saves"),
 )
 
 # -- one rank --------------------------------------------------------------------------------------
@@ -222,7 +227,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--steps", type=int, help="of a run, the first is not counted; default: as fits the model"
     )
-    parser.add_argument("--gemm", choices=("mkl", "onednn"), default="mkl")
+    parser.add_argument("--gemm", choices=("auto", "mkl", "onednn"), default="auto", help="as a user has it")
     parser.add_argument("--cached", action="store_true", help="with the costs of earlier runs")
     parser.add_argument("--start", action="store_true", help="also the parts of the start")
     parser.add_argument("--out", help=argparse.SUPPRESS)  # given: this process is a rank

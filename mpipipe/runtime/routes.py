@@ -87,8 +87,14 @@ def _seconds(
 ) -> dict[RouteName, float]:
     """The median of each."""
     times: dict[RouteName, list[float]] = {name: [] for name in names}
-    while any(sum(taken) < budget_s or len(taken) < MIN_ROUNDS for taken in times.values()):
+
+    def due(taken: list[float]) -> bool:
+        return sum(taken) < budget_s or len(taken) < MIN_ROUNDS
+
+    while any(map(due, times.values())):
         for name, taken in times.items():
+            if not due(taken):
+                continue
             start = clock()
             _run(trial, name)
             taken.append(clock() - start)
