@@ -25,7 +25,7 @@ from benchmarks.budget import OTHER, SIZES, SLOW, Size, estimate_s
 from benchmarks.case import Case
 from benchmarks.common import machine
 from benchmarks.peers import SCHEDULES, SIDES
-from benchmarks.results import OURS, Run, summary
+from benchmarks.results import OURS, VARIANTS, Run, summary
 from mpipipe.cluster.routes import fastest
 from mpipipe.runtime.routes import measure_routes
 
@@ -35,7 +35,7 @@ def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dic
     start = time.monotonic()
     prepared = case.prepare()
     choices, searched = settings_of(case, size, sides, prepared)
-    runs: dict[str, dict[int, Run]] = {name: {} for name in (OURS, *sides)}
+    runs: dict[str, dict[int, Run]] = {name: {} for name in (OURS, *VARIANTS, *sides)}
     longest = 0.0
     for i in range(size.rounds):
         if i and time.monotonic() - start + longest > limit_s:
@@ -80,10 +80,11 @@ def settings_of(
 
 def turn(case: Case, i: int, steps: int, choices: dict[str, str], runs: dict[str, dict[int, Run]]) -> None:
     """Round i of all sides that still compete; every other round goes backwards."""
-    names = [OURS, *(side for side in choices if competes(side, runs))]
+    ours = {OURS: ()} | {name: keys for name, (_, keys) in VARIANTS.items()}
+    names = [*ours, *(side for side in choices if competes(side, runs))]
     for name in names if i % 2 == 0 else reversed(names):
         load = os.getloadavg()[0]
-        run = case.ours(steps) if name == OURS else case.peer(name, choices[name], steps)
+        run = case.ours(steps, ours[name]) if name in ours else case.peer(name, choices[name], steps)
         runs[name][i] = run
         said = f"{run['step_s']:.3f} s" if "step_s" in run else f"failed: {run['failed']}"
         say(f"{case.model} round {i + 1} {name}: {said} (load before: {load:.1f})")
@@ -91,7 +92,8 @@ def turn(case: Case, i: int, steps: int, choices: dict[str, str], runs: dict[str
 
 def competes(side: str, runs: dict[str, dict[int, Run]]) -> bool:
     """Whether it is near the best peer of the first round."""
-    first = {name: rounds[0].get("step_s") for name, rounds in runs.items() if name != OURS and rounds}
+    peers = {name: rounds for name, rounds in runs.items() if name not in (OURS, *VARIANTS)}
+    first = {name: rounds[0].get("step_s") for name, rounds in peers.items() if rounds}
     if side not in first:
         return True
     seconds = [s for s in first.values() if s is not None]
@@ -119,7 +121,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a run of a peer")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--gemm", choices=("auto", "mkl", "onednn"), default="auto", help="for all sides; auto: the faster one"
+        "--gemm",
+        choices=("auto", "mkl", "onednn"),
+        default="auto",
+        help="for all sides; auto: the faster one",
     )
     a = parser.parse_args(argv)
     sides = [side for side in a.sides.split(",") if side]

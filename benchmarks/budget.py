@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.peers import SCHEDULES
+from benchmarks.results import VARIANTS
 
 START_S, COMPILE_S = 5.0, 60.0  # of a run before its first step; of the compiler, whose cache is then filled
 SLOW = 1.2  # a peer that is this much slower than the best one of the first round is not run again
@@ -34,7 +35,8 @@ def estimate_s(size: Size, sides: Sequence[str]) -> float:
     schedules = len(set(sides) & set(SCHEDULES))
     choosing = len(set(sides) & {"ddp", "one_process"})  # each of two sizes of micro-batches
     searched = 2 * choosing + (schedules * size.candidates if size.candidates > 1 else 0)
-    runs = (1 + len(sides)) + (size.rounds - 1) * (1 + min(len(sides), CONTENDERS))
+    ours = 1 + len(VARIANTS)
+    runs = (ours + len(sides)) + (size.rounds - 1) * (ours + min(len(sides), CONTENDERS))
     prepare_s = START_S + 3 * size.step_s  # each layer eight times for one micro-batch, and the updates
     search_s = searched * (START_S + size.search_steps * size.step_s)
     runs_s = runs * (START_S + size.steps * size.step_s)

@@ -30,11 +30,12 @@ class Case:
         """What `benchmarks/peers/prepare.py` finds out."""
         return self._peers("prepare", 1)
 
-    def ours(self, steps: int) -> Run:
-        """`python -m mpipipe.train`, read from its run folder. Ends the program if it fails."""
+    def ours(self, steps: int, keys: Sequence[str] = ()) -> Run:
+        """`python -m mpipipe.train`, read from its run folder. Ends the program if it fails. keys: more
+        overrides of ours."""
         with tempfile.TemporaryDirectory() as temporary:
             run_dir = Path(temporary) / "run"
-            overrides = [*self._overrides(steps), f"run.dir={run_dir}"]
+            overrides = [*self._overrides(steps), *keys, f"run.dir={run_dir}"]
             arguments = "-m", "mpipipe.train", config_of(self.model), *overrides
             launch(self.ranks, *arguments, timeout_s=self.timeout_s)
             summary = json.loads((run_dir / "summary.json").read_text())

@@ -9,11 +9,15 @@ from typing import Any
 Run = dict[str, Any]  # step_s, peak_bytes, losses and the setting; or failed, a reason
 Rounds = Mapping[int, Run]
 OURS = "mpipipe"
+VARIANTS = {  # of ours, which are no peers: what they are called, and keys beside the example's
+    "mpipipe_auto": ("schedule: auto", ("pipeline.schedule=auto",)),
+    "mpipipe_fast": ("schedule: auto, bits: fast", ("pipeline.schedule=auto", "train.bits=fast")),
+}
 
 
 def summary(runs: Mapping[str, Rounds]) -> dict[str, Any]:
-    """Of one model; `runs` has those of `OURS` and of each peer, by round. A peer's `ratio` is its seconds
-    over ours in the same rounds: above 1, ours is faster.
+    """Of one model; `runs` has those of `OURS`, its variants and each peer, by round. The `ratio` of a side
+    is its seconds over ours in the same rounds: above 1, ours is faster.
     """
     ours = {i: run for i, run in runs[OURS].items() if "failed" not in run}
     sides = {}
@@ -29,7 +33,7 @@ def summary(runs: Mapping[str, Rounds]) -> dict[str, Any]:
         error = max(_loss_error(run, other) for run, other in zip(good.values(), same, strict=True))
         compared = {"ratio": ratio, "ratio_by_round": by_round, "loss_error": error}
         sides[name] = figures | (compared if name != OURS else {})
-    ratios = {name: side["ratio"] for name, side in sides.items() if "ratio" in side}
+    ratios = {name: side["ratio"] for name, side in sides.items() if "ratio" in side and name not in VARIANTS}
     best = min(ratios, key=lambda name: ratios[name], default=None)
     found: dict[str, Any] = {"ratio_to_best_peer": ratios[best] if best else None, "best_peer": best}
     if best:

@@ -18,7 +18,7 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.peers import SIDES
-from benchmarks.results import OURS
+from benchmarks.results import OURS, VARIANTS
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 MARKED = re.compile(r"(?<=<!-- benchmarks -->\n).*(?=<!-- end of benchmarks -->)", re.DOTALL)
@@ -48,7 +48,13 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _cells(side: str, figures: dict[str, Any], best: bool) -> list[str]:
-    called = "**mpipipe**" if side == OURS else SIDES[side]
+    called = (
+        "**mpipipe**"
+        if side == OURS
+        else f"mpipipe, {VARIANTS[side][0]}"
+        if side in VARIANTS
+        else SIDES[side]
+    )
     if "failed" in figures:
         reason = figures["failed"].replace("|", "\\|")
         return [called, f"failed: {reason}", "", ""]
