@@ -41,7 +41,13 @@ def excerpt(lines: list[str], note: str) -> list[str]:
     which, _, number = note.removeprefix("output: ").partition(" ")
     if which == "first":
         return [*lines[: int(number)], "..."]
-    return ["...", *lines[-6:-2]] if note == "run" else lines  # behind the hash: where the folder is
+    if note == "run":
+        first = next(i for i, line in enumerate(lines) if " steps, final training loss " in line)
+        return [
+            "...",
+            *lines[first : next(i for i, line in enumerate(lines) if line.startswith("weights ")) + 1],
+        ]
+    return lines
 
 
 def anew(note: str, old: str, folder: Path) -> str:

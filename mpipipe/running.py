@@ -7,6 +7,7 @@ import platform
 import shlex
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
@@ -44,6 +45,7 @@ from mpipipe.runtime.sample import generate
 from mpipipe.runtime.slowness import Slow, Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.gather import together
+from mpipipe.state.owner import check_owner, own
 from mpipipe.state.resume import prune, set_aside, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY
 from mpipipe.state.verify import newest_sound
@@ -164,6 +166,8 @@ class Run:
         pipe = self.pipe
         self.recorder = Recorder(pipe.comm, pipe.program)
         self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
+        if pipe.rank == 0:
+            self.owner = own(self.run_dir)
         self._watch()
         self._make_room()
 
@@ -306,7 +310,7 @@ class Run:
         folder = step_folder(self.run_dir, pipe.steps_done)
         if self.saved != pipe.steps_done:
             pipe.begin_save(
-                folder, self.built.export,
+                folder, self._export,
                 lambda: prune(self.run_dir, t.keep, t.keep_every), background and bool(self.copied_bytes),
                 config=self.config.model_dump(mode="json"),
             )  # fmt: skip
@@ -314,6 +318,11 @@ class Run:
         if not background:
             pipe.saver.finish()
         self.save_s = max(self.save_s, pipe.saver.took_s)
+
+    def _export(self, folder: Path) -> Sequence[str]:
+        """On rank 0, when all shards are there and the manifest is not."""
+        check_owner(self.run_dir, self.owner)
+        return self.built.export(folder)
 
     def end(self, last: Step, asked: list[str]) -> Report:
         """Sample, summary and drawings."""

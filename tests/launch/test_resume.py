@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +18,7 @@ from mpipipe.state.resume import newest, survey
 
 pytestmark = pytest.mark.jobs
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 8
 
 CONFIG = f"""\
@@ -57,6 +60,25 @@ Trainer.step = slow
 sys.exit(train.main(sys.argv[1:]))
 """
 
+MET = """
+import json, pathlib, sys, time
+from mpipipe import train
+from mpipipe.runtime.trainer import Trainer
+
+step, owner = Trainer.step, pathlib.Path("twice/owner.json")
+
+def meets(self, number, **rest):
+    if number == 4:
+        mine = owner.read_text()
+        print("waits", flush=True)
+        while owner.read_text() == mine:
+            time.sleep(0.05)
+    return step(self, number, **rest)
+
+Trainer.step = meets
+sys.exit(train.main(sys.argv[1:]))
+"""
+
 OWN_SCHEDULE = """
 def order(n_stages, n_micro):
     forward = " ".join(f"F{i}" for i in range(n_micro))
@@ -68,7 +90,7 @@ def order(n_stages, n_micro):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of all runs below; the first one is undisturbed, the others are compared with it."""
     path = tmp_path_factory.mktemp("runs")
-    for name, text in {"config.yaml": CONFIG, "killed.py": KILLED, "slow.py": SLOW}.items():
+    for name, text in {"config.yaml": CONFIG, "killed.py": KILLED, "slow.py": SLOW, "met.py": MET}.items():
         (path / name).write_text(text)
     (path / "mine.py").write_text(OWN_SCHEDULE)
     return path
@@ -126,6 +148,30 @@ def test_a_killed_run_goes_on_to_the_bits_of_an_undisturbed_one(
     assert "resuming resumed after 3 steps" in job.stdout
     assert told(run) == undisturbed
     assert [step["step"] for step in told(run)["steps"]] == list(range(1, STEPS + 1)), "no line twice"
+
+
+def test_of_two_starts_of_one_run_the_later_one_writes(
+    launch: Launch, folder: Path, undisturbed: dict[str, Any]
+) -> None:
+    """As where a job is submitted twice. The earlier one is in its fifth step, a save is due after six."""
+    command = [sys.executable, "met.py", "config.yaml", "run.dir=twice"]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as first:
+        assert first.stdout is not None
+        while first.stdout.readline() != "waits\n":
+            assert first.poll() is None, first.communicate()
+        later = train(launch, folder, 2, "twice", "--resume", "train.save_every=0")
+        _, error = first.communicate(timeout=60)
+    assert later.returncode == 0, later.stderr
+    assert first.returncode == 1
+    assert error.count("mpipipe: error:") == 1, error
+    assert "twice/owner.json: another start of this run writes here since" in error
+    run = folder / "twice"
+    assert json.loads((run / "summary.json").read_text())["weights_sha256"] == undisturbed["weights"]
+    whole = [path.name for path, wrong in survey(run) if not wrong]
+    assert sorted(whole) == ["step-00000003", f"step-{STEPS:08}"]
 
 
 def test_other_numerics_are_refused_until_they_are_asked_for(
