@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.budget import OTHER, SIZES, SLOW, Size, estimate_s
 from benchmarks.case import Case
 from benchmarks.common import machine
@@ -117,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, help="runs of each side; default: by the model")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; the first is not counted")
     parser.add_argument("--candidates", type=int, help="splits of each schedule that are run")
-    parser.add_argument("--minutes", type=float, default=30.0, help="no round beyond the first after that")
+    parser.add_argument("--minutes", type=float, default=45.0, help="no round beyond the first after that")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a run of a peer")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
@@ -130,6 +132,7 @@ def main(argv: Sequence[str]) -> None:
     sides = [side for side in a.sides.split(",") if side]
     if unknown := set(sides) - set(SIDES):
         parser.error(f"--sides: no peer is called {', '.join(sorted(unknown))}; known are {', '.join(SIDES)}")
+    torch.set_num_threads(1)  # as the runs
     gemm = fastest(measure_routes()) if a.gemm == "auto" else a.gemm
     needs = {m: estimate_s(size, sides) for m, size in sizes(a).items()}
     say(f"about {sum(needs.values()) / 60:.0f} minutes: { {m: round(s / 60) for m, s in needs.items()} }")

@@ -68,7 +68,7 @@ from mpipipe.state.parts import Beside
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
-from mpipipe.survival import Recovery, Survival, compared
+from mpipipe.survival import Recovery, Survival, stays_as_it_is
 from mpipipe.values import RECOMPUTE, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
@@ -312,27 +312,36 @@ class Pipeline:
         model, plan and program."""
         graph, comm = self.variants.graph, self.comm
         text = self.mirrors_why = ""
+        failed = None
         if comm.rank == 0:
-            if given is not None:
-                layout = replace(given.layout, mirror_every=0)
-                plan = plan_of(self.costs, self.numerics, layout, graph.groups)
-            else:
-                joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
-                plan = joint.plan
-                if settled is not None:
-                    self.say(chosen(joint, settled.sizes, settled.seconds))
-                elif len(joint.tried) > 1:
-                    self.say(chosen(joint))
-            if self.recovers:
-                every = (
-                    given.layout.mirror_every if given and given.layout.mirror_every else self.mirror_every
-                )
-                cuts = cut_indices(plan.layout, graph.groups)
-                plan, self.mirrors_why = with_mirrors(plan, self.costs, cuts, every)
-            text = to_json(replace(plan, costs=None), None)  # the costs are everywhere
-        plan = replace(from_json(Plan, comm.bcast_object(text)), costs=self.costs)
+            try:
+                text = to_json(replace(self._planned(asked, given, settled), costs=None), None)
+            except MpipipeError as error:
+                failed = error
+        text, failed = comm.bcast_object((text, failed))
+        if failed is not None:
+            raise failed
+        plan = replace(from_json(Plan, text), costs=self.costs)  # which are everywhere
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
         agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})
+        return plan
+
+    def _planned(self, asked: Asked, given: Plan | None, settled: Settled | None) -> Plan:
+        """On rank 0 alone."""
+        groups = self.variants.graph.groups
+        if given is not None:
+            plan = plan_of(self.costs, self.numerics, replace(given.layout, mirror_every=0), groups)
+        else:
+            joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
+            plan = joint.plan
+            if settled is not None:
+                self.say(chosen(joint, settled.sizes, settled.seconds))
+            elif len(joint.tried) > 1:
+                self.say(chosen(joint))
+        if self.recovers:
+            every = given.layout.mirror_every if given and given.layout.mirror_every else self.mirror_every
+            cuts = cut_indices(plan.layout, groups)
+            plan, self.mirrors_why = with_mirrors(plan, self.costs, cuts, every)
         return plan
 
     def _rehearse(self) -> None:
@@ -470,11 +479,15 @@ class Pipeline:
         if not self.data.exact:
             return False, "the plan stays: the data is a plain iterable, and cannot go back"
         self._cluster = self._cluster.slowed({by_first[rank]: by for rank, by in slower.items()})
-        plan = self._plan_anew(self._asked.schedules, (before.layout.n_copies,))
-        stays, said = compared(self.costs, before, plan, self.program, self.variants.graph.groups)
+        try:
+            plan = self._plan_anew(self._asked.schedules, (before.layout.n_copies,))
+        except MpipipeError as error:
+            return False, f"the plan stays: {error}"
+        stays, said = stays_as_it_is(self.costs, before, plan, self.program, self.variants.graph.groups)
         if comm.bcast_object(stays):
             return False, said
         self.saver.finish()
+        self.saver = Saver(comm)  # without the copy of the state that the old one keeps
         self.survival.keep(comm, self.steps_done, self.trainer)
         found = self.survival.find(comm)
         assert found is not None, "or it has raised"

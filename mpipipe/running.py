@@ -45,7 +45,7 @@ from mpipipe.runtime.sample import generate
 from mpipipe.runtime.slowness import Slow, Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.gather import together
-from mpipipe.state.owner import check_owner, own
+from mpipipe.state.owner import Owner, check_owner, own
 from mpipipe.state.resume import prune, set_aside, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY
 from mpipipe.state.verify import newest_sound
@@ -60,10 +60,11 @@ class Run:
 
     def __init__(
         self, config: Config, pipe: Pipeline, built: Built, run_dir: Path, log: Progress | Silent,
-        watchdog: Watchdog,
+        watchdog: Watchdog, owner: Owner | None,
     ) -> None:  # fmt: skip
+        """owner: of the run folder, on rank 0."""
         self.config, self.pipe, self.built, self.run_dir, self.log = config, pipe, built, run_dir, log
-        self.data, self.watchdog = pipe.data, watchdog
+        self.data, self.watchdog, self.owner = pipe.data, watchdog, owner
         self._opened = ExitStack()  # what a recovery opens
         self.lost: list[int] = []  # ranks, by their first numbers
         self.replayed = 0  # steps done again
@@ -140,6 +141,7 @@ class Run:
         self._begin()
         if pipe.rank != 0:
             return
+        self.owner = own(self.run_dir)
         if isinstance(self.log, Silent):
             log = Progress(steps, self.config.run.log_every, self.run_dir / "train.log", bar=False)
             self.log = self._opened.enter_context(log)
@@ -166,8 +168,6 @@ class Run:
         pipe = self.pipe
         self.recorder = Recorder(pipe.comm, pipe.program)
         self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
-        if pipe.rank == 0:
-            self.owner = own(self.run_dir)
         self._watch()
         self._make_room()
 
@@ -309,6 +309,7 @@ class Run:
         pipe, t = self.pipe, self.config.train
         folder = step_folder(self.run_dir, pipe.steps_done)
         if self.saved != pipe.steps_done:
+            together(self.comm, str(folder), self._check_owner)  # or the save itself would change its files
             pipe.begin_save(
                 folder, self._export,
                 lambda: prune(self.run_dir, t.keep, t.keep_every), background and bool(self.copied_bytes),
@@ -321,8 +322,12 @@ class Run:
 
     def _export(self, folder: Path) -> Sequence[str]:
         """On rank 0, when all shards are there and the manifest is not."""
-        check_owner(self.run_dir, self.owner)
+        self._check_owner()
         return self.built.export(folder)
+
+    def _check_owner(self) -> None:
+        if self.owner is not None and self.pipe.rank == 0:
+            check_owner(self.run_dir, self.owner)
 
     def end(self, last: Step, asked: list[str]) -> Report:
         """Sample, summary and drawings."""

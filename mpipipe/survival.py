@@ -96,7 +96,7 @@ def _needed(names: Iterable[str], variants: Variants, layout: Layout, rank: int)
     return {name for name in names if name in read or name.rpartition("/")[0] in owned}
 
 
-def compared(
+def stays_as_it_is(
     costs: Costs, before: Plan, after: Plan, program: Program, group_names: Sequence[str]
 ) -> tuple[bool, str]:
     """Of two plans, the second one made for ranks as slow as in `costs`: whether the first one stays, and

@@ -38,6 +38,7 @@ from mpipipe.report.trace import TRACE
 from mpipipe.running import Run
 from mpipipe.runtime.process import resident_memory
 from mpipipe.state.files import room_in
+from mpipipe.state.owner import own
 from mpipipe.state.resume import read_state, set_aside, unreadable
 from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY, create, make_latest, renew, reopen
 from mpipipe.state.verify import newest_sound
@@ -117,7 +118,8 @@ def train(
     comm.barrier()
     with room_in(run_dir), closing(Watchdog(comm.rank, comm.size, run_dir, config.run.watchdog)) as watchdog:
         watchdog.start()
-        return _train(comm, config, place, new_numerics, plan, [] if asked is None else asked, watchdog)
+        asked = [] if asked is None else asked
+        return _train(comm, config, place, new_numerics, plan, asked, watchdog)
 
 
 def _train(
@@ -155,15 +157,18 @@ def _train(
             initial=built.initial, resume=checkpoint, new_numerics=new_numerics, plan=plan, comm=comm,
             say=log.say,
         )  # fmt: skip
-        if resumed and comm.rank == 0:
+        owner = None
+        if comm.rank == 0:
             set_aside(passed_over)
+            owner = own(run_dir, pipe.steps_done)
+        if resumed and comm.rank == 0:
             renew(run_dir, config, pipe.steps_done)
             for name in (SUMMARY, TRACE, "timeline.png", PERFETTO):  # of where it ended before
                 (run_dir / name).unlink(missing_ok=True)
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         if comm.rank == 0:
             make_latest(config, run_dir)
-        with closing(Run(config, pipe, built, run_dir, log, watchdog)) as run:
+        with closing(Run(config, pipe, built, run_dir, log, watchdog, owner)) as run:
             return run.all(asked)
 
 

@@ -25,12 +25,12 @@ for env in "${MPIPIPE_VENV:-}" "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$SLURM_SU
     ! "$env/bin/python" -c "$find" 2>/dev/null || python=("$env/bin/python")
 done
 [ ${#python[@]} -gt 0 ] || fail "none of these has mpi4py and mpipipe: ${tried[*]}" "run make setup, or set MPIPIPE_VENV"
-on_nodes() { srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c "$1"; }
+on_nodes() { timeout "$1" srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c "$2"; }
 if [ "${MPIPIPE_STAGE:-}" = archive ] && [ -z "${MPIPIPE_CONTAINER:-}" ]; then # one file, not thousands per rank
     own=${TMPDIR:-/tmp}/mpipipe-$SLURM_JOB_ID python=("${python[0]%/bin/python}")
-    trap 'on_nodes "rm -rf $own $own.copy" || true' EXIT
+    trap 'rm -f "$own.tar"; on_nodes 60 "rm -rf $own $own.copy" || true' EXIT
     tar -C "${python[0]}" -cf "$own.tar" . && sbcast -f "$own.tar" "$own.copy" && rm "$own.tar"
-    on_nodes "mkdir -p $own && tar -C $own -xf $own.copy && rm $own.copy"
+    on_nodes 3600 "mkdir -p $own && tar -C $own -xf $own.copy && rm $own.copy"
     python=("$own/bin/python")
 fi
 

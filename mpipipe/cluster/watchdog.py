@@ -36,7 +36,7 @@ STOOD_STILL = 75  # exit code; EX_TEMPFAIL of sysexits.h: worth another try
 AUTO_S, AUTO_STEPS = 60.0, 10.0  # the limit is the larger one: seconds, and predicted steps
 SIGN_BYTES = 1024  # of a sign of life at least, so that it seldom changes its length
 OTHER_S = 600.0  # at least, outside of steps: planning, checkpoints and drawings count no instructions
-WORK_S, WORK_BYTES = 1.0, 1 << 24  # computed, read or written meanwhile by a rank that works at all
+WORK_S, WORK_BYTES = 30.0, 1 << 24  # computed, read or written meanwhile by a rank that works at all
 PERIOD_S = 2.0
 GATHER_S = 5.0  # for the records of the others
 _RECORDS = "records of all ranks: "
@@ -149,7 +149,7 @@ class Watchdog:
 
     def _run(self) -> None:
         period_s, last = min(PERIOD_S, self.limit_s / 6), time.monotonic()
-        self._seen: Hashable = None
+        self._seen: dict[str, Hashable] = {}  # the last of each kind
         self._since = self._neighbour_since = last
         self._neighbour: Hashable = None
         while not self._ended.wait(period_s):
@@ -177,9 +177,10 @@ class Watchdog:
 
     def _standstill(self, now: float) -> tuple[int, str, float] | None:
         """(the rank where the explanation begins, why, for how many seconds)."""
-        seen = self.phase, self.view.progress(), None if self._counts else self._work()
-        if seen != self._seen:
-            self._seen, self._since = seen, now
+        seen: dict[str, Hashable] = {"phase": self.phase, "instructions": self.view.progress()}
+        seen |= {} if self._counts else self._work()
+        if self._seen != (self._seen | seen):
+            self._seen, self._since = self._seen | seen, now
         limit_s = self.limit_s if self._counts else max(self.limit_s, OTHER_S)
         if (rest_s := now - self._since) > limit_s and (self._counts or not self._waits_for_work()):
             return self.rank, f"no progress for {rest_s:.0f} s, the limit is {limit_s:.0f} s", rest_s
@@ -193,15 +194,13 @@ class Watchdog:
             return after, f"no sign of life for {rest_s:.0f} s, the limit is {self.limit_s:.0f} s", rest_s
         return None
 
-    def _work(self) -> tuple[int, ...]:
+    def _work(self) -> dict[str, Hashable]:
         """What the watched thread has computed, and this process read and written. While it waits for
         another rank, which takes a core too: in which of its calls."""
         stack = stack_of(self._watched)
         if (call := waiting(stack)) is not None:
-            return tuple(frame.f_lasti for frame in stack[:call])
-        with suppress(OSError):
-            return _work(self._watched)
-        return ()
+            return {"waits": tuple(frame.f_lasti for frame in stack[:call])}
+        return {"computed": _computed(self._watched), "moved": _moved()}
 
     def _waits(self) -> bool:
         return waiting(stack_of(self._watched)) is not None
@@ -210,8 +209,8 @@ class Watchdog:
         """Whether this rank waits, and one of the others does not: that one knows whether it stands still."""
         if not self._neighbours or not self._waits():
             return False
-        others = set(range(self.size)) - {self.rank}
-        return any(not sign.doing.waits_for for sign in self._read(Sign, "alive", others).values())
+        others = (rank for rank in range(self.size) if rank != self.rank)  # rank 0 first, which does most
+        return any(not sign.doing.waits_for for _, sign in self._read(Sign, "alive", others))
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -245,7 +244,7 @@ class Watchdog:
             return len(records) == self.size
 
         self._await(all_there, GATHER_S)
-        signs = self._read(Sign, "alive", set(range(self.size)) - set(records))
+        signs = dict(self._read(Sign, "alive", set(range(self.size)) - set(records)))
         lines = diagnose(records, signs, start, rest_s)
         records_of = f"{_RECORDS}{self.folder}; the run ends with exit code {STOOD_STILL}"
         lines = [f"mpipipe: watchdog: {why} (run.watchdog)", *lines, records_of]
@@ -282,13 +281,11 @@ class Watchdog:
             return self.view.doing(stack_of(self._watched), self.phase)
         return Doing(0, self.phase)
 
-    def _read(self, cls: type[V], kind: str, ranks: Iterable[int]) -> dict[int, V]:
+    def _read(self, cls: type[V], kind: str, ranks: Iterable[int]) -> Iterator[tuple[int, V]]:
         """The files of these ranks that are there and whole."""
-        found = {}
         for rank in ranks:
             with suppress(OSError, ValueError):
-                found[rank] = from_json(cls, self._file(kind, rank).read_bytes())
-        return found
+                yield rank, from_json(cls, self._file(kind, rank).read_bytes())
 
     def _file(self, kind: str, rank: int | None = None) -> Path:
         return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
@@ -304,13 +301,17 @@ def _overwrite(path: Path, data: bytes) -> None:
         os.close(file)
 
 
-def _work(thread: int | None) -> tuple[int, int]:
-    """In units of `WORK_S` and `WORK_BYTES` (Linux, proc(5))."""
-    assert thread is not None
-    seconds = time.clock_gettime(time.pthread_getcpuclockid(thread))
-    both = (line.split() for line in Path("/proc/self/io").read_text().splitlines())
-    nbytes = sum(int(count) for name, count in both if name in ("rchar:", "wchar:"))
-    return int(seconds / WORK_S), nbytes // WORK_BYTES
+def _computed(thread: int | None) -> int:
+    """By a thread, in units of `WORK_S`."""
+    return int(time.clock_gettime(time.pthread_getcpuclockid(thread or 0)) / WORK_S)
+
+
+def _moved() -> int:
+    """Read and written by this process, in units of `WORK_BYTES` (Linux, proc(5)); 0 where nobody says."""
+    with suppress(OSError):
+        fields = (line.split() for line in Path("/proc/self/io").read_text().splitlines())
+        return sum(int(count) for name, count in fields if name in ("rchar:", "wchar:")) // WORK_BYTES
+    return 0
 
 
 def sign_of_life(folder: Path, rank: int) -> Hashable:

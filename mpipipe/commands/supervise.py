@@ -23,7 +23,7 @@ from pathlib import Path
 from mpipipe.cluster import hosts as known_hosts
 from mpipipe.cluster.death import cause
 from mpipipe.cluster.job import GRACE_S, PROGRAM, Job, remains
-from mpipipe.cluster.starter import Host, Starter, starter, surroundings_for
+from mpipipe.cluster.starter import SRUN, Host, Starter, starter, surroundings_for
 from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained, sign_of_life
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
@@ -220,7 +220,7 @@ class Supervisor:
     def _watch(self, job: Job) -> int | str:
         """The launcher's exit code; of one that is there though its ranks are not, what became of them."""
         linked, sign_at, left_at = self.config.run.dir is not None, 0.0, math.inf
-        begun, started_at = False, time.monotonic()
+        begun, started_at = self._queued(), time.monotonic()
         sign: Hashable = None
         limit = self.config.run.watchdog
         silent_s = max(SILENT_S, limit) if isinstance(limit, float | int) else SILENT_S
@@ -233,13 +233,17 @@ class Supervisor:
             if found is None or found != sign:
                 sign, sign_at = found, now
             begun |= found is not None
-            if not begun and limit != "off" and now - started_at > START_S:
+            if not (begun or limit == "off") and now - started_at > START_S:
                 return f"no rank has begun within {START_S:.0f} s: look at network, nodes and disk"
             if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended():
                 left_at = min(left_at, now)
             if now - sign_at > silent_s or now - left_at > LINGER_S:
                 return "no rank is there"
         return code
+
+    def _queued(self) -> bool:
+        """Whether the launcher itself may wait for its nodes, for days."""
+        return self.starter.family == SRUN and "SLURM_JOB_ID" not in self.environ
 
     def _program(self, again: bool) -> list[str]:
         o = self.options

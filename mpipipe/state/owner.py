@@ -1,11 +1,12 @@
-"""Who writes into a run folder: the ranks that began last, and no others.
+"""Who writes the checkpoints of a run: the ranks that began last.
 
 Two starts of one run meet where a job is submitted twice, or where a network parts the ranks and both halves
-go on. What an earlier one has under way is not made a checkpoint any more, and it ends.
+go on. An earlier one ends before its next checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from uuid import uuid4
 
 from mpipipe.errors import CheckpointError
 from mpipipe.state.files import write_text
+from mpipipe.state.resume import survey
 from mpipipe.values import Value, from_json, to_json
 
 OWNER = "owner.json"
@@ -30,8 +32,15 @@ class Owner(Value):
     since: str  # UTC
 
 
-def own(run_dir: Path) -> Owner:
-    """From here on the folder is this process's. Raises OSError."""
+def own(run_dir: Path, step: float = math.inf) -> Owner:
+    """From here on the checkpoints are this process's. step: it goes on after so many. Raises OSError, and
+    CheckpointError where another start has saved more of them meanwhile: that one goes on."""
+    for path, wrong in survey(run_dir, above=step):
+        if not wrong:
+            raise CheckpointError(
+                f"{path}: saved by another start of this run, while this one was to go on from step {step}; "
+                f"that one still runs, or see {run_dir / OWNER} for who it was, and start again"
+            )
     now = datetime.now(UTC).isoformat(timespec="seconds")
     owner = Owner(uuid4().hex, socket.gethostname(), os.getpid(), now)
     write_text(run_dir / OWNER, to_json(owner))

@@ -151,13 +151,13 @@ def _whole_folder(out: Path) -> Iterator[Path]:
     if out.exists():
         raise CheckpointError(f"{out}: is there already; name a new folder")
     try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed one: a container gives out few numbers
         partial.mkdir(parents=True)
-        try:
-            yield partial
-            sync_folder(partial)
-            partial.rename(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        yield partial
+        sync_folder(partial)
+        partial.rename(out)
         sync_folder(out.parent)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{out}: cannot be made ({error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -56,10 +56,13 @@ class Shards:
     def of(cls, kind: Kind, held: Sequence[Mapping[str, int]]) -> Shards:
         """held: by rank, the names and bytes of its tensors. Of what several replicas hold each writes about
         as much."""
-        has, writer = [0] * len(held), dict[str, int]()
-        for name in dict.fromkeys(name for names in held for name in names):
-            rank = min((rank for rank, names in enumerate(held) if name in names), key=has.__getitem__)
-            writer[name], has[rank] = rank, has[rank] + held[rank][name]
+        has, writer, holders = [0] * len(held), dict[str, int](), dict[str, list[int]]()
+        for rank, names in enumerate(held):
+            for name in names:
+                holders.setdefault(name, []).append(rank)
+        for name, ranks in holders.items():
+            rank = writer[name] = min(ranks, key=has.__getitem__)
+            has[rank] += held[rank][name]
         writers = sorted(set(writer.values()))
         files = {rank: shard_name(i, len(writers), kind) for i, rank in enumerate(writers)}
         return cls(kind, files, {name: files[rank] for name, rank in writer.items()})

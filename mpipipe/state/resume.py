@@ -145,7 +145,7 @@ def damage(folder: str | Path) -> str:
     return ""
 
 
-def survey(run_dir: str | Path, above: int = -1, before: float = math.inf) -> list[tuple[Path, str]]:
+def survey(run_dir: str | Path, above: float = -1, before: float = math.inf) -> list[tuple[Path, str]]:
     """The checkpoints of a run, newest first, each with its `damage`; of more steps than `above`, and fewer
     than `before`."""
     found = [path for path in (Path(run_dir) / FOLDER).glob("*") if above < _step(path) < before]

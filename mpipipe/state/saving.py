@@ -176,7 +176,7 @@ class Saver:
         writer.join()
         self._writer = None
         self.comm.barrier()  # now nobody writes into the folder
-        if self.comm.rank == 0 and writer.whole is None:
+        if self.comm.rank == 0 and not (writer.job.folder / RUN).exists():
             discard(writer.job.folder)
         try:
             raise_failures(str(writer.job.folder), failures)

@@ -102,7 +102,7 @@ def test_nor_do_those_that_wait_for_who_computes(ranks, monkeypatch, tmp_path) -
 
     def wait_for(dog: Watchdog, other: int) -> None:
         monkeypatch.setattr(dog, "_waits", lambda: True)
-        monkeypatch.setattr(dog, "_work", lambda: (1, 2))
+        monkeypatch.setattr(dog, "_work", lambda: {"waits": (1, 2)})
         monkeypatch.setattr(dog.view, "doing", lambda *_: Doing(0, "a broadcast", (other,)))
 
     wait_for(made[0], 1)

@@ -264,7 +264,8 @@ def test_a_plan_around_a_slow_rank_changes_no_bits(ranks: int, settings: dict[st
 def test_the_plan_stays_where_another_one_gains_nothing_or_the_data_cannot_go_back() -> None:
     def body(comm: Communicator) -> list[str]:
         pipe = pipeline(comm, recover="restart")
-        plan, said = pipe.plan, [pipe.plan_around({0: 3.0, 1: 3.0})]
+        pipe.plan_around({0: 3.0, 1: 3.0})  # it may find a better one, as updates were timed again since
+        plan, said = pipe.plan, [pipe.plan_around({0: 2.0, 1: 2.0})]
         pipe.data.exact = False
         said.append(pipe.plan_around({0: 30.0}))
         assert pipe.plan is plan

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import saved_run
 
 from mpipipe.errors import CheckpointError
 from mpipipe.state.owner import OWNER, check_owner, own
 
 
 def test_the_one_that_began_last_owns_a_run_folder(tmp_path: Path) -> None:
-    first = own(tmp_path)
+    first = own(tmp_path, 0)
     check_owner(tmp_path, first)
-    second = own(tmp_path)
+    second = own(tmp_path, 0)
     check_owner(tmp_path, second)
     with pytest.raises(CheckpointError, match=rf"{OWNER}: another .* as process {second.pid}; this one"):
         check_owner(tmp_path, first)
@@ -21,9 +22,17 @@ def test_the_one_that_began_last_owns_a_run_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [None, "", "{}", '{"id": 3}'])
 def test_without_a_readable_name_nobody_does(tmp_path: Path, text: str | None) -> None:
-    mine = own(tmp_path)
+    mine = own(tmp_path, 0)
     (tmp_path / OWNER).unlink()
     if text is not None:
         (tmp_path / OWNER).write_text(text)
     with pytest.raises(CheckpointError, match=f"{OWNER}: cannot be read"):
         check_owner(tmp_path, mine)
+
+
+def test_who_would_go_on_from_before_what_another_start_has_saved_does_not(tmp_path: Path) -> None:
+    saved_run.save_step(tmp_path, 6)
+    mine = own(tmp_path, 6)
+    with pytest.raises(CheckpointError, match=r"step-00000006: saved by another start .* from step 3;"):
+        own(tmp_path, 3)
+    check_owner(tmp_path, mine)
