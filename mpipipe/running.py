@@ -42,7 +42,7 @@ from mpipipe.report.truth import largest_miss, truths
 from mpipipe.runtime.flight import InterpreterView
 from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.runtime.sample import generate
-from mpipipe.runtime.slowness import Slow, Slowness
+from mpipipe.runtime.slowness import WINDOW, WINDOWS, Slow, Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.gather import together
 from mpipipe.state.owner import Owner, check_owner, own
@@ -87,6 +87,8 @@ class Run:
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}")
         for said in filter(None, (pipe.ops_why, pipe.messages_why)):
             self.log.say(said)
+        if self.config.run.slow_rank == "replan" and pipe.size > 1:
+            self.log.say(f"a rank that is slow for {WINDOW * WINDOWS} steps is planned around: run.slow_rank")
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         self._keep_plan()
         lost = False

@@ -29,7 +29,7 @@ from mpipipe.planner.schedules import (
     live_micro_batches,
     remaking_micro_batches,
 )
-from mpipipe.planner.sizes import size_text
+from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, crossing_s
 from mpipipe.planner.sweep import low_for, sweep, sweep_near
 from mpipipe.values import RECOMPUTE, Costs, Float64, Int64, Recompute
@@ -175,8 +175,8 @@ def check_stages(n_stages: int, n_groups: int, n_copies: int = 1) -> None:
     if n_stages > n_groups:
         each = f", {n_groups} for each replica" if n_copies > 1 else ""
         raise PlanError(
-            f"{n_stages} stages but only {n_groups} groups to cut between; start at most "
-            f"{n_groups * n_copies} ranks{each}"
+            f"{n_stages} stages but only {counted(n_groups, 'group')} to cut between; start at most "
+            f"{counted(n_groups * n_copies, 'rank')}{each}"
         )
 
 

@@ -185,7 +185,7 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
 
 def _called(t: Tried) -> str:
     replicas = f" in {t.copies} replicas" if t.copies > 1 else ""
-    return f"{t.micro_batches} of {t.micro_batch}, {t.schedule}{replicas}"
+    return f"{t.schedule} with {t.micro_batches} micro-batches of {t.micro_batch}{replicas}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

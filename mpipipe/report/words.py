@@ -26,6 +26,7 @@ PARTS = {  # of a step: field of Account -> its name, and what it is
 }
 
 _OF_FIGURES = 110  # columns that the summary needs; a narrower screen folds its lines, and no figure is lost
+_IDLE_OFF = 0.05  # of a step, between the predicted idle share and the measured one: as `_FAR_OFF`
 _FAR_OFF = 0.2  # of a prediction, from where on its changes are taken with care
 
 
@@ -107,6 +108,12 @@ def buys_back(run: RunData) -> tuple[tuple[WhatIf, ...], str]:
     ratio = run.report.step_s / run.plan.prediction.step_s if run.report else 1.0
     if abs(ratio - 1.0) > _FAR_OFF:
         told += f"; the measured step is {ratio:.2f} of the predicted one, and why is not in these costs"
+    elif run.report and abs(run.report.bubble - run.report.predicted_bubble) > _IDLE_OFF:
+        was, said = run.report.bubble, run.report.predicted_bubble
+        told += (
+            f"; ranks were to be idle for {said:.0%} of a step and were for {was:.0%}, so costs are off: "
+            "plan --refine takes those of this run"
+        )
     return found, told
 
 
