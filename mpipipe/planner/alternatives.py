@@ -29,6 +29,9 @@ _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of 
 _ENDLESS = 2**62  # bytes
 _NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
 MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
+MOST_PLANNED = (
+    4096  # ranks times micro-batches: the order of zb-planned takes seconds beyond, just to be compared
+)
 Cuts = tuple[int, ...]
 
 
@@ -154,7 +157,11 @@ class _Asked:
             if schedule == self.plan.layout.schedule:
                 continue
             same = stages_on(schedule, self.n_each) == self.n_stages == self.n_each
-            if same and schedule != PLANNED:
+            if schedule == PLANNED and self.n_ranks * self.plan.numerics.micro_batches > MOST_PLANNED:
+                yield Alternative(
+                    f"schedule {schedule}", None, None, f"not tried here; pipeline.schedule={PLANNED}"
+                )
+            elif same and schedule != PLANNED:
                 yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
             else:
                 yield self._planned_with(f"schedule {schedule}", schedule, self.n_copies)
