@@ -451,6 +451,7 @@ class Pipeline:
         gc.collect()
         self.comm = comm = self.comm.survivors()
         self.rank, self.size = comm.rank, comm.size
+        self.saver = Saver(comm)
         schedules = tuple(dict.fromkeys([*self._asked.schedules, PLAIN[0]]))  # some need a number of ranks
         self.plan = self._plan_anew(schedules, copies_of("auto", self.numerics, comm.size))
         found, model = self.survival.find(comm), self.variants.source
@@ -517,7 +518,6 @@ class Pipeline:
     def _begin_anew(self) -> None:
         self.variants.source.begin_from(self._initial)
         self.predicted = predict(self.costs, self.plan.layout, self.program, self.variants.graph.groups)[1]
-        self.saver = Saver(self.comm)
         every = self.plan.layout.mirror_every
         self.survival.begin_anew(self.comm, every, self.steps_done, self.trainer)
 

@@ -328,7 +328,7 @@ class Run:
         return self.built.export(folder)
 
     def _check_owner(self) -> None:
-        if self.owner is not None and self.pipe.rank == 0:
+        if self.owner is not None:
             check_owner(self.run_dir, self.owner)
 
     def end(self, last: Step, asked: list[str]) -> Report:

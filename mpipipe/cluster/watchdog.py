@@ -179,8 +179,9 @@ class Watchdog:
         """(the rank where the explanation begins, why, for how many seconds)."""
         seen: dict[str, Hashable] = {"phase": self.phase, "instructions": self.view.progress()}
         seen |= {} if self._counts else self._work()
-        if self._seen != (self._seen | seen):
-            self._seen, self._since = self._seen | seen, now
+        if not seen.items() <= self._seen.items():
+            self._seen |= seen
+            self._since = now
         limit_s = self.limit_s if self._counts else max(self.limit_s, OTHER_S)
         if (rest_s := now - self._since) > limit_s and (self._counts or not self._waits_for_work()):
             return self.rank, f"no progress for {rest_s:.0f} s, the limit is {limit_s:.0f} s", rest_s

@@ -220,9 +220,9 @@ class Supervisor:
     def _watch(self, job: Job) -> int | str:
         """The launcher's exit code; of one that is there though its ranks are not, what became of them."""
         linked, sign_at, left_at = self.config.run.dir is not None, 0.0, math.inf
-        begun, started_at = self._queued(), time.monotonic()
         sign: Hashable = None
         limit = self.config.run.watchdog
+        may_wait, begun, started_at = limit == "off" or self._queued(), False, time.monotonic()
         silent_s = max(SILENT_S, limit) if isinstance(limit, float | int) else SILENT_S
         while (code := job.wait(LOOK_S)) is None:
             now = time.monotonic()
@@ -233,7 +233,7 @@ class Supervisor:
             if found is None or found != sign:
                 sign, sign_at = found, now
             begun |= found is not None
-            if not (begun or limit == "off") and now - started_at > START_S:
+            if not (begun or may_wait) and now - started_at > START_S:
                 return f"no rank has begun within {START_S:.0f} s: look at network, nodes and disk"
             if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended():
                 left_at = min(left_at, now)

@@ -29,9 +29,7 @@ _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of 
 _ENDLESS = 2**62  # bytes
 _NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
 MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
-MOST_PLANNED = (
-    4096  # ranks times micro-batches: the order of zb-planned takes seconds beyond, just to be compared
-)
+MOST_PLANNED = 4096  # ranks times micro-batches: beyond, zb-planned takes seconds just to be compared
 Cuts = tuple[int, ...]
 
 

@@ -118,3 +118,13 @@ def test_one_that_cannot_be_made_is_a_row_and_the_plan_stands(
     assert rows["8 micro-batches, batch 32"].why == "2 stages, 8 micro-batches"
     assert rows["1 rank"].why == "1 stages, 4 micro-batches"
     assert rows["next best cut"].step_s is not None
+
+
+def test_the_order_of_zb_planned_is_worked_out_for_the_comparison_only_where_that_is_quick(
+    monkeypatch,
+) -> None:
+    assert found(uniform(8, 2), 2, 4)["schedule zb-planned"].step_s is not None
+    monkeypatch.setattr("mpipipe.planner.alternatives.MOST_PLANNED", 7)  # here 2 ranks, 4 micro-batches
+    assert found(uniform(8, 2), 2, 4)["schedule zb-planned"] == Alternative(
+        "schedule zb-planned", None, None, "not tried here; pipeline.schedule=zb-planned"
+    )

@@ -17,7 +17,7 @@ from mpipipe.report.compare import compare
 from mpipipe.report.run import RunData, read_run
 from mpipipe.report.summary import summary
 from mpipipe.report.whatif import what_if
-from mpipipe.report.words import where, words
+from mpipipe.report.words import buys_back, where, words
 from mpipipe.values import Costs, Device, GroupCost, Plan
 
 
@@ -82,6 +82,27 @@ def test_only_what_helps_is_told_the_best_first(run: RunData) -> None:
     assert all(w.saved_s > 0 for w in found)
     with pytest.raises(PlanError, match="no costs"):
         what_if(replace(run.plan, costs=None))
+
+
+@pytest.mark.parametrize(
+    ("step", "idle", "says"),
+    [
+        (1.0, 0.0, "no promises"),
+        (
+            1.5,
+            0.3,
+            "no promises; the measured step is 1.50 of the predicted one, and why is not in these costs",
+        ),
+        (1.0, 0.3, "were for 45%, so costs are off: plan --refine takes those of this run"),
+    ],
+)
+def test_costs_that_the_run_has_refuted_are_told(run: RunData, step: float, idle: float, says: str) -> None:
+    """step: measured over predicted; idle: how much more of it than predicted."""
+    assert run.report is not None
+    assert run.plan is not None
+    seconds = step * run.plan.prediction.step_s
+    report = replace(run.report, step_s=seconds, predicted_bubble=0.15, bubble=0.15 + idle)
+    assert buys_back(replace(run, report=report))[1].endswith(says)
 
 
 def test_the_parts_of_a_step_add_up(run: RunData) -> None:
