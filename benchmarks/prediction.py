@@ -1,6 +1,6 @@
 """What a run was predicted to take, and what it took: one JSON line for each model.
 
-    python -m benchmarks.prediction [--models gpt10m,gpt85m,...] [--rounds 3] [--ranks 2] [--start]
+    python -m benchmarks.prediction [--models gpt10m,...] [--rounds 3] [--ranks 2] [--start] [--tensors]
 
 Each round is the real command line in fresh processes, without costs of earlier runs (--cached: with them).
 Figures are medians over rounds; ratio = measured / predicted. For each rank and kind of instruction:
@@ -8,12 +8,15 @@ Figures are medians over rounds; ratio = measured / predicted. For each rank and
     wall     seconds, which others on the machine lengthen
     on core  seconds that the instruction had a core: predicted times of computing should be these
 
---start adds where the time from the launch to the first step goes. Progress goes to stderr.
+--start adds where the time from the launch to the first step goes. --tensors adds the most bytes of live
+storages in one step, by torch's profiler, which makes that step longer. Progress goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import os
 import statistics
@@ -23,6 +26,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 import mpipipe.graph.variants
 import mpipipe.measuring
@@ -35,8 +41,8 @@ from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import in_order, stage_costs
-from mpipipe.runtime.interpreter import Interpreter
-from mpipipe.values import Instr, Op, Plan, from_json
+from mpipipe.runtime.interpreter import Interpreter, Job, Outcome
+from mpipipe.values import Instr, Op, Plan, Program, from_json
 
 RESNET = """
 model: {name: resnet, channels: 3, size: 32, blocks: [2, 2, 2], widths: [32, 64, 128]}
@@ -48,6 +54,7 @@ STEPS = {"gpt": 30, "gpt10m": 8, "gpt85m": 4, "vgg": 6, "unet": 60, "resnet": 30
 FIGURES = (
     "step_s", "predicted_step_s", "peak_bytes", "predicted_peak_bytes", "bubble", "predicted_bubble",
 )  # fmt: skip
+PROFILED, PROFILED_STEP = "BENCHMARK_TENSORS", 2  # variable that ranks read; a step like those that follow
 COMPUTE = {"_forward": Op.F, "_backward": Op.B, "_norm": Op.NORM, "_step": Op.STEP}
 PARTS = (  # owner, function, name of the part
     (mpipipe.train, "resident_memory", "tracer"),
@@ -73,6 +80,17 @@ class TimedInterpreter(Interpreter):
 
     kept: list[tuple[int, str, float, float]] = []  # noqa: RUF012 - step, kind, wall, on core; one per process
 
+    tensor_peak_bytes = 0  # of the step that is profiled; in this process
+
+    def run(self, program: Program, job: Job) -> Outcome:
+        if not os.environ.get(PROFILED) or (job.mode, job.step) != ("train", PROFILED_STEP):
+            return super().run(program, job)
+        before = live_bytes()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            outcome = super().run(program, job)
+        TimedInterpreter.tensor_peak_bytes = before + most_added(found)
+        return outcome
+
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
         return found if name not in COMPUTE else self._timed(COMPUTE[name].name, found)
@@ -86,6 +104,23 @@ class TimedInterpreter(Interpreter):
                 self.kept.append((self.job.step, kind, wall, core))
 
         return run
+
+
+def live_bytes() -> int:
+    """Of all storages in memory that a tensor of Python shows."""
+    tensors = (t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter))
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors if t.device.type == "cpu" and t.layout == torch.strided
+    }  # fmt: skip
+    return sum(storages.values())
+
+
+def most_added(found: Any) -> int:
+    """The most bytes of storages made since the profile began, less those given back."""
+    events = (e for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(0, *itertools.accumulate(changes))
 
 
 class Start:
@@ -126,10 +161,12 @@ def rank_main(config: str, overrides: Sequence[str], out: Path, launched: float)
     comm = connect()
     start.parts["mpi"] = time.time() - before
     report = mpipipe.train.train(comm, load(config, overrides))
-    by_rank = comm.allgather_object((TimedInterpreter.kept, start.found()))
+    mine = TimedInterpreter.kept, start.found(), TimedInterpreter.tensor_peak_bytes
+    kept, starts, tensors = zip(*comm.allgather_object(mine), strict=True)
     if comm.rank == 0:
         found = {key: getattr(report, key) for key in FIGURES}
-        out.write_text(json.dumps(found | {"kept": [kept for kept, _ in by_rank], "start": by_rank[0][1]}))
+        more = {"kept": kept, "start": starts[0], "tensor_peak_bytes": tensors}
+        out.write_text(json.dumps(found | more))
     comm.close()
 
 
@@ -142,13 +179,21 @@ def one_round(config: str, overrides: Sequence[str], ranks: int) -> dict[str, An
         arguments = [config, *overrides, f"run.dir={run_dir}", "--out", out, "--launched", time.time()]
         launch(ranks, "-m", "benchmarks.prediction", *map(str, arguments))
         found: dict[str, Any] = json.loads(out.read_text())
-        found["predicted, wall, on core"] = _instructions(run_dir / "plan.json", found.pop("kept"))
+        plan = from_json(Plan, (run_dir / "plan.json").read_text())
+        found["predicted, wall, on core"] = _instructions(plan, found.pop("kept"))
+        found["predicted_tensor_peak_bytes"] = _tensors(plan)
     return found
 
 
-def _instructions(plan_path: Path, kept: Sequence[Sequence[tuple[int, str, float, float]]]) -> list[Any]:
+def _tensors(plan: Plan) -> list[int]:
+    """By rank, what is predicted without what was resident before."""
+    assert plan.costs is not None
+    pairs = zip(plan.prediction.peak_bytes, plan.costs.cluster.devices, strict=False)
+    return [peak - device.base_bytes for peak, device in pairs]
+
+
+def _instructions(plan: Plan, kept: Sequence[Sequence[tuple[int, str, float, float]]]) -> list[Any]:
     """Per rank and kind: seconds as predicted, on the wall and on a core; medians without the first step."""
-    plan = from_json(Plan, plan_path.read_text())
     assert plan.costs is not None
     cuts = cut_indices(plan.layout, [g.name for g in plan.costs.groups])
     stages = stage_costs(in_order(plan.costs, plan.layout.order), cuts)
@@ -192,7 +237,9 @@ def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:
             rounds.append(ratios(r) | r | {"load_before": load_before})
             text = f"predicted {r['predicted_step_s']:.4f} s, measured {r['step_s']:.4f} s a step"
             print(f"{model} round {i + 1}/{a.rounds}: {text} (load {load_before:.1f})", file=sys.stderr)
-    left_out = () if a.start else ("start",)
+    left_out = [] if a.start else ["start"]
+    if not a.tensors:
+        left_out += ["tensor_peak_bytes", "predicted_tensor_peak_bytes", "tensor_ratio"]
     found: dict[str, Any] = medians([{k: v for k, v in r.items() if k not in left_out} for r in rounds])
     return {"model": model} | found
 
@@ -209,9 +256,11 @@ def medians(rounds: Sequence[Any]) -> Any:
 def ratios(found: dict[str, Any]) -> dict[str, Any]:
     """Measured over predicted, of one round."""
     peaks = zip(found["peak_bytes"], found["predicted_peak_bytes"], strict=True)
+    tensors = zip(found["tensor_peak_bytes"], found["predicted_tensor_peak_bytes"], strict=True)
     return {
         "step_ratio": found["step_s"] / found["predicted_step_s"],
         "peak_ratio": [measured / predicted for measured, predicted in peaks],
+        "tensor_ratio": [measured / predicted for measured, predicted in tensors],
     }
 
 
@@ -230,6 +279,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--gemm", choices=("auto", "mkl", "onednn"), default="auto", help="as a user has it")
     parser.add_argument("--cached", action="store_true", help="with the costs of earlier runs")
     parser.add_argument("--start", action="store_true", help="also the parts of the start")
+    parser.add_argument("--tensors", action="store_true", help="also the most bytes of live storages")
     parser.add_argument("--out", help=argparse.SUPPRESS)  # given: this process is a rank
     parser.add_argument("--launched", type=float, help=argparse.SUPPRESS)
     a = parser.parse_args(argv)
@@ -238,6 +288,7 @@ def main(argv: Sequence[str]) -> None:
     if a.out:
         rank_main(a.config, a.overrides, Path(a.out), a.launched)
         return
+    os.environ[PROFILED] = "1" if a.tensors else ""
     for model in a.models.split(","):
         line = model_line(model, a)
         print(json.dumps(line | {"machine": machine()}), flush=True)
