@@ -9,16 +9,19 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import MpipipeError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
+from mpipipe.planner.joint import Replicas
 from mpipipe.state.digests import tensor_digest, weights_sha256
 
 
 def check_counts(
     batch: int, micro_batches: int | Literal["auto"], blocks: int, receive_window: int = 1,
-    replicas: int | Literal["auto"] = "auto",
+    replicas: Replicas = "auto",
 ) -> None:  # fmt: skip
-    for name, count in {"receive_window": receive_window, "replicas": replicas}.items():
-        if count != "auto" and count < 1:
-            raise MpipipeError(f"{name} = {count}; must be at least 1")
+    of_stages = replicas if isinstance(replicas, tuple) else () if replicas == "auto" else (replicas,)
+    for name, counts in {"receive_window": (receive_window,), "replicas": of_stages}.items():
+        for count in counts:
+            if count < 1:
+                raise MpipipeError(f"{name} = {count}; must be at least 1")
     if micro_batches == "auto":
         return
     if not 1 <= micro_batches <= batch:

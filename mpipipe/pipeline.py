@@ -40,9 +40,10 @@ from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.measuring import Measuring
 from mpipipe.models.losses import from_mean
+from mpipipe.planner.copies import Copies, ranks_in_each, shape_of
 from mpipipe.planner.given import check_given as check_given_plan
 from mpipipe.planner.given import check_ranks
-from mpipipe.planner.joint import Asked, copies_of, counts_of, schedules_of, search
+from mpipipe.planner.joint import Asked, Replicas, copies_of, counts_of, schedules_of, search
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish, check_stages
 from mpipipe.planner.schedules import PLAIN
@@ -104,8 +105,8 @@ class Pipeline:
                checkpoints
     blocks     equal blocks in which gradients of micro-batches are added up, or "auto": as many as ranks may
                share, decided at the first start, and then kept by checkpoints
-    replicas   whole copies of the pipeline, which share the micro-batches and the optimizer's state; as the
-               blocks allow. "auto": the number whose simulated step is the shortest
+    replicas   copies of the pipeline, or (2, 1) of each stage, which share the micro-batches and the
+               optimizer's state; as the blocks allow. "auto": those whose simulated step is the shortest
     schedule   1f1b, gpipe, one of your own, or "auto": the one whose simulated step is the shortest
     recompute  what backward makes again of the forward, to keep less: "none", "selective" (what is cheap:
                norms, activations), "full" (all), or "auto": on each rank what costs least of those that fit
@@ -148,7 +149,7 @@ class Pipeline:
         clip: float | None = None,
         threads: int | Literal["auto"] = 1,
         blocks: int | Literal["auto"] = 1,
-        replicas: int | Literal["auto"] = "auto",
+        replicas: Replicas = "auto",
         tied: Literal["per_use", "eager"] = "per_use",
         bits: Literal["torch", "fast"] = "torch",
         gemm: Literal["auto", "mkl", "onednn"] = "auto",
@@ -236,8 +237,9 @@ class Pipeline:
         counts = (count,) if count is not None else counts_of(batch, blocks)
         copies = (1,) if given_plan else copies_of(replicas, self.numerics, comm.size)
         asked = Asked(
-            self.numerics, counts, schedules_of(schedule), receive_window, comm.size, copies, recompute
-        )
+            self.numerics, counts, schedules_of(schedule), receive_window, comm.size, copies, recompute,
+            uneven=replicas == "auto",
+        )  # fmt: skip
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
         kind = device_kind(self.numerics.instruction_set)
         here = Measuring(comm, CostCache(cache_folder() if cost_cache else None, kind, self.say), self.say)
@@ -256,7 +258,8 @@ class Pipeline:
         if given_plan is not None:
             self._check_plan(given_plan, called)
         if given_plan is None:
-            check_stages(self.size // max(copies), len(self.variants.graph.groups))
+            least = min(ranks_in_each(n, self.size) for n in copies)
+            check_stages(least, len(self.variants.graph.groups))
         started = time.perf_counter()
         if settled is None:
             found = timing(self.variants, self.numerics)
@@ -481,7 +484,7 @@ class Pipeline:
             return False, "the plan stays: the data is a plain iterable, and cannot go back"
         self._cluster = self._cluster.slowed({by_first[rank]: by for rank, by in slower.items()})
         try:
-            plan = self._plan_anew(self._asked.schedules, (before.layout.n_copies,))
+            plan = self._plan_anew(self._asked.schedules, (shape_of(before.layout),))
         except MpipipeError as error:
             return False, f"the plan stays: {error}"
         stays, said = stays_as_it_is(self.costs, before, plan, self.program, self.variants.graph.groups)
@@ -500,10 +503,10 @@ class Pipeline:
         self._begin_anew()
         return True, said
 
-    def _plan_anew(self, schedules: tuple[str, ...], copies: tuple[int, ...]) -> Plan:
+    def _plan_anew(self, schedules: tuple[str, ...], copies: tuple[Copies, ...]) -> Plan:
         """For the ranks that there are, as they are. Collective."""
         self.costs = replace(self.costs, cluster=self._cluster.in_order(members(self.comm)))
-        asked = replace(self._asked, schedules=schedules, n_ranks=self.size, copies=copies)
+        asked = replace(self._asked, schedules=schedules, n_ranks=self.size, copies=copies, uneven=False)
         return self._plan(asked, None, None)
 
     def _take_up(self, found: Found) -> None:

@@ -371,7 +371,7 @@ class Layout(Value):
     """Where and in which order. Never changes the bits."""
 
     cuts: tuple[str, ...]  # the first group of each stage but stage 0
-    ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it, copy 0 first
+    ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it, the first copy first
     schedule: str
     receive_window: Annotated[int, Field(ge=1)]  # receives posted ahead, per rank
     recompute: tuple[Recompute, ...] = ()  # by stage; () = none anywhere
@@ -388,13 +388,20 @@ class Layout(Value):
 
     @property
     def n_copies(self) -> int:
-        """Of the pipeline."""
-        return len(self.ranks[0])
+        """Of the pipeline: as many as there are of the stages that have most."""
+        return max(map(len, self.ranks))
+
+    @property
+    def is_even(self) -> bool:
+        """Each stage has as many copies."""
+        return len({len(on) for on in self.ranks}) == 1
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """By copy, the rank of each stage."""
-        return tuple(zip(*self.ranks, strict=True))
+        """By copy of the pipeline, the rank of each stage. Of a stage that has fewer copies, each belongs to
+        several that follow each other."""
+        n = self.n_copies
+        return tuple(tuple(on[copy * len(on) // n] for on in self.ranks) for copy in range(n))
 
     @property
     def ranks_per_copy(self) -> int:
@@ -506,7 +513,8 @@ def share_of(copy: int, n_copies: int, n_micro: int) -> range:
 
 class Placed:
     """What schedules and programs have in common. Copy c of the pipeline does the micro-batches of its
-    `share`, on the ranks `copies[c]`."""
+    `share`, on the ranks `copies[c]`. A rank is in one of them; in several that follow each other where its
+    stages have fewer copies than others."""
 
     rank_of_stage: tuple[int, ...]  # in copy 0
     other_copies: tuple[tuple[int, ...], ...]  # likewise
@@ -524,8 +532,35 @@ class Placed:
     def share(self, copy: int) -> range:
         return share_of(copy, len(self.copies), self.n_micro)
 
+    @cached_property
+    def _served(self) -> dict[int, range]:
+        found: dict[int, range] = {}
+        for copy, ranks in enumerate(self.copies):
+            for rank in ranks:
+                found[rank] = range(found[rank].start if rank in found else copy, copy + 1)
+        return found
+
+    def copies_on(self, rank: int) -> range:
+        """The copies of the pipeline that it is in."""
+        return self._served[rank]
+
     def copy_on(self, rank: int) -> int:
-        return next(c for c, ranks in enumerate(self.copies) if rank in ranks)
+        """Which of the copies of its stages it holds."""
+        served = self._served[rank]
+        return served.start // len(served)
+
+    def share_on(self, rank: int) -> range:
+        """The micro-batches that it does."""
+        served = self._served[rank]
+        return range(self.share(served.start).start, self.share(served[-1]).stop)
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The ranks of its copies."""
+        return tuple(dict.fromkeys(ranks[stage] for ranks in self.copies))
+
+    def chain_of(self, micro: int) -> tuple[int, ...]:
+        """The rank of each stage for a micro-batch."""
+        return next(ranks for c, ranks in enumerate(self.copies) if micro in self.share(c))
 
 
 @dataclass(frozen=True, eq=False)

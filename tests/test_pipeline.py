@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from mpipipe.errors import (
     PlanError,
 )
 from mpipipe.planner import SCHEDULES
+from mpipipe.planner.copies import Copies, ranks_in_each, shape_of
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.stage import Stage
 from mpipipe.state.digests import tensor_digest
@@ -501,29 +503,31 @@ def masked(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     ("optimizer", "places"),
     [
         pytest.param(None, [(2, 2), (2, 1)], id="two ranks"),
+        pytest.param(None, [(3, (2, 1)), (3, (1, 2))], id="unlike numbers"),
+        pytest.param(None, [(5, (4, 1)), (2, 1), (4, (1, 2, 1))], id="many of them", marks=pytest.mark.full),
         pytest.param(None, [(4, 2), (4, 4), (4, 1), (1, 1)], id="four ranks", marks=pytest.mark.full),
         pytest.param(momentum, [(2, 2), (4, 4), (2, 1)], id="SGD and a scheduler", marks=pytest.mark.full),
     ],
 )
 def test_a_run_goes_on_with_any_number_of_replicas(
-    tmp_path: Path, optimizer: Any, places: list[tuple[int, int]]
+    tmp_path: Path, optimizer: Any, places: list[tuple[int, Copies]]
 ) -> None:
     """(ranks, replicas) of two steps each; optimizer state is spread over the replicas."""
     start = partial(pipeline, optimizer=optimizer, blocks=4, loss=masked, clip=0.5)
 
-    def goes_on(comm: Communicator, replicas: int) -> tuple[Result, list[int], int]:
+    def goes_on(comm: Communicator, replicas: Copies) -> tuple[Result, list[int], Copies]:
         steps = comm.bcast_object(max((int(p.name) for p in tmp_path.iterdir()), default=0))
         pipe = start(comm, replicas=replicas, resume=tmp_path / str(steps) if steps else None)
         found = result(pipe, 2)
         pipe.save(tmp_path / str(pipe.steps_done))
         sizes = comm.allgather_object(sum(t.nbytes for t in pipe.trainer.optimizer_state().values()))
-        return found, sizes, pipe.plan.layout.n_copies
+        return found, sizes, shape_of(pipe.plan.layout)
 
     expected = alone(lambda comm: [result(pipe := start(comm), 2), *(result(pipe, 2) for _ in places[1:])])
     for (ranks, replicas), wanted in zip(places, expected, strict=True):
         found, sizes, copies = run_local(ranks, lambda comm, n=replicas: goes_on(comm, n))[0]
         assert (found, copies) == (wanted, replicas)
-        assert sum(n > 0 for n in sizes) > ranks // replicas or replicas == 1
+        assert sum(n > 0 for n in sizes) > ranks_in_each(replicas, ranks) or replicas == 1
 
 
 @pytest.mark.parametrize(
@@ -533,7 +537,12 @@ def test_a_run_goes_on_with_any_number_of_replicas(
         pytest.param({"loss": masked, "micro_batches": "auto", "blocks": "auto"}, id="auto"),
     ],
 )
-def test_replicas_read_what_is_theirs(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "on"), [(2, ((0, 1),)), ((1, 2), ((0,), (1, 2))), ((2, 1), ((0, 1), (2,)))], ids=str
+)
+def test_replicas_read_what_is_theirs(
+    how: dict[str, Any], replicas: Copies, on: tuple[tuple[int, ...], ...]
+) -> None:
     """Also in an evaluation and a prediction whose micro-batches do not divide."""
     how = {"blocks": 2, "val": Samples(11, seed=2), "val_batch": 5, "metrics": {"accuracy": accuracy}, **how}
     data = how.pop("data", None)
@@ -544,9 +553,9 @@ def test_replicas_read_what_is_theirs(how: dict[str, Any]) -> None:
         values = {name: value.hex() for name, value in pipe.evaluate().items()}
         return found, values, pipe.predict({"x": Samples(5).x}), pipe.plan
 
-    ranks = run_local(2, lambda comm: body(comm, **{**how, "replicas": 2}))
+    ranks = run_local(len({*chain(*on)}), lambda comm: body(comm, **{**how, "replicas": replicas}))
     *first, plan = ranks[0]
-    assert plan.layout.ranks == ((0, 1),)
+    assert plan.layout.ranks == on
     how |= {"micro_batches": plan.numerics.micro_batches, "blocks": plan.numerics.blocks}
     *expected, _ = alone(lambda comm: body(comm, **how))
     assert plan.numerics.blocks == 2
@@ -557,8 +566,11 @@ def test_replicas_read_what_is_theirs(how: dict[str, Any]) -> None:
 def test_replicas_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1, or as many blocks"):
         run_local(2, lambda comm: pipeline(comm, replicas=2))
-    with pytest.raises(MpipipeError, match="replicas = 0; must be at least 1"):
-        alone(lambda comm: pipeline(comm, replicas=0))
+    with pytest.raises(PlanError, match=r"replicas 2\+1 are on 3 ranks, not 2; start 3"):
+        run_local(2, lambda comm: pipeline(comm, replicas=(2, 1), blocks=2))
+    for wrong in (0, (2, 0)):
+        with pytest.raises(MpipipeError, match="replicas = 0; must be at least 1"):
+            alone(lambda comm, n=wrong: pipeline(comm, replicas=n))
 
 
 def doubled(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:

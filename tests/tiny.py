@@ -29,6 +29,7 @@ from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import GPT, MLP, cross_entropy
+from mpipipe.planner.copies import Copies, ranks_in_each
 from mpipipe.planner.schedules import build
 from mpipipe.runtime.feed import split_evenly
 from mpipipe.runtime.optimizer import OptimizerSettings
@@ -228,12 +229,17 @@ def placement(schedule: str, n_ranks: int) -> tuple[int, ...]:
 
 def plan_of(
     case: Case, schedule: str, cuts: Sequence[str], window: int = 3, order: Sequence[int] = (),
-    copies: int = 1, recompute: Sequence[Recompute] = (),
+    copies: Copies = 1, recompute: Sequence[Recompute] = (),
 ) -> Plan:  # fmt: skip
     """order: the rank of each stage in copy 0, its number if not given; further copies on further ranks.
-    recompute: by stage, again from the first one on where they are fewer."""
-    order = tuple(order or range(len(cuts) + 1))
-    ranks = tuple(tuple(rank + c * len({*order}) for c in range(copies)) for rank in order)
+    copies: of all stages, or of each, and then on ranks that follow each other. recompute: by stage, again
+    from the first one on where they are fewer."""
+    if isinstance(copies, int):
+        order = tuple(order or range(len(cuts) + 1))
+        ranks = tuple(tuple(rank + c * len({*order}) for c in range(copies)) for rank in order)
+    else:
+        edges = itertools.pairwise((0, *itertools.accumulate(copies)))
+        ranks = tuple(tuple(range(*edge)) for edge in edges)
     modes = tuple(itertools.islice(itertools.cycle(recompute), len(ranks)))
     layout = Layout(tuple(cuts), ranks, schedule, window, recompute=modes)
     return Plan(case.numerics, layout, Prediction(0.0, 0.0, 0.0, (), 0.0, 0.0))
@@ -241,14 +247,14 @@ def plan_of(
 
 def train(
     comm: Communicator, case: Case, schedule: str = "1f1b", cuts: Sequence[str] | None = None,
-    variants: Variants | None = None, window: int = 3, order: Sequence[int] = (), copies: int = 1,
+    variants: Variants | None = None, window: int = 3, order: Sequence[int] = (), copies: Copies = 1,
     recompute: Sequence[Recompute] = (),
 ) -> Result:  # fmt: skip
     """A few steps; the same result on every rank. `cuts` are even ones if not given, for as many stages as
     `order` has, or the schedule on the ranks of a copy. Collective."""
     set_threads(case.numerics.threads)
     variants = variants or case.variants
-    order = order or placement(schedule, comm.size // copies)
+    order = order or placement(schedule, ranks_in_each(copies, comm.size))
     if cuts is None:
         cuts = even_cuts(variants.graph.groups, len(order))
     plan = plan_of(case, schedule, cuts, window, order, copies, recompute)

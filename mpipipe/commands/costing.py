@@ -71,7 +71,8 @@ class Costing:
         asked = replace(self.asked, counts=counts, n_ranks=n_ranks)
         numerics = replace(asked.of(counts[0]), blocks=blocks)
         copies = copies_of(self._pipeline.replicas, numerics, n_ranks)
-        return replace(asked, numerics=numerics, copies=copies)
+        uneven = self._pipeline.replicas == "auto"
+        return replace(asked, numerics=numerics, copies=copies, uneven=uneven)
 
     def _settle_gemm(self, machine: Machine, asked: Literal["auto"] | Gemm) -> str:
         """The route of the matrix products, and why it is this one."""

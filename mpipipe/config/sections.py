@@ -278,7 +278,7 @@ class PipelineConfig(Section):
     schedule: BuiltIn | Dotted | OrderFile = "1f1b"  # auto = fastest; or your own
     micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
     blocks: Positive | Literal["auto"] = 1  # equal blocks of additions, which replicas share; auto = by ranks
-    replicas: Positive | Literal["auto"] = "auto"  # whole copies of the pipeline; auto = the fastest plan
+    replicas: Positive | Sizes | Literal["auto"] = "auto"  # of all stages, or of each; auto = fastest
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
     receive_window: Positive = 4  # receives posted ahead per rank

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import legal_copies
+from mpipipe.planner.copies import Copies, legal_copies, replicas_text, shape_of
 from mpipipe.planner.joint import Tried, least_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.recompute import with_modes
-from mpipipe.planner.schedules import PLANNED, SCHEDULES, stages_on
+from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
+from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
@@ -65,6 +66,7 @@ class _Asked:
         self.cuts = cut_indices(plan.layout, names)
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
         self.n_copies, self.n_each = plan.layout.n_copies, plan.layout.ranks_per_copy
+        self.shape = shape_of(plan.layout)
         self._programs: dict[tuple[str, int], Program] = {}
 
     def all(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
@@ -126,7 +128,8 @@ class _Asked:
     def _stage_s(self, cuts: Cuts) -> np.ndarray:
         layout = self.plan.layout
         stages = stage_costs(in_order(self.costs, layout.order), cuts, layout.recompute)
-        return np.array([stage.seconds for stage in stages])
+        turns = [layout.n_copies // len(on) for on in layout.ranks]  # of copies of the pipeline on its rank
+        return np.array([stage.seconds * n for stage, n in zip(stages, turns, strict=True)])
 
     def _equal_groups(self) -> Cuts | None:
         n = len(self.names)
@@ -162,14 +165,20 @@ class _Asked:
             elif same and schedule != PLANNED:
                 yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
             else:
-                yield self._planned_with(f"schedule {schedule}", schedule, self.n_copies)
+                yield self._planned_with(f"schedule {schedule}", schedule, self.shape)
 
     def _other_copies(self) -> Iterator[Alternative]:
-        for copies in legal_copies(self.plan.numerics.blocks):
-            if copies != self.n_copies and self.n_ranks % copies == 0:
-                yield self._planned_with(counted(copies, "replica"), self.plan.layout.schedule, copies)
+        """All even numbers, and of unlike ones those that promise most."""
+        numerics, schedule = self.plan.numerics, self.plan.layout.schedule
+        for copies in legal_copies(numerics.blocks):
+            if copies != self.shape and self.n_ranks % copies == 0:
+                yield self._planned_with(replicas_text(copies), schedule, copies)
+        for shape in promising_shapes(self.costs, numerics, self.n_ranks)[:1]:
+            if shape != self.shape:
+                schedule = schedule if has_one_stage_each(schedule, len(shape)) else PLAIN[0]
+                yield self._planned_with(replicas_text(shape), schedule, shape)
 
-    def _planned_with(self, name: str, schedule: str, copies: int) -> Alternative:
+    def _planned_with(self, name: str, schedule: str, copies: Copies) -> Alternative:
         window = self.plan.layout.receive_window
         try:
             p = make_plan(
@@ -215,7 +224,7 @@ class _Asked:
         if t.made is not None:
             plan = t.made[0]
             other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
-            other += f"{counted(t.copies, 'replica')}, " if t.copies != self.n_copies else ""
+            other += f"{replicas_text(t.copies)}, " if t.copies != self.shape else ""
             return Alternative(name, t.step_s, t.step_s / ours - 1.0, other + self._bubbles(plan.prediction))
         if t.bound_s is None:
             return Alternative(name, None, None, first_sentence(t.why))

@@ -56,6 +56,16 @@ def work_bound_s(costs: Costs, n_micro: int, n_ranks: int, norm_s: float = 0.0) 
     return n_micro * bottleneck_bound_s(ranges.seconds, speed) + norm_s + update_s
 
 
+def uneven_bound_s(costs: Costs, n_micro: int, n_copies: int, n_ranks: int, norm_s: float = 0.0) -> float:
+    """As `work_bound_s`, where each stage has as many copies as it likes, `n_copies` at most: these share
+    the micro-batches with the heaviest group."""
+    seconds = Ranges(costs).seconds
+    speed = np.array([device.speed for device in costs.cluster.devices[:n_ranks]])
+    update_s = float(Ranges(costs).ending_at(len(costs.groups)).step_s[0]) / float(speed.sum())
+    heaviest_s = float(seconds.max() / speed.max()) / n_copies
+    return n_micro * max(float(seconds.sum() / speed.sum()), heaviest_s) + norm_s + update_s
+
+
 class _Longest:
     """Stages that each take as much as a limit lets them, and may be empty. The later a stage begins the
     later it can end: no cut within the limit comes farther."""

@@ -1,8 +1,12 @@
-"""How many copies of the pipeline there may be, and on which ranks they are.
+"""How many copies of the pipeline, or of single stages, there may be, and on which ranks they are.
 
 Exact copies: the gradients of micro-batches are added in `blocks` equal blocks, these by a fixed binary tree
 (`Numerics`). A copy does whole blocks, and what it adds up must be one whole sub-tree: the copies divide the
 blocks, and each has a power of two of them. So the bits are those of any other number of copies.
+
+Stages may have unlike numbers of copies, such as 15 and 1. Of two legal numbers the smaller one divides the
+larger one, so a copy of a stage with fewer serves as many copies of the others as any: it takes turns between
+their micro-batches, and adds up those of each apart.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from mpipipe.planner.stages import bounds, in_order, own_bytes, stage_costs
 from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost
 
 Order = tuple[int, ...]  # the rank of each stage
+Copies = int | tuple[int, ...]  # of the whole pipeline, or of each stage
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -30,17 +35,25 @@ def _whole_sub_trees(n_copies: int, blocks: int) -> bool:
     return left == 0 and each & (each - 1) == 0
 
 
-def check_copies(n_copies: int, n_ranks: int, numerics: Numerics) -> None:
+def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
     """Raises PlanError where so many copies would have other bits, or do not share the ranks evenly."""
     legal = legal_copies(numerics.blocks)
-    if n_copies not in legal:
-        raise PlanError(
-            f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a whole "
-            f"sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}, or as many blocks "
-            f"as {n_copies} or a power of two times that, which must divide micro_batches = "
-            f"{numerics.micro_batches}"
-        )
-    if n_ranks % n_copies:
+    of_stages = (copies,) if isinstance(copies, int) else copies
+    for n_copies in of_stages:
+        if n_copies not in legal:
+            raise PlanError(
+                f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a "
+                f"whole sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}, or as many blocks "
+                f"as {n_copies} or a power of two times that, which must divide micro_batches = "
+                f"{numerics.micro_batches}"
+            )
+    if not isinstance(copies, int):
+        if sum(copies) != n_ranks:
+            raise PlanError(
+                f"replicas {shape_text(copies)} are on {counted(sum(copies), 'rank')}, not "
+                f"{n_ranks}; start {sum(copies)}, or give pipeline.replicas other numbers"
+            )
+    elif n_ranks % (n_copies := copies):
         near = sorted({max(1, n_ranks // n_copies) * n_copies, -(-n_ranks // n_copies) * n_copies})
         raise PlanError(
             f"{counted(n_copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
@@ -63,12 +76,12 @@ def check_order(layout: Layout) -> None:
             "mode for each, or none at all"
         )
     ranks = [list(on) for on in layout.ranks]
-    if len({len(on) for on in ranks}) > 1 or not ranks[0]:
+    if not all(ranks) or any(layout.n_copies % len(on) for on in ranks):
         raise PlanError(
-            f"layout.ranks is {ranks}; the pipeline is copied as a whole: each stage must be on equally many "
-            "ranks, one for each copy, such as [[0, 2], [1, 3]]"
+            f"layout.ranks is {ranks}; each stage must be on one rank for each of its copies, such as "
+            "[[0, 2], [1, 3]] or [[0, 1], [2]], and its copies must divide the most that a stage has"
         )
-    of_copies = [rank for order in layout.copies for rank in set(order)]
+    of_copies = [rank for on in {*layout.ranks} for rank in on]
     if sorted(of_copies) != list(range(layout.n_ranks)):
         what = "each stage be on one rank: [[0], [1], ...], in any order"
         if layout.n_copies > 1:
@@ -104,6 +117,30 @@ def even_blocks(micro_batches: int | None, batch: int, n_ranks: int) -> int:
     return blocks
 
 
+def most_copies(copies: Copies) -> int:
+    """Of any stage."""
+    return copies if isinstance(copies, int) else max(copies)
+
+
+def ranks_in_each(copies: Copies, n_ranks: int) -> int:
+    """Ranks that a micro-batch goes through."""
+    return n_ranks // copies if isinstance(copies, int) else len(copies)
+
+
+def shape_of(layout: Layout) -> Copies:
+    return layout.n_copies if layout.is_even else tuple(map(len, layout.ranks))
+
+
+def shape_text(copies: Copies) -> str:
+    """ "4", or "2+1": of each stage."""
+    return str(copies) if isinstance(copies, int) else "+".join(map(str, copies))
+
+
+def replicas_text(copies: Copies) -> str:
+    """ "4 replicas", or "2+1 replicas"."""
+    return counted(copies, "replica") if isinstance(copies, int) else f"{shape_text(copies)} replicas"
+
+
 def placements(order: Order, n_copies: int, several_levels: bool) -> list[tuple[Order, ...]]:
     """Ways to put copies of a pipeline with stage s on the `order[s]`-th rank of its own: the ranks of a copy
     beside each other; where ranks are not all alike near, also the copies of a stage."""
@@ -118,16 +155,31 @@ def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageC
     as one, of which a copy owns all or nothing."""
     if layout.n_copies == 1:
         return stage_costs(in_order(costs, layout.order), cuts, layout.recompute)
-    costs, speeds = replace(costs, copies=layout.n_copies), [d.speed for d in costs.cluster.devices]
-    shards = [_shards(costs, first, end) for first, end in bounds(len(costs.groups), cuts)]
-    known: dict[tuple[float, ...], tuple[StageCost, ...]] = {}
+    speeds, edges = [d.speed for d in costs.cluster.devices], bounds(len(costs.groups), cuts)
+    of_count = {n: replace(costs, copies=n) for n in {len(on) for on in layout.ranks}}
+    shards = [_shards(of_count[len(on)], *edge) for on, edge in zip(layout.ranks, edges, strict=True)]
+    known: dict[tuple[int, tuple[float, ...]], tuple[StageCost, ...]] = {}
     found: list[StageCost] = []
     for copy, order in enumerate(layout.copies):
-        key = tuple(speeds[rank] for rank in order)
-        if key not in known:
-            known[key] = stage_costs(in_order(costs, order), cuts, layout.recompute)
-        found += [_owning(stage, of, copy, costs) for stage, of in zip(known[key], shards, strict=True)]
+        speed = tuple(speeds[rank] for rank in order)
+        for s, on in enumerate(layout.ranks):
+            n = len(on)
+            if (n, speed) not in known:
+                known[n, speed] = stage_costs(in_order(of_count[n], order), cuts, layout.recompute)
+            stage = _owning(known[n, speed][s], shards[s], copy * n // layout.n_copies, of_count[n])
+            apart = _sums_apart(costs.blocks, layout.n_copies, n)
+            held = apart * sum(group.param_bytes for group in costs.groups[slice(*edges[s])])
+            found.append(replace(stage, fixed_bytes=stage.fixed_bytes + held))
     return tuple(found)
+
+
+def _sums_apart(blocks: int, n_copies: int, of_stage: int) -> int:
+    """How many sums of gradients a rank holds beyond those of `Costs.held_per_param_byte`, where it adds up
+    the micro-batches of several copies of the pipeline apart."""
+    if of_stage == n_copies:
+        return 0
+    counted_ones = blocks.bit_length() if of_stage == 1 else (blocks // of_stage).bit_length() - 1
+    return n_copies // of_stage * (blocks // n_copies).bit_length() - 1 - counted_ones
 
 
 def _shards(costs: Costs, first: int, end: int) -> list[int]:

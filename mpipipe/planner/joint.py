@@ -20,30 +20,41 @@ from typing import Literal
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.bounds import bottleneck_bound_s, work_bound_s
-from mpipipe.planner.copies import check_copies, fastest_copy, legal_copies
+from mpipipe.planner.bounds import bottleneck_bound_s, uneven_bound_s, work_bound_s
+from mpipipe.planner.copies import (
+    Copies,
+    check_copies,
+    fastest_copy,
+    legal_copies,
+    most_copies,
+    ranks_in_each,
+)
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import PLAIN, SCHEDULES, build, check, check_name, stages_on
 from mpipipe.planner.search import check_bits, make_plan, norm_seconds
+from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
 LIKE = 1.01  # a step that is longer by less is as good
+Replicas = Copies | Literal["auto"]  # as a config gives them
 
 
 @dataclass(frozen=True)
 class Asked:
     """What is searched. numerics: with any number of micro-batches; counts: those to look at; schedules:
-    the first one is preferred; copies: of the pipeline, likewise."""
+    the first one is preferred; copies: of the pipeline, or of each stage, likewise; uneven: those of each
+    stage that promise most are looked at, too."""
 
     numerics: Numerics
     counts: tuple[int, ...]
     schedules: tuple[str, ...]
     receive_window: int
     n_ranks: int
-    copies: tuple[int, ...] = (1,)
+    copies: tuple[Copies, ...] = (1,)
     recompute: Wish = "none"
+    uneven: bool = False
 
     def of(self, count: int) -> Numerics:
         """With so many micro-batches."""
@@ -68,7 +79,7 @@ class Tried:
     made: Made | None
     bound_s: float | None
     why: str
-    copies: int = 1
+    copies: Copies = 1
 
     @property
     def step_s(self) -> float:
@@ -132,8 +143,9 @@ def schedules_of(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-def copies_of(replicas: int | Literal["auto"], numerics: Numerics, n_ranks: int) -> tuple[int, ...]:
-    """Numbers of copies of the pipeline to choose from. Raises PlanError for one that does not fit."""
+def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Copies, ...]:
+    """Numbers of copies to choose from: of the pipeline, or of each stage where they are given so. Raises
+    PlanError for one that does not fit."""
     if replicas == "auto":
         return tuple(n for n in legal_copies(numerics.blocks) if n_ranks % n == 0)
     check_copies(replicas, n_ranks, numerics)
@@ -175,7 +187,8 @@ def search(
 
     finder = _Finder(asked, late)
     for count in sorted(asked.counts, key=promise):
-        for copies in asked.copies:
+        shapes = promising_shapes(costs[count], asked.of(count), asked.n_ranks) if asked.uneven else []
+        for copies in (*asked.copies, *shapes):
             finder.look(count, costs[count], copies)
     return finder.joint()
 
@@ -197,16 +210,12 @@ class _Finder:
         self.was_late = self.was_late or self._late()
         return self.was_late
 
-    def look(self, count: int, costs: Costs, copies: int) -> None:
+    def look(self, count: int, costs: Costs, copies: Copies) -> None:
         """All schedules with one number of micro-batches and of copies, unless its bound rules it out."""
-        n_ranks, share = self.asked.n_ranks // copies, count // copies
-        of_copy = fastest_copy(costs, self.asked.n_ranks, copies)
-        whole_s = bound_s = share * _bottleneck_s(of_copy, n_ranks)
-        if bound_s < self.best_s * ROUNDING < math.inf and not self.late():
-            norm_s = norm_seconds(costs.cluster, self.asked.n_ranks)
-            whole_s = any_order_bound_s(of_copy, share, n_ranks, norm_s)
-            bound_s = work_bound_s(of_copy, share, n_ranks, norm_s)
+        whole_s, bound_s = self._bounds_s(count, costs, copies)
         for schedule in self.asked.schedules:
+            if isinstance(copies, tuple) and not has_one_stage_each(schedule, len(copies)):
+                continue
             least_s = whole_s if schedule in PLAIN else bound_s
             if least_s >= self.best_s * ROUNDING:
                 self._note(count, schedule, copies, None, least_s, "ruled out by its bound")
@@ -215,7 +224,20 @@ class _Finder:
             else:
                 self._simulate(costs, self.asked.of(count), schedule, copies)
 
-    def _simulate(self, costs: Costs, numerics: Numerics, schedule: str, copies: int) -> None:
+    def _bounds_s(self, count: int, costs: Costs, copies: Copies) -> tuple[float, float]:
+        """With whole backwards and one stage on each rank, and with any schedule."""
+        norm_s = norm_seconds(costs.cluster, self.asked.n_ranks)
+        if isinstance(copies, tuple):
+            return 2 * (uneven_bound_s(costs, count, max(copies), self.asked.n_ranks, norm_s),)
+        n_ranks, share = self.asked.n_ranks // copies, count // copies
+        of_copy = fastest_copy(costs, self.asked.n_ranks, copies)
+        bound_s = share * _bottleneck_s(of_copy, n_ranks)
+        if bound_s < self.best_s * ROUNDING < math.inf and not self.late():
+            whole_s = any_order_bound_s(of_copy, share, n_ranks, norm_s)
+            return whole_s, work_bound_s(of_copy, share, n_ranks, norm_s)
+        return bound_s, bound_s
+
+    def _simulate(self, costs: Costs, numerics: Numerics, schedule: str, copies: Copies) -> None:
         asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
         made: Made | None = None
         if why := self._why_not(schedule, numerics, copies):
@@ -238,20 +260,21 @@ class _Finder:
             self._note(count, schedule, copies, made, made[0].prediction.lower_bound_s, "")
         self.best_s = min(self.best_s, step_s(made))
 
-    def _why_not(self, schedule: str, numerics: Numerics, copies: int) -> str:
+    def _why_not(self, schedule: str, numerics: Numerics, copies: Copies) -> str:
         """Why there is no such order; "" where there is."""
-        n_ranks, count = self.asked.n_ranks // copies, numerics.micro_batches
+        n_ranks = ranks_in_each(copies, self.asked.n_ranks)
+        count = numerics.micro_batches // most_copies(copies)
         try:
-            order = build(schedule, stages_on(schedule, n_ranks), count // copies, n_ranks)
+            order = build(schedule, stages_on(schedule, n_ranks), count, n_ranks)
             check(order)
             check_bits(order, numerics)
         except (PlanError, DeadlockError) as error:
-            self.errors.setdefault(count, error)
+            self.errors.setdefault(numerics.micro_batches, error)
             return str(error)
         return ""
 
     def _note(
-        self, count: int, schedule: str, copies: int, made: Made | None, bound_s: float | None, why: str
+        self, count: int, schedule: str, copies: Copies, made: Made | None, bound_s: float | None, why: str
     ) -> None:
         size = self.asked.of(count).micro_batch
         self.tried.append(Tried(count, size, schedule, made, bound_s, why, copies))

@@ -12,7 +12,7 @@ and at the end of every rank's step
 with TIED here for tied="per_use". A split backward is I then W: GRAD messages stand around I, TIED
 around W. SEND_GRAD comes before SEND_TIED, it is what the other ranks wait for.
 
-Where there are copies of the pipeline, each owns some parameters of each stage. SHARD carries to it the
+Where there are copies of a stage, each owns some of its parameters. SHARD carries to it the
 gradients that another copy has for them, UPDATE the updated weights back: a stage's copies meet in pairs,
 in round k copy c and copy c ^ k, and exchange them (SEND, then RECV). So all ranks go through the same
 rounds, and a copy is given the gradients in an order in which it can add them in their binary tree at once.
@@ -72,7 +72,7 @@ def lower(
     pairs = tied_pairs(ties) if train else {}
     codes = []
     for rank, (actions, stages) in enumerate(zip(schedule.codes, stages_of_ranks(schedule), strict=True)):
-        wires = _Wires(schedule.copies, schedule.copy_on(rank), pairs, max(1, receive_window))
+        wires = [_Wires(schedule, c, pairs, max(1, receive_window)) for c in schedule.copies_on(rank)]
         last = list(_end_of_step(stages, wires, tied == "per_use")) if train else []
         codes.append(_written(actions, stages, wires, tied == "eager", last))
     return Program(
@@ -105,17 +105,18 @@ def max_tag(program: Program) -> int:
 
 
 def _written(
-    actions: Int32, stages: Sequence[int], wires: _Wires, eager: bool, last: Sequence[Instr]
+    actions: Int32, stages: Sequence[int], wires: Sequence[_Wires], eager: bool, last: Sequence[Instr]
 ) -> Int32:
-    """The instructions of one rank. Around each action of one kind and stage stand the same ones but for
-    the micro-batch: they are made once, and written for all of these actions together."""
-    parts = []
+    """The instructions of one rank. Around each action of one kind, stage and copy of the pipeline stand the
+    same ones but for the micro-batch: they are made once, and written for all of these actions together."""
+    parts, slots = [], wires[0].slots
     lengths = np.zeros(len(actions), np.int64)
-    for stage, kind in itertools.product(stages, (Op.F, Op.B, Op.I, Op.W)):
-        place = np.flatnonzero((actions[:, 0] == kind) & (actions[:, 1] == stage))
-        instrs = (
-            list(_with_messages(Action(kind, stage, 0), wires.n_stages, wires, eager)) if len(place) else []
-        )
+    for of_copy, stage, kind in itertools.product(wires, stages, (Op.F, Op.B, Op.I, Op.W)):
+        micro, share = actions[:, 2], of_copy.share
+        here = (micro >= share.start) & (micro < share.stop)
+        place = np.flatnonzero((actions[:, 0] == kind) & (actions[:, 1] == stage) & here)
+        action = Action(kind, stage, 0)
+        instrs = list(_with_messages(action, of_copy.n_stages, of_copy, eager)) if len(place) else []
         lengths[place] = len(instrs)
         parts.append((place, instrs))
     ends = np.cumsum(lengths)
@@ -127,7 +128,7 @@ def _written(
             codes[rows] = instr
             codes[rows, 2] = micros
             if instr.tag >= 0:
-                codes[rows, 5] += micros % wires.slots
+                codes[rows, 5] += micros % slots
     codes[len(codes) - len(last) :] = np.array(last, np.int32).reshape(-1, len(Instr._fields))
     return codes
 
@@ -136,11 +137,9 @@ class _Wires:
     """Who is where, seen from one copy of the pipeline, and which tag a message has. Both ends compute the
     same channel."""
 
-    def __init__(
-        self, copies: tuple[tuple[int, ...], ...], copy: int, pairs: dict[Pair, int], slots: int
-    ) -> None:
-        self.copies, self.copy, self.slots = copies, copy, slots
-        self.rank_of_stage = copies[copy]
+    def __init__(self, order: Schedule, copy: int, pairs: dict[Pair, int], slots: int) -> None:
+        self.order, self.copy, self.slots, self.share = order, copy, slots, order.share(copy)
+        self.rank_of_stage = order.copies[copy]
         self.pairs = tuple(pairs)
         self.n_stages, n_pairs = len(self.rank_of_stage), len(pairs)
         self._tied = {pair: 2 * self.n_stages + i for i, pair in enumerate(pairs)}
@@ -159,12 +158,16 @@ class _Wires:
         recv, channel = Op(send + 1), self._between_copies + stage
         if send == Op.SEND_UPDATE:
             channel += self.n_stages
-        for turn in range(1, 1 << (len(self.copies) - 1).bit_length()):
-            other = self.copy ^ turn
-            if other < len(self.copies):
-                peer = self.copies[other][stage]
+        holders = self.order.holders(stage)
+        own = holders.index(self.rank_of_stage[stage])
+        for turn in range(1, 1 << (len(holders) - 1).bit_length()):
+            if own ^ turn < len(holders):
                 for op in (send, recv):
-                    yield Instr(op, stage, -1, stage, peer, channel * self.slots)
+                    yield Instr(op, stage, -1, stage, holders[own ^ turn], channel * self.slots)
+
+    def is_first_of(self, stage: int) -> bool:
+        """Of the copies of the pipeline that its rank is in, the one in which it is given tied weights."""
+        return self.order.copies_on(self.rank_of_stage[stage]).start == self.copy
 
     def _channel(self, op: Op, stage: int, other: int) -> int:
         match op:
@@ -211,23 +214,26 @@ def _with_messages(action: Action, n_stages: int, wires: _Wires, eager: bool) ->
             yield from wires.message(Op.SEND_TIED, stage, micro, owner)
 
 
-def _end_of_step(stages: Sequence[int], wires: _Wires, merge_tied: bool) -> Iterator[Instr]:
+def _end_of_step(stages: Sequence[int], wires: Sequence[_Wires], merge_tied: bool) -> Iterator[Instr]:
     """Every rank goes through the pairs in the same order, sending or receiving: the first message
-    that is not done can always go on, so no circle of waits can close."""
+    that is not done can always go on, so no circle of waits can close. wires: of each copy of the pipeline
+    that the rank is in."""
+    first = wires[0]
     for stage in stages:
-        yield from wires.exchange(Op.SEND_SHARD, stage)
-    for user, owner in wires.pairs if merge_tied and wires.copy == 0 else ():
+        yield from first.exchange(Op.SEND_SHARD, stage)
+    for user, owner in first.pairs if merge_tied and first.copy == 0 else ():
         if user in stages:
-            yield from wires.message(Op.SEND_TIED, user, -1, owner)
+            yield from first.message(Op.SEND_TIED, user, -1, owner)
         if owner in stages:
-            yield from wires.message(Op.RECV_TIED, owner, -1, user)
+            yield from first.message(Op.RECV_TIED, owner, -1, user)
     yield Instr(Op.NORM, -1, -1)
     for stage in stages:
         yield Instr(Op.STEP, stage, -1)
     for stage in stages:
-        yield from wires.exchange(Op.SEND_UPDATE, stage)
-    for user, owner in wires.pairs:
-        if owner in stages:
-            yield from wires.message(Op.SEND_COPY, owner, -1, user)
+        yield from first.exchange(Op.SEND_UPDATE, stage)
+    for user, owner in first.pairs:
+        for of_copy in wires if owner in stages else ():
+            if of_copy.is_first_of(user):
+                yield from of_copy.message(Op.SEND_COPY, owner, -1, user)
         if user in stages:
-            yield from wires.message(Op.RECV_COPY, user, -1, owner)
+            yield from first.message(Op.RECV_COPY, user, -1, owner)

@@ -36,8 +36,8 @@ def with_modes(costs: Costs, layout: Layout, cuts: Sequence[int], program: Progr
         """Some rank that holds this stage, and the others that are with it."""
         stages = [of_mode[chosen[i % n]][i] for i in range(n * layout.n_copies)]
         return any(
-            int(rank_memory_bytes(program, stages, sizes, rank, copy).max(initial=0)) > room[rank]
-            for copy, rank in enumerate(layout.ranks[stage])
+            int(rank_memory_bytes(program, stages, sizes, rank).max(initial=0)) > room[rank]
+            for rank in layout.ranks[stage]
         )
 
     for rank in dict.fromkeys(layout.order):

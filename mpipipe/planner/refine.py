@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.copies import stages_in
+from mpipipe.planner.copies import shape_of, stages_in
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import WORTH
 from mpipipe.planner.recompute import wish_of
@@ -67,7 +67,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     try:
         best, _ = make_plan(
             costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks,
-            layout.n_copies, wish_of(layout),
+            shape_of(layout), wish_of(layout),
         )  # fmt: skip
         if layout.mirror_every:
             cuts = cut_indices(best.layout, names)

@@ -13,18 +13,21 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.bounds import work_bound_s
+from mpipipe.planner.bounds import uneven_bound_s, work_bound_s
 from mpipipe.planner.copies import (
+    Copies,
     check_copies,
     check_order,
     fastest_copy,
     loaded,
     placements,
+    shape_of,
+    shape_text,
     stages_in,
 )
 from mpipipe.planner.lower import lower
@@ -47,11 +50,12 @@ from mpipipe.planner.schedules import (
     to_text,
     zb_planned,
 )
-from mpipipe.planner.schedules.orders import is_in_two, is_plain
+from mpipipe.planner.schedules.orders import is_even, is_in_two, is_plain
 from mpipipe.planner.several import started
 from mpipipe.planner.simulate import message_bytes, simulate
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import StageTie, bounds, in_order, stage_costs, stage_ties
+from mpipipe.planner.uneven import balanced, has_one_stage_each
 from mpipipe.values import (
     Cluster,
     Costs,
@@ -79,17 +83,19 @@ def make_plan(
     receive_window: int,
     group_names: Sequence[str],
     n_ranks: int,
-    n_copies: int = 1,
+    n_copies: Copies = 1,
     recompute: Wish = "none",
 ) -> tuple[Plan, Program]:
     """Plan as many stages as the schedule has on `n_ranks` / `n_copies`, in the best of the orders of ranks
     that are promising: the next ones are taken only where they gain something. Raises PlanError if no cut
     fits (see `partition`), DeadlockError for an order that cannot end.
 
-    receive_window: at least; more where a schedule needs it. n_copies: of the pipeline. recompute:
-    "auto" = that of least time, for each cut that is looked at; they begin with those that fit without, where
-    there are any."""
+    receive_window: at least; more where a schedule needs it. n_copies: of the pipeline, or of each stage.
+    recompute: "auto" = that of least time, for each cut that is looked at; they begin with those that fit
+    without, where there are any."""
     check_copies(n_copies, n_ranks, numerics)
+    if not isinstance(n_copies, int):
+        return _uneven(costs, numerics, schedule, receive_window, group_names, n_copies, recompute)
     n_micro, n_each = numerics.micro_batches // n_copies, n_ranks // n_copies
     check_counts(replace(costs, copies=n_copies), n_micro, schedule, n_each)
     n_stages = stages_on(schedule, n_each)
@@ -110,9 +116,11 @@ def make_plan(
     orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied, recompute)
     for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
         copies = tuple(tuple(order[rank] for rank in homes) for order in on)
+        ranks = tuple(zip(*copies, strict=True))
         try:
+            starts = _starts(copies, of_copy, n_micro, schedule, receive_window, numerics, recompute)
             found = _plan_in(
-                copies, costs, numerics, schedule, receive_window, group_names, bound_s, recompute
+                ranks, starts, costs, numerics, schedule, receive_window, group_names, bound_s, recompute
             )
         except (PlanError, DeadlockError) as error:  # it may fit in another order
             first = first or error
@@ -125,32 +133,60 @@ def make_plan(
     return best
 
 
-def _plan_in(
-    copies: tuple[Order, ...], costs: Costs, numerics: Numerics, schedule: str, receive_window: int,
-    group_names: Sequence[str], bound_s: Callable[[Program], float], recompute: Wish,
+def _uneven(
+    costs: Costs, numerics: Numerics, schedule: str, receive_window: int, group_names: Sequence[str],
+    copies: tuple[int, ...], recompute: Wish,
 ) -> tuple[Plan, Program]:  # fmt: skip
-    """With stage s of copy c on rank `copies[c][s]`; cuts begin with those that suit copy 0."""
+    """With so many copies of each stage, on ranks that follow each other."""
+    n_micro, n_stages = numerics.micro_batches // max(copies), len(copies)
+    check_counts(replace(costs, copies=max(copies)), n_micro, schedule, n_stages)
+    if not has_one_stage_each(schedule, n_stages):
+        raise PlanError(
+            f"replicas {shape_text(copies)}: unlike numbers need one stage on each rank, in an order that "
+            f"does not follow from costs, and schedule {schedule} is not so; choose 1f1b, gpipe or zb-h1"
+        )
+    check_stages(n_stages, len(costs.groups))
+    edges = (0, *itertools.accumulate(copies))
+    ranks = tuple(tuple(range(*edge)) for edge in itertools.pairwise(edges))
+    starts = [balanced(costs, copies)]
+    return _plan_in(
+        ranks, starts, costs, numerics, schedule, receive_window, group_names,
+        cache(partial(least_step_s, costs)), recompute,
+    )  # fmt: skip
+
+
+def _starts(
+    copies: tuple[Order, ...], of_copy: Costs, n_micro: int, schedule: str, receive_window: int,
+    numerics: Numerics, recompute: Wish,
+) -> Sequence[Cuts]:  # fmt: skip
+    """Cuts that suit copy 0. n_micro: of a copy."""
+    order = copies[0]
+    if len(set(order)) < len(order):
+        return started(of_copy, order, n_micro, schedule, receive_window, numerics.tied, recompute)
+    placed = in_order(of_copy, order)
+    return [
+        partition(
+            placed, n_micro, PLAIN[0] if schedule == PLANNED else schedule, len(order), receive_window,
+            numerics.tied, update, finest=numerics.micro_batch == 1, recompute=recompute,
+        ).cuts
+        for update in (False, True)
+    ]  # fmt: skip
+
+
+def _plan_in(
+    ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts], costs: Costs, numerics: Numerics,
+    schedule: str, receive_window: int, group_names: Sequence[str], bound_s: Callable[[Program], float],
+    recompute: Wish,
+) -> tuple[Plan, Program]:  # fmt: skip
+    """With these ranks for each stage, and the best cuts from `starts` on."""
     programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
-    n_micro, order = numerics.micro_batches // len(copies), copies[0]
-    of_copy = replace(costs, copies=len(copies))
-    if len(set(order)) == len(order):
-        placed = in_order(of_copy, order)
-        starts = [
-            partition(
-                placed, n_micro, PLAIN[0] if schedule == PLANNED else schedule, len(order), receive_window,
-                numerics.tied, update, finest=numerics.micro_batch == 1, recompute=recompute,
-            ).cuts
-            for update in (False, True)
-        ]  # fmt: skip
-    else:
-        starts = started(of_copy, order, n_micro, schedule, receive_window, numerics.tied, recompute)
 
     @cache
     def laid(cuts: Cuts) -> tuple[Layout, Program]:
         names = tuple(group_names[cut] for cut in cuts)
-        layout = Layout(names, tuple(zip(*copies, strict=True)), schedule, receive_window)
+        layout = Layout(names, ranks, schedule, receive_window)
         if schedule == PLANNED:
-            layout = replace(layout, actions=_planned(of_copy, copies, cuts, n_micro, receive_window))
+            layout = replace(layout, actions=_planned(costs, layout, cuts, numerics))
         key = stage_ties(costs.ties, cuts), layout.actions
         if key not in programs:
             programs[key] = with_window(layout, numerics, costs.ties, group_names)
@@ -163,24 +199,23 @@ def _plan_in(
         prediction = predict(costs, layout, program, group_names, bound_s(program))[0]
         return Plan(numerics, layout, prediction, costs)
 
-    best = _refine(plan, starts, len(group_names), len(order) * n_micro)
+    work = len(ranks) * numerics.micro_batches // max(map(len, ranks))
+    best = _refine(plan, starts, len(group_names), work)
     return best, laid(cut_indices(best.layout, group_names))[1]
 
 
-def _planned(
-    costs: Costs, copies: tuple[Order, ...], cuts: Cuts, n_micro: int, window: int
-) -> tuple[str, ...]:
+def _planned(costs: Costs, layout: Layout, cuts: Cuts, numerics: Numerics) -> tuple[str, ...]:
     """The order of each rank that suits the costs of copy 0 and the memory of all, as `Layout.actions`."""
-    order, devices = copies[0], costs.cluster.devices
-    stages, cluster = stage_costs(in_order(costs, order), cuts), costs.cluster.loaded(*copies)
+    order, copies, of_copy = layout.order, layout.copies, replace(costs, copies=layout.n_copies)
+    stages, cluster = stage_costs(in_order(of_copy, order), cuts), costs.cluster.loaded(*copies)
     links = [cluster.link(a, b) for a, b in itertools.pairwise(order)]
-    room = [device.memory_bytes - device.base_bytes for device in devices]
-    free = [min(room[rank] for rank in on) for on in zip(*copies, strict=True)]
+    room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
+    free = [min(room[rank] for rank in on) for on in layout.ranks]
     schedule = zb_planned(
-        stages, n_micro, free,
+        stages, numerics.micro_batches // layout.n_copies, free,
         [*(link.seconds(s.act_bytes) for link, s in zip(links, stages[:-1], strict=True)), 0.0],
         [0.0, *(link.seconds(s.grad_bytes) for link, s in zip(links, stages[1:], strict=True))],
-        window,
+        layout.receive_window,
     )  # fmt: skip
     return tuple(to_text(schedule).splitlines())
 
@@ -275,7 +310,7 @@ def program_for(
     """
     cuts = cut_indices(layout, group_names)
     if train:
-        check_copies(layout.n_copies, layout.n_ranks, numerics)
+        check_copies(shape_of(layout), layout.n_ranks, numerics)
     schedule = _order(layout, n_micro or numerics.micro_batches, train)
     check_bits(schedule, numerics)
     program = lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
@@ -335,8 +370,10 @@ def predict(
 def least_step_s(costs: Costs, program: Program) -> float:
     """No cut, and no order of ranks, makes a step of such a program shorter."""
     n_ranks, n_copies = len(program.codes), len(program.copies)
-    bound = any_order_bound_s if is_plain(program) else work_bound_s
     norm_s = norm_seconds(costs.cluster, n_ranks)
+    if not is_even(program):
+        return uneven_bound_s(costs, program.n_micro, n_copies, n_ranks, norm_s)
+    bound = any_order_bound_s if is_plain(program) else work_bound_s
     return bound(fastest_copy(costs, n_ranks, n_copies), len(program.share(0)), n_ranks // n_copies, norm_s)
 
 

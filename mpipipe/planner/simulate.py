@@ -65,34 +65,34 @@ def simulate(
 
 def memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
     """What each rank holds during each instruction."""
-    copies = _copies(program)
-    return tuple(rank_memory_bytes(program, stages, sizes, rank, copies[rank]) for rank in range(len(copies)))
+    return tuple(rank_memory_bytes(program, stages, sizes, rank) for rank in range(len(program.codes)))
 
 
 def rank_memory_bytes(
-    program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int, copy: int
+    program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int
 ) -> Int64:
-    """What a rank of a copy holds during each instruction: what is fixed, the stash of its live
+    """What a rank holds during each instruction: what is fixed, the stash of its live
     micro-batches, what was made again of it, the largest workspace while it computes, the largest sum of
     `receive_window` receives that follow each other, as receive buffers are kept for the next ones, and the
     sums of other copies while they come in."""
     codes, window, n = program.codes[rank], program.receive_window, program.n_stages
+    copy = program.copies_on(rank).start
     own = stages[copy * n : (copy + 1) * n]
     mine = [s for s, on in enumerate(program.copies[copy]) if on == rank]
+    alike = max((len(program.holders(s)) for s in mine), default=1)  # copies, of each of them
     stash, remade = np.zeros((2, n), np.int64)
     for s in mine:
         stash[s], remade[s] = own[s].stash_bytes, own[s].remade_bytes
     fixed = sum(own[s].fixed_bytes for s in mine) + _window_peak(codes, sizes[rank], window)
     workspace = max((own[s].workspace_bytes for s in mine), default=0)
-    shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(len(program.copies)) * sizes[rank], 0)
+    shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(alike) * sizes[rank], 0)
     held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]]) + shards
     return np.asarray(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0), np.int64)
 
 
 def _copies(program: Program) -> list[int]:
-    """By rank, the copy of the pipeline that it belongs to."""
-    found = {rank: copy for copy, ranks in enumerate(program.copies) for rank in ranks}
-    return [found[rank] for rank in range(len(program.codes))]
+    """By rank, a copy of the pipeline that it is in."""
+    return [program.copies_on(rank).start for rank in range(len(program.codes))]
 
 
 def _window_peak(codes: Int32, nbytes: Int64, window: int) -> int:
@@ -162,7 +162,8 @@ def instruction_seconds(
     out = []
     for rank, (copy, codes, nbytes) in enumerate(zip(_copies(program), program.codes, sizes, strict=True)):
         seconds = tables[copy][codes[:, 0], codes[:, 1]]
-        once = np.flatnonzero(IS_SEND[codes[:, 0]] & ~IS_NEAR[codes[:, 0]])
+        alike = IS_NEAR if len(program.copies_on(rank)) == 1 else np.zeros_like(IS_NEAR)
+        once = np.flatnonzero(IS_SEND[codes[:, 0]] & ~alike[codes[:, 0]])
         seconds[once] = [
             cluster.link(rank, peer).seconds(size)
             for peer, size in zip(codes[once, 4].tolist(), nbytes[once].tolist(), strict=True)

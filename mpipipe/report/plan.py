@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mpipipe.planner.alternatives import Alternative
-from mpipipe.planner.copies import stages_in
+from mpipipe.planner.copies import replicas_text, shape_of, shape_text, stages_in
 from mpipipe.planner.joint import Joint, Tried, least_s
 from mpipipe.planner.noise import WORTH, Noise
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.whole import Order
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
-from mpipipe.values import Costs, Plan, Timeline
+from mpipipe.values import Costs, Layout, Plan, Timeline
 
 _MOST_LISTED = 8  # numbers
 _MOST_ROWS = 24  # of stages; more do not fit on a screen
@@ -46,7 +46,7 @@ def describe(
     if timed is not None and timed[0] < timed[1]:
         source = f"cached, {timed[0]} of {timed[1]} timed anew,"
     return (
-        f"plan ({plan.layout.schedule}, {n.split}, {_replicas(plan.layout.n_copies)}"
+        f"plan ({plan.layout.schedule}, {n.split}, {_replicas(plan.layout)}"
         f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
         f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}{_recomputed(plan, costs)}"
         f"predicted step {_seconds(p.step_s)}, bubble {p.bubble:.1%}; no cut is faster than "
@@ -69,8 +69,8 @@ def _on_ranks(plan: Plan) -> str:
     return "".join([*lines, *more])
 
 
-def _replicas(copies: int) -> str:
-    return f"{copies} replicas, " if copies > 1 else ""
+def _replicas(layout: Layout) -> str:
+    return f"{replicas_text(shape_of(layout))}, " if layout.n_copies > 1 else ""
 
 
 def _recomputed(plan: Plan, costs: Costs) -> str:
@@ -142,7 +142,7 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     return (
         f"{table}\n{more}{_on_ranks(plan)}{recomputed}\n"
         f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
-        f"{n.split}, {_replicas(plan.layout.n_copies)}bubble {p.bubble:.1%}\n"
+        f"{n.split}, {_replicas(plan.layout)}bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
         f"most memory: rank {fullest}, {_memory(p.peak_bytes[fullest], memory)} {memory}"
     )
@@ -165,9 +165,9 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
     best = joint.best
     others = [t for t in joint.tried if t.bound_s is not None and t is not best]
     tried = ", ".join(dict.fromkeys(t.schedule for t in joint.tried))
-    copies = sorted({t.copies for t in joint.tried})
+    copies = list(dict.fromkeys(shape_text(t.copies) for t in joint.tried))
     if len(copies) > 1:
-        tried += f" in {_listed(copies)} replicas"
+        tried += f" in {', '.join(copies)} replicas"
     if sizes:
         others = [t for t in others if t.micro_batches != best.micro_batches]
         counts = sorted({t.micro_batches for t in joint.tried})
@@ -184,7 +184,7 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
 
 
 def _called(t: Tried) -> str:
-    replicas = f" in {t.copies} replicas" if t.copies > 1 else ""
+    replicas = f" in {replicas_text(t.copies)}" if t.copies != 1 else ""
     return f"{t.schedule} with {t.micro_batches} micro-batches of {t.micro_batch}{replicas}"
 
 

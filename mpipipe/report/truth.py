@@ -1,6 +1,6 @@
 """What was predicted of each stage and kind of instruction, and what happened.
 
-Seconds of a whole step; of several copies of the pipeline their mean. messages: waits for a message that is
+Seconds of a whole step; of several copies of a stage their mean. messages: waits for a message that is
 on its way; norm: the collective once all ranks are there (as in `account`). Waiting for work of other ranks
 belongs to no kind.
 """
@@ -53,10 +53,11 @@ def truths(timelines: dict[str, Timeline]) -> tuple[Truth, ...]:
 
 def _kinds(timeline: Timeline) -> dict[str, Float64]:
     """(stages,) of each kind, in the order in which they are shown."""
-    found, of_rank = stage_seconds(timeline), account(timeline)
-    copies = np.array(timeline.program.copies)  # (copies, stages), of ranks
+    found, of_rank, program = stage_seconds(timeline), account(timeline), timeline.program
+    copies = np.array(program.copies)  # (copies, stages), of ranks
+    ranks = np.array([len(program.holders(stage)) for stage in range(program.n_stages)])
     return {
-        **{op.name: found[op] / len(copies) for op in _SHOWN if op in found},
+        **{op.name: found[op] / ranks for op in _SHOWN if op in found},
         "NORM": np.array([each.norm_s for each in of_rank])[copies].mean(axis=0),
         "messages": np.array([each.exposed_s for each in of_rank])[copies].mean(axis=0),
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import loaded, stages_in
+from mpipipe.planner.copies import loaded, shape_of, stages_in
 from mpipipe.planner.recompute import wish_of
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
@@ -55,7 +55,7 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
 
 def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], float]]]:
     """What is changed, how it is done, and the function that simulates the step."""
-    numerics, layout, n, copies = plan.numerics, plan.layout, plan.layout.n_ranks, plan.layout.n_copies
+    numerics, layout, n, copies = plan.numerics, plan.layout, plan.layout.n_ranks, shape_of(plan.layout)
 
     def planned(
         costs: Costs, numerics: Numerics = numerics, schedule: str = layout.schedule, n: int = n
@@ -82,6 +82,9 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
             )
     if n > 1:
         yield ("free links", "a bound: no network is", lambda: planned(_free(costs)))
+    if isinstance(copies, tuple):  # other ranks need other copies
+        return
+    if n > 1:
         yield ("stages of equal work", "a bound: groups cannot be cut", lambda: _balanced_s(plan, costs))
     if n > copies:
         less = "one rank less" + " for each replica" * (copies > 1)

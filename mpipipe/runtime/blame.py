@@ -98,7 +98,7 @@ def _resolve(stages: Sequence[_Seen]) -> str:
 
 def _replay(comm: Communicator, interpreter: Interpreter, source: Source, micro: int) -> list[_Seen]:
     """By stage, of the copy of the pipeline that does the micro-batch. Collective."""
-    ranks, last = interpreter.rank_of_stage, interpreter.n_stages - 1
+    ranks, last = interpreter.program.chain_of(micro), interpreter.n_stages - 1
     seen: dict[int, _Seen] = {}
     tensors: list[Tensor] = []
     for s in interpreter.stages if micro in interpreter.share else ():

@@ -24,7 +24,7 @@ from torch import Tensor
 from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.runtime.stage import Stage
-from mpipipe.runtime.weights import StageWeights
+from mpipipe.runtime.weights import StageWeights, Tree
 from mpipipe.values import Program
 
 
@@ -34,7 +34,7 @@ class Copies:
     def __init__(self, stage: Stage, updates: Sequence[BufferUpdate]) -> None:
         self.stage, self.weights, self.copy = stage, stage.weights, stage.weights.copy
         self._updates = updates
-        self._sums: dict[tuple[int, int], list[Tensor]] = {}  # (level, index) of the tree
+        self._tree = Tree()
         self._left = 0  # copies whose sums have not come
 
     # -- gradients and statistics ------------------------------------------------------------------
@@ -70,28 +70,11 @@ class Copies:
     def _empty(self, update: BufferUpdate) -> Tensor:
         return torch.empty_like(self.weights.buffer(update.buffer))
 
-    @torch.no_grad()
     def _add(self, copy: int, sums: list[Tensor]) -> None:
-        level, index = 0, copy
-        while (neighbour := self._sums.pop((level, index ^ 1), None)) is not None:
-            for its, mine in zip(neighbour, sums, strict=True):
-                its.add_(mine)
-            sums, level, index = neighbour, level + 1, index >> 1
-        self._sums[level, index] = sums
+        self._tree.add(copy, sums)
         self._left -= 1
         if self._left == 0:
-            self._finish()
-
-    def _finish(self) -> None:
-        """As `BlockSums.finish`."""
-        trees = [sums for _, sums in sorted(self._sums.items())]  # the smallest first
-        self._sums.clear()
-        for i, total in enumerate(accumulators(self.weights, self.copy)):
-            found = trees[0][i].add_(0.0)
-            for tree in trees[1:]:
-                found.add_(tree[i])
-            if found is not total:
-                total.copy_(found)
+            self._tree.finish(accumulators(self.weights, self.copy))
 
     # -- weights -------------------------------------------------------------------------------------
 
@@ -109,15 +92,16 @@ def accumulators(weights: StageWeights, owner: int) -> list[Tensor]:
 
 
 def of_all_copies(comm: Communicator, program: Program, mine: Sequence[float]) -> list[float]:
-    """A number for each micro-batch of the step, of which each rank of the last stage has those of its copy.
+    """A number for each micro-batch of the step, of which each rank of the last stage has those that it does.
     Nothing else has this tag between two copies."""
-    copy, found, requests = program.copy_on(comm.rank), np.zeros(program.n_micro), list[Request]()
-    parts = [found[share.start : share.stop] for share in map(program.share, range(len(program.copies)))]
-    parts[copy][:] = mine
-    for part, ranks in zip(parts, program.copies, strict=True):
-        if ranks[-1] != comm.rank:
-            requests.append(comm.irecv(part.view(np.uint8), ranks[-1], 0))
-            requests.append(comm.isend(parts[copy].view(np.uint8), ranks[-1], 0))
+    found, requests = np.zeros(program.n_micro), list[Request]()
+    shares = {rank: program.share_on(rank) for rank in program.holders(program.n_stages - 1)}
+    parts = {rank: found[share.start : share.stop] for rank, share in shares.items()}
+    own = parts.pop(comm.rank)
+    own[:] = mine
+    for rank, part in parts.items():
+        requests.append(comm.irecv(part.view(np.uint8), rank, 0))
+        requests.append(comm.isend(own.view(np.uint8), rank, 0))
     for request in requests:
         comm.wait(request)
     return found.tolist()

@@ -94,7 +94,8 @@ class InterpreterView:
 
     def _beginning(self, waits: bool) -> tuple[str, tuple[int, ...]]:
         """Where the ranks of the last stage of all copies tell each other the weights of their losses."""
-        last, rank = [ranks[-1] for ranks in self._of.program.copies], self._of.comm.rank
+        program, rank = self._of.program, self._of.comm.rank
+        last = program.holders(program.n_stages - 1)
         others = tuple(other for other in last if other != rank)
         if waits and rank in last and others:
             return "the weights of the losses", others

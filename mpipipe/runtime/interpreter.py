@@ -33,7 +33,7 @@ from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norms
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties, take_gradients
 from mpipipe.runtime.transport import Form, Mailbox, Outbox, Pool
-from mpipipe.runtime.weights import BlockSums
+from mpipipe.runtime.weights import BlockSums, Tree
 from mpipipe.values import COMPUTE, RECVS, Float64, Instr, Int64, Numerics, Op, Program
 
 Key = tuple[int, int]  # (stage, micro-batch)
@@ -99,7 +99,9 @@ class Interpreter:
         self.updaters = {s: optimizer.attach(stage.weights) for s, stage in stages.items()}
         self.n_stages = len(cuts) + 1
         self.pool, self.outbox = Pool(), Outbox(comm)
-        self.blocks = {s: BlockSums(stage.weights.accumulators()) for s, stage in stages.items()}
+        self.blocks = {
+            s: [BlockSums(sums.tensors) for sums in stage.weights.shares] for s, stage in stages.items()
+        }
         updates = {s: variants.code("train", variants.first, cuts, s).updates for s in stages}
         self.copies = {s: Copies(stage, updates[s]) for s, stage in stages.items()}
         # only of what has a gradient, as torch does it: a zero between norms changes how their sum is rounded
@@ -119,8 +121,10 @@ class Interpreter:
         """Runs this rank's part of `program`; collective over the ranks of the program."""
         instrs = program.instrs(self.comm.rank)
         self.job, self.program = job, program
-        self.copy = program.copy_on(self.comm.rank)
-        self.rank_of_stage, self.share = program.copies[self.copy], program.share(self.copy)
+        self.copy, self.served = program.copy_on(self.comm.rank), program.copies_on(self.comm.rank)
+        self.share = program.share_on(self.comm.rank)
+        self.rank_of_stage = program.copies[self.served.start]  # the same ones are this one in all of them
+        self.trees = {s: Tree() for s in self.stages}
         self.outcome = Outcome(np.zeros((len(instrs), 2)), np.zeros(len(instrs), np.int64))
         self.act: dict[Key, list[Tensor]] = {}
         self.out: dict[Key, list[Tensor]] = {}
@@ -204,6 +208,7 @@ class Interpreter:
     def _backward(self, i: Instr) -> None:
         key, stage = (i.stage, i.micro), self.stages[i.stage]
         grads = self.grad.pop(key)
+        self._add_apart(i)
         back = (
             stage.backward_input(i.micro, grads) if i.stage in self.in_two else stage.backward(i.micro, grads)
         )
@@ -216,10 +221,12 @@ class Interpreter:
     def _backward_input(self, i: Instr) -> None:
         key = i.stage, i.micro
         self.lent[key] = self.grad.pop(key)
+        self._add_apart(i)
         self._pass_back(key, self.stages[i.stage].backward_input(i.micro, self.lent[key]))
 
     def _backward_weight(self, i: Instr) -> None:
         key = i.stage, i.micro
+        self._add_apart(i)
         self.stages[i.stage].backward_weight(i.micro)
         self._free(key, self.lent.pop(key))
         self._weights_done(i)
@@ -275,18 +282,32 @@ class Interpreter:
         self.ties.merge_micro(self.stages[stage].weights, parts)
         self._return_arrived(stage)
 
+    def _served_of(self, micro: int) -> int:
+        """Which of the copies of the pipeline that this rank is in does a micro-batch, counted from 0."""
+        return (micro - self.share.start) * len(self.served) // len(self.share)
+
+    def _add_apart(self, i: Instr) -> None:
+        self.stages[i.stage].weights.add_to(self._served_of(i.micro))
+
     def _end_of_block(self, i: Instr) -> None:
         n_blocks, done = self.numerics.blocks, i.micro + 1
         if n_blocks == 1 or done % (self.program.n_micro // n_blocks):
             return
-        blocks, last = self.blocks[i.stage], done == self.share.stop
-        if last and len(self.program.copies) > 1:
-            blocks.whole_sub_tree()
-            self.copies[i.stage].begin()
+        served = self._served_of(i.micro)
+        blocks, weights = self.blocks[i.stage][served], self.stages[i.stage].weights
+        last = done == self.program.share(self.served[served]).stop
+        if not last or len(self.program.copies) == 1:
+            blocks.end_of_block()
+            if last:
+                blocks.finish()
             return
-        blocks.end_of_block()
-        if last:
-            blocks.finish()
+        blocks.whole_sub_tree()
+        if len(self.served) > 1:
+            self.trees[i.stage].add(served, weights.shares[served].tensors)
+            if done == self.share.stop:
+                weights.add_up(self.trees[i.stage])
+        if done == self.share.stop and weights.n_copies > 1:
+            self.copies[i.stage].begin()
 
     def _norm(self, _: Instr) -> None:
         if self.numerics.tied == "per_use" and self.copy == 0:  # which owns all tied parameters
@@ -349,7 +370,7 @@ class Interpreter:
             copies, other = self.copies[i.stage], self.program.copy_on(i.peer)
             if i.op == Op.RECV_UPDATE:
                 return copies.updated_by(other)
-            return copies.room_for(self.program.share(other))
+            return copies.room_for(self.program.share_on(i.peer))
         code = self.code(i.stage, i.micro)
         if i.op == Op.RECV_ACT:
             forms = [Form.of(port) for port in code.received]
@@ -404,7 +425,7 @@ class Interpreter:
 
     def _recv_shard(self, i: Instr) -> None:
         other = self.program.copy_on(i.peer)
-        self.copies[i.stage].arrived(other, self.program.share(other), self.mailbox.take(i))
+        self.copies[i.stage].arrived(other, self.program.share_on(i.peer), self.mailbox.take(i))
 
     def _release(self, key: Key) -> None:
         """Gives received activations back; the messages that show their memory have left by then."""

@@ -48,6 +48,7 @@ class Trainer:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.program = self._program(len(self.bounds), train=True)
         owner, self.copy = variants.stage_of_param(layout.cuts), self.program.copy_on(comm.rank)
+        n_shares = len(self.program.copies_on(comm.rank))
         stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
@@ -56,7 +57,7 @@ class Trainer:
             }
             weights = StageWeights(
                 variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, here,
-                self.copy, layout.n_copies,
+                self.copy, len(layout.ranks[s]), n_shares,
             )  # fmt: skip
             stages[s] = Stage(weights, numerics.precision, numerics.blocks, layout.modes[s])
         ties = Ties(graph, layout.cuts, owner, frozenset(variants.trained))
@@ -74,11 +75,11 @@ class Trainer:
         """The batch keys of a micro-batch that a rank reads before the step, for the loss weight, and at its
         forward."""
         layout, cuts = self.plan.layout, self.plan.layout.cuts
-        copy = self.program.copy_on(rank)
-        if micro not in share_of(copy, layout.n_copies, n_micro):
+        copy, stages = self.program.copy_on(rank), self._stages_of(rank)
+        if micro not in share_of(copy, len(layout.ranks[stages[0]]), n_micro):
             return frozenset(), frozenset()
-        codes = [self.variants.code(mode, specs, cuts, stage) for stage in self._stages_of(rank)]
-        last = rank == layout.copies[copy][-1]
+        codes = [self.variants.code(mode, specs, cuts, stage) for stage in stages]
+        last = rank in layout.ranks[-1]
         weight = self.variants.weight(mode, specs) if last and mode != "predict" else 0.0
         before = weight.inputs if isinstance(weight, Code) else ()
         return frozenset(before), frozenset(key for code in codes for key in code.inputs)

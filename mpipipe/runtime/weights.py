@@ -11,7 +11,7 @@ micro-batch order. A tied parameter has one leaf per use:
     per_use   each use accumulates on its own; merged in the order of the uses, once per step
     eager     each micro-batch is merged, last use first, as autograd does within one process
 
-Where there are copies of the pipeline, each copy holds the whole stage and owns some of its parameters: it
+Where there are copies of the stage, each copy holds all of it and owns some of its parameters: it
 alone updates them. What one copy owns lies in buffers of its own, so that they travel as they are.
 
 Invariants
@@ -70,11 +70,28 @@ class ParamGroup:
     owner: int = 0
 
 
+@dataclass(frozen=True)
+class Sums:
+    """What backward adds into: the gradients of each group, and of uses other than an owner's first."""
+
+    flats: list[Flat]
+    extra: dict[Leaf, Tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*(flat.buffer for flat in self.flats), *self.extra.values()]
+
+    def sibling(self) -> Sums:
+        """Zeroed ones of the same form."""
+        extra = {leaf: torch.zeros_like(t) for leaf, t in self.extra.items()}
+        return Sums([flat.sibling() for flat in self.flats], extra)
+
+
 class StageWeights:
     """owner: parameter or buffer -> owning stage (`Variants.stage_of_param`);
     leaves: every (parameter, use) that the training code of this stage reads; trained: all parameters with a
     gradient, in canonical order; here: data of earlier stages on this rank, which needs no copy; copy: of the
-    pipeline, of `n_copies`."""
+    stage, of `n_copies`; n_shares: of the micro-batches, whose gradients are added up apart."""
 
     def __init__(
         self,
@@ -88,6 +105,7 @@ class StageWeights:
         here: Mapping[str, Tensor] = MappingProxyType({}),
         copy: int = 0,
         n_copies: int = 1,
+        n_shares: int = 1,
     ) -> None:
         self.stage, self.tied, self.copy, self.n_copies = stage, tied, copy, n_copies
         self._trained = frozenset(trained)
@@ -109,6 +127,9 @@ class StageWeights:
         self.uses = {n: tied_groups[n] for n, _ in leaves if n in tied_groups and n in self._trained}
         self.leaves: dict[Leaf, Tensor] = {}
         self.extra = self._make_leaves(source, leaves, owner)
+        self.shares = [Sums([group.grad for group in self.groups], self.extra)]
+        self.shares += [self.shares[0].sibling() for _ in range(1, n_shares)]
+        self._share = 0
 
     def _groups(self, source: ModelSource, copy_of: Mapping[str, int]) -> list[ParamGroup]:
         by_key: dict[tuple[int, torch.dtype, bool], dict[str, torch.Size]] = {}
@@ -163,8 +184,31 @@ class StageWeights:
         return self.buffers[name]
 
     def accumulators(self) -> list[Tensor]:
-        """Every tensor that backward adds into, block by block."""
-        return [*(g.grad.buffer for g in self.groups), *self.extra.values()]
+        """Every tensor that backward adds into now, block by block."""
+        return self.shares[self._share].tensors
+
+    def add_to(self, share: int) -> None:
+        """Lets backward add into the accumulators of one of its shares of the micro-batches."""
+        if share == self._share:
+            return
+        self._share, sums = share, self.shares[share]
+        self.extra = sums.extra
+        for group, flat in zip(self.groups, sums.flats, strict=True):
+            group.grad = flat
+        self.grad = {n: v for flat in sums.flats for n, v in flat.views.items()}
+        for leaf, t in self.leaves.items():
+            if leaf in sums.extra:
+                t.grad = sums.extra[leaf]
+            elif t.grad is not None and leaf[0] in self.grad:
+                t.grad = self.grad[leaf[0]]
+
+    def add_up(self, tree: Tree) -> None:
+        """The sums of all shares, which are in `tree`, into those of the first one."""
+        self.add_to(0)
+        tree.finish(self.shares[0].tensors)
+        for sums in self.shares[1:]:
+            for t in sums.tensors:
+                t.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Owned parameters and persistent buffers by canonical name."""
@@ -216,3 +260,32 @@ class BlockSums:
     def _add(self, kept: list[Tensor]) -> None:
         for k, a in zip(kept, self.accumulators, strict=True):
             torch.add(k, a, out=a)
+
+
+class Tree:
+    """Sums of parts of the blocks that are alike large, added in the binary tree of the blocks, in place."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, int], list[Tensor]] = {}  # (level, index)
+
+    @torch.no_grad()
+    def add(self, index: int, sums: list[Tensor]) -> None:
+        """Those of the part with this index: at once with its neighbour, if that is there."""
+        level = 0
+        while (neighbour := self._sums.pop((level, index ^ 1), None)) is not None:
+            for its, mine in zip(neighbour, sums, strict=True):
+                its.add_(mine)
+            sums, level, index = neighbour, level + 1, index >> 1
+        self._sums[level, index] = sums
+
+    @torch.no_grad()
+    def finish(self, totals: Sequence[Tensor]) -> None:
+        """The sums of all into `totals`, as `BlockSums.finish`; the tree is empty again."""
+        trees = [sums for _, sums in sorted(self._sums.items())]  # the smallest first
+        self._sums.clear()
+        for i, total in enumerate(totals):
+            found = trees[0][i].add_(0.0)
+            for tree in trees[1:]:
+                found.add_(tree[i])
+            if found is not total:
+                total.copy_(found)

@@ -8,6 +8,7 @@ case, so an old file is never believed.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -95,8 +96,13 @@ def test_the_bits_of_one_rank_with_backwards_in_two_or_several_stages(
     ids=str,
 )
 def test_the_bits_of_one_rank_with_replicas(comm: MpiCommunicator, case: Case) -> None:
-    """Two and four, of 4 ranks also two of two stages; three with 6 blocks."""
-    for copies in (n for n in legal_copies(case.blocks) if n > 1 and comm.size % n == 0):
+    """Two and four, of 4 ranks also two of two stages; three with 6 blocks; and unlike numbers for each
+    stage, such as 2+1 and 1+2+1."""
+    legal = legal_copies(case.blocks)
+    even = [n for n in legal if n > 1 and comm.size % n == 0]
+    unlike = [shape for p in (2, 3) for shape in itertools.product(legal, repeat=p)
+              if sum(shape) == comm.size and len({*shape}) > 1]  # fmt: skip
+    for copies in (*even, *unlike):
         got = tiny.train(comm, case, copies=copies)
         expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
 

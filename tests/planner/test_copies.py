@@ -249,7 +249,7 @@ def test_backwards_in_two_are_left_out_where_they_have_other_bits() -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (((0, 2), (1,)), "each stage must be on equally many"),
+        (((0, 1, 2), (3, 4)), "its copies must divide the most that a stage has"),
         (((0, 1), (1, 0)), "each copy have ranks of its own"),
         (((0, 2), (1, 4)), "ranks 0 to 3 must hold a stage"),
     ],

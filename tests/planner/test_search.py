@@ -106,7 +106,7 @@ def layout(cuts: tuple[str, ...], ranks=((0,), (1,)), schedule: str = "1f1b") ->
         (layout(("g2", "g1"), ((0,), (1,), (2,))), "stage 1 is empty"),
         (layout(("g1",), ((1,), (2,))), r"layout.ranks is \[\[1\], \[2\]\]; each of the ranks 0 to 1"),
         (layout(("g1", "g2")), "3 stages by layout.cuts, but layout.ranks has 2"),
-        (layout(("g1",), ((0, 1), (2,))), "each stage must be on equally many"),
+        (layout(("g1",), ((0, 1), (2,))), "2 replicas with pipeline.blocks = 1"),
         (layout(("g1",), schedule="2f2b"), "'2f2b' is not known"),
     ],
 )

@@ -119,6 +119,31 @@ def test_copies_of_the_pipeline_give_the_bits_of_one(
     assert differences(one_stage(case, 1), got) == []
 
 
+UNLIKE = [  # (case, schedule, copies of each stage)
+    (Case("gpt", batch=15, micro_batches=8, blocks=4, evaluate=True), "1f1b", (2, 1)),
+    (Case("thrice", batch=12, micro_batches=6, blocks=6), "1f1b", (1, 3)),
+    (Case("conv and norm", batch=11, blocks=4, evaluate=True), "zb-h1", (4, 1, 2)),
+    (Case("gpt", batch=8, micro_batches=4, blocks=4, tied="eager"), "gpipe", (1, 2, 1)),
+]
+ALL_UNLIKE = [
+    *UNLIKE,
+    (Case("conv and norm", batch=11, blocks=4, optimizer="sgd", evaluate=True), "1f1b", (1, 4)),
+    (Case("gpt", precision="bf16", batch=12, micro_batches=12, blocks=6), "zb-h2", (3, 1, 6)),
+    (Case("gpt", bits="fast", batch=16, micro_batches=8, blocks=8), "1f1b", (2, 8, 1)),
+    (Case("skips", batch=16, micro_batches=8, blocks=8, evaluate=True), "1f1b", (2, 1, 4)),
+    (Case("thrice", tied="eager", batch=11, blocks=4), "zb-h1", (2, 4)),
+    (Case("traps", precision="bf16", optimizer="sgd", blocks=4), "1f1b", (2, 1)),
+]
+
+
+@pytest.mark.parametrize(("case", "schedule", "copies"), full_but(UNLIKE, ALL_UNLIKE), ids=str)
+def test_unlike_numbers_of_copies_give_the_bits_of_one_rank(
+    case: Case, schedule: str, copies: tuple[int, ...]
+) -> None:
+    got = train_local(case, sum(copies), schedule, window=16, copies=copies)
+    assert differences(one_stage(case, 1), got) == []
+
+
 def test_optimizer_state_is_on_one_copy_each() -> None:
     case = Case("thrice", blocks=2)
     warm(case)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from mpipipe import Pipeline
 from mpipipe.cluster.comm import Communicator, RankLost, members
 from mpipipe.cluster.local import Killed, run_local
+from mpipipe.planner.copies import Copies
 from mpipipe.planner.search import cut_indices
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.checkpoint import tensor_digest
@@ -101,14 +102,14 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
         armed(where)
 
 
-def pipeline(comm: Communicator, blocks: int = 1, replicas: int = 1, **settings: Any) -> Pipeline:
+def pipeline(comm: Communicator, blocks: int = 1, replicas: Copies = 1, **settings: Any) -> Pipeline:
     return Pipeline(
         Net, loss, Samples(), adam, batch=8, micro_batches=4, blocks=blocks, replicas=replicas, comm=comm,
         say=lambda _: None, cost_cache=False, **{"recover": "mpi", "mirror_every": EVERY, **settings},
     )  # fmt: skip
 
 
-def trained(ranks: int, blocks: int = 1, replicas: int = 1) -> tuple[dict[str, str], list[list[int]]]:
+def trained(ranks: int, blocks: int = 1, replicas: Copies = 1) -> tuple[dict[str, str], list[list[int]]]:
     """(losses by step and digests of the weights, for each rank that is left the steps in the order made)."""
 
     def body(comm: Communicator) -> tuple[dict[str, str], list[int]]:
@@ -215,6 +216,8 @@ def test_replicas_are_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = trained(1, blocks=4)
     arm(monkeypatch, ((3, "update", 5),))
     assert trained(4, blocks=4, replicas=2)[0] == expected
+    arm(monkeypatch, ((3, "update", 5),))
+    assert trained(4, blocks=4, replicas=(2, 1, 1))[0] == expected
 
 
 # -- ranks that are there, but slow --------------------------------------------------------------------

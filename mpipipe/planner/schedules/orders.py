@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -48,8 +49,8 @@ def v_shaped(n_ranks: int) -> tuple[int, ...]:
 def stages_of_ranks(order: Schedule | Program) -> list[list[int]]:
     """The stages of each rank, ascending."""
     stages: list[list[int]] = [[] for _ in order.codes]
-    for ranks in order.copies:
-        for stage, rank in enumerate(ranks):
+    for stage in range(order.n_stages):
+        for rank in order.holders(stage):
             stages[rank].append(stage)
     return stages
 
@@ -58,6 +59,11 @@ def is_plain(order: Schedule | Program) -> bool:
     """One stage per rank, and no backward in two."""
     one = len(order.codes) == order.n_stages * len(order.copies)
     return one and not is_in_two(order)
+
+
+def is_even(order: Schedule | Program) -> bool:
+    """Each stage has as many copies."""
+    return all(len(order.copies_on(rank)) == 1 for rank in range(len(order.codes)))
 
 
 def is_in_two(order: Schedule | Program) -> bool:
@@ -73,8 +79,9 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
 
 def in_copies(parts: Sequence[Schedule], copies: Sequence[Sequence[int]]) -> Schedule:
     """The order of several copies of a pipeline from that of each, with stage s of copy c on rank
-    `copies[c][s]`; micro-batches are numbered on from copy to copy. Raises PlanError as `on_ranks`."""
-    held: dict[int, Int32] = {}
+    `copies[c][s]`; micro-batches are numbered on from copy to copy. What several copies have on one rank they
+    do in turn there. Raises PlanError as `on_ranks`."""
+    held: dict[int, list[Int32]] = {}
     done = 0
     for part, ranks in zip(parts, copies, strict=True):
         to = dict(zip(part.rank_of_stage, ranks, strict=True))
@@ -83,15 +90,28 @@ def in_copies(parts: Sequence[Schedule], copies: Sequence[Sequence[int]]) -> Sch
                 f"stages are on ranks {list(ranks)}, the schedule has them on {list(part.rank_of_stage)}; "
                 "ranks may be numbered otherwise, but the same stages must be together"
             )
-        held |= {to[rank]: codes + np.array((0, 0, done), np.int32) for rank, codes in enumerate(part.codes)}
+        for rank, codes in enumerate(part.codes):
+            held.setdefault(to[rank], []).append(codes + np.array((0, 0, done), np.int32))
         done += part.n_micro
-    if sorted(held) != list(range(sum(len(part.codes) for part in parts))):
+    stages = {(rank, stage) for ranks in copies for stage, rank in enumerate(ranks)}
+    together = Counter(rank for rank, _ in stages)  # in one copy at least
+    if sorted(held) != list(range(len(held))) or any(
+        ranks.count(rank) != together[rank] for ranks in copies for rank in ranks
+    ):
         raise PlanError(
-            f"the stages of {len(copies)} copies are on ranks {[list(ranks) for ranks in copies]}; give each "
-            "copy ranks of its own, and use each of the ranks 0, 1, ..."
+            f"the stages of {len(copies)} copies are on ranks {[list(ranks) for ranks in copies]}; a rank "
+            "may be in several with the same stages, and each of the ranks 0, 1, ... is in one"
         )
     first, *others = (tuple(ranks) for ranks in copies)
-    return Schedule(first, done, tuple(held[rank] for rank in range(len(held))), tuple(others))
+    return Schedule(first, done, tuple(_in_turn(held[rank]) for rank in range(len(held))), tuple(others))
+
+
+def _in_turn(parts: Sequence[Int32]) -> Int32:
+    """The first of each, then the second of each, and so on."""
+    if len(parts) == 1:
+        return parts[0]
+    turns = np.concatenate([np.arange(len(part)) for part in parts])
+    return np.concatenate(parts)[np.argsort(turns, kind="stable")]
 
 
 # -- what is kept ------------------------------------------------------------------------------
