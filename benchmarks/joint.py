@@ -1,11 +1,12 @@
 """What is chosen by hand against what is chosen automatically, measured: one JSON line for each model.
 
     python -m benchmarks.joint [--models gpt10m,vgg] [--ranks 2] [--rounds 3] [--steps 4]
-    python -m benchmarks.joint --cuts [--models gpt10m,gpt85m] [--most 9]
+    python -m benchmarks.joint --cuts [--models gpt10m,gpt85m] [--most 9] [--near 0.05]
 
 Without --cuts: every number of micro-batches that the search looks at, and `pipeline.micro_batches=auto`.
 With --cuts: every way to cut into that many ranks, or `--most` of them evenly spread, and the plan of a run;
 the number of micro-batches is that of the example.
+--near: after a first round of all, only sides this near to the fastest by hand go on (0.05: 5 % slower).
 
 The sides take turns in one run, every other round backwards, each a run of its own in fresh processes.
 step_s: medians over rounds of a run's median step without its first; wall_s: of the whole run, the search
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -62,9 +64,10 @@ def _cuts(model: str, ranks: int, most: int, folder: Path) -> dict[str, list[str
     assert plan.costs is not None
     names = [group.name for group in plan.costs.groups]
     ways = list(combinations(range(1, len(names)), ranks - 1))
-    step = max(1.0, len(ways) / most)
+    most = min(most or len(ways), len(ways))
+    step = len(ways) / most
     sides = {}
-    for i in range(min(most, len(ways))):
+    for i in range(most):
         cut = ways[int((i + 0.5) * step)]
         path = folder / f"{'-'.join(map(str, cut))}.json"
         layout = replace(plan.layout, cuts=tuple(names[c] for c in cut))
@@ -77,9 +80,9 @@ def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         sides = _cuts(model, a.ranks, a.most, Path(folder)) if a.cuts else _counts(model, a.numbers)
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-        took = []
+        took, racing = [], list(sides)
         for number in range(a.rounds):
-            for side in list(sides)[:: -1 if number % 2 else 1]:
+            for side in racing[:: -1 if number % 2 else 1]:
                 figures, plan = one_run(model, a.ranks, a.steps, *sides[side])
                 found[side].append(figures)
                 if side == AUTO:
@@ -89,14 +92,24 @@ def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
                     )
                 step_s = figures["step_s"]
                 print(f"{model} round {number + 1}: {side}: {step_s:.4f} s a step", file=sys.stderr)
-    by_side = {side: _medians(rounds) for side, rounds in found.items()}
-    best = min((side for side in by_side if side != AUTO), key=lambda side: by_side[side]["step_s"])
+            racing = _near(found, a.near)
+    by_side = {side: _medians(rounds) | {"rounds": len(rounds)} for side, rounds in found.items()}
+    best = min(
+        (side for side in by_side if side in racing and side != AUTO), key=lambda s: by_side[s]["step_s"]
+    )
     ratio = by_side[best]["step_s"] / by_side[AUTO]["step_s"]
     what = "cuts" if a.cuts else "micro_batches"
     return {
         "model": model, "ranks": a.ranks, "what": what, "ratio": round(ratio, 4), "best_by_hand": best,
         "took": took, "sides": by_side, "machine": machine(),
     }  # fmt: skip
+
+
+def _near(found: dict[str, list[dict[str, Any]]], near: float) -> list[str]:
+    """The sides that go on: the automatic one, and by hand those near the fastest in the first round."""
+    first = {side: rounds[0]["step_s"] for side, rounds in found.items()}
+    limit = (1.0 + near) * min(step_s for side, step_s in first.items() if side != AUTO)
+    return [side for side, step_s in first.items() if side == AUTO or step_s <= limit]
 
 
 def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -113,7 +126,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--models", default="gpt10m,vgg", help="names in examples/, with commas")
     parser.add_argument("--numbers", default="", help="of micro-batches, with commas; empty: all")
     parser.add_argument("--cuts", action="store_true", help="cuts instead of numbers of micro-batches")
-    parser.add_argument("--most", type=int, default=9, help="cuts that are run by hand")
+    parser.add_argument("--most", type=int, default=9, help="cuts that are run by hand; 0: all")
+    parser.add_argument("--near", type=float, default=math.inf, help="slower than the best: goes on; all do")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of a run, the first is not counted")
