@@ -39,7 +39,7 @@ import mpipipe.train
 from benchmarks.common import config_of, launch, machine
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
-from mpipipe.planner.search import cut_indices
+from mpipipe.planner.search import cut_indices, program_for, tensor_peak_bytes
 from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.runtime.interpreter import Interpreter, Job, Outcome
 from mpipipe.values import Instr, Op, Plan, Program, from_json
@@ -186,10 +186,10 @@ def one_round(config: str, overrides: Sequence[str], ranks: int) -> dict[str, An
 
 
 def _tensors(plan: Plan) -> list[int]:
-    """By rank, what is predicted without what was resident before."""
     assert plan.costs is not None
-    pairs = zip(plan.prediction.peak_bytes, plan.costs.cluster.devices, strict=False)
-    return [peak - device.base_bytes for peak, device in pairs]
+    names = [group.name for group in plan.costs.groups]
+    program = program_for(plan.layout, plan.numerics, plan.costs.ties, names)
+    return list(tensor_peak_bytes(plan.costs, plan.layout, program, names))
 
 
 def _instructions(plan: Plan, kept: Sequence[Sequence[tuple[int, str, float, float]]]) -> list[Any]:

@@ -316,6 +316,7 @@ class StageCost(Value):
     grad_bytes: int  # sent to the previous stage per micro-batch
     shard_bytes: int = 0  # of the weights that each copy of it updates
     remade_bytes: int = 0  # let go after F, made again by B or I and kept to the end of B or W
+    at_work_bytes: int = 0  # of tensors, the most that a micro-batch at work takes beside its whole stash
 
     @property
     def seconds(self) -> float:

@@ -52,7 +52,7 @@ from mpipipe.planner.schedules import (
 )
 from mpipipe.planner.schedules.orders import is_even, is_in_two, is_plain
 from mpipipe.planner.several import started
-from mpipipe.planner.simulate import message_bytes, simulate
+from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import StageTie, bounds, in_order, stage_costs, stage_ties
 from mpipipe.planner.uneven import balanced, has_one_stage_each
@@ -411,6 +411,16 @@ def sizes_of_messages(
     cuts = cut_indices(layout, group_names)
     stages = stages_in(costs, layout, cuts)
     return message_bytes(program, stages, stage_ties(costs.ties, cuts))
+
+
+def tensor_peak_bytes(
+    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str]
+) -> tuple[int, ...]:
+    """By rank, the most bytes of live tensors in a step. A process needs more: what `predict` says."""
+    stages = stages_in(costs, layout, cut_indices(layout, group_names))
+    sizes = sizes_of_messages(costs, layout, program, group_names)
+    ranks = range(len(program.codes))
+    return tuple(int(rank_memory_bytes(program, stages, sizes, rank, tensors=True).max()) for rank in ranks)
 
 
 def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:

@@ -69,12 +69,12 @@ def memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[
 
 
 def rank_memory_bytes(
-    program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int
+    program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int, tensors: bool = False
 ) -> Int64:
     """What a rank holds during each instruction: what is fixed, the stash of its live
     micro-batches, what was made again of it, the largest workspace while it computes, the largest sum of
     `receive_window` receives that follow each other, as receive buffers are kept for the next ones, and the
-    sums of other copies while they come in."""
+    sums of other copies while they come in. tensors: by what they need, not by what an allocator keeps."""
     codes, window, n = program.codes[rank], program.receive_window, program.n_stages
     copy = program.copies_on(rank).start
     own = stages[copy * n : (copy + 1) * n]
@@ -84,7 +84,8 @@ def rank_memory_bytes(
     for s in mine:
         stash[s], remade[s] = own[s].stash_bytes, own[s].remade_bytes
     fixed = sum(own[s].fixed_bytes for s in mine) + _window_peak(codes, sizes[rank], window)
-    workspace = max((own[s].workspace_bytes for s in mine), default=0)
+    works = [own[s].at_work_bytes if tensors else own[s].workspace_bytes for s in mine]
+    workspace = max(works, default=0)
     shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(alike) * sizes[rank], 0)
     held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]]) + shards
     return np.asarray(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0), np.int64)

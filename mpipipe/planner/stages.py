@@ -9,6 +9,10 @@ Memory of a stage, in bytes:
 
     fixed + live * stash + remaking * remade + workspace + receive buffers          (`memory_bytes`)
 
+The tensors alone need a little less than what an allocator has to keep for them: while a group is at work
+the stash of its micro-batch is not yet, or no longer, whole. `at_work_bytes` is the workspace less what is
+missing.
+
 `live` is the largest number of micro-batches whose stash the schedule keeps at once. With recomputation a
 part of it, `remade`, is let go after F, and made again in B, or from I to W: of `remaking` micro-batches at
 once. That takes the seconds of `remade_s` on top of those of the backward.
@@ -53,6 +57,7 @@ class Ending:
     fixed_bytes: Int64
     stash_bytes: Int64
     workspace_bytes: Int64
+    at_work_bytes: Int64
     receive_bytes: Int64
     remade_bytes: Int64
 
@@ -101,6 +106,7 @@ class Ranges:
         nothing = np.zeros_like(self.stash_bytes)
         self._remade = {"none": nothing, "selective": c["selective_bytes"], "full": self.stash_bytes}
         self.workspace_bytes = c["workspace_bytes"]
+        self._stashed = np.cumsum(self.stash_bytes)  # after each group
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
         self.grad_in = np.concatenate([c["grad_bytes"][:-1], [0]])
 
@@ -116,6 +122,7 @@ class Ranges:
         held, stepped, accumulators = self._parameters(end, low)
         rate = self._costs.held_per_param_byte
         window = self.window * np.maximum(act_in, self.grad_in[end - 1])
+        with_stash = (self._stashed + self.workspace_bytes)[low:end] - self._stashed[end - 1]
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
             bwd_input_s=_sums(into_s[low:end]),
@@ -124,6 +131,7 @@ class Ranges:
             fixed_bytes=np.ceil(held * rate).astype(np.int64) + accumulators,
             stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + act_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
+            at_work_bytes=np.maximum(0, np.maximum.accumulate(with_stash[::-1])[::-1]),
             receive_bytes=window + self._tied_receives(end, low),
             remade_bytes=_sums(remade[low:end]),
         )
@@ -227,6 +235,7 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
                 fixed_bytes=int(e.fixed_bytes[0] - state * elsewhere[stage]),
                 stash_bytes=int(e.stash_bytes[0]),
                 workspace_bytes=int(e.workspace_bytes[0]),
+                at_work_bytes=int(e.at_work_bytes[0]),
                 act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
                 grad_bytes=groups[first - 1].grad_bytes if first else 0,
                 remade_bytes=int(e.remade_bytes[0]),

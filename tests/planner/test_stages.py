@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from planner_cases import HUGE, all_cuts, cluster, group, naive_fixed_bytes, pro
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, stage_costs, stage_ties
-from mpipipe.values import Costs, StageCost, Tie
+from mpipipe.planner.stages import Ranges
+from mpipipe.values import RECOMPUTE, Costs, Recompute, StageCost, Tie
 
 
 def test_a_tied_gpt_on_two_stages_by_hand():
@@ -23,8 +25,8 @@ def test_a_tied_gpt_on_two_stages_by_hand():
     machine = cluster([1.0, 2.0], [HUGE] * 2)
     costs = Costs(groups, machine, (Tie("wte", 100, (0, 2)),), 4.0, 0.01, "modelled", 0.0)
     first, last = stage_costs(costs, (1,))
-    assert first == StageCost(1, 0, 1, 1.0, 400, 8, 5, 32, 0)
-    assert last == StageCost(3, 3, 3, 0.3, 640, 16 + 64 + 32, 7, 0, 33)
+    assert first == StageCost(1, 0, 1, 1.0, 400, 8, 5, 32, 0, at_work_bytes=5)
+    assert last == StageCost(3, 3, 3, 0.3, 640, 16 + 64 + 32, 7, 0, 33, at_work_bytes=7)
     assert stage_ties(costs.ties, (1,)) == (StageTie(0, (1,), 100),)
     (whole,) = stage_costs(costs, ())
     assert whole.fixed_bytes == 4 * 160 + 100  # the weight once, a gradient for each of its two uses
@@ -78,3 +80,19 @@ def test_an_empty_stage_is_refused(cuts):
                   "modelled", 0.0)  # fmt: skip
     with pytest.raises(PlanError, match="is empty"):
         stage_costs(costs, cuts)
+
+
+@given(problems(memory="huge"), st.sampled_from(RECOMPUTE))
+def test_tensors_of_a_micro_batch_at_work_are_those_of_its_heaviest_moment(
+    problem: tuple[Costs, int, int], mode: Recompute
+) -> None:
+    """Forward adds stash group by group, backward lets it go: a workspace meets only what is there."""
+    costs, _, _ = problem
+    n = len(costs.groups)
+    for end in range(1, n + 1):
+        found = Ranges(costs).ending_at(end, 0, mode).at_work_bytes
+        for first in range(end):
+            stage = costs.groups[first:end]
+            stashed = list(itertools.accumulate(group.stash_bytes for group in stage))
+            heaviest = max(s + group.workspace_bytes for s, group in zip(stashed, stage, strict=True))
+            assert found[first] == max(0, heaviest - stashed[-1])
