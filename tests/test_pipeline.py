@@ -530,15 +530,18 @@ def test_a_run_goes_on_with_any_number_of_replicas(
         assert sum(n > 0 for n in sizes) > ranks_in_each(replicas, ranks) or replicas == 1
 
 
+A_STREAM: dict[str, Any] = {"data": lambda: Epochs(Samples(5 * BATCH))}
+AUTO: dict[str, Any] = {"loss": masked, "micro_batches": "auto", "blocks": "auto"}
+
+
 @pytest.mark.parametrize(
-    "how",
+    ("how", "replicas", "on"),
     [
-        pytest.param({"data": lambda: Epochs(Samples(5 * BATCH))}, id="a stream"),
-        pytest.param({"loss": masked, "micro_batches": "auto", "blocks": "auto"}, id="auto"),
+        pytest.param(A_STREAM, 2, ((0, 1),), id="a stream"),
+        pytest.param(AUTO, 2, ((0, 1),), id="auto"),
+        pytest.param(A_STREAM, (1, 2), ((0,), (1, 2)), id="a stream, 1+2"),
+        pytest.param(AUTO, (2, 1), ((0, 1), (2,)), id="auto, 2+1", marks=pytest.mark.full),
     ],
-)
-@pytest.mark.parametrize(
-    ("replicas", "on"), [(2, ((0, 1),)), ((1, 2), ((0,), (1, 2))), ((2, 1), ((0, 1), (2,)))], ids=str
 )
 def test_replicas_read_what_is_theirs(
     how: dict[str, Any], replicas: Copies, on: tuple[tuple[int, ...], ...]

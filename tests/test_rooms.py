@@ -58,9 +58,15 @@ OS_FILES = {
 }
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All of them; walking takes longer than looking."""
+    return tuple(ast.walk(tree))
+
+
 def imported(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     """(line, module, name) of each import; name is empty for `import module`."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -69,7 +75,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 def of_os(tree: ast.AST, names: set[str]) -> Iterator[int]:
     """Lines that use one of these names of the module os."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
             yield node.lineno
     yield from (line for line, module, name in imported(tree) if module == "os" and name in names)
@@ -86,7 +92,7 @@ def environment_uses(tree: ast.AST) -> Iterator[int]:
 def file_uses(tree: ast.AST) -> Iterator[int]:
     yield from of_os(tree, OS_FILES)
     yield from (line for line, module, _ in imported(tree) if module.split(".")[0] in FILE_MODULES)
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             if name in FILE_CALLS:
@@ -96,7 +102,7 @@ def file_uses(tree: ast.AST) -> Iterator[int]:
 def pickle_uses(tree: ast.AST) -> Iterator[int]:
     """What would run code that a file holds."""
     yield from (line for line, module, _ in imported(tree) if module.split(".")[0] in PICKLES)
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in PICKLE_CALLS:
             yield node.lineno
 
@@ -108,7 +114,7 @@ def process_uses(tree: ast.AST) -> Iterator[int]:
 
 def lock_uses(tree: ast.AST) -> Iterator[int]:
     yield from of_os(tree, {"lockf"})
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("fcntl.flock", "fcntl.lockf"):
             yield node.lineno
 
