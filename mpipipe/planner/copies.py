@@ -11,7 +11,7 @@ their micro-batches, and adds up those of each apart.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -102,10 +102,40 @@ def shard(nbytes: Mapping[Name, int], tied: Collection[Name], n_copies: int) -> 
     return owner
 
 
+def partners(copy: int, n_copies: int) -> Iterator[int]:
+    """The copies with which one exchanges sums of gradients, in this order; updated weights in the reverse.
+
+    Recursive halving (Thakur, Rabenseifner and Gropp 2005), the nearest copy first: in round k copies that
+    differ in bit k alone send each other the sums that the other one's half of all owners will have, so each
+    message is half of the one before, and most bytes go to ranks that are near. What is added then is
+    beside each other in the tree of the blocks. What is left, an odd number of copies with the same low
+    bits, meets in pairs, each for the shard of one owner."""
+    low = n_copies & -n_copies
+    yield from (copy ^ (1 << bit) for bit in range(low.bit_length() - 1))
+    odd, own = n_copies // low, copy // low
+    for turn in range(1, 1 << (odd - 1).bit_length()):
+        if own ^ turn < odd:
+            yield (own ^ turn) * low + copy % low
+
+
+def parts_width(copy: int, partner: int, n_copies: int) -> int:
+    """Of how many copies, that follow each other, a partner's sums are."""
+    return min(copy ^ partner, n_copies & -n_copies)
+
+
+def owners_for(partner: int, copy: int, n_copies: int) -> range:
+    """Whose shards a copy sends to its partner before the update, and is sent by it after the update."""
+    low, differ = n_copies & -n_copies, copy ^ partner
+    return (
+        range(partner % (2 * differ), n_copies, 2 * differ) if differ < low else range(partner, partner + 1)
+    )
+
+
 def sums_held(n_copies: int) -> int:
-    """How many shards of other copies one copy holds at most while it adds them up, in the order of `lower`:
-    one for each level of the tree; where the copies are no power of two, also one for each smaller tree."""
-    return n_copies.bit_count() + n_copies.bit_length() - 2
+    """How many messages with sums of other copies one copy holds at most while it adds them up: one, or of an
+    odd number that meets in pairs one for each level of the tree and one for each smaller tree."""
+    odd = n_copies // (n_copies & -n_copies)
+    return max(1, odd.bit_count() + odd.bit_length() - 2)
 
 
 def even_blocks(micro_batches: int | None, batch: int, n_ranks: int) -> int:

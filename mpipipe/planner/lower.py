@@ -13,8 +13,8 @@ with TIED here for tied="per_use". A split backward is I then W: GRAD messages s
 around W. SEND_GRAD comes before SEND_TIED, it is what the other ranks wait for.
 
 Where there are copies of a stage, each owns some of its parameters. SHARD carries to it the
-gradients that another copy has for them, UPDATE the updated weights back: a stage's copies meet in pairs,
-in round k copy c and copy c ^ k, and exchange them (SEND, then RECV). So all ranks go through the same
+gradients that other copies have for them, UPDATE the updated weights back: a stage's copies meet in pairs,
+in the rounds of `partners`, and exchange them (SEND, then RECV). So all ranks go through the same
 rounds, and a copy is given the gradients in an order in which it can add them in their binary tree at once.
 Copy 0 owns the tied parameters: the gradients of their other uses come to it within copy 0.
 
@@ -35,6 +35,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from mpipipe.errors import PlanError
+from mpipipe.planner.copies import partners
 from mpipipe.planner.schedules import stages_of_ranks
 from mpipipe.planner.stages import StageTie
 from mpipipe.values import Action, Instr, Int32, Op, Program, Schedule
@@ -154,16 +155,15 @@ class _Wires:
             yield Instr(op, stage, micro, other, peer, tag)
 
     def exchange(self, send: Op, stage: int) -> Iterator[Instr]:
-        """With every other copy of the stage, in the rounds of the file's head."""
+        """With other copies of the stage, in the rounds of the file's head."""
         recv, channel = Op(send + 1), self._between_copies + stage
         if send == Op.SEND_UPDATE:
             channel += self.n_stages
         holders = self.order.holders(stage)
-        own = holders.index(self.rank_of_stage[stage])
-        for turn in range(1, 1 << (len(holders) - 1).bit_length()):
-            if own ^ turn < len(holders):
-                for op in (send, recv):
-                    yield Instr(op, stage, -1, stage, holders[own ^ turn], channel * self.slots)
+        found = list(partners(holders.index(self.rank_of_stage[stage]), len(holders)))
+        for other in reversed(found) if send == Op.SEND_UPDATE else found:
+            for op in (send, recv):
+                yield Instr(op, stage, -1, stage, holders[other], channel * self.slots)
 
     def is_first_of(self, stage: int) -> bool:
         """Of the copies of the pipeline that its rank is in, the one in which it is given tied weights."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import sums_held
+from mpipipe.planner.copies import owners_for, sums_held
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
@@ -133,23 +133,30 @@ def _rank_bytes(codes: Int32, table: Int64, pairs: dict[tuple[int, int, int], in
 
 
 def _add_shards(program: Program, sizes: Sequence[Int64], shards: Int64) -> None:
-    """shards: (copies, stages); of a message that of the copy that is the owner."""
-    copies = np.array(_copies(program))
+    """shards: (copies, stages); of a message those of all the owners that it is for."""
+    owned = [
+        [int(shards[program.copies_on(rank).start, stage]) for rank in program.holders(stage)]
+        for stage in range(program.n_stages)
+    ]
     for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
-        between = np.flatnonzero(codes[:, 0] >= Op.SEND_SHARD)
-        op, stage, peer = codes[between][:, [0, 1, 4]].T
-        of_peer = (op == Op.SEND_SHARD) | (op == Op.RECV_UPDATE)
-        nbytes[between] = shards[np.where(of_peer, copies[peer], copies[rank]), stage]
+        for i in np.flatnonzero(codes[:, 0] >= Op.SEND_SHARD).tolist():
+            nbytes[i] = sum(owned[codes[i, 1]][owner] for owner in _owners(program, rank, codes[i]))
+
+
+def _owners(program: Program, rank: int, instr: Int32) -> range:
+    """The copies of a stage whose shards are in a message between two of them."""
+    op, stage, peer = instr[[0, 1, 4]].tolist()
+    here, there, n = program.copy_on(rank), program.copy_on(peer), len(program.holders(stage))
+    to_peer = op in (Op.SEND_SHARD, Op.RECV_UPDATE)
+    return owners_for(there, here, n) if to_peer else owners_for(here, there, n)
 
 
 def _add_uses(program: Program, sizes: Sequence[Int64], ties: Sequence[StageTie]) -> None:
     for nbytes, user in ((tie.nbytes, user) for tie in ties for user in tie.users):
-        home = program.rank_of_stage[user]
         for rank, codes in enumerate(program.codes):
-            of_user = codes[:, 1] == user
-            to_home = (codes[:, 0] == Op.SEND_SHARD) & (codes[:, 4] == home)
-            at_home = (codes[:, 0] == Op.RECV_SHARD) & (rank == home)
-            sizes[rank][of_user & (to_home | at_home)] += nbytes
+            of_user = (codes[:, 1] == user) & np.isin(codes[:, 0], (Op.SEND_SHARD, Op.RECV_SHARD))
+            for i in np.flatnonzero(of_user).tolist():
+                sizes[rank][i] += nbytes if 0 in _owners(program, rank, codes[i]) else 0
 
 
 def instruction_seconds(

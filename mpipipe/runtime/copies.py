@@ -1,13 +1,13 @@
 """What the copies of a stage exchange in a step: gradients to the owner of a parameter, its new weights back.
 
     last backward   each copy has the sums of its own micro-batches
-    SHARD           a copy sends what others own, and adds what they have of its own shard
+    SHARD           a copy sends what its partner collects for owners, and adds what it collects itself
     NORM, STEP      of the own shard: norms, update and optimizer state are nowhere else
-    UPDATE          the new weights go to the other copies
+    UPDATE          the new weights go to the other copies, back along the same ways
 
 Optimizer state sharded by whole parameters (ZeRO-1, Rajbhandari et al. 2020). The sums of the copies are
-added in the binary tree of the blocks, continued: so the bits are those of one copy. They come in an order in
-which neighbours in the tree follow each other, and are added at once: so few are held (`sums_held`).
+added in the binary tree of the blocks, continued: so the bits are those of one copy. Who meets whom, and for
+which owners, is in `mpipipe.planner.copies`.
 
 Copy 0 owns the tied parameters, the sums of their uses on other stages, and the buffers: it is given the
 statistics of every micro-batch.
@@ -15,7 +15,7 @@ statistics of every micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -23,45 +23,72 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.rewrite import BufferUpdate
+from mpipipe.planner.copies import owners_for, parts_width
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.weights import StageWeights, Tree
-from mpipipe.values import Program
+from mpipipe.values import Program, share_of
 
 
 class Copies:
     """Of one stage on this rank. updates: of its buffers, in every training micro-batch."""
 
     def __init__(self, stage: Stage, updates: Sequence[BufferUpdate]) -> None:
-        self.stage, self.weights, self.copy = stage, stage.weights, stage.weights.copy
+        self.stage, self.weights = stage, stage.weights
+        self.copy, self.n = stage.weights.copy, stage.weights.n_copies
+        self._low = self.n & -self.n  # copies that halve; an odd number of such groups meets in pairs
         self._updates = updates
-        self._tree = Tree()
-        self._left = 0  # copies whose sums have not come
+        self._tree = Tree()  # of the groups
 
     # -- gradients and statistics ------------------------------------------------------------------
 
     def begin(self) -> None:
         """The own sums are whole."""
-        self._left = self.weights.n_copies
-        self._add(self.copy, accumulators(self.weights, self.copy))
+        self._left = self.n // self._low
+        if self._low == 1:
+            self._add(self.copy, accumulators(self.weights, [self.copy]))
 
-    def part_of(self, other: int, share: range) -> list[Tensor]:
-        """What copy `other` owns of the own sums, and of the statistics of the own micro-batches."""
-        parts = accumulators(self.weights, other)
-        return parts if other else [*parts, *self.stage.statistics_of(share)]
+    def part_for(self, other: int, n_micro: int) -> list[Tensor]:
+        """What a partner collects of the sums that are here, and of the statistics of their micro-batches."""
+        owners = owners_for(other, self.copy, self.n)
+        parts = accumulators(self.weights, owners)
+        return (
+            [*parts, *self.stage.statistics_of(self._micros(self.copy, other, n_micro))]
+            if 0 in owners
+            else parts
+        )
 
-    def room_for(self, share: range) -> list[Tensor]:
-        """For what another copy, with these micro-batches, has of the own shard."""
-        parts = [torch.empty_like(t) for t in accumulators(self.weights, self.copy)]
-        return parts if self.copy else [*parts, *(self._empty(u) for _ in share for u in self._measured)]
+    def room_for(self, other: int, n_micro: int) -> list[Tensor]:
+        """For what is collected here from a partner."""
+        owners = owners_for(self.copy, other, self.n)
+        parts = [torch.empty_like(t) for t in accumulators(self.weights, owners)]
+        if 0 in owners:
+            micros = self._micros(other, self.copy, n_micro)
+            parts += [self._empty(update) for _ in micros for update in self._measured]
+        return parts
 
-    def arrived(self, other: int, share: range, parts: Sequence[Tensor]) -> None:
-        n = len(accumulators(self.weights, self.copy))
-        self._add(other, list(parts[:n]))
-        values = iter(parts[n:])
-        for micro in share if self.copy == 0 else ():
+    def arrived(self, other: int, parts: Sequence[Tensor], n_micro: int) -> None:
+        owners, differ = owners_for(self.copy, other, self.n), self.copy ^ other
+        own = accumulators(self.weights, owners)
+        sums, values = parts[: len(own)], iter(parts[len(own) :])
+        for micro in self._micros(other, self.copy, n_micro) if 0 in owners else ():
             self.stage.take_statistics(
                 micro, [(u, None if u.statistic is None else next(values)) for u in self._updates]
             )
+        if differ >= self._low:
+            self._add(other // self._low, list(sums))
+            return
+        with torch.no_grad():
+            for mine, its in zip(own, sums, strict=True):
+                mine.add_(its)
+        if 2 * differ == self._low:  # the last of these rounds
+            self._add(self.copy // self._low, accumulators(self.weights, [self.copy]))
+
+    def _micros(self, copy: int, other: int, n_micro: int) -> range:
+        """Whose sums a copy has when it meets another one."""
+        width = parts_width(copy, other, self.n)
+        first = copy - copy % width
+        last = first + width - 1
+        return range(share_of(first, self.n, n_micro).start, share_of(last, self.n, n_micro).stop)
 
     @property
     def _measured(self) -> list[BufferUpdate]:
@@ -70,25 +97,33 @@ class Copies:
     def _empty(self, update: BufferUpdate) -> Tensor:
         return torch.empty_like(self.weights.buffer(update.buffer))
 
-    def _add(self, copy: int, sums: list[Tensor]) -> None:
-        self._tree.add(copy, sums)
+    def _add(self, group: int, sums: list[Tensor]) -> None:
+        self._tree.add(group, sums)
         self._left -= 1
         if self._left == 0:
-            self._tree.finish(accumulators(self.weights, self.copy))
+            self._tree.finish(accumulators(self.weights, [self.copy]))
 
     # -- weights -------------------------------------------------------------------------------------
 
-    def updated_by(self, copy: int) -> list[Tensor]:
-        """Weights, and buffers that training changes, that a copy owns."""
-        weights = [group.data.buffer for group in self.weights.groups if group.owner == copy]
-        buffers = dict.fromkeys(update.buffer for update in self._updates)
-        return weights if copy else [*weights, *(self.weights.buffer(name) for name in buffers)]
+    def updated_for(self, other: int) -> list[Tensor]:
+        """What a partner is given: weights that are new here, and buffers that training changes."""
+        return self._updated(owners_for(self.copy, other, self.n))
+
+    def updated_by(self, other: int) -> list[Tensor]:
+        """Likewise what it gives."""
+        return self._updated(owners_for(other, self.copy, self.n))
+
+    def _updated(self, owners: range) -> list[Tensor]:
+        weights = [group.data.buffer for group in self.weights.groups if group.owner in owners]
+        buffers = dict.fromkeys(update.buffer for update in self._updates) if 0 in owners else ()
+        return [*weights, *(self.weights.buffer(name) for name in buffers)]
 
 
-def accumulators(weights: StageWeights, owner: int) -> list[Tensor]:
-    """What backward adds into for the parameters that copy `owner` updates."""
-    sums = [group.grad.buffer for group in weights.groups if group.owner == owner]
-    return sums if owner else [*sums, *weights.extra.values()]
+def accumulators(weights: StageWeights, owners: Iterable[int]) -> list[Tensor]:
+    """What backward adds into for the parameters that these copies update."""
+    wanted = {*owners}
+    sums = [group.grad.buffer for group in weights.groups if group.owner in wanted]
+    return [*sums, *weights.extra.values()] if 0 in wanted else sums
 
 
 def of_all_copies(comm: Communicator, program: Program, mine: Sequence[float]) -> list[float]:

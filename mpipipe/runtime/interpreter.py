@@ -370,7 +370,7 @@ class Interpreter:
             copies, other = self.copies[i.stage], self.program.copy_on(i.peer)
             if i.op == Op.RECV_UPDATE:
                 return copies.updated_by(other)
-            return copies.room_for(self.program.share_on(i.peer))
+            return copies.room_for(other, self.program.n_micro)
         code = self.code(i.stage, i.micro)
         if i.op == Op.RECV_ACT:
             forms = [Form.of(port) for port in code.received]
@@ -416,16 +416,16 @@ class Interpreter:
     def _exchange(self, i: Instr) -> None:
         """With another copy of the stage, whose message is awaited from now on."""
         self.mailbox.post(i._replace(op=Op(i.op + 1)))
-        copies = self.copies[i.stage]
+        copies, other = self.copies[i.stage], self.program.copy_on(i.peer)
         if i.op == Op.SEND_UPDATE:
-            parts = copies.updated_by(self.copy)
+            parts = copies.updated_for(other)
         else:
-            parts = copies.part_of(self.program.copy_on(i.peer), self.share)
+            parts = copies.part_for(other, self.program.n_micro)
         self.outbox.send(parts, i)
 
     def _recv_shard(self, i: Instr) -> None:
         other = self.program.copy_on(i.peer)
-        self.copies[i.stage].arrived(other, self.program.share_on(i.peer), self.mailbox.take(i))
+        self.copies[i.stage].arrived(other, self.mailbox.take(i), self.program.n_micro)
 
     def _release(self, key: Key) -> None:
         """Gives received activations back; the messages that show their memory have left by then."""

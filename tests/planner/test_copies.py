@@ -14,6 +14,8 @@ from mpipipe.planner.copies import (
     check_copies,
     even_blocks,
     legal_copies,
+    owners_for,
+    partners,
     placements,
     shard,
     stages_in,
@@ -120,25 +122,66 @@ def test_two_copies_look_like_this() -> None:
     ]
 
 
-@pytest.mark.parametrize("n_copies", [2, 3, 4, 5, 6, 7, 8, 15])
-def test_sums_come_in_an_order_in_which_few_are_held(n_copies: int) -> None:
-    """Each copy adds what is beside each other in the tree at once; the own sum needs no room."""
-    most = 0
-    program = copied("1f1b", 1, n_copies, n_copies)
-    for copy in range(n_copies):
-        come = [i.peer for i in program.instrs(copy) if i.op == Op.RECV_SHARD]
-        assert sorted([copy, *come]) == list(range(n_copies))
-        held: set[tuple[int, int]] = set()
-        for one in (copy, *come):
-            level, index = 0, one
-            own = any(copy >> height == place for height, place in held)
-            most = max(most, len(held) + 1 - own) if one != copy else most
-            while (level, index ^ 1) in held:
-                held.remove((level, index ^ 1))
-                level, index = level + 1, index >> 1
-            held.add((level, index))
-        assert held == {(level, (n_copies >> level) - 1) for level in range(4) if n_copies >> level & 1}
-    assert most == sums_held(n_copies)
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 12, 15, 32])
+def test_every_owner_gets_the_sum_of_all_copies_in_the_order_of_their_tree(n: int) -> None:
+    """Played with brackets instead of numbers; then the owners' weights go back to all."""
+    low, held_most = n & -n, 0
+    sums = [{owner: sum_of_blocks(copy, copy + 1) for owner in range(n)} for copy in range(n)]
+    trees = [dict[tuple[int, int], str]() for _ in range(n)]  # of the odd number that is left
+    rounds = [list(partners(copy, n)) for copy in range(n)]
+    assert all(len(of_copy) == low.bit_length() - 1 + n // low - 1 for of_copy in rounds)
+
+    def add(copy: int, group: int, total: str) -> None:
+        level = 0
+        while (other := trees[copy].pop((level, group ^ 1), None)) is not None:
+            total = f"({other}{total})" if group & 1 else f"({total}{other})"
+            level, group = level + 1, group >> 1
+        trees[copy][level, group] = total
+
+    for bit in range(low.bit_length() - 1):
+        before = [dict(of_copy) for of_copy in sums]
+        for copy in range(n):
+            other = rounds[copy][bit]
+            assert rounds[other][bit] == copy
+            for owner in owners_for(copy, other, n):
+                first, second = sorted((copy, other))
+                sums[copy][owner] = f"({before[first][owner]}{before[second][owner]})"
+    for copy in range(n):
+        add(copy, copy // low, sums[copy][copy])
+        for other in rounds[copy][low.bit_length() - 1 :]:
+            assert list(owners_for(copy, other, n)) == [copy]
+            add(copy, other // low, sums[other][copy])
+            held_most = max(held_most, len(trees[copy]))
+        total = ""
+        for _, part in sorted(trees[copy].items()):
+            total = f"({part}{total})" if total else part
+        assert total == sum_of_blocks(0, n)
+    assert held_most <= sums_held(n) + 1  # and the own one
+
+    has = [{copy} for copy in range(n)]
+    for turn in reversed(range(low.bit_length() - 1, len(rounds[0]))):  # of the odd number, in any order
+        for copy in range(n):
+            has[rounds[copy][turn]] |= set(owners_for(copy, rounds[copy][turn], n)) & {copy}
+    for bit in reversed(range(low.bit_length() - 1)):
+        before_round = [set(of_copy) for of_copy in has]
+        for copy in range(n):
+            given = set(owners_for(copy, rounds[copy][bit], n))
+            assert given <= before_round[copy], "what it gives it has"
+            has[rounds[copy][bit]] |= given
+    assert all(of_copy == set(range(n)) for of_copy in has)
+
+
+def test_most_bytes_go_to_the_nearest_copy() -> None:
+    """Of 8 copies on two nodes of 4, one with all of 800 bytes sends 100 of them to the other node: with each
+    owner for itself it would be 400."""
+    costs = dataclasses.replace(uniform(8, 8, param_bytes=100), blocks=8)
+    on = layout(costs, 1, 8)
+    program = program_for(on, numerics(8, 8), (), names(costs))
+    codes, sizes = program.codes[2], sizes_of_messages(costs, on, program, names(costs))[2]
+    for op, order in ((Op.SEND_SHARD, [3, 0, 6]), (Op.SEND_UPDATE, [6, 0, 3])):
+        sent = codes[:, 0] == op
+        assert codes[sent, 4].tolist() == order
+        assert sizes[sent].tolist() == sorted([400, 200, 100], reverse=op == Op.SEND_SHARD)
 
 
 @pytest.mark.parametrize("tied", ["per_use", "eager"])
@@ -150,7 +193,8 @@ def test_copies_need_no_buffering(schedule: str, n_copies: int, tied: str) -> No
     match(program)
     ops = [codes[:, 0].tolist() for codes in program.codes]
     per_rank = program.n_stages // 2
-    assert all(of_rank.count(op) == per_rank * (n_copies - 1) for of_rank in ops
+    meetings = {2: 1, 3: 2, 4: 2}[n_copies]
+    assert all(of_rank.count(op) == per_rank * meetings for of_rank in ops
                for op in (Op.SEND_SHARD, Op.RECV_SHARD, Op.SEND_UPDATE, Op.RECV_UPDATE))  # fmt: skip
 
 
@@ -275,9 +319,9 @@ def test_a_large_parameter_is_one_copys_and_a_tied_one_the_firsts() -> None:
     program = program_for(layout(costs, 1, 4), numerics(8, 4), costs.ties, names(costs))
     sent = sizes_of_messages(costs, layout(costs, 1, 4), program, names(costs))[0]
     ops = program.codes[0][:, 0]
-    assert sent[ops == Op.SEND_SHARD].tolist() == [90, 10, 0]
-    assert sent[ops == Op.SEND_UPDATE].tolist() == [10, 10, 10]
-    assert sent[ops == Op.RECV_UPDATE].tolist() == [90, 10, 0]
+    assert sent[ops == Op.SEND_SHARD].tolist() == [90, 10]  # for copies 1 and 3, then for 2
+    assert sent[ops == Op.SEND_UPDATE].tolist() == [10, 10 + 10]  # its own, then with that of copy 2
+    assert sent[ops == Op.RECV_UPDATE].tolist() == [10, 90]
 
 
 @pytest.mark.parametrize(
