@@ -57,7 +57,14 @@ def connect(environ: Mapping[str, str] | None = None) -> MpiCommunicator:
         if launcher_rank(env):
             time.sleep(SPEAK_FIRST_S)
         raise
-    return MpiCommunicator(world, tolerant(env))
+    notices_loss = tolerant(env)
+    try:
+        return MpiCommunicator(world, notices_loss)
+    except mpi.Exception as error:
+        if notices_loss:  # no launcher ends the others for it, and they would wait for ever
+            print(f"mpipipe: a rank was lost while all started: {error}", file=sys.stderr, flush=True)
+            world.Abort(1)
+        raise
 
 
 def installed(environ: Mapping[str, str]) -> str:

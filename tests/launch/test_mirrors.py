@@ -132,3 +132,18 @@ def test_without_ulfm_there_is_an_error_before_anything_begins(launch: Launch, f
     assert job.stderr.count("mpipipe: error: run.recover = mpi: this MPI was not started") == 1, job.stderr
     assert "--with-ft ulfm" in job.stderr
     assert not (folder / "run").exists()
+
+
+def test_a_rank_that_is_lost_while_all_start_ends_the_job(launch: Launch, folder: Path) -> None:
+    """Nobody could go on yet, and the launcher would not end the others: the supervisor starts anew."""
+    (folder / "lost.py").write_text(
+        "import os, signal, sys\n"
+        "from mpi4py import MPI\n"
+        "from mpipipe import train\n"
+        "if MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(train.main(sys.argv[1:]))\n"
+    )
+    environ = {"MPIRUN_FLAGS": FLAGS}
+    job = launch(3, "lost.py", "config.yaml", cwd=folder, timeout_s=120, env=environ)
+    assert "mpipipe: a rank was lost while all started" in job.stderr  # the exit code may be that of the lost
+    assert not (folder / "run").exists()
