@@ -134,6 +134,7 @@ def test_without_ulfm_there_is_an_error_before_anything_begins(launch: Launch, f
     assert not (folder / "run").exists()
 
 
+@pytest.mark.full
 def test_a_rank_that_is_lost_while_all_start_ends_the_job(launch: Launch, folder: Path) -> None:
     """Nobody could go on yet, and the launcher would not end the others: the supervisor starts anew."""
     (folder / "lost.py").write_text(
