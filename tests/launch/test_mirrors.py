@@ -31,6 +31,7 @@ run: {{dir: run, recover: mpi, mirror_every: {EVERY}}}
 KILLED = """
 import json, os, sys
 from mpipipe import train
+from mpipipe.cluster.mpi import MpiCommunicator
 from mpipipe.pipeline import Pipeline
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.mirrors import Mirrors
@@ -56,6 +57,7 @@ arm(Mirrors, "take", "transfer", lambda self, step, *_: step, after=True)
 arm(Mirrors, "commit", "sent", lambda self: self._pending[1] if self._pending else 0)
 arm(Survival, "fetch", "recovery", lambda self, comm, found, *_: found.key.step)
 arm(Pipeline, "begin_save", "save", lambda self, *_: self.steps_done, after=True)
+arm(MpiCommunicator, "recv_object", "wait", lambda self, *_: 0)
 sys.exit(train.main(sys.argv[2:]))
 """
 
