@@ -448,6 +448,7 @@ class Pipeline:
         gone = self.lost_spares()
         if new := [rank for rank in gone if rank not in self._noted]:
             self._noted.update(new)
+            self.world.end_gone()
             left = listed([rank for rank in self.spares if rank not in gone])
             self.say(f"mpipipe: lost rank {', '.join(map(str, new))}, which was a spare; {left} left")
 
@@ -461,8 +462,7 @@ class Pipeline:
 
     def timed_step(self, stop: bool = False) -> tuple[Step, Outcome]:
         """As `step`, with the times of this rank's instructions; of the working ranks alone."""
-        if self.rank == 0:
-            self._note_lost_spares()
+        self._note_lost_spares()
         self.saver.poll()
         start = time.perf_counter()
         outcome = self.trainer.step(self.steps_done, stop=stop)

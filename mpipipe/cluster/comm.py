@@ -90,6 +90,10 @@ class Communicator(Protocol):
         """Those of its `members` that are known to be lost by now, ascending; never blocks."""
         ...
 
+    def end_gone(self) -> None:
+        """Ends those of them that are on this node and still there, frozen: they must not wake up."""
+        ...
+
     @property
     def notices_loss(self) -> bool:
         """The loss of a rank is an error here, RankLost, and not the end of all."""

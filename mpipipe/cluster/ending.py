@@ -46,6 +46,7 @@ def leave(comm: Communicator) -> None:
         if not now.lost:
             comm.close()
             return
+    now.end_gone()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

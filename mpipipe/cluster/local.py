@@ -276,6 +276,9 @@ class LocalCommunicator:
         with self._world.lock:
             return tuple(sorted(self.members[rank] for rank in self._world.lost))
 
+    def end_gone(self) -> None:
+        pass
+
     def survivors(self) -> LocalCommunicator:
         world, kept = self._world.without_lost(self.rank)
         members = [self.members[rank] for rank in kept]

@@ -194,6 +194,10 @@ class MpiCommunicator:
         ranks = self._mpi.Group.Translate_ranks(failed, range(failed.size), group)
         return tuple(sorted(self.members[r] for r in ranks))
 
+    def end_gone(self) -> None:
+        ranks = map(self.members.index, self.gone())
+        end_frozen(self._pids[r] for r in ranks if self.node_of_rank[r] == self._node)
+
     def survivors(self) -> MpiCommunicator:
         worlds = [self, *self._parts]
         for progress in filter(None, (world._progress for world in worlds)):
