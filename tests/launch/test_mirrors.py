@@ -167,13 +167,13 @@ def test_more_spares_than_can_be_are_refused_before_anything_begins(launch: Laun
 @pytest.mark.parametrize(
     ("kill", "spares", "lost"),
     [
-        ((1, "backward", 10, 19), 0, [1]),
-        ((2, "wait", 0, 19), 1, []),
-    ],  # the spare: noticed after the last step
+        ((1, "backward", 10, 19), 0, [[1]]),
+        ((2, "wait", 0, 19), 1, [[], [2]]),  # it may be noticed after the last step
+    ],
     ids=["a working rank", "a spare"],
 )
 def test_a_frozen_rank_is_ended_and_done_without(
-    launch: Launch, folder: Path, undisturbed: str, kill: Any, spares: int, lost: list[int]
+    launch: Launch, folder: Path, undisturbed: str, kill: Any, spares: int, lost: list[list[int]]
 ) -> None:
     # a busy machine is slow
     slower = FLAGS.replace("period 0.5", "period 2").replace("timeout 2", "timeout 8")
@@ -181,7 +181,7 @@ def test_a_frozen_rank_is_ended_and_done_without(
     job = launch(3, "killed.py", *words, cwd=folder, timeout_s=300, env={"MPIRUN_FLAGS": slower})
     assert job.returncode == 0, job.stderr
     assert summary(folder)["weights_sha256"] == undisturbed
-    assert summary(folder)["lost_ranks"] == lost
+    assert summary(folder)["lost_ranks"] in lost
 
 
 def test_without_ulfm_there_is_an_error_before_anything_begins(launch: Launch, folder: Path) -> None:
