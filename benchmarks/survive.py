@@ -1,7 +1,7 @@
 """Kills of real ranks, again and again: does the run go on, and end with the bits that it should?
 
     make bench-survive ARGS="--kills 200"          python -m benchmarks.survive [--kills 20] [--ranks 3]
-                                                   python -m benchmarks.survive --recover mpi [--ranks 5]
+                                    python -m benchmarks.survive --recover mpi [--ranks 5] [--spares 2]
 
 Jobs of a tiny GPT on the ranks of a real mpirun. Several times per job a random rank gets SIGKILL or SIGSTOP:
 at a random instant, from outside; or inside STEP, a save or a mirror, where the rank sends it to itself, as
@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.common import ROOT, environment, machine
@@ -113,7 +113,8 @@ WAYS = {
     "restart": Way(("--restarts", "20"), SAVE_EVERY, r"mpipipe run: .* (\d+) steps? lost"),
     "mpi": Way(
         ("run.recover=mpi", f"run.mirror_every={MIRROR_EVERY}"), MIRROR_EVERY,
-        r"mpipipe: lost rank .* (\d+) steps? again", (*WHERE, "mirror"), comes_back=False,
+        r"mpipipe: lost rank (?:.* (\d+) steps? again|.* which was a spare)",
+        (*WHERE, "mirror"), comes_back=False,
     ),
 }  # fmt: skip
 
@@ -187,7 +188,7 @@ class SurvivingJob:
         return self.log.read_text()[-3000:]
 
     def _lost(self) -> list[int]:
-        return [int(found) for found in re.findall(self.way.lost, self.log.read_text())]
+        return [int(found or 0) for found in re.findall(self.way.lost, self.log.read_text())]
 
     def _size(self) -> int:
         return (self.run_dir / "metrics.jsonl").stat().st_size
@@ -275,10 +276,13 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.survive")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--spares", type=int, default=0, help="of the ranks; with --recover mpi")
     parser.add_argument("--recover", choices=WAYS, default="restart")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     way = WAYS[options.recover]
+    if options.spares:
+        way = replace(way, words=(*way.words, f"run.spares={options.spares}"))
     with tempfile.TemporaryDirectory() as folder:
         tally = survive(Path(folder), options.kills, options.ranks, way, options.seed)
     every = [seconds for of_signal in tally.seconds.values() for seconds in of_signal]
@@ -294,6 +298,7 @@ def main(argv: Sequence[str]) -> None:
         "recovery_s_by_signal": {name: statistics.median(s) for name, s in tally.seconds.items() if s},
         "where": dict(tally.where),
         "recover": options.recover,
+        "spares": options.spares,
         "machine": machine(),
     }
     print(json.dumps(found))

@@ -13,10 +13,11 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +26,10 @@ from torch.utils import _pytree as pytree
 from mpipipe import __version__, ops
 from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
 from mpipipe.cluster.agree import agree, surroundings
-from mpipipe.cluster.comm import Communicator, RankLost, members
+from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.cluster.node import cache_folder
+from mpipipe.cluster.spares import check_spares, first_working, listed, next_working
 from mpipipe.cluster.survivors import check_tolerant
 from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
@@ -51,7 +53,7 @@ from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen
 from mpipipe.report.plan_file import read_plan
-from mpipipe.runtime.costing import device_kind
+from mpipipe.runtime.costing import Measured, device_kind
 from mpipipe.runtime.foreign import Factory, UserOptimizer
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
@@ -69,11 +71,12 @@ from mpipipe.state.parts import Beside
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
-from mpipipe.survival import Recovery, Survival, stays_as_it_is
+from mpipipe.survival import Recovery, Survival, fits_still, stays_as_it_is
 from mpipipe.values import RECOMPUTE, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 Newest = Callable[[Communicator, int], Path | None]  # a checkpoint of more steps than that
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ class Pipeline:
                that is an error
     mirror_every  steps between two copies, on another rank, of what a rank holds, for "mpi"; "auto": as often
                as loses the least time; 0 = none, then a recovery begins at the start
+    spares     so many ranks hold no stage, wait, and replace those that are lost, for "mpi"; with the others
+               they make each call, and get what it comes to
     say        takes the lines that are meant for people, on rank 0
 
     Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
@@ -166,10 +171,11 @@ class Pipeline:
         plan: str | Path | Plan | None = None,
         recover: Literal["restart", "mpi"] = "restart",
         mirror_every: int | Literal["auto"] = "auto",
+        spares: int = 0,
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        self.comm = comm = world() if comm is None else comm
+        self.world = self.comm = comm = world() if comm is None else comm
         check_metrics(list(metrics or ()))
         check_choices(
             {
@@ -180,7 +186,9 @@ class Pipeline:
             }
         )  # fmt: skip
         self.val_batch = val_batch or batch
-        self.rank, self.size = comm.rank, comm.size
+        check_spares(spares, comm.size, recover)
+        working, self._nodes = first_working(comm.node_of_rank, spares), comm.node_of_rank
+        self.rank, self.size, self.spares = comm.rank, len(working), tuple[int, ...]()
         self.recovers, self.mirror_every = recover == "mpi", mirror_every
         if self.recovers:
             check_tolerant(comm)
@@ -191,7 +199,7 @@ class Pipeline:
         given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
         before = given_plan if saved is None else saved
         decided = None if before is None else before.numerics
-        blocks = blocks_of(blocks, micro_batches, batch, comm.size, decided)
+        blocks = blocks_of(blocks, micro_batches, batch, self.size, decided)
         check_counts(batch, micro_batches, blocks, receive_window, replicas)
         count = micro_batches_of(micro_batches, batch, blocks, decided, new_numerics)
         table = op_table_of(bits, decided, new_numerics)
@@ -209,7 +217,7 @@ class Pipeline:
             schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
             samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
-            recompute=recompute, recover=recover, mirror_every=mirror_every,
+            recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares,
             checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
         )  # fmt: skip
         called = str(plan) if isinstance(plan, str | Path) else "the plan"
@@ -235,9 +243,9 @@ class Pipeline:
             return variants_of(rows).lowered(Lowering(bits, self.numerics.op_table))
 
         counts = (count,) if count is not None else counts_of(batch, blocks)
-        copies = (1,) if given_plan else copies_of(replicas, self.numerics, comm.size)
+        copies = (1,) if given_plan else copies_of(replicas, self.numerics, self.size)
         asked = Asked(
-            self.numerics, counts, schedules_of(schedule), receive_window, comm.size, copies, recompute,
+            self.numerics, counts, schedules_of(schedule), receive_window, self.size, copies, recompute,
             uneven=replicas == "auto",
         )  # fmt: skip
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
@@ -247,7 +255,8 @@ class Pipeline:
         self.numerics, self.gemm_why = here.gemm(gemm_of(gemm, decided), usual, self.numerics)
         self.numerics, self.ops_why = here.ops(table, usual, self.numerics)
         asked = replace(asked, numerics=self.numerics)
-        timing = partial(here.costs, self.optimizer, self.memory, memory_bytes, self.data)
+        whole = partial(here.costs, self.optimizer, self.memory, memory_bytes, self.data)
+        timing = partial(self._of_working, working, whole)
         settled = settle_micro_batches(comm, asked, lowered, timing) if count is None else None
         if settled is not None:
             self.numerics = settled.numerics
@@ -270,15 +279,34 @@ class Pipeline:
         self.plan = self._plan(asked, given_plan, settled)
         self.planning_s = time.perf_counter() - started + (settled.seconds if settled else 0.0)
         self._asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
-        self._cluster, self._initial, self._resumed = self.costs.cluster, source.initial, folder
+        self._initial, self._resumed = source.initial, folder
+        self.survival, self.steps_done = Survival(), 0
+        self._has_worked = self._within = False
+        self._noted: set[int] = set()  # spares that are known to be lost
+        self._divide(working)
+        self.saver = Saver(self.comm)
+        if self.waits:
+            return
         self._build()
         self._rehearse()
-        self.saver = Saver(comm)
-        self.steps_done = 0
         if saved is not None and weights is not None:
             self._resume(weights, saved)
-        self.survival = Survival()
-        self.survival.begin(comm, self.plan.layout.mirror_every)
+        self.survival.begin(self.comm, self.plan.layout.mirror_every)
+        self._has_worked = True
+
+    def _of_working(self, working: tuple[int, ...], timing: Callable[..., Measured], *what: Any) -> Measured:
+        """What is timed on all ranks, with those alone that a plan is made for."""
+        found = timing(*what)
+        self._cluster = found.costs.cluster
+        return replace(found, costs=replace(found.costs, cluster=self._cluster.in_order(working)))
+
+    def _divide(self, working: tuple[int, ...]) -> None:
+        """The ranks, by their first numbers, into those that work and spares. Collective over all."""
+        names = self.world.members
+        self.working, self.spares = working, tuple(rank for rank in names if rank not in working)
+        part = None if working == names else self.world.part([names.index(rank) for rank in working])
+        self.comm = part or self.world  # of a spare, which makes no use of it
+        self.rank, self.size = (*working, *self.spares).index(names[self.world.rank]), len(working)
 
     def _build(self) -> None:
         """The trainer of the plan, with the weights that the source has now."""
@@ -369,16 +397,75 @@ class Pipeline:
         """What takes the lines from here on."""
         self._say = say
 
+    @property
+    def waits(self) -> bool:
+        """This rank is a spare; its `rank` is `size` or more."""
+        return self.rank >= self.size
+
+    def shared(self, work: Callable[[], T]) -> T:
+        """What the working ranks come to, or the error that they raise, on the spares too, which wait for it
+        meanwhile: with messages of their own, so that nobody misses one that is lost. Collective over all."""
+        if not self.spares or self._within:
+            return work()
+        if self.waits:
+            found, failed, self.steps_done = self.world.recv_object(self._place(self.working[0]))
+        else:
+            found, failed = self._done_within(work)
+            for spare in self.spares if self.rank == 0 else ():
+                with suppress(RankLost):
+                    self.world.send_object((found, failed, self.steps_done), self._place(spare))
+        if failed is not None:
+            raise failed
+        return found
+
+    def _done_within(self, work: Callable[[], T]) -> tuple[T | None, MpipipeError | None]:
+        self._within = True
+        try:
+            return work(), None
+        except MpipipeError as error:
+            return None, error
+        finally:
+            self._within = False
+
+    def _place(self, rank: int) -> int:
+        return self.world.members.index(rank)
+
+    def surviving(self, work: Callable[[], T], recover: Callable[[], object]) -> T:
+        """As `shared`; when a rank is lost, `recover` and then the work anew, where the ranks outlive it."""
+        lost = False
+        while True:
+            try:
+                if lost:
+                    recover()
+                return self.shared(work)
+            except RankLost:
+                if not self.recovers:
+                    raise
+                lost = True  # and here nothing refers to what failed any more
+
+    def lost_spares(self) -> tuple[int, ...]:
+        """By their first numbers, those that are known to be lost, and that nobody has missed."""
+        return tuple(rank for rank in self.world.gone() if rank in self.spares) if self.spares else ()
+
+    def _note_lost_spares(self) -> None:
+        gone = self.lost_spares()
+        if new := [rank for rank in gone if rank not in self._noted]:
+            self._noted.update(new)
+            self.world.end_gone()
+            left = listed([rank for rank in self.spares if rank not in gone])
+            self.say(f"mpipipe: lost rank {', '.join(map(str, new))}, which was a spare; {left} left")
+
     def step(self, stop: bool = False) -> Step:
         """One optimizer step on the next batch. `stop`: this rank was asked to stop, say so to all.
 
         Raises MpipipeError on every rank when the loss or a gradient is not finite, EndOfData where the data
         has ended, and CheckpointError when a save in the background has failed.
         """
-        return self.timed_step(stop)[0]
+        return self.shared(lambda: self.timed_step(stop)[0])
 
     def timed_step(self, stop: bool = False) -> tuple[Step, Outcome]:
-        """As `step`, with the times of this rank's instructions."""
+        """As `step`, with the times of this rank's instructions; of the working ranks alone."""
+        self._note_lost_spares()
         self.saver.poll()
         start = time.perf_counter()
         outcome = self.trainer.step(self.steps_done, stop=stop)
@@ -399,20 +486,17 @@ class Pipeline:
     def fit(self, steps: int, callbacks: Iterable[Callback] = (), eval_every: int = 0) -> None:
         """Trains until `steps` steps are done in all, or the data has ended.
 
-        callbacks: each is called by every rank after each step, with this pipeline, the number of
-        steps done and the step's values: loss, grad_norm, lr, seconds, after an evaluation val_*.
+        callbacks: each is called by every rank but spares after each step, with this pipeline, the number
+        of steps done and the step's values: loss, grad_norm, lr, seconds, after an evaluation val_*.
         """
         calls = list(callbacks)
-        while True:
-            try:
-                while self.steps_done < steps and not self._fit_step(calls, eval_every):
-                    pass
-                self.saver.finish()
-                return
-            except RankLost:
-                if not self.recovers:
-                    raise
-            self.recover()  # when nothing refers to what failed any more
+
+        def work() -> None:
+            while self.steps_done < steps and not self._fit_step(calls, eval_every):
+                pass
+            self.saver.finish()
+
+        self.surviving(work, self.recover)
 
     def _fit_step(self, calls: Iterable[Callback], eval_every: int) -> bool:
         """Whether it was the last one."""
@@ -428,35 +512,37 @@ class Pipeline:
         return done.stop
 
     def recover(self, checkpoint: Newest = lambda comm, above: None) -> Recovery:
-        """After RankLost: this pipeline on the ranks that are left, with the bits that it would have had.
-        They all call it, outside of the `except` block, so that the memory of what failed is free.
-        checkpoint: the newest one of more steps than the mirrors have (-1: there are none); collective over
-        the ranks that are left.
+        """After RankLost: this pipeline on the ranks that are left, with the bits that it would have had, and
+        with spares where ranks were lost. They all call it, outside of the `except` block, so that the memory
+        of what failed is free. checkpoint: the newest one of more steps than the mirrors have (-1: there are
+        none); collective over the ranks that work then.
 
         Raises PlanError where the model does not fit the ranks that are left.
         """
-        started, before, lost = time.perf_counter(), self.steps_done, self.comm.lost
+        started, before, lost = time.perf_counter(), self.steps_done, self.world.lost
         abandoned = self.saver.abandon()
         while True:
             try:
                 source = self._go_on(checkpoint)
-                self.saver.discard(abandoned)
-                before = max(self.comm.allgather_object(before))  # some may have been a step further
+                if not self.waits:
+                    self.saver.discard(abandoned)
+                    before = max(self.comm.allgather_object(before))  # some may have been a step further
                 break
             except RankLost:  # one more
                 continue
-        gone = tuple(rank for rank in self.comm.lost if rank not in lost)
+        gone = tuple(rank for rank in self.world.lost if rank not in lost)
         took_s, replayed = time.perf_counter() - started, before - self.steps_done
         return Recovery(gone, self.steps_done, replayed, source, took_s)
 
     def _go_on(self, checkpoint: Newest) -> str:
         vars(self).pop("trainer", None)
         gc.collect()
-        self.comm = comm = self.comm.survivors()
-        self.rank, self.size = comm.rank, comm.size
-        self.saver = Saver(comm)
-        schedules = tuple(dict.fromkeys([*self._asked.schedules, PLAIN[0]]))  # some need a number of ranks
-        self.plan = self._plan_anew(schedules, copies_of("auto", self.numerics, comm.size))
+        self.world = self.world.survivors()
+        self._divide(next_working(self.working, self.world.members, self._nodes))
+        self.saver, comm = Saver(self.comm), self.comm
+        if self.waits:
+            return ""
+        self.plan = self._plan_for_those_left()
         found, model = self.survival.find(comm), self.variants.source
         folder = checkpoint(comm, -1 if found is None else found.key.step)
         if found is not None and folder is None:
@@ -479,7 +565,7 @@ class Pipeline:
     def plan_around(self, slower: Mapping[int, float]) -> tuple[bool, str]:
         """Between two steps: another layout, with the same bits, for ranks that compute by these factors
         longer than was predicted, if it is faster. Whether it is taken, and what to say of it. Collective."""
-        comm, before, by_first = self.comm, self.plan, members(self.comm)
+        comm, before, by_first = self.comm, self.plan, self.comm.members
         if not self.data.exact:
             return False, "the plan stays: the data is a plain iterable, and cannot go back"
         self._cluster = self._cluster.slowed({by_first[rank]: by for rank, by in slower.items()})
@@ -503,9 +589,23 @@ class Pipeline:
         self._begin_anew()
         return True, said
 
+    def _plan_for_those_left(self) -> Plan:
+        """The plan as it is, where spares can do as it says; else another one. Collective."""
+        comm = self.comm
+        worked = comm.allgather_object(self._has_worked)
+        if len(set(worked)) > 1:  # a spare that takes over knows what was planned at the start
+            known = comm.bcast_object((self._cluster, self.costs, self.plan), worked.index(True))
+            self._cluster, self.costs, self.plan = known
+            self._has_worked = True
+        self.costs = replace(self.costs, cluster=self._cluster.in_order(comm.members))
+        if fits_still(self.costs, self.plan, self.variants.graph.groups):
+            return self._plan(self._asked, self.plan, None)
+        schedules = tuple(dict.fromkeys([*self._asked.schedules, PLAIN[0]]))  # some need a number of ranks
+        return self._plan_anew(schedules, copies_of("auto", self.numerics, self.size))
+
     def _plan_anew(self, schedules: tuple[str, ...], copies: tuple[Copies, ...]) -> Plan:
         """For the ranks that there are, as they are. Collective."""
-        self.costs = replace(self.costs, cluster=self._cluster.in_order(members(self.comm)))
+        self.costs = replace(self.costs, cluster=self._cluster.in_order(self.comm.members))
         asked = replace(self._asked, schedules=schedules, n_ranks=self.size, copies=copies, uneven=False)
         return self._plan(asked, None, None)
 
@@ -530,6 +630,9 @@ class Pipeline:
         batches: how many; None = all of them, 8 where the data has no end by itself. Dropout is off,
         BatchNorm uses its running statistics.
         """
+        return self.shared(lambda: self._evaluate(batches))
+
+    def _evaluate(self, batches: int | None) -> dict[str, float]:
         batch, samples = self.val_batch, self.data.val_samples
         if samples == 0:
             raise MpipipeError("there is no validation data; give Pipeline(..., val=...)")
@@ -540,6 +643,9 @@ class Pipeline:
     def predict(self, batch: Any) -> Any:
         """What the model returns for a batch (a dict, a tuple, or the one tensor that it takes), in the
         structure that it returns; on every rank. Tensors are joined along their first dimension."""
+        return self.shared(lambda: self._predict(batch))
+
+    def _predict(self, batch: Any) -> Any:
         given = as_batch(batch, self._names, "predict")
         found = self.trainer.predict(given)
         found = self.comm.bcast_object(found, self.trainer.last_rank) or []
@@ -553,6 +659,8 @@ class Pipeline:
 
         full: all of them on rank 0, nothing on the others; else those that this rank holds.
         """
+        if self.waits:
+            return {}
         mine, alias = self.trainer.state_dict(), self.variants.source.alias
         if full:
             mine = collect(self.comm, mine, self.variants.source.persistent)
@@ -563,17 +671,21 @@ class Pipeline:
 
         The folder appears whole or not at all. Raises CheckpointError on every rank.
         """
-        self.begin_save(folder, background=False, extra=dict(extra or {}))
-        assert self.saver.saved is not None, "or it has raised"
-        return self.saver.saved
+
+        def work() -> RunState:
+            self.begin_save(folder, background=False, extra=dict(extra or {}))
+            assert self.saver.saved is not None, "or it has raised"
+            return self.saver.saved
+
+        return self.shared(work)
 
     def begin_save(
         self, folder: str | Path, beside: Beside = lambda folder: (),
         then: Callable[[], object] = lambda: None, background: bool = True, **told: Any,
     ) -> None:  # fmt: skip
-        """As `save`, but in the background: steps may follow at once, and one of them raises what has failed.
-        `saver.finish` waits for it, as the next save does, and the end of `fit`. After a recovery, one
-        that was whole before its step was done again is taken as it is.
+        """As `save`, of the working ranks alone, but in the background: steps may follow at once, and one of
+        them raises what has failed. `saver.finish` waits for it, as the next save does, and the end of `fit`.
+        After a recovery, one that was whole before its step was done again is taken as it is.
 
         beside, then: see `Saver.save`; told: fields of `RunState`.
         """

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipipe.cluster.comm import Communicator, RankLost
+from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import TimeLimit
 from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
+from mpipipe.cluster.spares import listed
 from mpipipe.cluster.watchdog import Outside, Watchdog
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
@@ -30,7 +31,7 @@ from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import bounds
 from mpipipe.report.account import rank_reports
 from mpipipe.report.draw import draw_png, draw_texts
-from mpipipe.report.metrics import Metrics, cut_metrics
+from mpipipe.report.metrics import Metrics, cut_metrics, last_step
 from mpipipe.report.perfetto import PERFETTO, write_perfetto
 from mpipipe.report.plan import describe
 from mpipipe.report.plan_file import plan_text
@@ -49,6 +50,7 @@ from mpipipe.state.owner import Owner, check_owner, own
 from mpipipe.state.resume import prune, set_aside, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY
 from mpipipe.state.verify import newest_sound
+from mpipipe.survival import Recovery
 from mpipipe.values import Int64, Report, Timeline, to_json
 
 END_OF_DATA = "the end of the data"  # as a reason to stop
@@ -66,7 +68,6 @@ class Run:
         self.config, self.pipe, self.built, self.run_dir, self.log = config, pipe, built, run_dir, log
         self.data, self.watchdog, self.owner = pipe.data, watchdog, owner
         self._opened = ExitStack()  # what a recovery opens
-        self.lost: list[int] = []  # ranks, by their first numbers
         self.replayed = 0  # steps done again
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
@@ -74,12 +75,27 @@ class Run:
         self.saved = -1
         self.last: Step | None = None
         self.turn_s = self.save_s = 0.0  # the longest so far
-        self._begin()
+        if pipe.spares:  # ranks have other numbers from here on, and spares rest
+            pipe.world.barrier()
+            self._watch_anew()
+        if not pipe.waits:
+            self._begin()
         self.values: dict[str, float] = {}  # of the last evaluation
         self.unit = "tokens" if self.data.tokens_per_sample > 1 else "samples"
 
     def all(self, asked: list[str]) -> Report:
-        """asked: reasons to stop, which signals add to."""
+        """asked: reasons to stop, which signals add to. The same on every rank, also on spares."""
+        pipe = self.pipe
+        if not pipe.waits:
+            self._introduce()
+        try:
+            return pipe.surviving(lambda: self._train(asked), lambda: self.recover(asked))
+        except Exception:
+            pipe.saver.settle()
+            raise
+
+    def _introduce(self) -> None:
+        """What is said before the first step."""
         pipe = self.pipe
         for note in (threads_advice(self.comm, pipe.numerics.threads), self._missing(), self.in_the_way):
             if note:
@@ -91,21 +107,13 @@ class Run:
             self.log.say(f"a rank that is slow for {WINDOW * WINDOWS} steps is planned around: run.slow_rank")
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         self._keep_plan()
-        lost = False
-        while True:
-            try:
-                if lost:
-                    self.recover(asked)
-                training = self.watchdog.during("the training loop", counts=True)
-                with training, self._metrics() if pipe.rank == 0 else nullcontext() as metrics:
-                    last = self.loop(metrics, asked)
-                with self.watchdog.during("the end of the run"):
-                    return self.end(last, asked)
-            except Exception as error:
-                if not (pipe.recovers and isinstance(error, RankLost)):
-                    pipe.saver.settle()
-                    raise
-                lost = True  # and here nothing refers to what failed any more
+
+    def _train(self, asked: list[str]) -> Report:
+        training = self.watchdog.during("the training loop", counts=True)
+        with training, self._metrics() if self.pipe.rank == 0 else nullcontext() as metrics:
+            last = self.loop(metrics, asked)
+        with self.watchdog.during("the end of the run"):
+            return self.end(last, asked)
 
     @property
     def comm(self) -> Communicator:
@@ -118,34 +126,47 @@ class Run:
             write_text(self.run_dir / "plan.json", plan_text(self.pipe.plan))
 
     def recover(self, asked: list[str]) -> None:
-        """Goes on without the ranks that were lost; what rank 0 does falls to the first that is left."""
-        pipe, steps = self.pipe, self.config.train.steps
-        notes: list[str] = []
+        """Goes on without the ranks that were lost, or with spares in their place; what rank 0 does falls to
+        the one that has its place then."""
+        pipe, notes = self.pipe, list[str]()
 
         def newest(comm: Communicator, above: int) -> Path | None:
-            folder, passed_over = newest_sound(comm, self.run_dir, above, before=steps)
+            folder, passed_over = newest_sound(comm, self.run_dir, above, before=self.config.train.steps)
             together(comm, str(self.run_dir), lambda: set_aside(passed_over) if comm.rank == 0 else [])
             notes.extend(f"note: passed over {path}: {wrong}" for path, wrong in passed_over)
             return folder
 
+        before = pipe.working
         self.watchdog.alone()
         with self.watchdog.during("a recovery"):
             found = pipe.recover(newest)
-        self.lost += found.lost
-        self.replayed += found.replayed
-        self.watchdog.close(pipe.size)
-        self.watchdog = Watchdog(pipe.rank, pipe.size, self.run_dir, self.config.run.watchdog)
-        self.watchdog.start()
+        self._watch_anew()
+        if pipe.waits:
+            return
+        if not self.all_steps_s:
+            self.first_step = found.step
+        self.replayed = (
+            max(self.comm.allgather_object(self.replayed)) + found.replayed
+        )  # a spare knows of none
         while END_OF_DATA in asked:  # which is met again
             asked.remove(END_OF_DATA)
         self.saved = -1
         self.step_s.clear()
         self._begin()
-        if pipe.rank != 0:
-            return
+        if pipe.rank == 0:
+            self._say_recovered(found, [rank for rank in pipe.working if rank not in before], notes)
+
+    def _say_recovered(self, found: Recovery, new: Sequence[int], notes: Sequence[str]) -> None:
+        """new: spares that took over. On rank 0, which may not have been it before."""
+        pipe = self.pipe
+        done = last_step(self.run_dir / METRICS)  # where all are lost, spares do not know how far they came
+        self.replayed += max(0, done - found.step - found.replayed)
+        again = max(found.replayed, done - found.step)
         self.owner = own(self.run_dir)
         if isinstance(self.log, Silent):
-            log = Progress(steps, self.config.run.log_every, self.run_dir / "train.log", bar=False)
+            log = Progress(
+                self.config.train.steps, self.config.run.log_every, self.run_dir / "train.log", bar=False
+            )
             self.log = self._opened.enter_context(log)
             pipe.say_by(self.log.say)
         cut_metrics(self.run_dir / METRICS, found.step)
@@ -153,17 +174,31 @@ class Run:
             metrics.write(
                 step=found.step,
                 lost_ranks=list(found.lost),
-                replayed=found.replayed,
+                replayed=again,
                 recovery_s=found.seconds,
             )
         ranks = ", ".join(map(str, found.lost))
         for note in notes:
             self.log.say(note)
         self.log.say(
-            f"mpipipe: lost rank {ranks}; {counted(pipe.size, 'rank')} left, on from step {found.step}, "
-            f"{counted(found.replayed, 'step')} again, from {found.source}, after {found.seconds:.2f} s"
+            f"mpipipe: lost rank {ranks}; {self._left(new)}, on from step {found.step}, "
+            f"{counted(again, 'step')} again, from {found.source}, after {found.seconds:.2f} s"
         )
         self._keep_plan()
+
+    def _left(self, new: Sequence[int]) -> str:
+        pipe = self.pipe
+        if not (new or pipe.spares):
+            return f"{counted(pipe.size, 'rank')} left"
+        taken = f"rank {', '.join(map(str, new))} in its place; " if new else ""
+        return f"{taken}{counted(pipe.size, 'rank')} and {listed(pipe.spares)} left"
+
+    def _watch_anew(self) -> None:
+        """Under the numbers that the ranks have now, the spares behind the others."""
+        pipe = self.pipe
+        self.watchdog.close(pipe.size + len(pipe.spares))
+        self.watchdog = Watchdog(pipe.rank, pipe.size, self.run_dir, self.config.run.watchdog)
+        self.watchdog.start()
 
     def _begin(self) -> None:
         """With the ranks that there are now. Collective."""
@@ -383,8 +418,9 @@ class Run:
             exact_resume=self.data.exact,
             products=f"{PRODUCTS}{pipe.gemm_why}",
             messages=pipe.messages_why,
-            lost_ranks=tuple(self.lost),
+            lost_ranks=(*pipe.world.lost, *pipe.lost_spares()),
             replayed_steps=self.replayed,
+            spares=tuple(rank for rank in pipe.spares if rank not in pipe.lost_spares()),
         )
 
     def _stages(self) -> tuple[list[int], list[int]]:
@@ -415,7 +451,8 @@ class Run:
 
     def _resume(self) -> str:
         """The command line that goes on from here."""
-        launcher = ["mpirun", "-n", str(self.pipe.size)] if self.pipe.size > 1 else []
+        ranks = self.pipe.size + self.config.run.spares
+        launcher = ["mpirun", "-n", str(ranks)] if ranks > 1 else []
         place = [str(self.run_dir / CONFIG), f"run.dir={self.run_dir}"]
         return shlex.join([*launcher, "python", "-m", "mpipipe.train", *place, "--resume"])
 

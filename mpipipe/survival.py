@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.mirrors import mirror_bytes
-from mpipipe.planner.search import cut_indices, expect, too_full
+from mpipipe.planner.search import cut_indices, expect, program_for, too_full
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, newest_whole
 from mpipipe.values import Costs, Layout, Plan, Program
@@ -94,6 +94,19 @@ def _needed(names: Iterable[str], variants: Variants, layout: Layout, rank: int)
     codes = (variants.code("train", variants.first, layout.cuts, stage) for stage in mine)
     read = owned | {name for code in codes for name, _ in code.leaves}
     return {name for name in names if name in read or name.rpartition("/")[0] in owned}
+
+
+def fits_still(costs: Costs, plan: Plan, group_names: Sequence[str]) -> bool:
+    """Whether a plan may stay though some of its ranks are others now, those of `costs`: they are as many, it
+    fits into their memory, and they are as fast."""
+    layout = plan.layout
+    if layout.n_ranks != len(costs.cluster.devices):
+        return False
+    program = program_for(layout, plan.numerics, costs.ties, group_names)
+    now = expect(costs, layout, program, group_names)[0]
+    return (
+        not too_full(now.peak_bytes, costs.cluster) and now.step_s <= (1.0 + WORTH) * plan.prediction.step_s
+    )
 
 
 def stays_as_it_is(

@@ -20,6 +20,7 @@ from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.shared import check_seen
+from mpipipe.cluster.spares import check_spares, first_working, listed
 from mpipipe.cluster.survivors import check_tolerant
 from mpipipe.cluster.watchdog import Watchdog, clear
 from mpipipe.config import Config, load
@@ -106,6 +107,7 @@ def train(
     settings = {**config.model_dump(), "command": {"--resume": resume, "--new-numerics": new_numerics}}
     given = {f"{s}.{k}": repr(v) for s, keys in settings.items() for k, v in keys.items()}
     agree(comm, surroundings() | given)
+    check_spares(config.run.spares, comm.size, config.run.recover)
     if config.run.recover == "mpi":
         check_tolerant(comm)
     resident_memory()  # from here on it counts
@@ -153,7 +155,7 @@ def _train(
             replicas=p.replicas, tied=p.tied, bits=t.bits, gemm=c.kernels.gemm, seed=t.seed, unused=t.unused,
             max_shapes=c.capture.max_shapes, receive_window=p.receive_window, memory_bytes=p.memory_bytes,
             recompute=p.recompute, cost_cache=p.cost_cache, recover=c.run.recover,
-            mirror_every=c.run.mirror_every,
+            mirror_every=c.run.mirror_every, spares=c.run.spares,
             initial=built.initial, resume=checkpoint, new_numerics=new_numerics, plan=plan, comm=comm,
             say=log.say,
         )  # fmt: skip
@@ -212,10 +214,14 @@ def _beginning(comm: Communicator, config: Config, threads: int, run_dir: Path) 
     recovery = (
         f"recovery: by restart from {place} (train.save_every); `python -m mpipipe run` restarts by itself"
     )
+    working = first_working(comm.node_of_rank, config.run.spares)
+    spares = [rank for rank in range(comm.size) if rank not in working]
     if config.run.recover == "mpi":
-        recovery = "recovery: in this job, on the ranks that are left, from their mirrors"
+        by = "by spares while there are some, then " if spares else ""
+        recovery = f"recovery: in this job, {by}on the ranks that are left, from their mirrors"
+    ranks = counted(len(working), "rank") + (f" and {listed(spares)}" if spares else "")
     return [
-        f"mpipipe: {counted(comm.size, 'rank')} x {counted(threads, 'thread')}, run folder {run_dir}",
+        f"mpipipe: {ranks} x {counted(threads, 'thread')}, run folder {run_dir}",
         *([f"note: {advice}"] if advice else []),
         *([recovery] if comm.size > 1 else []),
         f"{config.model.name}: it is captured, then what its parts cost here is measured ...",

@@ -697,5 +697,6 @@ class Report(Value):
     exact_resume: bool  # False: the data is a plain iterable, which a resumed run reads from its start
     lost_ranks: tuple[int, ...] = ()  # while it ran, by the numbers that they had at first
     replayed_steps: int = 0  # done again after these losses, in all
+    spares: tuple[int, ...] = ()  # ranks that had no part in the end, likewise by their first numbers
     products: str = ""  # for people: by which library fp32 matrices were multiplied, and why
     messages: str = ""  # for people: who moved messages on while ranks computed, and why

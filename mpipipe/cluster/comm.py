@@ -7,8 +7,8 @@ Invariants of both carriers
      keeps a reference, so dropping the request early frees nothing too soon.
   4. Collectives are called by all ranks in the same order, from one thread.
   5. Nobody may count on buffering: a send may complete only when its receive is posted.
-  6. Where `notices_loss`, the loss of a rank makes every call of every other one raise RankLost, sooner
-     or later; then `survivors` is all that may be called.
+  6. Where `notices_loss`, a call that needs a rank that is lost raises RankLost; and so does every call of
+     every rank, once one of them calls `survivors`, which is all that may be called then.
 """
 
 from __future__ import annotations
@@ -77,8 +77,21 @@ class Communicator(Protocol):
         ...
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """What its ranks were in the first world: names that they keep."""
+        ...
+
+    @property
     def lost(self) -> tuple[int, ...]:
-        """The ranks of the first world that this one does without, ascending."""
+        """The ranks of the first world that were lost before this one was made, ascending."""
+        ...
+
+    def gone(self) -> tuple[int, ...]:
+        """Those of its `members` that are known to be lost by now, ascending; never blocks."""
+        ...
+
+    def end_gone(self) -> None:
+        """Ends those of them that are on this node and still there, frozen: they must not wake up."""
         ...
 
     @property
@@ -88,7 +101,12 @@ class Communicator(Protocol):
 
     def survivors(self) -> Communicator:
         """After RankLost: the ranks that are left, in their order, as a world of their own. Collective over
-        them; what still waits on this one raises RankLost."""
+        them; what still waits on this one, or on a part of it, raises RankLost."""
+        ...
+
+    def part(self, ranks: Sequence[int]) -> Communicator | None:
+        """These ranks, in this order, as a world of their own, which the loss of another one does not
+        disturb; None on the others. Collective over all. `survivors` is called on the whole."""
         ...
 
     @property
@@ -112,6 +130,14 @@ class Communicator(Protocol):
         """Return when `request.done()`; all other messages move on meanwhile."""
         ...
 
+    def send_object(self, x: object, peer: int) -> None:
+        """To one rank, which has begun to receive it when this returns (pickled)."""
+        ...
+
+    def recv_object(self, peer: int) -> Any:
+        """What `send_object` sends from there; the wait for it may be long, and gives the core away."""
+        ...
+
     def allgather_object(self, x: T) -> list[T]:
         """Every rank's object, in rank order (pickled: not for the hot path)."""
         ...
@@ -133,11 +159,6 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Give back what was taken. Collective; not on the way out of an error (see `abort`)."""
         ...
-
-
-def members(comm: Communicator) -> tuple[int, ...]:
-    """What the ranks were in the first world: names that they keep."""
-    return tuple(r for r in range(comm.size + len(comm.lost)) if r not in comm.lost)
 
 
 def check_buffer(buf: Bytes, peer: int, size: int) -> None:

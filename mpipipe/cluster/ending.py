@@ -41,11 +41,12 @@ def leave(comm: Communicator) -> None:
     now = comm
     while now.successor is not None:
         now = now.successor
-    if not now.lost:
-        comm.close()
-        return
-    with suppress(RankLost):  # one that leaves is no loss any more
+    with suppress(RankLost):  # of a spare, which nobody has missed; one that leaves is no loss any more
         now.barrier()
+        if not now.lost:
+            comm.close()
+            return
+    now.end_gone()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -16,21 +16,21 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpipipe.cluster.comm import ANY_TAG_UB, Bytes, Request, check_buffer, members, mismatch, number_nodes
+from mpipipe.cluster.comm import ANY_TAG_UB, Bytes, Request, check_buffer, mismatch, number_nodes
 from mpipipe.cluster.doctor.facts import THREAD_LEVELS, Mpi
 from mpipipe.cluster.doctor.launcher import mpi_name, settings
 from mpipipe.cluster.ending import SPEAK_FIRST_S
 from mpipipe.cluster.launch import check_world, launcher_rank, needs_sharing
 from mpipipe.cluster.node import cores_available
 from mpipipe.cluster.progress import Progress, spin_until
-from mpipipe.cluster.survivors import end_frozen, noticing, shrink, tolerant, translated
+from mpipipe.cluster.survivors import divide, end_frozen, noticing, shrink, tolerant, translated
 from mpipipe.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -166,7 +166,9 @@ class MpiCommunicator:
         self.lost: tuple[int, ...] = ()
         self.successor: MpiCommunicator | None = None
         self.notices_loss, self._pids = notices_loss, list[int]()
+        self._parts: list[MpiCommunicator] = []
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self.members = tuple(range(self.size))
         self.tag_ub = int(self._comm.Get_attr(MPI.TAG_UB) or 32767)
         self.transport = " ".join([mpi_name(MPI.Get_library_version()), *settings(os.environ)])
         multiple = int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
@@ -174,9 +176,8 @@ class MpiCommunicator:
         self.helper_allowed = self._helping = bool(multiple and self.size > 1)
         self.oversubscribed = True  # until it is known: yielding is always right
         self.node_of_rank = self._find_nodes()
-        cores = self.allgather_object(cores_available())
-        mine = [c for c, node in zip(cores, self.node_of_rank, strict=True) if node == self._node]
-        self.oversubscribed = needs_sharing(mine)
+        self._cores = self.allgather_object(cores_available())
+        self.oversubscribed = self._shares_cores()
         # on all ranks: MPICH moves nothing for a probe on COMM_SELF
         self._probe = self._comm.Dup() if self.helper_allowed else None
         self._progress = Progress(self._poke, self._is_busy) if self._probe else None
@@ -189,29 +190,61 @@ class MpiCommunicator:
     def _node(self) -> int:
         return self.node_of_rank[self.rank]
 
+    def _shares_cores(self) -> bool:
+        here = zip(self._cores, self.node_of_rank, strict=True)
+        return needs_sharing([cores for cores, node in here if node == self._node])
+
+    def gone(self) -> tuple[int, ...]:
+        if not self.notices_loss:
+            return ()
+        failed, group = self._comm.Get_failed(), self._comm.Get_group()
+        ranks = self._mpi.Group.Translate_ranks(failed, range(failed.size), group)
+        return tuple(sorted(self.members[r] for r in ranks))
+
+    def end_gone(self) -> None:
+        ranks = map(self.members.index, self.gone())
+        end_frozen(self._pids[r] for r in ranks if self.node_of_rank[r] == self._node)
+
     def survivors(self) -> MpiCommunicator:
-        if self._progress:
-            self._progress.stop()
-        left, probe, kept = shrink(self._mpi, self._comm, [self._probe] if self._probe else [])
+        worlds = [self, *self._parts]
+        for progress in filter(None, (world._progress for world in worlds)):
+            progress.stop()
+        others = [*(world._probe for world in worlds), *(part._comm for part in self._parts)]
+        left, probe, kept = shrink(self._mpi, self._comm, filter(None, others))
         if len(kept) == self.size:
             raise RuntimeError(f"rank {self.rank}: MPI said that a rank was lost, but all are here")
-        new, node = copy.copy(self), [self.node_of_rank[r] for r in kept]
         gone = [r for r in range(self.size) if r not in kept]
-        if kept[node.index(self._node)] == self.rank:
+        first = next(r for r in kept if self.node_of_rank[r] == self._node)
+        if first == self.rank:
             end_frozen(self._pids[r] for r in gone if self.node_of_rank[r] == self._node)
-        names = members(self)
-        new.lost = tuple(sorted((*self.lost, *(names[r] for r in gone))))
-        new._comm, new._status, new._live = left, self._mpi.Status(), set()
-        new.rank, new.size = left.Get_rank(), left.Get_size()
+        new = self._of(left, probe, kept)
+        new.lost = tuple(sorted((*self.lost, *(self.members[r] for r in gone))))
+        self.successor = new
+        return new
+
+    @noticing
+    def part(self, ranks: Sequence[int]) -> MpiCommunicator | None:
+        made = divide(self._mpi, self._comm, ranks)
+        if made is None:
+            return None
+        self._parts.append(self._of(*made, ranks))
+        return self._parts[-1]
+
+    def _of(self, comm: Any, probe: Any, ranks: Sequence[int]) -> MpiCommunicator:
+        """Some ranks of this world, in the order that they have in `comm`."""
+        new, node = copy.copy(self), [self.node_of_rank[r] for r in ranks]
+        new._comm, new._status, new._live, new._parts = comm, self._mpi.Status(), set(), []
+        new.rank, new.size = comm.Get_rank(), comm.Get_size()
+        new.members = tuple(self.members[r] for r in ranks)
         new.node_of_rank = number_nodes(node)
-        new._pids = [self._pids[r] for r in kept]
+        new._pids, new._cores = [self._pids[r] for r in ranks], [self._cores[r] for r in ranks]
+        new.oversubscribed = new._shares_cores()
         new._offsets = {n: self._offsets.get(old, 0.0) - self._offsets.get(node[0], 0.0)
                         for n, old in zip(new.node_of_rank, node, strict=True)}  # fmt: skip
         new.clock_offset_s = new._offsets[new._node]
         new._probe, new._progress = probe, None
         if self._progress and new.size > 1:
             new._progress = Progress(new._poke, new._is_busy)
-        self.successor = new
         return new
 
     def _translated(self, error: Exception) -> Exception:
@@ -262,6 +295,17 @@ class MpiCommunicator:
         except self._mpi.Exception:
             if not self.notices_loss:  # else the thread that waits will say so
                 raise
+
+    @noticing
+    def send_object(self, x: object, peer: int) -> None:
+        # synchronous: nothing that was only buffered is left behind where this process ends next
+        request = self._comm.issend(x, peer)
+        spin_until(lambda: request.test()[0], self.oversubscribed)
+
+    @noticing
+    def recv_object(self, peer: int) -> Any:
+        spin_until(lambda: self._comm.iprobe(peer), True)
+        return self._comm.recv(source=peer)
 
     # -- collectives ---------------------------------------------------------------------------
 
@@ -338,6 +382,8 @@ class MpiCommunicator:
         self._mpi.COMM_WORLD.Abort(code)
 
     def close(self) -> None:
+        for part in self._parts:
+            part.close()
         for request in list(self._live):
             request.cancel()
         if self._progress:

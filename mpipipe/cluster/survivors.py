@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -103,6 +103,36 @@ def shrink(mpi: Any, old: Any, others: Iterable[Any]) -> tuple[Any, Any, list[in
         for made in (left, second):
             if made is not None:
                 made.Revoke()
+
+
+def divide(mpi: Any, whole: Any, ranks: Sequence[int]) -> tuple[Any, Any] | None:
+    """Two communicators of some ranks, in this order; None on the others. Collective over all.
+
+    Where a rank is lost on the way there is an error on every rank: none is left with what others lack.
+    """
+    mine = whole.rank in ranks
+    colour, key = (0, ranks.index(whole.rank)) if mine else (mpi.UNDEFINED, 0)
+    first = _agreed(mpi, whole, (), lambda: whole.Split(colour, key))
+    second = _agreed(mpi, whole, (first,) if mine else (), lambda: first.Dup() if mine else None)
+    if not mine:
+        return None
+    for made in (first, second):
+        made.Set_errhandler(mpi.ERRORS_RETURN)
+    return first, second
+
+
+def _agreed(mpi: Any, whole: Any, others: Iterable[Any], make: Callable[[], Any]) -> Any:
+    """What `make` gives, if it has given it on every rank. others: what else it waits on."""
+    made, sound = None, 1
+    try:
+        made = make()
+    except mpi.Exception:
+        sound = 0
+        for comm in (whole, *others):  # so that nobody waits there for this rank
+            comm.Revoke()
+    if not whole.Agree(sound):
+        raise RankLost("a rank was lost while the ranks were divided")
+    return made
 
 
 def end_frozen(pids: Iterable[int]) -> None:

@@ -85,10 +85,16 @@ class Watchdog:
         self, rank: int, size: int, run_dir: Path, limit: float | Literal["auto", "off"],
         thread: int | None = None, leave: Callable[[int], object] = os._exit,
     ) -> None:  # fmt: skip
-        """limit: seconds. thread: the one that is watched; None = the main thread."""
+        """rank: of a spare, whose rest is no standstill, `size` or more. limit: seconds. thread: the one that
+        is watched; None = the main thread."""
         self.rank, self.size, self.folder = rank, size, run_dir / FOLDER
         self.given, self.limit_s = limit, limit if isinstance(limit, float | int) else AUTO_S
-        self.phase, self._counts, self._beats = "the start", False, 0
+        self._spare = rank >= size
+        self.phase, self._counts, self._beats = (
+            "its wait, as a spare" if self._spare else "the start",
+            False,
+            0,
+        )
         self.view: View = Outside(rank, size)
         self._neighbours = size > 1
         self._watched = thread or threading.main_thread().ident
@@ -177,6 +183,8 @@ class Watchdog:
 
     def _standstill(self, now: float) -> tuple[int, str, float] | None:
         """(the rank where the explanation begins, why, for how many seconds)."""
+        if self._spare:
+            return None
         seen: dict[str, Hashable] = {"phase": self.phase, "instructions": self.view.progress()}
         seen |= {} if self._counts else self._work()
         if not seen.items() <= self._seen.items():

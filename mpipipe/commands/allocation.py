@@ -57,7 +57,7 @@ def assignment(a: argparse.Namespace) -> tuple[Assignment, list[str]]:
     given, here, job = allocation(os.environ), binding(), run_of_job(a, os.environ)
     cores = cores_per_node(given, here)
     threads, threads_why = _threads(job, given, cores, here)
-    per_node, ranks_why = _ranks(a, given, cores, threads)
+    per_node, ranks_why = _ranks(a, job, given, cores, threads)
     found = assign(given, per_node, threads, cores)
     return found, list(told(given, found, cores, ranks_why, threads_why))
 
@@ -73,11 +73,13 @@ def _threads(job: JobRun, given: Allocation, cores: int, here: Binding) -> tuple
     return threads_of_a_domain(cores, here), "the cores of a NUMA domain (pipeline.threads=auto)"
 
 
-def _ranks(a: argparse.Namespace, given: Allocation, cores: int, threads: int) -> tuple[Sequence[int], str]:
+def _ranks(
+    a: argparse.Namespace, job: JobRun, given: Allocation, cores: int, threads: int
+) -> tuple[Sequence[int], str]:
     if given.tasks:
         return given.tasks, "the tasks of the job"
     if a.plan:
-        ranks = read_plan(Path(a.plan)).layout.n_ranks
+        ranks = read_plan(Path(a.plan)).layout.n_ranks + job.config.run.spares
         if ranks < given.nodes:
             raise PlanError(
                 f"{a.plan} is for {ranks} ranks, and the job has {given.nodes} nodes; sbatch --nodes={ranks}"

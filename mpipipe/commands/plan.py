@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mpipipe.cluster.launch import load_advice
 from mpipipe.cluster.routes import PRODUCTS
+from mpipipe.cluster.spares import check_spares
 from mpipipe.commands import allocation, run
 from mpipipe.commands.arguments import positive, seconds
 from mpipipe.commands.cores import advice, shares, table
@@ -108,10 +109,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(a: argparse.Namespace) -> None:
-    a.ranks = a.levels[0]  # costs are taken once, for the smallest level
     _check_output(a.output, curve=len(a.levels) > 1)
     config = load(a.config, a.overrides)
-    machine = There(config, load_cluster(a.cluster)) if a.cluster else Here(config, a.ranks)
+    machine = There(config, load_cluster(a.cluster)) if a.cluster else Here(config, a.levels[0])
+    check_spares(config.run.spares, a.levels[0], config.run.recover)
+    a.levels = tuple(n - config.run.spares for n in a.levels)
+    a.ranks = a.levels[0]  # costs are taken once, for the smallest level
     if len(a.levels) > 1:
         _curve(a, config, machine)
         return
@@ -147,7 +150,16 @@ def _plan(a: argparse.Namespace) -> None:
     if a.output:
         with writing(a.output):
             write_output(Path(a.output), plan_text(plan))
-        train = ["mpirun", "-n", str(a.ranks), "python", "-m", "mpipipe.train", a.config, *a.overrides]
+        train = [
+            "mpirun",
+            "-n",
+            str(a.ranks + config.run.spares),
+            "python",
+            "-m",
+            "mpipipe.train",
+            a.config,
+            *a.overrides,
+        ]
         print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
 
 
@@ -198,7 +210,7 @@ def _refine(a: argparse.Namespace) -> None:
 
 def _train(folder: Path, plan: Plan, file: str) -> str:
     """The command; overrides of the run are in its config.yaml."""
-    ranks, old = plan.layout.n_ranks, folder.resolve()
+    ranks, old = plan.layout.n_ranks + load(folder / CONFIG).run.spares, folder.resolve()
     words = [str(folder / CONFIG), f"run.dir={folder.parent / old.name}-refined", "--plan", file]
     return f"mpirun -n {ranks} python -m mpipipe.train {shlex.join(words)}"
 
@@ -221,9 +233,9 @@ def _check_output(output: str | None, curve: bool = False) -> None:
 def _heading(a: argparse.Namespace, config: Config, variants: Variants, ranks: str) -> str:
     graph = variants.graph
     total = sum(math.prod(s.shape) for s in graph.params.values())
-    return (
-        f"{a.config} on {ranks} ranks: {config.model.name}, {total:,} parameters, {len(graph.groups)} groups"
-    )
+    spares = f", and {counted(config.run.spares, 'spare')} more" if config.run.spares else ""
+    model = f"{config.model.name}, {total:,} parameters, {len(graph.groups)} groups"
+    return f"{a.config} on {ranks} ranks{spares}: {model}"
 
 
 def source_text(found: Found, machine: Machine, seconds: float) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from mpipipe.cluster.doctor.machine import binding
 from mpipipe.cluster.partition import ASK_S, Partition, minutes, partition, seconds
 from mpipipe.cluster.slurm import threads_of_a_domain
+from mpipipe.cluster.spares import check_spares
 from mpipipe.commands import run
 from mpipipe.commands.levels import levels, show
 from mpipipe.commands.nodes import Planned, fastest
@@ -72,7 +73,8 @@ def _time(text: str) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    level: Level
+    level: Level  # of the ranks that are no spares
+    nodes: int
     per_node: int
     threads: int
     steps: int
@@ -82,10 +84,10 @@ class Choice:
         return self.level.step_s * self.steps
 
     def told(self) -> str:
-        hours = self.level.nodes * self.seconds / 3600.0
+        hours = self.nodes * self.seconds / 3600.0
         return (
             f"predicted: {counted(self.steps, 'step')} of {number(self.level.step_s)} s on "
-            f"{counted(self.level.nodes, 'node')} take {minutes(self.seconds)} and cost {number(hours)} "
+            f"{counted(self.nodes, 'node')} take {minutes(self.seconds)} and cost {number(hours)} "
             "node-hours"
         )
 
@@ -129,15 +131,21 @@ def _choose(a: argparse.Namespace, config: Config, there: Partition | None) -> t
         threads = file.first.threads if file else threads_of_a_domain(cores, here)
     settled = load(a.config, [*a.overrides, f"pipeline.threads={threads}"])
     numbers = levels(f"{least}..{most}")
+    spares = config.run.spares
     planned = Planned(settled, least, there.node_bytes if there else None, file)
     per_node = file.ranks_per_node if file else _per_node(planned, numbers, max(1, cores // threads))
+    check_spares(spares, numbers[-1] * per_node, config.run.recover)
     curve = resource_curve(
-        planned.costing.prediction_on, config.train.batch, [n * per_node for n in numbers],
+        planned.costing.prediction_on, config.train.batch,
+        [n * per_node - spares for n in numbers if n * per_node > spares],
         planned.cluster_with(per_node), planned.data.train_samples,
     )  # fmt: skip
-    print(f"{a.config}: {per_node} ranks x {threads} threads on each node", *_lines(planned, curve), sep="\n")
+    beside = f"; {spares} of them all in reserve (run.spares)" if spares else ""
+    each = f"{per_node} ranks x {threads} threads on each node{beside}"
+    print(f"{a.config}: {each}", *_lines(planned, curve), sep="\n")
     knee = next(level for level in curve.levels if level.ranks == curve.knee)
-    return curve, Choice(knee, per_node, threads, config.train.steps)
+    nodes = (knee.ranks + spares) // per_node if spares else knee.nodes
+    return curve, Choice(knee, nodes, per_node, threads, config.train.steps)
 
 
 def _per_node(planned: Planned, numbers: Sequence[int], most: int) -> int:
@@ -166,7 +174,7 @@ def _folder(config: Config) -> Path:
 def _script(a: argparse.Namespace, choice: Choice, limit_s: float, folder: Path, name: str) -> str:
     """slurm/train.sh with the resources, the environment and the arguments that were decided."""
     resources = {
-        "job-name": name, "nodes": choice.level.nodes, "ntasks-per-node": choice.per_node,
+        "job-name": name, "nodes": choice.nodes, "ntasks-per-node": choice.per_node,
         "cpus-per-task": choice.threads, "time": minutes(limit_s), "partition": a.partition,
         "output": folder.absolute() / "slurm-%j.out",
     }  # fmt: skip

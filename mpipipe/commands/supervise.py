@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "--restarts", type=positive, default=RESTARTS, metavar="N",
         help="restarts in a row that come no step further (default %(default)s)",
     )  # fmt: skip
+    add("--spares", type=positive, metavar="N", help="of the ranks, in reserve: run.spares=N")
     add("--resume", action="store_true", help="as of mpipipe.train; a restart always does")
     add("--new-numerics", action="store_true", help="as of mpipipe.train")
     add("--plan", metavar="FILE", help="as of mpipipe.train; not on another number of ranks")
@@ -127,6 +128,8 @@ class Supervisor:
         self.options, self.starter, self.asking = options, starter, asking
         self.environ = surroundings_for(starter, environ)
         self.patience = Patience(options.restarts)
+        if options.spares:
+            options.keys.append(f"run.spares={options.spares}")
         self.config = load(options.config, options.keys)
         here = reopen(self.config) if options.resume else None
         self.run_dir = (here or create(self.config)).absolute()
@@ -252,7 +255,10 @@ class Supervisor:
             flags.append("--new-numerics")
         if o.plan and self.ranks == self.all_ranks:
             flags += ["--plan", o.plan]
-        return [sys.executable, "-m", PROGRAM, o.config, *o.keys, self._mark, *flags]
+        fewer = []
+        if self.ranks is not None and self.config.run.spares >= self.ranks != self.all_ranks:
+            fewer = [f"run.spares={self.ranks - 1}"]
+        return [sys.executable, "-m", PROGRAM, o.config, *o.keys, *fewer, self._mark, *flags]
 
     @property
     def _mark(self) -> str:

@@ -307,6 +307,7 @@ class RunConfig(Section):
     time_limit: Above0 | None = None  # minutes, then a checkpoint and the end; null = the job's own
     recover: Literal["restart", "mpi"] = "restart"  # when a rank is lost; mpi: in the job, under ULFM
     mirror_every: Count | Literal["auto"] = "auto"  # steps between copies on other ranks; 0 = none
+    spares: Count = 0  # ranks that wait, and replace those that are lost; recover: mpi
     slow_rank: Literal["report", "replan"] = "report"  # replan: other stages for one that stays slow
     watchdog: Watchdog = "auto"  # seconds without progress that end a run; auto = 60, or 10 predicted steps
 

@@ -78,6 +78,11 @@ def _misfits(c: Config) -> Iterator[str]:
             f"train.batch = {c.train.batch} is smaller than pipeline.micro_batches = {p.micro_batches}; "
             "a micro-batch needs a sample: raise the one or lower the other"
         )
+    if c.run.spares and c.run.recover != "mpi":
+        yield (
+            f"run.spares = {c.run.spares}, and run.recover = {c.run.recover}: a spare takes over in the same "
+            "job only; set run.recover to mpi, or run.spares to 0"
+        )
     t = c.train
     if t.keep_every and (not t.save_every or t.keep_every % t.save_every):
         yield (

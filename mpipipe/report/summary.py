@@ -85,6 +85,9 @@ def _lines(r: Report) -> list[str]:
             share = r.val_loss / r.unigram_entropy
             lines[-1] += f" = {share:.3f} of the unigram entropy {number(r.unigram_entropy)}"
     lines += [f"validation {name} {number(value)}" for name, value in r.metrics.items()]
+    if r.spares:
+        lines.append(f"spare, to the end: {'rank' if len(r.spares) == 1 else 'ranks'} "
+                     f"{', '.join(map(str, r.spares))}")  # fmt: skip
     if not r.exact_resume:
         lines.append("a resume of this run is not exact: its data is a plain iterable, read from the start")
     if r.products:

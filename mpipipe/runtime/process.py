@@ -57,7 +57,7 @@ def _end_together(comm: Communicator) -> None:
     def at_exit() -> None:  # before MPI's own, in which the other ranks would be waited for
         if failed[0]:
             comm.abort(1)
-        elif comm.successor is not None:
+        elif comm.notices_loss:
             leave(comm)
 
     sys.excepthook, sys.exit = hook, note_exit

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpipipe.cluster.comm import Communicator, Request, members
+from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.program import spec
 from mpipipe.planner.mirrors import VERSIONS, partner_shift
 from mpipipe.runtime.transport import as_bytes
@@ -58,7 +58,7 @@ class Mirrors:
     """Of one rank, in one world of ranks. every: steps."""
 
     def __init__(self, comm: Communicator, every: int) -> None:
-        self._comm, self.every, self.members = comm, every, members(comm)
+        self._comm, self.every, self.members = comm, every, comm.members
         shift = partner_shift(comm.node_of_rank)
         self._to, self._of = (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size
         self._versions = [_Version() for _ in range(VERSIONS)]

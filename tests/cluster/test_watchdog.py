@@ -223,3 +223,27 @@ def test_what_was_explained_is_kept_once(tmp_path) -> None:
     folder.mkdir()
     clear(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["flight.before"]
+
+
+def test_the_rest_of_a_spare_is_no_standstill_but_it_leaves_with_the_others(ranks, tmp_path) -> None:
+    made, codes, left = ranks
+    over = threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        over.set()
+
+    spare = Watchdog(2, 2, tmp_path, LIMIT_S, threading.get_ident(), leave)
+    spare.start()
+    time.sleep(4 * LIMIT_S)
+    assert codes == []
+    sign = from_json(Sign, (tmp_path / FOLDER / "rank-2.alive").read_bytes())
+    assert sign.doing.what == "its wait, as a spare"
+    with made[0].during("training", counts=True), made[1].during("training", counts=True):
+        for dog in made:
+            dog.start()
+        made[1].view.goes_on = False
+        assert left()
+    assert over.wait(LONG_S)
+    assert codes == [STOOD_STILL] * 3
+    spare.close()

@@ -93,6 +93,21 @@ def test_several_levels_of_ranks_are_a_curve_on_the_same_costs(run: Plan) -> Non
     assert curve.levels[1].step_s == read_plan("p.json").prediction.step_s
 
 
+def test_spares_are_started_and_not_planned_for(run: Plan) -> None:
+    spare = ("--cluster", "cluster.yaml", "run.recover=mpi", "run.spares=1")
+    code, out, _ = run(MLP, "--ranks", "3", *spare, "-o", "plan.json")
+    assert code == 0
+    assert out.startswith("config.yaml on 2 ranks, and 1 spare more: ")
+    assert "to train it: mpirun -n 3 python -m mpipipe.train config.yaml" in out
+    assert read_plan("plan.json").layout.n_ranks == 2
+    code, _, err = run(MLP, "--ranks", "1", *spare)
+    assert code == 1
+    assert "run.spares = 1, and there is 1 rank: none would train; start more than 1 rank" in err
+    code, _, err = run(MLP, "--ranks", "3", "run.spares=1")
+    assert code == 1
+    assert "a spare takes over in the same job only; set run.recover to mpi" in err
+
+
 def test_replicas_that_do_not_fit_one_number_of_ranks_may_fit_another(run: Plan) -> None:
     given = ("pipeline.replicas=2", "pipeline.blocks=auto", "--cluster", "cluster.yaml")
     code, _, err = run(MLP, "--ranks", "1,2,4", *given, "-o", "c.json")

@@ -185,3 +185,15 @@ def test_submit_without_slurm_says_where_to_go_and_still_writes_the_script(
     assert "#SBATCH --cpus-per-task=96\n" in script  # as the cluster file has them
     with pytest.raises(SystemExit):
         submit.main(["c.yaml", "--nodes", "4-1"])
+
+
+def test_spares_count_as_ranks_of_the_job(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    given = ["c.yaml", "run.dir=r", "--nodes", "2", "--dry-run", "--cluster", str(CLUSTER)]
+    assert submit.main([*given, "run.recover=mpi", "run.spares=1"]) == 0
+    assert "on each node; 1 of them all in reserve (run.spares)" in capsys.readouterr().out
+    script = Path("r/submit.sh").read_text()
+    assert "#SBATCH --nodes=2\n" in script
+    assert "run.recover=mpi run.spares=1 " in script

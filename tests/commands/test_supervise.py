@@ -98,6 +98,16 @@ def test_an_error_that_can_be_mended_is_not_tried_again(folder, capfd) -> None:
     assert "./none: cannot be started (No such file or directory); name another" in capfd.readouterr().err
 
 
+def test_spares_are_a_key_and_fewer_where_hosts_are_lost(folder, monkeypatch) -> None:
+    monkeypatch.setattr(command.known_hosts, "answering", lambda hosts, *_: hosts[:1])
+    words = ("--hosts", "a:1,b:1", "--spares", "1", "run.recover=mpi")
+    code, starts = supervise(folder, "exit 75", DONE, words=words)
+    assert code == 0
+    assert ["run.spares=1" in starts[0], "run.spares=0" in starts[0]] == [True, False]
+    assert starts[1].index("run.spares=1") < starts[1].index("run.spares=0"), "the later one counts"
+    assert main(["config.yaml", "--spares", "1"]) == 1  # without run.recover=mpi
+
+
 def test_a_run_whose_summary_is_there_is_done(folder) -> None:
     code, starts = supervise(folder, "echo '{}' >run/summary.json; kill -9 $$", "exit 0")
     assert (code, len(starts)) == (0, 1)

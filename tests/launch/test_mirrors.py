@@ -31,6 +31,7 @@ run: {{dir: run, recover: mpi, mirror_every: {EVERY}}}
 KILLED = """
 import json, os, sys
 from mpipipe import train
+from mpipipe.cluster.mpi import MpiCommunicator
 from mpipipe.pipeline import Pipeline
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.mirrors import Mirrors
@@ -56,6 +57,7 @@ arm(Mirrors, "take", "transfer", lambda self, step, *_: step, after=True)
 arm(Mirrors, "commit", "sent", lambda self: self._pending[1] if self._pending else 0)
 arm(Survival, "fetch", "recovery", lambda self, comm, found, *_: found.key.step)
 arm(Pipeline, "begin_save", "save", lambda self, *_: self.steps_done, after=True)
+arm(MpiCommunicator, "recv_object", "wait", lambda self, *_: 0)
 sys.exit(train.main(sys.argv[2:]))
 """
 
@@ -115,15 +117,71 @@ def test_killed_ranks_change_no_bits(
     assert ("from mirrors" in job.stdout) == from_mirrors
 
 
-def test_a_frozen_rank_is_ended_and_done_without(launch: Launch, folder: Path, undisturbed: str) -> None:
+@pytest.mark.parametrize(
+    ("kills", "again", "says"),
+    [
+        (
+            [(1, "update", 10, 9)],
+            2,
+            "lost rank 1; rank 2 in its place; 2 ranks and no spare left, on from step 8",
+        ),
+        (
+            [(0, "backward", 10, 9), (2, "update", 14, 9)],
+            2,
+            "lost rank 0; rank 2 in its place; 2 ranks and no",
+        ),
+        ([(2, "wait", 0, 9)], 0, "lost rank 2, which was a spare; no spare left"),
+        ([], 0, "2 ranks and 1 spare (rank 2) x 1 thread"),
+    ],
+    ids=["a working rank", "rank 0, then the one in its place", "the spare", "none"],
+)
+def test_a_spare_takes_over_changes_no_bits_and_is_not_missed(
+    launch: Launch, folder: Path, undisturbed: str, kills: list[Any], again: int, says: str
+) -> None:
+    job = launch(
+        3, "killed.py", json.dumps(kills), "config.yaml", "run.spares=1", cwd=folder, timeout_s=300,
+        env={"MPIRUN_FLAGS": "--with-ft ulfm"},
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    found = summary(folder)
+    assert found["weights_sha256"] == undisturbed
+    assert found["lost_ranks"] == sorted(rank for rank, *_ in kills)
+    assert found["spares"] == ([] if kills else [2])
+    assert len(found["ranks"]) == (1 if len(kills) == 2 else 2)
+    assert f"mpipipe: {says}" in job.stdout
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 19))
+    assert max([line["replayed"] for line in lines if "lost_ranks" in line], default=0) == again
+    assert "from mirrors" in job.stdout or not again
+    assert not (folder / "run" / "flight" / "diagnosis.txt").exists()
+
+
+def test_more_spares_than_can_be_are_refused_before_anything_begins(launch: Launch, folder: Path) -> None:
+    flags = {"MPIRUN_FLAGS": "--with-ft ulfm"}
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", "run.spares=2", cwd=folder, env=flags)
+    assert job.returncode != 0
+    assert job.stderr.count("mpipipe: error: run.spares = 2, and there are 2 ranks: none would train") == 1
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kill", "spares", "lost"),
+    [
+        ((1, "backward", 10, 19), 0, [[1]]),
+        ((2, "wait", 0, 19), 1, [[], [2]]),  # it may be noticed after the last step
+    ],
+    ids=["a working rank", "a spare"],
+)
+def test_a_frozen_rank_is_ended_and_done_without(
+    launch: Launch, folder: Path, undisturbed: str, kill: Any, spares: int, lost: list[list[int]]
+) -> None:
     # a busy machine is slow
     slower = FLAGS.replace("period 0.5", "period 2").replace("timeout 2", "timeout 8")
-    kills = json.dumps([(1, "backward", 10, 19)])
-    environ = {"MPIRUN_FLAGS": slower}
-    job = launch(3, "killed.py", kills, "config.yaml", cwd=folder, timeout_s=300, env=environ)
+    words = (json.dumps([kill]), "config.yaml", f"run.spares={spares}")
+    job = launch(3, "killed.py", *words, cwd=folder, timeout_s=300, env={"MPIRUN_FLAGS": slower})
     assert job.returncode == 0, job.stderr
     assert summary(folder)["weights_sha256"] == undisturbed
-    assert summary(folder)["lost_ranks"] == [1]
+    assert summary(folder)["lost_ranks"] in lost
 
 
 def test_without_ulfm_there_is_an_error_before_anything_begins(launch: Launch, folder: Path) -> None:

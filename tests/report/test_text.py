@@ -44,6 +44,11 @@ def test_summary_puts_predicted_next_to_measured(report: Report) -> None:
     assert f"plan {report.plan_hash}\n" in text
 
 
+def test_spares_that_were_left_are_named(report: Report) -> None:
+    assert "spare" not in summary(report)
+    assert "\nspare, to the end: ranks 2, 3\n" in summary(replace(report, spares=(2, 3)))
+
+
 def test_summary_fits_the_screen_and_has_colours_only_when_asked(report: Report) -> None:
     plain = summary(of_many(report, 24))
     assert max(len(line.rstrip()) for line in plain.splitlines()) <= 110

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpipipe import Pipeline
-from mpipipe.cluster.comm import Communicator, RankLost, members
-from mpipipe.cluster.local import Killed, run_local
+from mpipipe.cluster.comm import Communicator, RankLost
+from mpipipe.cluster.local import Killed, LocalCommunicator, run_local
+from mpipipe.errors import CheckpointError, LaunchError
 from mpipipe.planner.copies import Copies
 from mpipipe.planner.search import cut_indices
 from mpipipe.runtime.interpreter import Interpreter
@@ -76,6 +77,7 @@ PLACES: dict[str, tuple[type, str, bool, Callable[..., int]]] = {  # class, meth
     "transfer": (Mirrors, "take", True, lambda self, step, *_: step),
     "received": (Mirrors, "commit", False, lambda self: self._pending[1] if self._pending else 0),
     "recovery": (Survival, "fetch", False, lambda self, comm, found, *_: found.key.step),
+    "wait": (LocalCommunicator, "recv_object", False, lambda self, _: 0),
 }
 
 
@@ -89,8 +91,9 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
         def deadly(self: Any, *args: Any) -> Any:
             step = step_of(self, *args)
             result = call(self, *args) if after else None
-            comm = args[0] if where == "recovery" else getattr(self, "comm", None) or self._comm
-            kill = members(comm)[comm.rank], where, step
+            here = self if where == "wait" else getattr(self, "comm", None) or getattr(self, "_comm", None)
+            comm = args[0] if where == "recovery" else here
+            kill = comm.members[comm.rank], where, step
             if kill in left:
                 left.remove(kill)
                 raise Killed
@@ -105,15 +108,18 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
 def pipeline(comm: Communicator, blocks: int = 1, replicas: Copies = 1, **settings: Any) -> Pipeline:
     return Pipeline(
         Net, loss, Samples(), adam, batch=8, micro_batches=4, blocks=blocks, replicas=replicas, comm=comm,
-        say=lambda _: None, cost_cache=False, **{"recover": "mpi", "mirror_every": EVERY, **settings},
+        cost_cache=False, **{"say": lambda _: None, "recover": "mpi", "mirror_every": EVERY, **settings},
     )  # fmt: skip
 
 
-def trained(ranks: int, blocks: int = 1, replicas: Copies = 1) -> tuple[dict[str, str], list[list[int]]]:
+def trained(
+    ranks: int, blocks: int = 1, replicas: Copies = 1, spares: int = 0
+) -> tuple[dict[str, str], list[list[int]]]:
     """(losses by step and digests of the weights, for each rank that is left the steps in the order made)."""
 
     def body(comm: Communicator) -> tuple[dict[str, str], list[int]]:
-        pipe, losses, steps = pipeline(comm, blocks, replicas), dict[str, str](), list[int]()
+        pipe = pipeline(comm, blocks, replicas, spares=spares)
+        losses, steps, layout = dict[str, str](), list[int](), pipe.plan.layout
 
         def note(_: Pipeline, step: int, values: dict[str, float]) -> None:
             losses[f"loss {step}"] = values["loss"].hex()
@@ -121,11 +127,21 @@ def trained(ranks: int, blocks: int = 1, replicas: Copies = 1) -> tuple[dict[str
 
         pipe.fit(STEPS, [note])
         mine = {name: tensor_digest(name, t) for name, t in pipe.state_dict(full=False).items()}
-        return losses | {k: v for part in pipe.comm.allgather_object(mine) for k, v in part.items()}, steps
+        if pipe.waits:
+            assert not mine
+            return {}, steps
+        if pipe.size == layout.n_ranks:
+            assert pipe.plan.layout == layout, "as long as there are spares, the cuts stay"
+        found = {k: v for part in pipe.comm.allgather_object(mine) for k, v in part.items()}
+        return {name: losses[name] for name in sorted(losses)} | found, steps
 
     found = run_local(ranks, body)
-    assert all(result == found[0][0] for result, _ in found)
-    return found[0][0], [steps for _, steps in found]
+    made = [(result, steps) for result, steps in found if result]
+    first = max((result for result, _ in made), key=len)
+    for result, _ in made:  # one that took over has no more than the later losses
+        assert result.items() <= first.items()
+        assert result.keys() >= {name for name in first if not name.startswith("loss ")}
+    return first, [steps for _, steps in made]
 
 
 @cache
@@ -156,6 +172,73 @@ def test_a_lost_rank_changes_no_bits(
     assert max(again) <= EVERY or any(where == "recovery" for _, where, _ in kills)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "spares", "kills", "left"),
+    [
+        (3, 1, ((1, "update", 5),), 2),
+        (3, 1, ((2, "wait", 0), (0, "update", 5)), 1),  # the spare first, which nobody misses
+        (4, 1, ((1, "backward", 5), (2, "update", 7)), 2),  # with a spare, then without
+        pytest.param(3, 1, (), 2, marks=pytest.mark.full),
+        pytest.param(3, 1, ((0, "transfer", 6), (2, "update", 8)), 1, marks=pytest.mark.full),
+        pytest.param(5, 1, ((1, "update", 5), (3, "update", 5)), 3, marks=pytest.mark.full),  # two at once
+        pytest.param(4, 2, ((1, "update", 5), (2, "recovery", 3)), 2, marks=pytest.mark.full),
+        pytest.param(4, 2, ((0, "update", 5), (1, "update", 5)), 2, marks=pytest.mark.full),  # spares alone
+    ],
+)
+def test_a_spare_takes_over_with_the_same_cuts_and_bits(
+    ranks: int, spares: int, kills: tuple[Kill, ...], left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = undisturbed()
+    arm(monkeypatch, kills)
+    found, steps = trained(ranks, spares=spares)
+    assert {name: found[name] for name in expected if name in found} == found
+    assert found.keys() >= {name for name in expected if not name.startswith("loss ")}
+    assert len(steps) == left
+    again = [a - b + 1 for made in steps for a, b in itertools.pairwise(made)]
+    assert max(again, default=0) <= EVERY
+
+
+def test_spares_make_every_call_and_get_what_it_comes_to(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> list[Any]:
+        pipe = pipeline(comm, spares=1, val=[*Samples()])
+        found: list[Any] = [pipe.step().loss]
+        pipe.fit(2)
+        found += [pipe.steps_done, pipe.evaluate(), pipe.predict(Samples().x[:3]).tolist()]
+        found += [pipe.save(tmp_path / "saved").weights_sha256]
+        with pytest.raises(CheckpointError) as error:
+            pipe.save(tmp_path / "saved" / "run.json" / "within")
+        return [*found, str(error.value), pipe.waits, pipe.rank]
+
+    *workers, spare = run_local(3, body)
+    assert [found[:-2] for found in workers] == [spare[:-2]] * 2
+    assert [found[-2:] for found in (*workers, spare)] == [[False, 0], [False, 1], [True, 2]]
+
+
+def test_a_spare_that_is_lost_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    arm(monkeypatch, ((3, "wait", 0),))
+
+    def body(comm: Communicator) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        pipe = pipeline(comm, spares=2, say=said.append)
+        while pipe.rank == 0 and not comm.gone():
+            pass
+        pipe.fit(3)
+        return pipe.lost_spares(), pipe.world.lost
+
+    assert run_local(4, body) == [((3,), ())] * 3
+    assert [line for line in said if "lost" in line] == [
+        "mpipipe: lost rank 3, which was a spare; 1 spare (rank 2) left"
+    ]
+
+
+def test_spares_that_leave_nobody_to_work_are_refused() -> None:
+    def body(comm: Communicator) -> None:
+        pipeline(comm, spares=2)
+
+    with pytest.raises(LaunchError, match="none would train"):
+        run_local(2, body)
+
+
 def test_checkpoints_of_steps_that_are_done_again_are_taken_as_they_are(tmp_path: Path) -> None:
     """The rank is lost where the others wait for the last checkpoint, at the end of `fit`."""
     kept: list[int] = []
@@ -166,8 +249,8 @@ def test_checkpoints_of_steps_that_are_done_again_are_taken_as_they_are(tmp_path
     def body(comm: Communicator) -> str:
         def save(pipe: Pipeline, step: int, _: dict[str, float]) -> None:
             pipe.begin_save(tmp_path / str(step), then=lambda: kept.append(step), background=False)
-            if step == STEPS and comm.rank == 1:
-                pipe.saver.finish = die  # type: ignore[method-assign]
+            if step == STEPS:
+                pipe.saver.finish = die if comm.rank == 1 else pipe.comm.barrier  # type: ignore[method-assign]
 
         pipe = pipeline(comm)
         pipe.fit(STEPS, [save])
