@@ -3,7 +3,8 @@
     python -m benchmarks.prediction [--models gpt10m,gpt85m,...] [--rounds 3] [--ranks 2] [--start]
 
 Each round is the real command line in fresh processes, without costs of earlier runs (--cached: with them).
-Figures are medians over rounds; ratio = measured / predicted. For each rank and kind of instruction:
+Figures are medians over rounds; ratio = measured / predicted. For each rank and kind of instruction of each
+of its stages:
 
     wall     seconds, which others on the machine lengthen
     on core  seconds that the instruction had a core: predicted times of computing should be these
@@ -48,7 +49,10 @@ STEPS = {"gpt": 30, "gpt10m": 8, "gpt85m": 4, "vgg": 6, "unet": 60, "resnet": 30
 FIGURES = (
     "step_s", "predicted_step_s", "peak_bytes", "predicted_peak_bytes", "bubble", "predicted_bubble",
 )  # fmt: skip
-COMPUTE = {"_forward": Op.F, "_backward": Op.B, "_norm": Op.NORM, "_step": Op.STEP}
+COMPUTE = {
+    "_forward": Op.F, "_backward": Op.B, "_backward_input": Op.I, "_backward_weight": Op.W, "_norm": Op.NORM,
+    "_step": Op.STEP,
+}  # fmt: skip
 PARTS = (  # owner, function, name of the part
     (mpipipe.train, "resident_memory", "tracer"),
     (mpipipe.train, "prepare", "data"),
@@ -83,7 +87,7 @@ class TimedInterpreter(Interpreter):
             handler(instr)
             if self.job.mode == "train":
                 wall, core = time.perf_counter() - wall, time.thread_time() - core
-                self.kept.append((self.job.step, kind, wall, core))
+                self.kept.append((self.job.step, _name(kind, instr.stage), wall, core))
 
         return run
 
@@ -147,31 +151,32 @@ def one_round(config: str, overrides: Sequence[str], ranks: int) -> dict[str, An
 
 
 def _instructions(plan_path: Path, kept: Sequence[Sequence[tuple[int, str, float, float]]]) -> list[Any]:
-    """Per rank and kind: seconds as predicted, on the wall and on a core; medians without the first step."""
+    """Per rank, kind and stage: seconds as predicted, on the wall and on a core; medians without the first
+    step."""
     plan = from_json(Plan, plan_path.read_text())
     assert plan.costs is not None
     cuts = cut_indices(plan.layout, [g.name for g in plan.costs.groups])
-    stages = stage_costs(in_order(plan.costs, plan.layout.order), cuts)
-    out = []
-    for rank, rows in enumerate(kept):
-        stage = stages[plan.layout.order.index(rank)]
-        predicted = {
-            "F": stage.fwd_s,
-            "B": stage.bwd_input_s + stage.bwd_weight_s,
-            "NORM": 0.0,
-            "STEP": stage.step_s,
+    predicted = {"NORM": 0.0}
+    for s, stage in enumerate(stage_costs(in_order(plan.costs, plan.layout.order), cuts)):
+        predicted |= {
+            f"F{s}": stage.fwd_s, f"B{s}": stage.bwd_input_s + stage.bwd_weight_s, f"I{s}": stage.bwd_input_s,
+            f"W{s}": stage.bwd_weight_s + stage.split_s, f"STEP{s}": stage.step_s,
+        }  # fmt: skip
+    return [
+        {
+            name: [
+                predicted[name],
+                statistics.median(wall for step, of, wall, _ in rows if step and of == name),
+                statistics.median(core for step, of, _, core in rows if step and of == name),
+            ]
+            for name in sorted({of for step, of, _, _ in rows if step})
         }
-        out.append(
-            {
-                kind: [
-                    seconds,
-                    statistics.median(wall for step, of, wall, _ in rows if step and of == kind),
-                    statistics.median(core for step, of, _, core in rows if step and of == kind),
-                ]
-                for kind, seconds in predicted.items()
-            }
-        )
-    return out
+        for rows in kept
+    ]
+
+
+def _name(kind: str, stage: int) -> str:
+    return kind if stage < 0 else f"{kind}{stage}"
 
 
 def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:

@@ -264,6 +264,7 @@ class GroupCost(Value):
     spread: float = 0.0  # relative, of its repeated timings; 0 = that of all groups
     selective_share: float = 0.0  # of fwd_s: what selective recomputation takes
     selective_bytes: int = 0  # of stash_bytes: what it makes again
+    split_s: float = 0.0  # beside these seconds, by a backward in two; counted with W
 
     @property
     def seconds(self) -> float:
@@ -316,6 +317,7 @@ class StageCost(Value):
     grad_bytes: int  # sent to the previous stage per micro-batch
     shard_bytes: int = 0  # of the weights that each copy of it updates
     remade_bytes: int = 0  # let go after F, made again by B or I and kept to the end of B or W
+    split_s: float = 0.0  # that I and W take longer than B; counted with W
 
     @property
     def seconds(self) -> float:

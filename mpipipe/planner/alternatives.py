@@ -16,7 +16,7 @@ import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import legal_copies
-from mpipipe.planner.joint import Tried, least_s
+from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.recompute import with_modes
 from mpipipe.planner.schedules import PLANNED, SCHEDULES, stages_on
@@ -29,7 +29,6 @@ _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of 
 _ENDLESS = 2**62  # bytes
 _NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
 MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
-MOST_PLANNED = 4096  # ranks times micro-batches: beyond, zb-planned takes seconds just to be compared
 Cuts = tuple[int, ...]
 
 
@@ -50,8 +49,7 @@ def alternatives(
     recompute: Wish = "none",
 ) -> tuple[Alternative, ...]:
     """cluster_of(ranks): the cluster with another number of ranks; raises PlanError where it has too few.
-    tried: what the plan was chosen from, where its number of micro-batches was. recompute: as asked for the
-    plan."""
+    tried: what the plan was chosen from, where it was. recompute: as asked for the plan."""
     return tuple(_Asked(plan, costs, group_names, cluster_of, recompute).all(tried))
 
 
@@ -70,10 +68,11 @@ class _Asked:
     def all(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
         if self.n_each > 1:
             yield from self._other_cuts()
-            yield from self._other_schedules()
+            yield from self._other_schedules(tried)
         yield from self._other_copies()
         yield from self._other_modes()
-        yield from self._searched(tried) if tried else self._micro_batches()
+        searched = len({t.micro_batches for t in tried}) > 1
+        yield from self._searched(tried) if searched else self._micro_batches()
         yield from self._ranks()
 
     # -- other cuts -------------------------------------------------------------------------------
@@ -149,20 +148,32 @@ class _Asked:
 
     # -- other settings ---------------------------------------------------------------------------
 
-    def _other_schedules(self) -> Iterator[Alternative]:
-        """With the cuts of now where it has as many stages per rank, else with those that suit it."""
+    def _other_schedules(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
+        """What was tried; else with the cuts of now where it has as many stages per rank, or with those that
+        suit it."""
+        count = self.plan.numerics.micro_batches
+        known = {t.schedule: t for t in tried if (t.micro_batches, t.copies) == (count, self.n_copies)}
         for schedule in SCHEDULES:
             if schedule == self.plan.layout.schedule:
                 continue
             same = stages_on(schedule, self.n_each) == self.n_stages == self.n_each
-            if schedule == PLANNED and self.n_ranks * self.plan.numerics.micro_batches > MOST_PLANNED:
-                yield Alternative(
-                    f"schedule {schedule}", None, None, f"not tried here; pipeline.schedule={PLANNED}"
-                )
+            if schedule in known:
+                yield self._tried(f"schedule {schedule}", known[schedule])
+            elif self.n_each * count // self.n_copies > most_compared(schedule):
+                yield Alternative(f"schedule {schedule}", None, None, f"{SKIPPED}{schedule}")
             elif same and schedule != PLANNED:
                 yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
             else:
                 yield self._planned_with(f"schedule {schedule}", schedule, self.n_copies)
+
+    def _tried(self, name: str, t: Tried) -> Alternative:
+        ours = self.plan.prediction.step_s
+        if t.made is not None:
+            why = self._bubbles_and_memory(t.made[0].prediction)
+            return Alternative(name, t.step_s, t.step_s / ours - 1.0, why)
+        if t.bound_s is None or t.skipped:
+            return Alternative(name, None, None, first_sentence(t.why))
+        return Alternative(name, None, None, f"{t.bound_s / ours - 1.0:+.1%} at least; {t.why}")
 
     def _other_copies(self) -> Iterator[Alternative]:
         for copies in legal_copies(self.plan.numerics.blocks):
@@ -211,15 +222,13 @@ class _Asked:
             yield self._number(t)
 
     def _number(self, t: Tried) -> Alternative:
-        name, ours = f"{t.micro_batches} micro-batches of {t.micro_batch}", self.plan.prediction.step_s
-        if t.made is not None:
-            plan = t.made[0]
-            other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
-            other += f"{counted(t.copies, 'replica')}, " if t.copies != self.n_copies else ""
-            return Alternative(name, t.step_s, t.step_s / ours - 1.0, other + self._bubbles(plan.prediction))
-        if t.bound_s is None:
-            return Alternative(name, None, None, first_sentence(t.why))
-        return Alternative(name, None, None, f"{t.bound_s / ours - 1.0:+.1%} at least; {t.why}")
+        name = f"{t.micro_batches} micro-batches of {t.micro_batch}"
+        if t.made is None:
+            return self._tried(name, t)
+        other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
+        other += f"{counted(t.copies, 'replica')}, " if t.copies != self.n_copies else ""
+        loss = t.step_s / self.plan.prediction.step_s - 1.0
+        return Alternative(name, t.step_s, loss, other + self._bubbles(t.made[0].prediction))
 
     def _ranks(self) -> Iterator[Alternative]:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
@@ -299,6 +308,9 @@ class _Asked:
             return f"slowest stage: {slow} with {now[slow] * 1e3:.5g} ms, now {before.max() * 1e3:.5g}"
         if cuts != self.cuts:
             return f"no stage is slower; {self._bubbles(p)}"
+        return self._bubbles_and_memory(p)
+
+    def _bubbles_and_memory(self, p: Prediction) -> str:
         peaks = np.array(self.plan.prediction.peak_bytes)
         grown = np.array(p.peak_bytes) - peaks
         rank = int(np.abs(grown).argmax())

@@ -102,6 +102,7 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
                 fwd_s=g.fwd_s * of_stage[Op.F],
                 bwd_input_s=g.bwd_input_s * into,
                 bwd_weight_s=g.bwd_weight_s * weight,
+                split_s=g.split_s * weight,
                 update_s=g.update_s * ratios[Op.STEP][s] + beyond_s * share,
                 spread=spread,
             )
@@ -139,7 +140,7 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
     copies = len(measured.program.copies)
     planned = {
         Op.F: [s.fwd_s for s in stages], Op.B: [s.bwd_input_s + s.bwd_weight_s for s in stages],
-        Op.I: [s.bwd_input_s for s in stages], Op.W: [s.bwd_weight_s for s in stages],
+        Op.I: [s.bwd_input_s for s in stages], Op.W: [s.bwd_weight_s + s.split_s for s in stages],
         Op.STEP: [s.step_s for s in stages],
     }  # fmt: skip
     of_stage = {op: np.reshape(seconds, (copies, -1)).mean(axis=0) for op, seconds in planned.items()}

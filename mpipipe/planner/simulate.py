@@ -176,7 +176,7 @@ def _table(ranks: Sequence[int], stages: Sequence[StageCost], cluster: Cluster) 
     table = np.zeros((len(Op), len(stages)))
     for s, stage in enumerate(stages):
         table[Op.F, s], table[Op.STEP, s] = stage.fwd_s, stage.step_s
-        table[Op.I, s], table[Op.W, s] = stage.bwd_input_s, stage.bwd_weight_s
+        table[Op.I, s], table[Op.W, s] = stage.bwd_input_s, stage.bwd_weight_s + stage.split_s
         table[Op.B, s] = stage.bwd_input_s + stage.bwd_weight_s
     for s, (stage, after) in enumerate(itertools.pairwise(stages)):
         table[Op.SEND_ACT, s] = cluster.link(ranks[s], ranks[s + 1]).seconds(stage.act_bytes)

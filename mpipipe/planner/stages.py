@@ -230,6 +230,7 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
                 act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
                 grad_bytes=groups[first - 1].grad_bytes if first else 0,
                 remade_bytes=int(e.remade_bytes[0]),
+                split_s=float(costs.columns["split_s"][first:end].sum()) / speed,
             )
         )
     return tuple(out)

@@ -41,7 +41,7 @@ def zb_planned(
     none = (0.0,) * n_stages
     work = Work(
         tuple(s.fwd_s for s in stages), tuple(s.bwd_input_s for s in stages),
-        tuple(s.bwd_weight_s for s in stages), tuple(act_s) or none, tuple(grad_s) or none,
+        tuple(s.bwd_weight_s + s.split_s for s in stages), tuple(act_s) or none, tuple(grad_s) or none,
     )  # fmt: skip
     room = [min(n_micro, _room(rank, stages, memory_bytes[rank], receive_window)) for rank in range(n_stages)]
     tried = [
