@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from mpipipe.planner.copies import legal_copies
 from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.recompute import with_modes
-from mpipipe.planner.schedules import PLANNED, SCHEDULES, stages_on
+from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
@@ -50,15 +51,16 @@ def alternatives(
 ) -> tuple[Alternative, ...]:
     """cluster_of(ranks): the cluster with another number of ranks; raises PlanError where it has too few.
     tried: what the plan was chosen from, where it was. recompute: as asked for the plan."""
-    return tuple(_Asked(plan, costs, group_names, cluster_of, recompute).all(tried))
+    chosen = len({t.schedule for t in tried}) > 1
+    return tuple(_Asked(plan, costs, group_names, cluster_of, recompute, chosen).all(tried))
 
 
 class _Asked:
     def __init__(
         self, plan: Plan, costs: Costs, names: Sequence[str], cluster_of: Callable[[int], Cluster],
-        recompute: Wish,
+        recompute: Wish, chosen: bool,
     ) -> None:  # fmt: skip
-        self.recompute = recompute
+        self.recompute, self.chosen = recompute, chosen  # chosen: the schedule was
         self.plan, self.costs, self.names, self.cluster_of = plan, costs, names, cluster_of
         self.cuts = cut_indices(plan.layout, names)
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
@@ -157,8 +159,9 @@ class _Asked:
             if schedule == self.plan.layout.schedule:
                 continue
             same = stages_on(schedule, self.n_each) == self.n_stages == self.n_each
-            if schedule in known:
-                yield self._tried(f"schedule {schedule}", known[schedule])
+            found = known.get(schedule)
+            if found and (found.made or found.bound_s is not None or not same):
+                yield self._tried(f"schedule {schedule}", found)
             elif self.n_each * count // self.n_copies > most_compared(schedule):
                 yield Alternative(f"schedule {schedule}", None, None, f"{SKIPPED}{schedule}")
             elif same and schedule != PLANNED:
@@ -172,7 +175,7 @@ class _Asked:
             why = self._bubbles_and_memory(t.made[0].prediction)
             return Alternative(name, t.step_s, t.step_s / ours - 1.0, why)
         if t.bound_s is None or t.skipped:
-            return Alternative(name, None, None, first_sentence(t.why))
+            return Alternative(name, None, None, t.why if t.skipped else first_sentence(t.why))
         return Alternative(name, None, None, f"{t.bound_s / ours - 1.0:+.1%} at least; {t.why}")
 
     def _other_copies(self) -> Iterator[Alternative]:
@@ -236,23 +239,26 @@ class _Asked:
                 continue
             name = counted(ranks, "rank")
             try:
-                p = self._planned(self.cluster_of(ranks))
+                schedule, p = self._planned_on(self.cluster_of(ranks))
             except (PlanError, DeadlockError) as error:
-                why = why_no_plan(self._planned, self.cluster_of, ranks, error)
+                why = why_no_plan(lambda on: self._planned_on(on)[1], self.cluster_of, ranks, error)
                 yield Alternative(name, None, None, why)
                 continue
-            why = f"{self.plan.prediction.step_s / p.step_s:.2f} times as fast, bubble {p.bubble:.1%}"
+            other = f"{schedule}, " if schedule != self.plan.layout.schedule else ""
+            why = f"{other}{self.plan.prediction.step_s / p.step_s:.2f} times as fast, bubble {p.bubble:.1%}"
             yield Alternative(name, p.step_s, p.step_s / self.plan.prediction.step_s - 1.0, why)
 
-    def _planned(self, cluster: Cluster) -> Prediction:
+    def _planned_on(self, cluster: Cluster) -> tuple[str, Prediction]:
+        """With the schedule of the plan; where that was chosen, and does not fit there, with 1f1b."""
         layout, costs = self.plan.layout, replace(self.costs, cluster=cluster)
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
         copies = max(n for n in legal_copies(numerics.blocks) if n <= self.n_copies and n_ranks % n == 0)
-        made = make_plan(
-            costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks, copies,
-            self.recompute,
-        )  # fmt: skip
-        return made[0].prediction
+        *chosen, last = dict.fromkeys((layout.schedule, PLAIN[0] if self.chosen else layout.schedule))
+        how = layout.receive_window, self.names, n_ranks, copies, self.recompute
+        for schedule in chosen:
+            with suppress(PlanError, DeadlockError):
+                return schedule, make_plan(costs, numerics, schedule, *how, quick=True)[0].prediction
+        return last, make_plan(costs, numerics, last, *how)[0].prediction
 
     # -- what they are worth ------------------------------------------------------------------------
 

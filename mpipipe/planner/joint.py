@@ -33,6 +33,7 @@ LIKE = 1.01  # a step that is longer by less is as good
 # Ranks times micro-batches up to which a schedule is compared with others: beyond, it takes seconds.
 MOST_PLANNED = 1 << 11  # zb-planned, which is made anew for each cut
 MOST_FILLED = 1 << 14  # the others that are made action by action
+MOST_SWEPT = 1 << 13  # groups times ranks: beyond, only the first that fits is looked for with recomputation
 SKIPPED = "not tried here; pipeline.schedule="
 
 
@@ -251,8 +252,9 @@ class _Finder:
             return
         try:
             made = make_plan(
-                costs, numerics, schedule, asked.receive_window, names, asked.n_ranks, copies, asked.recompute
-            )
+                costs, numerics, schedule, asked.receive_window, names, asked.n_ranks, copies, asked.recompute,
+                quick=self.best_s < math.inf and len(names) * asked.n_ranks > MOST_SWEPT,
+            )  # fmt: skip
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
         exact = False

@@ -81,6 +81,7 @@ def make_plan(
     n_ranks: int,
     n_copies: int = 1,
     recompute: Wish = "none",
+    quick: bool = False,
 ) -> tuple[Plan, Program]:
     """Plan as many stages as the schedule has on `n_ranks` / `n_copies`, in the best of the orders of ranks
     that are promising: the next ones are taken only where they gain something. Raises PlanError if no cut
@@ -88,7 +89,7 @@ def make_plan(
 
     receive_window: at least; more where a schedule needs it. n_copies: of the pipeline. recompute:
     "auto" = that of least time, for each cut that is looked at; they begin with those that fit without, where
-    there are any."""
+    there are any. quick: they end there, and where nothing fits nobody asks what is missing."""
     check_copies(n_copies, n_ranks, numerics)
     n_micro, n_each = numerics.micro_batches // n_copies, n_ranks // n_copies
     check_counts(replace(costs, copies=n_copies), n_micro, schedule, n_each)
@@ -107,13 +108,15 @@ def make_plan(
     first: PlanError | DeadlockError | None = None
     one_each, of_copy = schedule if n_stages == n_each else PLAIN[0], replace(costs, copies=n_copies)
     levels = len(costs.cluster.in_order(range(min(n_ranks, len(costs.cluster.devices)))).spanned)
-    orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied, recompute)
+    wish: Wish = "none" if quick and recompute == "auto" else recompute
+    orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied, wish)
     for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
         copies = tuple(tuple(order[rank] for rank in homes) for order in on)
         try:
             found = _plan_in(
-                copies, costs, numerics, schedule, receive_window, group_names, bound_s, recompute
-            )
+                copies, costs, numerics, schedule, receive_window, group_names, bound_s, (recompute, wish),
+                explain=not quick,
+            )  # fmt: skip
         except (PlanError, DeadlockError) as error:  # it may fit in another order
             first = first or error
             continue
@@ -127,9 +130,11 @@ def make_plan(
 
 def _plan_in(
     copies: tuple[Order, ...], costs: Costs, numerics: Numerics, schedule: str, receive_window: int,
-    group_names: Sequence[str], bound_s: Callable[[Program], float], recompute: Wish,
+    group_names: Sequence[str], bound_s: Callable[[Program], float], recompute: tuple[Wish, Wish],
+    explain: bool,
 ) -> tuple[Plan, Program]:  # fmt: skip
-    """With stage s of copy c on rank `copies[c][s]`; cuts begin with those that suit copy 0."""
+    """With stage s of copy c on rank `copies[c][s]`; cuts begin with those that suit copy 0. recompute: of a
+    cut that is looked at, and of those to begin with; explain: as for `partition`."""
     programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
     n_micro, order = numerics.micro_batches // len(copies), copies[0]
     of_copy = replace(costs, copies=len(copies))
@@ -138,12 +143,12 @@ def _plan_in(
         starts = [
             partition(
                 placed, n_micro, PLAIN[0] if schedule == PLANNED else schedule, len(order), receive_window,
-                numerics.tied, update, finest=numerics.micro_batch == 1, recompute=recompute,
+                numerics.tied, update, explain, numerics.micro_batch == 1, recompute=recompute[1],
             ).cuts
             for update in (False, True)
         ]  # fmt: skip
     else:
-        starts = started(of_copy, order, n_micro, schedule, receive_window, numerics.tied, recompute)
+        starts = started(of_copy, order, n_micro, schedule, receive_window, numerics.tied, recompute[1])
 
     @cache
     def laid(cuts: Cuts) -> tuple[Layout, Program]:
@@ -159,7 +164,7 @@ def _plan_in(
 
     def plan(cuts: Cuts) -> Plan:
         layout, program = laid(cuts)
-        layout = with_modes(costs, layout, cuts, program, recompute)
+        layout = with_modes(costs, layout, cuts, program, recompute[0])
         prediction = predict(costs, layout, program, group_names, bound_s(program))[0]
         return Plan(numerics, layout, prediction, costs)
 
