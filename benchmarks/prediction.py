@@ -1,6 +1,6 @@
 """What a run was predicted to take, and what it took: one JSON line for each model.
 
-    python -m benchmarks.prediction [--models gpt10m,gpt85m,...] [--rounds 3] [--ranks 2] [--start]
+    python -m benchmarks.prediction [--models gpt10m,gpt85m,...] [--rounds 3] [--ranks 2] [--start] [--schedule 1f1b]
 
 Each round is the real command line in fresh processes, without costs of earlier runs (--cached: with them).
 Figures are medians over rounds; ratio = measured / predicted. For each rank and kind of instruction of each
@@ -146,14 +146,15 @@ def one_round(config: str, overrides: Sequence[str], ranks: int) -> dict[str, An
         arguments = [config, *overrides, f"run.dir={run_dir}", "--out", out, "--launched", time.time()]
         launch(ranks, "-m", "benchmarks.prediction", *map(str, arguments))
         found: dict[str, Any] = json.loads(out.read_text())
-        found["predicted, wall, on core"] = _instructions(run_dir / "plan.json", found.pop("kept"))
+        plan = from_json(Plan, (run_dir / "plan.json").read_text())
+        found["predicted, wall, on core"] = _instructions(plan, found.pop("kept"))
+        found["schedule"] = plan.layout.schedule
     return found
 
 
-def _instructions(plan_path: Path, kept: Sequence[Sequence[tuple[int, str, float, float]]]) -> list[Any]:
+def _instructions(plan: Plan, kept: Sequence[Sequence[tuple[int, str, float, float]]]) -> list[Any]:
     """Per rank, kind and stage: seconds as predicted, on the wall and on a core; medians without the first
     step."""
-    plan = from_json(Plan, plan_path.read_text())
     assert plan.costs is not None
     cuts = cut_indices(plan.layout, [g.name for g in plan.costs.groups])
     predicted = {"NORM": 0.0}
@@ -181,7 +182,7 @@ def _name(kind: str, stage: int) -> str:
 
 def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:
     """All rounds of one model."""
-    rounds = []
+    rounds, schedules = [], []
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(model)
         if model == "resnet":
@@ -189,23 +190,26 @@ def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:
             Path(config).write_text(RESNET)
         overrides = [
             f"train.steps={a.steps or STEPS.get(model, 10)}", "pipeline.threads=1", f"kernels.gemm={a.gemm}",
-            "eval.every=0", f"pipeline.cost_cache={str(a.cached).lower()}",
+            "eval.every=0", f"pipeline.cost_cache={str(a.cached).lower()}", f"pipeline.schedule={a.schedule}",
         ]  # fmt: skip
         for i in range(a.rounds):
             load_before = os.getloadavg()[0]
             r = one_round(config, overrides, a.ranks)
+            schedules.append(r.pop("schedule"))
             rounds.append(ratios(r) | r | {"load_before": load_before})
-            text = f"predicted {r['predicted_step_s']:.4f} s, measured {r['step_s']:.4f} s a step"
+            text = f"{schedules[-1]}, predicted {r['predicted_step_s']:.4f} s, measured {r['step_s']:.4f} s a step"
             print(f"{model} round {i + 1}/{a.rounds}: {text} (load {load_before:.1f})", file=sys.stderr)
     left_out = () if a.start else ("start",)
     found: dict[str, Any] = medians([{k: v for k, v in r.items() if k not in left_out} for r in rounds])
-    return {"model": model} | found
+    return {"model": model, "schedules": schedules} | found
 
 
 def medians(rounds: Sequence[Any]) -> Any:
-    """Of each number over equal structures of dictionaries and lists."""
+    """Of each number over equal structures of dictionaries and lists; of a key over those that have it, as
+    another round may have another schedule."""
     if isinstance(rounds[0], dict):
-        return {key: medians([r[key] for r in rounds]) for key in rounds[0]}
+        keys = dict.fromkeys(key for r in rounds for key in r)
+        return {key: medians([r[key] for r in rounds if key in r]) for key in keys}
     if isinstance(rounds[0], list):
         return [medians(column) for column in zip(*rounds, strict=True)]
     return round(statistics.median(rounds), 6)
@@ -233,6 +237,7 @@ def main(argv: Sequence[str]) -> None:
         "--steps", type=int, help="of a run, the first is not counted; default: as fits the model"
     )
     parser.add_argument("--gemm", choices=("auto", "mkl", "onednn"), default="auto", help="as a user has it")
+    parser.add_argument("--schedule", default="auto", help="as pipeline.schedule; the default is the config's")
     parser.add_argument("--cached", action="store_true", help="with the costs of earlier runs")
     parser.add_argument("--start", action="store_true", help="also the parts of the start")
     parser.add_argument("--out", help=argparse.SUPPRESS)  # given: this process is a rank

@@ -283,6 +283,7 @@ class Costs(Value):
     state_bytes_per_param_byte: float = 0.0  # of it optimizer state, which only a parameter's owner has
     blocks: int = 1  # of additions (`Numerics`), whose sums are counted in it
     copies: int = 1  # of the pipeline, each of which updates an even share of the weights
+    call_s: float = 0.0  # of each F, B, I and W, and of each of its messages: Python, on the rank itself
 
     @property
     def held_per_param_byte(self) -> float:
@@ -318,6 +319,7 @@ class StageCost(Value):
     shard_bytes: int = 0  # of the weights that each copy of it updates
     remade_bytes: int = 0  # let go after F, made again by B or I and kept to the end of B or W
     split_s: float = 0.0  # that I and W take longer than B; counted with W
+    call_s: float = 0.0  # as in `Costs`
 
     @property
     def seconds(self) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.schedules import SCHEDULES, live_micro_batches, remaking_micro_batches
 from mpipipe.planner.search import norm_seconds, program_for
-from mpipipe.planner.stages import Ending, Ranges, StageTie, in_order, remade_s, stage_ties
+from mpipipe.planner.stages import Ending, Ranges, StageTie, calls, in_order, remade_s, stage_ties
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Costs, Float64, Op, Plan, Recompute
 
@@ -87,8 +87,10 @@ class Many:
             before_s = self._before_s[self.plan.layout.modes[s]]
             sums = before_s[:, :, ends] - before_s[:, :, firsts]  # (kinds, draws, cuts)
             fwd_s, into_s, weight_s, split_s = sums.transpose(0, 2, 1) / device.speed
-            out[Op.F, s, -1], out[Op.B, s, -1] = fwd_s, into_s + weight_s
-            out[Op.I, s, -1], out[Op.W, s, -1] = into_s, weight_s + split_s
+            once_s = self.costs.call_s / device.speed
+            calls_s = calls(range(len(cuts[0]) + 1))[s] * once_s
+            out[Op.F, s, -1], out[Op.B, s, -1] = fwd_s + calls_s, into_s + calls_s + weight_s
+            out[Op.I, s, -1], out[Op.W, s, -1] = into_s + calls_s, weight_s + split_s + once_s
             update_s = [float(self._ending(end, s).step_s[first]) / device.speed for first, end in edges]
             out[Op.STEP, s, -1] = np.array(update_s)[:, None]
         return out

@@ -137,7 +137,8 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
     """measured / planned of each kind of work that there is, (stages,). stages: as `stages_in` gives them."""
     took = stage_seconds(measured)
     counts = _sums(measured.program, [np.ones(len(times)) for times in measured.times])
-    copies = len(measured.program.copies)
+    copies, call_s = len(measured.program.copies), np.array([s.call_s for s in stages])
+    call_s = call_s.reshape(copies, -1).mean(axis=0)
     planned = {
         Op.F: [s.fwd_s for s in stages], Op.B: [s.bwd_input_s + s.bwd_weight_s for s in stages],
         Op.I: [s.bwd_input_s for s in stages], Op.W: [s.bwd_weight_s + s.split_s for s in stages],
@@ -147,6 +148,8 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
     ratios: Seconds = {}
     for op, seconds in took.items():
         expected = counts[op] * of_stage[op]
+        if op != Op.STEP:  # what a call takes is counted apart
+            seconds = np.where(expected > 0.0, np.maximum(seconds - counts[op] * call_s, 0.1 * seconds), seconds)
         for stage in np.flatnonzero((counts[op] > 0) & ~(seconds > 0.0) & (expected > 0.0)).tolist():
             raise PlanError(
                 f"the measured {op.name} of stage {stage} take {seconds[stage]:g} s, planned are "

@@ -29,6 +29,7 @@ from mpipipe.runtime.transport import Form
 from mpipipe.values import Costs, GroupCost
 
 WARM_UP, MOST_ROUNDS, BUDGET_S = 1, 5, 0.2
+_LEAST = 0.1  # of what was measured: never taken for the call
 
 
 def rehearse(trainer: Trainer, costs: Costs) -> Costs:
@@ -51,7 +52,8 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
         bounds(len(costs.groups), cut_indices(layout, [g.name for g in costs.groups]))
     ):
         again_s = float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
-        groups += _as_taken(costs.groups[first:end], took[s], again_s)
+        own_s = [max(x - costs.call_s, _LEAST * x) for x in took[s]]  # what a call takes is counted apart
+        groups += _as_taken(costs.groups[first:end], own_s, again_s)
     return replace(costs, groups=tuple(groups))
 
 
