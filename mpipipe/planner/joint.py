@@ -33,6 +33,8 @@ LIKE = 1.01  # a step that is longer by less is as good
 # Ranks times micro-batches up to which a schedule is compared with others: beyond, it takes seconds.
 MOST_PLANNED = 1 << 11  # zb-planned, which is made anew for each cut
 MOST_FILLED = 1 << 14  # the others that are made action by action
+MOST_COMPARED = 1 << 17  # all but 1f1b and zb-h1: programs of so many ranks are large, and kept
+LEAST_COMPARED = (PLAIN[0], "zb-h1")
 MOST_SWEPT = 1 << 13  # groups times ranks: beyond, only the first that fits is looked for with recomputation
 SKIPPED = "not tried here; pipeline.schedule="
 
@@ -154,7 +156,9 @@ def most_compared(schedule: str) -> float:
     """Ranks times micro-batches of one copy up to which it is made only to be compared."""
     if schedule == PLANNED:
         return MOST_PLANNED
-    return MOST_FILLED if schedule in FILLED else math.inf
+    if schedule in FILLED:
+        return MOST_FILLED
+    return math.inf if schedule in LEAST_COMPARED else MOST_COMPARED
 
 
 def copies_of(replicas: int | Literal["auto"], numerics: Numerics, n_ranks: int) -> tuple[int, ...]:
