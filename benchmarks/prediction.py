@@ -1,6 +1,7 @@
 """What a run was predicted to take, and what it took: one JSON line for each model.
 
-    python -m benchmarks.prediction [--models gpt10m,gpt85m,...] [--rounds 3] [--ranks 2] [--start] [--schedule 1f1b]
+    python -m benchmarks.prediction [--models gpt10m,gpt85m,...] [--rounds 3] [--ranks 2]
+        [--schedule 1f1b] [--start]
 
 Each round is the real command line in fresh processes, without costs of earlier runs (--cached: with them).
 Figures are medians over rounds; ratio = measured / predicted. For each rank and kind of instruction of each
@@ -197,8 +198,11 @@ def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:
             r = one_round(config, overrides, a.ranks)
             schedules.append(r.pop("schedule"))
             rounds.append(ratios(r) | r | {"load_before": load_before})
-            text = f"{schedules[-1]}, predicted {r['predicted_step_s']:.4f} s, measured {r['step_s']:.4f} s a step"
-            print(f"{model} round {i + 1}/{a.rounds}: {text} (load {load_before:.1f})", file=sys.stderr)
+            text = f"predicted {r['predicted_step_s']:.4f} s, measured {r['step_s']:.4f} s a step"
+            print(
+                f"{model} {schedules[-1]} round {i + 1}/{a.rounds}: {text} (load {load_before:.1f})",
+                file=sys.stderr,
+            )
     left_out = () if a.start else ("start",)
     found: dict[str, Any] = medians([{k: v for k, v in r.items() if k not in left_out} for r in rounds])
     return {"model": model, "schedules": schedules} | found
@@ -237,7 +241,7 @@ def main(argv: Sequence[str]) -> None:
         "--steps", type=int, help="of a run, the first is not counted; default: as fits the model"
     )
     parser.add_argument("--gemm", choices=("auto", "mkl", "onednn"), default="auto", help="as a user has it")
-    parser.add_argument("--schedule", default="auto", help="as pipeline.schedule; the default is the config's")
+    parser.add_argument("--schedule", default="auto", help="pipeline.schedule")
     parser.add_argument("--cached", action="store_true", help="with the costs of earlier runs")
     parser.add_argument("--start", action="store_true", help="also the parts of the start")
     parser.add_argument("--out", help=argparse.SUPPRESS)  # given: this process is a rank

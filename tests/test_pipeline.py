@@ -154,7 +154,10 @@ def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained(2) == expected
 
 
-def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
     def busy(*_: object) -> None:  # a backward cannot be faster
         end = time.thread_time() + 0.005
         while time.thread_time() < end:
@@ -163,7 +166,7 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(monkeypatch: pytest.
     monkeypatch.setattr(Stage, "apply_statistics", busy)
 
     def run(comm: Communicator) -> tuple[Plan, dict[str, Tensor], float]:
-        pipe = pipeline(comm)
+        pipe = pipeline(comm, schedule=schedule)
         weights = [stage.weights for stage in pipe.trainer.interpreter.stages.values()]
         left = sum(float(t.abs().sum()) for w in weights for t in w.accumulators())
         return pipe.plan, pipe.state_dict(), left

@@ -245,15 +245,13 @@ class Profiler:
         remade = self._remade(code, received, rest, repeats)
         return Sample(forward, into, backward - into, spread, workspace, *saved, remade, split_s)
 
-    def _in_two(
-        self, code: Code, received: list[Tensor], rest: list[object]
-    ) -> tuple[float, float, float]:
-        """Seconds of one F, I and W, as `Stage` does them; between any two of them the rest of a stage runs."""
+    def _in_two(self, code: Code, received: list[Tensor], rest: list[object]) -> tuple[float, float, float]:
+        """Seconds of one F, I and W, as `Stage` does them; between any two of them others run in a step."""
         inputs, pending = arguments(code, received, rest), Pending()
         leaves = [x for x in rest if isinstance(x, Tensor) and x.requires_grad]
         used = zip(code.leaves, rest[len(code.inputs) :], strict=False)
-        at_once = [x for use, x in used if use not in (code.deferred or ())]
-        wanted = [x for x in (*inputs[: len(received)], *at_once) if isinstance(x, Tensor) and x.requires_grad]
+        now = [*inputs[: len(received)], *(x for use, x in used if use not in (code.deferred or ()))]
+        wanted = [x for x in now if isinstance(x, Tensor) and x.requires_grad]
         self.chill(leaves)
         for t in received:
             t.clone()
@@ -276,8 +274,8 @@ class Profiler:
     def _parted(
         self, forward_s: float, backward_s: float, in_two: Sequence[tuple[float, float, float]]
     ) -> tuple[float, float]:
-        """Of a whole backward the seconds that are those of I, and what all three take longer in two. Where no
-        weight gradient waits, I is all of it."""
+        """Of a whole backward the seconds that are those of I, and what all three take longer in two. Where
+        no weight gradient waits, I is all of it."""
         if not in_two:
             return backward_s, 0.0
         first_s, into_s, weight_s = (min(column) for column in zip(*in_two, strict=True))

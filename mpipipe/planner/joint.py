@@ -250,15 +250,14 @@ class _Finder:
 
     def _simulate(self, costs: Costs, numerics: Numerics, schedule: str, copies: int) -> None:
         asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
+        how = names, asked.n_ranks, copies, asked.recompute
         made: Made | None = None
         if why := self._why_not(schedule, numerics, copies):
             self._note(count, schedule, copies, None, None, why)
             return
         try:
-            made = make_plan(
-                costs, numerics, schedule, asked.receive_window, names, asked.n_ranks, copies, asked.recompute,
-                quick=self.best_s < math.inf and len(names) * asked.n_ranks > MOST_SWEPT,
-            )  # fmt: skip
+            quick = self.best_s < math.inf and len(names) * asked.n_ranks > MOST_SWEPT
+            made = make_plan(costs, numerics, schedule, asked.receive_window, *how, quick)
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
         exact = False

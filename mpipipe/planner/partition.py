@@ -87,9 +87,7 @@ def partition(
             break
     if found is None:
         without = "" if problem.modes[-1] == "full" else " without recomputation"
-        raise PlanError(
-            _explain(problem, schedule, n_micro, finest) if explain else f"no cut fits{without}"
-        )
+        raise PlanError(_explain(problem, schedule, n_micro, finest) if explain else f"no cut fits{without}")
     bottleneck_s, cuts = found
     return Partition(cuts, bottleneck_s, lower_bound_s)
 

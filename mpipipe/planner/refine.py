@@ -149,7 +149,8 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
     for op, seconds in took.items():
         expected = counts[op] * of_stage[op]
         if op != Op.STEP:  # what a call takes is counted apart
-            seconds = np.where(expected > 0.0, np.maximum(seconds - counts[op] * call_s, 0.1 * seconds), seconds)
+            own_s = np.maximum(seconds - counts[op] * call_s, 0.1 * seconds)
+            seconds = np.where(expected > 0.0, own_s, seconds)
         for stage in np.flatnonzero((counts[op] > 0) & ~(seconds > 0.0) & (expected > 0.0)).tolist():
             raise PlanError(
                 f"the measured {op.name} of stage {stage} take {seconds[stage]:g} s, planned are "

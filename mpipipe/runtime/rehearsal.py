@@ -34,8 +34,9 @@ _LEAST = 0.1  # of what was measured: never taken for the call
 
 def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     """Costs whose stages take what they took in the rehearsal: the seconds of a stage's groups are multiplied
-    alike, forward and backward each (in two: I and W), what the latter makes again as the forward. As before where the data
-    cannot be asked for one micro-batch alone. No weight, statistic or random stream changes. Collective."""
+    alike, forward and backward each (in two: I and W), what the latter makes again as the forward. As before
+    where the data cannot be asked for one micro-batch alone. No weight, statistic or random stream changes.
+    Collective."""
     if not trainer.data.exact or trainer.data.varying:
         return costs
     comm, layout, numerics = trainer.comm, trainer.plan.layout, trainer.plan.numerics
