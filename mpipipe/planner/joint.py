@@ -35,7 +35,7 @@ MOST_PLANNED = 1 << 11  # zb-planned, which is made anew for each cut
 MOST_FILLED = 1 << 14  # the others that are made action by action
 MOST_COMPARED = 1 << 17  # all but 1f1b and zb-h1: programs of so many ranks are large, and kept
 LEAST_COMPARED = (PLAIN[0], "zb-h1")
-MOST_SWEPT = 1 << 13  # groups times ranks: beyond, only the first that fits is looked for with recomputation
+MOST_SWEPT = 1 << 12  # groups times ranks: beyond, cuts with recomputation are looked for by 1f1b alone
 SKIPPED = "not tried here; pipeline.schedule="
 
 
@@ -256,7 +256,7 @@ class _Finder:
             self._note(count, schedule, copies, None, None, why)
             return
         try:
-            quick = self.best_s < math.inf and len(names) * asked.n_ranks > MOST_SWEPT
+            quick = schedule != asked.schedules[0] and len(names) * asked.n_ranks > MOST_SWEPT
             made = make_plan(costs, numerics, schedule, asked.receive_window, *how, quick)
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
