@@ -104,7 +104,8 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
 def pipeline(comm: Communicator, blocks: int = 1, replicas: int = 1, **settings: Any) -> Pipeline:
     return Pipeline(
         Net, loss, Samples(), adam, batch=8, micro_batches=4, blocks=blocks, replicas=replicas, comm=comm,
-        say=lambda _: None, cost_cache=False, **{"recover": "mpi", "mirror_every": EVERY, **settings},
+        say=lambda _: None, cost_cache=False, schedule="1f1b",
+        **{"recover": "mpi", "mirror_every": EVERY, **settings},
     )  # fmt: skip
 
 
