@@ -1,9 +1,11 @@
 """What a run was predicted to take, and what it took: one JSON line for each model.
 
-    python -m benchmarks.prediction [--models gpt10m,...] [--rounds 3] [--ranks 2] [--start] [--tensors]
+    python -m benchmarks.prediction [--models gpt10m,...] [--rounds 3] [--ranks 2]
+        [--schedule 1f1b] [--start] [--tensors]
 
 Each round is the real command line in fresh processes, without costs of earlier runs (--cached: with them).
-Figures are medians over rounds; ratio = measured / predicted. For each rank and kind of instruction:
+Figures are medians over rounds; ratio = measured / predicted. For each rank and kind of instruction of each
+of its stages:
 
     wall     seconds, which others on the machine lengthen
     on core  seconds that the instruction had a core: predicted times of computing should be these
@@ -55,7 +57,10 @@ FIGURES = (
     "step_s", "predicted_step_s", "peak_bytes", "predicted_peak_bytes", "bubble", "predicted_bubble",
 )  # fmt: skip
 PROFILED, PROFILED_STEP = "BENCHMARK_TENSORS", 2  # variable that ranks read; a step like those that follow
-COMPUTE = {"_forward": Op.F, "_backward": Op.B, "_norm": Op.NORM, "_step": Op.STEP}
+COMPUTE = {
+    "_forward": Op.F, "_backward": Op.B, "_backward_input": Op.I, "_backward_weight": Op.W, "_norm": Op.NORM,
+    "_step": Op.STEP,
+}  # fmt: skip
 PARTS = (  # owner, function, name of the part
     (mpipipe.train, "resident_memory", "tracer"),
     (mpipipe.train, "prepare", "data"),
@@ -101,7 +106,7 @@ class TimedInterpreter(Interpreter):
             handler(instr)
             if self.job.mode == "train":
                 wall, core = time.perf_counter() - wall, time.thread_time() - core
-                self.kept.append((self.job.step, kind, wall, core))
+                self.kept.append((self.job.step, _name(kind, instr.stage), wall, core))
 
         return run
 
@@ -182,6 +187,7 @@ def one_round(config: str, overrides: Sequence[str], ranks: int) -> dict[str, An
         plan = from_json(Plan, (run_dir / "plan.json").read_text())
         found["predicted, wall, on core"] = _instructions(plan, found.pop("kept"))
         found["predicted_tensor_peak_bytes"] = _tensors(plan)
+        found["schedule"] = plan.layout.schedule
     return found
 
 
@@ -193,35 +199,36 @@ def _tensors(plan: Plan) -> list[int]:
 
 
 def _instructions(plan: Plan, kept: Sequence[Sequence[tuple[int, str, float, float]]]) -> list[Any]:
-    """Per rank and kind: seconds as predicted, on the wall and on a core; medians without the first step."""
+    """Per rank, kind and stage: seconds as predicted, on the wall and on a core; medians without the first
+    step."""
     assert plan.costs is not None
     cuts = cut_indices(plan.layout, [g.name for g in plan.costs.groups])
-    stages = stage_costs(in_order(plan.costs, plan.layout.order), cuts)
-    out = []
-    for rank, rows in enumerate(kept):
-        stage = stages[plan.layout.order.index(rank)]
-        predicted = {
-            "F": stage.fwd_s,
-            "B": stage.bwd_input_s + stage.bwd_weight_s,
-            "NORM": 0.0,
-            "STEP": stage.step_s,
+    predicted = {"NORM": 0.0}
+    for s, stage in enumerate(stage_costs(in_order(plan.costs, plan.layout.order), cuts)):
+        predicted |= {
+            f"F{s}": stage.fwd_s, f"B{s}": stage.bwd_input_s + stage.bwd_weight_s, f"I{s}": stage.bwd_input_s,
+            f"W{s}": stage.bwd_weight_s + stage.split_s, f"STEP{s}": stage.step_s,
+        }  # fmt: skip
+    return [
+        {
+            name: [
+                predicted[name],
+                statistics.median(wall for step, of, wall, _ in rows if step and of == name),
+                statistics.median(core for step, of, _, core in rows if step and of == name),
+            ]
+            for name in sorted({of for step, of, _, _ in rows if step})
         }
-        out.append(
-            {
-                kind: [
-                    seconds,
-                    statistics.median(wall for step, of, wall, _ in rows if step and of == kind),
-                    statistics.median(core for step, of, _, core in rows if step and of == kind),
-                ]
-                for kind, seconds in predicted.items()
-            }
-        )
-    return out
+        for rows in kept
+    ]
+
+
+def _name(kind: str, stage: int) -> str:
+    return kind if stage < 0 else f"{kind}{stage}"
 
 
 def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:
     """All rounds of one model."""
-    rounds = []
+    rounds, schedules = [], []
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(model)
         if model == "resnet":
@@ -229,25 +236,31 @@ def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:
             Path(config).write_text(RESNET)
         overrides = [
             f"train.steps={a.steps or STEPS.get(model, 10)}", "pipeline.threads=1", f"kernels.gemm={a.gemm}",
-            "eval.every=0", f"pipeline.cost_cache={str(a.cached).lower()}",
+            "eval.every=0", f"pipeline.cost_cache={str(a.cached).lower()}", f"pipeline.schedule={a.schedule}",
         ]  # fmt: skip
         for i in range(a.rounds):
             load_before = os.getloadavg()[0]
             r = one_round(config, overrides, a.ranks)
+            schedules.append(r.pop("schedule"))
             rounds.append(ratios(r) | r | {"load_before": load_before})
             text = f"predicted {r['predicted_step_s']:.4f} s, measured {r['step_s']:.4f} s a step"
-            print(f"{model} round {i + 1}/{a.rounds}: {text} (load {load_before:.1f})", file=sys.stderr)
+            print(
+                f"{model} {schedules[-1]} round {i + 1}/{a.rounds}: {text} (load {load_before:.1f})",
+                file=sys.stderr,
+            )
     left_out = [] if a.start else ["start"]
     if not a.tensors:
         left_out += ["tensor_peak_bytes", "predicted_tensor_peak_bytes", "tensor_ratio"]
     found: dict[str, Any] = medians([{k: v for k, v in r.items() if k not in left_out} for r in rounds])
-    return {"model": model} | found
+    return {"model": model, "schedules": schedules} | found
 
 
 def medians(rounds: Sequence[Any]) -> Any:
-    """Of each number over equal structures of dictionaries and lists."""
+    """Of each number over equal structures of dictionaries and lists; of a key over those that have it, as
+    another round may have another schedule."""
     if isinstance(rounds[0], dict):
-        return {key: medians([r[key] for r in rounds]) for key in rounds[0]}
+        keys = dict.fromkeys(key for r in rounds for key in r)
+        return {key: medians([r[key] for r in rounds if key in r]) for key in keys}
     if isinstance(rounds[0], list):
         return [medians(column) for column in zip(*rounds, strict=True)]
     return round(statistics.median(rounds), 6)
@@ -277,6 +290,7 @@ def main(argv: Sequence[str]) -> None:
         "--steps", type=int, help="of a run, the first is not counted; default: as fits the model"
     )
     parser.add_argument("--gemm", choices=("auto", "mkl", "onednn"), default="auto", help="as a user has it")
+    parser.add_argument("--schedule", default="auto", help="pipeline.schedule")
     parser.add_argument("--cached", action="store_true", help="with the costs of earlier runs")
     parser.add_argument("--start", action="store_true", help="also the parts of the start")
     parser.add_argument("--tensors", action="store_true", help="also the most bytes of live storages")

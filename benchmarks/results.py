@@ -10,8 +10,8 @@ Run = dict[str, Any]  # step_s, peak_bytes, losses and the setting; or failed, a
 Rounds = Mapping[int, Run]
 OURS = "mpipipe"
 VARIANTS = {  # of ours, which are no peers: what they are called, and keys beside the example's
-    "mpipipe_auto": ("schedule: auto", ("pipeline.schedule=auto",)),
-    "mpipipe_fast": ("schedule: auto, bits: fast", ("pipeline.schedule=auto", "train.bits=fast")),
+    "mpipipe_1f1b": ("schedule: 1f1b", ("pipeline.schedule=1f1b",)),
+    "mpipipe_fast": ("bits: fast", ("train.bits=fast",)),
 }
 
 

@@ -110,7 +110,7 @@ class Pipeline:
                share, decided at the first start, and then kept by checkpoints
     replicas   copies of the pipeline, or (2, 1) of each stage, which share the micro-batches and the
                optimizer's state; as the blocks allow. "auto": those whose simulated step is the shortest
-    schedule   1f1b, gpipe, one of your own, or "auto": the one whose simulated step is the shortest
+    schedule   "auto": the one whose simulated step is the shortest; or 1f1b, gpipe, ..., or one of your own
     recompute  what backward makes again of the forward, to keep less: "none", "selective" (what is cheap:
                norms, activations), "full" (all), or "auto": on each rank what costs least of those that fit
     val        as data, for `evaluate`, in batches of `val_batch` samples (None = batch)
@@ -149,7 +149,7 @@ class Pipeline:
         collate: Callable[[list[Any]], Any] | None = None,
         shuffle: bool = True,
         varying: bool | None = None,
-        schedule: str = "1f1b",
+        schedule: str = "auto",
         precision: Literal["fp32", "bf16"] = "fp32",
         clip: float | None = None,
         threads: int | Literal["auto"] = 1,

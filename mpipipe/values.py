@@ -264,6 +264,7 @@ class GroupCost(Value):
     spread: float = 0.0  # relative, of its repeated timings; 0 = that of all groups
     selective_share: float = 0.0  # of fwd_s: what selective recomputation takes
     selective_bytes: int = 0  # of stash_bytes: what it makes again
+    split_s: float = 0.0  # beside these seconds, by a backward in two; counted with W
 
     @property
     def seconds(self) -> float:
@@ -282,6 +283,7 @@ class Costs(Value):
     state_bytes_per_param_byte: float = 0.0  # of it optimizer state, which only a parameter's owner has
     blocks: int = 1  # of additions (`Numerics`), whose sums are counted in it
     copies: int = 1  # of the pipeline, each of which updates an even share of the weights
+    call_s: float = 0.0  # of each F, B, I and W, and of each of its messages: Python, on the rank itself
 
     @property
     def held_per_param_byte(self) -> float:
@@ -317,6 +319,8 @@ class StageCost(Value):
     shard_bytes: int = 0  # of the weights that each copy of it updates
     remade_bytes: int = 0  # let go after F, made again by B or I and kept to the end of B or W
     at_work_bytes: int = 0  # of tensors, the most that a micro-batch at work takes beside its whole stash
+    split_s: float = 0.0  # that I and W take longer than B; counted with W
+    call_s: float = 0.0  # as in `Costs`
 
     @property
     def seconds(self) -> float:

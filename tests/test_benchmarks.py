@@ -142,7 +142,7 @@ def test_the_table_shows_every_side_and_where_it_was_measured():
         "|  | torch pipelining, 1F1B | 4.5 s | 1.50 | 4, 2 MiB |",
         "|  | torch DDP | 2.8 s | **1.40** | 4, 2 MiB |",
         "|  | torch pipelining, ZB-V | failed: ValueError: no \\| so |  |  |",
-        "|  | mpipipe, schedule: auto, bits: fast | 2.25 s | 0.75 | 4, 2 MiB |",
+        "|  | mpipipe, bits: fast | 2.25 s | 0.75 | 4, 2 MiB |",
     ]
     assert 'Measured on 2026-11-30 by `make bench ARGS="--rounds 2"`: 2 ranks' in text
     assert "Abacus, 2 cores" in text

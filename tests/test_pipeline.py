@@ -156,7 +156,10 @@ def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained(2) == expected
 
 
-def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
     def busy(*_: object) -> None:  # a backward cannot be faster
         end = time.thread_time() + 0.005
         while time.thread_time() < end:
@@ -165,7 +168,7 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(monkeypatch: pytest.
     monkeypatch.setattr(Stage, "apply_statistics", busy)
 
     def run(comm: Communicator) -> tuple[Plan, dict[str, Tensor], float]:
-        pipe = pipeline(comm)
+        pipe = pipeline(comm, schedule=schedule)
         weights = [stage.weights for stage in pipe.trainer.interpreter.stages.values()]
         left = sum(float(t.abs().sum()) for w in weights for t in w.accumulators())
         return pipe.plan, pipe.state_dict(), left
@@ -625,9 +628,10 @@ def test_new_numerics_go_on_from_the_weights_and_the_state(saved: Path) -> None:
 def test_a_resume_that_is_not_exact_says_so(tmp_path: Path) -> None:
     def body(comm: Communicator, **how: Any) -> list[str]:
         said: list[str] = []
-        pipe = pipeline(comm, data=Epochs(Samples(4 * BATCH)), say=said.append, **how)
+        data, how = Epochs(Samples(4 * BATCH)), {"schedule": "1f1b", **how}
+        pipe = pipeline(comm, data=data, say=said.append, **how)
         pipe.fit(2)
-        if not how:
+        if "resume" not in how:
             pipe.save(tmp_path / "saved")
         return said
 
@@ -780,7 +784,7 @@ def test_an_edited_plan_gives_the_same_bits_with_its_own_cuts(tmp_path: Path) ->
     path = tmp_path / "plan.json"
 
     def made(comm: Communicator) -> tuple[Plan, tuple[str, ...], Result]:
-        pipe = pipeline(comm)
+        pipe = pipeline(comm, schedule="1f1b")
         return pipe.plan, pipe.variants.graph.groups, result(pipe)
 
     (plan, groups, expected), (elsewhere, *_) = run_local(2, made)
@@ -814,7 +818,7 @@ def test_an_edited_plan_gives_the_same_bits_with_its_own_cuts(tmp_path: Path) ->
     ],
 )
 def test_a_plan_of_another_run_is_refused(change: dict[str, Any], words: str) -> None:
-    plan = run_local(2, lambda comm: pipeline(comm).plan)[0]
+    plan = run_local(2, lambda comm: pipeline(comm, schedule="1f1b").plan)[0]
     for part, values in change.items():
         plan = replace(plan, **{part: replace(getattr(plan, part), **values)})
     with pytest.raises(PlanError, match=words):

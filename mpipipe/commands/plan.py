@@ -133,9 +133,9 @@ def _plan(a: argparse.Namespace) -> None:
         mirrors = [said_of_them]
     timeline = predict(costs, plan.layout, joint.program, graph.groups, plan.prediction.lower_bound_s)[1]
     rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
-    tried = joint.tried if len(costing.counts) > 1 else ()
+    sizes = sorted(costing.at) if len(costing.counts) > 1 else ()
     others = alternatives(
-        plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, costing.base_bytes), tried,
+        plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, costing.base_bytes), joint.tried,
         config.pipeline.recompute,
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def _plan(a: argparse.Namespace) -> None:
     print(said, *machine.assumed(cluster), f"{PRODUCTS}{costing.gemm_why}", "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
     if len(joint.tried) > 1:
-        print(chosen(joint, sorted(costing.at) if tried else (), costing.seconds))
+        print(chosen(joint, sizes, costing.seconds))
     order = beside_any_order(any_order(graph, plan, costs))
     print(*order, *mirrors, *steadiness(noise(plan, costs)), "", against(others), sep="\n")
     if a.output:
@@ -166,11 +166,10 @@ def _plan(a: argparse.Namespace) -> None:
 def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
     """Of several numbers of ranks, with costs that are taken once."""
     p = config.pipeline
-    if p.micro_batches == "auto" or p.schedule == "auto":
+    if p.micro_batches == "auto":
         raise PlanError(
-            f"--ranks {a.levels[0]} to {a.levels[-1]}: pipeline.micro_batches is {p.micro_batches}, "
-            f"pipeline.schedule is {p.schedule}, and auto is searched for one number of ranks; set both, or "
-            "plan for one"
+            f"--ranks {a.levels[0]} to {a.levels[-1]}: pipeline.micro_batches is auto, which is searched for "
+            "one number of ranks; set it, or plan for one"
         )
     variants_of, data = model_of(config)
     costing = Costing(config, machine, a.ranks, variants_of)

@@ -275,7 +275,7 @@ class CaptureConfig(Section):
 
 
 class PipelineConfig(Section):
-    schedule: BuiltIn | Dotted | OrderFile = "1f1b"  # auto = fastest; or your own
+    schedule: BuiltIn | Dotted | OrderFile = "auto"  # the fastest that fits; or one of these, or your own
     micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
     blocks: Positive | Literal["auto"] = 1  # equal blocks of additions, which replicas share; auto = by ranks
     replicas: Positive | Sizes | Literal["auto"] = "auto"  # of all stages, or of each; auto = fastest

@@ -30,7 +30,9 @@ from mpipipe.graph.layers import Layer
 from mpipipe.graph.recompute import selective
 from mpipipe.graph.rewrite import op_text, settings_text
 from mpipipe.graph.source import TRACING
+from mpipipe.graph.split import split
 from mpipipe.graph.tape import storage_id
+from mpipipe.ops.deferred import Pending
 from mpipipe.ops.evict import evict
 from mpipipe.values import Graph, TensorSpec, Value, digest
 
@@ -70,6 +72,7 @@ class Sample(Value):
     saved_received: tuple[int, ...]
     saved_sent: tuple[int, ...]
     remade: Remade | None = None
+    split_s: float = 0.0  # that a backward in two takes longer, and the forward before it
 
     @property
     def seconds(self) -> float:
@@ -82,6 +85,7 @@ class Sample(Value):
             fwd_s=self.fwd_s * factor,
             bwd_input_s=self.bwd_input_s * factor,
             bwd_weight_s=self.bwd_weight_s * factor,
+            split_s=self.split_s * factor,
             remade=self.remade and replace(self.remade, seconds=self.remade.seconds * factor),
         )
 
@@ -199,7 +203,7 @@ class Profiler:
         graph.output(((graph.placeholder("x"),), ()))
         port = Port("x", TensorSpec((1,), "float32"), (1,), True, (1,))
         nothing = Code(fx.GraphModule({}, graph), (port,), (), (), (), False, (port,), ())
-        both = [self._once(nothing, [torch.zeros(1)], [], True) for _ in range(REPEATS)]
+        both = [self._once(nothing, [torch.zeros(1)], []) for _ in range(REPEATS)]
         forward, backward = (min(column) for column in zip(*both, strict=True))
         return forward, backward
 
@@ -211,8 +215,8 @@ class Profiler:
         """Seconds of forward and backward, the shortest of some times; one before them does not count."""
         with TRACING:
             received, rest = self._arguments(piece.code)
-            self._once(piece.code, received, rest, True, False)
-            both = [self._once(piece.code, received, rest, True) for _ in range(times)]
+            self._once(piece.code, received, rest, False)
+            both = [self._once(piece.code, received, rest) for _ in range(times)]
             return sum(self._shortest(both)) if both else math.inf
 
     def _arguments(self, code: Code) -> tuple[list[Tensor], list[object]]:
@@ -227,21 +231,57 @@ class Profiler:
         code = piece.code
         received, rest = self._arguments(code)
         saved = self._saved(piece, received, rest)
-        cold = sum(self._once(code, received, rest, True, False))  # dropped: 5 to 100 % slower
+        cold = sum(self._once(code, received, rest, False))  # dropped: 5 to 100 % slower
         repeats = min(REPEATS, max(2, round(LONG_S / max(cold, 1e-9))))
-        both = [self._once(code, received, rest, True) for _ in range(repeats)]
+        parted, both, in_two = split(code), [], []
+        for _ in range(repeats):  # in turns, so that a machine that changes meanwhile changes both
+            both.append(self._once(code, received, rest))
+            in_two += [self._in_two(parted, received, rest)] if parted.deferred else []
         forward, backward = self._shortest(both)
         total = sorted(f + b for f, b in both)
-        into = backward
-        if code.leaves and any(p.needs_grad for p in code.received):
-            into = self._shortest([self._once(code, received, rest, False) for _ in range(repeats)])[1]
-        elif not any(p.needs_grad for p in code.received):
-            into = 0.0
-        into = min(into, backward)
+        into, split_s = self._parted(forward, backward, in_two)
         spread = total[len(total) // 2] / max(total[0], 1e-9) - 1.0
         workspace = self._workspace_bytes(piece, received, rest, saved)
         remade = self._remade(code, received, rest, repeats)
-        return Sample(forward, into, backward - into, spread, workspace, *saved, remade)
+        return Sample(forward, into, backward - into, spread, workspace, *saved, remade, split_s)
+
+    def _in_two(self, code: Code, received: list[Tensor], rest: list[object]) -> tuple[float, float, float]:
+        """Seconds of one F, I and W, as `Stage` does them; between any two of them others run in a step."""
+        inputs, pending = arguments(code, received, rest), Pending()
+        leaves = [x for x in rest if isinstance(x, Tensor) and x.requires_grad]
+        used = zip(code.leaves, rest[len(code.inputs) :], strict=False)
+        now = [*inputs[: len(received)], *(x for use, x in used if use not in (code.deferred or ()))]
+        wanted = [x for x in now if isinstance(x, Tensor) and x.requires_grad]
+        self.chill(leaves)
+        for t in received:
+            t.clone()
+        start = self.clock()
+        with torch.enable_grad(), autocast(self.precision):
+            sent, _ = code.forward(*inputs, pending)
+        forward_s = self.clock() - start
+        heads = [t for t in sent if t.requires_grad]
+        self.chill(leaves)
+        grads = [torch.ones_like(t) for t in heads]
+        start = self.clock()
+        if heads:
+            torch.autograd.backward(heads, grads, inputs=[*wanted, pending.trigger])
+        into_s = self.clock() - start
+        self.chill(leaves)
+        start = self.clock()
+        pending.run()
+        return forward_s, into_s, self.clock() - start
+
+    def _parted(
+        self, forward_s: float, backward_s: float, in_two: Sequence[tuple[float, float, float]]
+    ) -> tuple[float, float]:
+        """Of a whole backward the seconds that are those of I, and what all three take longer in two. Where
+        no weight gradient waits, I is all of it."""
+        if not in_two:
+            return backward_s, 0.0
+        first_s, into_s, weight_s = (min(column) for column in zip(*in_two, strict=True))
+        call_s, back_s = self._call_s
+        longer_s = first_s + into_s + weight_s - call_s - 2 * back_s - forward_s - backward_s
+        return min(max(0.0, into_s - back_s), backward_s), max(0.0, longer_s)
 
     def _remade(self, code: Code, received: list[Tensor], rest: list[object], times: int) -> Remade | None:
         """What of it selective recomputation makes again, the shortest of some times."""
@@ -271,7 +311,7 @@ class Profiler:
         that were there already are not seen."""
         own, _, sent = saved
         stash = own + sum(piece.code.sent[i].spec.nbytes for i in sent)
-        held = growth_bytes(lambda: self._once(piece.code, received, rest, True, False))
+        held = growth_bytes(lambda: self._once(piece.code, received, rest, False))
         return max(piece.workspace_bytes, held - stash)
 
     def _rest(self, code: Code) -> list[object]:
@@ -291,14 +331,13 @@ class Profiler:
         return [*inputs, *leaves, *buffers, *((0, 0) if code.random else ())]
 
     def _once(
-        self, code: Code, received: list[Tensor], rest: list[object], weights: bool, chilled: bool = True
+        self, code: Code, received: list[Tensor], rest: list[object], chilled: bool = True
     ) -> tuple[float, float]:
-        """Seconds of one forward and one backward; `weights=False`: input gradients alone, after a forward
-        that does not count. chilled: with the caches as in a step; else this is forward and backward, and
-        nothing else."""
-        inputs = arguments(code, received, rest, weights)
+        """Seconds of one forward and one backward. chilled: with the caches as in a step; else this is
+        forward and backward, and nothing else."""
+        inputs = arguments(code, received, rest)
         leaves = [x for x in rest if isinstance(x, Tensor) and x.requires_grad]
-        if weights and chilled:
+        if chilled:
             self.chill(leaves)
             for t in received:
                 t.clone()  # what the group before has just made is in cache

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import Copies, legal_copies, replicas_text, shape_of
-from mpipipe.planner.joint import Tried, least_s
+from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.recompute import with_modes
 from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
@@ -30,7 +31,6 @@ _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of 
 _ENDLESS = 2**62  # bytes
 _NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
 MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
-MOST_PLANNED = 4096  # ranks times micro-batches: beyond, zb-planned takes seconds just to be compared
 Cuts = tuple[int, ...]
 
 
@@ -51,17 +51,17 @@ def alternatives(
     recompute: Wish = "none",
 ) -> tuple[Alternative, ...]:
     """cluster_of(ranks): the cluster with another number of ranks; raises PlanError where it has too few.
-    tried: what the plan was chosen from, where its number of micro-batches was. recompute: as asked for the
-    plan."""
-    return tuple(_Asked(plan, costs, group_names, cluster_of, recompute).all(tried))
+    tried: what the plan was chosen from, where it was. recompute: as asked for the plan."""
+    chosen = len({t.schedule for t in tried}) > 1
+    return tuple(_Asked(plan, costs, group_names, cluster_of, recompute, chosen).all(tried))
 
 
 class _Asked:
     def __init__(
         self, plan: Plan, costs: Costs, names: Sequence[str], cluster_of: Callable[[int], Cluster],
-        recompute: Wish,
+        recompute: Wish, chosen: bool,
     ) -> None:  # fmt: skip
-        self.recompute = recompute
+        self.recompute, self.chosen = recompute, chosen  # chosen: the schedule was
         self.plan, self.costs, self.names, self.cluster_of = plan, costs, names, cluster_of
         self.cuts = cut_indices(plan.layout, names)
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
@@ -72,10 +72,11 @@ class _Asked:
     def all(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
         if self.n_each > 1:
             yield from self._other_cuts()
-            yield from self._other_schedules()
+            yield from self._other_schedules(tried)
         yield from self._other_copies()
         yield from self._other_modes()
-        yield from self._searched(tried) if tried else self._micro_batches()
+        searched = len({t.micro_batches for t in tried}) > 1
+        yield from self._searched(tried) if searched else self._micro_batches()
         yield from self._ranks()
 
     # -- other cuts -------------------------------------------------------------------------------
@@ -152,20 +153,33 @@ class _Asked:
 
     # -- other settings ---------------------------------------------------------------------------
 
-    def _other_schedules(self) -> Iterator[Alternative]:
-        """With the cuts of now where it has as many stages per rank, else with those that suit it."""
+    def _other_schedules(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
+        """What was tried; else with the cuts of now where it has as many stages per rank, or with those that
+        suit it."""
+        count = self.plan.numerics.micro_batches
+        known = {t.schedule: t for t in tried if (t.micro_batches, t.copies) == (count, self.n_copies)}
         for schedule in SCHEDULES:
             if schedule == self.plan.layout.schedule:
                 continue
             same = stages_on(schedule, self.n_each) == self.n_stages == self.n_each
-            if schedule == PLANNED and self.n_ranks * self.plan.numerics.micro_batches > MOST_PLANNED:
-                yield Alternative(
-                    f"schedule {schedule}", None, None, f"not tried here; pipeline.schedule={PLANNED}"
-                )
+            found = known.get(schedule)
+            if found and (found.made or found.bound_s is not None or not same):
+                yield self._tried(f"schedule {schedule}", found)
+            elif self.n_each * count // self.n_copies > most_compared(schedule):
+                yield Alternative(f"schedule {schedule}", None, None, f"{SKIPPED}{schedule}")
             elif same and schedule != PLANNED:
                 yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
             else:
                 yield self._planned_with(f"schedule {schedule}", schedule, self.shape)
+
+    def _tried(self, name: str, t: Tried) -> Alternative:
+        ours = self.plan.prediction.step_s
+        if t.made is not None:
+            why = self._bubbles_and_memory(t.made[0].prediction)
+            return Alternative(name, t.step_s, t.step_s / ours - 1.0, why)
+        if t.bound_s is None or t.skipped:
+            return Alternative(name, None, None, t.why if t.skipped else first_sentence(t.why))
+        return Alternative(name, None, None, f"{t.bound_s / ours - 1.0:+.1%} at least; {t.why}")
 
     def _other_copies(self) -> Iterator[Alternative]:
         """All even numbers, and of unlike ones those that promise most."""
@@ -220,15 +234,13 @@ class _Asked:
             yield self._number(t)
 
     def _number(self, t: Tried) -> Alternative:
-        name, ours = f"{t.micro_batches} micro-batches of {t.micro_batch}", self.plan.prediction.step_s
-        if t.made is not None:
-            plan = t.made[0]
-            other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
-            other += f"{replicas_text(t.copies)}, " if t.copies != self.shape else ""
-            return Alternative(name, t.step_s, t.step_s / ours - 1.0, other + self._bubbles(plan.prediction))
-        if t.bound_s is None:
-            return Alternative(name, None, None, first_sentence(t.why))
-        return Alternative(name, None, None, f"{t.bound_s / ours - 1.0:+.1%} at least; {t.why}")
+        name = f"{t.micro_batches} micro-batches of {t.micro_batch}"
+        if t.made is None:
+            return self._tried(name, t)
+        other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
+        other += f"{replicas_text(t.copies)}, " if t.copies != self.shape else ""
+        loss = t.step_s / self.plan.prediction.step_s - 1.0
+        return Alternative(name, t.step_s, loss, other + self._bubbles(t.made[0].prediction))
 
     def _ranks(self) -> Iterator[Alternative]:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
@@ -236,23 +248,26 @@ class _Asked:
                 continue
             name = counted(ranks, "rank")
             try:
-                p = self._planned(self.cluster_of(ranks))
+                schedule, p = self._planned_on(self.cluster_of(ranks))
             except (PlanError, DeadlockError) as error:
-                why = why_no_plan(self._planned, self.cluster_of, ranks, error)
+                why = why_no_plan(lambda on: self._planned_on(on)[1], self.cluster_of, ranks, error)
                 yield Alternative(name, None, None, why)
                 continue
-            why = f"{self.plan.prediction.step_s / p.step_s:.2f} times as fast, bubble {p.bubble:.1%}"
+            other = f"{schedule}, " if schedule != self.plan.layout.schedule else ""
+            why = f"{other}{self.plan.prediction.step_s / p.step_s:.2f} times as fast, bubble {p.bubble:.1%}"
             yield Alternative(name, p.step_s, p.step_s / self.plan.prediction.step_s - 1.0, why)
 
-    def _planned(self, cluster: Cluster) -> Prediction:
+    def _planned_on(self, cluster: Cluster) -> tuple[str, Prediction]:
+        """With the schedule of the plan; where that was chosen, and does not fit there, with 1f1b."""
         layout, costs = self.plan.layout, replace(self.costs, cluster=cluster)
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
         copies = max(n for n in legal_copies(numerics.blocks) if n <= self.n_copies and n_ranks % n == 0)
-        made = make_plan(
-            costs, numerics, layout.schedule, layout.receive_window, self.names, n_ranks, copies,
-            self.recompute,
-        )  # fmt: skip
-        return made[0].prediction
+        *chosen, last = dict.fromkeys((layout.schedule, PLAIN[0] if self.chosen else layout.schedule))
+        how = layout.receive_window, self.names, n_ranks, copies, self.recompute
+        for schedule in chosen:
+            with suppress(PlanError, DeadlockError):
+                return schedule, make_plan(costs, numerics, schedule, *how, quick=True)[0].prediction
+        return last, make_plan(costs, numerics, last, *how)[0].prediction
 
     # -- what they are worth ------------------------------------------------------------------------
 
@@ -308,6 +323,9 @@ class _Asked:
             return f"slowest stage: {slow} with {now[slow] * 1e3:.5g} ms, now {before.max() * 1e3:.5g}"
         if cuts != self.cuts:
             return f"no stage is slower; {self._bubbles(p)}"
+        return self._bubbles_and_memory(p)
+
+    def _bubbles_and_memory(self, p: Prediction) -> str:
         peaks = np.array(self.plan.prediction.peak_bytes)
         grown = np.array(p.peak_bytes) - peaks
         rank = int(np.abs(grown).argmax())

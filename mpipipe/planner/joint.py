@@ -32,13 +32,20 @@ from mpipipe.planner.copies import (
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.schedules import PLAIN, SCHEDULES, build, check, check_name, stages_on
+from mpipipe.planner.schedules import FILLED, PLAIN, PLANNED, SCHEDULES, build, check, check_name, stages_on
 from mpipipe.planner.search import check_bits, make_plan, norm_seconds
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
 LIKE = 1.01  # a step that is longer by less is as good
 Replicas = Copies | Literal["auto"]  # as a config gives them
+# Ranks times micro-batches up to which a schedule is compared with others: beyond, it takes seconds.
+MOST_PLANNED = 1 << 11  # zb-planned, which is made anew for each cut
+MOST_FILLED = 1 << 14  # the others that are made action by action
+MOST_COMPARED = 1 << 17  # all but 1f1b and zb-h1: programs of so many ranks are large, and kept
+LEAST_COMPARED = (PLAIN[0], "zb-h1")
+MOST_SWEPT = 1 << 12  # groups times ranks: beyond, cuts with recomputation are looked for by 1f1b alone
+SKIPPED = "not tried here; pipeline.schedule="
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,19 @@ class Tried:
     def step_s(self) -> float:
         return step_s(self.made)
 
+    @property
+    def skipped(self) -> bool:
+        """It takes too long to be made just to be compared."""
+        return self.why.startswith(SKIPPED)
+
+    @property
+    def full(self) -> float:
+        """Of the memory of the rank that has least left; 0 where there is no plan."""
+        if self.made is None or (costs := self.made[0].costs) is None:
+            return 0.0
+        peaks = self.made[0].prediction.peak_bytes
+        return max(p / d.memory_bytes for p, d in zip(peaks, costs.cluster.devices, strict=False))
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -127,20 +147,29 @@ def least_s(tried: Tried) -> float:
 
 
 def preferred(tried: Collection[Tried]) -> Tried:
-    """The one with the shortest step; of its number of micro-batches the first that is as fast, but for
-    `LIKE`: the fewest copies, then the first schedule."""
+    """The one with the shortest step; of those of its number of micro-batches that are as fast, but for
+    `LIKE`: that with the fewest copies; then 1f1b, else what needs least memory, else the first."""
     best = min(tried, key=lambda t: t.step_s)
-    return next(t for t in tried if t.micro_batches == best.micro_batches and t.step_s <= best.step_s * LIKE)
+    alike = (t for t in tried if t.micro_batches == best.micro_batches and t.step_s <= best.step_s * LIKE)
+    return min(alike, key=lambda t: (most_copies(t.copies), t.schedule != PLAIN[0], t.full))
 
 
 def schedules_of(name: str) -> tuple[str, ...]:
-    """Those to choose from, the one that is preferred first: with "auto" all. 1f1b leads: it keeps few
-    micro-batches and sends few messages; those of one's own come last, as they were registered. Raises
+    """Those to choose from: with "auto" all; those of one's own come last, as they were registered. Raises
     PlanError for a name that no schedule has."""
     if name == "auto":
         return tuple(SCHEDULES)
     check_name(name)
     return (name,)
+
+
+def most_compared(schedule: str) -> float:
+    """Ranks times micro-batches of one copy up to which it is made only to be compared."""
+    if schedule == PLANNED:
+        return MOST_PLANNED
+    if schedule in FILLED:
+        return MOST_FILLED
+    return math.inf if schedule in LEAST_COMPARED else MOST_COMPARED
 
 
 def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Copies, ...]:
@@ -213,11 +242,16 @@ class _Finder:
     def look(self, count: int, costs: Costs, copies: Copies) -> None:
         """All schedules with one number of micro-batches and of copies, unless its bound rules it out."""
         whole_s, bound_s = self._bounds_s(count, costs, copies)
-        for schedule in self.asked.schedules:
+        n_ranks, share = ranks_in_each(copies, self.asked.n_ranks), count // most_copies(copies)
+        several = len(self.asked.schedules) > 1
+        for schedule in self.asked.schedules[: None if n_ranks > 1 else 1]:  # one rank never waits
             if isinstance(copies, tuple) and not has_one_stage_each(schedule, len(copies)):
                 continue
             least_s = whole_s if schedule in PLAIN else bound_s
-            if least_s >= self.best_s * ROUNDING:
+            if several and n_ranks * share > most_compared(schedule):
+                self._note(count, schedule, copies, None, least_s, f"{SKIPPED}{schedule}")
+                self.exact = False
+            elif least_s >= self.best_s * ROUNDING:
                 self._note(count, schedule, copies, None, least_s, "ruled out by its bound")
             elif self.late():
                 self._note(count, schedule, copies, None, least_s, "not looked at, the time was used")
@@ -239,14 +273,14 @@ class _Finder:
 
     def _simulate(self, costs: Costs, numerics: Numerics, schedule: str, copies: Copies) -> None:
         asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
+        how = names, asked.n_ranks, copies, asked.recompute
         made: Made | None = None
         if why := self._why_not(schedule, numerics, copies):
             self._note(count, schedule, copies, None, None, why)
             return
         try:
-            made = make_plan(
-                costs, numerics, schedule, asked.receive_window, names, asked.n_ranks, copies, asked.recompute
-            )
+            quick = schedule != asked.schedules[0] and len(names) * asked.n_ranks > MOST_SWEPT
+            made = make_plan(costs, numerics, schedule, asked.receive_window, *how, quick)
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
         exact = False

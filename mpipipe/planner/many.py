@@ -14,7 +14,7 @@ import numpy as np
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.schedules import SCHEDULES, live_micro_batches, remaking_micro_batches
 from mpipipe.planner.search import norm_seconds, program_for
-from mpipipe.planner.stages import Ending, Ranges, StageTie, in_order, remade_s, stage_ties
+from mpipipe.planner.stages import Ending, Ranges, StageTie, calls, in_order, remade_s, stage_ties
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Costs, Float64, Op, Plan, Recompute
 
@@ -35,12 +35,12 @@ class Many:
         order = SCHEDULES[layout.schedule](layout.n_stages, n_micro)
         self._live, self._remaking = live_micro_batches(order), remaking_micro_batches(order)
         self._endings = dict[tuple[int, Recompute], Ending]()
-        kinds = ("fwd_s", "bwd_input_s", "bwd_weight_s")
+        kinds = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
         seconds = np.array([costs.columns[kind] for kind in kinds])
-        start = np.zeros((3, len(factors), 1))
+        start = np.zeros((len(kinds), len(factors), 1))
         self._before_s = dict[Recompute, Float64]()  # (kinds, draws, groups + 1)
         for mode in set(layout.modes):
-            more = np.outer([0.0, 1.0, 0.0], remade_s(costs.columns, mode))
+            more = np.outer([0.0, 1.0, 0.0, 0.0], remade_s(costs.columns, mode))
             drawn = np.cumsum((seconds + more)[:, None, :] * factors, axis=2)
             self._before_s[mode] = np.concatenate([start, drawn], axis=2)
 
@@ -86,9 +86,11 @@ class Many:
             firsts, ends = map(list, zip(*edges, strict=True))
             before_s = self._before_s[self.plan.layout.modes[s]]
             sums = before_s[:, :, ends] - before_s[:, :, firsts]  # (kinds, draws, cuts)
-            fwd_s, into_s, weight_s = sums.transpose(0, 2, 1) / device.speed
-            out[Op.F, s, -1], out[Op.B, s, -1] = fwd_s, into_s + weight_s
-            out[Op.I, s, -1], out[Op.W, s, -1] = into_s, weight_s
+            fwd_s, into_s, weight_s, split_s = sums.transpose(0, 2, 1) / device.speed
+            once_s = self.costs.call_s / device.speed
+            calls_s = calls(range(len(cuts[0]) + 1))[s] * once_s
+            out[Op.F, s, -1], out[Op.B, s, -1] = fwd_s + calls_s, into_s + calls_s + weight_s
+            out[Op.I, s, -1], out[Op.W, s, -1] = into_s + calls_s, weight_s + split_s + once_s
             update_s = [float(self._ending(end, s).step_s[first]) / device.speed for first, end in edges]
             out[Op.STEP, s, -1] = np.array(update_s)[:, None]
         return out

@@ -111,7 +111,13 @@ def _factors(groups: Sequence[GroupCost], spread: Float64, draws: int, seed: int
 def drawn_costs(costs: Costs, factors: Float64) -> Costs:
     """factors: (groups,), of the seconds of each."""
     groups = (
-        replace(g, fwd_s=g.fwd_s * f, bwd_input_s=g.bwd_input_s * f, bwd_weight_s=g.bwd_weight_s * f)
+        replace(
+            g,
+            fwd_s=g.fwd_s * f,
+            bwd_input_s=g.bwd_input_s * f,
+            bwd_weight_s=g.bwd_weight_s * f,
+            split_s=g.split_s * f,
+        )
         for g, f in zip(costs.groups, factors.tolist(), strict=True)
     )
     return replace(costs, groups=tuple(groups))

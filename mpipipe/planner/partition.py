@@ -86,7 +86,8 @@ def partition(
         if found is not None:
             break
     if found is None:
-        raise PlanError(_explain(problem, schedule, n_micro, finest) if explain else "no cut fits")
+        without = "" if problem.modes[-1] == "full" else " without recomputation"
+        raise PlanError(_explain(problem, schedule, n_micro, finest) if explain else f"no cut fits{without}")
     bottleneck_s, cuts = found
     return Partition(cuts, bottleneck_s, lower_bound_s)
 

@@ -102,6 +102,7 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
                 fwd_s=g.fwd_s * of_stage[Op.F],
                 bwd_input_s=g.bwd_input_s * into,
                 bwd_weight_s=g.bwd_weight_s * weight,
+                split_s=g.split_s * weight,
                 update_s=g.update_s * ratios[Op.STEP][s] + beyond_s * share,
                 spread=spread,
             )
@@ -136,16 +137,20 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
     """measured / planned of each kind of work that there is, (stages,). stages: as `stages_in` gives them."""
     took = stage_seconds(measured)
     counts = _sums(measured.program, [np.ones(len(times)) for times in measured.times])
-    copies = len(measured.program.copies)
+    copies, call_s = len(measured.program.copies), np.array([s.call_s for s in stages])
+    call_s = call_s.reshape(copies, -1).mean(axis=0)
     planned = {
         Op.F: [s.fwd_s for s in stages], Op.B: [s.bwd_input_s + s.bwd_weight_s for s in stages],
-        Op.I: [s.bwd_input_s for s in stages], Op.W: [s.bwd_weight_s for s in stages],
+        Op.I: [s.bwd_input_s for s in stages], Op.W: [s.bwd_weight_s + s.split_s for s in stages],
         Op.STEP: [s.step_s for s in stages],
     }  # fmt: skip
     of_stage = {op: np.reshape(seconds, (copies, -1)).mean(axis=0) for op, seconds in planned.items()}
     ratios: Seconds = {}
     for op, seconds in took.items():
         expected = counts[op] * of_stage[op]
+        if op != Op.STEP:  # what a call takes is counted apart
+            own_s = np.maximum(seconds - counts[op] * call_s, 0.1 * seconds)
+            seconds = np.where(expected > 0.0, own_s, seconds)
         for stage in np.flatnonzero((counts[op] > 0) & ~(seconds > 0.0) & (expected > 0.0)).tolist():
             raise PlanError(
                 f"the measured {op.name} of stage {stage} take {seconds[stage]:g} s, planned are "

@@ -85,6 +85,7 @@ def make_plan(
     n_ranks: int,
     n_copies: Copies = 1,
     recompute: Wish = "none",
+    quick: bool = False,
 ) -> tuple[Plan, Program]:
     """Plan as many stages as the schedule has on `n_ranks` / `n_copies`, in the best of the orders of ranks
     that are promising: the next ones are taken only where they gain something. Raises PlanError if no cut
@@ -92,7 +93,8 @@ def make_plan(
 
     receive_window: at least; more where a schedule needs it. n_copies: of the pipeline, or of each stage.
     recompute: "auto" = that of least time, for each cut that is looked at; they begin with those that fit
-    without, where there are any."""
+    without, where there are any. quick: they end there, and where nothing fits nobody asks what is
+    missing."""
     check_copies(n_copies, n_ranks, numerics)
     if not isinstance(n_copies, int):
         return _uneven(costs, numerics, schedule, receive_window, group_names, n_copies, recompute)
@@ -113,12 +115,15 @@ def make_plan(
     first: PlanError | DeadlockError | None = None
     one_each, of_copy = schedule if n_stages == n_each else PLAIN[0], replace(costs, copies=n_copies)
     levels = len(costs.cluster.in_order(range(min(n_ranks, len(costs.cluster.devices)))).spanned)
-    orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied, recompute)
+    wish: Wish = "none" if quick and recompute == "auto" else recompute
+    orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied, wish)
     for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
         copies = tuple(tuple(order[rank] for rank in homes) for order in on)
         ranks = tuple(zip(*copies, strict=True))
         try:
-            starts = _starts(copies, of_copy, n_micro, schedule, receive_window, numerics, recompute)
+            starts = _starts(
+                copies, of_copy, n_micro, schedule, receive_window, numerics, wish, explain=not quick
+            )
             found = _plan_in(
                 ranks, starts, costs, numerics, schedule, receive_window, group_names, bound_s, recompute
             )
@@ -157,9 +162,9 @@ def _uneven(
 
 def _starts(
     copies: tuple[Order, ...], of_copy: Costs, n_micro: int, schedule: str, receive_window: int,
-    numerics: Numerics, recompute: Wish,
+    numerics: Numerics, recompute: Wish, explain: bool,
 ) -> Sequence[Cuts]:  # fmt: skip
-    """Cuts that suit copy 0. n_micro: of a copy."""
+    """Cuts that suit copy 0. n_micro: of a copy; explain: as for `partition`."""
     order = copies[0]
     if len(set(order)) < len(order):
         return started(of_copy, order, n_micro, schedule, receive_window, numerics.tied, recompute)
@@ -167,7 +172,7 @@ def _starts(
     return [
         partition(
             placed, n_micro, PLAIN[0] if schedule == PLANNED else schedule, len(order), receive_window,
-            numerics.tied, update, finest=numerics.micro_batch == 1, recompute=recompute,
+            numerics.tied, update, explain, numerics.micro_batch == 1, recompute=recompute,
         ).cuts
         for update in (False, True)
     ]  # fmt: skip

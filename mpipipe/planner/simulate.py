@@ -19,7 +19,7 @@ from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
 from mpipipe.planner.schedules import remakes, stashes
-from mpipipe.planner.stages import StageTie
+from mpipipe.planner.stages import StageTie, calls
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
 
@@ -183,10 +183,11 @@ def instruction_seconds(
 def _table(ranks: Sequence[int], stages: Sequence[StageCost], cluster: Cluster) -> Float64:
     """Of one copy of the pipeline, by op and stage."""
     table = np.zeros((len(Op), len(stages)))
-    for s, stage in enumerate(stages):
-        table[Op.F, s], table[Op.STEP, s] = stage.fwd_s, stage.step_s
-        table[Op.I, s], table[Op.W, s] = stage.bwd_input_s, stage.bwd_weight_s
-        table[Op.B, s] = stage.bwd_input_s + stage.bwd_weight_s
+    for s, (stage, n) in enumerate(zip(stages, calls(ranks), strict=True)):
+        into_s = stage.bwd_input_s + n * stage.call_s
+        table[Op.F, s], table[Op.STEP, s] = stage.fwd_s + n * stage.call_s, stage.step_s
+        table[Op.I, s], table[Op.B, s] = into_s, into_s + stage.bwd_weight_s
+        table[Op.W, s] = stage.bwd_weight_s + stage.split_s + stage.call_s
     for s, (stage, after) in enumerate(itertools.pairwise(stages)):
         table[Op.SEND_ACT, s] = cluster.link(ranks[s], ranks[s + 1]).seconds(stage.act_bytes)
         table[Op.SEND_GRAD, s + 1] = cluster.link(ranks[s + 1], ranks[s]).seconds(after.grad_bytes)

@@ -239,6 +239,8 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
                 act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
                 grad_bytes=groups[first - 1].grad_bytes if first else 0,
                 remade_bytes=int(e.remade_bytes[0]),
+                split_s=float(costs.columns["split_s"][first:end].sum()) / speed,
+                call_s=costs.call_s / speed,
             )
         )
     return tuple(out)
@@ -253,6 +255,13 @@ def stage_ties(ties: Sequence[Tie], cuts: Sequence[int]) -> tuple[StageTie, ...]
         if users:
             out.append(StageTie(owner, users, tie.nbytes))
     return tuple(out)
+
+
+def calls(ranks: Sequence[int]) -> list[int]:
+    """What F, or a backward, of each stage is in calls: one, and one for each message that it waits for or
+    sends. ranks: by stage."""
+    near = [a != b for a, b in itertools.pairwise(ranks)]
+    return [1 + before + after for before, after in zip([False, *near], [*near, False], strict=True)]
 
 
 def crossing_s(costs: Costs, link: Link) -> Float64:

@@ -163,8 +163,9 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
     """One line: what the search has tried, what it took, and what the next best loses. sizes: samples of the
     micro-batches whose costs were taken for it, in so many seconds; none where their number was given."""
     best = joint.best
-    others = [t for t in joint.tried if t.bound_s is not None and t is not best]
-    tried = ", ".join(dict.fromkeys(t.schedule for t in joint.tried))
+    others = [t for t in joint.tried if t.bound_s is not None and t is not best and not t.skipped]
+    tried = ", ".join(dict.fromkeys(t.schedule for t in joint.tried if not t.skipped))
+    skipped = ", ".join(dict.fromkeys(t.schedule for t in joint.tried if t.skipped))
     copies = list(dict.fromkeys(shape_text(t.copies) for t in joint.tried))
     if len(copies) > 1:
         tried += f" in {', '.join(copies)} replicas"
@@ -173,9 +174,9 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
         counts = sorted({t.micro_batches for t in joint.tried})
         some = _listed(counts) if len(counts) < _MOST_LISTED else f"{len(counts)} numbers of"
         tried += f" with {some} micro-batches (costs of {_listed(sizes)} samples in {seconds:.1f} s)"
-    line, end = f"tried {tried}; took {_called(best)}", ""
+    line, end = f"tried {tried}; took {_called(best)}", f"; not tried: {skipped}" if skipped else ""
     if joint.late:
-        end = f"; the time was used: a step of {_seconds(joint.bound_s)} is not ruled out"
+        end += f"; the time was used: a step of {_seconds(joint.bound_s)} is not ruled out"
     if not others:
         return f"{line}; nothing else fits{end}"
     second = min(others, key=least_s)

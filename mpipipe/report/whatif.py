@@ -114,6 +114,7 @@ def _halved(costs: Costs) -> Costs:
             fwd_s=g.fwd_s / 2,
             bwd_input_s=g.bwd_input_s / 2,
             bwd_weight_s=g.bwd_weight_s / 2,
+            split_s=g.split_s / 2,
             stash_bytes=g.stash_bytes // 2,
             workspace_bytes=g.workspace_bytes // 2,
             act_bytes=g.act_bytes // 2,
@@ -153,6 +154,7 @@ def _balanced_s(plan: Plan, costs: Costs) -> float:
             bwd_input_s=even(lambda s: s.bwd_input_s),
             bwd_weight_s=even(lambda s: s.bwd_weight_s),
             step_s=even(lambda s: s.step_s),
+            split_s=even(lambda s: s.split_s),
         )
         for stage in stages
     ]

@@ -15,7 +15,7 @@ from mpipipe.graph.rates import Rates, sample_of
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier, Tally
 from mpipipe.planner.sizes import size_text
-from mpipipe.runtime.costing import Updates, bytes_per_param_byte
+from mpipipe.runtime.costing import CALL_S, Updates, bytes_per_param_byte
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings
 from mpipipe.values import Cluster, Costs, Numerics
 
@@ -103,6 +103,7 @@ def costs_of(
         step_s_per_byte=update_s.of_byte,
         source="modelled" if found.modelled else "measured",
         spread=found.spread,
+        call_s=CALL_S,
     )
 
 

@@ -7,15 +7,17 @@ clock are shared. The cut is searched with the former; what a step will take is 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
+from mpipipe.planner.schedules.orders import is_in_two
 from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import bounds, remade_s, without_remade_s
 from mpipipe.runtime.costing import clock_of
@@ -24,15 +26,17 @@ from mpipipe.runtime.prefetch import Prefetch
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Form
-from mpipipe.values import Costs
+from mpipipe.values import Costs, GroupCost
 
 WARM_UP, MOST_ROUNDS, BUDGET_S = 1, 5, 0.2
+_LEAST = 0.1  # of what was measured: never taken for the call
 
 
 def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     """Costs whose stages take what they took in the rehearsal: the seconds of a stage's groups are multiplied
-    alike, forward and backward each, what the latter makes again as the forward. As before where the data
-    cannot be asked for one micro-batch alone. No weight, statistic or random stream changes. Collective."""
+    alike, forward and backward each (in two: I and W), what the latter makes again as the forward. As before
+    where the data cannot be asked for one micro-batch alone. No weight, statistic or random stream changes.
+    Collective."""
     if not trainer.data.exact or trainer.data.varying:
         return costs
     comm, layout, numerics = trainer.comm, trainer.plan.layout, trainer.plan.numerics
@@ -41,36 +45,49 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     comm.barrier()
     stages = trainer.interpreter.stages
     mine = {s: [x * factor for x in _seconds(trainer, s, stage, clock)] for s, stage in stages.items()}
-    took: dict[int, list[float]] = {}  # the copies of a stage wait for the slowest
+    took: dict[int, list[float]] = {}  # F and B, or F, I and W; the copies of a stage wait for the slowest
     for s, seconds in (item for found in comm.allgather_object(mine) for item in found.items()):
         took[s] = list(map(max, took.get(s, seconds), seconds))
     groups = []
     for s, (first, end) in enumerate(
         bounds(len(costs.groups), cut_indices(layout, [g.name for g in costs.groups]))
     ):
-        here = costs.groups[first:end]
-        fwd = took[s][0] / (sum(g.fwd_s for g in here) or 1.0)
-        again_s = fwd * float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
-        bwd_s = sum(g.bwd_input_s + g.bwd_weight_s for g in here) or 1.0
-        bwd = without_remade_s(took[s][1], again_s) / bwd_s
-        groups += [
-            replace(
-                g, fwd_s=g.fwd_s * fwd, bwd_input_s=g.bwd_input_s * bwd, bwd_weight_s=g.bwd_weight_s * bwd
-            )
-            for g in here
-        ]
+        again_s = float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
+        own_s = [max(x - costs.call_s, _LEAST * x) for x in took[s]]  # what a call takes is counted apart
+        groups += _as_taken(costs.groups[first:end], own_s, again_s)
     return replace(costs, groups=tuple(groups))
 
 
-def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float]) -> tuple[float, float]:
-    """Forward and backward of a micro-batch, medians; what they add to gradients is taken back."""
+def _as_taken(groups: Sequence[GroupCost], took: Sequence[float], again_s: float) -> list[GroupCost]:
+    """The groups of a stage, with sums that are what F and B, or F, I and W, took. again_s: planned of what
+    backward makes again."""
+    fwd = took[0] / (sum(g.fwd_s for g in groups) or 1.0)
+    into_s, weight_s = sum(g.bwd_input_s for g in groups), sum(g.bwd_weight_s for g in groups)
+    back_s = without_remade_s(took[1], fwd * again_s)
+    if len(took) == 2:
+        into = weight = back_s / (into_s + weight_s or 1.0)
+    else:
+        into = back_s / (into_s or 1.0)
+        weight = took[2] / (weight_s + sum(g.split_s for g in groups) or 1.0)
+    return [
+        replace(
+            g, fwd_s=g.fwd_s * fwd, bwd_input_s=g.bwd_input_s * into, bwd_weight_s=g.bwd_weight_s * weight,
+            split_s=g.split_s * weight,
+        )
+        for g in groups
+    ]  # fmt: skip
+
+
+def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float]) -> list[float]:
+    """F and B of a micro-batch, or F, I and W, medians; what they add to gradients is taken back."""
     cuts, lets_go = trainer.plan.layout.cuts, stage.recompute == "selective"
-    code = trainer.variants.training_code(trainer.variants.first, cuts, s, lets_go=lets_go)
+    in_two, budget_s = is_in_two(trainer.program), BUDGET_S / len(trainer.interpreter.stages)
+    code = trainer.variants.training_code(trainer.variants.first, cuts, s, in_two, lets_go)
     rows, keys = trainer.plan.numerics.micro_batch, frozenset(code.inputs)
     received = [_filled(Form.of(port)) for port in code.received]
     grads = [_filled(Form.of_grad(port)) for port in code.sent if port.needs_grad]
     copies = {update.buffer: stage.weights.buffer(update.buffer).clone() for update in code.updates}
-    found: list[tuple[float, float]] = []
+    found: list[tuple[float, ...]] = []
     began = time.perf_counter()
 
     def load(step: int) -> Batch:
@@ -79,21 +96,25 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
     with Prefetch(load, AHEAD) as ahead:
         ahead.expect(range(WARM_UP + MOST_ROUNDS + AHEAD))
         while len(found) < WARM_UP + 1 or (
-            len(found) < WARM_UP + MOST_ROUNDS and time.perf_counter() - began < BUDGET_S
+            len(found) < WARM_UP + MOST_ROUNDS and time.perf_counter() - began < budget_s
         ):
-            start = clock()
+            ends = [clock()]
             batch = ahead.get(len(found)) if keys else {}
             with TRACING:
                 stage.forward(code, 0, received, batch, 0, True)
-            between = clock()
+            ends.append(clock())
+            if in_two:
+                with TRACING:
+                    stage.backward_input(0, grads)
+                ends.append(clock())
             with TRACING:
-                stage.backward(0, grads)
+                stage.backward_weight(0) if in_two else stage.backward(0, grads)
                 stage.apply_statistics(copies.__getitem__)  # which a step does at its end
-            found.append((between - start, clock() - between))
+            ends.append(clock())
+            found.append(tuple(b - a for a, b in itertools.pairwise(ends)))
     for accumulator in stage.weights.accumulators():
         accumulator.zero_()
-    forward, backward = zip(*found[WARM_UP:], strict=True)
-    return statistics.median(forward), statistics.median(backward)
+    return [statistics.median(column) for column in zip(*found[WARM_UP:], strict=True)]
 
 
 def _filled(form: Form) -> Tensor:

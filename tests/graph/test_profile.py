@@ -17,7 +17,9 @@ from mpipipe.graph import profile
 from mpipipe.graph.cut import Code
 from mpipipe.graph.group_costs import group_costs
 from mpipipe.graph.profile import Profiler, Sample, pieces, working_set_bytes
+from mpipipe.graph.split import split
 from mpipipe.graph.variants import Variants
+from mpipipe.ops.deferred import Pending
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,24 @@ def test_what_a_call_costs_is_not_counted(variants: Variants) -> None:
         assert profiler.sample(piece).seconds == 0.0
         assert profiler.run(piece, 2) == 0.0
         assert profiler.run(piece, 0) == math.inf
+
+
+def test_what_a_backward_in_two_takes_longer_is_found_where_a_weight_gradient_waits(
+    variants: Variants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, run = [0.0], Pending.run
+
+    def slow(self: Pending) -> None:
+        now[0] += 3.0
+        run(self)
+
+    monkeypatch.setattr(Pending, "run", slow)
+    profiler = Profiler(variants.primary, "fp32", lambda: now[0])
+    for piece in pieces(variants.primary, variants.graph, variants.uses):
+        sample = profiler.sample(piece)
+        assert sample.split_s == (3.0 if split(piece.code).deferred else 0.0)
+        assert sample.seconds == 0.0
+        assert sample.times(2.0).split_s == 2.0 * sample.split_s
 
 
 def test_the_caches_lose_what_a_stage_touches_but_not_more_than_they_hold(

@@ -21,7 +21,7 @@ model: {name: mlp, inputs: 8, hidden: [32, 32, 32, 32], classes: 4, dropout: 0.1
 data: {name: synthetic, samples: 64}
 train: {steps: 4, batch: 8, warmup: 1, clip: 0.5}
 eval: {every: 2, batches: 2}
-pipeline: {micro_batches: 4}
+pipeline: {micro_batches: 4, schedule: 1f1b}
 """
 SLOW_FIRST = """\
 devices:

@@ -24,7 +24,7 @@ model: {name: mlp, inputs: 32, hidden: [64, 64], classes: 4}
 data: {name: synthetic, samples: 64}
 train: {steps: 9, batch: 16, warmup: 1, save_every: 4}
 eval: {every: 0, batches: 1}
-pipeline: {micro_batches: 4}
+pipeline: {micro_batches: 4, schedule: 1f1b}
 run: {dir: run}
 """
 

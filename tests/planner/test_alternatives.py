@@ -124,7 +124,7 @@ def test_the_order_of_zb_planned_is_worked_out_for_the_comparison_only_where_tha
     monkeypatch,
 ) -> None:
     assert found(uniform(8, 2), 2, 4)["schedule zb-planned"].step_s is not None
-    monkeypatch.setattr("mpipipe.planner.alternatives.MOST_PLANNED", 7)  # here 2 ranks, 4 micro-batches
+    monkeypatch.setattr("mpipipe.planner.joint.MOST_PLANNED", 7)  # here 2 ranks, 4 micro-batches
     assert found(uniform(8, 2), 2, 4)["schedule zb-planned"] == Alternative(
         "schedule zb-planned", None, None, "not tried here; pipeline.schedule=zb-planned"
     )

@@ -152,6 +152,57 @@ def test_of_equally_fast_schedules_the_first_is_taken(monkeypatch):
     assert schedules_of("gpipe") == ("gpipe",)
 
 
+def test_of_others_that_are_as_fast_the_one_that_needs_least_memory_is_taken(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "own", SCHEDULES["1f1b"])
+    kept = uniform(4, 2, stash_bytes=100)
+    found = search(asked(2, schedules=("gpipe", "own")), lambda count: of_size(kept, BATCH / count))
+    gpipe, own = (
+        t for t in found.tried if t.micro_batches == found.plan.numerics.micro_batches and t.made is not None
+    )
+    assert (gpipe.schedule, gpipe.step_s) == ("gpipe", own.step_s)
+    assert own.full < gpipe.full
+    assert found.best is own
+
+
+def priced(split_s: float, call_s: float) -> str:
+    """What auto takes on two ranks, of groups that take a second forward and two backward."""
+    costs = uniform(8, 2)
+    groups = tuple(dataclasses.replace(g, split_s=split_s) for g in costs.groups)
+    costs = dataclasses.replace(costs, groups=groups, call_s=call_s)
+    one = dataclasses.replace(asked(2, 8, schedules_of("auto")), counts=(8,))
+    return search(one, lambda _: costs).plan.layout.schedule
+
+
+def test_what_a_backward_in_two_and_a_call_cost_decides_against_schedules_that_have_many():
+    assert priced(0.0, 0.0) == "zb-v"
+    assert priced(1.0, 0.0) == "interleaved"
+    assert priced(0.0, 2.0) == "1f1b"
+
+
+def test_one_rank_never_waits_so_nothing_is_compared_there():
+    one = dataclasses.replace(asked(1, 8, schedules_of("auto")), counts=(8,))
+    assert [t.schedule for t in search(one, lambda _: uniform(4, 1)).tried] == ["1f1b"]
+
+
+def test_what_takes_long_to_make_is_not_made_only_to_be_compared(monkeypatch):
+    monkeypatch.setattr("mpipipe.planner.joint.MOST_FILLED", 7)  # here 2 ranks, 8 micro-batches
+    one = dataclasses.replace(asked(2, 8, schedules_of("auto")), counts=(8,))
+    found = search(one, lambda _: uniform(8, 2))
+    assert [t.schedule for t in found.tried if t.skipped] == ["zb-v", "v-half"]
+    assert all(t.made is None and "pipeline.schedule=" in t.why for t in found.tried if t.skipped)
+    assert not found.exact
+    assert found.bound_s <= found.best.step_s
+    alone = search(dataclasses.replace(one, schedules=("zb-v",)), lambda _: uniform(8, 2))
+    assert alone.plan.layout.schedule == "zb-v", "who asks for it waits for it"
+
+
+def test_where_a_backward_in_two_would_change_bits_it_is_left_out():
+    one = dataclasses.replace(asked(2, 8, schedules_of("auto")), counts=(8,))
+    fast = dataclasses.replace(one, numerics=dataclasses.replace(one.numerics, bits="fast", blocks=2))
+    found = search(fast, lambda _: uniform(8, 2))
+    assert {t.schedule for t in found.tried if t.made is not None} == {"1f1b", "gpipe", "interleaved"}
+
+
 def test_gpipe_is_chosen_where_links_are_slow_and_memory_is_there():
     slow = dataclasses.replace(
         uniform(4, 4, act_bytes=8, grad_bytes=8), cluster=cluster([1.0] * 4, [HUGE] * 4, Link(2.0, 8.0))

@@ -124,6 +124,17 @@ def test_memory_over_the_step():
     assert timeline.peak_bytes == (1126, 1118)
 
 
+def test_a_backward_in_two_takes_what_its_split_adds_and_each_action_its_calls():
+    """Stage 0 waits for a gradient, stage 1 for an activation: each F, and each I, is two calls, a W one."""
+    stage = dataclasses.replace(EVEN, split_s=0.25, call_s=0.125)
+    for name, seconds in (("zb-h1", {Op.F: 1.25, Op.I: 0.75, Op.W: 0.875}), ("1f1b", {Op.B: 1.25})):
+        timeline = even(name, 2, 3, stage)
+        for rank in range(2):
+            for span in timeline.spans(rank):
+                if span.instr.op in seconds:
+                    assert span.end_s - span.start_s == pytest.approx(seconds[span.instr.op])
+
+
 def test_forward_only_keeps_one_stash():
     program = lower(forward_only(2, 5), (), "per_use", 0, train=False)
     timeline = simulate(program, (EVEN, EVEN), cluster([1.0] * 2, [HUGE] * 2))

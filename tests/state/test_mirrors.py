@@ -108,7 +108,8 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
 def pipeline(comm: Communicator, blocks: int = 1, replicas: Copies = 1, **settings: Any) -> Pipeline:
     return Pipeline(
         Net, loss, Samples(), adam, batch=8, micro_batches=4, blocks=blocks, replicas=replicas, comm=comm,
-        cost_cache=False, **{"say": lambda _: None, "recover": "mpi", "mirror_every": EVERY, **settings},
+        cost_cache=False, schedule="1f1b",
+        **{"say": lambda _: None, "recover": "mpi", "mirror_every": EVERY, **settings},
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from mpipipe.planner.schedules.orders import (
 from mpipipe.planner.schedules.plain import forward_only
 from mpipipe.planner.schedules.planned import zb_planned
 from mpipipe.planner.schedules.registry import (
+    FILLED,
     PLAIN,
     PLANNED,
     SCHEDULES,
@@ -32,7 +33,7 @@ from mpipipe.planner.schedules.registry import (
 from mpipipe.planner.schedules.text import from_text, to_text
 
 __all__ = [
-    "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only",
+    "FILLED", "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only",
     "from_text", "grid", "in_copies", "live_micro_batches", "live_stages", "on_ranks", "register",
     "register_text", "remakes", "remaking_micro_batches", "stages_of_ranks", "stages_on", "stashes",
     "to_text", "zb_planned",

@@ -10,6 +10,9 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.values import Action, Int32, Op, Program, Schedule
 
+_ENDS, _ALONE, _IN_TWO = (  # by op
+    np.isin(range(len(Op)), ops) for ops in ((Op.B, Op.W), (Op.F, Op.B), (Op.I, Op.W))
+)
 Build = Callable[..., Schedule]  # (n_stages, n_micro), and n_ranks where there are fewer than stages
 
 
@@ -68,7 +71,7 @@ def is_even(order: Schedule | Program) -> bool:
 
 def is_in_two(order: Schedule | Program) -> bool:
     """It has backwards in two."""
-    return any(np.isin(codes[:, 0], (Op.I, Op.W)).any() for codes in order.codes)
+    return any(_IN_TWO[codes[:, 0]].any() for codes in order.codes)
 
 
 def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
@@ -146,7 +149,7 @@ def live_stages(schedule: Schedule) -> tuple[int, ...]:
 def stashes(codes: np.ndarray, size: np.ndarray | int) -> np.ndarray:
     """During each action of one rank the sum of what its live micro-batches keep, of `size` each: from F
     through B, or W. Without a backward it is only that of the micro-batch at work."""
-    forward, ends = codes[:, 0] == Op.F, np.isin(codes[:, 0], (Op.B, Op.W))
+    forward, ends = codes[:, 0] == Op.F, _ENDS[codes[:, 0]]
     held = np.where(forward | ends, size, 0)
     if not ends.any():
         return held
@@ -159,4 +162,4 @@ def remakes(codes: np.ndarray, size: np.ndarray | int) -> np.ndarray:
     each: in F, which lets it go at its end, in B, and from I through W."""
     first, last = codes[:, 0] == Op.I, codes[:, 0] == Op.W
     after: np.ndarray = np.cumsum(np.where(first, size, 0) - np.where(last, size, 0))
-    return after + np.where(last | np.isin(codes[:, 0], (Op.F, Op.B)), size, 0)
+    return after + np.where(last | _ALONE[codes[:, 0]], size, 0)

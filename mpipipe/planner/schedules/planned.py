@@ -41,7 +41,7 @@ def zb_planned(
     none = (0.0,) * n_stages
     work = Work(
         tuple(s.fwd_s for s in stages), tuple(s.bwd_input_s for s in stages),
-        tuple(s.bwd_weight_s for s in stages), tuple(act_s) or none, tuple(grad_s) or none,
+        tuple(s.bwd_weight_s + s.split_s for s in stages), tuple(act_s) or none, tuple(grad_s) or none,
     )  # fmt: skip
     room = [min(n_micro, _room(rank, stages, memory_bytes[rank], receive_window)) for rank in range(n_stages)]
     tried = [
@@ -51,7 +51,7 @@ def zb_planned(
     for made in (zb_h1(n_stages, n_micro), zb_h2(n_stages, n_micro)):
         if all(live <= most for live, most in zip(live_stages(made), room, strict=True)):
             tried.append((made, seconds(made, work)))
-    return min(tried, key=lambda found: found[1])[0]
+    return min(tried, key=lambda found: (found[1], sum(live_stages(found[0]))))[0]
 
 
 def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
@@ -66,18 +66,18 @@ def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> 
 
 
 def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int) -> int:
-    """Stashes that fit."""
-    stage = stages[rank]
+    """Stashes that fit; each may have to hold what is made again of it."""
+    stage, each = stages[rank], stages[rank].stash_bytes + stages[rank].remade_bytes
     act = stages[rank - 1].act_bytes if rank else 0
     grad = stages[rank + 1].grad_bytes if rank + 1 < len(stages) else 0
     left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - window * max(act, grad)
-    if left < stage.stash_bytes:
-        least = memory_bytes - left + stage.stash_bytes
+    if left < each:
+        least = memory_bytes - left + each
         raise PlanError(
             f"rank {rank} has {size_text(memory_bytes)}, and needs {size_text(least)} for one micro-batch; "
             "use smaller micro-batches, or more ranks"
         )
-    return left // stage.stash_bytes if stage.stash_bytes else 2 * len(stages)
+    return left // each if each else 2 * len(stages)
 
 
 def _forwards_ahead(work: Work, room: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.interleaved import STAGES_PER_RANK, interleaved
@@ -21,6 +22,7 @@ SCHEDULES: dict[str, Build] = {
 }  # fmt: skip
 BUILT_IN = tuple(SCHEDULES)
 
+FILLED = (PLANNED, "zb-v", "v-half")  # action by action: of many they take seconds
 PLAIN = ("1f1b", "gpipe")  # with one stage per rank and whole backwards
 _TWO_STAGES = ("interleaved", "zb-v", "v-half")
 _stages_of_text: dict[str, tuple[int, int]] = {}  # of those from a file: stages and ranks
@@ -41,13 +43,18 @@ def stages_on(name: str, n_ranks: int) -> int:
     return (STAGES_PER_RANK if name in _TWO_STAGES else 1) * n_ranks
 
 
+@lru_cache(maxsize=32)  # a search asks for the same one again and again
+def _built(make: Build, *numbers: int) -> Schedule:
+    return make(*numbers)
+
+
 def build(name: str, n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
     """A schedule by its name; n_ranks: None = as many as it has by itself. Raises PlanError for one that is
     not known, or not for these numbers."""
     check_name(name)
     if n_ranks is None or (n_ranks == n_stages and name not in BUILT_IN):
-        return SCHEDULES[name](n_stages, n_micro)  # what others have registered may know no third number
-    return SCHEDULES[name](n_stages, n_micro, n_ranks)
+        return _built(SCHEDULES[name], n_stages, n_micro)  # those of others may know no third number
+    return _built(SCHEDULES[name], n_stages, n_micro, n_ranks)
 
 
 def register(name: str, order: Callable[[int, int], Sequence[str]]) -> None:
