@@ -8,6 +8,7 @@
 #include "mpipipe/cross_entropy.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/norms.h"
+#include "mpipipe/batch_norm.h"
 #include "mpipipe/bias_gelu.h"
 #include "mpipipe/evict.h"
 #include "mpipipe/math.h"
@@ -78,6 +79,10 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "rms_norm_bf16", &cpu::rms_norm<bf16>);
     def(m, "rms_norm_backward_f32", &cpu::rms_norm_backward<float>);
     def(m, "rms_norm_backward_bf16", &cpu::rms_norm_backward<bf16>);
+    def(m, "batch_norm_f32", &cpu::batch_norm<float>);
+    def(m, "batch_norm_bf16", &cpu::batch_norm<bf16>);
+    def(m, "batch_norm_backward_f32", &cpu::batch_norm_backward<float>);
+    def(m, "batch_norm_backward_bf16", &cpu::batch_norm_backward<bf16>);
     def(m, "cross_entropy_forward_f32", &cpu::cross_entropy_forward<float>);
     def(m, "cross_entropy_forward_bf16", &cpu::cross_entropy_forward<bf16>);
     def(m, "cross_entropy_backward_f32", &cpu::cross_entropy_backward<float>);

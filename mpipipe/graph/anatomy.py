@@ -195,7 +195,8 @@ class Anatomy:
                 elif n not in gone:
                     args, kwargs = fx.node.map_arg((n.args, n.kwargs), env.__getitem__)
                     env[n] = n.target(*args, **kwargs)  # type: ignore[operator]
-        return env
+        apart = [n for m in found if not m.atomic for n in m.nodes if n not in env]
+        return env | {n: plain[n] for n in apart}  # which a cut may send
 
     @cached_property
     def last_write(self) -> dict[fx.Node, int]:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import torch
+
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.cut import Code, extract
 from mpipipe.graph.patterns import Match
@@ -65,4 +67,4 @@ class Contest(Profiler):
 def _size(match: Match) -> int:
     """Elements that it reads and makes."""
     values = [n.meta["val"] for n in (*match.inputs, *match.nodes)]
-    return sum(v.numel() for v in values)
+    return sum(v.numel() for v in values if isinstance(v, torch.Tensor))  # of a tuple the parts are nodes too

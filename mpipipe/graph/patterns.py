@@ -4,12 +4,13 @@
     linear + gelu                        -> linear without bias + bias_gelu
     silu * up                            -> swiglu
     layer_norm, rms_norm, and the latter written out; with the residual add before it
+    batch_norm in training, on its own; with the ReLU after it, or a residual add and then that
     linear + reshape + cross_entropy     -> linear_cross_entropy
     linear, embedding                    -> the same, adding gradients in place
 
 Found from the graph alone, on every machine alike, whether they are used or not: groups are formed around
-them. A match is one group, so no cut parts it; but for a residual add and its norm, whose fused form has the
-bits of the two.
+them. A match is one group, so no cut parts it; but for a norm and the residual add or ReLU beside it, whose
+fused form has the bits of the parts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import fx
 from mpipipe.graph.regions import Region
 from mpipipe.graph.rewrite import arguments_of, item, schema_name
 from mpipipe.ops import fused
+from mpipipe.ops.batch_norm import batch_norm, batch_norm_with_statistics
 from mpipipe.ops.embedding import embedding
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.linear import linear
@@ -66,6 +68,7 @@ def matches(anatomy: Anatomy) -> tuple[Match, ...]:
     find = _Finder(anatomy)
     found = [m for rule in find.rules for node in anatomy.order for m in [find.by(rule, node)] if m]
     norms = [find.with_residual(m) for m in found if m.op in (layer_norm, rms_norm)]
+    norms += [find.with_relu(m) for m in found if m.op is batch_norm]
     return (*(m for m in norms if m), *found)
 
 
@@ -77,7 +80,7 @@ class _Finder:
         self.masks: dict[fx.Node, str] = {}
         self.rules = (
             self.head_loss, self.linear_gelu, self.linear_gelu_new, self.swiglu, self.rms_written_out,
-            self.attention, self.layer_norm, self.rms_norm, self.linear, self.embedding,
+            self.attention, self.layer_norm, self.rms_norm, self.batch_norm, self.linear, self.embedding,
         )  # fmt: skip
 
     def by(self, rule: Callable[[fx.Node], Match | None], node: fx.Node) -> Match | None:
@@ -232,6 +235,40 @@ class _Finder:
         match = Match(norm.op, norm.form, whole, (norm.results[0], read), args, atomic=False)
         return match if self.replaceable(match) else None
 
+    def batch_norm(self, node: fx.Node) -> Match | None:
+        if node.target is not batch_norm_with_statistics:
+            return None
+        x, weight, bias, _ = args = tuple[Any, ...](node.args)
+        shape, weights = _val(x).shape, [t for t in (weight, bias) if t is not None]
+        parts: dict[Any, fx.Node] = {u.args[1]: u for u in node.users if u.target is item}
+        if len(shape) < 3 or _val(x).dtype not in _FLOATS or parts.keys() != {0, 1, 2}:
+            return None
+        if any(_val(t).dtype != torch.float32 for t in weights):
+            return None
+        form = f"batch_norm {shape[1]}x{math.prod(shape[2:])} {_dtype(x)}"
+        results = tuple(parts[i] for i in range(3))
+        return Match(batch_norm, form, (node, *results), results, args, atomic=False)
+
+    def with_relu(self, norm: Match) -> Match | None:
+        """The BatchNorm, the ReLU of its result, and an addition between them, where that and the norm read
+        nothing that more than one other reads: the gradient of what has more readers would be added up in
+        another order."""
+        y, *statistics = norm.results
+        read, chain, residual = [norm.args[0]], [y], None
+        user = _only_user(y)
+        if user is not None and schema_name(user) == "aten::add" and len(user.args) == 2 and not user.kwargs:
+            residual = next((a for a in user.args if a is not y), None)
+            if not isinstance(residual, fx.Node) or not _alike(y, residual, user):
+                return None
+            read, chain = [*read, residual], [*chain, user]
+            user = _only_user(user)
+        if user is None or schema_name(user) != "aten::relu" or any(len(n.users) > 2 for n in read):
+            return None
+        nodes, results = (norm.nodes[0], *chain, user, *statistics), (user, *statistics)
+        args = (*norm.args, True, residual)
+        match = Match(batch_norm, norm.form, nodes, results, args, atomic=False)
+        return match if self.replaceable(match) else None
+
     # -- single operators ----------------------------------------------------------------------
 
     def attention(self, node: fx.Node) -> Match | None:
@@ -358,6 +395,10 @@ class _Shape:
             return True
         self.of, self.seen = kept, seen
         return False
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _val(node: fx.Node) -> Any:

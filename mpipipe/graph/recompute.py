@@ -25,16 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Selective
-from mpipipe.graph.rewrite import (
-    aliased_inputs,
-    batch_norm_with_statistics,
-    memory_of,
-    mutated_inputs,
-    schema_name,
-)
+from mpipipe.graph.rewrite import aliased_inputs, memory_of, mutated_inputs, schema_name
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import storage_id
 from mpipipe.ops import fused
+from mpipipe.ops.batch_norm import batch_norm, batch_norm_with_statistics
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.swiglu import swiglu
 
@@ -46,7 +41,7 @@ _CHEAP = {
         "pad", "max_pool2d", "avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
     )
 }  # fmt: skip
-_OWN = (batch_norm_with_statistics, layer_norm, rms_norm, swiglu, fused.gelu_of)
+_OWN = (batch_norm, batch_norm_with_statistics, layer_norm, rms_norm, swiglu, fused.gelu_of)
 
 
 def selective(anatomy: Anatomy, code: Code, sent_too: bool = False) -> Code:

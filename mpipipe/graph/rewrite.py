@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from mpipipe import ops
 from mpipipe.errors import CaptureError
 from mpipipe.graph.regions import Region
+from mpipipe.ops.batch_norm import batch_norm_with_statistics
 
 _HERE = str(Path(__file__).parent)
 # operators that may return their input itself, though their schema does not say so
@@ -123,19 +124,6 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     return [
         v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write and isinstance(v, fx.Node)
     ]
-
-
-def batch_norm_with_statistics(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(normalised x, mean (C,), unbiased variance (C,)) of one micro-batch; no side effect.
-
-    Momentum 1 makes torch write the plain statistics into the scratch buffers.
-    """
-    channels, dtype = x.shape[1], torch.float32 if weight is None else weight.dtype
-    mean, var = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
-    y = torch.batch_norm(x, weight, bias, mean, var, True, 1.0, eps, False)
-    return y, mean, var
 
 
 def copy_written_inputs(graph: fx.Graph) -> None:

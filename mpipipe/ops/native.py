@@ -6,7 +6,7 @@ GPU         mpipipe._kernels_cuda, if it is built  last arguments: the stream, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from mpipipe.native import instruction_set, load
 Key = TypeVar("Key")
 Table = dict[tuple[str, Key], tuple[Callable[..., None], ...]]
 
-KERNELS_VERSION = "7"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
+KERNELS_VERSION = "8"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
 CUDA = "_kernels_cuda"
 kernels = load(
     f"_kernels_{instruction_set()}",
@@ -34,13 +34,14 @@ cuda_kernels = (
 MODULES: Mapping[str, ModuleType | None] = {"cpu": kernels, "meta": kernels, "cuda": cuda_kernels}
 
 
-def by_device(names: Mapping[Key, tuple[str, ...]]) -> Table[Key]:
-    """(type of device, key) -> functions of the compiled modules, for each key of `names` and each device
-    whose module is there. The kernels of the processor stand for those of "meta", where none is called."""
+def by_device(names: Mapping[Key, tuple[str, ...]], devices: Collection[str] = MODULES.keys()) -> Table[Key]:
+    """(type of device, key) -> functions of the compiled modules, for each key of `names` and each of the
+    devices whose module is there. The kernels of the processor stand for those of "meta", where none is
+    called."""
     return {
         (device, key): tuple(getattr(module, name) for name in of_key)
         for device, module in MODULES.items()
-        if module is not None
+        if module is not None and device in devices
         for key, of_key in names.items()
     }
 

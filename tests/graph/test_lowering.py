@@ -16,6 +16,7 @@ from torch.nn import functional
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.groups import group_of
 from mpipipe.graph.variants import Variants
+from mpipipe.ops.batch_norm import batch_norm
 
 
 def lowered(variants: Variants, mode: str = "train") -> Counter[str]:
@@ -40,6 +41,21 @@ OF_HF = {
 def test_what_is_found_in_our_models(name: str) -> None:
     variants = tiny.captured("gpt", 2) if name == "gpt" else built_in_tiny.captured(name, 2, "fp32")
     assert lowered(variants) == {**BUILT_IN[name], "linear_cross_entropy": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "relu", "added"),
+    [("vgg", 0, 2, 0), ("unet", 0, 6, 0), ("resnet", 1, 3, 2), ("conv and norm", 0, 2, 0)],
+)
+def test_what_follows_a_batch_norm(name: str, alone: int, relu: int, added: int) -> None:
+    """The ReLU, of a ResNet's blocks the addition before it; not that of a projected shortcut, nor one of
+    vectors."""
+    tiny_ones = name in tiny.MODELS
+    variants = tiny.captured(name, 2) if tiny_ones else built_in_tiny.captured(name, 2, "fp32")
+    anatomy = variants.lowered(Lowering("fast")).primary
+    norms = [m.args for m in anatomy.lowered(anatomy.order) if m.op is batch_norm]
+    found = Counter("alone" if len(a) == 4 else "relu" if a[5] is None else "added" for a in norms)
+    assert (found["alone"], found["relu"], found["added"]) == (alone, relu, added)
 
 
 @pytest.mark.parametrize("name", OF_HF)
@@ -68,7 +84,7 @@ def test_the_table_chooses_and_what_it_does_not_have_is_ours() -> None:
     assert [m for m in found if m.form.startswith("layer_norm")]
 
 
-@pytest.mark.parametrize("model", ["gpt", "thrice", "traps"])
+@pytest.mark.parametrize("model", ["gpt", "thrice", "traps", "conv and norm"])
 def test_no_group_ends_within_a_match(model: str) -> None:
     """Whatever is used of them: the groups of a plain run are those of a fast one."""
     variants = tiny.captured(model, 2)
@@ -84,6 +100,7 @@ def test_results_have_the_forms_that_torch_gives(precision: str) -> None:
     for variants in (
         tiny.captured("gpt, no dropout", 2, precision),
         built_in_tiny.captured("llama", 2, precision),
+        built_in_tiny.captured("resnet", 2, precision),
     ):
         anatomy = variants.lowered(Lowering("fast")).primary
         for match in anatomy.lowered(anatomy.order):
@@ -108,6 +125,19 @@ def test_any_cut_gives_the_bits_of_none_and_the_strides_that_were_foretold(preci
     expected = staged(variants, (), gpt_batch())
     for cuts in every_cut(variants)[1:]:
         assert by_hand.differences(expected, staged(variants, cuts, gpt_batch())) == [], cuts
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_any_cut_of_a_model_with_batch_norm_gives_the_bits_of_none(name: str, precision: str) -> None:
+    """Also one between a norm and the ReLU that it is one with elsewhere."""
+    variants = built_in_tiny.captured(name, 2, precision).lowered(Lowering("fast"))
+    data = built_in_tiny.made(name, built_in_tiny.TINY[name])[1]
+    batch = data.batch("train", 0, 0, 2, frozenset({"x", "labels"}))
+    expected = staged(variants, (), batch)
+    groups = variants.graph.groups
+    for group in groups[1:]:
+        assert by_hand.differences(expected, staged(variants, (group,), batch)) == [], group
 
 
 def exact(variants: Variants) -> by_hand.Result:

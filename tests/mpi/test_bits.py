@@ -117,6 +117,7 @@ def test_the_bits_of_one_rank_with_replicas(comm: MpiCommunicator, case: Case) -
         Case("gpt", bits="fast", batch=7, evaluate=True),
         Case("conv and norm", evaluate=True),
         BuiltInCase("resnet", batch=7, evaluate=True, steps=2),
+        BuiltInCase("resnet", bits="fast", batch=7, evaluate=True, steps=2),
         BuiltInCase("lstm", steps=2),
     ],
     ids=str,
@@ -131,6 +132,7 @@ def test_the_bits_of_one_rank_with_recomputation(
 MODELS = [  # two steps each; where there is BatchNorm, on ragged micro-batches and with evaluations between
     BuiltInCase("resnet", batch=7, evaluate=True, steps=2),
     BuiltInCase("unet", batch=7, evaluate=True, steps=2),
+    BuiltInCase("resnet", bits="fast", batch=7, evaluate=True, steps=2),
     BuiltInCase("lstm", steps=2),
     BuiltInCase("dlrm", steps=2),
     BuiltInCase("llama", steps=2),
