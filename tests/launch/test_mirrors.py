@@ -120,21 +120,23 @@ def test_killed_ranks_change_no_bits(
 @pytest.mark.parametrize(
     ("kills", "again", "says"),
     [
-        (
-            [(1, "update", 10, 9)],
-            2,
+        pytest.param(
+            [(1, "update", 10, 9)], 2,
             "lost rank 1; rank 2 in its place; 2 ranks and no spare left, on from step 8",
+            id="a working rank", marks=pytest.mark.full,
         ),
-        (
-            [(0, "backward", 10, 9), (2, "update", 14, 9)],
-            2,
-            "lost rank 0; rank 2 in its place; 2 ranks and no",
+        pytest.param(
+            [(0, "backward", 10, 9), (2, "update", 14, 9)], 2,
+            "lost rank 0; rank 2 in its place; 2 ranks and no", id="rank 0, then the one in its place",
         ),
-        ([(2, "wait", 0, 9)], 0, "lost rank 2, which was a spare; no spare left"),
-        ([], 0, "2 ranks and 1 spare (rank 2) x 1 thread"),
+        pytest.param(
+            [(2, "wait", 0, 9)], 0, "lost rank 2, which was a spare; no spare left", id="the spare",
+        ),
+        pytest.param(
+            [], 0, "2 ranks and 1 spare (rank 2) x 1 thread", id="none", marks=pytest.mark.full,
+        ),
     ],
-    ids=["a working rank", "rank 0, then the one in its place", "the spare", "none"],
-)
+)  # fmt: skip
 def test_a_spare_takes_over_changes_no_bits_and_is_not_missed(
     launch: Launch, folder: Path, undisturbed: str, kills: list[Any], again: int, says: str
 ) -> None:
@@ -167,10 +169,11 @@ def test_more_spares_than_can_be_are_refused_before_anything_begins(launch: Laun
 @pytest.mark.parametrize(
     ("kill", "spares", "lost"),
     [
-        ((1, "backward", 10, 19), 0, [[1]]),
-        ((2, "wait", 0, 19), 1, [[], [2]]),  # it may be noticed after the last step
+        pytest.param((1, "backward", 10, 19), 0, [[1]], id="a working rank"),
+        pytest.param(  # it may be noticed after the last step
+            (2, "wait", 0, 19), 1, [[], [2]], id="a spare", marks=pytest.mark.full
+        ),
     ],
-    ids=["a working rank", "a spare"],
 )
 def test_a_frozen_rank_is_ended_and_done_without(
     launch: Launch, folder: Path, undisturbed: str, kill: Any, spares: int, lost: list[list[int]]
