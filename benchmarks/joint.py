@@ -4,8 +4,9 @@
     python -m benchmarks.joint --cuts [--models gpt10m,gpt85m] [--most 9] [--near 0.05]
 
 Without --cuts: every number of micro-batches that the search looks at, and `pipeline.micro_batches=auto`.
-With --cuts: every way to cut into that many ranks, or `--most` of them evenly spread, and the plan of a run;
-the number of micro-batches is that of the example.
+With --cuts: every way to cut into that many ranks by hand, or `--most` of them evenly spread, with 1f1b; the
+cut that is chosen automatically with 1f1b; and the plan of a run as it comes. The number of micro-batches is
+that of the example.
 --near: after a first round of all, only sides this near to the fastest by hand go on (0.05: 5 % slower).
 
 The sides take turns in one run, every other round backwards, each a run of its own in fresh processes.
@@ -35,7 +36,8 @@ from mpipipe.planner.joint import counts_of
 from mpipipe.report.plan_file import plan_text, read_plan
 from mpipipe.values import Plan
 
-AUTO = "auto"
+AUTO, AUTO_CUT = "auto", "auto_cut"
+PLAIN = "pipeline.schedule=1f1b"
 
 
 def one_run(model: str, ranks: int, steps: int, *more: str) -> tuple[dict[str, Any], Plan]:
@@ -60,7 +62,7 @@ def _counts(model: str, numbers: str) -> dict[str, list[str]]:
 
 
 def _cuts(model: str, ranks: int, most: int, folder: Path) -> dict[str, list[str]]:
-    plan = one_run(model, ranks, 2)[1]
+    plan = one_run(model, ranks, 2, PLAIN)[1]
     assert plan.costs is not None
     names = [group.name for group in plan.costs.groups]
     ways = list(combinations(range(1, len(names)), ranks - 1))
@@ -73,7 +75,7 @@ def _cuts(model: str, ranks: int, most: int, folder: Path) -> dict[str, list[str
         layout = replace(plan.layout, cuts=tuple(names[c] for c in cut))
         path.write_text(plan_text(replace(plan, layout=layout)))
         sides[path.stem] = ["--plan", str(path)]
-    return sides | {AUTO: []}
+    return sides | {AUTO_CUT: [PLAIN], AUTO: []}
 
 
 def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
@@ -94,9 +96,7 @@ def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
                 print(f"{model} round {number + 1}: {side}: {step_s:.4f} s a step", file=sys.stderr)
             racing = _near(found, a.near)
     by_side = {side: _medians(rounds) | {"rounds": len(rounds)} for side, rounds in found.items()}
-    best = min(
-        (side for side in by_side if side in racing and side != AUTO), key=lambda s: by_side[s]["step_s"]
-    )
+    best = min((side for side in racing if side not in (AUTO, AUTO_CUT)), key=lambda s: by_side[s]["step_s"])
     ratio = by_side[best]["step_s"] / by_side[AUTO]["step_s"]
     what = "cuts" if a.cuts else "micro_batches"
     return {
@@ -106,10 +106,10 @@ def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _near(found: dict[str, list[dict[str, Any]]], near: float) -> list[str]:
-    """The sides that go on: the automatic one, and by hand those near the fastest in the first round."""
-    first = {side: rounds[0]["step_s"] for side, rounds in found.items()}
-    limit = (1.0 + near) * min(step_s for side, step_s in first.items() if side != AUTO)
-    return [side for side, step_s in first.items() if side == AUTO or step_s <= limit]
+    """The sides that go on: the automatic ones, and by hand those near the fastest in the first round."""
+    first, ours = {side: rounds[0]["step_s"] for side, rounds in found.items()}, (AUTO, AUTO_CUT)
+    limit = (1.0 + near) * min(step_s for side, step_s in first.items() if side not in ours)
+    return [side for side, step_s in first.items() if side in ours or step_s <= limit]
 
 
 def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
