@@ -342,7 +342,7 @@ class Pipeline:
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
         model, plan and program."""
         graph, comm = self.variants.graph, self.comm
-        text = self.mirrors_why = ""
+        text = self.mirrors_why = self.search_why = ""
         failed = None
         if comm.rank == 0:
             try:
@@ -368,7 +368,7 @@ class Pipeline:
             if settled is not None:
                 self.say(chosen(joint, settled.sizes, settled.seconds))
             elif len(joint.tried) > 1:
-                self.say(chosen(joint))
+                self.search_why = chosen(joint)
         if self.recovers:
             every = given.layout.mirror_every if given and given.layout.mirror_every else self.mirror_every
             cuts = cut_indices(plan.layout, groups)

@@ -101,7 +101,7 @@ class Run:
             if note:
                 self.log.say(f"note: {note}")
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}")
-        for said in filter(None, (pipe.ops_why, pipe.messages_why)):
+        for said in filter(None, (pipe.ops_why, pipe.messages_why, pipe.search_why)):
             self.log.say(said)
         if self.config.run.slow_rank == "replan" and pipe.size > 1:
             self.log.say(f"a rank that is slow for {WINDOW * WINDOWS} steps is planned around: run.slow_rank")
