@@ -17,6 +17,8 @@ def check_counts(
     batch: int, micro_batches: int | Literal["auto"], blocks: int, receive_window: int = 1,
     replicas: Replicas = "auto",
 ) -> None:  # fmt: skip
+    if replicas == ():
+        raise MpipipeError("replicas = (): give a number, or one for each stage")
     of_stages = replicas if isinstance(replicas, tuple) else () if replicas == "auto" else (replicas,)
     for name, counts in {"receive_window": (receive_window,), "replicas": of_stages}.items():
         for count in counts:

@@ -12,11 +12,13 @@ from mpipipe.state.resume import RunState
 from mpipipe.values import Gemm, Numerics
 
 
-def threads_of(comm: Communicator, threads: int | Literal["auto"], saved: RunState | None) -> int:
+def threads_of(
+    comm: Communicator, threads: int | Literal["auto"], saved: RunState | None, spares: int = 0
+) -> int:
     """What "auto" means is decided once: a resumed run keeps it, on any machine. Collective."""
     if threads != "auto":
         return threads
-    return default_threads(comm, cores_available()) if saved is None else saved.numerics.threads
+    return default_threads(comm, cores_available(), spares) if saved is None else saved.numerics.threads
 
 
 def gemm_of(asked: Literal["auto"] | Gemm, decided: Numerics | None) -> Gemm | None:

@@ -200,12 +200,13 @@ class Pipeline:
         before = given_plan if saved is None else saved
         decided = None if before is None else before.numerics
         blocks = blocks_of(blocks, micro_batches, batch, self.size, decided)
+        replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
         check_counts(batch, micro_batches, blocks, receive_window, replicas)
         count = micro_batches_of(micro_batches, batch, blocks, decided, new_numerics)
         table = op_table_of(bits, decided, new_numerics)
         self.numerics = numerics_of(
             bits=bits, op_table=table, batch=batch, micro_batches=count or blocks, blocks=blocks,
-            threads=threads_of(comm, threads, saved), gemm=gemm_of(gemm, decided) or "mkl",
+            threads=threads_of(comm, threads, saved, spares), gemm=gemm_of(gemm, decided) or "mkl",
             precision=precision, tied=tied, seed=seed,
         )  # fmt: skip
         if saved is not None and not new_numerics:

@@ -145,7 +145,8 @@ def _train(
         for line in said:
             log.say(line)
         c, t, p = config, config.train, config.pipeline
-        threads = threads_of(comm, p.threads, None if checkpoint is None else read_state(checkpoint))
+        kept = None if checkpoint is None else read_state(checkpoint)
+        threads = threads_of(comm, p.threads, kept, c.run.spares)
         for line in _beginning(comm, config, threads, run_dir):
             log.say(line)
         pipe = Pipeline(

@@ -156,6 +156,12 @@ def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained(2) == expected
 
 
+def test_a_rehearsal_leaves_no_gradient_of_tied_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsed = trained(1, tied="eager")
+    monkeypatch.setattr("mpipipe.pipeline.rehearse", lambda trainer, costs: costs)
+    assert trained(1, tied="eager") == rehearsed == trained(2, tied="eager")
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, schedule: str
@@ -574,6 +580,9 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
         run_local(2, lambda comm: pipeline(comm, replicas=2))
     with pytest.raises(PlanError, match=r"replicas 2\+1 are on 3 ranks, not 2; start 3"):
         run_local(2, lambda comm: pipeline(comm, replicas=(2, 1), blocks=2))
+    assert run_local(3, lambda comm: pipeline(comm, replicas=[2, 1], blocks=2).size) == [3, 3, 3]
+    with pytest.raises(MpipipeError, match=r"replicas = \(\): give a number, or one for each stage"):
+        alone(lambda comm: pipeline(comm, replicas=()))
     for wrong in (0, (2, 0)):
         with pytest.raises(MpipipeError, match="replicas = 0; must be at least 1"):
             alone(lambda comm, n=wrong: pipeline(comm, replicas=n))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpipipe.cluster.node import OPENMP_BINDS, cores_available
+from mpipipe.cluster.spares import first_working
 from mpipipe.errors import LaunchError
 from mpipipe.planner.sizes import counted
 
@@ -92,15 +93,15 @@ def ranks_per_node(comm: Communicator) -> tuple[int, ...]:
     return tuple(counts[node] for node in range(len(counts)))
 
 
-def default_threads(comm: Communicator, cores: frozenset[int]) -> int:
+def default_threads(comm: Communicator, cores: frozenset[int], spares: int = 0) -> int:
     """Threads per rank that fill the fullest node without sharing; the same on all ranks, because
-    the number of threads decides the bits. `cores`: this rank's `node.cores_available()`.
-    Collective."""
+    the number of threads decides the bits. `cores`: this rank's `node.cores_available()`; spares: ranks that
+    wait, and compute nothing. Collective."""
     by_node: dict[int, set[int]] = {}
     for node, own in zip(comm.node_of_rank, comm.allgather_object(cores), strict=True):
         by_node.setdefault(node, set()).update(own)
-    ranks = ranks_per_node(comm)
-    return max(1, min(len(by_node[node]) // ranks[node] for node in by_node))
+    ranks = Counter(comm.node_of_rank[rank] for rank in first_working(comm.node_of_rank, spares))
+    return max(1, min((len(by_node[node]) // count for node, count in ranks.items()), default=1))
 
 
 def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> str | None:

@@ -255,9 +255,10 @@ class Supervisor:
             flags.append("--new-numerics")
         if o.plan and self.ranks == self.all_ranks:
             flags += ["--plan", o.plan]
-        fewer = []
-        if self.ranks is not None and self.config.run.spares >= self.ranks != self.all_ranks:
-            fewer = [f"run.spares={self.ranks - 1}"]
+        fewer, spares = [], self.config.run.spares
+        before = self.all_ranks or sum(host.slots for host in self.all_hosts or ())
+        if spares and self.ranks is not None and self.ranks < before:  # spares replace what is missing
+            fewer = [f"run.spares={max(0, spares - (before - self.ranks))}"]
         return [sys.executable, "-m", PROGRAM, o.config, *o.keys, *fewer, self._mark, *flags]
 
     @property

@@ -262,7 +262,7 @@ class _Finder:
                 return None
             read, chain = [*read, residual], [*chain, user]
             user = _only_user(user)
-        if user is None or schema_name(user) != "aten::relu" or any(len(n.users) > 2 for n in read):
+        if user is None or schema_name(user) != "aten::relu" or any(_reads(n) > 2 for n in read):
             return None
         nodes, results = (norm.nodes[0], *chain, user, *statistics), (user, *statistics)
         args = (*norm.args, True, residual)
@@ -470,6 +470,12 @@ def replace(match: Match, env: dict[Any, fx.Node], inputs: Callable[[fx.Node], f
         env[result] = part
     for n in reversed(old):
         graph.erase_node(n)
+
+
+def _reads(node: fx.Node) -> int:
+    """How often it is read; an operator may read it twice."""
+    return sum(user.all_input_nodes.count(node) if node not in user.args else user.args.count(node)
+               for user in node.users)  # fmt: skip
 
 
 def chosen(found: Iterable[Match], wanted: Callable[[str], bool], body: set[fx.Node]) -> Iterator[Match]:

@@ -25,7 +25,7 @@ from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, 
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
-from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction, Program, Value
+from mpipipe.values import RECOMPUTE, Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _ENDLESS = 2**62  # bytes
@@ -113,12 +113,15 @@ class _Asked:
         placed, now = in_order(self.costs, self.plan.layout.order), self._stage_s(self.cuts)
         ranges, devices, modes = Ranges(placed), placed.cluster.devices, self.plan.layout.modes
         order = np.argsort(-now)[:3].tolist()  # a cut changes two stages
+        turns = _turns(self.plan.layout)
 
         def key(cuts: Cuts) -> tuple[float, float]:
             i = next(i for i, (a, b) in enumerate(zip(cuts, self.cuts, strict=True)) if a != b)
             edges = (0, *cuts, len(self.names))
             two = [
-                float(ranges.ending_at(edges[s + 1], edges[s], modes[s]).seconds[0]) / devices[s].speed
+                float(ranges.ending_at(edges[s + 1], edges[s], modes[s]).seconds[0])
+                * turns[s]
+                / devices[s].speed
                 for s in (i, i + 1)
             ]
             rest = max((float(now[s]) for s in order if s not in (i, i + 1)), default=0.0)
@@ -129,8 +132,7 @@ class _Asked:
     def _stage_s(self, cuts: Cuts) -> np.ndarray:
         layout = self.plan.layout
         stages = stage_costs(in_order(self.costs, layout.order), cuts, layout.recompute)
-        turns = [layout.n_copies // len(on) for on in layout.ranks]  # of copies of the pipeline on its rank
-        return np.array([stage.seconds * n for stage, n in zip(stages, turns, strict=True)])
+        return np.array([stage.seconds * n for stage, n in zip(stages, _turns(layout), strict=True)])
 
     def _equal_groups(self) -> Cuts | None:
         n = len(self.names)
@@ -157,9 +159,10 @@ class _Asked:
         """What was tried; else with the cuts of now where it has as many stages per rank, or with those that
         suit it."""
         count = self.plan.numerics.micro_batches
-        known = {t.schedule: t for t in tried if (t.micro_batches, t.copies) == (count, self.n_copies)}
+        known = {t.schedule: t for t in tried if (t.micro_batches, t.copies) == (count, self.shape)}
         for schedule in SCHEDULES:
-            if schedule == self.plan.layout.schedule:
+            uneven = not self.plan.layout.is_even and not has_one_stage_each(schedule, self.n_each)
+            if schedule == self.plan.layout.schedule or uneven:
                 continue
             same = stages_on(schedule, self.n_each) == self.n_stages == self.n_each
             found = known.get(schedule)
@@ -336,6 +339,11 @@ class _Asked:
 
     def _bubbles(self, p: Prediction) -> str:
         return f"bubble {p.bubble:.1%}, now {self.plan.prediction.bubble:.1%}"
+
+
+def _turns(layout: Layout) -> list[int]:
+    """By stage, of how many copies of the pipeline one of its ranks does the micro-batches."""
+    return [layout.n_copies // len(on) for on in layout.ranks]
 
 
 def first_sentence(error: Exception | str) -> str:

@@ -178,7 +178,8 @@ def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Cop
     if replicas == "auto":
         return tuple(n for n in legal_copies(numerics.blocks) if n_ranks % n == 0)
     check_copies(replicas, n_ranks, numerics)
-    return (replicas,)
+    alike = isinstance(replicas, tuple) and len({*replicas}) == 1
+    return (replicas[0] if alike and isinstance(replicas, tuple) else replicas,)
 
 
 def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:
@@ -215,6 +216,7 @@ def search(
         return count not in first, (count + asked.n_ranks - 1) * slowest[count]
 
     finder = _Finder(asked, late)
+    finder.exact = not asked.uneven or len(legal_copies(asked.numerics.blocks)) == 1  # a few shapes of many
     for count in sorted(asked.counts, key=promise):
         shapes = promising_shapes(costs[count], asked.of(count), asked.n_ranks) if asked.uneven else []
         for copies in (*asked.copies, *shapes):
@@ -245,7 +247,7 @@ class _Finder:
         n_ranks, share = ranks_in_each(copies, self.asked.n_ranks), count // most_copies(copies)
         several = len(self.asked.schedules) > 1
         for schedule in self.asked.schedules[: None if n_ranks > 1 else 1]:  # one rank never waits
-            if isinstance(copies, tuple) and not has_one_stage_each(schedule, len(copies)):
+            if several and isinstance(copies, tuple) and not has_one_stage_each(schedule, len(copies)):
                 continue
             least_s = whole_s if schedule in PLAIN else bound_s
             if several and n_ranks * share > most_compared(schedule):

@@ -230,7 +230,8 @@ def with_window(
 ) -> tuple[Layout, Program]:
     """The layout with the least receive window, from its own on, with which the program can run, and that.
     Raises DeadlockError where none will do."""
-    most = 4 * len(layout.cuts) + 4  # 2p - 2 is what the built-in ones need without ties
+    turns = layout.n_copies // min(map(len, layout.ranks))  # of a rank that serves several copies
+    most = (4 * len(layout.cuts) + 4) * turns  # 2p - 2 is what the built-in ones need without ties
 
     def proved(window: int) -> tuple[Layout, Program]:
         wider = replace(layout, receive_window=window)

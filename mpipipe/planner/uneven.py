@@ -21,7 +21,7 @@ from mpipipe.values import Costs, Float64, Int64, Numerics
 MOST_STAGES = 6
 MOST_RANKS = 32  # above, there are too many shapes to look at within a plan's time
 MOST_GROUPS = 256
-SIMULATED = 3  # shapes
+SIMULATED = 4  # shapes
 Cuts = tuple[int, ...]
 Shape = tuple[int, ...]  # copies of each stage
 
@@ -33,8 +33,12 @@ def has_one_stage_each(schedule: str, n_stages: int) -> bool:
 
 def balanced(costs: Costs, copies: Shape) -> Cuts:
     """The cuts into stages with so many copies of which the slowest takes least."""
-    table = _Table(costs, [(n,) for n in copies], sum(copies))
-    return table.best(len(copies), sum(copies))[1]
+    return _Table(costs, [(n,) for n in copies], sum(copies)).best(len(copies), sum(copies))[1]
+
+
+def slowest(costs: Costs, copies: Shape) -> float:
+    """Seconds of the slowest stage then, for each micro-batch."""
+    return _Table(costs, [(n,) for n in copies], sum(copies)).best(len(copies), sum(copies))[2]
 
 
 def promising_shapes(costs: Costs, numerics: Numerics, n_ranks: int) -> list[Shape]:
@@ -50,6 +54,8 @@ def promising_shapes(costs: Costs, numerics: Numerics, n_ranks: int) -> list[Sha
             shape, _, slowest_s = table.best(n_stages, n_ranks)
             if len({*shape}) > 1 and max(shape) == most:
                 found[shape] = (numerics.micro_batches + (n_stages - 1) * most) * slowest_s
+    for shape, step_s in list(found.items()):  # the estimate does not know how a pipeline fills
+        found.setdefault(shape[::-1], step_s * slowest(costs, shape[::-1]) / slowest(costs, shape))
     return sorted(found, key=found.__getitem__)[:SIMULATED]
 
 

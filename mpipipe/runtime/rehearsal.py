@@ -24,6 +24,7 @@ from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.feed import AHEAD
 from mpipipe.runtime.prefetch import Prefetch
 from mpipipe.runtime.stage import Stage
+from mpipipe.runtime.ties import take_gradients
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Form
 from mpipipe.values import Costs, GroupCost
@@ -112,6 +113,8 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
                 stage.apply_statistics(copies.__getitem__)  # which a step does at its end
             ends.append(clock())
             found.append(tuple(b - a for a, b in itertools.pairwise(ends)))
+            if stage.weights.tied == "eager":  # of uses that have no accumulator
+                take_gradients(stage.weights)
     for accumulator in stage.weights.accumulators():
         accumulator.zero_()
     return [statistics.median(column) for column in zip(*found[WARM_UP:], strict=True)]

@@ -93,6 +93,7 @@ def test_threads_fill_the_fullest_node_and_are_the_same_everywhere() -> None:
     assert run_local(3, threads, node_of_rank=(0, 0, 1)) == [4, 4, 4]
     assert run_local(1, threads) == [8]
     assert run_local(9, threads) == [1] * 9
+    assert run_local(3, lambda comm: default_threads(comm, frozenset(range(8)), 1)) == [4] * 3  # one waits
     bound = run_local(2, lambda comm: default_threads(comm, frozenset({2 * comm.rank, 2 * comm.rank + 1})))
     assert bound == [2, 2]
 

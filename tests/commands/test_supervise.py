@@ -105,6 +105,10 @@ def test_spares_are_a_key_and_fewer_where_hosts_are_lost(folder, monkeypatch) ->
     assert code == 0
     assert ["run.spares=1" in starts[0], "run.spares=0" in starts[0]] == [True, False]
     assert starts[1].index("run.spares=1") < starts[1].index("run.spares=0"), "the later one counts"
+    monkeypatch.setattr(command.known_hosts, "answering", lambda hosts, *_: hosts[:3])
+    words = ("--hosts", "a:1,b:1,c:1,d:1", "--spares", "2", "run.recover=mpi")
+    code, starts = supervise(folder, "exit 75", DONE, words=words)
+    assert "run.spares=1" in starts[1], "of 4 ranks 2 have worked, of 3 they do again"
     assert main(["config.yaml", "--spares", "1"]) == 1  # without run.recover=mpi
 
 

@@ -150,3 +150,15 @@ def test_the_text_of_any_schedule_makes_it_again(n_stages, n_micro):
 def test_an_order_that_cannot_run_is_refused_with_its_place(own, lines, words):
     with pytest.raises(PlanError, match=words):
         own(lambda n_stages, n_micro: lines)
+
+
+def test_an_order_of_ones_own_that_fails_for_some_numbers_is_left_out_there() -> None:
+    def picky(stages: int, micros: int) -> list[str]:
+        raise ValueError("three stages only")
+
+    register("picky", picky)
+    try:
+        with pytest.raises(PlanError, match="schedule 'picky' of 2 stages and 4 micro-batches: ValueError"):
+            SCHEDULES["picky"](2, 4)
+    finally:
+        del SCHEDULES["picky"]

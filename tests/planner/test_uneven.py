@@ -12,10 +12,10 @@ from planner_cases import all_cuts, group, uniform
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for
 from mpipipe.planner.copies import check_copies, legal_copies
-from mpipipe.planner.joint import Asked, search
+from mpipipe.planner.joint import Asked, copies_of, search
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.uneven import balanced, promising_shapes
-from mpipipe.values import Costs, Layout, Numerics, Op
+from mpipipe.values import Costs, Layout, Numerics, Op, Tie
 
 
 def numerics(n_micro: int, blocks: int) -> Numerics:
@@ -117,6 +117,17 @@ def test_what_does_not_fit_is_refused() -> None:
         check_copies((3, 1), 4, numerics(8, 2))
     with pytest.raises(PlanError, match=r"replicas 2\+1: unlike numbers need one stage on each rank"):
         make_plan(costs, numerics(8, 2), "zb-v", 4, names(costs), 3, (2, 1))
+    asked = Asked(numerics(8, 2), (8,), ("zb-v",), 4, 3, copies_of((2, 1), numerics(8, 2), 3))
+    with pytest.raises(PlanError, match=r"replicas 2\+1: unlike numbers need one stage on each rank"):
+        search(asked, lambda _: costs)
+    assert copies_of((2, 2), numerics(8, 2), 4) == (2,)
+
+
+def test_a_rank_that_serves_many_copies_gets_the_window_that_it_needs() -> None:
+    costs = dataclasses.replace(uniform(2, 9), ties=(Tie("w", 1, (0, 1)),))
+    eager = dataclasses.replace(numerics(16, 8), tied="eager")
+    plan = make_plan(costs, eager, "zb-h1", 4, names(costs), 9, (1, 8))[0]
+    assert plan.layout.receive_window > 8
 
 
 def test_each_parameter_is_updated_once() -> None:

@@ -66,7 +66,12 @@ def register(name: str, order: Callable[[int, int], Sequence[str]]) -> None:
     """
 
     def made(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
-        lines = list(order(n_stages, n_micro))
+        try:
+            lines = list(order(n_stages, n_micro))
+        except Exception as error:  # for numbers that it does not know, say; others may do
+            raise PlanError(
+                f"schedule {name!r} of {n_stages} stages and {n_micro} micro-batches: {error!r}"
+            ) from error
         if len(lines) != (n_ranks or n_stages):
             raise PlanError(
                 f"schedule {name!r} gives {len(lines)} lines for {n_stages} stages"
