@@ -80,7 +80,8 @@ def _as_taken(groups: Sequence[GroupCost], took: Sequence[float], again_s: float
 
 
 def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float]) -> list[float]:
-    """F and B of a micro-batch, or F, I and W, medians; what they add to gradients is taken back."""
+    """F and B of a micro-batch, or F, I and W, medians, of two the shorter; what they add to gradients is
+    taken back."""
     cuts, lets_go = trainer.plan.layout.cuts, stage.recompute == "selective"
     in_two, budget_s = is_in_two(trainer.program), BUDGET_S / len(trainer.interpreter.stages)
     code = trainer.variants.training_code(trainer.variants.first, cuts, s, in_two, lets_go)
@@ -96,7 +97,7 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
 
     with Prefetch(load, AHEAD) as ahead:
         ahead.expect(range(WARM_UP + MOST_ROUNDS + AHEAD))
-        while len(found) < WARM_UP + 1 or (
+        while _too_few(found) or (
             len(found) < WARM_UP + MOST_ROUNDS and time.perf_counter() - began < budget_s
         ):
             ends = [clock()]
@@ -117,7 +118,12 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
                 take_gradients(stage.weights)
     for accumulator in stage.weights.accumulators():
         accumulator.zero_()
-    return [statistics.median(column) for column in zip(*found[WARM_UP:], strict=True)]
+    return [statistics.median_low(column) for column in zip(*found[WARM_UP:], strict=True)]
+
+
+def _too_few(found: Sequence[tuple[float, ...]]) -> bool:
+    """Also where the only round that counts took longer than the cold one: it was disturbed."""
+    return len(found) <= WARM_UP or (len(found) == WARM_UP + 1 and sum(found[-1]) > sum(found[0]))
 
 
 def _filled(form: Form) -> Tensor:
