@@ -402,6 +402,11 @@ class Layout(Value):
         return len({len(on) for on in self.ranks}) == 1
 
     @property
+    def turns(self) -> tuple[int, ...]:
+        """By stage, of how many copies of the pipeline one of its ranks does the micro-batches."""
+        return tuple(self.n_copies // len(on) for on in self.ranks)
+
+    @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
         """By copy of the pipeline, the rank of each stage. Of a stage that has fewer copies, each belongs to
         several that follow each other."""

@@ -25,7 +25,7 @@ from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, 
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
-from mpipipe.values import RECOMPUTE, Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
+from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _ENDLESS = 2**62  # bytes
@@ -113,7 +113,7 @@ class _Asked:
         placed, now = in_order(self.costs, self.plan.layout.order), self._stage_s(self.cuts)
         ranges, devices, modes = Ranges(placed), placed.cluster.devices, self.plan.layout.modes
         order = np.argsort(-now)[:3].tolist()  # a cut changes two stages
-        turns = _turns(self.plan.layout)
+        turns = self.plan.layout.turns
 
         def key(cuts: Cuts) -> tuple[float, float]:
             i = next(i for i, (a, b) in enumerate(zip(cuts, self.cuts, strict=True)) if a != b)
@@ -132,7 +132,7 @@ class _Asked:
     def _stage_s(self, cuts: Cuts) -> np.ndarray:
         layout = self.plan.layout
         stages = stage_costs(in_order(self.costs, layout.order), cuts, layout.recompute)
-        return np.array([stage.seconds * n for stage, n in zip(stages, _turns(layout), strict=True)])
+        return np.array([stage.seconds * n for stage, n in zip(stages, layout.turns, strict=True)])
 
     def _equal_groups(self) -> Cuts | None:
         n = len(self.names)
@@ -339,11 +339,6 @@ class _Asked:
 
     def _bubbles(self, p: Prediction) -> str:
         return f"bubble {p.bubble:.1%}, now {self.plan.prediction.bubble:.1%}"
-
-
-def _turns(layout: Layout) -> list[int]:
-    """By stage, of how many copies of the pipeline one of its ranks does the micro-batches."""
-    return [layout.n_copies // len(on) for on in layout.ranks]
 
 
 def first_sentence(error: Exception | str) -> str:

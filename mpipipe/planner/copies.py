@@ -47,16 +47,16 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
                 f"as {n_copies} or a power of two times that, which must divide micro_batches = "
                 f"{numerics.micro_batches}"
             )
-    if not isinstance(copies, int):
+    if isinstance(copies, tuple):
         if sum(copies) != n_ranks:
             raise PlanError(
                 f"replicas {shape_text(copies)} are on {counted(sum(copies), 'rank')}, not "
                 f"{n_ranks}; start {sum(copies)}, or give pipeline.replicas other numbers"
             )
-    elif n_ranks % (n_copies := copies):
-        near = sorted({max(1, n_ranks // n_copies) * n_copies, -(-n_ranks // n_copies) * n_copies})
+    elif n_ranks % copies:
+        near = sorted({max(1, n_ranks // copies) * copies, -(-n_ranks // copies) * copies})
         raise PlanError(
-            f"{counted(n_copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
+            f"{counted(copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
             f"{' or '.join(map(str, near))} ranks"
         )
 
@@ -102,6 +102,11 @@ def shard(nbytes: Mapping[Name, int], tied: Collection[Name], n_copies: int) -> 
     return owner
 
 
+def halving(n_copies: int) -> int:
+    """How many of them, beside each other, halve their sums: the largest power of two that divides them."""
+    return n_copies & -n_copies
+
+
 def partners(copy: int, n_copies: int) -> Iterator[int]:
     """The copies with which one exchanges sums of gradients, in this order; updated weights in the reverse.
 
@@ -110,7 +115,7 @@ def partners(copy: int, n_copies: int) -> Iterator[int]:
     message is half of the one before, and most bytes go to ranks that are near. What is added then is
     beside each other in the tree of the blocks. What is left, an odd number of copies with the same low
     bits, meets in pairs, each for the shard of one owner."""
-    low = n_copies & -n_copies
+    low = halving(n_copies)
     yield from (copy ^ (1 << bit) for bit in range(low.bit_length() - 1))
     odd, own = n_copies // low, copy // low
     for turn in range(1, 1 << (odd - 1).bit_length()):
@@ -120,21 +125,21 @@ def partners(copy: int, n_copies: int) -> Iterator[int]:
 
 def parts_width(copy: int, partner: int, n_copies: int) -> int:
     """Of how many copies, that follow each other, a partner's sums are."""
-    return min(copy ^ partner, n_copies & -n_copies)
+    return min(copy ^ partner, halving(n_copies))
 
 
 def owners_for(partner: int, copy: int, n_copies: int) -> range:
     """Whose shards a copy sends to its partner before the update, and is sent by it after the update."""
-    low, differ = n_copies & -n_copies, copy ^ partner
-    return (
-        range(partner % (2 * differ), n_copies, 2 * differ) if differ < low else range(partner, partner + 1)
-    )
+    differ = copy ^ partner
+    if differ >= halving(n_copies):
+        return range(partner, partner + 1)
+    return range(partner % (2 * differ), n_copies, 2 * differ)
 
 
 def sums_held(n_copies: int) -> int:
     """How many messages with sums of other copies one copy holds at most while it adds them up: one, or of an
     odd number that meets in pairs one for each level of the tree and one for each smaller tree."""
-    odd = n_copies // (n_copies & -n_copies)
+    odd = n_copies // halving(n_copies)
     return max(1, odd.bit_count() + odd.bit_length() - 2)
 
 

@@ -178,8 +178,9 @@ def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Cop
     if replicas == "auto":
         return tuple(n for n in legal_copies(numerics.blocks) if n_ranks % n == 0)
     check_copies(replicas, n_ranks, numerics)
-    alike = isinstance(replicas, tuple) and len({*replicas}) == 1
-    return (replicas[0] if alike and isinstance(replicas, tuple) else replicas,)
+    if isinstance(replicas, tuple) and len({*replicas}) == 1:
+        return (replicas[0],)
+    return (replicas,)
 
 
 def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:

@@ -153,7 +153,7 @@ def _uneven(
     check_stages(n_stages, len(costs.groups))
     edges = (0, *itertools.accumulate(copies))
     ranks = tuple(tuple(range(*edge)) for edge in itertools.pairwise(edges))
-    starts = [balanced(costs, copies)]
+    starts = [balanced(costs, copies)[0]]
     return _plan_in(
         ranks, starts, costs, numerics, schedule, receive_window, group_names,
         cache(partial(least_step_s, costs)), recompute,
@@ -230,8 +230,8 @@ def with_window(
 ) -> tuple[Layout, Program]:
     """The layout with the least receive window, from its own on, with which the program can run, and that.
     Raises DeadlockError where none will do."""
-    turns = layout.n_copies // min(map(len, layout.ranks))  # of a rank that serves several copies
-    most = (4 * len(layout.cuts) + 4) * turns  # 2p - 2 is what the built-in ones need without ties
+    # 2p - 2 is what the built-in ones need without ties, and as many for each copy that a rank serves
+    most = (4 * len(layout.cuts) + 4) * max(layout.turns)
 
     def proved(window: int) -> tuple[Layout, Program]:
         wider = replace(layout, receive_window=window)
@@ -423,8 +423,9 @@ def tensor_peak_bytes(
     costs: Costs, layout: Layout, program: Program, group_names: Sequence[str]
 ) -> tuple[int, ...]:
     """By rank, the most bytes of live tensors in a step. A process needs more: what `predict` says."""
-    stages = stages_in(costs, layout, cut_indices(layout, group_names))
-    sizes = sizes_of_messages(costs, layout, program, group_names)
+    cuts = cut_indices(layout, group_names)
+    stages = stages_in(costs, layout, cuts)
+    sizes = message_bytes(program, stages, stage_ties(costs.ties, cuts))
     ranks = range(len(program.codes))
     return tuple(int(rank_memory_bytes(program, stages, sizes, rank, tensors=True).max()) for rank in ranks)
 

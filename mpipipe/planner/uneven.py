@@ -31,19 +31,16 @@ def has_one_stage_each(schedule: str, n_stages: int) -> bool:
     return schedule != PLANNED and stages_on(schedule, n_stages) == n_stages
 
 
-def balanced(costs: Costs, copies: Shape) -> Cuts:
-    """The cuts into stages with so many copies of which the slowest takes least."""
-    return _Table(costs, [(n,) for n in copies], sum(copies)).best(len(copies), sum(copies))[1]
-
-
-def slowest(costs: Costs, copies: Shape) -> float:
-    """Seconds of the slowest stage then, for each micro-batch."""
-    return _Table(costs, [(n,) for n in copies], sum(copies)).best(len(copies), sum(copies))[2]
+def balanced(costs: Costs, copies: Shape) -> tuple[Cuts, float]:
+    """The cuts into stages with so many copies of which the slowest takes least, and its seconds for each
+    micro-batch."""
+    _, cuts, slowest_s = _Table(costs, [(n,) for n in copies], sum(copies)).best(len(copies), sum(copies))
+    return cuts, slowest_s
 
 
 def promising_shapes(costs: Costs, numerics: Numerics, n_ranks: int) -> list[Shape]:
     """Those of unlike numbers that use all ranks and should take least, the best first."""
-    n_groups, found = len(costs.groups), dict[Shape, float]()
+    n_groups, found = len(costs.groups), dict[Shape, float]()  # seconds of the slowest stage
     if n_ranks > MOST_RANKS or n_groups > MOST_GROUPS:
         return []
     for most in legal_copies(numerics.blocks)[1:]:
@@ -53,10 +50,15 @@ def promising_shapes(costs: Costs, numerics: Numerics, n_ranks: int) -> list[Sha
         for n_stages in range(2, most_stages + 1):
             shape, _, slowest_s = table.best(n_stages, n_ranks)
             if len({*shape}) > 1 and max(shape) == most:
-                found[shape] = (numerics.micro_batches + (n_stages - 1) * most) * slowest_s
-    for shape, step_s in list(found.items()):  # the estimate does not know how a pipeline fills
-        found.setdefault(shape[::-1], step_s * slowest(costs, shape[::-1]) / slowest(costs, shape))
-    return sorted(found, key=found.__getitem__)[:SIMULATED]
+                found[shape] = slowest_s
+    for mirrored in {shape[::-1]: None for shape in found}:  # the estimate does not know how a pipeline fills
+        if mirrored not in found:
+            found[mirrored] = balanced(costs, mirrored)[1]
+
+    def step_s(shape: Shape) -> float:
+        return (numerics.micro_batches + (len(shape) - 1) * max(shape)) * found[shape]
+
+    return sorted(found, key=step_s)[:SIMULATED]
 
 
 class _Table:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.rewrite import BufferUpdate
-from mpipipe.planner.copies import owners_for, parts_width
+from mpipipe.planner.copies import halving, owners_for, parts_width
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.weights import StageWeights, Tree
 from mpipipe.values import Program, share_of
@@ -35,7 +35,7 @@ class Copies:
     def __init__(self, stage: Stage, updates: Sequence[BufferUpdate]) -> None:
         self.stage, self.weights = stage, stage.weights
         self.copy, self.n = stage.weights.copy, stage.weights.n_copies
-        self._low = self.n & -self.n  # copies that halve; an odd number of such groups meets in pairs
+        self._low = halving(self.n)  # copies that halve; an odd number of such groups meets in pairs
         self._updates = updates
         self._tree = Tree()  # of the groups
 
@@ -51,11 +51,9 @@ class Copies:
         """What a partner collects of the sums that are here, and of the statistics of their micro-batches."""
         owners = owners_for(other, self.copy, self.n)
         parts = accumulators(self.weights, owners)
-        return (
-            [*parts, *self.stage.statistics_of(self._micros(self.copy, other, n_micro))]
-            if 0 in owners
-            else parts
-        )
+        if 0 in owners:
+            parts += self.stage.statistics_of(self._micros(self.copy, other, n_micro))
+        return parts
 
     def room_for(self, other: int, n_micro: int) -> list[Tensor]:
         """For what is collected here from a partner."""
