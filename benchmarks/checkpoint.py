@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training, and how fast one is verified: one JSON line.
+"""What checkpoints and mirrors cost the training, and how fast a checkpoint is verified: one JSON line.
 
     python -m benchmarks.checkpoint [--model gpt85m] [--ranks 2] [--saves 3] [--folder /scratch]
 
@@ -6,6 +6,8 @@ step_s       median step with no save under way
 saving       the step that saves over `step_s`, median: names are exchanged, the state is copied
 writing      a step in which the ranks still write over `step_s`, median: they hash and write beside it
 waiting      a save that training waits for over `step_s`
+mirror       what two steps take longer in which a mirror is copied, sent and committed, over `step_s`
+mirror_every steps from one mirror to the next, as a plan chooses them; mirror_share: of a step, so often
 verify_ratio bytes/s of `checkpoint verify` over those of reading the same files, neither of them in the page
              cache (as far as the system drops them from it)
 """
@@ -51,6 +53,9 @@ def train(model: str, saves: int, folder: Path) -> None:
     """The steps of one rank; rank 0 prints what they took."""
     from benchmarks.step import pipeline  # torch
     from mpipipe.graph.program import spec
+    from mpipipe.planner.mirrors import with_mirrors
+    from mpipipe.planner.search import cut_indices
+    from mpipipe.state.mirrors import Mirrors
     from mpipipe.state.snapshot import needed_bytes
 
     pipe = pipeline(model, "fp32", 1, "torch", print)
@@ -76,6 +81,21 @@ def train(model: str, saves: int, folder: Path) -> None:
     step_s = float(np.median(alone))
     ratios = {"saving": saving, "writing": writing, "waiting": waiting}
     figures = {name: round(float(np.median(seconds)) / step_s, 3) for name, seconds in ratios.items()}
+    mirrors, mirroring = Mirrors(pipe.comm, 1), list[float]()
+    for i in range(saves + 1):
+
+        def take(i: int = i) -> None:
+            mirrors.take(i, pipe.trainer.tensors(), pipe.trainer.optimizer_numbers())
+
+        mirroring.append((turn(take) + turn(mirrors.commit)) / step_s - 2.0)
+    cuts = cut_indices(pipe.plan.layout, pipe.variants.graph.groups)
+    every = with_mirrors(pipe.plan, pipe.costs, cuts, "auto")[0].layout.mirror_every
+    mirror = float(np.median(mirroring[1:]))  # the first one takes the memory
+    figures |= {
+        "mirror": round(mirror, 3),
+        "mirror_every": every,
+        "mirror_share": round(mirror / every, 5) if every else 0.0,
+    }
     pipe.say(json.dumps({"step_s": round(step_s, 4), **figures, "writing_steps": len(writing) / saves}))
 
 
