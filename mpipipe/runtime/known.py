@@ -27,7 +27,8 @@ from mpipipe.values import Numerics, digest
 
 CHECK_S = 0.25  # seconds for the groups that a rank times to see whether the rest still holds
 CHECKS = 2  # timings of such a group
-AGREE = 0.15  # a difference up to this is noise
+AGREE = 0.15  # of all that are timed again: a difference up to this is noise
+ALONE = 0.4  # likewise of one of them, timed for some milliseconds: what it is off, it was not of the whole
 LIGHT_BYTES = 256 << 20  # of parameters: what every rank can make at the same time
 
 T = TypeVar("T", Sample, float)
@@ -137,12 +138,13 @@ def _heaviest(held: Mapping[str, Sample], ranks: int) -> list[str]:
 
 def still_held(held: Mapping[str, Sample], again: Mapping[str, float]) -> dict[str, Sample]:
     """What holds after some were timed again. None does where these differ as a whole: the machine is not
-    the one of then. A single one that differs is dropped; the shorter time of the others counts."""
-    if not _agree(sum(held[key].seconds for key in again), sum(again.values())):
+    the one of then. A single one that differs by more than noise is dropped; of the others the shorter time
+    counts."""
+    if not _agree(sum(held[key].seconds for key in again), sum(again.values()), AGREE):
         return {}
     ratios = {key: again.get(key, s.seconds) / s.seconds if s.seconds else 1.0 for key, s in held.items()}
-    return {k: s.times(min(1.0, ratios[k])) for k, s in held.items() if _agree(1.0, ratios[k])}
+    return {k: s.times(min(1.0, ratios[k])) for k, s in held.items() if _agree(1.0, ratios[k], ALONE)}
 
 
-def _agree(a: float, b: float) -> bool:
-    return abs(a - b) <= AGREE * min(a, b)
+def _agree(a: float, b: float, within: float) -> bool:
+    return abs(a - b) <= within * min(a, b)
