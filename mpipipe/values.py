@@ -6,7 +6,8 @@ Units: seconds (`_s`), bytes (`_bytes`). Indices: `stage`, `rank`, `micro` (micr
 No torch, no MPI, no files: a value made on a cluster can be read and compared on a laptop.
 
 Invariants
-  1. Bits are a function of `Numerics` alone; a `Layout` never changes them.
+  1. Bits are a function of `Numerics` alone; a `Layout` never changes them, but where `Numerics.reduce` is
+     fast: then its replicas do, and with unlike numbers of them its cuts and its schedule.
   2. A `Schedule` is order only: no times, no messages. A `Program` is a schedule with its
      messages written in. A `Timeline` is a program with times, predicted or measured alike.
   3. `from_json(type, to_json(value)) == value` for every value that is saved.
@@ -265,6 +266,7 @@ class GroupCost(Value):
     selective_share: float = 0.0  # of fwd_s: what selective recomputation takes
     selective_bytes: int = 0  # of stash_bytes: what it makes again
     split_s: float = 0.0  # beside these seconds, by a backward in two; counted with W
+    at_work_bytes: int = 0  # of workspace_bytes what is tensors; the rest is taken by libraries
 
     @property
     def seconds(self) -> float:
@@ -292,6 +294,8 @@ class Costs(Value):
         if self.copies == 1:
             return self.bytes_per_param_byte
         state = self.state_bytes_per_param_byte * (1.0 - 1.0 / self.copies)
+        if self.blocks == 1:  # `reduce` is fast: there are no sums of blocks
+            return self.bytes_per_param_byte - state
         levels = self.blocks.bit_length() - (self.blocks // self.copies).bit_length() + 1
         return self.bytes_per_param_byte - state - levels
 
@@ -351,6 +355,7 @@ class Numerics(Value):
     torch: str
     instruction_set: str
     seed: int
+    reduce: Literal["exact", "fast"] = "exact"  # of replicas' sums; fast: their bits depend on the layout
 
     @property
     def fill(self) -> float:
@@ -373,7 +378,7 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)  # the one that takes lea
 
 @dataclass(frozen=True)
 class Layout(Value):
-    """Where and in which order. Never changes the bits."""
+    """Where and in which order. Never changes the bits, but see the invariants."""
 
     cuts: tuple[str, ...]  # the first group of each stage but stage 0
     ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it, the first copy first
@@ -517,7 +522,7 @@ Float64 = NDArray[np.float64]
 
 
 def share_of(copy: int, n_copies: int, n_micro: int) -> range:
-    """The micro-batches of a copy of the pipeline: equally many, or earlier copies one more."""
+    """The micro-batches of a copy of the pipeline: equally many, or some have one more, copy 0 among them."""
     return range(-(-copy * n_micro // n_copies), -(-(copy + 1) * n_micro // n_copies))
 
 

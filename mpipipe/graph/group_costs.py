@@ -54,7 +54,7 @@ def group_costs(
                 piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s + applied_s, piece.param_bytes, stash,
                 s.workspace_bytes, sum(sizes.values()),
                 sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
-                s.spread, share, selective, s.split_s,
+                s.spread, share, selective, s.split_s, s.at_work_bytes,
             )
         )  # fmt: skip
     return tuple(out)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpipipe.cluster.memory import growth_bytes
 from mpipipe.graph.anatomy import Anatomy, needs_grad, output_specs, spec_of
@@ -31,11 +33,13 @@ from mpipipe.graph.recompute import selective
 from mpipipe.graph.rewrite import op_text, settings_text
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.split import split
-from mpipipe.graph.tape import storage_id
+from mpipipe.graph.tape import storage_id, tensors
 from mpipipe.ops.deferred import Pending
 from mpipipe.ops.evict import evict
 from mpipipe.values import Graph, TensorSpec, Value, digest
 
+# bytes of its own making, indices of the received and of the sent tensors that backward needs
+Saved = tuple[int, tuple[int, ...], tuple[int, ...]]
 REPEATS = 5  # the shortest counts: what else runs on the machine only ever adds
 CACHE_BYTES = 64 << 20  # more than the last-level cache that a core has to itself
 _DRAWN = 1 << 14  # numbers that made-up inputs consist of
@@ -73,6 +77,7 @@ class Sample(Value):
     saved_sent: tuple[int, ...]
     remade: Remade | None = None
     split_s: float = 0.0  # that a backward in two takes longer, and the forward before it
+    at_work_bytes: int = 0  # of workspace_bytes what is tensors
 
     @property
     def seconds(self) -> float:
@@ -173,6 +178,26 @@ def working_set_bytes(anatomy: Anatomy) -> int:
     return results + 2 * sum(spec_of(n).nbytes for n in anatomy.captured.param)
 
 
+class Live(TorchDispatchMode):
+    """Entered, it counts the memory of what operators make: most_bytes, at the end of any of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        there = {storage_id(t) for t in tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for t in tensors(out):
+            if storage_id(t) not in there:
+                storage = t.untyped_storage()
+                self._made[storage_id(t)] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self.most_bytes = max(self.most_bytes, sum(nbytes for _, nbytes in self._made.values()))
+        return out
+
+
 class Profiler:
     """Times pieces with made-up inputs. `clock`: seconds; `ranks`: among how many the model will be cut."""
 
@@ -241,9 +266,10 @@ class Profiler:
         total = sorted(f + b for f, b in both)
         into, split_s = self._parted(forward, backward, in_two)
         spread = total[len(total) // 2] / max(total[0], 1e-9) - 1.0
-        workspace = self._workspace_bytes(piece, received, rest, saved)
         remade = self._remade(code, received, rest, repeats)
-        return Sample(forward, into, backward - into, spread, workspace, *saved, remade, split_s)
+        at_work = self._at_work_bytes(piece, received, rest, saved)
+        workspace = max(at_work, self._workspace_bytes(piece, received, rest, saved))
+        return Sample(forward, into, backward - into, spread, workspace, *saved, remade, split_s, at_work)
 
     def _in_two(self, code: Code, received: list[Tensor], rest: list[object]) -> tuple[float, float, float]:
         """Seconds of one F, I and W, as `Stage` does them; between any two of them others run in a step."""
@@ -299,20 +325,18 @@ class Profiler:
             seconds.append(self.clock() - start)
         return Remade.of(code.selective, max(0.0, min(seconds) - self._call_s[0]))
 
-    def _workspace_bytes(
-        self,
-        piece: Piece,
-        received: list[Tensor],
-        rest: list[object],
-        saved: tuple[int, tuple[int, ...], tuple[int, ...]],
-    ) -> int:
+    def _workspace_bytes(self, piece: Piece, received: list[Tensor], rest: list[object], saved: Saved) -> int:
         """What forward and backward hold at most beside what is saved: gradients on their way, and what the
         libraries take, a convolution several times its output. At least the piece's own estimate, as pages
         that were there already are not seen."""
-        own, _, sent = saved
-        stash = own + sum(piece.code.sent[i].spec.nbytes for i in sent)
         held = growth_bytes(lambda: self._once(piece.code, received, rest, False))
-        return max(piece.workspace_bytes, held - stash)
+        return max(piece.workspace_bytes, held - _stash_bytes(piece, saved))
+
+    def _at_work_bytes(self, piece: Piece, received: list[Tensor], rest: list[object], saved: Saved) -> int:
+        """Of it what is tensors."""
+        with Live() as live:
+            self._once(piece.code, received, rest, False)
+        return max(0, live.most_bytes - _stash_bytes(piece, saved))
 
     def _rest(self, code: Code) -> list[object]:
         """Every argument after the received tensors: batch, parameters, buffers, step and micro."""
@@ -354,10 +378,7 @@ class Profiler:
             torch.autograd.backward(heads, grads)
         return middle - start, self.clock() - begin
 
-    def _saved(
-        self, piece: Piece, received: Sequence[Tensor], rest: Sequence[object]
-    ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """(bytes saved of its own making, indices of received and of sent tensors that are saved)."""
+    def _saved(self, piece: Piece, received: Sequence[Tensor], rest: Sequence[object]) -> Saved:
         storages: dict[int, torch.UntypedStorage] = {}
 
         def pack(t: Tensor) -> None:  # a tensor kept here would keep its graph, and so itself, for ever
@@ -376,6 +397,11 @@ class Profiler:
             tuple(i for i, p in enumerate(of_received) if p in storages),
             tuple(i for i, p in enumerate(of_sent) if p in storages and p not in of_received),
         )
+
+
+def _stash_bytes(piece: Piece, saved: Saved) -> int:
+    own, _, sent = saved
+    return own + sum(piece.code.sent[i].spec.nbytes for i in sent)
 
 
 def arguments(

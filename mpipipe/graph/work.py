@@ -93,6 +93,7 @@ class Tally:
     opaque: bool
     again: tuple[Work, ...] = ()  # what selective recomputation does
     remade: Remade | None = None  # without seconds
+    at_work_bytes: int = 0
 
 
 class Tallier(Profiler):
@@ -108,7 +109,9 @@ class Tallier(Profiler):
         with TRACING, self._fake:
             code = piece.code
             received, rest = self._made(code)
-            saved, of_received, of_sent = self._saved(piece, received, rest)
+            kept = self._saved(piece, received, rest)
+            at_work = self._at_work_bytes(piece, received, rest, kept)
+            saved, of_received, of_sent = kept
             forward, backward = self._counted(piece, received, rest, True)
             into: tuple[Work, ...] = ()
             if any(p.needs_grad for p in code.received):
@@ -117,9 +120,10 @@ class Tallier(Profiler):
         saved += sum(map(_kept_bytes, forward))
         opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
         held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
+        workspace = max(at_work, piece.workspace_bytes)
         return Tally(
-                forward, backward, into, piece.workspace_bytes, saved, of_received, of_sent, held + saved,
-                opaque, again, remade,
+                forward, backward, into, workspace, saved, of_received, of_sent, held + saved, opaque, again,
+                remade, at_work,
             )  # fmt: skip
 
     def _made_again(

@@ -10,8 +10,8 @@ Memory of a stage, in bytes:
     fixed + live * stash + remaking * remade + workspace + receive buffers          (`memory_bytes`)
 
 The tensors alone need a little less than what an allocator has to keep for them: while a group is at work
-the stash of its micro-batch is not yet, or no longer, whole. `at_work_bytes` is the workspace less what is
-missing.
+the stash of its micro-batch is not yet, or no longer, whole. `at_work_bytes` is what is tensors of the
+workspace, less what is missing.
 
 `live` is the largest number of micro-batches whose stash the schedule keeps at once. With recomputation a
 part of it, `remade`, is let go after F, and made again in B, or from I to W: of `remaking` micro-batches at
@@ -105,7 +105,7 @@ class Ranges:
         self.param_bytes, self.stash_bytes = c["param_bytes"], c["stash_bytes"]
         nothing = np.zeros_like(self.stash_bytes)
         self._remade = {"none": nothing, "selective": c["selective_bytes"], "full": self.stash_bytes}
-        self.workspace_bytes = c["workspace_bytes"]
+        self.workspace_bytes, self._at_work_bytes = c["workspace_bytes"], c["at_work_bytes"]
         self._stashed = np.cumsum(self.stash_bytes)  # after each group
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
         self.grad_in = np.concatenate([c["grad_bytes"][:-1], [0]])
@@ -122,7 +122,7 @@ class Ranges:
         held, stepped, accumulators = self._parameters(end, low)
         rate = self._costs.held_per_param_byte
         window = self.window * np.maximum(act_in, self.grad_in[end - 1])
-        with_stash = (self._stashed + self.workspace_bytes)[low:end] - self._stashed[end - 1]
+        with_stash = (self._stashed + self._at_work_bytes)[low:end] - self._stashed[end - 1]
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
             bwd_input_s=_sums(into_s[low:end]),

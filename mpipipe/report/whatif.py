@@ -117,6 +117,7 @@ def _halved(costs: Costs) -> Costs:
             split_s=g.split_s / 2,
             stash_bytes=g.stash_bytes // 2,
             workspace_bytes=g.workspace_bytes // 2,
+            at_work_bytes=g.at_work_bytes // 2,
             act_bytes=g.act_bytes // 2,
             grad_bytes=g.grad_bytes // 2,
             selective_bytes=g.selective_bytes // 2,

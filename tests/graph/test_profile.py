@@ -16,9 +16,10 @@ from mpipipe.cluster import memory
 from mpipipe.graph import profile
 from mpipipe.graph.cut import Code
 from mpipipe.graph.group_costs import group_costs
-from mpipipe.graph.profile import Profiler, Sample, pieces, working_set_bytes
+from mpipipe.graph.profile import Live, Profiler, Sample, pieces, working_set_bytes
 from mpipipe.graph.split import split
 from mpipipe.graph.variants import Variants
+from mpipipe.graph.work import Tallier
 from mpipipe.ops.deferred import Pending
 
 
@@ -89,6 +90,28 @@ def test_a_smaller_mean_micro_batch_takes_less_time_and_the_largest_its_memory(v
 
 def test_traced_operators_have_keys_that_last(variants: Variants) -> None:
     assert all(p.lasting for p in pieces(variants.primary, variants.graph, variants.uses))
+
+
+def test_the_most_that_tensors_take_is_seen_between_operators() -> None:
+    """Of views nothing, of what nobody holds any more nothing; what backward keeps is held."""
+    kib, x = 1 << 10, torch.ones(256, requires_grad=True)
+    with Live() as live:
+        doubled = x.detach() * 2
+        doubled.view(2, 128).add_(1.0)
+        assert live.most_bytes == kib
+        del doubled
+        squared = (x.exp() * 3).square()  # keeps exp and the product
+        assert live.most_bytes == 3 * kib
+        squared.sum().backward()
+    assert 3 * kib + 4 < live.most_bytes < 7 * kib, "gradients on their way"
+
+
+def test_tensors_at_work_are_counted_alike_with_and_without_values(variants: Variants) -> None:
+    profiler, tallier = Profiler(variants.primary, "fp32"), Tallier(variants.primary, "fp32")
+    for piece in pieces(variants.primary, variants.graph, variants.uses):
+        sample, tally = profiler.sample(piece), tallier.tally(piece)
+        assert sample.at_work_bytes == tally.at_work_bytes <= sample.workspace_bytes
+        assert sample.at_work_bytes > 0
 
 
 @pytest.mark.skipif(not memory._restart_peak(), reason="the system cannot forget the highest so far")

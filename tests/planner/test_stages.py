@@ -18,15 +18,26 @@ from mpipipe.values import RECOMPUTE, Costs, Recompute, StageCost, Tie
 
 def test_a_tied_gpt_on_two_stages_by_hand():
     groups = (
-        group("wte", 1, 0, 1, param_bytes=100, stash_bytes=8, act_bytes=32, grad_bytes=33, workspace_bytes=5),
+        group(
+            "wte",
+            1,
+            0,
+            1,
+            param_bytes=100,
+            stash_bytes=8,
+            act_bytes=32,
+            grad_bytes=33,
+            workspace_bytes=6,
+            at_work_bytes=5,
+        ),
         group("block", 2, 2, 2, param_bytes=60, stash_bytes=16, act_bytes=34, grad_bytes=35),
-        group("head", 4, 4, 4, param_bytes=100, stash_bytes=64, workspace_bytes=7),
+        group("head", 4, 4, 4, param_bytes=100, stash_bytes=64, workspace_bytes=9, at_work_bytes=7),
     )
     machine = cluster([1.0, 2.0], [HUGE] * 2)
     costs = Costs(groups, machine, (Tie("wte", 100, (0, 2)),), 4.0, 0.01, "modelled", 0.0)
     first, last = stage_costs(costs, (1,))
-    assert first == StageCost(1, 0, 1, 1.0, 400, 8, 5, 32, 0, at_work_bytes=5)
-    assert last == StageCost(3, 3, 3, 0.3, 640, 16 + 64 + 32, 7, 0, 33, at_work_bytes=7)
+    assert first == StageCost(1, 0, 1, 1.0, 400, 8, 6, 32, 0, at_work_bytes=5)
+    assert last == StageCost(3, 3, 3, 0.3, 640, 16 + 64 + 32, 9, 0, 33, at_work_bytes=7)
     assert stage_ties(costs.ties, (1,)) == (StageTie(0, (1,), 100),)
     (whole,) = stage_costs(costs, ())
     assert whole.fixed_bytes == 4 * 160 + 100  # the weight once, a gradient for each of its two uses
@@ -89,10 +100,12 @@ def test_tensors_of_a_micro_batch_at_work_are_those_of_its_heaviest_moment(
     """Forward adds stash group by group, backward lets it go: a workspace meets only what is there."""
     costs, _, _ = problem
     n = len(costs.groups)
+    groups = tuple(replace(g, at_work_bytes=g.workspace_bytes // 2) for g in costs.groups)
+    costs = replace(costs, groups=groups)
     for end in range(1, n + 1):
         found = Ranges(costs).ending_at(end, 0, mode).at_work_bytes
         for first in range(end):
             stage = costs.groups[first:end]
             stashed = list(itertools.accumulate(group.stash_bytes for group in stage))
-            heaviest = max(s + group.workspace_bytes for s, group in zip(stashed, stage, strict=True))
+            heaviest = max(s + group.at_work_bytes for s, group in zip(stashed, stage, strict=True))
             assert found[first] == max(0, heaviest - stashed[-1])
