@@ -15,7 +15,7 @@ from mpipipe.state.digests import tensor_digest, weights_sha256
 
 def check_counts(
     batch: int, micro_batches: int | Literal["auto"], blocks: int, receive_window: int = 1,
-    replicas: Replicas = "auto",
+    replicas: Replicas = "auto", reduce: Literal["exact", "fast"] = "exact",
 ) -> None:  # fmt: skip
     if replicas == ():
         raise MpipipeError("replicas = (): give a number, or one for each stage")
@@ -24,6 +24,8 @@ def check_counts(
         for count in counts:
             if count < 1:
                 raise MpipipeError(f"{name} = {count}; must be at least 1")
+    if reduce == "fast" and blocks != 1:
+        raise MpipipeError(f"reduce = 'fast' adds up in no blocks, but blocks = {blocks}; leave it out")
     if micro_batches == "auto":
         return
     if not 1 <= micro_batches <= batch:

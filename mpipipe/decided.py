@@ -48,11 +48,13 @@ def micro_batches_of(
 
 def blocks_of(
     given: int | Literal["auto"], micro_batches: int | Literal["auto"], batch: int, n_ranks: int,
-    decided: Numerics | None,
+    decided: Numerics | None, reduce: Literal["exact", "fast"],
 ) -> int:  # fmt: skip
     """As `micro_batches_of`."""
     if given != "auto":
         return given
+    if reduce == "fast":
+        return 1
     if decided is not None:
         return decided.blocks
     return even_blocks(None if micro_batches == "auto" else micro_batches, batch, n_ranks)

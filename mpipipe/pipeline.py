@@ -110,6 +110,7 @@ class Pipeline:
                share, decided at the first start, and then kept by checkpoints
     replicas   copies of the pipeline, or (2, 1) of each stage, which share the micro-batches and the
                optimizer's state; as the blocks allow. "auto": those whose simulated step is the shortest
+    reduce     sums of replicas: "exact", with the bits of one; "fast", of any number of replicas
     schedule   "auto": the one whose simulated step is the shortest; or 1f1b, gpipe, ..., or one of your own
     recompute  what backward makes again of the forward, to keep less: "none", "selective" (what is cheap:
                norms, activations), "full" (all), or "auto": on each rank what costs least of those that fit
@@ -155,6 +156,7 @@ class Pipeline:
         threads: int | Literal["auto"] = 1,
         blocks: int | Literal["auto"] = 1,
         replicas: Replicas = "auto",
+        reduce: Literal["exact", "fast"] = "exact",
         tied: Literal["per_use", "eager"] = "per_use",
         bits: Literal["torch", "fast"] = "torch",
         gemm: Literal["auto", "mkl", "onednn"] = "auto",
@@ -182,7 +184,7 @@ class Pipeline:
                 "precision": (precision, ("fp32", "bf16")), "tied": (tied, ("per_use", "eager")),
                 "gemm": (gemm, ("auto", "mkl", "onednn")), "unused": (unused, ("error", "keep")),
                 "bits": (bits, ("torch", "fast")), "recover": (recover, ("restart", "mpi")),
-                "recompute": (recompute, ("auto", *RECOMPUTE)),
+                "recompute": (recompute, ("auto", *RECOMPUTE)), "reduce": (reduce, ("exact", "fast")),
             }
         )  # fmt: skip
         self.val_batch = val_batch or batch
@@ -199,15 +201,15 @@ class Pipeline:
         given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
         before = given_plan if saved is None else saved
         decided = None if before is None else before.numerics
-        blocks = blocks_of(blocks, micro_batches, batch, self.size, decided)
+        blocks = blocks_of(blocks, micro_batches, batch, self.size, decided, reduce)
         replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
-        check_counts(batch, micro_batches, blocks, receive_window, replicas)
+        check_counts(batch, micro_batches, blocks, receive_window, replicas, reduce)
         count = micro_batches_of(micro_batches, batch, blocks, decided, new_numerics)
         table = op_table_of(bits, decided, new_numerics)
         self.numerics = numerics_of(
             bits=bits, op_table=table, batch=batch, micro_batches=count or blocks, blocks=blocks,
             threads=threads_of(comm, threads, saved, spares), gemm=gemm_of(gemm, decided) or "mkl",
-            precision=precision, tied=tied, seed=seed,
+            precision=precision, tied=tied, seed=seed, reduce=reduce,
         )  # fmt: skip
         if saved is not None and not new_numerics:
             check_numerics(saved.numerics, self.numerics)
@@ -244,7 +246,8 @@ class Pipeline:
             return variants_of(rows).lowered(Lowering(bits, self.numerics.op_table))
 
         counts = (count,) if count is not None else counts_of(batch, blocks)
-        copies = (1,) if given_plan else copies_of(replicas, self.numerics, self.size)
+        most = replace(self.numerics, micro_batches=counts[0])
+        copies = (1,) if given_plan else copies_of(replicas, most, self.size)
         asked = Asked(
             self.numerics, counts, schedules_of(schedule), receive_window, self.size, copies, recompute,
             uneven=replicas == "auto",

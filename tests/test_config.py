@@ -133,6 +133,7 @@ def test_messages_name_the_place_the_value_and_what_is_expected(
         (["model.name=mlp"], ["model.name = mlp", "synthetic"]),
         (["train.batch=4"], ["train.batch = 4", "8"]),
         (["pipeline.blocks=3"], ["blocks = 3", "micro_batches = 8"]),
+        (["pipeline.blocks=4", "pipeline.reduce=fast"], ["adds up in no blocks", "blocks = 4"]),
         (["train.save_every=10", "train.keep_every=25"], ["keep_every = 25", "save_every = 10"]),
         (["train.keep_every=25"], ["keep_every = 25", "save_every = 0"]),
     ],

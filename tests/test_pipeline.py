@@ -588,6 +588,28 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
             alone(lambda comm, n=wrong: pipeline(comm, replicas=n))
 
 
+def test_fast_replicas_are_of_any_number(tmp_path: Path) -> None:
+    """Four micro-batches on three ranks, also where both numbers are searched; a run that was exact
+    becomes a fast one on purpose only."""
+    fast: dict[str, Any] = {"reduce": "fast", "blocks": "auto"}
+    assert trained(2, replicas=2, **fast) == trained(1, blocks=2), "equal shares, as in so many blocks"
+    found = trained(3, replicas=3, **fast)
+    losses = [[float.fromhex(x) for x in r["losses"]] for r in (found, plainly_trained())]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    sizes = run_local(3, lambda comm: pipeline(comm, micro_batches="auto", **fast).plan.layout.n_ranks)
+    assert sizes == [3, 3, 3]
+    folder = tmp_path / "exact"
+    alone(lambda comm: pipeline(comm, blocks=4).save(folder))
+    with pytest.raises(ConfigError, match=r"reduce: 'exact' in the checkpoint, 'fast' now"):
+        alone(lambda comm: pipeline(comm, resume=folder, **fast))
+    went_on = run_local(
+        3, lambda comm: pipeline(comm, resume=folder, replicas=3, new_numerics=True, **fast).numerics
+    )
+    assert (went_on[0].reduce, went_on[0].blocks) == ("fast", 1)
+    with pytest.raises(MpipipeError, match="reduce = 'fast' adds up in no blocks, but blocks = 2"):
+        alone(lambda comm: pipeline(comm, reduce="fast", blocks=2))
+
+
 def doubled(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
     total, weight = loss(outputs, batch)
     return 2.0 * total, weight

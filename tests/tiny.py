@@ -163,6 +163,7 @@ class Case:
     evaluate: bool = False  # after each step, on a batch that does not divide either
     steps: int = STEPS
     bits: str = "torch"
+    reduce: str = "exact"
 
     def __str__(self) -> str:
         plain = Case(self.model)
@@ -187,7 +188,7 @@ class Case:
         return Numerics(
             batch=self.batch, micro_batch=self.rows, micro_batches=self.micro_batches, blocks=self.blocks,
             threads=1, bits=self.bits, gemm="mkl", precision=self.precision, tied=self.tied, op_table={},
-            torch=torch.__version__, instruction_set="", seed=SEED,
+            torch=torch.__version__, instruction_set="", seed=SEED, reduce=self.reduce,
         )  # fmt: skip
 
     @property

@@ -41,7 +41,7 @@ class Costing:
         numerics = numerics_of(
             batch=t.batch, micro_batches=self.counts[0], blocks=blocks, threads=machine.threads,
             gemm="mkl" if asked == "auto" else asked, precision=t.precision, tied=p.tied, bits=t.bits,
-            seed=t.seed,
+            seed=t.seed, reduce=p.reduce,
         )  # fmt: skip
         schedules = schedules_of(schedule_name(config))
         self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks, recompute=p.recompute)
@@ -61,7 +61,7 @@ class Costing:
         p = self._pipeline
         blocks, count = p.blocks, None if p.micro_batches == "auto" else p.micro_batches
         if blocks == "auto":
-            blocks = even_blocks(count, batch, n_ranks)
+            blocks = 1 if p.reduce == "fast" else even_blocks(count, batch, n_ranks)
         return blocks, counts_of(batch, blocks) if count is None else (count,)
 
     def asked_on(self, n_ranks: int) -> Asked:

@@ -279,6 +279,7 @@ class PipelineConfig(Section):
     micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
     blocks: Positive | Literal["auto"] = 1  # equal blocks of additions, which replicas share; auto = by ranks
     replicas: Positive | Sizes | Literal["auto"] = "auto"  # of all stages, or of each; auto = fastest
+    reduce: Literal["exact", "fast"] = "exact"  # sums of replicas: the bits of one, or any number of replicas
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
     receive_window: Positive = 4  # receives posted ahead per rank
@@ -293,6 +294,8 @@ class PipelineConfig(Section):
                 f"pipeline.blocks = {self.blocks} does not divide "
                 f"pipeline.micro_batches = {self.micro_batches}"
             )
+        if self.reduce == "fast" and blocks not in ("auto", 1):
+            yield f"pipeline.reduce = fast adds up in no blocks, but pipeline.blocks = {blocks}; leave it out"
 
 
 class KernelsConfig(Section):

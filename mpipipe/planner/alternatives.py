@@ -187,7 +187,7 @@ class _Asked:
     def _other_copies(self) -> Iterator[Alternative]:
         """All even numbers, and of unlike ones those that promise most."""
         numerics, schedule = self.plan.numerics, self.plan.layout.schedule
-        for copies in legal_copies(numerics.blocks):
+        for copies in legal_copies(numerics):
             if copies != self.shape and self.n_ranks % copies == 0:
                 yield self._planned_with(replicas_text(copies), schedule, copies)
         for shape in promising_shapes(self.costs, numerics, self.n_ranks)[:1]:
@@ -216,10 +216,11 @@ class _Asked:
     def _micro_batches(self) -> Iterator[Alternative]:
         n = self.plan.numerics
         for count in (n.micro_batches // 2, n.micro_batches * 2):
-            if count < 1 or count % self.n_copies:
+            if count < self.n_copies or (n.reduce == "exact" and count % self.n_copies):
                 continue
             batch = n.batch * count // n.micro_batches
-            numerics = replace(n, micro_batches=count, batch=batch, blocks=self.n_copies)
+            blocks = self.n_copies if n.reduce == "exact" else 1
+            numerics = replace(n, micro_batches=count, batch=batch, blocks=blocks)
             p = self._expected(self.cuts, numerics=numerics)
             name = f"{count} micro-batches, batch {numerics.batch}"
             yield self._judged(name, p, numerics.batch, lambda p: f"per sample; {self._bubbles(p)}")
@@ -264,7 +265,7 @@ class _Asked:
         """With the schedule of the plan; where that was chosen, and does not fit there, with 1f1b."""
         layout, costs = self.plan.layout, replace(self.costs, cluster=cluster)
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
-        copies = max(n for n in legal_copies(numerics.blocks) if n <= self.n_copies and n_ranks % n == 0)
+        copies = max(n for n in legal_copies(numerics) if n <= self.n_copies and n_ranks % n == 0)
         *chosen, last = dict.fromkeys((layout.schedule, PLAIN[0] if self.chosen else layout.schedule))
         how = layout.receive_window, self.names, n_ranks, copies, self.recompute
         for schedule in chosen:

@@ -7,6 +7,11 @@ blocks, and each has a power of two of them. So the bits are those of any other 
 Stages may have unlike numbers of copies, such as 15 and 1. Of two legal numbers the smaller one divides the
 larger one, so a copy of a stage with fewer serves as many copies of the others as any: it takes turns between
 their micro-batches, and adds up those of each apart.
+
+Fast copies (`Numerics.reduce`): there are no blocks, each copy adds up its micro-batches in order, and these
+sums are added as they meet. So there may be any number of copies, with unlike shares of the micro-batches.
+Bits are then a function of that number; with unlike numbers of copies also of the cuts, and where shares
+differ of the schedule.
 """
 
 from __future__ import annotations
@@ -18,16 +23,18 @@ from typing import TypeVar
 from mpipipe.errors import PlanError
 from mpipipe.planner.sizes import counted
 from mpipipe.planner.stages import bounds, in_order, own_bytes, stage_costs
-from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost
+from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost, share_of
 
 Order = tuple[int, ...]  # the rank of each stage
 Copies = int | tuple[int, ...]  # of the whole pipeline, or of each stage
 Name = TypeVar("Name", bound=Hashable)
 
 
-def legal_copies(blocks: int) -> tuple[int, ...]:
+def legal_copies(numerics: Numerics) -> tuple[int, ...]:
     """Ascending."""
-    return tuple(n for n in range(1, blocks + 1) if n == 1 or _whole_sub_trees(n, blocks))
+    if numerics.reduce == "fast":
+        return tuple(range(1, numerics.micro_batches + 1))
+    return tuple(n for n in range(1, numerics.blocks + 1) if n == 1 or _whole_sub_trees(n, numerics.blocks))
 
 
 def _whole_sub_trees(n_copies: int, blocks: int) -> bool:
@@ -37,15 +44,25 @@ def _whole_sub_trees(n_copies: int, blocks: int) -> bool:
 
 def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
     """Raises PlanError where so many copies would have other bits, or do not share the ranks evenly."""
-    legal = legal_copies(numerics.blocks)
+    legal, most = legal_copies(numerics), most_copies(copies)
     of_stages = (copies,) if isinstance(copies, int) else copies
     for n_copies in of_stages:
+        if n_copies not in legal and numerics.reduce == "fast":
+            raise PlanError(
+                f"{counted(n_copies, 'replica')} with pipeline.micro_batches = {numerics.micro_batches}: "
+                f"each does one at least; use {numerics.micro_batches} at most, or more micro-batches"
+            )
         if n_copies not in legal:
             raise PlanError(
                 f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a "
                 f"whole sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}, or as many blocks "
                 f"as {n_copies} or a power of two times that, which must divide micro_batches = "
-                f"{numerics.micro_batches}"
+                f"{numerics.micro_batches}; or pipeline.reduce=fast, where any number will do"
+            )
+        if most % n_copies:
+            raise PlanError(
+                f"replicas {shape_text(copies)}: {n_copies} does not divide {most}, the most of any stage; "
+                f"use {' or '.join(str(n) for n in legal if most % n == 0)}"
             )
     if isinstance(copies, tuple):
         if sum(copies) != n_ranks:
@@ -157,6 +174,11 @@ def most_copies(copies: Copies) -> int:
     return copies if isinstance(copies, int) else max(copies)
 
 
+def largest_share(n_micro: int, copies: Copies) -> int:
+    """Micro-batches of copy 0 of the pipeline: no other has more."""
+    return len(share_of(0, most_copies(copies), n_micro))
+
+
 def ranks_in_each(copies: Copies, n_ranks: int) -> int:
     """Ranks that a micro-batch goes through."""
     return n_ranks // copies if isinstance(copies, int) else len(copies)
@@ -211,7 +233,7 @@ def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageC
 def _sums_apart(blocks: int, n_copies: int, of_stage: int) -> int:
     """How many sums of gradients a rank holds beyond those of `Costs.held_per_param_byte`, where it adds up
     the micro-batches of several copies of the pipeline apart."""
-    if of_stage == n_copies:
+    if of_stage == n_copies or blocks == 1:
         return 0
     counted_ones = blocks.bit_length() if of_stage == 1 else (blocks // of_stage).bit_length() - 1
     return n_copies // of_stage * (blocks // n_copies).bit_length() - 1 - counted_ones

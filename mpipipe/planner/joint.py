@@ -25,6 +25,7 @@ from mpipipe.planner.copies import (
     Copies,
     check_copies,
     fastest_copy,
+    largest_share,
     legal_copies,
     most_copies,
     ranks_in_each,
@@ -176,7 +177,7 @@ def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Cop
     """Numbers of copies to choose from: of the pipeline, or of each stage where they are given so. Raises
     PlanError for one that does not fit."""
     if replicas == "auto":
-        return tuple(n for n in legal_copies(numerics.blocks) if n_ranks % n == 0)
+        return tuple(n for n in legal_copies(numerics) if n_ranks % n == 0)
     check_copies(replicas, n_ranks, numerics)
     if isinstance(replicas, tuple) and len({*replicas}) == 1:
         return (replicas[0],)
@@ -217,7 +218,8 @@ def search(
         return count not in first, (count + asked.n_ranks - 1) * slowest[count]
 
     finder = _Finder(asked, late)
-    finder.exact = not asked.uneven or len(legal_copies(asked.numerics.blocks)) == 1  # a few shapes of many
+    alone = all(len(legal_copies(asked.of(count))) == 1 for count in asked.counts)
+    finder.exact = not asked.uneven or alone  # else only a few shapes of many are looked at
     for count in sorted(asked.counts, key=promise):
         shapes = promising_shapes(costs[count], asked.of(count), asked.n_ranks) if asked.uneven else []
         for copies in (*asked.copies, *shapes):
@@ -245,7 +247,7 @@ class _Finder:
     def look(self, count: int, costs: Costs, copies: Copies) -> None:
         """All schedules with one number of micro-batches and of copies, unless its bound rules it out."""
         whole_s, bound_s = self._bounds_s(count, costs, copies)
-        n_ranks, share = ranks_in_each(copies, self.asked.n_ranks), count // most_copies(copies)
+        n_ranks, share = ranks_in_each(copies, self.asked.n_ranks), largest_share(count, copies)
         several = len(self.asked.schedules) > 1
         for schedule in self.asked.schedules[: None if n_ranks > 1 else 1]:  # one rank never waits
             if several and isinstance(copies, tuple) and not has_one_stage_each(schedule, len(copies)):
@@ -266,7 +268,7 @@ class _Finder:
         norm_s = norm_seconds(costs.cluster, self.asked.n_ranks)
         if isinstance(copies, tuple):
             return 2 * (uneven_bound_s(costs, count, max(copies), self.asked.n_ranks, norm_s),)
-        n_ranks, share = self.asked.n_ranks // copies, count // copies
+        n_ranks, share = self.asked.n_ranks // copies, largest_share(count, copies)
         of_copy = fastest_copy(costs, self.asked.n_ranks, copies)
         bound_s = share * _bottleneck_s(of_copy, n_ranks)
         if bound_s < self.best_s * ROUNDING < math.inf and not self.late():
@@ -300,7 +302,7 @@ class _Finder:
     def _why_not(self, schedule: str, numerics: Numerics, copies: Copies) -> str:
         """Why there is no such order; "" where there is."""
         n_ranks = ranks_in_each(copies, self.asked.n_ranks)
-        count = numerics.micro_batches // most_copies(copies)
+        count = largest_share(numerics.micro_batches, copies)
         try:
             order = build(schedule, stages_on(schedule, n_ranks), count, n_ranks)
             check(order)

@@ -84,14 +84,14 @@ def lower(
 
 def _check_local_ties(schedule: Schedule, pairs: Iterable[Pair]) -> None:
     """On one rank no message makes an owner wait for its users: the order itself must."""
-    for user, owner in pairs:
-        rank = schedule.rank_of_stage[owner]
-        if schedule.rank_of_stage[user] != rank:
+    for (user, owner), (copy, ranks) in itertools.product(pairs, enumerate(schedule.copies)):
+        rank = ranks[owner]
+        if ranks[user] != rank:
             continue
         codes = schedule.codes[rank]
         done = codes[np.isin(codes[:, 0], (Op.B, Op.W))]
         last = {(stage, micro): place for place, (_, stage, micro) in enumerate(done.tolist())}
-        for micro in schedule.share(0):
+        for micro in schedule.share(copy):
             if last[owner, micro] < last[user, micro]:
                 raise PlanError(
                     f"rank {rank} does the weight gradient of stage {owner}, micro-batch {micro}, before "

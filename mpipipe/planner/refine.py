@@ -144,7 +144,11 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
         Op.I: [s.bwd_input_s for s in stages], Op.W: [s.bwd_weight_s + s.split_s for s in stages],
         Op.STEP: [s.step_s for s in stages],
     }  # fmt: skip
-    of_stage = {op: np.reshape(seconds, (copies, -1)).mean(axis=0) for op, seconds in planned.items()}
+    shares = [len(measured.program.share(copy)) for copy in range(copies)]
+    of_stage = {
+        op: np.average(np.reshape(seconds, (copies, -1)), 0, None if op == Op.STEP else shares)
+        for op, seconds in planned.items()
+    }
     ratios: Seconds = {}
     for op, seconds in took.items():
         expected = counts[op] * of_stage[op]

@@ -24,8 +24,10 @@ from mpipipe.planner.copies import (
     check_copies,
     check_order,
     fastest_copy,
+    largest_share,
     loaded,
     placements,
+    replicas_text,
     shape_of,
     shape_text,
     stages_in,
@@ -98,7 +100,12 @@ def make_plan(
     check_copies(n_copies, n_ranks, numerics)
     if not isinstance(n_copies, int):
         return _uneven(costs, numerics, schedule, receive_window, group_names, n_copies, recompute)
-    n_micro, n_each = numerics.micro_batches // n_copies, n_ranks // n_copies
+    n_micro, n_each = largest_share(numerics.micro_batches, n_copies), n_ranks // n_copies
+    if schedule == PLANNED and numerics.micro_batches % n_copies:
+        raise PlanError(
+            f"{PLANNED} with {replicas_text(n_copies)}: all have one order, so {numerics.micro_batches} "
+            f"micro-batches would have to be a multiple of {n_copies}; choose another schedule"
+        )
     check_counts(replace(costs, copies=n_copies), n_micro, schedule, n_each)
     n_stages = stages_on(schedule, n_each)
     check_stages(n_stages, len(costs.groups), n_copies)
@@ -143,7 +150,7 @@ def _uneven(
     copies: tuple[int, ...], recompute: Wish,
 ) -> tuple[Plan, Program]:  # fmt: skip
     """With so many copies of each stage, on ranks that follow each other."""
-    n_micro, n_stages = numerics.micro_batches // max(copies), len(copies)
+    n_micro, n_stages = largest_share(numerics.micro_batches, copies), len(copies)
     check_counts(replace(costs, copies=max(copies)), n_micro, schedule, n_stages)
     if not has_one_stage_each(schedule, n_stages):
         raise PlanError(
@@ -204,7 +211,7 @@ def _plan_in(
         prediction = predict(costs, layout, program, group_names, bound_s(program))[0]
         return Plan(numerics, layout, prediction, costs)
 
-    work = len(ranks) * numerics.micro_batches // max(map(len, ranks))
+    work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
     best = _refine(plan, starts, len(group_names), work)
     return best, laid(cut_indices(best.layout, group_names))[1]
 
@@ -217,7 +224,7 @@ def _planned(costs: Costs, layout: Layout, cuts: Cuts, numerics: Numerics) -> tu
     room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
     free = [min(room[rank] for rank in on) for on in layout.ranks]
     schedule = zb_planned(
-        stages, numerics.micro_batches // layout.n_copies, free,
+        stages, largest_share(numerics.micro_batches, layout.n_copies), free,
         [*(link.seconds(s.act_bytes) for link, s in zip(links, stages[:-1], strict=True)), 0.0],
         [0.0, *(link.seconds(s.grad_bytes) for link, s in zip(links, stages[1:], strict=True))],
         layout.receive_window,

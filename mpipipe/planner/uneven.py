@@ -43,8 +43,8 @@ def promising_shapes(costs: Costs, numerics: Numerics, n_ranks: int) -> list[Sha
     n_groups, found = len(costs.groups), dict[Shape, float]()  # seconds of the slowest stage
     if n_ranks > MOST_RANKS or n_groups > MOST_GROUPS:
         return []
-    for most in legal_copies(numerics.blocks)[1:]:
-        legal = tuple(n for n in legal_copies(numerics.blocks) if n <= most)
+    for most in legal_copies(numerics)[1:n_ranks]:
+        legal = tuple(n for n in legal_copies(numerics) if n <= most and most % n == 0)
         most_stages = min(MOST_STAGES, n_groups, n_ranks - 1)
         table = _Table(costs, [legal] * most_stages, n_ranks)
         for n_stages in range(2, most_stages + 1):

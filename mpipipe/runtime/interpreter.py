@@ -125,6 +125,7 @@ class Interpreter:
         self.share = program.share_on(self.comm.rank)
         self.rank_of_stage = program.copies[self.served.start]  # the same ones are this one in all of them
         self.trees = {s: Tree() for s in self.stages}
+        self.undone = dict.fromkeys(self.stages, len(self.share))  # micro-batches
         self.outcome = Outcome(np.zeros((len(instrs), 2)), np.zeros(len(instrs), np.int64))
         self.act: dict[Key, list[Tensor]] = {}
         self.out: dict[Key, list[Tensor]] = {}
@@ -283,14 +284,19 @@ class Interpreter:
         self._return_arrived(stage)
 
     def _served_of(self, micro: int) -> int:
-        """Which of the copies of the pipeline that this rank is in does a micro-batch, counted from 0."""
+        """Whose sums a micro-batch adds to, of the copies of the pipeline that this rank is in, from 0."""
+        if self.numerics.reduce == "fast":
+            return 0
         return (micro - self.share.start) * len(self.served) // len(self.share)
 
     def _add_apart(self, i: Instr) -> None:
         self.stages[i.stage].weights.add_to(self._served_of(i.micro))
 
     def _end_of_block(self, i: Instr) -> None:
-        n_blocks, done = self.numerics.blocks, i.micro + 1
+        n_blocks, done, n_copies = self.numerics.blocks, i.micro + 1, self.stages[i.stage].weights.n_copies
+        self.undone[i.stage] -= 1
+        if self.undone[i.stage] == 0 and self.numerics.reduce == "fast" and n_copies > 1:
+            self.copies[i.stage].begin()
         if n_blocks == 1 or done % (self.program.n_micro // n_blocks):
             return
         served = self._served_of(i.micro)

@@ -48,7 +48,7 @@ class Trainer:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.program = self._program(len(self.bounds), train=True)
         owner, self.copy = variants.stage_of_param(layout.cuts), self.program.copy_on(comm.rank)
-        n_shares = len(self.program.copies_on(comm.rank))
+        n_shares = 1 if numerics.reduce == "fast" else len(self.program.copies_on(comm.rank))
         stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves

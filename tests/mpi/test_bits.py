@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import built_in_tiny
@@ -98,13 +99,21 @@ def test_the_bits_of_one_rank_with_backwards_in_two_or_several_stages(
 def test_the_bits_of_one_rank_with_replicas(comm: MpiCommunicator, case: Case) -> None:
     """Two and four, of 4 ranks also two of two stages; three with 6 blocks; and unlike numbers for each
     stage, such as 2+1 and 1+2+1."""
-    legal = legal_copies(case.blocks)
+    legal = legal_copies(case.numerics)
     even = [n for n in legal if n > 1 and comm.size % n == 0]
     unlike = [shape for p in (2, 3) for shape in itertools.product(legal, repeat=p)
               if sum(shape) == comm.size and len({*shape}) > 1]  # fmt: skip
     for copies in (*even, *unlike):
         got = tiny.train(comm, case, copies=copies)
         expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_fast_replicas_of_equal_shares_give_the_bits_of_as_many_blocks(comm: MpiCommunicator) -> None:
+    fast = Case("conv and norm", batch=25, micro_batches=12, evaluate=True, steps=2, reduce="fast")
+    exact = replace(fast, reduce="exact", blocks=comm.size)
+    got = tiny.train(comm, fast, copies=comm.size)
+    expect_bits_of_one_rank(comm, str(exact), got, lambda one: tiny.train(one, exact), keep=False)
 
 
 @pytest.mark.parametrize(

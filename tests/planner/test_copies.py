@@ -11,6 +11,7 @@ from planner_cases import HUGE, cluster, uniform
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, lower, make_plan, predict, program_for, prove
 from mpipipe.planner.copies import (
+    Copies,
     check_copies,
     even_blocks,
     legal_copies,
@@ -32,6 +33,10 @@ TIE = (StageTie(0, (1,), 100),)
 
 def numerics(n_micro: int, blocks: int, tied: str = "per_use", bits: str = "torch") -> Numerics:
     return Numerics(4 * n_micro, 4, n_micro, blocks, 1, bits, "mkl", "fp32", tied, {}, "2", "x", 0)
+
+
+def fast(n_micro: int) -> Numerics:
+    return dataclasses.replace(numerics(n_micro, 1), reduce="fast")
 
 
 def names(costs: Costs) -> list[str]:
@@ -67,9 +72,13 @@ def test_legal_copies_are_those_whose_sums_are_whole_sub_trees() -> None:
             each = blocks // n
             parts = [sum_of_blocks(c * each, (c + 1) * each) for c in range(n)] if blocks % n == 0 else []
             whole = all(part in sum_of_blocks(0, blocks) for part in parts) and each & (each - 1) == 0
-            assert (n in legal_copies(blocks)) == (n == 1 or (bool(parts) and whole)), (blocks, n)
-    assert legal_copies(6) == (1, 3, 6)
-    assert legal_copies(8) == (1, 2, 4, 8)
+            assert (n in legal_copies(numerics(blocks, blocks))) == (n == 1 or (bool(parts) and whole)), (
+                blocks,
+                n,
+            )
+    assert legal_copies(numerics(12, 6)) == (1, 3, 6)
+    assert legal_copies(numerics(8, 8)) == (1, 2, 4, 8)
+    assert legal_copies(fast(5)) == (1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,33 @@ def test_other_numbers_are_refused_naming_the_legal_ones(n_copies: int, n_ranks:
     blocks = 1 if "blocks = 1" in words else 4
     with pytest.raises(PlanError, match=words):
         check_copies(n_copies, n_ranks, numerics(12, blocks))
+
+
+@pytest.mark.parametrize(
+    ("copies", "n_ranks", "words"),
+    [
+        (7, 7, "7 replicas with pipeline.micro_batches = 6: each does one at least; use 6 at most"),
+        ((5, 2), 7, r"replicas 5\+2: 2 does not divide 5, the most of any stage; use 1 or 5"),
+        (4, 6, "4 replicas on 6 ranks: each has equally many; start 4 or 8 ranks"),
+    ],
+)
+def test_fast_copies_have_work_and_serve_equally_many(copies: Copies, n_ranks: int, words: str) -> None:
+    check_copies(5, 10, fast(6))
+    check_copies((6, 3, 1), 10, fast(6))
+    with pytest.raises(PlanError, match=words):
+        check_copies(copies, n_ranks, fast(6))
+
+
+def test_copies_with_unlike_shares_take_as_long_as_the_largest_one() -> None:
+    """Eight micro-batches on three ranks: three for the first of them."""
+    costs = uniform(3, 3)
+    plan, program = make_plan(costs, fast(8), "1f1b", 4, names(costs), 3, 3)
+    assert [len(program.share(copy)) for copy in range(3)] == [3, 3, 2]
+    nine, _ = make_plan(costs, fast(9), "1f1b", 4, names(costs), 3, 3)
+    assert plan.prediction.step_s == nine.prediction.step_s
+    assert plan.prediction.lower_bound_s <= plan.prediction.step_s
+    with pytest.raises(PlanError, match="8 micro-batches would have to be a multiple of 3"):
+        make_plan(costs, fast(8), "zb-planned", 4, names(costs), 3, 3)
 
 
 def test_blocks_are_picked_for_the_ranks_that_may_come() -> None:

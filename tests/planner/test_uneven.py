@@ -44,7 +44,9 @@ def test_the_best_cuts_and_copies_are_those_of_brute_force() -> None:
         costs = chain(seconds, n_ranks)
         for n_stages in (2, 3):
             shapes = [
-                s for s in itertools.product(legal_copies(blocks), repeat=n_stages) if sum(s) == n_ranks
+                s
+                for s in itertools.product(legal_copies(numerics(8, blocks)), repeat=n_stages)
+                if sum(s) == n_ranks
             ]
             for shape in shapes:
                 best = min(slowest_s(seconds, cuts, shape) for cuts in all_cuts(6, n_stages))
@@ -52,7 +54,7 @@ def test_the_best_cuts_and_copies_are_those_of_brute_force() -> None:
                 assert balanced(costs, shape)[1] == pytest.approx(best)
         found = promising_shapes(costs, numerics(8, blocks), n_ranks)
         every = [
-            s for p in (2, 3, 4, 5) for s in itertools.product(legal_copies(blocks), repeat=p)
+            s for p in (2, 3, 4, 5) for s in itertools.product(legal_copies(numerics(8, blocks)), repeat=p)
             if sum(s) == n_ranks and len({*s}) > 1
         ]  # fmt: skip
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -142,6 +143,43 @@ def test_unlike_numbers_of_copies_give_the_bits_of_one_rank(
 ) -> None:
     got = train_local(case, sum(copies), schedule, window=16, copies=copies)
     assert differences(one_stage(case, 1), got) == []
+
+
+FAST = [  # (case, schedule, ranks, copies)
+    (Case("gpt", batch=15, micro_batches=8, evaluate=True, reduce="fast"), "zb-v", 4, 2),
+    (Case("conv and norm", batch=13, micro_batches=6, evaluate=True, reduce="fast"), "1f1b", 3, 3),
+    (Case("thrice", batch=12, micro_batches=6, tied="eager", reduce="fast"), "gpipe", 6, 6),
+    (Case("gpt", bits="fast", batch=15, micro_batches=5, reduce="fast"), "1f1b", 5, 5),
+]
+
+
+@pytest.mark.parametrize(("case", "schedule", "ranks", "copies"), FAST, ids=str)
+def test_fast_copies_with_equal_shares_add_up_as_so_many_blocks(
+    case: Case, schedule: str, ranks: int, copies: int
+) -> None:
+    got = train_local(case, ranks, schedule, window=16, copies=copies)
+    assert differences(one_stage(replace(case, reduce="exact", blocks=copies), 1), got) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule", "copies"),
+    [
+        (Case("gpt", batch=15, micro_batches=8, evaluate=True, reduce="fast"), "1f1b", (3,)),
+        (Case("gpt", batch=14, micro_batches=7, reduce="fast"), "zb-h1", (5,)),
+        (Case("conv and norm", batch=11, micro_batches=5, evaluate=True, reduce="fast"), "1f1b", (2, 1)),
+        (Case("thrice", batch=12, micro_batches=7, tied="eager", reduce="fast"), "gpipe", (1, 3)),
+        (Case("skips", batch=16, micro_batches=8, reduce="fast"), "zb-h1", (1, 6, 3)),
+    ],
+    ids=str,
+)
+def test_fast_copies_of_any_number_train_as_one_but_for_rounding(
+    case: Case, schedule: str, copies: tuple[int, ...]
+) -> None:
+    how = copies[0] if len(copies) == 1 else copies
+    got = train_local(case, sum(copies), schedule, window=16, copies=how)
+    for name in ("losses", "norms", *(["validation"] if case.evaluate else [])):
+        found, expected = ([float.fromhex(x) for x in r[name]] for r in (got, one_stage(case, 1)))
+        assert found == pytest.approx(expected, rel=1e-4), name
 
 
 def test_optimizer_state_is_on_one_copy_each() -> None:
