@@ -71,7 +71,7 @@ PARTS = (  # owner, function, name of the part
     (mpipipe.measuring.Measuring, "messages", "probe of messages"),
     (mpipipe.measuring.Measuring, "gemm", "probe of products"),
     (mpipipe.measuring, "measure", "costs"),
-    (mpipipe.pipeline.Pipeline, "_plan", "plan"),
+    (mpipipe.pipeline.Pipeline, "plan_for", "plan"),
     (mpipipe.pipeline, "Trainer", "weights"),
     (mpipipe.pipeline.Pipeline, "_rehearse", "rehearsal"),
     (mpipipe.running.Run, "_make_room", "room for saves"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from mpipipe.cluster.comm import Communicator
@@ -11,6 +11,13 @@ from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.joint import Replicas
 from mpipipe.state.digests import tensor_digest, weights_sha256
+from mpipipe.values import RECOMPUTE
+
+CHOICES = {
+    "precision": ("fp32", "bf16"), "tied": ("per_use", "eager"), "gemm": ("auto", "mkl", "onednn"),
+    "unused": ("error", "keep"), "bits": ("torch", "fast"), "recover": ("restart", "mpi"),
+    "recompute": ("auto", *RECOMPUTE), "reduce": ("exact", "fast"),
+}  # fmt: skip
 
 
 def check_counts(
@@ -42,11 +49,11 @@ def check_metrics(names: Sequence[str]) -> None:
         raise MpipipeError("a metric is called 'loss', as the loss is in every evaluation; rename it")
 
 
-def check_choices(given: Mapping[str, tuple[str, Sequence[str]]]) -> None:
-    """given: name -> (value, what it may be)."""
-    for name, (value, choices) in given.items():
-        if value not in choices:
-            raise MpipipeError(f"{name} = {value!r}; expected one of {', '.join(map(repr, choices))}")
+def check_choices(**given: str) -> None:
+    """given: as `CHOICES` calls it."""
+    for name, value in given.items():
+        if value not in CHOICES[name]:
+            raise MpipipeError(f"{name} = {value!r}; expected one of {', '.join(map(repr, CHOICES[name]))}")
 
 
 def check_given(comm: Communicator, source: ModelSource) -> None:

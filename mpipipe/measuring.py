@@ -6,7 +6,7 @@ who moves messages   which library multiplies   which operators are our own   wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mpipipe.cluster import overlap as overlapping
 from mpipipe.cluster.comm import Communicator
@@ -21,7 +21,7 @@ from mpipipe.runtime.op_table import Decision, decide, in_words, table_name
 from mpipipe.runtime.optimizer import Optimizer
 from mpipipe.runtime.setting import set_gemm_route
 from mpipipe.state.costs import CostCache
-from mpipipe.values import Gemm, Numerics
+from mpipipe.values import Cluster, Gemm, Numerics
 
 
 @dataclass
@@ -31,6 +31,8 @@ class Measuring:
     comm: Communicator
     cache: CostCache
     say: Callable[[str], object]
+    working: tuple[int, ...]  # ranks that are planned for; all are timed
+    cluster: Cluster = field(init=False)  # of all ranks, as they were timed last
 
     def messages(self) -> str:
         """Who moves messages on while ranks compute, for people."""
@@ -77,11 +79,12 @@ class Measuring:
         self, optimizer: Optimizer, memory: PeakMemory, memory_bytes: int | None, data: Dataset,
         variants: Variants, numerics: Numerics, before: Measured | None = None,
     ) -> Measured:  # fmt: skip
-        """Of the groups, as far as they hold from the runs before."""
+        """Of the groups, as far as they hold from the runs before, on the ranks that are planned for."""
         known = self.cache.read() if self.comm.rank == 0 else {}
         found = measure(self.comm, variants, numerics, optimizer, memory, memory_bytes, known, before)
         if self.comm.rank == 0:
             self.cache.write(found.samples)
         rows = numerics.micro_batch
         costs = with_loading(found.costs, variants.graph, data, rows, self.comm, numerics.threads)
-        return replace(found, costs=costs)
+        self.cluster = costs.cluster
+        return replace(found, costs=replace(costs, cluster=self.cluster.in_order(self.working)))

@@ -9,15 +9,13 @@ notebook, or started without mpirun, there is one rank. `mpipipe.train` is a use
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,11 +24,10 @@ from torch.utils import _pytree as pytree
 from mpipipe import __version__, ops
 from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
 from mpipipe.cluster.agree import agree, surroundings
-from mpipipe.cluster.comm import Communicator, RankLost
+from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.cluster.node import cache_folder
-from mpipipe.cluster.spares import check_spares, first_working, listed, next_working
-from mpipipe.cluster.survivors import check_tolerant
+from mpipipe.cluster.spares import SharedWork
 from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
 from mpipipe.data.user import as_batch, from_user
@@ -42,21 +39,20 @@ from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.measuring import Measuring
 from mpipipe.models.losses import from_mean
-from mpipipe.planner.copies import Copies, ranks_in_each, shape_of
+from mpipipe.planner.copies import ranks_in_each
 from mpipipe.planner.given import check_given as check_given_plan
 from mpipipe.planner.given import check_ranks
 from mpipipe.planner.joint import Asked, Replicas, copies_of, counts_of, schedules_of, search
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish, check_stages
-from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen
 from mpipipe.report.plan_file import read_plan
 from mpipipe.runtime.costing import Measured, device_kind
-from mpipipe.runtime.foreign import Factory, UserOptimizer
+from mpipipe.runtime.foreign import Factory, optimizer_of
 from mpipipe.runtime.interpreter import Outcome
-from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, described
+from mpipipe.runtime.optimizer import OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import resident_memory, world
 from mpipipe.runtime.rehearsal import rehearse
@@ -66,17 +62,14 @@ from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.costs import CostCache
 from mpipipe.state.gather import collect, together
-from mpipipe.state.mirrors import Found
 from mpipipe.state.parts import Beside
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
-from mpipipe.survival import Recovery, Survival, fits_still, stays_as_it_is
-from mpipipe.values import RECOMPUTE, Plan, Program, from_json, to_json
+from mpipipe.survival import Newest, Recovery, Survival
+from mpipipe.values import Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
-Newest = Callable[[Communicator, int], Path | None]  # a checkpoint of more steps than that
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class Step:
     stop: bool  # a rank was asked to stop
 
 
-class Pipeline:
+class Pipeline(SharedWork):
     """A model in training, cut over the ranks. Collective, as all its methods are.
 
     model      a module, a function that makes one (each rank then builds its own part only), or a list
@@ -177,55 +170,45 @@ class Pipeline:
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        self.world = self.comm = comm = world() if comm is None else comm
+        comm = world() if comm is None else comm
         check_metrics(list(metrics or ()))
         check_choices(
-            {
-                "precision": (precision, ("fp32", "bf16")), "tied": (tied, ("per_use", "eager")),
-                "gemm": (gemm, ("auto", "mkl", "onednn")), "unused": (unused, ("error", "keep")),
-                "bits": (bits, ("torch", "fast")), "recover": (recover, ("restart", "mpi")),
-                "recompute": (recompute, ("auto", *RECOMPUTE)), "reduce": (reduce, ("exact", "fast")),
-            }
+            precision=precision, tied=tied, gemm=gemm, unused=unused, bits=bits, recover=recover,
+            recompute=recompute, reduce=reduce,
         )  # fmt: skip
-        self.val_batch = val_batch or batch
-        check_spares(spares, comm.size, recover)
-        working, self._nodes = first_working(comm.node_of_rank, spares), comm.node_of_rank
-        self.rank, self.size, self.spares = comm.rank, len(working), tuple[int, ...]()
-        self.recovers, self.mirror_every = recover == "mpi", mirror_every
-        if self.recovers:
-            check_tolerant(comm)
-        self._say = say if say is not None else print
-        self.memory = resident_memory()
+        super().__init__(comm, spares, recover, print if say is None else say)
+        self.val_batch, self.mirror_every, self.memory = val_batch or batch, mirror_every, resident_memory()
         folder = _one_folder(comm, resume)
         saved = None if folder is None else read_state(folder)
-        given_plan = plan if isinstance(plan, Plan | None) else read_plan(plan)
-        before = given_plan if saved is None else saved
+        given = plan if isinstance(plan, Plan | None) else read_plan(plan)
+        before = given if saved is None else saved
         decided = None if before is None else before.numerics
         blocks = blocks_of(blocks, micro_batches, batch, self.size, decided, reduce)
         replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
         check_counts(batch, micro_batches, blocks, receive_window, replicas, reduce)
         count = micro_batches_of(micro_batches, batch, blocks, decided, new_numerics)
-        table = op_table_of(bits, decided, new_numerics)
+        table, route = op_table_of(bits, decided, new_numerics), gemm_of(gemm, decided)
         self.numerics = numerics_of(
             bits=bits, op_table=table, batch=batch, micro_batches=count or blocks, blocks=blocks,
-            threads=threads_of(comm, threads, saved, spares), gemm=gemm_of(gemm, decided) or "mkl",
+            threads=threads_of(comm, threads, saved, spares), gemm=route or "mkl",
             precision=precision, tied=tied, seed=seed, reduce=reduce,
         )  # fmt: skip
-        if saved is not None and not new_numerics:
-            check_numerics(saved.numerics, self.numerics)
+        kept = None if new_numerics else saved  # what must be as it was
+        if kept is not None:
+            check_numerics(kept.numerics, self.numerics)
         set_threads(self.numerics.threads)
         set_gemm_route(self.numerics.gemm)
-        self.optimizer = _optimizer(optimizer, clip, bits)
+        self.optimizer = optimizer_of(optimizer, clip, bits)
         self._agree(
             schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
             samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
             recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares,
-            checkpoint=saved and (saved.step, saved.weights_sha256), plan=given_plan and given_plan.hash,
+            checkpoint=saved and (saved.step, saved.weights_sha256), plan=given and given.hash,
         )  # fmt: skip
         called = str(plan) if isinstance(plan, str | Path) else "the plan"
-        if given_plan is not None:
-            check_ranks(given_plan.layout, self.size, called)
+        if given is not None:
+            check_ranks(given.layout, self.size, called)
 
         weights = None if folder is None else Reader(folder, "model")
         source = self._source(model, initial, weights)
@@ -247,32 +230,45 @@ class Pipeline:
 
         counts = (count,) if count is not None else counts_of(batch, blocks)
         most = replace(self.numerics, micro_batches=counts[0])
-        copies = (1,) if given_plan else copies_of(replicas, most, self.size)
+        copies = (1,) if given else copies_of(replicas, most, self.size)
         asked = Asked(
             self.numerics, counts, schedules_of(schedule), receive_window, self.size, copies, recompute,
             uneven=replicas == "auto",
         )  # fmt: skip
+
         usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
         kind = device_kind(self.numerics.instruction_set)
-        here = Measuring(comm, CostCache(cache_folder() if cost_cache else None, kind, self.say), self.say)
+        known = CostCache(cache_folder() if cost_cache else None, kind, self.say)
+        here = Measuring(comm, known, self.say, self.working)
         self.messages_why = here.messages()
-        self.numerics, self.gemm_why = here.gemm(gemm_of(gemm, decided), usual, self.numerics)
+        self.numerics, self.gemm_why = here.gemm(route, usual, self.numerics)
         self.numerics, self.ops_why = here.ops(table, usual, self.numerics)
         asked = replace(asked, numerics=self.numerics)
-        whole = partial(here.costs, self.optimizer, self.memory, memory_bytes, self.data)
-        timing = partial(self._of_working, working, whole)
+        timing = partial(here.costs, self.optimizer, self.memory, memory_bytes, self.data)
         settled = settle_micro_batches(comm, asked, lowered, timing) if count is None else None
         if settled is not None:
             self.numerics = settled.numerics
         self.variants = settled.variants if settled else lowered(self.numerics.micro_batch)
         check_trained(self.variants, unused)
-        if saved is not None and folder is not None and not new_numerics:
-            check_graph(folder, saved.graph, self.variants.graph.hash)
-        if given_plan is not None:
-            self._check_plan(given_plan, called)
-        if given_plan is None:
-            least = min(ranks_in_each(n, self.size) for n in copies)
-            check_stages(least, len(self.variants.graph.groups))
+        if kept is not None and folder is not None:
+            check_graph(folder, kept.graph, self.variants.graph.hash)
+        if given is not None:
+            self._check_plan(given, called)
+        else:
+            check_stages(min(ranks_in_each(n, self.size) for n in copies), len(self.variants.graph.groups))
+        self._plan_at_first(asked, given, settled, timing)
+
+        asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
+        self.survival = Survival(asked, here.cluster, source.initial, folder)
+        self.divide()
+        self.saver = Saver(self.comm)
+        if not self.waits:
+            self._begin(saved, weights)
+
+    def _plan_at_first(
+        self, asked: Asked, given: Plan | None, settled: Settled | None, timing: Callable[..., Measured]
+    ) -> None:
+        """Costs, those of the search where there was one, and the plan. Collective."""
         started = time.perf_counter()
         if settled is None:
             found = timing(self.variants, self.numerics)
@@ -280,40 +276,19 @@ class Pipeline:
         else:
             self.costs, self.timed = settled.costs, settled.timed
         self.memory.restart()  # what the timing took has been given back
-        self.plan = self._plan(asked, given_plan, settled)
+        self.plan = self.plan_for(asked, given, settled)
         self.planning_s = time.perf_counter() - started + (settled.seconds if settled else 0.0)
-        self._asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
-        self._initial, self._resumed = source.initial, folder
-        self.survival, self.steps_done = Survival(), 0
-        self._has_worked = self._within = False
-        self._noted: set[int] = set()  # spares that are known to be lost
-        self._divide(working)
-        self.saver = Saver(self.comm)
-        if self.waits:
-            return
-        self._build()
+
+    def _begin(self, saved: RunState | None, weights: Reader | None) -> None:
+        """What stands before the first step, on ranks that work. Collective."""
+        self.build()
         self._rehearse()
         if saved is not None and weights is not None:
-            self._resume(weights, saved)
+            self.resume(weights, saved)
         self.survival.begin(self.comm, self.plan.layout.mirror_every)
-        self._has_worked = True
 
-    def _of_working(self, working: tuple[int, ...], timing: Callable[..., Measured], *what: Any) -> Measured:
-        """What is timed on all ranks, with those alone that a plan is made for."""
-        found = timing(*what)
-        self._cluster = found.costs.cluster
-        return replace(found, costs=replace(found.costs, cluster=self._cluster.in_order(working)))
-
-    def _divide(self, working: tuple[int, ...]) -> None:
-        """The ranks, by their first numbers, into those that work and spares. Collective over all."""
-        names = self.world.members
-        self.working, self.spares = working, tuple(rank for rank in names if rank not in working)
-        part = None if working == names else self.world.part([names.index(rank) for rank in working])
-        self.comm = part or self.world  # of a spare, which makes no use of it
-        self.rank, self.size = (*working, *self.spares).index(names[self.world.rank]), len(working)
-
-    def _build(self) -> None:
-        """The trainer of the plan, with the weights that the source has now."""
+    def build(self) -> None:
+        """The trainer of the plan, with the weights that the source has now. Of the working ranks alone."""
         self.trainer = Trainer(
             self.comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample
         )
@@ -342,9 +317,9 @@ class Pipeline:
         numerics = {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)}
         agree(self.comm, {name: repr(value) for name, value in (numerics | settings).items()})
 
-    def _plan(self, asked: Asked, given: Plan | None, settled: Settled | None) -> Plan:
+    def plan_for(self, asked: Asked, given: Plan | None = None, settled: Settled | None = None) -> Plan:
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
-        model, plan and program."""
+        model, plan and program. Collective."""
         graph, comm = self.variants.graph, self.comm
         text = self.mirrors_why = self.search_why = ""
         failed = None
@@ -392,73 +367,6 @@ class Pipeline:
         """The instructions of one training step."""
         return self.trainer.program
 
-    def say(self, text: str) -> None:
-        """For people: one rank speaks."""
-        if self.rank == 0:
-            self._say(text)
-
-    def say_by(self, say: Callable[[str], object]) -> None:
-        """What takes the lines from here on."""
-        self._say = say
-
-    @property
-    def waits(self) -> bool:
-        """This rank is a spare; its `rank` is `size` or more."""
-        return self.rank >= self.size
-
-    def shared(self, work: Callable[[], T]) -> T:
-        """What the working ranks come to, or the error that they raise, on the spares too, which wait for it
-        meanwhile: with messages of their own, so that nobody misses one that is lost. Collective over all."""
-        if not self.spares or self._within:
-            return work()
-        if self.waits:
-            found, failed, self.steps_done = self.world.recv_object(self._place(self.working[0]))
-        else:
-            found, failed = self._done_within(work)
-            for spare in self.spares if self.rank == 0 else ():
-                with suppress(RankLost):
-                    self.world.send_object((found, failed, self.steps_done), self._place(spare))
-        if failed is not None:
-            raise failed
-        return found
-
-    def _done_within(self, work: Callable[[], T]) -> tuple[T | None, MpipipeError | None]:
-        self._within = True
-        try:
-            return work(), None
-        except MpipipeError as error:
-            return None, error
-        finally:
-            self._within = False
-
-    def _place(self, rank: int) -> int:
-        return self.world.members.index(rank)
-
-    def surviving(self, work: Callable[[], T], recover: Callable[[], object]) -> T:
-        """As `shared`; when a rank is lost, `recover` and then the work anew, where the ranks outlive it."""
-        lost = False
-        while True:
-            try:
-                if lost:
-                    recover()
-                return self.shared(work)
-            except RankLost:
-                if not self.recovers:
-                    raise
-                lost = True  # and here nothing refers to what failed any more
-
-    def lost_spares(self) -> tuple[int, ...]:
-        """By their first numbers, those that are known to be lost, and that nobody has missed."""
-        return tuple(rank for rank in self.world.gone() if rank in self.spares) if self.spares else ()
-
-    def _note_lost_spares(self) -> None:
-        gone = self.lost_spares()
-        if new := [rank for rank in gone if rank not in self._noted]:
-            self._noted.update(new)
-            self.world.end_gone()
-            left = listed([rank for rank in self.spares if rank not in gone])
-            self.say(f"mpipipe: lost rank {', '.join(map(str, new))}, which was a spare; {left} left")
-
     def step(self, stop: bool = False) -> Step:
         """One optimizer step on the next batch. `stop`: this rank was asked to stop, say so to all.
 
@@ -469,7 +377,7 @@ class Pipeline:
 
     def timed_step(self, stop: bool = False) -> tuple[Step, Outcome]:
         """As `step`, with the times of this rank's instructions; of the working ranks alone."""
-        self._note_lost_spares()
+        self.note_lost_spares()
         self.saver.poll()
         start = time.perf_counter()
         outcome = self.trainer.step(self.steps_done, stop=stop)
@@ -523,110 +431,12 @@ class Pipeline:
 
         Raises PlanError where the model does not fit the ranks that are left.
         """
-        started, before, lost = time.perf_counter(), self.steps_done, self.world.lost
-        abandoned = self.saver.abandon()
-        while True:
-            try:
-                source = self._go_on(checkpoint)
-                if not self.waits:
-                    self.saver.discard(abandoned)
-                    before = max(self.comm.allgather_object(before))  # some may have been a step further
-                break
-            except RankLost:  # one more
-                continue
-        gone = tuple(rank for rank in self.world.lost if rank not in lost)
-        took_s, replayed = time.perf_counter() - started, before - self.steps_done
-        return Recovery(gone, self.steps_done, replayed, source, took_s)
-
-    def _go_on(self, checkpoint: Newest) -> str:
-        vars(self).pop("trainer", None)
-        gc.collect()
-        self.world = self.world.survivors()
-        self._divide(next_working(self.working, self.world.members, self._nodes))
-        self.saver, comm = Saver(self.comm), self.comm
-        if self.waits:
-            return ""
-        self.plan = self._plan_for_those_left()
-        found, model = self.survival.find(comm), self.variants.source
-        folder = checkpoint(comm, -1 if found is None else found.key.step)
-        if found is not None and folder is None:
-            self._take_up(found)
-            source = "mirrors"
-            if not self.data.exact:
-                self.say("note: this recovery is not exact: the data is a plain iterable, and cannot go back")
-        else:
-            folder = folder or self._resumed
-            weights = None if folder is None else Reader(folder, "model")
-            model.begin_from(weights or self._initial)
-            self._build()
-            self.steps_done, source = 0, "the start"
-            if folder is not None and weights is not None:
-                self._resume(weights, read_state(folder))
-                source = str(folder)
-        self._begin_anew()
-        return source
+        return self.survival.recover(self, checkpoint)
 
     def plan_around(self, slower: Mapping[int, float]) -> tuple[bool, str]:
         """Between two steps: another layout, with the same bits, for ranks that compute by these factors
         longer than was predicted, if it is faster. Whether it is taken, and what to say of it. Collective."""
-        comm, before, by_first = self.comm, self.plan, self.comm.members
-        if not self.data.exact:
-            return False, "the plan stays: the data is a plain iterable, and cannot go back"
-        self._cluster = self._cluster.slowed({by_first[rank]: by for rank, by in slower.items()})
-        try:
-            plan = self._plan_anew(self._asked.schedules, (shape_of(before.layout),))
-        except MpipipeError as error:
-            return False, f"the plan stays: {error}"
-        stays, said = stays_as_it_is(self.costs, before, plan, self.program, self.variants.graph.groups)
-        if comm.bcast_object(stays):
-            return False, said
-        self.saver.finish()
-        self.saver = Saver(comm)  # without the copy of the state that the old one keeps
-        self.survival.keep(comm, self.steps_done, self.trainer)
-        found = self.survival.find(comm)
-        assert found is not None, "or it has raised"
-        self.trainer.close()
-        del self.trainer
-        gc.collect()
-        self.plan = plan
-        self._take_up(found)
-        self._begin_anew()
-        return True, said
-
-    def _plan_for_those_left(self) -> Plan:
-        """The plan as it is, where spares can do as it says; else another one. Collective."""
-        comm = self.comm
-        worked = comm.allgather_object(self._has_worked)
-        if len(set(worked)) > 1:  # a spare that takes over knows what was planned at the start
-            known = comm.bcast_object((self._cluster, self.costs, self.plan), worked.index(True))
-            self._cluster, self.costs, self.plan = known
-            self._has_worked = True
-        self.costs = replace(self.costs, cluster=self._cluster.in_order(comm.members))
-        if fits_still(self.costs, self.plan, self.variants.graph.groups):
-            return self._plan(self._asked, self.plan, None)
-        schedules = tuple(dict.fromkeys([*self._asked.schedules, PLAIN[0]]))  # some need a number of ranks
-        return self._plan_anew(schedules, copies_of("auto", self.numerics, self.size))
-
-    def _plan_anew(self, schedules: tuple[str, ...], copies: tuple[Copies, ...]) -> Plan:
-        """For the ranks that there are, as they are. Collective."""
-        self.costs = replace(self.costs, cluster=self._cluster.in_order(self.comm.members))
-        asked = replace(self._asked, schedules=schedules, n_ranks=self.size, copies=copies, uneven=False)
-        return self._plan(asked, None, None)
-
-    def _take_up(self, found: Found) -> None:
-        """A version of the mirrors, in the layout of the plan. Collective."""
-        received = self.survival.fetch(self.comm, found, self.variants, self.plan.layout)
-        self.variants.source.begin_from(received)
-        self._build()
-        self.trainer.resume(received, described(found.numbers))
-        self.trainer.state_dict()  # reads the buffers that nothing has asked for
-        self.steps_done = found.key.step
-
-    def _begin_anew(self) -> None:
-        self.variants.source.begin_from(self._initial)
-        self.predicted = predict(self.costs, self.plan.layout, self.program, self.variants.graph.groups)[1]
-        every = self.plan.layout.mirror_every
-        self.survival.begin_anew(self.comm, every, self.steps_done, self.trainer)
+        return self.survival.plan_around(self, slower)
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Mean loss and metrics over the validation data, by name; the same on every rank.
@@ -711,7 +521,8 @@ class Pipeline:
             facts, beside, then, background,
         )  # fmt: skip
 
-    def _resume(self, weights: Reader, saved: RunState) -> None:
+    def resume(self, weights: Reader, saved: RunState) -> None:
+        """The trainer that was built goes on from a checkpoint. Collective."""
         kept = Reader(weights.folder, "optimizer")
         check_kept(kept, saved.optimizer, self.variants.trained)
         self.trainer.resume(kept, saved.optimizer)
@@ -731,17 +542,3 @@ def _one_folder(comm: Communicator, given: str | Path | None) -> Path | None:
     if given is None:
         return None
     return comm.bcast_object(Path(given).resolve() if comm.rank == 0 else Path())
-
-
-def _optimizer(
-    given: Factory | OptimizerSettings | None, clip: float | None, bits: Literal["torch", "fast"]
-) -> Optimizer:
-    if callable(given):
-        return UserOptimizer(given, clip)
-    if not isinstance(given, OptimizerSettings | None):
-        raise MpipipeError(
-            f"optimizer is a {type(given).__name__}; give the function that makes it, since each rank has "
-            "parameters of its own: lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)"
-        )
-    settings = replace(given or OptimizerSettings(), bits=bits)
-    return settings if clip is None else replace(settings, clip=clip)

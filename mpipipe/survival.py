@@ -1,25 +1,42 @@
-"""What a run keeps so that it outlives its ranks, and what it takes up again when one was lost.
+"""How a run outlives its ranks: what it keeps for that, and how it goes on where one was lost or is slow.
 
     RankLost -> survivors -> plan for them -> newest version that is whole among them -> its tensors, by name,
     to their new owners -> new mirrors, at once
 
 Where a rank was lost together with its partner the newest checkpoint serves, or the start of the run; so does
-a checkpoint that is newer than the mirrors.
+a checkpoint that is newer than the mirrors. Which ranks work then: `mpipipe.cluster.spares`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import Communicator, RankLost
+from mpipipe.errors import MpipipeError
+from mpipipe.graph.source import Initial
 from mpipipe.graph.variants import Variants
+from mpipipe.planner.copies import Copies, shape_of
+from mpipipe.planner.joint import Asked, copies_of
 from mpipipe.planner.mirrors import mirror_bytes
-from mpipipe.planner.search import cut_indices, expect, program_for, too_full
+from mpipipe.planner.schedules import PLAIN
+from mpipipe.planner.search import cut_indices, expect, predict, program_for, too_full
+from mpipipe.runtime.optimizer import described
 from mpipipe.runtime.trainer import Trainer
+from mpipipe.state.checkpoint import Reader
 from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, newest_whole
-from mpipipe.values import Costs, Layout, Plan, Program
+from mpipipe.state.resume import read_state
+from mpipipe.state.saving import Saver
+from mpipipe.values import Cluster, Costs, Layout, Plan, Program
 
+if TYPE_CHECKING:
+    from mpipipe.pipeline import Pipeline
+
+Newest = Callable[[Communicator, int], Path | None]  # a checkpoint of more steps than that
 WORTH = 0.03  # of a step, that a plan around a slow rank must gain
 
 
@@ -35,14 +52,24 @@ class Recovery:
 
 
 class Survival:
-    """The mirrors of one rank: those of its world, and until they are whole those of the world before."""
+    """Of one rank. Between two steps it is given the pipeline, and puts there anew what depends on the ranks:
+    their world, the costs, the plan, the trainer, the saver and the steps done; nothing else of it.
 
-    def __init__(self) -> None:
-        self._kept: list[Mirrors] = []
+    asked    what the plan of the start was searched among
+    cluster  all ranks, by their first numbers
+    initial  first values of the weights
+    resumed  folder of the checkpoint that the run has begun from
+    """
+
+    def __init__(self, asked: Asked, cluster: Cluster, initial: Initial | None, resumed: Path | None) -> None:
+        self._asked, self._cluster, self._initial, self._resumed = asked, cluster, initial, resumed
+        self._kept: list[Mirrors] = []  # of its world, and until they are whole those of the world before
+        self._has_worked = False
 
     def begin(self, comm: Communicator, every: int) -> None:
-        """Mirrors every so many steps from here on; 0 = none."""
+        """On a rank that works: mirrors every so many steps from here on; 0 = none."""
         self._kept = [Mirrors(comm, every)] if every and comm.size > 1 else []
+        self._has_worked = True
 
     def after_step(self, step: int, trainer: Trainer) -> None:
         """`step` steps are done. Collective."""
@@ -51,7 +78,103 @@ class Survival:
             if step % mirrors.every == 0:
                 _take(mirrors, step, trainer)
 
-    def keep(self, comm: Communicator, step: int, trainer: Trainer) -> None:
+    # -- a rank was lost -----------------------------------------------------------------------
+
+    def recover(self, pipe: Pipeline, checkpoint: Newest) -> Recovery:
+        """As `Pipeline.recover`."""
+        started, before, lost = time.perf_counter(), pipe.steps_done, pipe.world.lost
+        abandoned = pipe.saver.abandon()
+        while True:
+            try:
+                source = self._go_on(pipe, checkpoint)
+                if not pipe.waits:
+                    pipe.saver.discard(abandoned)
+                    before = max(pipe.comm.allgather_object(before))  # some may have been a step further
+                break
+            except RankLost:  # one more
+                continue
+        gone = tuple(rank for rank in pipe.world.lost if rank not in lost)
+        took_s, replayed = time.perf_counter() - started, before - pipe.steps_done
+        return Recovery(gone, pipe.steps_done, replayed, source, took_s)
+
+    def _go_on(self, pipe: Pipeline, checkpoint: Newest) -> str:
+        vars(pipe).pop("trainer", None)
+        gc.collect()
+        pipe.divide_anew()
+        pipe.saver, comm = Saver(pipe.comm), pipe.comm
+        if pipe.waits:
+            return ""
+        pipe.plan = self._plan_for_those_left(pipe)
+        found = self._find(comm)
+        folder = checkpoint(comm, -1 if found is None else found.key.step)
+        if found is not None and folder is None:
+            self._take_up(pipe, found)
+            source = "mirrors"
+            if not pipe.data.exact:
+                pipe.say("note: this recovery is not exact: the data is a plain iterable, and cannot go back")
+        else:
+            folder = folder or self._resumed
+            weights = None if folder is None else Reader(folder, "model")
+            pipe.variants.source.begin_from(weights or self._initial)
+            pipe.build()
+            pipe.steps_done, source = 0, "the start"
+            if folder is not None and weights is not None:
+                pipe.resume(weights, read_state(folder))
+                source = str(folder)
+        self._begin_anew(pipe)
+        return source
+
+    def _plan_for_those_left(self, pipe: Pipeline) -> Plan:
+        """The plan as it is, where spares can do as it says; else another one. Collective."""
+        comm = pipe.comm
+        worked = comm.allgather_object(self._has_worked)
+        if len(set(worked)) > 1:  # a spare that takes over knows what was planned at the start
+            known = comm.bcast_object((self._cluster, pipe.costs, pipe.plan), worked.index(True))
+            self._cluster, pipe.costs, pipe.plan = known
+            self._has_worked = True
+        pipe.costs = replace(pipe.costs, cluster=self._cluster.in_order(comm.members))
+        if fits_still(pipe.costs, pipe.plan, pipe.variants.graph.groups):
+            return pipe.plan_for(self._asked, pipe.plan)
+        schedules = tuple(dict.fromkeys([*self._asked.schedules, PLAIN[0]]))  # some need a number of ranks
+        return self._plan_anew(pipe, schedules, copies_of("auto", pipe.numerics, pipe.size))
+
+    def _find(self, comm: Communicator) -> Found | None:
+        """As `newest_whole`; the memory of other versions is given back. Collective."""
+        found = newest_whole(comm, self._kept)
+        if found is not None:
+            for mirrors in self._kept:
+                mirrors.keep_only(found.key.step)
+        return found
+
+    # -- a rank is slow ------------------------------------------------------------------------
+
+    def plan_around(self, pipe: Pipeline, slower: Mapping[int, float]) -> tuple[bool, str]:
+        """As `Pipeline.plan_around`."""
+        comm, before, by_first = pipe.comm, pipe.plan, pipe.comm.members
+        if not pipe.data.exact:
+            return False, "the plan stays: the data is a plain iterable, and cannot go back"
+        self._cluster = self._cluster.slowed({by_first[rank]: by for rank, by in slower.items()})
+        try:
+            plan = self._plan_anew(pipe, self._asked.schedules, (shape_of(before.layout),))
+        except MpipipeError as error:
+            return False, f"the plan stays: {error}"
+        stays, said = stays_as_it_is(pipe.costs, before, plan, pipe.program, pipe.variants.graph.groups)
+        if comm.bcast_object(stays):
+            return False, said
+        pipe.saver.finish()
+        pipe.saver = Saver(comm)  # without the copy of the state that the old one keeps
+        self._keep(comm, pipe.steps_done, pipe.trainer)
+        found = self._find(comm)
+        assert found is not None, "or it has raised"
+        pipe.trainer.close()
+        del pipe.trainer
+        gc.collect()
+        pipe.plan = plan
+        self._take_up(pipe, found)
+        self._begin_anew(pipe)
+        return True, said
+
+    def _keep(self, comm: Communicator, step: int, trainer: Trainer) -> None:
         """The state as it is, for another layout to take up, also where there are no mirrors. Collective."""
         mirrors = self._kept[-1] if self._kept else Mirrors(comm, 0)
         mirrors.commit()
@@ -60,27 +183,40 @@ class Survival:
             mirrors.commit()
         self._kept = [mirrors]
 
-    def find(self, comm: Communicator) -> Found | None:
-        """As `newest_whole`; the memory of other versions is given back. Collective."""
-        found = newest_whole(comm, self._kept)
-        if found is not None:
-            for mirrors in self._kept:
-                mirrors.keep_only(found.key.step)
-        return found
+    # -- either --------------------------------------------------------------------------------
+
+    def _plan_anew(self, pipe: Pipeline, schedules: tuple[str, ...], copies: tuple[Copies, ...]) -> Plan:
+        """For the ranks that there are, as they are. Collective."""
+        pipe.costs = replace(pipe.costs, cluster=self._cluster.in_order(pipe.comm.members))
+        asked = replace(self._asked, schedules=schedules, n_ranks=pipe.size, copies=copies, uneven=False)
+        return pipe.plan_for(asked)
+
+    def _take_up(self, pipe: Pipeline, found: Found) -> None:
+        """A version of the mirrors, in the layout of the plan. Collective."""
+        received = self.fetch(pipe.comm, found, pipe.variants, pipe.plan.layout)
+        pipe.variants.source.begin_from(received)
+        pipe.build()
+        pipe.trainer.resume(received, described(found.numbers))
+        pipe.trainer.state_dict()  # reads the buffers that nothing has asked for
+        pipe.steps_done = found.key.step
 
     def fetch(self, comm: Communicator, found: Found, variants: Variants, layout: Layout) -> Received:
         """What this rank needs of a version. Collective."""
         return fetch(comm, self._kept, found, _needed(found.specs, variants, layout, comm.rank))
 
-    def begin_anew(self, comm: Communicator, every: int, step: int, trainer: Trainer) -> None:
-        """As `begin`, in a new world: the first version is made now, and the old ones go when it is whole
-        everywhere. Collective."""
-        if every and comm.size > 1:
-            mirrors = Mirrors(comm, every)
+    def _begin_anew(self, pipe: Pipeline) -> None:
+        """The first version of new mirrors is made now, and the old ones go when it is whole everywhere.
+        Collective."""
+        pipe.variants.source.begin_from(self._initial)
+        comm, layout = pipe.comm, pipe.plan.layout
+        pipe.predicted = predict(pipe.costs, layout, pipe.program, pipe.variants.graph.groups)[1]
+        mirrored = layout.mirror_every and comm.size > 1
+        if mirrored:
+            mirrors = Mirrors(comm, layout.mirror_every)
             self._kept.append(mirrors)
-            _take(mirrors, step, trainer)
+            _take(mirrors, pipe.steps_done, pipe.trainer)
             mirrors.commit()
-        self._kept = self._kept[-1:] if every and comm.size > 1 else []
+        self._kept = self._kept[-1:] if mirrored else []
 
 
 def _take(mirrors: Mirrors, step: int, trainer: Trainer) -> None:

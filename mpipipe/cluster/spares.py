@@ -6,10 +6,16 @@ is replaced where it was: so the plan of the others stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Literal, TypeVar, cast
 
-from mpipipe.errors import LaunchError
+from mpipipe.cluster.comm import Communicator, RankLost
+from mpipipe.cluster.survivors import check_tolerant
+from mpipipe.errors import LaunchError, MpipipeError
 from mpipipe.planner.sizes import counted
+
+T = TypeVar("T")
 
 
 def check_spares(spares: int, ranks: int, recover: str) -> None:
@@ -73,3 +79,113 @@ def listed(spares: Sequence[int]) -> str:
         return "no spare"
     names = ", ".join(map(str, spares))
     return f"{counted(len(spares), 'spare')} (rank{'s' if len(spares) > 1 else ''} {names})"
+
+
+class SharedWork:
+    """Work of some ranks by calls that all of them make: spares wait for what each call comes to.
+
+    world, comm       all ranks, and those that work
+    working, spares   by their first numbers
+    rank, size        the number of this one now, the spares behind the others, and how many work
+    steps_done        how far the work is, on spares too
+    recovers          whether it outlives ranks that work: recover = "mpi"
+    say               takes the lines that are meant for people, on rank 0
+
+    Until `divide` all ranks work. Raises LaunchError.
+    """
+
+    def __init__(
+        self, world: Communicator, spares: int, recover: Literal["restart", "mpi"],
+        say: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        check_spares(spares, world.size, recover)
+        if recover == "mpi":
+            check_tolerant(world)
+        self.world = self.comm = world
+        self.working, self._nodes = first_working(world.node_of_rank, spares), world.node_of_rank
+        self.rank, self.size, self.spares = world.rank, len(self.working), tuple[int, ...]()
+        self.recovers, self.steps_done, self._say = recover == "mpi", 0, say
+        self._within = False  # a shared call
+        self._noted: set[int] = set()  # spares that are known to be lost
+
+    def divide(self) -> None:
+        """The ranks, into those that work and spares. Collective over all."""
+        names, working = self.world.members, self.working
+        self.spares = tuple(rank for rank in names if rank not in working)
+        part = None if working == names else self.world.part([names.index(rank) for rank in working])
+        self.comm = part or self.world  # of a spare, which makes no use of it
+        self.rank, self.size = (*working, *self.spares).index(names[self.world.rank]), len(working)
+
+    def divide_anew(self) -> None:
+        """After RankLost: those that are left, with spares where ranks were lost. Collective over them."""
+        self.world = self.world.survivors()
+        self.working = next_working(self.working, self.world.members, self._nodes)
+        self.divide()
+
+    @property
+    def waits(self) -> bool:
+        """This rank is a spare; its `rank` is `size` or more."""
+        return self.rank >= self.size
+
+    def say(self, text: str) -> None:
+        """For people: one rank speaks."""
+        if self.rank == 0:
+            self._say(text)
+
+    def say_by(self, say: Callable[[str], object]) -> None:
+        """What takes the lines from here on."""
+        self._say = say
+
+    def shared(self, work: Callable[[], T]) -> T:
+        """What the working ranks come to, or the error that they raise, on the spares too, which wait for it
+        meanwhile: with messages of their own, so that nobody misses one that is lost. Collective over all."""
+        if not self.spares or self._within:
+            return work()
+        if self.waits:
+            found, failed, self.steps_done = self.world.recv_object(self._place(self.working[0]))
+        else:
+            found, failed = self._done_within(work)
+            for spare in self.spares if self.rank == 0 else ():
+                with suppress(RankLost):
+                    self.world.send_object((found, failed, self.steps_done), self._place(spare))
+        if failed is not None:
+            raise failed
+        return cast(T, found)
+
+    def _done_within(self, work: Callable[[], T]) -> tuple[T | None, MpipipeError | None]:
+        self._within = True
+        try:
+            return work(), None
+        except MpipipeError as error:
+            return None, error
+        finally:
+            self._within = False
+
+    def _place(self, rank: int) -> int:
+        return self.world.members.index(rank)
+
+    def surviving(self, work: Callable[[], T], recover: Callable[[], object]) -> T:
+        """As `shared`; when a rank is lost, `recover` and then the work anew, where the ranks outlive it."""
+        lost = False
+        while True:
+            try:
+                if lost:
+                    recover()
+                return self.shared(work)
+            except RankLost:
+                if not self.recovers:
+                    raise
+                lost = True  # and here nothing refers to what failed any more
+
+    def lost_spares(self) -> tuple[int, ...]:
+        """By their first numbers, those that are known to be lost, and that nobody has missed."""
+        return tuple(rank for rank in self.world.gone() if rank in self.spares) if self.spares else ()
+
+    def note_lost_spares(self) -> None:
+        """Says once of each that it is lost."""
+        gone = self.lost_spares()
+        if new := [rank for rank in gone if rank not in self._noted]:
+            self._noted.update(new)
+            self.world.end_gone()
+            left = listed([rank for rank in self.spares if rank not in gone])
+            self.say(f"mpipipe: lost rank {', '.join(map(str, new))}, which was a spare; {left} left")

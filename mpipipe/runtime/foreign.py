@@ -8,8 +8,8 @@ bits for every cut; one that mixes parameters (LBFGS) cannot be cut and is not s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpipipe.errors import CheckpointError, MpipipeError
-from mpipipe.runtime.optimizer import Saved, Updater, check_fits
+from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, Saved, Updater, check_fits
 from mpipipe.runtime.plain import DROPPED, overlay, plain, restored
 from mpipipe.runtime.weights import StageWeights
 
@@ -42,6 +42,21 @@ class UserOptimizer:
 
     def attach(self, weights: StageWeights) -> Updater:
         return ForeignUpdater(self.factory, weights)
+
+
+def optimizer_of(
+    given: Factory | OptimizerSettings | None, clip: float | None, bits: Literal["torch", "fast"]
+) -> Optimizer:
+    """What `Pipeline` is given; None: AdamW. clip: as there."""
+    if callable(given):
+        return UserOptimizer(given, clip)
+    if not isinstance(given, OptimizerSettings | None):
+        raise MpipipeError(
+            f"optimizer is a {type(given).__name__}; give the function that makes it, since each rank has "
+            "parameters of its own: lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)"
+        )
+    settings = replace(given or OptimizerSettings(), bits=bits)
+    return settings if clip is None else replace(settings, clip=clip)
 
 
 class ForeignUpdater:
