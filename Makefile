@@ -29,6 +29,7 @@ CHOICES := PYTHON TORCH TORCH_INDEX CUDA MPI MPICC OFFLINE
 SOURCES := pyproject.toml setup.py $(shell find kernels -name '*.cpp' -o -name '*.h')
 chosen = $(foreach c,$(CHOICES),$(c)=$(strip $($(c))))
 export VENV
+unexport PYTHONDONTWRITEBYTECODE # every process, and pytest most of all, would compile all modules again
 
 .PHONY: help setup kernels wheelhouse docs train test test-fast test-kernels test-browser test-mpi test-slurm test-torch test-full lint format bench bench-survive bench-kernels clean choices-changed
 .DEFAULT_GOAL := help

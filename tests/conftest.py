@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,18 @@ class Ranks:
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture(scope="session")
+def code_version_once() -> Callable[..., str]:
+    """The hash of all sources, which each rank of each start works out anew."""
+    from mpipipe.cluster.agree import code_version
+
+    return cache(code_version)
+
+
 @pytest.fixture
-def made_up_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every group takes equally long, and nobody tidies up the memory of many tests again and again."""
+def made_up_times(monkeypatch: pytest.MonkeyPatch, code_version_once: Callable[..., str]) -> Iterator[None]:
+    """Every group and rank takes equally long, the sources are read once, and nobody tidies up the memory of
+    many tests again and again."""
     import torch  # here: most tests start without it
 
     from mpipipe.graph.profile import Profiler
@@ -181,10 +191,45 @@ def made_up_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Profiler, "_once", lambda *_: (1e-3, 2e-3))
     monkeypatch.setattr(Profiler, "_call_s", (0.0, 0.0))
     monkeypatch.setattr("mpipipe.runtime.costing._UPDATE_ELEMENTS", 1 << 10)
+    monkeypatch.setattr("mpipipe.runtime.costing._reference_s", lambda _: 1e-3)
+    for reader in ("cluster.agree", "runtime.known", "runtime.op_table"):
+        monkeypatch.setattr(f"mpipipe.{reader}.code_version", code_version_once)
     monkeypatch.setattr("mpipipe.cluster.memory.give_back_freed_memory", lambda: None)
     monkeypatch.setattr("mpipipe.pipeline.give_back_freed_memory", lambda: None)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def captures() -> dict[Any, Any]:
+    """What `captured_once` has captured."""
+    return {}
+
+
+@pytest.fixture
+def captured_once(monkeypatch: pytest.MonkeyPatch, captures: dict[Any, Any]) -> None:
+    """A model that is a class is captured once for all ranks and tests, as in `tiny`. That ranks which
+    capture for themselves agree is in tests/mpi and tests/launch."""
+    from mpipipe.graph import variants
+    from mpipipe.graph.source import TRACING, ModelSource
+
+    capture, make = variants.capture, ModelSource.__init__
+
+    def made(self: Any, model: Any, seed: int, *rest: Any) -> None:
+        self.model = model
+        make(self, model, seed, *rest)
+
+    def once(source: Any, loss: Any, specs: Any, mode: str, precision: str, metrics: Any, how: Any) -> Any:
+        if not isinstance(source.model, type):
+            return capture(source, loss, specs, mode, precision, metrics, how)
+        key = source.model, source.seed, loss, *specs.items(), mode, precision, *metrics.items(), how
+        with TRACING:
+            if key not in captures:
+                captures[key] = capture(source, loss, specs, mode, precision, metrics, how)
+            return captures[key]
+
+    monkeypatch.setattr(ModelSource, "__init__", made)
+    monkeypatch.setattr(variants, "capture", once)
 
 
 @pytest.fixture(scope="session")

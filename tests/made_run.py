@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from mpipipe.config import parse, to_yaml
@@ -44,6 +45,7 @@ def made_costs(n_ranks: int = 2, n_groups: int = 8) -> Costs:
     return Costs(groups, Cluster((device,) * n_ranks, nodes, links), (), 4.0, 1e-9, "measured", 0.03)
 
 
+@cache
 def made_plan(n_ranks: int = 2, n_micro: int = 4, n_groups: int = 8) -> tuple[Plan, dict[str, Timeline]]:
     """The plan with its costs, and its timelines."""
     costs = made_costs(n_ranks, n_groups)

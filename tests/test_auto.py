@@ -30,7 +30,7 @@ Batch = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def price(monkeypatch: pytest.MonkeyPatch, made_up_times: None) -> dict[str, float]:
+def price(monkeypatch: pytest.MonkeyPatch, made_up_times: None, captured_once: None) -> dict[str, float]:
     """Seconds of a forward: of the call, and of each sample; a backward takes twice as long, and what is sent
     back needs all of it."""
     seconds = {"call": 1e-3, "sample": 1e-3}

@@ -50,7 +50,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FEATURES, CLASSES, BATCH = 8, 4, 8
 
 
-pytestmark = pytest.mark.usefixtures("made_up_times")
+pytestmark = pytest.mark.usefixtures("made_up_times", "captured_once")
 
 
 # -- one model and one data set, from which the tests depart --------------------------------------------
@@ -98,7 +98,9 @@ def accuracy(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
 
 def pipeline(comm: Communicator, model: Any = Net, data: Any = None, **how: Any) -> Pipeline:
     """Four micro-batches of 2 samples, unless told otherwise."""
-    given = {"loss": loss, "batch": BATCH, "micro_batches": 4, "say": lambda _: None, **how}
+    given = {
+        "loss": loss, "batch": BATCH, "micro_batches": 4, "gemm": "mkl", "say": lambda _: None, **how,
+    }  # fmt: skip
     return Pipeline(model, data=Samples(37) if data is None else data, comm=comm, **given)
 
 

@@ -73,10 +73,17 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
             yield from ((node.lineno, node.module, alias.name) for alias in node.names)
 
 
+def dotted(node: ast.AST) -> str:
+    """`name` or `module.name`; empty for anything else. Writing out every call takes seconds."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def of_os(tree: ast.AST, names: set[str]) -> Iterator[int]:
     """Lines that use one of these names of the module os."""
     for node in nodes(tree):
-        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
+        if isinstance(node, ast.Attribute) and node.attr in names and dotted(node) == f"os.{node.attr}":
             yield node.lineno
     yield from (line for line, module, name in imported(tree) if module == "os" and name in names)
 
@@ -103,7 +110,7 @@ def pickle_uses(tree: ast.AST) -> Iterator[int]:
     """What would run code that a file holds."""
     yield from (line for line, module, _ in imported(tree) if module.split(".")[0] in PICKLES)
     for node in nodes(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in PICKLE_CALLS:
+        if isinstance(node, ast.Call) and dotted(node.func) in PICKLE_CALLS:
             yield node.lineno
 
 
@@ -115,7 +122,7 @@ def process_uses(tree: ast.AST) -> Iterator[int]:
 def lock_uses(tree: ast.AST) -> Iterator[int]:
     yield from of_os(tree, {"lockf"})
     for node in nodes(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("fcntl.flock", "fcntl.lockf"):
+        if isinstance(node, ast.Attribute) and dotted(node) in ("fcntl.flock", "fcntl.lockf"):
             yield node.lineno
 
 

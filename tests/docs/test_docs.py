@@ -521,7 +521,7 @@ def test_the_table_of_arguments_is_that_of_pipeline() -> None:
 @cache
 def templates() -> str:
     """Every message that the sources can print, with … for each value."""
-    texts = [path.read_text() for path in sorted(REPOSITORY.glob(".ci/*"))]
+    texts = [path.read_text() for path in sorted(REPOSITORY.glob(".ci/*")) if path.is_file()]
     texts.append((REPOSITORY / "slurm/train.sh").read_text())
     for path in sorted((REPOSITORY / "mpipipe").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -32,9 +32,9 @@ def even_plan(n_ranks: int, n_micro: int, n_groups: int, batch: int | None = Non
     return replace(plan, costs=costs)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunData:
-    return read_run(made_run(tmp_path / "made"))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
+    return read_run(made_run(tmp_path_factory.mktemp("words") / "made"))
 
 
 def test_twice_the_micro_batches_save_half_of_the_filling() -> None:

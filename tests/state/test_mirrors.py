@@ -68,7 +68,7 @@ def adam(named: Any) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
-pytestmark = pytest.mark.usefixtures("made_up_times")
+pytestmark = pytest.mark.usefixtures("made_up_times", "captured_once")
 
 
 PLACES: dict[str, tuple[type, str, bool, Callable[..., int]]] = {  # class, method, after it, the step
@@ -108,7 +108,7 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
 def pipeline(comm: Communicator, blocks: int = 1, replicas: Copies = 1, **settings: Any) -> Pipeline:
     return Pipeline(
         Net, loss, Samples(), adam, batch=8, micro_batches=4, blocks=blocks, replicas=replicas, comm=comm,
-        cost_cache=False, schedule="1f1b",
+        cost_cache=False, schedule="1f1b", gemm="mkl",
         **{"say": lambda _: None, "recover": "mpi", "mirror_every": EVERY, **settings},
     )  # fmt: skip
 
