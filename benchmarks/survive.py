@@ -1,11 +1,13 @@
 """Kills of real ranks, again and again: does the run go on, and end with the bits that it should?
 
-    make bench-survive ARGS="--kills 200"          python -m benchmarks.survive [--kills 20] [--ranks 3]
+    make bench-survive ARGS="--kills 200"
+                                    python -m benchmarks.survive [--kills 20] [--ranks 3] [--model gpt10m]
                                     python -m benchmarks.survive --recover mpi [--ranks 5] [--spares 2]
 
-Jobs of a tiny GPT on the ranks of a real mpirun. Several times per job a random rank gets SIGKILL or SIGSTOP:
-at a random instant, from outside; or inside STEP, a save or a mirror, where the rank sends it to itself, as
-these last too short to be aimed at. `WAYS` has the ways in which a run can survive.
+Jobs of a tiny GPT, or of one with 10 M parameters, on the ranks of a real mpirun. Several times per job a
+random rank gets SIGKILL or SIGSTOP: at a random instant, from outside; or inside STEP, a save or a mirror,
+where the rank sends it to itself, as these last too short to be aimed at. `WAYS` has the ways in which a run
+can survive.
 
 The last line is JSON, also where runs fail: kills (signals that were sent), mpi_kills (of them to ranks of a
 real mpirun: all), recoveries (fewer, where a run ended instead), hangs, replayed_steps_max, k (no more steps
@@ -39,11 +41,15 @@ from mpipipe.report.metrics import last_step
 STEPS, SAVE_EVERY, MIRROR_EVERY, PER_JOB = 60, 5, 4, 4
 WATCHDOG_S = 8
 HANG_S = 300.0  # without an end, or without a step after a kill
+MODELS = {
+    "tiny": ("layers: 3, d_model: 64, heads: 2", 32),
+    "gpt10m": ("layers: 6, d_model: 384, heads: 6", 256),
+}
 WHERE = ("anywhere", "anywhere", "STEP", "save")
 ORDER = "order.json"
 CONFIG = f"""\
-model: {{name: gpt, vocab: 256, layers: 3, d_model: 64, heads: 2, context: 32}}
-data: {{name: "aimed:data", args: {{context: 32}}}}
+model: {{name: gpt, vocab: 256, SHAPE, context: CONTEXT}}
+data: {{name: "aimed:data", args: {{context: CONTEXT}}}}
 train: {{steps: {STEPS}, batch: 16, warmup: 2, save_every: {SAVE_EVERY}}}
 eval: {{every: 0, batches: 1}}
 pipeline: {{micro_batches: 8}}
@@ -252,8 +258,9 @@ def one_job(job: SurvivingJob, kills: int, wanted: str, tally: Tally, chance: ra
         job.close()
 
 
-def survive(folder: Path, kills: int, ranks: int, way: Way, seed: int = 0) -> Tally:
-    (folder / "config.yaml").write_text(CONFIG)
+def survive(folder: Path, kills: int, ranks: int, way: Way, seed: int = 0, model: str = "tiny") -> Tally:
+    shape, context = MODELS[model]
+    (folder / "config.yaml").write_text(CONFIG.replace("SHAPE", shape).replace("CONTEXT", str(context)))
     (folder / "aimed.py").write_text(AIMED)
     subprocess.run(
         [sys.executable, "-m", "mpipipe.train", "config.yaml", "run.dir=undisturbed"], cwd=folder, check=True,
@@ -278,13 +285,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--spares", type=int, default=0, help="of the ranks; with --recover mpi")
     parser.add_argument("--recover", choices=WAYS, default="restart")
+    parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     way = WAYS[options.recover]
     if options.spares:
         way = replace(way, words=(*way.words, f"run.spares={options.spares}"))
     with tempfile.TemporaryDirectory() as folder:
-        tally = survive(Path(folder), options.kills, options.ranks, way, options.seed)
+        tally = survive(Path(folder), options.kills, options.ranks, way, options.seed, options.model)
     every = [seconds for of_signal in tally.seconds.values() for seconds in of_signal]
     found = {
         "kills": tally.kills,
@@ -297,6 +305,7 @@ def main(argv: Sequence[str]) -> None:
         "recovery_s_median": statistics.median(every) if every else None,
         "recovery_s_by_signal": {name: statistics.median(s) for name, s in tally.seconds.items() if s},
         "where": dict(tally.where),
+        "model": options.model,
         "recover": options.recover,
         "spares": options.spares,
         "machine": machine(),
