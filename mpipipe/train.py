@@ -24,6 +24,7 @@ from mpipipe.cluster.spares import check_spares, first_working, listed
 from mpipipe.cluster.survivors import check_tolerant
 from mpipipe.cluster.watchdog import Watchdog, clear
 from mpipipe.config import Config, load
+from mpipipe.config.sections import TrainConfig
 from mpipipe.configured import optimizer_settings, schedule_name
 from mpipipe.data import open_dataset, prepare
 from mpipipe.decided import threads_of
@@ -200,12 +201,24 @@ def _going_on(
         raise CheckpointError(
             f"{checkpoint}: all of the {config.train.steps} steps are done; raise train.steps to go on"
         )
-    new_data = step == 0 or load(run_dir / CONFIG).data != config.data
+    before = load(run_dir / CONFIG) if step else config
+    new_data = step == 0 or before.data != config.data
     going_on = (
         f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
     )
     notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
-    return [*notes, f"mpipipe: {going_on}"], new_data
+    return [*notes, f"mpipipe: {going_on}", *otherwise(before.train, config.train)], new_data
+
+
+def otherwise(before: TrainConfig, now: TrainConfig) -> list[str]:
+    """What to say of settings with which a run goes on as it would not have without them."""
+    names = [name for name in TrainConfig.model_fields if name not in ("save_every", "keep", "keep_every")]
+    pairs = [(name, getattr(before, name), getattr(now, name)) for name in names]
+    changed = ", ".join(f"train.{name} = {b}, was {a}" for name, a, b in pairs if a != b)
+    if not changed:
+        return []
+    rate = "; the rate falls to its end at the last step" if before.steps != now.steps else ""
+    return [f"note: trained otherwise from here on: {changed}{rate}"]
 
 
 def _beginning(comm: Communicator, config: Config, threads: int, run_dir: Path) -> list[str]:

@@ -31,6 +31,7 @@ from saved_run import (
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
+from mpipipe.config.sections import TrainConfig
 from mpipipe.errors import CheckpointError, ConfigError
 from mpipipe.state import gather, parts, resume, saving
 from mpipipe.state.checkpoint import Kind, Reader, load, read_index
@@ -49,6 +50,7 @@ from mpipipe.state.resume import (
     unreadable,
 )
 from mpipipe.state.verify import check_read
+from mpipipe.train import otherwise
 
 HERE = (Path(__file__).parent, *Path(__file__).parents[1:3])  # where a subprocess finds this file and mpipipe
 
@@ -485,3 +487,12 @@ def test_what_cannot_be_read_is_set_aside_and_not_lost(tmp_path: Path) -> None:
         save_step(tmp_path, 2, 1)  # nothing is in the way
     assert newest(tmp_path) == folder
     assert set_aside(survey(tmp_path)) == []
+
+
+def test_other_settings_of_the_training_are_told() -> None:
+    before = TrainConfig(steps=100, lr=1e-3, save_every=10)
+    assert otherwise(before, before.model_copy(update={"save_every": 5, "keep": 1})) == []
+    assert otherwise(before, before.model_copy(update={"steps": 200, "lr": 5e-4})) == [
+        "note: trained otherwise from here on: train.steps = 200, was 100, train.lr = 0.0005, was 0.001; "
+        "the rate falls to its end at the last step"
+    ]
