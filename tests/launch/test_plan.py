@@ -56,16 +56,22 @@ def test_an_edited_plan_trains_to_the_same_weights_with_its_own_cuts(launch: Lau
 
 
 def test_a_refined_plan_trains_to_the_same_weights(launch: Launch, tmp_path: Path) -> None:
-    """The measured step is made to say that stage 0 was slow, so that the cut moves."""
+    """The measured step is made to say that a stage with several groups was slow, so that the cut moves."""
     (tmp_path / "config.yaml").write_text(CONFIG)
-    job = launch(2, "-m", "mpipipe.train", "config.yaml", "run.dir=first", cwd=tmp_path)
+    plain = "pipeline.schedule=1f1b"
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", "run.dir=first", plain, cwd=tmp_path)
     assert job.returncode == 0, job.stderr
+    plan = from_json(Plan, (tmp_path / "first" / "plan.json").read_text())
+    assert plan.costs is not None
+    stage = int([group.name for group in plan.costs.groups].index(plan.layout.cuts[0]) == 1)
+    ((slow,), (other,)) = plan.layout.ranks[stage], plan.layout.ranks[1 - stage]
     trace = read_trace(tmp_path / "first" / "timeline.json")
     measured = trace.timelines["measured"]
-    works = np.isin(measured.program.codes[0][:, 0], [Op.F, Op.B])
-    times = measured.times[0].copy()
+    works = np.isin(measured.program.codes[slow][:, 0], [Op.F, Op.B])
+    times = measured.times[slow].copy()
     times[works, 1] += 20 * (times[works, 1] - times[works, 0]) + 0.01
-    slower = replace(measured, times=(times, measured.times[1]))
+    by_rank = {slow: times, other: measured.times[other]}
+    slower = replace(measured, times=(by_rank[0], by_rank[1]))
     write_trace(
         tmp_path / "first" / "timeline.json",
         replace(trace, timelines={**trace.timelines, "measured": slower}),
@@ -75,7 +81,7 @@ def test_a_refined_plan_trains_to_the_same_weights(launch: Launch, tmp_path: Pat
     made = subprocess.run(refine, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (made.returncode, made.stderr) == (0, ""), made.stderr
     assert "new plan: " in made.stdout
-    given = ["--plan", "refined.json", "run.dir=second"]
+    given = ["--plan", "refined.json", "run.dir=second", plain]
     job = launch(2, "-m", "mpipipe.train", "config.yaml", *given, cwd=tmp_path)
     assert job.returncode == 0, job.stderr
     first, second = (json.loads((tmp_path / d / "summary.json").read_text()) for d in ("first", "second"))
