@@ -10,9 +10,10 @@ where the rank sends it to itself, as these last too short to be aimed at. `WAYS
 can survive.
 
 The last line is JSON, also where runs fail: kills (signals that were sent), mpi_kills (of them to ranks of a
-real mpirun: all), recoveries (fewer, where a run ended instead), hangs, replayed_steps_max, k (no more steps
-may be replayed: `save_every`, or `mirror_every`), same_bits, recovery_s_median (from the kill to the next
-completed step; also of SIGSTOP alone, which has to be noticed first), where the kills met it.
+real mpirun: all), recoveries (fewer, where a run ended instead), late (the run ended as it should before
+anybody noticed, such as a frozen spare), hangs, replayed_steps_max, k (no more steps may be replayed:
+`save_every`, or `mirror_every`), same_bits, recovery_s_median (from the kill to the next completed step; also
+of SIGSTOP alone, which has to be noticed first), where the kills met it.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ WAYS = {
 @dataclass
 class Tally:
     kills: int = 0  # signals that were sent, whatever came of them
+    late: int = 0  # after which the run ended as it should before anybody noticed
     hangs: int = 0
     replayed: list[int] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"SIGKILL": [], "SIGSTOP": []})
@@ -242,6 +244,9 @@ def one_job(job: SurvivingJob, kills: int, wanted: str, tally: Tally, chance: ra
             tally.kills += 1
             tally.where[where] += 1
             found = job.recovered(recoveries + 1)
+            if found is None and job.process.wait(HANG_S) == 0:
+                tally.late += 1
+                break
             if found is None:
                 print(f"{number.name} {where}: ends: {job.said()}", file=sys.stderr, flush=True)
                 break
@@ -298,6 +303,7 @@ def main(argv: Sequence[str]) -> None:
         "kills": tally.kills,
         "mpi_kills": tally.kills,
         "recoveries": len(tally.replayed),
+        "late": tally.late,
         "hangs": tally.hangs,
         "replayed_steps_max": max(tally.replayed, default=0),
         "k": way.k,

@@ -82,8 +82,9 @@ def mirror_s(costs: Costs, layout: Layout, cuts: Sequence[int]) -> float:
 def with_mirrors(
     plan: Plan, costs: Costs, cuts: Sequence[int], every: int | Literal["auto"]
 ) -> tuple[Plan, str]:
-    """The plan with mirrors every so many steps, and a line for people. "auto": as often as loses the least
-    time, not at all where there is no room. Raises PlanError where there is none for what was asked."""
+    """The plan with mirrors every so many steps, which its step and its memory know, and a line for people.
+    "auto": as often as loses the least time, not at all where there is no room. Raises PlanError where there
+    is none for what was asked."""
     layout, n = plan.layout, plan.layout.n_ranks
     if every == 0 or n == 1:
         return plan, "no mirrors: " + ("run.mirror_every is 0" if n > 1 else "there is one rank")
@@ -114,5 +115,7 @@ def with_mirrors(
         f"mirrors: every {k} steps{why}, the most that a recovery does again; a rank sends up to "
         f"{most} to {where} and keeps up to {taken_text}"
     )
-    prediction = replace(plan.prediction, peak_bytes=peaks)
+    longer_s, bound_s = step_s + cost_s / k, plan.prediction.lower_bound_s
+    gap = longer_s / bound_s - 1.0 if bound_s else 0.0
+    prediction = replace(plan.prediction, step_s=longer_s, gap=gap, peak_bytes=peaks)
     return replace(plan, layout=replace(layout, mirror_every=k), prediction=prediction), said

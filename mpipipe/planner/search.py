@@ -33,7 +33,7 @@ from mpipipe.planner.copies import (
     stages_in,
 )
 from mpipipe.planner.lower import lower
-from mpipipe.planner.mirrors import mirror_bytes
+from mpipipe.planner.mirrors import mirror_bytes, mirror_s
 from mpipipe.planner.partition import Wish, check_counts, check_stages, partition
 from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
@@ -402,6 +402,7 @@ def expect(
     step = timeline.makespan_s
     bases = [device.base_bytes for device in costs.cluster.devices]
     if layout.mirror_every:
+        step += mirror_s(costs, layout, cuts) / layout.mirror_every
         mirrors = mirror_bytes(costs, layout, cuts).tolist()
         bases = [base + taken for base, taken in zip(bases, mirrors, strict=False)]
     memory = tuple(held + base for held, base in zip(timeline.memory_bytes, bases, strict=False))

@@ -78,7 +78,10 @@ def test_a_rank_keeps_two_versions_of_its_own_state_and_its_partner_s() -> None:
     assert "every 7 steps" in said
     names = [g.name for g in c.groups]
     program = program_for(mirrored.layout, mirrored.numerics, c.ties, names)
-    assert predict(c, mirrored.layout, program, names)[0].peak_bytes == mirrored.prediction.peak_bytes
+    assert predict(c, mirrored.layout, program, names)[0] == mirrored.prediction
+    longer_s = mirror_s(c, plan.layout, (cut,)) / 7
+    assert mirrored.prediction.step_s == plan.prediction.step_s + longer_s
+    assert longer_s > 0.0
     assert predict(c, plan.layout, program, names)[0].peak_bytes == plan.prediction.peak_bytes
 
 
