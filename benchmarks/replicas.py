@@ -43,7 +43,7 @@ def trainer_of(comm: MpiCommunicator, mib: int, steps: int) -> Trainer:
     data = SyntheticVectors(WIDTH, WIDTH, 2 * ROWS * comm.size, 0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(mib * 2**20 // (4 * WIDTH**2))]
     source = ModelSource(lambda: nn.Sequential(*layers), 0)
-    variants = Variants(source, cross_entropy, data.specs, ROWS)
+    variants = Variants(source, cross_entropy, data.specs, ROWS, "fp32")
     numerics = numerics_of(
         batch=ROWS * comm.size, micro_batches=comm.size, blocks=1, reduce="fast", threads=1, gemm="mkl",
         precision="fp32", tied="per_use", seed=0,
