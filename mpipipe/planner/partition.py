@@ -76,8 +76,8 @@ def partition(
     """
     check_counts(costs, n_micro, schedule, n_stages)
     order = build(schedule, n_stages, n_micro, n_ranks)
-    ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
     live, remaking = np.array(live_micro_batches(order)), np.array(remaking_micro_batches(order))
+    ranges = Ranges(costs, receive_window, n_micro, tied, with_update, int(remaking.max()))
     found = None
     for modes in (("none",), RECOMPUTE) if recompute == "auto" else ((recompute,),):
         problem = Problem(costs, ranges, live, remaking, modes)
@@ -156,7 +156,7 @@ class Problem:
         return compiled.Partition(
             r.fwd_s, r.bwd_input_s, r.bwd_weight_s, r.param_bytes, r.stash_bytes, r.workspace_bytes,
             r.act_in, r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in, self._out,
-            ties, r.window, r.tied_window, r.tied_repeats, self.costs.held_per_param_byte,
+            ties, r.window, r.n_gradients, r.tied_window, r.tied_repeats, self.costs.held_per_param_byte,
         )  # fmt: skip
 
 

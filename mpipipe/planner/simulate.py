@@ -27,10 +27,10 @@ __all__ = ["message_bytes", "prove", "simulate"]
 
 TIED = {Op.SEND_TIED, Op.RECV_TIED, Op.SEND_COPY, Op.RECV_COPY}
 NEAR = {Op.SEND_ACT, Op.SEND_GRAD}  # to a neighbour, which is on one rank for all micro-batches
-IN_PLACE = {Op.RECV_COPY, Op.RECV_UPDATE}  # they land in the weights themselves
-IS_SEND, IS_RECV, IS_TIED, IS_NEAR, IS_IN_PLACE, WORKS = (
+AHEAD = {Op.RECV_ACT, Op.RECV_GRAD, Op.RECV_TIED}  # posted ahead, into buffers
+IS_SEND, IS_TIED, IS_NEAR, IS_AHEAD, LEAVES, WORKS = (
     np.isin(range(len(Op)), sorted(ops))  # by op
-    for ops in (SENDS, RECVS, TIED, NEAR, IN_PLACE, {Op.F, Op.B, Op.I, Op.W})
+    for ops in (SENDS, TIED, NEAR, AHEAD, {Op.B, Op.W}, {Op.F, Op.B, Op.I, Op.W})
 )
 
 
@@ -71,11 +71,10 @@ def memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[
 def rank_memory_bytes(
     program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int, tensors: bool = False
 ) -> Int64:
-    """What a rank holds during each instruction: what is fixed, the stash of its live
-    micro-batches, what was made again of it, the largest workspace while it computes, the largest sum of
-    `receive_window` receives that follow each other, as receive buffers are kept for the next ones, and the
-    sums of other copies while they come in. tensors: by what they need, not by what an allocator keeps."""
-    codes, window, n = program.codes[rank], program.receive_window, program.n_stages
+    """What a rank holds during each instruction: what is fixed, its receive buffers, the rest of the stash of
+    its live micro-batches, what was made again of it, the largest workspace while it computes, and the sums
+    of other copies while they come in. tensors: by what they need, not by what an allocator keeps."""
+    codes, n = program.codes[rank], program.n_stages
     copy = program.copies_on(rank).start
     own = stages[copy * n : (copy + 1) * n]
     mine = [s for s, on in enumerate(program.copies[copy]) if on == rank]
@@ -83,7 +82,9 @@ def rank_memory_bytes(
     stash, remade = np.zeros((2, n), np.int64)
     for s in mine:
         stash[s], remade[s] = own[s].stash_bytes, own[s].remade_bytes
-    fixed = sum(own[s].fixed_bytes for s in mine) + _window_peak(codes, sizes[rank], window)
+    came = codes[:, 0] == Op.RECV_ACT
+    stash[codes[came, 1]] = np.maximum(0, stash[codes[came, 1]] - sizes[rank][came])
+    fixed = sum(own[s].fixed_bytes for s in mine) + receive_bytes(codes, sizes[rank], program.receive_window)
     works = [own[s].at_work_bytes if tensors else own[s].workspace_bytes for s in mine]
     workspace = max(works, default=0)
     shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(alike) * sizes[rank], 0)
@@ -96,11 +97,26 @@ def _copies(program: Program) -> list[int]:
     return [program.copies_on(rank).start for rank in range(len(program.codes))]
 
 
-def _window_peak(codes: Int32, nbytes: Int64, window: int) -> int:
-    of_window = IS_RECV & ~IS_IN_PLACE & (np.arange(len(Op)) != Op.RECV_SHARD)
-    sizes = nbytes[of_window[codes[:, 0]]]
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    return int((ends[min(window, len(sizes)) :] - ends[: max(1, len(ends) - window)]).max())
+def receive_bytes(codes: Int32, nbytes: Int64, window: int) -> int:
+    """The receive buffers of a rank, which stay for later messages of their size: of each size as many as are
+    in use at once, from the time when they are posted, `window` receives ahead, until their micro-batch
+    leaves the stage."""
+    ops, stage, micro = codes[:, :3].T
+    received = np.flatnonzero(IS_AHEAD[ops])
+    if not len(received):
+        return 0
+    posted = np.concatenate([np.zeros(max(1, window), np.int64), received + 1])[: len(received)]
+    leaves = np.flatnonzero(LEAVES[ops] if LEAVES[ops].any() else ops == Op.F)
+    left = np.full((stage.max() + 1, micro.max() + 2), len(codes))  # micro -1, once per step, stays
+    left[stage[leaves], micro[leaves]] = leaves + 1
+    freed, sizes = left[stage[received], micro[received]], nbytes[received]
+    total = 0
+    for size in set(sizes.tolist()):
+        of_size = sizes == size
+        change = np.bincount(posted[of_size], minlength=len(codes) + 1)
+        change -= np.bincount(freed[of_size], minlength=len(codes) + 1)
+        total += size * int(np.cumsum(change).max())
+    return total
 
 
 def message_bytes(

@@ -74,11 +74,11 @@ class Ending:
 class Ranges:
     """Sums over every run of consecutive groups.
 
-    `receive_window`, `n_micro` and `tied` bound the receive buffers: each of the receives posted
-    ahead holds an activation or a gradient, and the owner of a tied parameter also gradients
-    from its users, one per micro-batch if "eager", one per step if "per_use". A copied weight
-    needs none, it lands in place. `with_update`: backward carries its micro-batch's share of the step's
-    one update.
+    `receive_window`, `n_micro` and `tied` bound the receive buffers: all of those posted ahead may be for
+    activations, and later, as buffers are kept, all for gradients; `n_gradients` are read at once, from I
+    through W. The owner of a tied parameter also has gradients from its users, some per micro-batch if
+    "eager", one per step if "per_use". A copied weight needs none, it lands in place. `with_update`:
+    backward carries its micro-batch's share of the step's one update.
     """
 
     def __init__(
@@ -88,9 +88,10 @@ class Ranges:
         n_micro: int = 1,
         tied: str = "per_use",
         with_update: bool = False,
+        n_gradients: int = 1,
     ) -> None:
         self._costs = costs
-        self.window = min(receive_window, 2 * n_micro)
+        self.window, self.n_gradients = min(receive_window, n_micro), n_gradients
         self.tied_window = receive_window
         self.tied_repeats = n_micro if tied == "eager" else 1
         c = costs.columns
@@ -121,7 +122,7 @@ class Ranges:
         act_in = self.act_in[low:end]
         held, stepped, accumulators = self._parameters(end, low)
         rate = self._costs.held_per_param_byte
-        window = self.window * np.maximum(act_in, self.grad_in[end - 1])
+        received = self.window * act_in + (self.window + self.n_gradients) * self.grad_in[end - 1]
         with_stash = (self._stashed + self._at_work_bytes)[low:end] - self._stashed[end - 1]
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
@@ -132,7 +133,7 @@ class Ranges:
             stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + act_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             at_work_bytes=np.maximum(0, np.maximum.accumulate(with_stash[::-1])[::-1]),
-            receive_bytes=window + self._tied_receives(end, low),
+            receive_bytes=received + self._tied_receives(end, low),
             remade_bytes=_sums(remade[low:end]),
         )
 
@@ -157,8 +158,8 @@ class Ranges:
         for tie in self._costs.ties:
             owner, outside = tie.groups[0], len({use for use in tie.groups if use >= end})
             if low <= owner < end:
-                posted = min(self.tied_window, outside * self.tied_repeats)
-                buffers[: owner + 1 - low] += posted * tie.nbytes
+                most = min(self.tied_window + outside, outside * self.tied_repeats)
+                buffers[: owner + 1 - low] += most * tie.nbytes
         return buffers
 
 

@@ -106,11 +106,12 @@ def naive_memory(costs: Costs, first: int, end: int, live: int, window: int, n_m
     act_in = groups[first - 1].act_bytes if first else 0
     grad_in = groups[end - 1].grad_bytes if end < len(groups) else 0
     stash = act_in + sum(g.stash_bytes for g in groups[first:end])
-    receive = min(window, 2 * n_micro) * max(act_in, grad_in)
+    posted = min(window, n_micro)
+    receive = posted * act_in + (posted + 1) * grad_in
     for tie in costs.ties:
         if first <= tie.groups[0] < end:
             outside = len({use for use in tie.groups if use >= end})
-            receive += tie.nbytes * min(window, outside * (n_micro if tied == "eager" else 1))
+            receive += tie.nbytes * min(window + outside, outside * (n_micro if tied == "eager" else 1))
     workspace = max(g.workspace_bytes for g in groups[first:end])
     return naive_fixed_bytes(costs, first, end) + live * stash + workspace + receive
 
@@ -154,7 +155,8 @@ def on(n_stages: int, ties: list[StageTie]) -> tuple[StageTie, ...]:
 
 def barely_fitting() -> tuple[Costs, tuple[str, ...]]:
     """Costs of two ranks with few bytes, and cuts that fit as they are simulated with a receive window of 8
-    and 4 micro-batches: a stage receives 4 messages, `partition` counts as many as the window lets it."""
+    and 4 micro-batches: `partition` takes it that all that are posted at one time are activations, and at
+    another gradients."""
     groups = tuple(group(f"g{i}", act_bytes=10, param_bytes=1) for i in range(4))
-    machine = cluster([1.0, 1.0], [70, 70])
+    machine = cluster([1.0, 1.0], [45, 45])
     return Costs(groups, machine, (), 1.0, 0.0, "modelled", 0.0), ("g2",)

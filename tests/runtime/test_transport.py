@@ -1,12 +1,20 @@
-"""When receives are posted and when sends begin: the order of calls to a communicator that notes them."""
+"""When receives are posted and when sends begin: the order of calls to a communicator that notes them. And
+which buffers stay."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from tiny import Case, even_cuts, placement, plan_of, warm
 from torch import Tensor
 
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.planner.simulate import AHEAD, receive_bytes
+from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Mailbox, Outbox
 from mpipipe.values import Instr, Op
 
@@ -72,3 +80,38 @@ def test_what_is_sent_once_per_step_lets_the_others_go_first() -> None:
         outbox.send([torch.zeros(1)], instr(Op.SEND_GRAD, micro, micro))
     outbox.send([torch.zeros(1)], instr(Op.SEND_TIED, -1, 7))
     assert comm.calls == [("send", 0), ("send", 1), ("wait", 0), ("wait", 1), ("send", 7)]
+
+
+@pytest.mark.parametrize("window", [2, 8])
+@pytest.mark.parametrize(
+    ("model", "tied", "schedule", "n_ranks"),
+    [
+        ("gpt, untied", "per_use", "1f1b", 3),
+        ("gpt", "eager", "gpipe", 3),
+        ("conv and norm", "per_use", "interleaved", 2),
+        ("conv and norm", "per_use", "zb-h2", 3),
+        ("conv and norm", "per_use", "zb-v", 2),
+        ("skips", "per_use", "1f1b", 3),
+    ],
+)
+def test_the_buffers_that_stay_are_those_that_a_plan_counts(
+    model: str, tied: str, schedule: str, n_ranks: int, window: int
+) -> None:
+    """In these models all messages of one size are of the same shapes."""
+    case, order = Case(model, tied=tied, batch=16, micro_batches=8), placement(schedule, n_ranks)  # type: ignore[arg-type]
+    warm(case)
+
+    def body(comm: Communicator) -> tuple[int, int]:
+        cuts = even_cuts(case.variants.graph.groups, len(order))
+        plan = plan_of(case, schedule, cuts, window, order)
+        trainer = Trainer(comm, case.variants, plan, case.settings, case.dataset)
+        for step in range(2):  # the second one is given what the first has left
+            trainer.step(step)
+        program, interpreter = trainer.program, trainer.interpreter
+        instrs = [i if i.op in AHEAD else None for i in program.instrs(comm.rank)]
+        kept = sum(t.nbytes for free in interpreter.pool._free.values() for t in free)
+        sizes = [sum(t.nbytes for t in interpreter._targets(i)) if i else 0 for i in instrs]
+        return kept, receive_bytes(program.codes[comm.rank], np.array(sizes), window)
+
+    for kept, counted in run_local(n_ranks, body):
+        assert kept == counted > 0

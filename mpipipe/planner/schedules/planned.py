@@ -66,11 +66,12 @@ def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> 
 
 
 def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int) -> int:
-    """Stashes that fit; each may have to hold what is made again of it."""
-    stage, each = stages[rank], stages[rank].stash_bytes + stages[rank].remade_bytes
-    act = stages[rank - 1].act_bytes if rank else 0
+    """Stashes that fit; each may have to hold what is made again of it, and the gradient that it waits
+    with for its W."""
+    stage, act = stages[rank], stages[rank - 1].act_bytes if rank else 0
     grad = stages[rank + 1].grad_bytes if rank + 1 < len(stages) else 0
-    left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - window * max(act, grad)
+    each = stage.stash_bytes + stage.remade_bytes + grad
+    left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - window * (act + grad)
     if left < each:
         least = memory_bytes - left + each
         raise PlanError(
