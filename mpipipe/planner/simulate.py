@@ -72,8 +72,9 @@ def rank_memory_bytes(
     program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int, tensors: bool = False
 ) -> Int64:
     """What a rank holds during each instruction: what is fixed, its receive buffers, the rest of the stash of
-    its live micro-batches, what was made again of it, the largest workspace while it computes, and the sums
-    of other copies while they come in. tensors: by what they need, not by what an allocator keeps."""
+    its live micro-batches, what was made again of it, gradients from one of its stages to another, the
+    message that it sent last, the largest workspace while it computes, and the sums of other copies while
+    they come in. tensors: by what they need, not by what an allocator keeps."""
     codes, n = program.codes[rank], program.n_stages
     copy = program.copies_on(rank).start
     own = stages[copy * n : (copy + 1) * n]
@@ -82,13 +83,16 @@ def rank_memory_bytes(
     stash, remade = np.zeros((2, n), np.int64)
     for s in mine:
         stash[s], remade[s] = own[s].stash_bytes, own[s].remade_bytes
-    came = codes[:, 0] == Op.RECV_ACT
-    stash[codes[came, 1]] = np.maximum(0, stash[codes[came, 1]] - sizes[rank][came])
+        if s and not (s - 1 in mine and own[s - 1].remade_bytes):  # what came is in a buffer, or kept there
+            stash[s] = max(0, stash[s] - own[s - 1].act_bytes)
     fixed = sum(own[s].fixed_bytes for s in mine) + receive_bytes(codes, sizes[rank], program.receive_window)
     works = [own[s].at_work_bytes if tensors else own[s].workspace_bytes for s in mine]
     workspace = max(works, default=0)
     shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(alike) * sizes[rank], 0)
     held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]]) + shards
+    held += _last_sent(codes, sizes[rank])
+    for s in set(mine) & {s - 1 for s in mine}:
+        held = held + own[s + 1].grad_bytes * _waiting(codes, s)
     return np.asarray(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0), np.int64)
 
 
@@ -110,13 +114,29 @@ def receive_bytes(codes: Int32, nbytes: Int64, window: int) -> int:
     left = np.full((stage.max() + 1, micro.max() + 2), len(codes))  # micro -1, once per step, stays
     left[stage[leaves], micro[leaves]] = leaves + 1
     freed, sizes = left[stage[received], micro[received]], nbytes[received]
-    total = 0
-    for size in set(sizes.tolist()):
-        of_size = sizes == size
-        change = np.bincount(posted[of_size], minlength=len(codes) + 1)
-        change -= np.bincount(freed[of_size], minlength=len(codes) + 1)
-        total += size * int(np.cumsum(change).max())
-    return total
+    in_use = {s: _between(posted[sizes == s], freed[sizes == s], len(codes)) for s in set(sizes.tolist())}
+    return sum(size * int(most.max()) for size, most in in_use.items())
+
+
+def _last_sent(codes: Int32, nbytes: Int64) -> Int64:
+    """By instruction, what it or the last one before it has sent: a message seldom leaves at once."""
+    sends = IS_NEAR[codes[:, 0]]
+    last = np.maximum.accumulate(np.where(sends, np.arange(len(codes)), -1))
+    return np.where(last >= 0, nbytes[last], 0)
+
+
+def _waiting(codes: Int32, stage: int) -> Int64:
+    """By instruction, gradients that the next stage, of the same rank, has made and this one has not left."""
+    ops, at = codes[:, :2].T
+    made = np.flatnonzero(((ops == Op.B) | (ops == Op.I)) & (at == stage + 1))
+    left = np.flatnonzero(LEAVES[ops] & (at == stage))
+    return _between(made + 1, left + 1, len(codes))[:-1]
+
+
+def _between(starts: Int64, ends: Int64, n: int) -> Int64:
+    """How many have started and not ended at each of 0 .. n."""
+    change = np.bincount(starts, minlength=n + 1) - np.bincount(ends, minlength=n + 1)
+    return np.asarray(np.cumsum(change), np.int64)
 
 
 def message_bytes(

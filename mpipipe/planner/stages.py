@@ -7,7 +7,7 @@ so what is optimised, proved and simulated is the same number.
 
 Memory of a stage, in bytes:
 
-    fixed + live * stash + remaking * remade + workspace + receive buffers          (`memory_bytes`)
+    fixed + live * stash + remaking * remade + workspace + messages          (`memory_bytes`)
 
 The tensors alone need a little less than what an allocator has to keep for them: while a group is at work
 the stash of its micro-batch is not yet, or no longer, whole. `at_work_bytes` is what is tensors of the
@@ -58,7 +58,7 @@ class Ending:
     stash_bytes: Int64
     workspace_bytes: Int64
     at_work_bytes: Int64
-    receive_bytes: Int64
+    message_bytes: Int64
     remade_bytes: Int64
 
     @property
@@ -67,7 +67,7 @@ class Ending:
         return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
 
     def memory_bytes(self, live: NDArray[np.integer] | int, remaking: NDArray[np.integer] | int = 1) -> Int64:
-        total = self.fixed_bytes + live * self.stash_bytes + self.workspace_bytes + self.receive_bytes
+        total = self.fixed_bytes + live * self.stash_bytes + self.workspace_bytes + self.message_bytes
         return np.asarray(total + remaking * self.remade_bytes, np.int64)
 
 
@@ -76,9 +76,9 @@ class Ranges:
 
     `receive_window`, `n_micro` and `tied` bound the receive buffers: all of those posted ahead may be for
     activations, and later, as buffers are kept, all for gradients; `n_gradients` are read at once, from I
-    through W. The owner of a tied parameter also has gradients from its users, some per micro-batch if
-    "eager", one per step if "per_use". A copied weight needs none, it lands in place. `with_update`:
-    backward carries its micro-batch's share of the step's one update.
+    through W. The message that was sent last is still there. The owner of a tied parameter also has gradients
+    from its users, some per micro-batch if "eager", one per step if "per_use". A copied weight needs none, it
+    lands in place. `with_update`: backward carries its micro-batch's share of the step's one update.
     """
 
     def __init__(
@@ -123,6 +123,8 @@ class Ranges:
         held, stepped, accumulators = self._parameters(end, low)
         rate = self._costs.held_per_param_byte
         received = self.window * act_in + (self.window + self.n_gradients) * self.grad_in[end - 1]
+        act_out = self.act_in[end] if end < len(self.act_in) else 0
+        sent = np.maximum(act_out, np.concatenate([[0], self.grad_in])[low:end])
         with_stash = (self._stashed + self._at_work_bytes)[low:end] - self._stashed[end - 1]
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
@@ -133,7 +135,7 @@ class Ranges:
             stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + act_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             at_work_bytes=np.maximum(0, np.maximum.accumulate(with_stash[::-1])[::-1]),
-            receive_bytes=received + self._tied_receives(end, low),
+            message_bytes=received + sent + self._tied_receives(end, low),
             remade_bytes=_sums(remade[low:end]),
         )
 

@@ -108,6 +108,9 @@ def naive_memory(costs: Costs, first: int, end: int, live: int, window: int, n_m
     stash = act_in + sum(g.stash_bytes for g in groups[first:end])
     posted = min(window, n_micro)
     receive = posted * act_in + (posted + 1) * grad_in
+    receive += max(
+        groups[end - 1].act_bytes if end < len(groups) else 0, groups[first - 1].grad_bytes if first else 0
+    )
     for tie in costs.ties:
         if first <= tie.groups[0] < end:
             outside = len({use for use in tie.groups if use >= end})

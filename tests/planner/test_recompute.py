@@ -57,12 +57,13 @@ def test_the_memory_of_a_step_by_hand(schedule: str):
     for rank, (codes, stage) in enumerate(zip(program.codes, stages, strict=True)):
         received = 4 * 10  # buffers for all that come, where an activation stays that is live
         stash = stage.stash_bytes - 10 * rank
-        live = again = 0
+        live = again = sent = 0
         for (op, *_), held in zip(codes.tolist(), timeline.memory_bytes[rank].tolist(), strict=True):
             live += op == Op.F
             again += op == Op.I
+            sent = 10 if op in (Op.SEND_ACT, Op.SEND_GRAD) else sent  # the last message is still there
             here = again + (op in (Op.F, Op.B))
-            assert held == 60 + received + live * stash + here * stage.remade_bytes
+            assert held == 60 + received + sent + live * stash + here * stage.remade_bytes
             live -= op in (Op.B, Op.W)
             again -= op == Op.W
     assert max(remaking_micro_batches(SCHEDULES[schedule](2, 4))) == (1 if schedule != "zb-h1" else 2)
@@ -174,7 +175,7 @@ def test_stages_are_recomputed_where_memory_asks_for_it():
     with pytest.raises(PlanError, match=r"short with schedule '1f1b'.*start 4 ranks"):
         modes(500, "none")
     with pytest.raises(PlanError, match=r"short even with full recomputation with .* start 6 ranks"):
-        modes(250, "auto")
+        modes(260, "auto")
 
 
 def test_the_joint_search_weighs_recomputation_against_smaller_micro_batches():

@@ -71,7 +71,8 @@ def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int
     stage, act = stages[rank], stages[rank - 1].act_bytes if rank else 0
     grad = stages[rank + 1].grad_bytes if rank + 1 < len(stages) else 0
     each = stage.stash_bytes + stage.remade_bytes + grad
-    left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - window * (act + grad)
+    messages = window * (act + grad) + max(stage.act_bytes, stage.grad_bytes)
+    left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - messages
     if left < each:
         least = memory_bytes - left + each
         raise PlanError(
