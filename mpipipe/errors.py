@@ -40,6 +40,10 @@ class LaunchError(MpipipeError):
     """The launcher, the MPI library and the ranks do not fit each other."""
 
 
+class RecoveryError(MpipipeError):
+    """The ranks that are left of a job cannot go on; another start, with all ranks, may."""
+
+
 class CheckpointError(MpipipeError):
     """A checkpoint cannot be written or read."""
 

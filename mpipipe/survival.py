@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpipipe.cluster.comm import Communicator, RankLost
-from mpipipe.errors import MpipipeError
+from mpipipe.errors import MpipipeError, PlanError, RecoveryError
 from mpipipe.graph.source import Initial
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.copies import Copies, shape_of
@@ -104,7 +104,10 @@ class Survival:
         pipe.saver, comm = Saver(pipe.comm), pipe.comm
         if pipe.waits:
             return ""
-        pipe.plan = self._plan_for_those_left(pipe)
+        try:
+            pipe.plan = self._plan_for_those_left(pipe)
+        except PlanError as error:
+            raise RecoveryError(f"the run does not fit the ranks that are left: {error}") from error
         found = self._find(comm)
         folder = checkpoint(comm, -1 if found is None else found.key.step)
         if found is not None and folder is None:

@@ -28,15 +28,17 @@ done
 on_nodes() { timeout "$1" srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c "$2"; }
 if [ "${MPIPIPE_STAGE:-}" = archive ] && [ -z "${MPIPIPE_CONTAINER:-}" ]; then # one file, not thousands per rank
     own=${TMPDIR:-/tmp}/mpipipe-$SLURM_JOB_ID python=("${python[0]%/bin/python}")
-    trap 'rm -f "$own.tar"; on_nodes 60 "rm -rf $own $own.copy" || true' EXIT
-    tar -C "${python[0]}" -cf "$own.tar" . && sbcast -f "$own.tar" "$own.copy" && rm "$own.tar"
-    on_nodes 3600 "mkdir -p $own && tar -C $own -xf $own.copy && rm $own.copy"
+    clean() { trap - EXIT; rm -f "$own.tar"; on_nodes 60 "rm -rf $own $own.copy" || true; }
+    trap clean EXIT
+    tar -C "${python[0]}" -cf "$own.tar" . && sbcast -f "$own.tar" "$own.copy" && rm "$own.tar" &&
+        on_nodes 3600 "mkdir -p $own && tar -C $own -xf $own.copy && rm $own.copy" ||
+        fail "the archive did not reach the disk of each node: is there room in ${own%/*}?"
     python=("$own/bin/python")
 fi
 
 # mpirun kills its ranks within a second of a SIGTERM, but hands SIGUSR1 on: they stop after the current step.
 # A child that does not catch (or, as srun, block) it yet would die of it: its signal waits for up to 10 s.
-early= child= again=1 assignment=$(mktemp --suffix=.json)
+early= child= again=1 asked= assignment=$(TMPDIR=/tmp mktemp --suffix=.json) # containers see /tmp
 ask() {
     [ -n "$child" ] || { early=1; return; }
     for _ in {1..100}; do
@@ -45,7 +47,7 @@ ask() {
     done
     kill -USR1 "$child" || true
 }
-trap ask USR1
+trap 'asked=--asked; ask' USR1
 trap 'again=; ask' TERM INT
 echo "train.sh: ${python[*]}, start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID"
 "${python[@]}" -m mpipipe plan "$@" --from-allocation -o "$assignment"
@@ -56,6 +58,8 @@ eval "exec $line" & child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait
 wait "$child" && rc=0 || rc=$?
 trap - USR1 TERM INT
-[ $rc = 0 ] && [ -n "$again" ] && "${python[@]}" -m mpipipe launch "$@" --unfinished || exit "$rc"
+[ -n "$again" ] && [ $rc = 0 -o -n "$asked" ] || exit "$rc"
+"${python[@]}" -m mpipipe launch "$@" $asked --unfinished || exit "$rc"
+[ -z "${own:-}" ] || clean # no step can begin in a job that is queued again
 echo "train.sh: the time of the job is over before the run: it is queued again"
 scontrol requeue "$SLURM_JOB_ID" || fail "that was refused; submit the same line again: it resumes"

@@ -47,13 +47,14 @@ LAUNCHERS = (PRTE, HYDRA, MVAPICH, SRUN)
 def check_world(comm_size: int, environ: Mapping[str, str], library: str = "") -> None:
     """Raise LaunchError when this process is alone in its world but its launcher started several.
 
-    `comm_size` is the size of MPI_COMM_WORLD, `library` the text of MPI_Get_library_version. One
-    launcher that says 1 is enough to be content: `mpirun -n 1` inside a job of four tasks is legal.
+    `comm_size` is the size of MPI_COMM_WORLD, `library` the text of MPI_Get_library_version. The innermost
+    launcher decides: `mpirun -n 1` inside a job of four tasks is legal, `mpirun -n 4` within `srun --pty
+    bash`, a step of one task, is not.
     """
     if comm_size != 1:
         return
     started = [(x, int(environ[x.size])) for x in LAUNCHERS if environ.get(x.size, "").isdigit()]
-    if not started or min(n for _, n in started) <= 1:
+    if not started or started[0][1] <= 1:
         return
     launcher, n = started[0]
     if started[-1] == (SRUN, n) and launcher == HYDRA:  # srun --mpi=pmi2 speaks for Hydra

@@ -77,7 +77,7 @@ def _srun(assigned: Assignment) -> list[str]:
     even = [f"--ntasks-per-node={most}"] if len(set(assigned.per_node)) == 1 else []
     return [
         f"--nodes={len(assigned.per_node)}", *even, f"--cpus-per-task={assigned.threads}",
-        *(["--cpu-bind=cores", "--hint=nomultithread"] if assigned.bound else ["--cpu-bind=none"]),
+        *(["--cpu-bind=cores", "--threads-per-core=1"] if assigned.bound else ["--cpu-bind=none"]),
         "--kill-on-bad-exit=1",
     ]  # fmt: skip
 

@@ -47,9 +47,11 @@ class JobRun:
         whole = report.steps >= self.config.train.steps or report.stopped_by is None
         return "finished" if whole else str(report.stopped_by)
 
-    @property
-    def again(self) -> bool:
-        """Whether the job is to be started again, since its time was over before the run was."""
+    def is_to_go_on(self, asked: bool = False) -> bool:
+        """Whether the job is to be started again, since its time was over before the run was. asked: to stop;
+        ranks that were just beginning, or being started again, may have died of it."""
+        if asked and not self.ended:
+            return newest(self.folder) is not None
         return self.ended in AGAIN and (self.ended in AGAIN[:1] or self.config.run.time_limit is None)
 
 

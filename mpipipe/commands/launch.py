@@ -40,11 +40,16 @@ def main(argv: Sequence[str]) -> int:
         "--unfinished", action="store_true",
         help="no line: exit code 0 where the run stopped before its end and the job is to be started again",
     )  # fmt: skip
+    parser.add_argument(
+        "--asked",
+        action="store_true",
+        help="with --unfinished: it was asked to stop, though it may have failed",
+    )
     a = parser.parse_intermixed_args(list(argv))
     if not a.unfinished:
         return run(lambda: _print_line(a))
     again: list[bool] = []
-    code = run(lambda: again.append(run_of_job(a, os.environ).again))
+    code = run(lambda: again.append(run_of_job(a, os.environ).is_to_go_on(a.asked)))
     return code or int(not again[0])
 
 

@@ -38,6 +38,7 @@ from mpipipe.state.rundir import METRICS, SUMMARY, create, make_latest, reopen
 LOOK_S = 1.0  # between two looks at a run
 LINGER_S = 3 * GRACE_S  # for a launcher whose ranks have left
 START_S = 1800.0  # until rank 0 gives its first: MPI and a thousand imports from a slow disk included
+PAUSE_S = 10.0  # between two looks: this process stood still
 SILENT_S = 120.0  # at least, without a sign of life of rank 0, which gives one every few seconds
 RESTARTS = 5
 LONGEST_WAIT_S = 60.0
@@ -227,8 +228,12 @@ class Supervisor:
         limit = self.config.run.watchdog
         may_wait, begun, started_at = limit == "off" or self._queued(), False, time.monotonic()
         silent_s = max(SILENT_S, limit) if isinstance(limit, float | int) else SILENT_S
+        looked_at = started_at
         while (code := job.wait(LOOK_S)) is None:
             now = time.monotonic()
+            if now - looked_at > PAUSE_S:  # the whole job was, as by `scontrol suspend`
+                sign_at, left_at, started_at = (at + now - looked_at for at in (sign_at, left_at, started_at))
+            looked_at = now
             if not linked and (self.run_dir / METRICS).exists():
                 make_latest(self.config, self.run_dir)
                 linked = True

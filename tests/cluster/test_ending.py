@@ -11,7 +11,8 @@ import pytest
 
 from mpipipe.cluster import ending
 from mpipipe.cluster.ending import TimeLimit, stop_signals
-from mpipipe.errors import DataError
+from mpipipe.commands.supervise import MENDABLE
+from mpipipe.errors import DataError, RecoveryError
 
 
 class Clock:
@@ -115,6 +116,13 @@ def test_a_rank_that_speaks_for_itself_alone_says_which_it_is(
     assert capsys.readouterr().err == f"mpipipe: error: no such file\n{says}"
     assert aborts == [1]
     assert len(waits) == rank, "rank 0 speaks first"
+
+
+def test_what_another_start_may_mend_is_not_called_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending.end(None, RecoveryError("too small")) == 1
+    said = capsys.readouterr().err
+    assert said == "mpipipe: no recovery: too small\n"
+    assert MENDABLE not in said
 
 
 @pytest.mark.parametrize("says", [True, False])

@@ -34,6 +34,11 @@ ALONE = {
         "--mpi=pmix -n 4",
     ),
     "mpirun of Open MPI": ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}, MPICH, "mpiexec -n 3"),
+    "mpirun in srun --pty bash": (
+        {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        MPICH,
+        "mpiexec -n 4",
+    ),
     "mpiexec of MPICH": ({"PMI_SIZE": "2", "PMI_RANK": "1"}, OPEN_MPI, "mpirun -n 2"),
 }
 LEGAL = {

@@ -101,7 +101,7 @@ def test_the_launcher_is_the_one_that_fits_the_mpi(site: Path) -> None:
         assert found.environ == ("SLURM_TASKS_PER_NODE=2(x2)",)
         return " ".join(found.launcher), found.why
 
-    srun = "--nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --cpu-bind=cores --hint=nomultithread"
+    srun = "--nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --cpu-bind=cores --threads-per-core=1"
     by_srun = f"{srun} --kill-on-bad-exit=1"
     assert line(MPICH) == (
         f"srun --mpi=pmi2 {by_srun}",

@@ -82,9 +82,23 @@ def test_a_job_starts_again_where_its_time_was_over_before_its_run(
     report = replace(REPORT, stopped_by=stopped_by, steps=steps)
     Path("run/summary.json").write_text(to_json(report))
     given = arguments("run.dir=run", f"run.time_limit={time_limit}")
-    assert run_of_job(given, job).again == again
+    assert run_of_job(given, job).is_to_go_on() == again
+    assert run_of_job(given, job).is_to_go_on(asked=True) == again
     flags = ["c.yaml", "run.dir=run", f"run.time_limit={time_limit}", "--unfinished"]
     assert launch.main(flags) == (0 if again else 1)
+
+
+def test_a_job_that_failed_when_it_was_asked_to_stop_starts_again_from_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal may meet ranks that are just beginning, and die of it."""
+    flags = ["c.yaml", "run.dir=run", "--asked", "--unfinished"]
+    Path("run").mkdir()
+    assert launch.main(flags) == 1, "from nothing, it would do the same again"
+    monkeypatch.setattr("mpipipe.commands.job.newest", lambda folder: folder / "checkpoints" / "step-3")
+    assert launch.main(flags) == 0
+    flags.remove("--asked")
+    assert launch.main(flags) == 1, "it failed by itself"
 
 
 def test_a_finished_run_that_is_started_again_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,8 @@ def test_an_error_that_can_be_mended_is_not_tried_again(folder, capfd) -> None:
     code, starts = supervise(folder, "echo 'mpipipe: error: no such data' >&2; exit 1", "exit 0")
     assert (code, len(starts)) == (1, 1)
     assert capfd.readouterr().err == "mpipipe: error: no such data\n"
+    again = "echo 'mpipipe: no recovery: it does not fit' >&2; exit 1"
+    assert supervise(folder, again, DONE)[0] == 0, "another start has all ranks"
     assert main(["config.yaml", "train.stepz=3"]) == 1
     assert "train.stepz" in capfd.readouterr().err
     assert main(["config.yaml", "--resume", "--", "./none"]) == 1
@@ -141,6 +143,14 @@ def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) ->
         "mkdir run/flight; echo x >run/flight/rank-0.alive; sleep 0.6; echo '{\"a\": 1}' >run/summary.json"
     )
     assert supervise(folder, waits, words=("--resume", "run.watchdog=30"))[0] == 0
+    assert len((folder / "starts").read_text().splitlines()) == 1
+
+
+def test_a_job_that_was_suspended_is_not_taken_for_silent(folder, monkeypatch) -> None:
+    monkeypatch.setattr(command, "SILENT_S", 0.3)
+    monkeypatch.setattr(command, "PAUSE_S", 0.0)  # so that each look comes after a pause
+    signs = "mkdir run/flight; echo x >run/flight/rank-0.alive; sleep 1"
+    assert supervise(folder, f"{signs}; {DONE}") == (0, (folder / "starts").read_text().splitlines())
     assert len((folder / "starts").read_text().splitlines()) == 1
 
 

@@ -148,6 +148,19 @@ def test_a_signal_waits_for_who_does_not_catch_it_yet(site: Site) -> None:
     assert job.returncode == 0
 
 
+def test_who_dies_of_being_asked_is_queued_again_where_there_is_a_checkpoint(site: Site) -> None:
+    script(site.bin / "dies", "trap '' USR1", "echo waits", "sleep 0.5; exit 3")
+    site.environment(site.repo / ".venv", "dies", unfinished=0)
+    with site.start("c.yaml") as job:
+        assert job.stdout is not None
+        while job.stdout.readline() != "waits\n":
+            time.sleep(0.01)
+        job.send_signal(signal.SIGUSR1)
+        out, _ = job.communicate(timeout=60)
+    assert "scontrol: requeue 7" in out
+    assert job.returncode == 0
+
+
 def test_a_failure_is_the_job_s_and_is_not_queued_again(site: Site) -> None:
     script(site.bin / "fails", "exit 3")
     site.environment(site.repo / ".venv", "fails", unfinished=0)
