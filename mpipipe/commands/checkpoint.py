@@ -155,7 +155,7 @@ def _has_name(keys: object) -> bool:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    damaged = []
+    damaged, whole = [], 0
     for folder, wrong in _all(options.folder):
         if not (folder / RUN).exists() and (options.folder / FOLDER).is_dir():
             print(f"{folder}: a save that was cut off; the next one removes it")
@@ -167,6 +167,9 @@ def _verify(options: argparse.Namespace) -> None:
         rate = f"{size_text(nbytes)} in {counted(len(files), 'file')}, {per_second(nbytes / seconds, 'B/s')}"
         print(f"{folder}: {'damaged' if wrong else f'whole, {rate}'}")
         damaged += [wrong] if wrong else []
+        whole += not wrong
+    if not whole:
+        damaged.append(f"{options.folder}: has no checkpoint that is whole")
     if damaged:
         raise CheckpointError("\n  ".join(damaged))
 
