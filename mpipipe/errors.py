@@ -48,5 +48,9 @@ class CheckpointError(MpipipeError):
     """A checkpoint cannot be written or read."""
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint cannot be read just now, which does not say that it is damaged."""
+
+
 class ReportError(MpipipeError):
     """What a run has left behind is missing, damaged or of another version."""

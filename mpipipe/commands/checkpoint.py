@@ -16,7 +16,7 @@ from pathlib import Path
 from mpipipe.cluster.node import cores_available
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive, size
-from mpipipe.errors import CheckpointError
+from mpipipe.errors import CheckpointError, UnreadableError
 from mpipipe.planner.sizes import counted, per_second, size_text
 from mpipipe.report.table import text_table
 from mpipipe.state.checkpoint import Reader
@@ -155,18 +155,24 @@ def _has_name(keys: object) -> bool:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    damaged = []
+    damaged, whole = [], 0
     for folder, wrong in _all(options.folder):
         if not (folder / RUN).exists() and (options.folder / FOLDER).is_dir():
             print(f"{folder}: a save that was cut off; the next one removes it")
             continue
         start, files = time.perf_counter(), {} if wrong else read_state(folder).files
-        wrong = wrong or flaw(folder, files, options.threads)
+        try:
+            wrong, said = wrong or flaw(folder, files, options.threads), "damaged"
+        except UnreadableError as error:
+            wrong, said = str(error), "cannot be read just now"
         seconds = time.perf_counter() - start
         nbytes = sum(file.nbytes for file in files.values())
         rate = f"{size_text(nbytes)} in {counted(len(files), 'file')}, {per_second(nbytes / seconds, 'B/s')}"
-        print(f"{folder}: {'damaged' if wrong else f'whole, {rate}'}")
+        print(f"{folder}: {said if wrong else f'whole, {rate}'}")
         damaged += [wrong] if wrong else []
+        whole += not wrong
+    if not whole:
+        damaged.append(f"{options.folder}: has no checkpoint that is whole")
     if damaged:
         raise CheckpointError("\n  ".join(damaged))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from mpipipe.config import Config, load, to_yaml
+from mpipipe.errors import ConfigError
 from mpipipe.state.resume import newest, read_state
 from mpipipe.state.rundir import CONFIG, SUMMARY, reopen
 from mpipipe.values import Report, from_json
@@ -71,6 +72,11 @@ def run_of_job(a: argparse.Namespace, environ: Mapping[str, str]) -> JobRun:
     run of the same config. Raises ConfigError."""
     overrides = list(a.overrides)
     config = load(a.config, overrides)
+    if config.run.dir is None and a.resume and environ.get("SLURM_JOB_ID"):
+        raise ConfigError(
+            "--resume in a Slurm job, and run.dir is null: runs/latest may be another run each time that the "
+            "job starts; give run.dir=FOLDER, that of the run to go on with"
+        )
     if config.run.dir is None and not a.resume:
         overrides.append(f"run.dir=runs/slurm-{environ.get('SLURM_JOB_ID', '0')}")
         config = load(a.config, overrides)

@@ -31,7 +31,7 @@ from mpipipe.planner.curve import Curve, Level, resource_curve
 from mpipipe.planner.sizes import counted
 from mpipipe.report.progress import number
 from mpipipe.state.files import write_text
-from mpipipe.state.rundir import run_name
+from mpipipe.state.rundir import claim_new, run_name
 
 TRAIN = Path(__file__).resolve().parents[2] / "slurm" / "train.sh"
 MOST_NODES = 16
@@ -165,8 +165,9 @@ def _lines(planned: Planned, curve: Curve) -> list[str]:
 
 
 def _folder(config: Config) -> Path:
-    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{run_name(config)}"
-    folder = Path(config.run.dir) if config.run.dir is not None else Path("runs") / name
+    if config.run.dir is None:
+        return claim_new(Path("runs"), f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{run_name(config)}")
+    folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -176,7 +177,7 @@ def _script(a: argparse.Namespace, choice: Choice, limit_s: float, folder: Path,
     resources = {
         "job-name": name, "nodes": choice.nodes, "ntasks-per-node": choice.per_node,
         "cpus-per-task": choice.threads, "time": minutes(limit_s), "partition": a.partition,
-        "output": folder.absolute() / "slurm-%j.out",
+        "output": f'"{folder.absolute()}/slurm-%j.out"',  # sbatch splits a line at blanks
     }  # fmt: skip
     kept = [line for line in TRAIN.read_text(encoding="utf-8").splitlines() if not _decided(line, resources)]
     end = max(i for i, line in enumerate(kept) if line.startswith("#SBATCH")) + 1

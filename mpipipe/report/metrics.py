@@ -15,8 +15,8 @@ from mpipipe.report.scalars import Scalars
 
 
 class Metrics:
-    """Appends to `path`, and says the numbers to `scalars` as well. A last line that a kill cut off is
-    dropped first, so every line parses."""
+    """Appends to `path`, and says the numbers to `scalars` as well. A line that a kill or a power cut has
+    left torn is dropped first, with what follows it, so every line parses."""
 
     def __init__(self, path: str | Path, scalars: Scalars | None = None) -> None:
         path = Path(path)
@@ -56,12 +56,13 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; one that a kill cut off at the end is left out."""
+    """The lines of a metrics file, up to one that is torn."""
     return [json.loads(line) for line in _whole_lines(Path(path))]
 
 
 def cut_metrics(path: str | Path, step: int) -> None:
-    """Forgets the first line beyond `step` and all that follow: a run that resumes there says them anew.
+    """Forgets the first line that is beyond `step` or torn, and all that follow: a run that resumes there
+    says them anew.
 
     In one system call, so that a kill leaves the old file or the new one. No file: nothing to forget.
     """
@@ -72,8 +73,17 @@ def cut_metrics(path: str | Path, step: int) -> None:
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    whole, newline, _ = path.read_bytes().rpartition(b"\n")
-    return (whole + newline).splitlines(keepends=True)
+    """Up to the first that is no JSON object: a kill cuts off the last one, and after a power cut some may be
+    torn, or zeros."""
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [line + b"\n" for line in takewhile(_is_object, lines)]
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _keep(path: Path, first_lines: list[bytes]) -> None:
@@ -83,4 +93,4 @@ def _keep(path: Path, first_lines: list[bytes]) -> None:
 def last_step(path: Path) -> int:
     """Of the last whole line; 0 where there is none."""
     lines = _whole_lines(path) if path.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else 0
+    return int(json.loads(lines[-1]).get("step", 0)) if lines else 0

@@ -63,7 +63,7 @@ def read_run(folder: str | Path) -> RunData:
     if not ended:
         notes.append("the run has not come to its end (no summary.json): this is what there is so far")
     plan = _read(path / "plan.json", read_plan, notes)
-    metrics = _read(path / "metrics.jsonl", _metrics, notes) or ()
+    metrics = _read(path / "metrics.jsonl", lambda p: _metrics(p, notes), notes) or ()
     trace: Trace | None = None
     if report is not None and (last := _last_step(metrics)) > report.steps:
         notes.append(
@@ -106,10 +106,11 @@ def _read(
     return None
 
 
-def _metrics(path: Path) -> tuple[dict[str, Any], ...]:
-    """`Metrics` writes what JSON has no number for as "nan", "inf" and "-inf". Raises ValueError."""
+def _metrics(path: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
+    """`Metrics` writes what JSON has no number for as "nan", "inf" and "-inf"."""
     words, lines = ("nan", "inf", "-inf"), read_metrics(path)
-    for number, line in enumerate(lines, 1):
-        if not isinstance(line, dict):
-            raise ValueError(f"line {number} is {line!r}, and no object")
+    if len(lines) < path.read_bytes().count(b"\n"):
+        notes.append(
+            f"{path.name}: line {len(lines) + 1} is no JSON object; it is left out, with what follows it"
+        )
     return tuple({k: float(v) if v in words else v for k, v in line.items()} for line in lines)

@@ -23,7 +23,7 @@ import torch
 from mpipipe.errors import CheckpointError
 from mpipipe.graph.program import spec
 from mpipipe.state.digests import begun_digest, pieces_of, tensor_digest
-from mpipipe.state.files import check_name, inside, parse_json, read_small, write_text
+from mpipipe.state.files import check_name, check_proves_damage, inside, parse_json, read_small, write_text
 from mpipipe.state.names import compare_names
 from mpipipe.state.resume import way_out
 from mpipipe.state.shards import Shard
@@ -88,6 +88,8 @@ def read_index(folder: str | Path, kind: Kind = "model") -> dict[str, str]:
             f"{path}: not found; the folder is no checkpoint, or one that was cut off"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, OSError):
+            check_proves_damage(path, error)
         raise CheckpointError(f"{path}: is not an index of safetensors shards ({error!r})") from error
 
 
@@ -132,6 +134,7 @@ class Reader:
         try:
             shard.read(name, out)
         except OSError as error:
+            check_proves_damage(shard.path, error)
             raise self.damaged(f"{shard.path}: cannot be read ({error})") from error
         self.digests[name] = tensor_digest(name, out)
 
@@ -144,6 +147,7 @@ class Reader:
                 h.update(piece)
                 yield piece
         except OSError as error:
+            check_proves_damage(shard.path, error)
             raise self.damaged(f"{shard.path}: cannot be read ({error})") from error
         self.digests[name] = h.hexdigest()
 
@@ -159,6 +163,8 @@ class Reader:
             try:
                 self._shards[file] = Shard(inside(self.folder, file))
             except (OSError, ValueError) as error:
+                if isinstance(error, OSError):
+                    check_proves_damage(self.folder / file, error)
                 raise self.damaged(f"{self.folder / file}: cannot be read ({error})") from error
         if name not in self._shards[file].specs:
             raise self.damaged(f"{self.folder / file}: lacks '{name}', which the index promises")

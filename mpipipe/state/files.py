@@ -18,9 +18,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mpipipe.errors import MpipipeError
+from mpipipe.errors import MpipipeError, UnreadableError
 
 JSON_BYTES = 100_000_000  # of a header, an index or a manifest; that of the safetensors format
+# of a file that is missing, cut off (None: `Shard` says so) or none; others say nothing of its bits
+_DAMAGE = {None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, of a quota, the limit of a file
 
 
@@ -81,6 +83,15 @@ def read_small(path: Path) -> bytes:
         if (nbytes := os.fstat(file.fileno()).st_size) > JSON_BYTES:
             raise ValueError(f"{nbytes} bytes, no more than {JSON_BYTES} are read")
         return file.read()
+
+
+def check_proves_damage(path: Path, error: OSError) -> None:
+    """Raises UnreadableError for an error that may be gone at the next try, as of a network or a disk."""
+    if error.errno not in _DAMAGE:
+        raise UnreadableError(
+            f"{path}: cannot be read just now ({error.strerror}), so nobody knows whether it is damaged; try "
+            f"again, and where that does not help, move {path.parent} away"
+        ) from error
 
 
 def parse_json(text: bytes) -> Any:

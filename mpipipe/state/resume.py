@@ -10,7 +10,7 @@ Invariants
   2. run.json appears last and goes first: a kill at any point leaves a whole checkpoint, or a folder
      without run.json, which `newest` passes over and `prune` removes.
   3. So a folder with run.json that is not whole was damaged later, was written by another version or
-     cannot be read just now: nothing here removes or changes it.
+     cannot be read just now: nothing here removes or changes it, and only proven damage sets it aside.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from mpipipe.errors import CheckpointError, ConfigError
-from mpipipe.state.files import inside, link_whole, read_small, sync_folder
+from mpipipe.errors import CheckpointError, ConfigError, UnreadableError
+from mpipipe.state.files import check_proves_damage, inside, link_whole, read_small, sync_folder
 from mpipipe.state.writing import File
 from mpipipe.values import Numerics, Value, from_json, to_json
 
@@ -121,6 +121,8 @@ def read_state(folder: str | Path) -> RunState:
             f"{path}: not found; the folder is no checkpoint of a run, or one that was cut off"
         ) from error
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            check_proves_damage(path, error)
         raise CheckpointError(
             f"{path}: cannot be read ({error}); damaged, or written by another version of mpipipe"
         ) from error
@@ -129,7 +131,17 @@ def read_state(folder: str | Path) -> RunState:
 def damage(folder: str | Path) -> str:
     """What keeps a folder from being a whole checkpoint; empty when nothing does. Reads no tensor."""
     try:
+        return proven_damage(folder)
+    except UnreadableError as error:
+        return str(error)
+
+
+def proven_damage(folder: str | Path) -> str:
+    """As `damage`. Raises UnreadableError where that cannot be told just now."""
+    try:
         files = read_state(folder).files
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         return str(error)
     for name, facts in files.items():
@@ -137,6 +149,7 @@ def damage(folder: str | Path) -> str:
         try:
             found = inside(path.parent, name).stat().st_size
         except OSError as error:
+            check_proves_damage(path, error)
             return f"{path}: cannot be read ({error.strerror})"
         except ValueError as error:
             return f"{folder}: {error}"

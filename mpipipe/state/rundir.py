@@ -26,7 +26,7 @@ def create(config: Config, base: str | Path = "runs", now: datetime | None = Non
         if config.run.dir is not None:
             folder = _claim(Path(config.run.dir))
         else:
-            folder = _claim_new(Path(base), f"{now or datetime.now(UTC):%Y%m%d-%H%M%S}-{run_name(config)}")
+            folder = claim_new(Path(base), f"{now or datetime.now(UTC):%Y%m%d-%H%M%S}-{run_name(config)}")
         write_text(folder / CONFIG, to_yaml(config))
     except OSError as error:
         raise ConfigError(
@@ -89,7 +89,7 @@ def _claim(folder: Path) -> Path:
     return folder
 
 
-def _claim_new(base: Path, name: str) -> Path:
+def claim_new(base: Path, name: str) -> Path:
     """Two runs that start within one second get different folders: mkdir decides who was first."""
     for attempt in range(1, 1000):
         folder = base / (name if attempt == 1 else f"{name}-{attempt}")

@@ -6,31 +6,58 @@ A shard's sha256 is made of those of its header and of its tensors, so ranks and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ParamSpec
 
 from mpipipe.cluster.comm import Communicator
+from mpipipe.errors import UnreadableError
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.digests import PIECE_BYTES, file_sha256, pieces_digest, shard_sha256
-from mpipipe.state.files import inside
-from mpipipe.state.resume import RUN, read_state, survey
+from mpipipe.state.files import check_proves_damage, inside
+from mpipipe.state.gather import together
+from mpipipe.state.resume import RUN, proven_damage, read_state, survey
 from mpipipe.state.shards import Shard, nbytes_of
 from mpipipe.state.writing import File
+
+P = ParamSpec("P")
+RETRY_S = 2.0  # until a file that could not be read is tried again
 
 
 def flaw(folder: Path, files: Mapping[str, File], threads: int = 1) -> str:
     """What is wrong with the first of these files whose bits are not those that were written; empty where all
-    are well. Holds a few MiB per thread, whatever is in the files."""
+    are well. Holds a few MiB per thread, whatever is in the files.
+
+    Raises UnreadableError where a file cannot be read just now, twice.
+    """
     with ThreadPoolExecutor(threads) as pool:
         for name, facts in files.items():
-            try:
-                found = _sha256(inside(folder, name), pool)
-            except (OSError, ValueError) as error:
-                return f"{folder / name}: cannot be read ({error})"
-            if found != facts.sha256:
-                return _differ(folder / name, found, facts)
+            if wrong := _twice(_flaw_of, folder, name, facts, pool):
+                return wrong
     return ""
+
+
+def _twice(look: Callable[P, str], *args: P.args, **kwargs: P.kwargs) -> str:
+    """`look(...)`, after a while once more where a file cannot be read just now."""
+    try:
+        return look(*args, **kwargs)
+    except UnreadableError:
+        time.sleep(RETRY_S)
+        return look(*args, **kwargs)
+
+
+def _flaw_of(folder: Path, name: str, facts: File, pool: ThreadPoolExecutor) -> str:
+    path = folder / name
+    try:
+        found = _sha256(inside(folder, name), pool)
+    except OSError as error:
+        check_proves_damage(path, error)
+        return f"{path}: cannot be read ({error})"
+    except ValueError as error:
+        return f"{path}: cannot be read ({error})"
+    return "" if found == facts.sha256 else _differ(path, found, facts)
 
 
 def _sha256(path: Path, pool: ThreadPoolExecutor) -> str:
@@ -55,18 +82,25 @@ def newest_sound(
     comm: Communicator, run_dir: Path, above: int = -1, before: float = math.inf
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint of a run with all the bits that were written, and what is wrong with the newer
-    ones; `above`, `before` as in `survey`. Each rank reads a share of the files. Collective."""
+    ones; `above`, `before` as in `survey`. Each rank reads a share of the files. Collective.
+
+    Raises CheckpointError on every rank where one that may be sound cannot be read just now.
+    """
     passed_over: list[tuple[Path, str]] = []
     for folder, wrong in comm.bcast_object(survey(run_dir, above, before) if comm.rank == 0 else []):
-        wrong = wrong or _flaw_of_all(comm, folder)
+        wrong = (wrong and _looked_at_again(comm, folder)) or _flaw_of_all(comm, folder)
         if not wrong:
             return folder, passed_over
         passed_over.append((folder, wrong))
     return None, passed_over
 
 
+def _looked_at_again(comm: Communicator, folder: Path) -> str:
+    return together(comm, str(folder), lambda: _twice(proven_damage, folder) if comm.rank == 0 else "")[0]
+
+
 def _flaw_of_all(comm: Communicator, folder: Path) -> str:
-    files = comm.bcast_object(read_state(folder).files if comm.rank == 0 else {})
+    files = together(comm, str(folder), lambda: read_state(folder).files if comm.rank == 0 else {})[0]
     loads = [0] * comm.size
     mine = {}
     for name, facts in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):
@@ -74,7 +108,7 @@ def _flaw_of_all(comm: Communicator, folder: Path) -> str:
         loads[rank] += facts.nbytes
         if rank == comm.rank:
             mine[name] = facts
-    return next(filter(None, comm.allgather_object(flaw(folder, mine))), "")
+    return next(filter(None, together(comm, str(folder), lambda: flaw(folder, mine))), "")
 
 
 def check_read(comm: Communicator, reader: Reader, files: Mapping[str, File]) -> None:
@@ -85,8 +119,8 @@ def check_read(comm: Communicator, reader: Reader, files: Mapping[str, File]) ->
     """
     read = {name: d for part in comm.allgather_object(reader.digests) for name, d in part.items()}
     mine = [reader.index, *reader.files][comm.rank :: comm.size]
-    wrong = [read_flaw(reader, file, read, files) for file in mine]
-    for said in comm.allgather_object(next(filter(None, wrong), "")):
+    wrong = (read_flaw(reader, file, read, files) for file in mine)
+    for said in together(comm, str(reader.folder), lambda: next(filter(None, wrong), "")):
         if said:
             raise reader.damaged(said)
 
@@ -101,6 +135,8 @@ def read_flaw(reader: Reader, file: str, read: Mapping[str, str], files: Mapping
     try:
         shard = Shard(inside(reader.folder, file))
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            check_proves_damage(path, error)
         return f"{path}: cannot be read ({error})"
     if shard.specs.keys() != set(reader.files[file]):
         return f"{path}: has other tensors than the index says"

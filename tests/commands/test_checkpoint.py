@@ -162,7 +162,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.Capture
     for command in (["inspect"], ["verify"], ["export", "-o", str(tmp_path / "x")]):
         assert program(["checkpoint", *command, str(tmp_path)]) == 1
         assert "is neither a run nor a whole checkpoint" in capsys.readouterr().err
-    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints").mkdir()
+    assert "has no checkpoint that is whole\n" in refused(capsys, "verify", tmp_path)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir()
+    assert "has no checkpoint that is whole\n" in refused(capsys, "verify", tmp_path)
     assert "no checkpoint that is whole\n" in refused(capsys, "merge", tmp_path, "-o", tmp_path / "x")
 
 

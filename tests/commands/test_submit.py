@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from made_run import made_plan, made_report
 from mpipipe.commands import allocation, launch, submit
 from mpipipe.commands.job import run_of_job
 from mpipipe.config import Config, load, to_yaml
-from mpipipe.errors import PlanError
+from mpipipe.errors import ConfigError, PlanError
 from mpipipe.planner.per_node import by_ranks_per_node
 from mpipipe.values import Prediction, to_json
 
@@ -64,6 +65,19 @@ def test_a_job_resumes_its_own_run_and_one_of_the_same_config_and_no_other(job: 
     assert run_of_job(other, {**job, "SLURM_RESTART_COUNT": "1"}).resume
     named = run_of_job(arguments("run.dir=mine", resume=True), job)
     assert named.arguments == ("c.yaml", "run.dir=mine", "--resume")
+
+
+def test_a_job_does_not_resume_whatever_run_is_the_latest(
+    job: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/theirs").mkdir(parents=True)
+    Path("runs/theirs/config.yaml").write_text(to_yaml(load("c.yaml")))
+    Path("runs/latest").symlink_to("theirs")
+    with pytest.raises(ConfigError, match=r"give run\.dir=FOLDER"):
+        run_of_job(arguments(resume=True), job)
+    assert launch.main(["c.yaml", "--resume", "--assignment", "a.json"]) == 1
+    assert "runs/latest may be another run" in capsys.readouterr().err
+    assert run_of_job(arguments(resume=True), {}).folder == Path("runs/theirs"), "in no job"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +194,7 @@ def test_submit_writes_a_script_that_is_complete_and_hands_it_to_sbatch(
         "job-name=mlp",
         "exclusive --requeue --open-mode=append --signal=B:USR1@180",
     } <= set(options)
-    assert f"output={tmp_path}/my run/slurm-%j.out" in options
+    assert f'output="{tmp_path}/my run/slurm-%j.out"' in options
     assert sum(option.startswith("nodes=") for option in options) == 1
     assert f"set -- {tmp_path}/c.yaml 'run.dir=my run' train.lr=0.5 'run.dir={tmp_path}/my run'" in lines
 
@@ -199,6 +213,19 @@ def test_submit_without_slurm_says_where_to_go_and_still_writes_the_script(
     assert "#SBATCH --cpus-per-task=96\n" in script  # as the cluster file has them
     with pytest.raises(SystemExit):
         submit.main(["c.yaml", "--nodes", "4-1"])
+
+
+def test_two_submits_within_a_second_have_a_folder_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noon(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Noon:
+            return cls(2026, 1, 2, 12, 0, 5, tzinfo=tz)
+
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(submit, "datetime", Noon)
+    for name in ("20260102-120005-mlp", "20260102-120005-mlp-2"):
+        assert submit.main(["c.yaml", "--nodes", "1", "--dry-run", "--cluster", str(CLUSTER)]) == 0
+        assert f"run.dir={Path.cwd()}/runs/{name}\n" in Path("runs", name, "submit.sh").read_text()
 
 
 def test_spares_count_as_ranks_of_the_job(

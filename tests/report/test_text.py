@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpipipe.report import Metrics, Progress, cut_metrics, read_metrics, summary
+from mpipipe.report.metrics import last_step
 from mpipipe.report.progress import number
 from mpipipe.report.table import text_table
 from mpipipe.values import RankReport, Report
@@ -161,6 +162,23 @@ def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path, torn: str) -> None:
     with Metrics(path) as metrics:
         metrics.write(step=3)
     assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+@pytest.mark.parametrize(
+    "torn", [b"\0" * 9, b'\0\0\0\0{"step": 3}', b'{"step": 3, "lo', b"[3]", b"\xff", b""]
+)
+def test_a_run_resumes_whose_metrics_a_power_cut_has_torn(tmp_path: Path, torn: bytes) -> None:
+    path, whole = tmp_path / "metrics.jsonl", b'{"step": 1}\n{"step": 2}\n'
+    path.write_bytes(whole + torn + b'\n{"step": 4}\n')
+    assert last_step(path) == 2
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    cut_metrics(path, 9)
+    assert path.read_bytes() == whole
+    path.write_bytes(torn + b"\n")
+    assert last_step(path) == 0
+    with Metrics(path) as metrics:
+        metrics.write(step=1)
+    assert read_metrics(path) == [{"step": 1}]
 
 
 def test_a_run_that_resumes_forgets_the_steps_beyond(tmp_path: Path) -> None:

@@ -203,6 +203,15 @@ def test_a_damaged_file_is_left_out_with_a_note(tmp_path: Path, name: str, damag
         assert [note.split(":")[0] for note in found.notes] == [name]
 
 
+def test_metrics_that_are_torn_count_up_to_there(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "made", steps=3)
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('\0\0\n{"step": 4}\n')
+    found = read_run(folder)
+    assert len(found.metrics) == 3
+    assert [note.split(";")[0] for note in found.notes] == ["metrics.jsonl: line 4 is no JSON object"]
+
+
 def test_two_runs_of_the_same_bits(tmp_path: Path) -> None:
     two, four = (read_run(made_run(tmp_path / f"on{n}", n, 8)) for n in (2, 4))
     text = compare(two, four)

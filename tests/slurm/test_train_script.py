@@ -99,6 +99,16 @@ def test_modules_a_container_and_an_archive(site: Site) -> None:
     assert contained.stderr.startswith("apptainer: exec image.sif python3 -m mpipipe plan c.yaml --from")
     assert contained.stdout.endswith("started:\n")
 
+    site.environment(site.root / "loaded")
+    activate = site.root / "loaded" / "activate"
+    script(activate, f"export VIRTUAL_ENV={activate.parent}")
+    module = {"BASH_FUNC_module%%": f'() {{ echo "module: $*"; . {activate}; }}'}  # an exported function
+    loaded = site.run("c.yaml", MPIPIPE_MODULES="openmpi/5 python", **module)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.startswith(
+        f"module: load openmpi/5 python\ntrain.sh: {site.root}/loaded/bin/python, start"
+    )
+
     site.environment(site.root / "named")
     script(site.bin / "sbcast", 'echo "sbcast: $*"; cp "$2" "$3"')
     script(site.bin / "srun", 'echo "srun: $1 $2"; while [ "$1" != sh ]; do shift; done; exec "$@"')

@@ -3,10 +3,12 @@ no changed byte goes unnoticed."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import random
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from saved_run import save_step
 from mpipipe.cluster.local import run_local
 from mpipipe.commands.checkpoint import main
 from mpipipe.errors import CheckpointError
+from mpipipe.state import verify
 from mpipipe.state.checkpoint import Reader, index_name, load, read_index
 from mpipipe.state.pretrained import Weights
 from mpipipe.state.resume import damage, read_state, step_folder
@@ -96,6 +99,38 @@ def test_a_resume_finds_the_newest_checkpoint_whose_bits_are_right(tmp_path: Pat
     assert "optimizer-00002-of-00002.safetensors: its sha256 is " in reasons[0]
     assert "model.safetensors.index.json: its sha256 is " in reasons[1]
     assert "run.json: not found" in reasons[2]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["run.json", "model-00002-of-00002.safetensors", index_name()])
+def test_a_file_that_cannot_be_read_for_a_moment_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, ranks: int
+) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step, 2)
+    folder, fails, really = step_folder(tmp_path, 2), [True], Path.open
+
+    def opened(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.parts[-2:] == (folder.name, name) and fails:
+            fails.pop()
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return really(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(verify, "RETRY_S", 0.0)
+    assert run_local(ranks, lambda comm: newest_sound(comm, tmp_path)) == [(folder, [])] * ranks
+    assert not fails
+
+    again = re.escape(f"{folder / name}: cannot be read just now (Input/output error)")
+    for use in (lambda: run_local(ranks, lambda comm: newest_sound(comm, tmp_path)), lambda: read(folder)):
+        fails.extend([True] * 99)
+        with pytest.raises(CheckpointError, match=again) as caught:
+            use()
+        assert "is damaged\n" not in str(caught.value)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert re.search(again, capsys.readouterr().err)
+    fails.clear()
+    assert run_local(ranks, lambda comm: newest_sound(comm, tmp_path)) == [(folder, [])] * ranks
 
 
 # -- made to do harm, checksums and all -------------------------------------------------------------
