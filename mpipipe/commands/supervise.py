@@ -28,6 +28,7 @@ from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained, sign_o
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
 from mpipipe.commands.asking import Asking
+from mpipipe.commands.job import JobRun
 from mpipipe.config import load
 from mpipipe.errors import LaunchError
 from mpipipe.planner.sizes import counted
@@ -156,6 +157,9 @@ class Supervisor:
     def run(self) -> int:
         """The exit code of the run."""
         self._check_alone()
+        if self.options.resume and JobRun(self.config, self.run_dir, True, ()).ended == "finished":
+            _say(f"{self.run_dir}: the run is finished; for more, raise train.steps")
+            return 0
         if self.asking.asked:
             raise LaunchError(
                 f"{self.asking.asked[0]} asked to stop before the training began; start it again, in a job "

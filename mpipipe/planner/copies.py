@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.sizes import counted
-from mpipipe.planner.stages import bounds, in_order, own_bytes, stage_costs
+from mpipipe.planner.stages import bounds, in_order, own_bytes, stage_costs, stage_ties
 from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost, share_of
 
 Order = tuple[int, ...]  # the rank of each stage
@@ -209,7 +209,17 @@ def placements(order: Order, n_copies: int, several_levels: bool) -> list[tuple[
 
 def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageCost, ...]:
     """The stages of copy 0, each on its rank, then those of each other copy. The parameters of a group count
-    as one, of which a copy owns all or nothing."""
+    as one, of which a copy owns all or nothing; a tied one is there once for the stages of its owner's ranks."""
+    found, n = list(_stages_apart(costs, layout, cuts)), layout.n_stages
+    for tie in stage_ties(costs.ties, cuts):
+        for user in (s for s in tie.users if layout.ranks[s] == layout.ranks[tie.owner]):
+            for i in range(user, len(found), n):
+                found[i] = replace(found[i], fixed_bytes=found[i].fixed_bytes - tie.nbytes)
+    return tuple(found)
+
+
+def _stages_apart(costs: Costs, layout: Layout, cuts: Sequence[int]) -> Sequence[StageCost]:
+    """As if each were on ranks of its own."""
     if layout.n_copies == 1:
         return stage_costs(in_order(costs, layout.order), cuts, layout.recompute)
     speeds, edges = [d.speed for d in costs.cluster.devices], bounds(len(costs.groups), cuts)
@@ -227,7 +237,7 @@ def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageC
             apart = _sums_apart(costs.blocks, layout.n_copies, n)
             held = apart * sum(group.param_bytes for group in costs.groups[slice(*edges[s])])
             found.append(replace(stage, fixed_bytes=stage.fixed_bytes + held))
-    return tuple(found)
+    return found
 
 
 def _sums_apart(blocks: int, n_copies: int, of_stage: int) -> int:

@@ -80,14 +80,14 @@ def rank_memory_bytes(
     own = stages[copy * n : (copy + 1) * n]
     mine = [s for s, on in enumerate(program.copies[copy]) if on == rank]
     alike = max((len(program.holders(s)) for s in mine), default=1)  # copies, of each of them
-    stash, remade = np.zeros((2, n), np.int64)
+    stash, remade, at_work = np.zeros((3, n), np.int64)
     for s in mine:
-        stash[s], remade[s] = own[s].stash_bytes, own[s].remade_bytes
+        stash[s], remade[s], at_work[s] = own[s].stash_bytes, own[s].remade_bytes, own[s].at_work_bytes
         if s and not (s - 1 in mine and own[s - 1].remade_bytes):  # what came is in a buffer, or kept there
             stash[s] = max(0, stash[s] - own[s - 1].act_bytes)
     fixed = sum(own[s].fixed_bytes for s in mine) + receive_bytes(codes, sizes[rank], program.receive_window)
-    works = [own[s].at_work_bytes if tensors else own[s].workspace_bytes for s in mine]
-    workspace = max(works, default=0)
+    kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
+    workspace = at_work[codes[:, 1]] if tensors else kept
     shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(alike) * sizes[rank], 0)
     held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]]) + shards
     held += _last_sent(codes, sizes[rank])

@@ -12,7 +12,7 @@ import pytest
 from mpipipe.cluster import ending
 from mpipipe.cluster.ending import TimeLimit, stop_signals
 from mpipipe.commands.supervise import MENDABLE
-from mpipipe.errors import DataError, RecoveryError
+from mpipipe.errors import DataError, RecoveryError, UnreadableError
 
 
 class Clock:
@@ -119,10 +119,11 @@ def test_a_rank_that_speaks_for_itself_alone_says_which_it_is(
 
 
 def test_what_another_start_may_mend_is_not_called_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ending.end(None, RecoveryError("too small")) == 1
-    said = capsys.readouterr().err
-    assert said == "mpipipe: no recovery: too small\n"
-    assert MENDABLE not in said
+    for error in (RecoveryError("too small"), UnreadableError("a stale file")):
+        assert ending.end(None, error) == 1
+        said = capsys.readouterr().err
+        assert said == f"mpipipe: failed: {error}\n"
+        assert MENDABLE not in said
 
 
 @pytest.mark.parametrize("says", [True, False])

@@ -11,17 +11,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_run import made_plan, made_report
 
 from mpipipe.cluster.starter import Host, Starter
 from mpipipe.commands import supervise as command
 from mpipipe.commands.asking import Asking
 from mpipipe.commands.supervise import LONGEST_WAIT_S, Patience, Supervisor, _parser, main
-from mpipipe.config import parse
+from mpipipe.config import load, parse
 from mpipipe.state.rundir import create
+from mpipipe.values import to_json
 
 # each start does the line of its number in the folder of the run, with its arguments in "$@"
 LAUNCHER = r"""#!/bin/sh
@@ -92,7 +95,7 @@ def test_an_error_that_can_be_mended_is_not_tried_again(folder, capfd) -> None:
     code, starts = supervise(folder, "echo 'mpipipe: error: no such data' >&2; exit 1", "exit 0")
     assert (code, len(starts)) == (1, 1)
     assert capfd.readouterr().err == "mpipipe: error: no such data\n"
-    again = "echo 'mpipipe: no recovery: it does not fit' >&2; exit 1"
+    again = "echo 'mpipipe: failed: it does not fit' >&2; exit 1"
     assert supervise(folder, again, DONE)[0] == 0, "another start has all ranks"
     assert main(["config.yaml", "train.stepz=3"]) == 1
     assert "train.stepz" in capfd.readouterr().err
@@ -117,6 +120,15 @@ def test_spares_are_a_key_and_fewer_where_hosts_are_lost(folder, monkeypatch) ->
 def test_a_run_whose_summary_is_there_is_done(folder) -> None:
     code, starts = supervise(folder, "echo '{}' >run/summary.json; kill -9 $$", "exit 0")
     assert (code, len(starts)) == (0, 1)
+
+
+def test_a_finished_run_is_not_started_again(folder, capfd) -> None:
+    create(load("config.yaml", []))
+    report = made_report(*made_plan(), steps=load("config.yaml", []).train.steps)
+    (folder / "run" / "summary.json").write_text(to_json(replace(report, stopped_by=None)))
+    assert main(["config.yaml", "--resume", "--", str(folder / "mpirun")]) == 0
+    assert not (folder / "starts").exists()
+    assert "run: the run is finished; for more, raise train.steps" in capfd.readouterr().out
 
 
 def test_neither_a_launcher_s_0_nor_a_summary_that_goes_is_the_end_of_a_run(folder) -> None:
