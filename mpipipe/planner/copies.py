@@ -209,7 +209,7 @@ def placements(order: Order, n_copies: int, several_levels: bool) -> list[tuple[
 
 def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageCost, ...]:
     """The stages of copy 0, each on its rank, then those of each other copy. The parameters of a group count
-    as one, of which a copy owns all or nothing; a tied one is there once for the stages of its owner's ranks."""
+    as one, of which a copy owns all or nothing; a tied one is there once on its owner's rank."""
     found, n = list(_stages_apart(costs, layout, cuts)), layout.n_stages
     for tie in stage_ties(costs.ties, cuts):
         for user in (s for s in tie.users if layout.ranks[s] == layout.ranks[tie.owner]):
