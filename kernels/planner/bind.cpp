@@ -93,8 +93,7 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
                        const Array<int64_t>& grad_in, const Array<double>& crossing_s, std::vector<double> speed,
                        std::vector<int64_t> memory_bytes, std::vector<int64_t> live, std::vector<int32_t> link_in,
                        std::vector<int32_t> link_out, const std::vector<std::pair<std::vector<int64_t>, int64_t>>& ties,
-                       int64_t window, int64_t n_gradients, int64_t tied_window, int64_t tied_repeats,
-                       double bytes_per_param_byte) {
+                       int64_t window, int64_t tied_window, int64_t tied_repeats, double bytes_per_param_byte) {
     Problem p;
     p.n_groups = fwd_s.size();
     p.fwd_s = fwd_s.data(), p.bwd_input_s = bwd_input_s.data(), p.bwd_weight_s = bwd_weight_s.data();
@@ -104,7 +103,7 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
     p.speed = std::move(speed), p.memory_bytes = std::move(memory_bytes), p.live = std::move(live);
     p.link_in = std::move(link_in), p.link_out = std::move(link_out);
     for (const auto& [groups, nbytes] : ties) p.ties.push_back({groups, nbytes});
-    p.window = window, p.n_gradients = n_gradients, p.tied_window = tied_window, p.tied_repeats = tied_repeats;
+    p.window = window, p.tied_window = tied_window, p.tied_repeats = tied_repeats;
     p.bytes_per_param_byte = bytes_per_param_byte;
     return {{fwd_s, bwd_input_s, bwd_weight_s, param_bytes, stash_bytes, workspace_bytes, act_in, grad_in, crossing_s},
             Cutter(std::move(p))};

@@ -48,8 +48,7 @@ class Cutter::Scan {
     double seconds() const { return fwd_s_ + bwd_input_s_ + bwd_weight_s_; }
 
     int64_t bytes(int64_t live) const {
-        const int64_t received =
-            p_.window * p_.act_in[first] + (p_.window + p_.n_gradients) * p_.grad_in[end - 1];
+        const int64_t received = p_.window * p_.act_in[first] + (p_.window + 1) * p_.grad_in[end - 1];
         const int64_t sent = std::max(end < p_.n_groups ? p_.act_in[end] : 0, first ? p_.grad_in[first - 1] : 0);
         const int64_t stash = cutter_.stash_before_[end] - cutter_.stash_before_[first] + p_.act_in[first];
         const int64_t held = cutter_.params_before_[end] - cutter_.params_before_[first] - shared_;
@@ -170,7 +169,7 @@ void Cutter::set_roomy() {
     const int64_t n = p.n_groups;
     const int64_t act = *std::max_element(p.act_in, p.act_in + n), grad = *std::max_element(p.grad_in, p.grad_in + n);
     const int64_t rest = *std::max_element(p.workspace_bytes, p.workspace_bytes + n) + most_live_ * act +
-                         p.window * act + (p.window + p.n_gradients) * grad + std::max(act, grad) + 2 * tied_bytes_;
+                         p.window * act + (p.window + 1) * grad + std::max(act, grad) + 2 * tied_bytes_;
     roomy_.assign(n + 1, 0);
     for (int64_t end = 1, roomy = 0; end <= n; ++end) {
         const auto most_bytes = [&](int64_t from) {

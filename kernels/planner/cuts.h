@@ -29,7 +29,7 @@ struct Problem {
     std::vector<int64_t> memory_bytes, live;
     std::vector<int32_t> link_in, link_out;  // rows of crossing_s
     std::vector<Tied> ties;
-    int64_t window = 0, n_gradients = 1, tied_window = 0, tied_repeats = 1;
+    int64_t window = 0, tied_window = 0, tied_repeats = 1;
     double bytes_per_param_byte = 0.0;
 };
 

@@ -13,6 +13,7 @@ cuts that have the exact bottleneck and are even, but perhaps not the evenest.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,12 +78,12 @@ def partition(
     check_counts(costs, n_micro, schedule, n_stages)
     order = build(schedule, n_stages, n_micro, n_ranks)
     live, remaking = np.array(live_micro_batches(order)), np.array(remaking_micro_batches(order))
-    ranges = Ranges(costs, receive_window, n_micro, tied, with_update, int(remaking.max()))
+    ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
     found = None
     for modes in (("none",), RECOMPUTE) if recompute == "auto" else ((recompute,),):
         problem = Problem(costs, ranges, live, remaking, modes)
         lower_bound_s = bottleneck_bound_s(ranges.seconds, problem.speed)
-        found = problem.searched(lower_bound_s) if problem.compilable else problem.swept(lower_bound_s)
+        found = problem.best(lower_bound_s)
         if found is not None:
             break
     if found is None:
@@ -125,8 +126,19 @@ class Problem:
 
     @property
     def compilable(self) -> bool:
-        """The compiled code knows no recomputation."""
-        return compiled is not None and self.modes == ("none",)
+        """The compiled code knows no recomputation, and one gradient at a time."""
+        return compiled is not None and self.modes == ("none",) and int(self.remaking.max()) == 1
+
+    def best(self, lower_bound_s: float) -> tuple[float, Cuts] | None:
+        """The bottleneck and the cuts; None where nothing fits."""
+        if compiled is None or self.modes != ("none",):
+            return self.swept(lower_bound_s)
+        found = self.searched(lower_bound_s)  # the best also of fewer cuts, if it is one of them
+        return found if self.compilable or found is None or self.fits(found[1]) else self.swept(lower_bound_s)
+
+    def fits(self, cuts: Cuts) -> bool:
+        edges = itertools.pairwise((0, *cuts, len(self.costs.groups)))
+        return all(np.isfinite(self.times(first, end)[s, 0]) for s, (first, end) in enumerate(edges))
 
     def swept(self, lower_bound_s: float) -> tuple[float, Cuts] | None:
         """The bottleneck and the cuts by both sweeps; None where nothing fits."""
@@ -156,7 +168,7 @@ class Problem:
         return compiled.Partition(
             r.fwd_s, r.bwd_input_s, r.bwd_weight_s, r.param_bytes, r.stash_bytes, r.workspace_bytes,
             r.act_in, r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in, self._out,
-            ties, r.window, r.n_gradients, r.tied_window, r.tied_repeats, self.costs.held_per_param_byte,
+            ties, r.window, r.tied_window, r.tied_repeats, self.costs.held_per_param_byte,
         )  # fmt: skip
 
 
@@ -265,7 +277,7 @@ def least_stages(
     of every rank."""
     n_groups, mode = len(problem.costs.groups), problem.modes[-1]
     endings = (problem.ranges.ending_at(end, mode=mode) for end in range(1, n_groups + 1))
-    sizes = [(e.memory_bytes(0, 0), e.stash_bytes, e.remade_bytes) for e in endings]
+    sizes = [(e.memory_bytes(0, 0), e.stash_bytes, e.remade_bytes + e.grad_bytes) for e in endings]
     covered = np.zeros(n_groups + 1, bool)  # [first]: groups first.. fit into `count` stages
     covered[n_groups] = True
     for count in range(1, len(live) + 1):

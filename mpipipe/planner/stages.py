@@ -7,7 +7,7 @@ so what is optimised, proved and simulated is the same number.
 
 Memory of a stage, in bytes:
 
-    fixed + live * stash + remaking * remade + workspace + messages          (`memory_bytes`)
+    fixed + live * stash + remaking * (remade + gradient) + workspace + messages          (`memory_bytes`)
 
 The tensors alone need a little less than what an allocator has to keep for them: while a group is at work
 the stash of its micro-batch is not yet, or no longer, whole. `at_work_bytes` is what is tensors of the
@@ -60,6 +60,7 @@ class Ending:
     at_work_bytes: Int64
     message_bytes: Int64
     remade_bytes: Int64
+    grad_bytes: int  # that it receives
 
     @property
     def seconds(self) -> Float64:
@@ -68,17 +69,18 @@ class Ending:
 
     def memory_bytes(self, live: NDArray[np.integer] | int, remaking: NDArray[np.integer] | int = 1) -> Int64:
         total = self.fixed_bytes + live * self.stash_bytes + self.workspace_bytes + self.message_bytes
-        return np.asarray(total + remaking * self.remade_bytes, np.int64)
+        return np.asarray(total + remaking * (self.remade_bytes + self.grad_bytes), np.int64)
 
 
 class Ranges:
     """Sums over every run of consecutive groups.
 
     `receive_window`, `n_micro` and `tied` bound the receive buffers: all of those posted ahead may be for
-    activations, and later, as buffers are kept, all for gradients; `n_gradients` are read at once, from I
-    through W. The message that was sent last is still there. The owner of a tied parameter also has gradients
-    from its users, some per micro-batch if "eager", one per step if "per_use". A copied weight needs none, it
-    lands in place. `with_update`: backward carries its micro-batch's share of the step's one update.
+    activations, and later, as buffers are kept, all for gradients, beside those that are read: one, or with
+    backwards in two those from I to W. The message that was sent last is still there. The owner of a tied
+    parameter also has gradients from its users, some per micro-batch if "eager", one per step if "per_use". A
+    copied weight needs none, it lands in place. `with_update`: backward carries its micro-batch's share of
+    the step's one update.
     """
 
     def __init__(
@@ -88,10 +90,9 @@ class Ranges:
         n_micro: int = 1,
         tied: str = "per_use",
         with_update: bool = False,
-        n_gradients: int = 1,
     ) -> None:
         self._costs = costs
-        self.window, self.n_gradients = min(receive_window, n_micro), n_gradients
+        self.window = min(receive_window, n_micro)
         self.tied_window = receive_window
         self.tied_repeats = n_micro if tied == "eager" else 1
         c = costs.columns
@@ -122,7 +123,8 @@ class Ranges:
         act_in = self.act_in[low:end]
         held, stepped, accumulators = self._parameters(end, low)
         rate = self._costs.held_per_param_byte
-        received = self.window * act_in + (self.window + self.n_gradients) * self.grad_in[end - 1]
+        grad_in = int(self.grad_in[end - 1])
+        received = self.window * (act_in + grad_in)
         act_out = self.act_in[end] if end < len(self.act_in) else 0
         sent = np.maximum(act_out, np.concatenate([[0], self.grad_in])[low:end])
         with_stash = (self._stashed + self._at_work_bytes)[low:end] - self._stashed[end - 1]
@@ -137,6 +139,7 @@ class Ranges:
             at_work_bytes=np.maximum(0, np.maximum.accumulate(with_stash[::-1])[::-1]),
             message_bytes=received + sent + self._tied_receives(end, low),
             remade_bytes=_sums(remade[low:end]),
+            grad_bytes=grad_in,
         )
 
     def _parameters(self, end: int, low: int) -> tuple[Int64, Int64, Int64]:
