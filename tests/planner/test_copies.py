@@ -360,6 +360,17 @@ def test_a_large_parameter_is_one_copys_and_a_tied_one_the_firsts() -> None:
     assert sent[ops == Op.RECV_UPDATE].tolist() == [10, 90]
 
 
+def test_a_tied_parameter_is_held_once_by_a_rank_that_has_its_owner() -> None:
+    """Stages 0 and 3 of a V are on rank 0; apart, the user has a weight of its own, and both a gradient."""
+    costs = dataclasses.replace(uniform(4, 4, param_bytes=10), ties=(Tie("w", 10, (0, 3)),))
+    of_v, apart = (
+        Layout(names(costs)[1:], ranks, schedule, 4)
+        for ranks, schedule in ((((0,), (1,), (1,), (0,)), "zb-v"), (((0,), (1,), (2,), (3,)), "1f1b"))
+    )
+    together, own = ([s.fixed_bytes for s in stages_in(costs, which, (1, 2, 3))] for which in (of_v, apart))
+    assert [a - b for a, b in zip(own, together, strict=True)] == [0, 0, 0, 10]
+
+
 @pytest.mark.parametrize(
     ("memory", "expected"),
     [((100, HUGE, 100, HUGE), ((0, 2), (1, 3))), ((100, 100, HUGE, HUGE), ((0, 1), (2, 3)))],

@@ -22,7 +22,7 @@ from mpipipe.planner import (
     stage_costs,
     stage_ties,
 )
-from mpipipe.planner.schedules import PLAIN
+from mpipipe.planner.schedules import PLAIN, build
 from mpipipe.values import Link, Op, Schedule, StageCost, Timeline
 
 EVEN = StageCost(1.0, 0.5, 0.5, 0.0, 1000, 10, 100, 4, 3)  # F and B one second each
@@ -248,3 +248,22 @@ def test_wrong_sizes_are_refused():
         simulate(program, (EVEN,) * 3, cluster([1.0] * 3, [HUGE] * 3))
     with pytest.raises(PlanError, match="cluster of 1 ranks"):
         simulate(program, (EVEN,) * 2, cluster([1.0], [HUGE]))
+
+
+def test_a_gradient_for_another_stage_of_its_rank_stays_until_that_has_read_it():
+    """In a V the last rank has stages 1 and 2: from I of stage 2 to W of stage 1, as it waits for nothing."""
+    program = lower(build("zb-v", 4, 5, 2), (), "per_use", 4)
+    stages = _edges_free((EVEN,) * 4)
+    without = (*stages[:2], dataclasses.replace(stages[2], grad_bytes=0), stages[3])
+    of_two = cluster([1.0] * 2, [HUGE] * 2)
+    more = (
+        simulate(program, stages, of_two).memory_bytes[1] - simulate(program, without, of_two).memory_bytes[1]
+    )
+    there, most = set[int](), 0
+    for instr, here in zip(program.instrs(1), more.tolist(), strict=True):
+        assert here == 3 * len(there)
+        most = max(most, len(there))
+        there |= {instr.micro} if (instr.op, instr.stage) in ((Op.I, 2), (Op.B, 2)) else set()
+        there -= {instr.micro} if (instr.op, instr.stage) in ((Op.W, 1), (Op.B, 1)) else set()
+    assert most > 0
+    assert there == set()
