@@ -20,7 +20,7 @@ from torch.nn import functional
 from mpipipe import Pipeline
 from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.local import Killed, LocalCommunicator, run_local
-from mpipipe.errors import CheckpointError, LaunchError
+from mpipipe.errors import CheckpointError, LaunchError, PlanError, RecoveryError
 from mpipipe.planner.copies import Copies
 from mpipipe.planner.search import cut_indices
 from mpipipe.runtime.interpreter import Interpreter
@@ -171,6 +171,18 @@ def test_a_lost_rank_changes_no_bits(
     assert len(steps) == ranks - len(kills)
     again = [a - b + 1 for made in steps for a, b in itertools.pairwise(made)]
     assert max(again) <= EVERY or any(where == "recovery" for _, where, _ in kills)
+
+
+def test_ranks_that_are_too_few_say_that_another_start_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: Any) -> None:
+        raise PlanError("rank 0 needs 2 GiB and has 1 GiB")
+
+    arm(monkeypatch, ((1, "update", 4),))
+    monkeypatch.setattr(Survival, "_plan_anew", too_large)
+    with pytest.raises(
+        RecoveryError, match=r"^the run does not fit the ranks that are left: rank 0 needs 2 GiB"
+    ):
+        trained(3)
 
 
 @pytest.mark.parametrize(
