@@ -9,7 +9,9 @@ from __future__ import annotations
 
 
 class MpipipeError(Exception):
-    """Base of every error that is the user's to mend."""
+    """Base of every error that is the user's to mend, but for those that another start may mend."""
+
+    kind = "error"  # "failed": the supervisor starts again
 
 
 class ConfigError(MpipipeError):
@@ -43,6 +45,8 @@ class LaunchError(MpipipeError):
 class RecoveryError(MpipipeError):
     """The ranks that are left of a job cannot go on; another start, with all ranks, may."""
 
+    kind = "failed"
+
 
 class CheckpointError(MpipipeError):
     """A checkpoint cannot be written or read."""
@@ -50,6 +54,8 @@ class CheckpointError(MpipipeError):
 
 class UnreadableError(CheckpointError):
     """A checkpoint cannot be read just now, which does not say that it is damaged."""
+
+    kind = "failed"
 
 
 class ReportError(MpipipeError):

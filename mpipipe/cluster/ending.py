@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.launch import launcher_rank
-from mpipipe.errors import MpipipeError, RecoveryError, UnreadableError
+from mpipipe.errors import MpipipeError
 
 SPEAK_FIRST_S = 2.0  # a launcher ends all at the first non-zero exit: let rank 0 say why
 
@@ -26,9 +26,7 @@ def end(comm: Communicator | None, error: BaseException) -> int:
         time.sleep(SPEAK_FIRST_S * (1 + min(rank, 10) / 10))  # of several, the lowest
     if isinstance(error, MpipipeError):
         notes = getattr(error, "__notes__", [f"on rank {rank}"] if rank else [])
-        # what the supervisor takes for the user's to mend begins with "error"
-        what = "failed" if isinstance(error, RecoveryError | UnreadableError) else "error"
-        text = "\n  ".join([f"mpipipe: {what}: {error}", *notes])
+        text = "\n  ".join([f"mpipipe: {error.kind}: {error}", *notes])
     else:
         text = f"mpipipe: rank {rank} failed\n" + "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)

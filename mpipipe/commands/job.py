@@ -25,6 +25,9 @@ AGAIN = (
 )  # of `Report.stopped_by`: who stops a run so wants it to be started again
 
 
+FINISHED = "the run is finished; for more, raise train.steps"
+
+
 @dataclass(frozen=True)
 class JobRun:
     config: Config
@@ -40,13 +43,8 @@ class JobRun:
 
     @property
     def ended(self) -> str:
-        """ "finished", or why the run stopped before its end; "" where it has not got so far."""
-        try:
-            report = from_json(Report, (self.folder / SUMMARY).read_bytes())
-        except (OSError, ValidationError):
-            return ""
-        whole = report.steps >= self.config.train.steps or report.stopped_by is None
-        return "finished" if whole else str(report.stopped_by)
+        """As `how_ended`."""
+        return how_ended(self.config, self.folder)
 
     def is_to_go_on(self, asked: bool = False) -> bool:
         """Whether the job is to be started again, since its time was over before the run was. asked: to stop;
@@ -54,6 +52,16 @@ class JobRun:
         if asked and not self.ended:
             return newest(self.folder) is not None
         return self.ended in AGAIN and (self.ended in AGAIN[:1] or self.config.run.time_limit is None)
+
+
+def how_ended(config: Config, folder: Path) -> str:
+    """ "finished", or why a run stopped before its end; "" where it has not got so far."""
+    try:
+        report = from_json(Report, (folder / SUMMARY).read_bytes())
+    except (OSError, ValidationError):
+        return ""
+    whole = report.steps >= config.train.steps or report.stopped_by is None
+    return "finished" if whole else str(report.stopped_by)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from mpipipe.cluster.slurm import Assignment
 from mpipipe.cluster.starting import CONTAINER, start
 from mpipipe.commands import run
 from mpipipe.commands.allocation import assignment
-from mpipipe.commands.job import add_arguments, run_of_job
+from mpipipe.commands.job import FINISHED, add_arguments, run_of_job
 from mpipipe.errors import LaunchError
 from mpipipe.values import from_json
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 def _print_line(a: argparse.Namespace) -> None:
     job = run_of_job(a, os.environ)
     if job.resume and job.ended == "finished":
-        _say(f"{job.folder}: the run is finished; for more, raise train.steps")
+        _say(f"{job.folder}: {FINISHED}")
         print("true")
         return
     if a.assignment:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from mpipipe.cluster.doctor.machine import binding
@@ -166,7 +165,7 @@ def _lines(planned: Planned, curve: Curve) -> list[str]:
 
 def _folder(config: Config) -> Path:
     if config.run.dir is None:
-        return claim_new(Path("runs"), f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{run_name(config)}")
+        return claim_new(config)
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -28,7 +28,7 @@ from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained, sign_o
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
 from mpipipe.commands.asking import Asking
-from mpipipe.commands.job import JobRun
+from mpipipe.commands.job import FINISHED, how_ended
 from mpipipe.config import load
 from mpipipe.errors import LaunchError
 from mpipipe.planner.sizes import counted
@@ -157,8 +157,8 @@ class Supervisor:
     def run(self) -> int:
         """The exit code of the run."""
         self._check_alone()
-        if self.options.resume and JobRun(self.config, self.run_dir, True, ()).ended == "finished":
-            _say(f"{self.run_dir}: the run is finished; for more, raise train.steps")
+        if self.options.resume and how_ended(self.config, self.run_dir) == "finished":
+            _say(f"{self.run_dir}: {FINISHED}")
             return 0
         if self.asking.asked:
             raise LaunchError(

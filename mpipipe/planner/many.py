@@ -31,9 +31,9 @@ class Many:
         ranks = tuple((stage,) for stage in range(layout.n_stages))
         self.plan = replace(plan, layout=replace(layout, ranks=ranks))
         self.costs, self.factors = in_order(costs, layout.order), factors
+        self._ranges = Ranges(costs, layout.receive_window, n_micro, plan.numerics.tied)
         order = SCHEDULES[layout.schedule](layout.n_stages, n_micro)
         self._live, self._remaking = live_micro_batches(order), remaking_micro_batches(order)
-        self._ranges = Ranges(costs, layout.receive_window, n_micro, plan.numerics.tied)
         self._endings = dict[tuple[int, Recompute], Ending]()
         kinds = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
         seconds = np.array([costs.columns[kind] for kind in kinds])

@@ -13,7 +13,6 @@ cuts that have the exact bottleneck and are even, but perhaps not the evenest.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,7 +30,7 @@ from mpipipe.planner.schedules import (
     remaking_micro_batches,
 )
 from mpipipe.planner.sizes import counted, size_text
-from mpipipe.planner.stages import Ranges, crossing_s
+from mpipipe.planner.stages import Ranges, bounds, crossing_s
 from mpipipe.planner.sweep import low_for, sweep, sweep_near
 from mpipipe.values import RECOMPUTE, Costs, Float64, Int64, Recompute
 
@@ -77,8 +76,8 @@ def partition(
     """
     check_counts(costs, n_micro, schedule, n_stages)
     order = build(schedule, n_stages, n_micro, n_ranks)
-    live, remaking = np.array(live_micro_batches(order)), np.array(remaking_micro_batches(order))
     ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
+    live, remaking = np.array(live_micro_batches(order)), np.array(remaking_micro_batches(order))
     found = None
     for modes in (("none",), RECOMPUTE) if recompute == "auto" else ((recompute,),):
         problem = Problem(costs, ranges, live, remaking, modes)
@@ -133,12 +132,19 @@ class Problem:
         """The bottleneck and the cuts; None where nothing fits."""
         if compiled is None or self.modes != ("none",):
             return self.swept(lower_bound_s)
-        found = self.searched(lower_bound_s)  # the best also of fewer cuts, if it is one of them
+        found = self.searched(
+            lower_bound_s
+        )  # of all that fit with one gradient: those that fit are among them
         return found if self.compilable or found is None or self.fits(found[1]) else self.swept(lower_bound_s)
 
     def fits(self, cuts: Cuts) -> bool:
-        edges = itertools.pairwise((0, *cuts, len(self.costs.groups)))
-        return all(np.isfinite(self.times(first, end)[s, 0]) for s, (first, end) in enumerate(edges))
+        """Without recomputation."""
+        return all(
+            self.ranges.ending_at(end, first).memory_bytes(live, remaking)[0] <= memory
+            for (first, end), live, remaking, memory in zip(
+                bounds(len(self.costs.groups), cuts), self.live, self.remaking, self.memory, strict=True
+            )
+        )
 
     def swept(self, lower_bound_s: float) -> tuple[float, Cuts] | None:
         """The bottleneck and the cuts by both sweeps; None where nothing fits."""

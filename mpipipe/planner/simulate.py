@@ -83,7 +83,7 @@ def rank_memory_bytes(
     stash, remade, at_work = np.zeros((3, n), np.int64)
     for s in mine:
         stash[s], remade[s], at_work[s] = own[s].stash_bytes, own[s].remade_bytes, own[s].at_work_bytes
-        if s and not (s - 1 in mine and own[s - 1].remade_bytes):  # what came is in a buffer, or kept there
+        if s and not (s - 1 in mine and own[s - 1].remade_bytes):  # in a receive buffer, or counted there
             stash[s] = max(0, stash[s] - own[s - 1].act_bytes)
     fixed = sum(own[s].fixed_bytes for s in mine) + receive_bytes(codes, sizes[rank], program.receive_window)
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
@@ -92,7 +92,7 @@ def rank_memory_bytes(
     held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]]) + shards
     held += _last_sent(codes, sizes[rank])
     for s in set(mine) & {s - 1 for s in mine}:
-        held = held + own[s + 1].grad_bytes * _waiting(codes, s)
+        held += own[s + 1].grad_bytes * _waiting(codes, s)
     return np.asarray(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0), np.int64)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a metrics file, up to one that is torn."""
-    return [json.loads(line) for line in _whole_lines(Path(path))]
+    return [found for _, found in _whole_lines(Path(path))]
 
 
 def cut_metrics(path: str | Path, step: int) -> None:
@@ -68,29 +68,27 @@ def cut_metrics(path: str | Path, step: int) -> None:
     """
     path = Path(path)
     if path.exists():
-        lines = _whole_lines(path)
-        _keep(path, list(takewhile(lambda line: json.loads(line).get("step", step) <= step, lines)))
+        _keep(path, takewhile(lambda line: line[1].get("step", step) <= step, _whole_lines(path)))
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """Up to the first that is no JSON object: a kill cuts off the last one, and after a power cut some may be
-    torn, or zeros."""
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [line + b"\n" for line in takewhile(_is_object, lines)]
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each with what it says, up to the first that is no JSON object: a kill cuts off the last one, and after
+    a power cut some may be torn, or zeros."""
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(found, dict):
+            return
+        yield line, found
 
 
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-def _keep(path: Path, first_lines: list[bytes]) -> None:
-    os.truncate(path, sum(map(len, first_lines)))
+def _keep(path: Path, first_lines: Iterable[tuple[bytes, dict[str, Any]]]) -> None:
+    os.truncate(path, sum(len(line) + 1 for line, _ in first_lines))
 
 
 def last_step(path: Path) -> int:
     """Of the last whole line; 0 where there is none."""
-    lines = _whole_lines(path) if path.exists() else []
-    return int(json.loads(lines[-1]).get("step", 0)) if lines else 0
+    lines = read_metrics(path) if path.exists() else []
+    return int(lines[-1].get("step", 0)) if lines else 0

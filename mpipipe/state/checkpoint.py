@@ -88,8 +88,7 @@ def read_index(folder: str | Path, kind: Kind = "model") -> dict[str, str]:
             f"{path}: not found; the folder is no checkpoint, or one that was cut off"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, OSError):
-            check_proves_damage(path, error)
+        check_proves_damage(path, error)
         raise CheckpointError(f"{path}: is not an index of safetensors shards ({error!r})") from error
 
 
@@ -163,8 +162,7 @@ class Reader:
             try:
                 self._shards[file] = Shard(inside(self.folder, file))
             except (OSError, ValueError) as error:
-                if isinstance(error, OSError):
-                    check_proves_damage(self.folder / file, error)
+                check_proves_damage(self.folder / file, error)
                 raise self.damaged(f"{self.folder / file}: cannot be read ({error})") from error
         if name not in self._shards[file].specs:
             raise self.damaged(f"{self.folder / file}: lacks '{name}', which the index promises")

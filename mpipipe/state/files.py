@@ -85,9 +85,10 @@ def read_small(path: Path) -> bytes:
         return file.read()
 
 
-def check_proves_damage(path: Path, error: OSError) -> None:
-    """Raises UnreadableError for an error that may be gone at the next try, as of a network or a disk."""
-    if error.errno not in _DAMAGE:
+def check_proves_damage(path: Path, error: Exception) -> None:
+    """Raises UnreadableError for an error of reading that may be gone at the next try, as of a network or a
+    disk; one of what was read proves it."""
+    if isinstance(error, OSError) and error.errno not in _DAMAGE:
         raise UnreadableError(
             f"{path}: cannot be read just now ({error.strerror}), so nobody knows whether it is damaged; try "
             f"again, and where that does not help, move {path.parent} away"

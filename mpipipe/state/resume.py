@@ -121,8 +121,7 @@ def read_state(folder: str | Path) -> RunState:
             f"{path}: not found; the folder is no checkpoint of a run, or one that was cut off"
         ) from error
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            check_proves_damage(path, error)
+        check_proves_damage(path, error)
         raise CheckpointError(
             f"{path}: cannot be read ({error}); damaged, or written by another version of mpipipe"
         ) from error

@@ -23,10 +23,8 @@ def create(config: Config, base: str | Path = "runs", now: datetime | None = Non
     """Makes the folder of a new run, on one rank only, with the resolved configuration in it:
     `run.dir`, or `base`/<UTC time>-<name>. Raises ConfigError."""
     try:
-        if config.run.dir is not None:
-            folder = _claim(Path(config.run.dir))
-        else:
-            folder = claim_new(Path(base), f"{now or datetime.now(UTC):%Y%m%d-%H%M%S}-{run_name(config)}")
+        given = config.run.dir
+        folder = claim_new(config, base, now) if given is None else _claim(Path(given))
         write_text(folder / CONFIG, to_yaml(config))
     except OSError as error:
         raise ConfigError(
@@ -89,8 +87,10 @@ def _claim(folder: Path) -> Path:
     return folder
 
 
-def claim_new(base: Path, name: str) -> Path:
-    """Two runs that start within one second get different folders: mkdir decides who was first."""
+def claim_new(config: Config, base: str | Path = "runs", now: datetime | None = None) -> Path:
+    """`base`/<UTC time>-<name>. Of runs that start within one second each gets its own: mkdir decides who
+    was first."""
+    base, name = Path(base), f"{now or datetime.now(UTC):%Y%m%d-%H%M%S}-{run_name(config)}"
     for attempt in range(1, 1000):
         folder = base / (name if attempt == 1 else f"{name}-{attempt}")
         try:

@@ -52,10 +52,8 @@ def _flaw_of(folder: Path, name: str, facts: File, pool: ThreadPoolExecutor) -> 
     path = folder / name
     try:
         found = _sha256(inside(folder, name), pool)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         check_proves_damage(path, error)
-        return f"{path}: cannot be read ({error})"
-    except ValueError as error:
         return f"{path}: cannot be read ({error})"
     return "" if found == facts.sha256 else _differ(path, found, facts)
 
@@ -135,8 +133,7 @@ def read_flaw(reader: Reader, file: str, read: Mapping[str, str], files: Mapping
     try:
         shard = Shard(inside(reader.folder, file))
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            check_proves_damage(path, error)
+        check_proves_damage(path, error)
         return f"{path}: cannot be read ({error})"
     if shard.specs.keys() != set(reader.files[file]):
         return f"{path}: has other tensors than the index says"

@@ -16,6 +16,7 @@ from mpipipe.commands.job import run_of_job
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError, PlanError
 from mpipipe.planner.per_node import by_ranks_per_node
+from mpipipe.state import rundir
 from mpipipe.values import Prediction, to_json
 
 CONFIG = """\
@@ -222,7 +223,7 @@ def test_two_submits_within_a_second_have_a_folder_each(monkeypatch: pytest.Monk
             return cls(2026, 1, 2, 12, 0, 5, tzinfo=tz)
 
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr(submit, "datetime", Noon)
+    monkeypatch.setattr(rundir, "datetime", Noon)
     for name in ("20260102-120005-mlp", "20260102-120005-mlp-2"):
         assert submit.main(["c.yaml", "--nodes", "1", "--dry-run", "--cluster", str(CLUSTER)]) == 0
         assert f"run.dir={Path.cwd()}/runs/{name}\n" in Path("runs", name, "submit.sh").read_text()

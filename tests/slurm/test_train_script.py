@@ -59,6 +59,16 @@ class Site:
             out, err = job.communicate(timeout=60)
         return subprocess.CompletedProcess(args, job.returncode, out, err)
 
+    def signalled(self, number: int, after: str) -> tuple[int, str]:
+        """The exit code, and what is printed after the line at which the signal is sent."""
+        with self.start("c.yaml") as job:
+            assert job.stdout is not None
+            while job.stdout.readline() != f"{after}\n":
+                time.sleep(0.01)
+            job.send_signal(number)
+            out, _ = job.communicate(timeout=60)
+        return job.returncode, out
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
@@ -132,15 +142,10 @@ def test_who_is_asked_to_stop_is_queued_again_unless_it_was_to_end(
         "while :; do sleep 0.05; done",
     )
     site.environment(site.repo / ".venv", "wait-for-it", unfinished)
-    with site.start("c.yaml") as job:
-        assert job.stdout is not None
-        while job.stdout.readline() != "waits\n":
-            time.sleep(0.01)
-        job.send_signal(number)
-        out, _ = job.communicate(timeout=60)
+    code, out = site.signalled(number, after="waits")
     assert out.startswith("stops\n")
     assert ("scontrol: requeue 7" in out) == requeued
-    assert job.returncode == 0
+    assert code == 0
 
 
 def test_a_signal_waits_for_who_does_not_catch_it_yet(site: Site) -> None:
@@ -148,27 +153,17 @@ def test_a_signal_waits_for_who_does_not_catch_it_yet(site: Site) -> None:
         site.bin / "slow", "echo starts", "sleep 0.3", 'trap "echo stops; exit 0" USR1', "sleep 0.5 & wait"
     )
     site.environment(site.repo / ".venv", "slow", unfinished=0)
-    with site.start("c.yaml") as job:
-        assert job.stdout is not None
-        while job.stdout.readline() != "starts\n":
-            time.sleep(0.01)
-        job.send_signal(signal.SIGUSR1)
-        out, _ = job.communicate(timeout=60)
+    code, out = site.signalled(signal.SIGUSR1, after="starts")
     assert out.startswith("stops\n")
-    assert job.returncode == 0
+    assert code == 0
 
 
 def test_who_dies_of_being_asked_is_queued_again_where_there_is_a_checkpoint(site: Site) -> None:
     script(site.bin / "dies", "trap '' USR1", "echo waits", "sleep 0.5; exit 3")
     site.environment(site.repo / ".venv", "dies", unfinished=0)
-    with site.start("c.yaml") as job:
-        assert job.stdout is not None
-        while job.stdout.readline() != "waits\n":
-            time.sleep(0.01)
-        job.send_signal(signal.SIGUSR1)
-        out, _ = job.communicate(timeout=60)
+    code, out = site.signalled(signal.SIGUSR1, after="waits")
     assert "scontrol: requeue 7" in out
-    assert job.returncode == 0
+    assert code == 0
 
 
 def test_a_failure_is_the_job_s_and_is_not_queued_again(site: Site) -> None:
