@@ -113,7 +113,7 @@ bench: setup ## one benchmark, BENCH, a JSON line for each result; see benchmark
 bench-survive: setup ## kills of real ranks under the supervisor, a JSON line at the end; ARGS="--kills 200"
 	@$(PY) -m benchmarks.survive $(ARGS)
 
-bench-kernels: setup ## the compiled kernels against torch, a JSON line for each case; ARGS="dropout --threads 1"
+bench-kernels: setup ## the compiled kernels and whole steps against torch, as JSON; ARGS="dropout --threads 1"
 	@$(PY) -m benchmarks.kernels $(ARGS)
 
 clean: ## remove all that was built; runs/ stays

@@ -2,22 +2,26 @@
 
     python -m benchmarks.step [gpt10m|gpt85m|vgg|resnet|unet] [fp32|bf16] [threads]
 
-Both sides have the same route of the matrix products. Prints seconds and the median of the ratios.
+Both sides have the same route of the matrix products. For people: seconds, the median of the ratios, what it
+could be at most, and what is left to torch. Those of the GPTs are in `make bench-kernels`, as JSON lines.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
+import torch
 
+from benchmarks.kernels.harness import Call, Case, compare
 from mpipipe import OptimizerSettings, Pipeline
 from mpipipe.config import parse
 from mpipipe.data import open_dataset
 from mpipipe.data.synthetic import SyntheticTokens
+from mpipipe.graph.products import every_product
 from mpipipe.models import GPT, build, cross_entropy
 
 # those of examples/: vocabulary, layers, width, heads, context; samples in a step, micro-batches
@@ -28,16 +32,61 @@ IMAGES = {
     "resnet": "size: 112, blocks: [2, 2, 2, 2], widths: [64, 128, 256, 512], stem: imagenet",
     "unet": "size: 64, width: 16, depth: 3",
 }
-ROUNDS = {"gpt85m": 3}
+ROUNDS = 12
+
+
+class Steps:
+    """Both sides of one model, which `prepare` makes for as many threads as torch has then; those for another
+    number are gone before."""
+
+    def __init__(self, name: str, precision: str, gemm: str = "auto") -> None:
+        self.name, self.precision, self.gemm = name, precision, gemm
+        self.sides: dict[str, Pipeline] = {}
+        self.products: list[Call] = []
+
+    def case(self, bar: float | None = None) -> Case:
+        images = self.name in IMAGES  # convolutions for the most part: their few products say nothing
+        return Case(
+            "whole_step", f"{self.name}, {self.precision}", lambda: self.sides["fast"].step(),
+            {"torch": lambda: self.sides["torch"].step()}, bar, prepare=self.prepare,
+            floor=None if images else self.multiply, floor_times=1 if images else SIZES[self.name][2],
+        )  # fmt: skip
+
+    def prepare(self) -> None:
+        self.sides, self.products, gemm = {}, [], self.gemm
+        gc.collect()  # a pipeline refers to itself
+        for bits in ("torch", "fast"):
+            self.sides[bits] = pipeline(self.name, self.precision, torch.get_num_threads(), bits, gemm=gemm)
+            gemm = self.sides[bits].numerics.gemm
+        self.products = [] if self.name in IMAGES else products(self.sides["torch"])
+
+    @torch.no_grad()
+    def multiply(self) -> None:
+        """The products of one micro-batch."""
+        for call in self.products:
+            call()
+
+
+def products(pipe: Pipeline) -> list[Call]:
+    """Each product of a micro-batch, forward and backward, on its own shapes. Equal ones share operands and
+    follow each other as far apart as in layers."""
+    draw, rounds = torch.Generator().manual_seed(0), dict[int, list[Call]]()
+    precision = pipe.numerics.precision
+    for product in every_product(pipe.variants, precision):
+        args, kwargs = product.operands(draw, torch.bfloat16 if precision == "bf16" else torch.float32)
+        for i in range(int(product.times)):
+            rounds.setdefault(i, []).append(partial(product.work.op, *args, **kwargs))
+    return [call for i in sorted(rounds) for call in rounds[i]]
 
 
 def pipeline(
-    name: str, precision: str, threads: int, bits: str, say: Callable[[str], object] = lambda line: None
-) -> Pipeline:
+    name: str, precision: str, threads: int, bits: str, say: Callable[[str], object] = lambda line: None,
+    gemm: str = "auto",
+) -> Pipeline:  # fmt: skip
     model, loss, data, batch, micro_batches = _images(name) if name in IMAGES else _text(name)
     return Pipeline(
         model, loss, data, OptimizerSettings(), batch=batch, micro_batches=micro_batches,
-        precision=precision, threads=threads, bits=bits, say=say,  # type: ignore[arg-type]
+        precision=precision, threads=threads, bits=bits, gemm=gemm, say=say,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -57,15 +106,15 @@ def _text(name: str) -> Any:
 
 
 def main(name: str = "gpt10m", precision: str = "fp32", threads: str = "1") -> None:
-    sides = {bits: pipeline(name, precision, int(threads), bits) for bits in ("torch", "fast")}
-    fast = sides["fast"]
-    count = 1 + ROUNDS.get(name, 12)
-    rounds = [{bits: pipe.step().seconds for bits, pipe in sides.items()} for _ in range(count)]
-    seconds = {bits: np.array([r[bits] for r in rounds[1:]]) for bits in sides}
-    ratio = np.median(seconds["torch"] / seconds["fast"])
-    medians = "  ".join(f"{bits} {np.median(s):.3f} s" for bits, s in seconds.items())
+    torch.set_num_threads(int(threads))
+    steps = Steps(name, precision)
+    found, fast = compare(steps.case(), ROUNDS), steps.sides["fast"]
+    most = "" if found.at_most is None else f", at most {found.at_most:.2f}"
     slower = [form for form, kind in fast.numerics.op_table.items() if kind == "torch"]
-    print(f"{name} {precision} {threads} threads, {fast.numerics.gemm}: {medians}, {ratio:.2f} x")
+    print(
+        f"{name} {precision} {threads} threads, {fast.numerics.gemm}: fast {found.ours_s:.3f} s, "
+        f"{found.ratio:.2f} x torch{most}"
+    )
     print(f"  predicted {fast.plan.prediction.step_s:.3f} s; left to torch: {', '.join(slower) or 'nothing'}")
 
 

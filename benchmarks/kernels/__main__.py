@@ -1,4 +1,4 @@
-"""The compiled kernels against torch: one JSON line per case and number of threads.
+"""The compiled kernels and whole steps with them against torch: a JSON line per case and number of threads.
 
     python -m benchmarks.kernels [dropout ...] [--threads 1,2] [--rounds 15] [--case TEXT]
 
@@ -39,14 +39,17 @@ def modules() -> dict[str, Any]:
 
 
 def result(case: Case, found: Compared, threads: int, limit: Limits, barred: bool) -> dict[str, Any]:
-    """The figures of one line."""
-    achieved = Limits(case.bytes / found.ours_s / 1e9, case.flops / found.ours_s / 1e9)
+    """The figures of one line. A case with a floor is limited by it, any other by the machine."""
+    ratio, rates = round(found.ratio, 3), (case.bytes / found.ours_s / 1e9, case.flops / found.ours_s / 1e9)
+    achieved, limits = Limits(*rates).as_dict(), limit.as_dict()
+    if found.at_most is not None:
+        achieved, limits = {"ratio": ratio}, {"ratio": round(found.at_most, 3)}
     bar = case.bar if barred else None
     return {
         "kernel": case.kernel,
         "case": case.case,
         "threads": threads,
-        "ratio": round(found.ratio, 3),
+        "ratio": ratio,
         "bar": bar,
         "met": None if bar is None else found.ratio >= bar,
         "quartiles": [round(q, 3) for q in found.quartiles],
@@ -56,8 +59,9 @@ def result(case: Case, found: Compared, threads: int, limit: Limits, barred: boo
         "unmeasured": found.unmeasured,
         "bytes": case.bytes,
         "flops": case.flops,
-        "achieved": achieved.as_dict(),
-        "limit": limit.as_dict(),
+        "achieved": achieved,
+        "limit": limits,
+        "rounds": found.rounds,
     }
 
 
@@ -67,10 +71,15 @@ def said(line: dict[str, Any]) -> str:
     threads = f"{line['threads']} thread{'' if line['threads'] == 1 else 's'}"
     low, high = line["quartiles"]
     achieved, limit = line["achieved"], line["limit"]
+    if "ratio" in limit:
+        share = f"{100 / limit['ratio']:.0f} % of {line['best']}'s seconds"
+        most = f"at most {limit['ratio']:.2f}, as the products alone take {share}"
+    else:
+        rates = f"{achieved['gf_s']:.1f} of {limit['gf_s']:.0f} GF/s"
+        most = f"{achieved['gb_s']:.1f} of {limit['gb_s']:.0f} GB/s, {rates}"
     return (
         f"{line['kernel']}, {line['case']}, {threads}: {line['ratio']:.2f} ({low:.2f} to {high:.2f}) "
-        f"times {line['best']}{bar}; {line['ours_s'] * 1e3:.3g} ms, {achieved['gb_s']:.1f} of "
-        f"{limit['gb_s']:.0f} GB/s, {achieved['gf_s']:.1f} of {limit['gf_s']:.0f} GF/s"
+        f"times {line['best']}{bar}; {line['ours_s'] * 1e3:.3g} ms, {most}"
     )
 
 
@@ -95,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="the compiled kernels against torch")
     parser.add_argument("kernels", nargs="*", choices=[[], *modules()], metavar="kernel", help="default: all")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, with commas")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="fewer where a case takes long")
     parser.add_argument("--case", default="", help="only cases with this text in their name")
     a = parser.parse_args(argv)
     if kernels is None:
@@ -107,7 +116,6 @@ def main(argv: Sequence[str]) -> None:
         "gemm": set_fastest_route(),
         "kernels": instruction_set(),
         "date": datetime.date.today().isoformat(),
-        "rounds": a.rounds,
         "machine": machine(),
     }
     threads = [int(n) for n in a.threads.split(",")]

@@ -21,7 +21,7 @@ from benchmarks.kernels.__main__ import ROUNDS, modules
 from benchmarks.kernels.harness import compare
 from mpipipe.ops.native import cuda_kernels
 
-ON_CPU_ALONE = {"embedding"}
+ON_CPU_ALONE = {"embedding", "whole_step"}
 
 
 def clock() -> float:

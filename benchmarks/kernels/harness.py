@@ -5,6 +5,9 @@ are divided by each other: a disturbance meets both. The ratio is the median ove
 
     round 0   ours  A  B        ratio of A = median of  A_i / ours_i
     round 1   B  A  ours        compared is the best side: the smallest ratio
+
+A whole step has a floor: what stays of it however fast the kernels are. It takes turns like a side, and
+torch's seconds over it are the most that the ratio could be.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from typing import Any
 Call = Callable[[], Any]
 TURN_S = 0.01  # a turn repeats a short call for that long
 WARM_UP = 3  # calls; the first ones allocate, plan and compile
+LONG_S = 1.0  # a call that takes longer is warm after two
+BUDGET_S, LEAST_ROUNDS = 30.0, 3  # of a case: fewer rounds than asked for, where they would take longer
+FLOOR = "floor"  # among the sides
 HOPELESS = 3.0  # a side that takes so many times the best one's warm-up is not measured
 
 
@@ -28,7 +34,8 @@ class Case:
     ours, theirs: calls without arguments that compute the same, theirs by name. Each makes its own results
     or writes into the same place every time, so that a repetition is the same work.
     bar: the ratio that is aimed at, None for a case of interest only. bytes, flops: what the computation
-    must at least move and compute.
+    must at least move and compute. prepare: called before anything is, with the threads that are set.
+    floor: what stays of the computation with whatever kernels, or one of its `floor_times` equal parts.
     """
 
     kernel: str
@@ -36,13 +43,17 @@ class Case:
     ours: Call
     theirs: Mapping[str, Call]
     bar: float | None
-    bytes: int
-    flops: float
+    bytes: int = 0
+    flops: float = 0.0
+    prepare: Call | None = None
+    floor: Call | None = None
+    floor_times: int = 1
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds of a call, medians; `ratio` is theirs over ours: above 1, ours is faster."""
+    """Seconds of a call, medians; `ratio` is theirs over ours: above 1, ours is faster. at_most: theirs over
+    the floor, None without one."""
 
     ours_s: float
     best: str
@@ -50,10 +61,14 @@ class Compared:
     quartiles: tuple[float, float]
     ratios: dict[str, float] = field(default_factory=dict)  # of every side that was measured
     unmeasured: dict[str, str] = field(default_factory=dict)  # side -> reason
+    rounds: int = 0
+    at_most: float | None = None
 
 
 def compare(case: Case, rounds: int, clock: Callable[[], float] = time.perf_counter) -> Compared:
     """Raises ValueError where no side of `theirs` runs; an error of ours is not caught."""
+    if case.prepare:
+        case.prepare()
     first_s, unmeasured = {"": _warm_up_s(case.ours, clock)}, dict[str, str]()
     for name, call in case.theirs.items():
         try:
@@ -67,20 +82,32 @@ def compare(case: Case, rounds: int, clock: Callable[[], float] = time.perf_coun
     for name in slow:
         unmeasured[name] = f"{first_s.pop(name) / best_s:.1f} times the best one in the warm-up"
     calls = {name: case.theirs[name] if name else case.ours for name in first_s}
+    if case.floor:
+        calls[FLOOR], first_s[FLOOR] = case.floor, _warm_up_s(case.floor, clock)
+    rounds = min(rounds, max(LEAST_ROUNDS, int(BUDGET_S / max(sum(first_s.values()), TURN_S))))
     seconds = _take_turns(calls, first_s, rounds, clock)
-    by_round = {
-        name: [a / b for a, b in zip(seconds[name], seconds[""], strict=True)] for name in calls if name
-    }
+    by_round = {name: _ratios(seconds[name], seconds[""]) for name in calls if name not in ("", FLOOR)}
     ratios = {name: statistics.median(r) for name, r in by_round.items()}
-    best = min(ratios, key=lambda name: ratios[name])
+    best, at_most = min(ratios, key=lambda name: ratios[name]), None
+    if case.floor:
+        at_most = statistics.median(_ratios(seconds[best], seconds[FLOOR])) / case.floor_times
     return Compared(
-        statistics.median(seconds[""]), best, ratios[best], _quartiles(by_round[best]), ratios, unmeasured
-    )
+        statistics.median(seconds[""]), best, ratios[best], _quartiles(by_round[best]), ratios, unmeasured,
+        rounds, at_most,
+    )  # fmt: skip
+
+
+def _ratios(of: list[float], to: list[float]) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(of, to, strict=True)]
 
 
 def _warm_up_s(call: Call, clock: Callable[[], float]) -> float:
     """Seconds of the fastest of the first calls."""
-    return min(_turn_s(call, 1, clock) for _ in range(WARM_UP))
+    seconds = [_turn_s(call, 1, clock) for _ in range(2)]
+    while len(seconds) < WARM_UP and seconds[-1] <= LONG_S:
+        seconds.append(_turn_s(call, 1, clock))
+    return min(seconds)
 
 
 def _take_turns(

@@ -51,6 +51,11 @@ def set_fastest_route() -> str:
     return best
 
 
+def route() -> str:
+    """That is set."""
+    return "onednn" if torch.backends.mkldnn.matmul.fp32_precision == "bf16" else "mkl"
+
+
 def has_bars(cpu_info: str) -> bool:
     """Whether the bars were set for such a processor: an AMD one with AVX-512."""
     return "AuthenticAMD" in cpu_info and "avx512f" in cpu_info

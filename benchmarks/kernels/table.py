@@ -33,7 +33,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         found = [lines[kernel, case, n] for n in threads if (kernel, case, n) in lines]
         ratios = [_ratio(lines.get((kernel, case, n))) for n in threads]
         bar = found[0]["bar"]
-        rows.append([kernel, case, *ratios, "" if bar is None else f"{bar:.1f}", _share(found[-1])])
+        rows.append([kernel, case, *ratios, "" if bar is None else _bar(bar), _most(found)])
     text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"{text}\n\n{_measured(results)}\n"
 
@@ -42,6 +42,18 @@ def _ratio(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
     return f"{found['ratio']:.2f}{' (missed)' if found['met'] is False else ''}"
+
+
+def _bar(bar: float) -> str:
+    """With the digits that it has, one at least."""
+    return max(f"{bar:.1f}", f"{bar:g}", key=len)
+
+
+def _most(found: Sequence[dict[str, Any]]) -> str:
+    """Of a whole step the largest possible ratio, by number of threads."""
+    if "ratio" in found[-1]["limit"]:
+        return ", ".join(f"{line['limit']['ratio']:.2f}" for line in found)
+    return _share(found[-1])
 
 
 def _share(found: dict[str, Any]) -> str:
@@ -55,14 +67,21 @@ def _share(found: dict[str, Any]) -> str:
 
 def _measured(results: Sequence[dict[str, Any]]) -> str:
     """One line for each machine, date and route."""
-    return "\n".join(dict.fromkeys(map(_said, results)))
+    rounds: dict[str, list[int]] = {}
+    for found in results:
+        rounds.setdefault(_said(found), []).append(found["rounds"])
+    return "\n".join(f"{said}, medians of {_range(of)} rounds." for said, of in rounds.items())
 
 
 def _said(found: dict[str, Any]) -> str:
     m = found["machine"]
     at = f"{m['processor']}, {m['cores']} cores, kernels for {found['kernels']}, torch {m['torch']}"
-    how = f"GEMMs by {found['gemm']}, medians of {found['rounds']} rounds"
-    return f"Measured on {found['date']} by `make bench-kernels`: {at}, {how}."
+    return f"Measured on {found['date']} by `make bench-kernels`: {at}, GEMMs by {found['gemm']}"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{most}" if least == most else f"{least} to {most}"
 
 
 def main(argv: Sequence[str]) -> None:

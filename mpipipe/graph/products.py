@@ -35,43 +35,51 @@ class Product:
     work: Work
     times: float
 
-    def operands(self, generator: torch.Generator) -> Any:
-        """(args, kwargs) of `work.op`, drawn, in fp32."""
-        return tree_map(lambda x: _drawn(x, generator) if isinstance(x, Form) else x, self.work.arguments)
+    def operands(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Any:
+        """(args, kwargs) of `work.op`, drawn."""
+
+        def drawn(x: Any) -> Any:
+            return _drawn(x, generator, dtype) if isinstance(x, Form) else x
+
+        return tree_map(drawn, self.work.arguments)
 
 
 def products(variants: Variants, precision: Literal["fp32", "bf16"], flops: float) -> tuple[Product, ...]:
     """Of one micro-batch, the heaviest first; none where they are less than `LEAST_FLOPS` together.
     precision: of the products, "fp32" or "bf16"; flops: above these a product is taken at a reduced size."""
+    found = every_product(variants, precision)
+    if sum(p.times * p.work.flops for p in found) < LEAST_FLOPS:
+        return ()
+    with TRACING, FakeTensorMode():
+        return tuple(_smaller(p, flops) for p in found[:MOST])
+
+
+def every_product(variants: Variants, precision: Literal["fp32", "bf16"]) -> tuple[Product, ...]:
+    """Of one micro-batch, at their own sizes, the heaviest first."""
     parts = pieces(variants.primary, variants.graph, variants.uses)
     tallier, distinct = Tallier(variants.primary, variants.precision), {p.key: p for p in parts}
     works = {key: tallier.works(p) for key, p in distinct.items()}
     of_model = (work for p in parts for work in works[p.key])
-    heaviest = _heaviest(of_model, torch.float32 if precision == "fp32" else torch.bfloat16)
-    with TRACING, FakeTensorMode():
-        return tuple(_product(work, count, flops) for work, count in heaviest)
+    return _counted(of_model, torch.float32 if precision == "fp32" else torch.bfloat16)
 
 
-def _heaviest(works: Iterable[Work], dtype: torch.dtype) -> list[tuple[Work, int]]:
-    """With their numbers."""
+def _counted(works: Iterable[Work], dtype: torch.dtype) -> tuple[Product, ...]:
     counts, of_key = Counter[str](), dict[str, Work]()
     for work in works:
         if work.name in _OPS and all(form.dtype == dtype for form in work.forms):
             counts[work.key] += 1
             of_key[work.key] = work
     flops = {key: counts[key] * of_key[key].flops for key in counts}
-    if sum(flops.values()) < LEAST_FLOPS:
-        return []
     ordered = sorted(flops, key=lambda key: (-flops[key], key))
-    return [(of_key[key], counts[key]) for key in ordered[:MOST]]
+    return tuple(Product(of_key[key], counts[key]) for key in ordered)
 
 
-def _product(work: Work, count: int, flops: float) -> Product:
-    small = reduced(work, flops)
-    return Product(small, count * work.flops / small.flops)
+def _smaller(product: Product, flops: float) -> Product:
+    small = reduced(product.work, flops)
+    return Product(small, product.times * product.work.flops / small.flops)
 
 
-def _drawn(form: Form, generator: torch.Generator) -> Tensor:
+def _drawn(form: Form, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     elements = 1 + sum((size - 1) * step for size, step in zip(form.shape, form.stride, strict=True))
     elements = elements if math.prod(form.shape) else 0
-    return torch.randn(elements, generator=generator).as_strided(form.shape, form.stride)
+    return torch.randn(elements, generator=generator).to(dtype).as_strided(form.shape, form.stride)

@@ -14,7 +14,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.cluster.routes import Route
 from mpipipe.graph import products as counting
-from mpipipe.graph.products import products
+from mpipipe.graph.products import every_product, products
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.runtime import gemm
@@ -83,6 +83,15 @@ def test_the_products_are_those_of_forward_and_backward_with_their_layouts() -> 
     assert {p.work.name for p in found} == {"mm", "addmm"}
     weight = next(p for p in found if p.work.name == "addmm").work.forms[2]
     assert weight.stride == (1, WIDTH), "a weight is used transposed"
+
+
+def test_a_model_tells_all_its_products_at_their_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "LEAST_FLOPS", 1e18)
+    monkeypatch.setattr(counting, "MOST", 1)
+    found = every_product(variants_of(precision="bf16"), "bf16")
+    assert sum(p.times * p.work.flops for p in found) == 5 * 2.0 * ROWS * WIDTH * WIDTH
+    args, kwargs = found[0].operands(torch.Generator().manual_seed(0), torch.bfloat16)
+    assert found[0].work.op(*args, **kwargs).dtype == torch.bfloat16
 
 
 def test_large_ones_are_reduced_and_count_for_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
