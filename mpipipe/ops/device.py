@@ -30,10 +30,11 @@ def find(wish: str, local_rank: int = 0) -> torch.device:
     if wish == "cpu" or (wish == "auto" and there is None):
         return CPU
     if there is None or wish not in ("auto", there.type):
+        sees = f"{there.type} and cpu" if there else "cpu alone"
         raise ConfigError(
-            f"pipeline.device = {wish}: torch {torch.__version__} sees no such device here, but "
-            f"{f'{there.type} and ' if there else ''}cpu; ask for nodes that have one, install the torch "
-            "that is built for it (`python -m mpipipe doctor` shows what it sees), or set pipeline.device=cpu"
+            f"pipeline.device = {wish}: torch {torch.__version__} sees no such device here, but {sees}; ask "
+            "for nodes that have one, install the PyTorch that is built for it (`python -m mpipipe doctor` "
+            "shows what it sees), or set pipeline.device=cpu"
         )
     return torch.device(there.type, local_rank % torch.accelerator.device_count())
 
@@ -79,6 +80,12 @@ def on_host() -> bool:
 def name() -> str:
     """Of the model of the accelerator, such as "NVIDIA H100 80GB HBM3"."""
     return str(_module().get_device_name(_here))
+
+
+def identity() -> str:
+    """What tells the accelerator from the others of its node, also where each rank sees its own alone."""
+    properties = getattr(_module(), "get_device_properties", lambda device: None)(_here)
+    return str(getattr(properties, "uuid", _here.index))
 
 
 def finish() -> None:

@@ -110,7 +110,7 @@ def _memory_share(comm: Communicator) -> int:
     """Bytes that this rank may still take of what it computes in. Collective."""
     if device.on_host():
         return memory_share(comm)
-    mine = comm.node_of_rank[comm.rank], device.here().index
+    mine = comm.node_of_rank[comm.rank], device.identity()
     free = [b for place, b in comm.allgather_object((mine, device.free_bytes())) if place == mine]
     return min(free) // len(free)
 
