@@ -81,6 +81,7 @@ def _module(compiled: Any) -> ModuleType:
         reset_peak_memory_stats=of.reset_peak_memory_stats,
         mem_get_info=of.get_memory_info,
         empty_cache=of.empty_cache,
+        get_device_name=lambda device=None: "an emulated accelerator",
         set_capacity=compiled.set_capacity,  # (device, bytes): what it has, 4 GiB without a word
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         is_bf16_supported=lambda: True,
