@@ -1,4 +1,4 @@
-"""`mpipipe.train` in a process that has the emulated device: python tests/emulated/train.py config.yaml ..."""
+"""`mpipipe.train` with the emulated device: python tests/emulated/train.py config.yaml ..."""
 
 from __future__ import annotations
 
