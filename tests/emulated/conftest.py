@@ -45,6 +45,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     chosen = tuple(other.nodeid for other in item.session.items if other.path == item.path)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for data in _reports(item.config.rootpath, chosen)[item.nodeid]:
+        if isinstance(data["longrepr"], list):
+            data = data | {"longrepr": tuple(data["longrepr"])}  # of a skip, as pytest reads it
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
