@@ -9,7 +9,6 @@ of it (`torch.accelerator`, and what `torch.cuda` shares with its likes).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from mpipipe.cluster import memory
+from mpipipe.cluster.node import repeatable_cublas
 from mpipipe.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -44,13 +44,13 @@ def use(device: torch.device) -> None:
     kernels that give the same sums, as far as torch has them, and in whole fp32."""
     global _here
     _here = device
-    torch.use_deterministic_algorithms(device.type != "cpu", warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # costs a pass
     if device.type == "cpu":
         return
     torch.accelerator.set_device_index(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # costs a pass
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else its sums may differ
+        repeatable_cublas()
         torch.backends.cudnn.allow_tf32 = False
 
 
