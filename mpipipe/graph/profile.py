@@ -220,7 +220,7 @@ class Profiler:
         other groups of the stage run. A small stage stays in cache, so its groups do here; the weights of a
         large one, and their gradients, come from memory each time, however large a shared cache is."""
         self._cold.fill_(0)
-        if self.chilled_bytes == CACHE_BYTES and self.device.type == "cpu":
+        if self.chilled_bytes == CACHE_BYTES:
             evict(t for w in weights for t in (w, w.grad) if t is not None)
 
     @cached_property
