@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from mpipipe.cluster import overlap as overlapping
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.memory import PeakMemory
+from mpipipe.cluster.memory import Memory
 from mpipipe.cluster.routes import LIBRARIES
 from mpipipe.data.base import Dataset
 from mpipipe.graph.variants import Variants
+from mpipipe.ops import device
 from mpipipe.runtime.costing import Measured, device_kind, measure
 from mpipipe.runtime.gemm import Prober
 from mpipipe.runtime.loading import with_loading
@@ -45,6 +46,8 @@ class Measuring:
         """With the route of the matrix products, measured unless it is given, and why it is this one; a note
         where bf16 is slow here."""
         _ = variants.graph  # what cannot be captured is refused before ranks wait for each other
+        if not device.on_host():
+            return numerics, f"those of {device.name()}, in whole fp32"
         prober = Prober(self.comm, variants, numerics, self.cache.routes() if self.comm.rank == 0 else {})
         slow, found = prober.slow_bf16()
         if slow:
@@ -76,7 +79,7 @@ class Measuring:
         return replace(numerics, op_table=decision.table), in_words(decision)
 
     def costs(
-        self, optimizer: Optimizer, memory: PeakMemory, memory_bytes: int | None, data: Dataset,
+        self, optimizer: Optimizer, memory: Memory, memory_bytes: int | None, data: Dataset,
         variants: Variants, numerics: Numerics, before: Measured | None = None,
     ) -> Measured:  # fmt: skip
         """Of the groups, as far as they hold from the runs before, on the ranks that are planned for."""

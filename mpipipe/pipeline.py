@@ -25,6 +25,7 @@ from mpipipe import __version__, ops
 from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.launch import local_rank
 from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.cluster.node import cache_folder
 from mpipipe.cluster.spares import SharedWork
@@ -39,6 +40,8 @@ from mpipipe.graph.source import Initial, Model, ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.measuring import Measuring
 from mpipipe.models.losses import from_mean
+from mpipipe.ops.device import find as find_device
+from mpipipe.ops.device import use as use_device
 from mpipipe.planner.copies import ranks_in_each
 from mpipipe.planner.given import check_given as check_given_plan
 from mpipipe.planner.given import check_ranks
@@ -54,7 +57,7 @@ from mpipipe.runtime.foreign import Factory, optimizer_of
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.optimizer import OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
-from mpipipe.runtime.process import resident_memory, world
+from mpipipe.runtime.process import memory_in_use, world
 from mpipipe.runtime.rehearsal import rehearse
 from mpipipe.runtime.setting import numerics_of, set_gemm_route, set_threads
 from mpipipe.runtime.settling import Settled, settle_micro_batches
@@ -97,6 +100,8 @@ class Pipeline(SharedWork):
     batch      samples per step, over all micro-batches
     micro_batches  parts of a batch, or "auto": searched at the first start, and then kept by checkpoints
     bits       "torch": those of a plain torch loop; "fast": of kernels of our own, where they are faster
+    device     "cpu", or an accelerator such as "cuda", of which each rank of a node takes one; "auto": where
+               there is one
     gemm       library of fp32 matrix products; "auto": measured at the first start, and then kept by
                checkpoints
     blocks     equal blocks in which gradients of micro-batches are added up, or "auto": as many as ranks may
@@ -147,6 +152,7 @@ class Pipeline(SharedWork):
         precision: Literal["fp32", "bf16"] = "fp32",
         clip: float | None = None,
         threads: int | Literal["auto"] = 1,
+        device: str = "cpu",
         blocks: int | Literal["auto"] = 1,
         replicas: Replicas = "auto",
         reduce: Literal["exact", "fast"] = "exact",
@@ -177,7 +183,8 @@ class Pipeline(SharedWork):
             recompute=recompute, reduce=reduce,
         )  # fmt: skip
         super().__init__(comm, spares, recover, print if say is None else say)
-        self.val_batch, self.mirror_every, self.memory = val_batch or batch, mirror_every, resident_memory()
+        use_device(find_device(device, local_rank(comm)))
+        self.val_batch, self.mirror_every, self.memory = val_batch or batch, mirror_every, memory_in_use()
         folder = _one_folder(comm, resume)
         saved = None if folder is None else read_state(folder)
         given = plan if isinstance(plan, Plan | None) else read_plan(plan)

@@ -24,6 +24,7 @@ from mpipipe.cluster.watchdog import Outside, Watchdog
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
 from mpipipe.models import Built
+from mpipipe.ops import device
 from mpipipe.pipeline import Pipeline, Step
 from mpipipe.planner.mirrors import mirror_s
 from mpipipe.planner.search import cut_indices, sizes_of_messages, too_full
@@ -97,7 +98,8 @@ class Run:
     def _introduce(self) -> None:
         """What is said before the first step."""
         pipe = self.pipe
-        for note in (threads_advice(self.comm, pipe.numerics.threads), self._missing(), self.in_the_way):
+        threads = threads_advice(self.comm, pipe.numerics.threads)
+        for note in (threads, device.idle(), self._missing(), self.in_the_way):
             if note:
                 self.log.say(f"note: {note}")
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}")

@@ -156,7 +156,7 @@ def _train(
             schedule=schedule_name(config), precision=t.precision, threads=threads, blocks=p.blocks,
             replicas=p.replicas, reduce=p.reduce, tied=p.tied, bits=t.bits, gemm=c.kernels.gemm,
             seed=t.seed, unused=t.unused, max_shapes=c.capture.max_shapes, receive_window=p.receive_window,
-            memory_bytes=p.memory_bytes, recompute=p.recompute, cost_cache=p.cost_cache,
+            device=p.device, memory_bytes=p.memory_bytes, recompute=p.recompute, cost_cache=p.cost_cache,
             recover=c.run.recover, mirror_every=c.run.mirror_every, spares=c.run.spares,
             initial=built.initial, resume=checkpoint, new_numerics=new_numerics, plan=plan, comm=comm,
             say=log.say,

@@ -132,6 +132,11 @@ def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> 
     return None
 
 
+def local_rank(comm: Communicator) -> int:
+    """Among the ranks of its node."""
+    return comm.node_of_rank[: comm.rank].count(comm.node_of_rank[comm.rank])
+
+
 def threads_advice(comm: Communicator, threads: int) -> str | None:
     """What is amiss on the first node where something is, an idle core least. Collective."""
     mine = (cores_available(), frozenset(os.sched_getaffinity(0)))

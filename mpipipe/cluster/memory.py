@@ -9,6 +9,7 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 RUN_BYTES = 2 << 20  # metrics, spans, the graph of evaluation: 1.5 to 2.5 MiB in each of the example models
@@ -68,6 +69,17 @@ def _restart_peak() -> bool:
         _CLEAR.write_text("5")
         return True
     return False
+
+
+class Memory(Protocol):
+    """Of what this process computes in: `PeakMemory`, or that of an accelerator."""
+
+    def restart(self) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    def sample(self) -> int: ...
+    @property
+    def base_bytes(self) -> int: ...
 
 
 class PeakMemory:

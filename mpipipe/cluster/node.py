@@ -150,3 +150,9 @@ def field(path: Path, key: str) -> str:
 
 def _number(text: str, default: float = math.inf) -> float:
     return int(text) if text.isdigit() else default
+
+
+def repeatable_cublas() -> None:
+    """NVIDIA's library gives the same sums each time only with workspaces of a fixed size, which it reads
+    when it begins (cuBLAS, "Results reproducibility")."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

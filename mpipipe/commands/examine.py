@@ -137,6 +137,7 @@ def _imported() -> Software:
             import torch
         except OSError as error:  # a library of torch that cannot be loaded
             raise ImportError(str(error)) from error
+        from mpipipe.ops.device import seen
         from mpipipe.ops.native import KERNELS_VERSION, kernels
         from mpipipe.runtime.setting import instruction_set
     built = KERNELS_VERSION if kernels is not None else ""
@@ -153,6 +154,7 @@ def _imported() -> Software:
         code=code_version(built),
         instruction_set=instruction_set(),
         kernels=built,
+        accelerators=seen(),
     )
 
 

@@ -61,6 +61,12 @@ class Here(Machine):
     timed, how = True, "operators timed here, large ones at a reduced size and in proportion"
 
     def __init__(self, config: Config, n_ranks: int) -> None:
+        if config.pipeline.device != "cpu":
+            raise PlanError(
+                f"pipeline.device = {config.pipeline.device}: operators are timed on this processor here, on "
+                "accelerators by a run before its first step; plan with --cluster FILE, which says what "
+                "they do, or start the run"
+            )
         cores, asked = len(cores_available()), config.pipeline.threads
         self.threads = max(1, cores // n_ranks) if asked == "auto" else asked  # as a run on this node would
         self.used = min(self.threads, cores)

@@ -73,9 +73,10 @@ class Captured:
     precision: str = "fp32"
 
 
-def autocast(precision: str) -> torch.autocast:
-    """bf16 mixed precision; weights are cast at each use, so a use's bits do not depend on others."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+def autocast(precision: str, device: str = "cpu") -> torch.autocast:
+    """bf16 mixed precision; weights are cast at each use, so a use's bits do not depend on others. device:
+    its type, where operators run."""
+    return torch.autocast(device, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
 
 
 def capture(

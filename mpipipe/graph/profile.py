@@ -23,18 +23,19 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpipipe.cluster.memory import growth_bytes
 from mpipipe.graph.anatomy import Anatomy, needs_grad, output_specs, spec_of
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Port, Selective, extract
 from mpipipe.graph.groups import group_of
 from mpipipe.graph.layers import Layer
+from mpipipe.graph.place import placed
 from mpipipe.graph.recompute import selective
 from mpipipe.graph.rewrite import op_text, settings_text
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.split import split
 from mpipipe.graph.tape import storage_id, tensors
 from mpipipe.ops.deferred import Pending
+from mpipipe.ops.device import growth_bytes, here
 from mpipipe.ops.evict import evict
 from mpipipe.values import Graph, TensorSpec, Value, digest
 
@@ -199,7 +200,8 @@ class Live(TorchDispatchMode):
 
 
 class Profiler:
-    """Times pieces with made-up inputs. `clock`: seconds; `ranks`: among how many the model will be cut."""
+    """Times pieces with made-up inputs. `clock`: seconds; `ranks`: among how many the model will be cut;
+    `device`: where they run; None = that of this rank."""
 
     def __init__(
         self,
@@ -207,10 +209,11 @@ class Profiler:
         precision: str,
         clock: Callable[[], float] = time.perf_counter,
         ranks: int = 1,
+        device: torch.device | None = None,
     ) -> None:
-        self.anatomy, self.precision, self.clock = anatomy, precision, clock
+        self.anatomy, self.precision, self.clock, self.device = anatomy, precision, clock, device or here()
         self.chilled_bytes = min(CACHE_BYTES, working_set_bytes(anatomy) // ranks)
-        self._cold = torch.empty(self.chilled_bytes, dtype=torch.uint8)
+        self._cold = torch.empty(self.chilled_bytes, dtype=torch.uint8, device=self.device)
 
     def chill(self, weights: Iterable[Tensor] = ()) -> None:
         """Drops from the caches what a step would: between two uses of a weight or of a saved tensor, the
@@ -228,7 +231,7 @@ class Profiler:
         graph.output(((graph.placeholder("x"),), ()))
         port = Port("x", TensorSpec((1,), "float32"), (1,), True, (1,))
         nothing = Code(fx.GraphModule({}, graph), (port,), (), (), (), False, (port,), ())
-        both = [self._once(nothing, [torch.zeros(1)], []) for _ in range(REPEATS)]
+        both = [self._once(nothing, [torch.zeros(1, device=self.device)], []) for _ in range(REPEATS)]
         forward, backward = (min(column) for column in zip(*both, strict=True))
         return forward, backward
 
@@ -245,7 +248,12 @@ class Profiler:
             return sum(self._shortest(both)) if both else math.inf
 
     def _arguments(self, code: Code) -> tuple[list[Tensor], list[object]]:
-        return [_fill(p.spec, p) for p in code.received], self._rest(code)
+        return [self._fill(p.spec, p) for p in code.received], self._rest(code)
+
+    def _run(self, code: Code, arguments: Sequence[object]) -> Any:
+        """What its forward returns."""
+        with torch.enable_grad(), autocast(self.precision, self.device.type):
+            return placed(code, self.device).forward(*arguments)
 
     def _shortest(self, both: Sequence[tuple[float, float]]) -> tuple[float, float]:
         """Forward and backward, without what a call costs."""
@@ -282,8 +290,7 @@ class Profiler:
         for t in received:
             t.clone()
         start = self.clock()
-        with torch.enable_grad(), autocast(self.precision):
-            sent, _ = code.forward(*inputs, pending)
+        sent, _ = self._run(code, [*inputs, pending])
         forward_s = self.clock() - start
         heads = [t for t in sent if t.requires_grad]
         self.chill(leaves)
@@ -315,13 +322,13 @@ class Profiler:
         if code.selective is None:
             return None
         inputs, seconds = arguments(code, received, rest), []
-        with torch.enable_grad(), autocast(self.precision):
-            _, _, held = code.forward(*inputs)
+        _, _, held = self._run(code, inputs)
+        refill = placed(code, self.device).selective.refill  # type: ignore[union-attr]
         for _ in range(times):
             self.chill()
             start = self.clock()
-            with torch.no_grad(), autocast(self.precision):
-                code.selective.refill(*inputs, *held)
+            with torch.no_grad(), autocast(self.precision, self.device.type):
+                refill(*inputs, *held)
             seconds.append(self.clock() - start)
         return Remade.of(code.selective, max(0.0, min(seconds) - self._call_s[0]))
 
@@ -342,16 +349,16 @@ class Profiler:
         """Every argument after the received tensors: batch, parameters, buffers, step and micro."""
         c = self.anatomy.captured
         specs = {key: n.meta["val"] for n, key in c.inputs.items()}
-        inputs = [torch.zeros(specs[key].shape, dtype=specs[key].dtype) for key in code.inputs]
+        inputs = [self._zeros(specs[key]) for key in code.inputs]
         leaves = []
         for name, _ in code.leaves:
             node = self.anatomy.node_of_param[name]
-            leaf, trained = _fill(spec_of(node)).mul_(0.02), needs_grad(node)
+            leaf, trained = self._fill(spec_of(node)).mul_(0.02), needs_grad(node)
             leaves.append(leaf.requires_grad_(trained))
             if trained:
                 leaf.grad = torch.zeros_like(leaf)
         values = {name: n.meta["val"] for n, name in c.buffer.items()}
-        buffers = [torch.zeros(values[n].shape, dtype=values[n].dtype) for n in code.buffers]
+        buffers = [self._zeros(values[n]) for n in code.buffers]
         return [*inputs, *leaves, *buffers, *((0, 0) if code.random else ())]
 
     def _once(
@@ -366,8 +373,7 @@ class Profiler:
             for t in received:
                 t.clone()  # what the group before has just made is in cache
         start = self.clock()
-        with torch.enable_grad(), autocast(self.precision):
-            sent, _ = code.forward(*inputs)
+        sent, _ = self._run(code, inputs)
         middle = self.clock()
         heads = [t for t in sent if t.requires_grad]
         if chilled:
@@ -386,8 +392,8 @@ class Profiler:
 
         inputs = arguments(piece.code, received, rest)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.empty(0))
-        with torch.enable_grad(), hooks, autocast(self.precision):
-            sent, _ = piece.code.forward(*inputs)
+        with hooks:
+            sent, _ = self._run(piece.code, inputs)
         params = {storage_id(t) for t in rest if isinstance(t, Tensor) and t.requires_grad}
         of_received, of_sent = [storage_id(t) for t in received], [storage_id(t) for t in sent]
         known = params | set(of_received) | set(of_sent)
@@ -397,6 +403,20 @@ class Profiler:
             tuple(i for i, p in enumerate(of_received) if p in storages),
             tuple(i for i, p in enumerate(of_sent) if p in storages and p not in of_received),
         )
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+
+    def _fill(self, spec: TensorSpec, port: Port | None = None) -> Tensor:
+        dtype = getattr(torch, spec.dtype)
+        if not dtype.is_floating_point:
+            return torch.zeros(spec.shape, dtype=dtype, device=self.device)
+        some = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0))  # again and again: quick
+        n = math.prod(spec.shape)
+        t = some.repeat(-(-n // _DRAWN))[:n].view(spec.shape).to(self.device, dtype)
+        if port is None:
+            return t
+        return torch.empty_strided(spec.shape, port.stride, dtype=dtype, device=self.device).copy_(t)
 
 
 def _stash_bytes(piece: Piece, saved: Saved) -> int:
@@ -411,13 +431,3 @@ def arguments(
     asks for a gradient."""
     inputs = [t.detach().requires_grad_(p.needs_grad) for t, p in zip(received, code.received, strict=True)]
     return [*inputs, *(x if weights or not isinstance(x, Tensor) else x.detach() for x in rest)]
-
-
-def _fill(spec: TensorSpec, port: Port | None = None) -> Tensor:
-    dtype = getattr(torch, spec.dtype)
-    if not dtype.is_floating_point:
-        return torch.zeros(spec.shape, dtype=dtype)
-    some = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0))  # again and again: quick
-    n = math.prod(spec.shape)
-    t = some.repeat(-(-n // _DRAWN))[:n].view(spec.shape).to(dtype)
-    return t if port is None else torch.empty_strided(spec.shape, port.stride, dtype=dtype).copy_(t)

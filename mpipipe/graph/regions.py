@@ -64,6 +64,14 @@ class Within:
 _within = cache(Within)
 
 
+def on_device(op: Any, kind: str) -> Any:
+    """The operator of a node, for a type of device: an autocast is that of one type."""
+    if not isinstance(op, Within) or op.region.autocast is None:
+        return op
+    _, dtype, enabled = op.region.autocast
+    return _within(op.op, op.region._replace(autocast=(kind, dtype, enabled)))
+
+
 def inline_regions(module: fx.GraphModule) -> None:
     """Takes the bodies of all regions into the graph; each of their nodes remembers its own in
     `meta["region"]`."""

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
 from mpipipe.graph.layers import Layer
@@ -31,6 +32,7 @@ from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import tensors
 from mpipipe.ops.cross_entropy import kept_elements
+from mpipipe.ops.device import CPU
 
 _UNTOUCHED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias"}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -99,6 +101,9 @@ class Tally:
 class Tallier(Profiler):
     """Counts pieces; nothing is allocated."""
 
+    def __init__(self, anatomy: Anatomy, precision: str, ranks: int = 1) -> None:
+        super().__init__(anatomy, precision, ranks=ranks, device=CPU)  # that of fake tensors
+
     def works(self, piece: Piece) -> tuple[Work, ...]:
         """Of its forward and its backward."""
         with TRACING, self._fake:
@@ -133,10 +138,9 @@ class Tallier(Profiler):
         if code.selective is None:
             return (), None
         inputs, counter = arguments(code, received, rest), _Counter()
-        with autocast(self.precision):
-            _, _, held = code.forward(*inputs)
-            with torch.no_grad(), counter:
-                code.selective.refill(*inputs, *held)
+        _, _, held = self._run(code, inputs)
+        with autocast(self.precision), torch.no_grad(), counter:
+            code.selective.refill(*inputs, *held)
         return tuple(counter.works), Remade.of(code.selective, 0.0)
 
     @property
@@ -152,8 +156,8 @@ class Tallier(Profiler):
     ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
         """Work of one forward and one backward; `weights=False`: input gradients alone."""
         inputs, ahead, back = arguments(piece.code, received, rest, weights), _Counter(), _Counter()
-        with ahead, torch.enable_grad(), autocast(self.precision):
-            sent, _ = piece.code.forward(*inputs)
+        with ahead:
+            sent, _ = self._run(piece.code, inputs)
         heads = [t for t in sent if t.grad_fn is not None]
         if heads:
             grads = [torch.ones_like(t) for t in heads]

@@ -71,7 +71,7 @@ def batch_norm_with_statistics(
     """
     channels, wide = x.shape[1], torch.promote_types(x.dtype, torch.float32)
     dtype = wide if weight is None else weight.dtype
-    mean, var = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
+    mean, var = (torch.zeros(channels, dtype=dtype, device=x.device) for _ in range(2))
     y = torch.batch_norm(x, weight, bias, mean, var, True, 1.0, eps, False)
     return y, mean, var
 

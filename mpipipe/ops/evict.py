@@ -11,6 +11,7 @@ from mpipipe.ops.native import kernels
 
 def evict(tensors: Iterable[Tensor]) -> None:
     """Drops contiguous tensors out of every cache; their values stay. Nothing without the compiled kernels,
-    or on a processor that has no instruction for it."""
+    on a processor that has no instruction for it, or for tensors of a GPU."""
     for t in tensors if kernels is not None else ():
-        kernels.evict(t.data_ptr(), t.nbytes)  # type: ignore[union-attr]
+        if t.is_cpu:
+            kernels.evict(t.data_ptr(), t.nbytes)  # type: ignore[union-attr]

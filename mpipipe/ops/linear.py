@@ -26,8 +26,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
     Where the weight has a gradient already, backward adds to that in place (mpipipe.ops.gradients); else the
     gradient is returned as torch does it. Raises what torch raises for shapes that do not fit.
     """
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         return _Linear.apply(x, weight, None if bias is None else bias.to(dtype), transposed, dtype)
     return _Linear.apply(x, weight, bias, transposed, x.dtype)
 

@@ -18,10 +18,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
+from mpipipe.graph.place import placed
 from mpipipe.graph.rewrite import source_line
 from mpipipe.graph.source import TRACING
+from mpipipe.ops.device import CPU, here
 from mpipipe.runtime.feed import Source
 from mpipipe.runtime.interpreter import Interpreter, Outcome
 from mpipipe.runtime.transport import Form, as_bytes
@@ -104,13 +105,14 @@ def _replay(comm: Communicator, interpreter: Interpreter, source: Source, micro:
     for s in interpreter.stages if micro in interpreter.share else ():
         code = interpreter.code(s, micro)
         if s > 0 and ranks[s - 1] != comm.rank:
-            tensors = [Form.of(port).empty() for port in code.received]
-            for t in tensors:
+            landed = [Form.of(port).empty(CPU) for port in code.received]
+            for t in landed:
                 comm.wait(comm.irecv(as_bytes(t), ranks[s - 1], 0))
+            tensors = [t.to(here()) for t in landed]
         tensors, seen[s] = _watch(interpreter, source, s, micro, code, tensors)
         if s < last and ranks[s + 1] != comm.rank:
             for port, t in zip(code.sent, tensors, strict=True):
-                comm.wait(comm.isend(as_bytes(Form.of(port).shape_like(t)), ranks[s + 1], 0))
+                comm.wait(comm.isend(as_bytes(Form.of(port).shape_like(t).cpu()), ranks[s + 1], 0))
     found = {s: x for of_rank in comm.allgather_object(seen) for s, x in of_rank.items()}
     return [found[s] for s in range(interpreter.n_stages)]
 
@@ -119,10 +121,10 @@ def _watch(
     interpreter: Interpreter, source: Source, s: int, micro: int, code: Code, received: list[Tensor]
 ) -> tuple[list[Tensor], _Seen]:
     """What the stage sends, and what it saw."""
-    stage, job = interpreter.stages[s], interpreter.job
+    stage, job, code = interpreter.stages[s], interpreter.job, placed(code, here())
     batch = source.take(micro, frozenset(code.inputs)) if code.inputs else {}
     watch = _Watch(code.forward)
-    with TRACING, torch.no_grad(), autocast(stage.precision):
+    with TRACING, torch.no_grad(), stage.autocast():
         sent, _ = watch.run(*stage.arguments(code, micro, received, batch, job.step, train=False))
     where = f"in micro-batch {micro} (stage {s}, rank {interpreter.rank_of_stage[s]})"
     names = interpreter.variants.anatomy("train", source.specs[micro]).captured.name

@@ -12,11 +12,12 @@ import torch
 
 from mpipipe.cluster.calibrate import measure_links, memory_share
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.memory import PeakMemory
+from mpipipe.cluster.memory import Memory
 from mpipipe.cluster.node import cores_available, processor
 from mpipipe.graph.group_costs import group_costs
 from mpipipe.graph.profile import Profiler, Sample, pieces
 from mpipipe.graph.variants import Variants
+from mpipipe.ops import device
 from mpipipe.runtime.known import Team, names_of, reuse, setting
 from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings, norms
 from mpipipe.runtime.weights import Flat, ParamGroup
@@ -49,7 +50,7 @@ class Measured:
 
 def measure(
     comm: Communicator, variants: Variants, numerics: Numerics, optimizer: Optimizer,
-    memory: PeakMemory, memory_bytes: int | None, known: Mapping[str, Sample] | None = None,
+    memory: Memory, memory_bytes: int | None, known: Mapping[str, Sample] | None = None,
     before: Measured | None = None,
 ) -> Measured:  # fmt: skip
     """Times every distinct group on one rank each, the ranks sharing the work, and gathers all.
@@ -76,7 +77,7 @@ def measure(
 
     links = before.costs.cluster.links if before else measure_links(comm)
     base = memory.base_bytes  # every kernel has run, and MPI has its buffers: what is left is not weights
-    share = memory_share(comm) + base  # collective, so that ranks may be given different limits
+    share = _memory_share(comm) + base  # collective, so that ranks may be given different limits
     limits = comm.allgather_object((memory_bytes or share, base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
     costs = Costs(
@@ -105,6 +106,15 @@ def _updates_s(
     return Updates(*map(min, zip(*comm.allgather_object(mine), strict=True)))
 
 
+def _memory_share(comm: Communicator) -> int:
+    """Bytes that this rank may still take of what it computes in. Collective."""
+    if device.on_host():
+        return memory_share(comm)
+    mine = comm.node_of_rank[comm.rank], device.identity()
+    free = [b for place, b in comm.allgather_object((mine, device.free_bytes())) if place == mine]
+    return min(free) // len(free)
+
+
 def device_kind(instruction_set: str) -> str:
     """`Device.kind` of this process."""
     return f"{processor()}, {instruction_set}"
@@ -117,7 +127,10 @@ def bytes_per_param_byte(optimizer: Optimizer, numerics: Numerics) -> float:
 
 
 def clock_of(comm: Communicator, threads: int) -> tuple[Callable[[], float], float]:
-    """Wall time; where ranks outnumber cores, time on the core, and how often a rank has to wait."""
+    """Wall time, of an accelerator when it has finished; where ranks outnumber cores, time on the core, and
+    how often a rank has to wait."""
+    if not device.on_host():
+        return device.finished, 1.0
     if not comm.oversubscribed or threads > 1:
         return time.perf_counter, 1.0
     on_node = comm.node_of_rank.count(comm.node_of_rank[comm.rank])
@@ -126,7 +139,7 @@ def clock_of(comm: Communicator, threads: int) -> tuple[Callable[[], float], flo
 
 def _reference_s(clock: Callable[[], float]) -> float:
     """A fixed piece of work: what makes the speeds of ranks comparable."""
-    a = torch.ones(384, 384)
+    a = torch.ones(384, 384, device=device.here())
     seconds = []
     for _ in range(8):
         start = clock()
@@ -160,7 +173,8 @@ def update_times(
 @torch.no_grad()
 def _statistic_s(clock: Callable[[], float]) -> float:
     """As `Stage.apply_statistics` does it, for small buffers."""
-    buffers, value, seconds = [torch.zeros(64) for _ in range(_STATISTICS)], torch.ones(64), []
+    buffers = [torch.zeros(64, device=device.here()) for _ in range(_STATISTICS)]
+    value, seconds = torch.ones(64, device=device.here()), []
     for _ in range(4):
         start = clock()
         for buffer in buffers:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpipipe.errors import CheckpointError, MpipipeError
+from mpipipe.ops.device import CPU
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, Saved, Updater, check_fits
 from mpipipe.runtime.plain import DROPPED, overlay, plain, restored
 from mpipipe.runtime.weights import StageWeights
@@ -238,7 +239,7 @@ class ForeignUpdater:
         for name, p in self.params.items():
             for key in keys[name]:
                 full = f"{name}/{key}"
-                self.optimizer.state[p][key] = numbers[full] if full in numbers else _read(saved, full)
+                self.optimizer.state[p][key] = numbers[full] if full in numbers else _read(saved, full, p)
         self._load_groups(self.optimizer, saved, places)
 
     def _load_groups(self, optimizer: TorchOptimizer, saved: Saved, places: Mapping[str, _Place]) -> None:
@@ -285,8 +286,10 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in single.items() if value is not DROPPED}
 
 
-def _read(saved: Saved, name: str) -> Tensor:
+def _read(saved: Saved, name: str, beside: Tensor) -> Tensor:
+    """Numbers, such as torch's counts of steps, are tensors in main memory."""
     spec = saved.spec(name)
-    value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    device = beside.device if spec.shape else CPU
+    value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
     saved.read(name, value)
     return value

@@ -27,12 +27,13 @@ from mpipipe.graph.cut import Code, Leaf
 from mpipipe.graph.program import Mode
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.variants import Variants
+from mpipipe.ops import device
 from mpipipe.runtime.copies import Copies, of_all_copies
 from mpipipe.runtime.feed import Source
 from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norms
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties, take_gradients
-from mpipipe.runtime.transport import Form, Mailbox, Outbox, Pool
+from mpipipe.runtime.transport import Form, Landing, Mailbox, Outbox, Pool
 from mpipipe.runtime.weights import BlockSums, Tree
 from mpipipe.values import COMPUTE, RECVS, Float64, Instr, Int64, Numerics, Op, Program
 
@@ -98,7 +99,8 @@ class Interpreter:
         self.numerics, self.clip = numerics, optimizer.clip
         self.updaters = {s: optimizer.attach(stage.weights) for s, stage in stages.items()}
         self.n_stages = len(cuts) + 1
-        self.pool, self.outbox = Pool(), Outbox(comm)
+        self.pool, self.landing = Pool(), Landing()
+        self.outbox = Outbox(comm, self.landing)
         self.blocks = {
             s: [BlockSums(sums.tensors) for sums in stage.weights.shares] for s, stage in stages.items()
         }
@@ -138,7 +140,7 @@ class Interpreter:
         self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
         self.factor: float | None = None
         receives = [i for i in instrs if i.op in RECVS]
-        self.mailbox = Mailbox(self.comm, receives, program.receive_window, self._targets)
+        self.mailbox = Mailbox(self.comm, receives, program.receive_window, self._targets, self.landing)
         self._start_weights()
         held = self.resident_bytes()
         for i, instr in enumerate(instrs):
@@ -146,6 +148,7 @@ class Interpreter:
             try:
                 with TRACING if instr.op in COMPUTE else nullcontext():
                     self._handlers[instr.op](instr)
+                device.finish()
             except Exception as error:
                 where = f"rank {self.comm.rank}, stage {instr.stage}, instruction {instr}"
                 error.add_note(f"in {where} ({i + 1} of {len(instrs)}), {job.mode} step {job.step}")
@@ -176,7 +179,7 @@ class Interpreter:
             code = self.variants.weight(self.job.mode, self.job.source.specs[micro])
             if isinstance(code, Code):
                 batch = self.job.source.peek(micro, frozenset(code.inputs))
-                (value,), _ = code.forward(*(batch[k] for k in code.inputs))
+                (value,), _ = code.forward(*(batch[k] for k in code.inputs))  # in main memory
                 weights[micro] = float(value)
             else:
                 weights[micro] = code
@@ -185,7 +188,7 @@ class Interpreter:
         every = of_all_copies(self.comm, self.program, [weights[micro] for micro in self.share])
         self.outcome.weight = added(every)
         weight = torch.tensor(self.outcome.weight, dtype=torch.float32)
-        self._seed = torch.ones(()) / weight
+        self._seed = (torch.ones(()) / weight).to(device.here())
 
     def _forward(self, i: Instr) -> None:
         key, code, train = (i.stage, i.micro), self.code(i.stage, i.micro), self.job.mode == "train"
@@ -198,7 +201,7 @@ class Interpreter:
         if i.stage < self.n_stages - 1:
             self._hand_over(self.act, self.out, (i.stage, i.micro), i.stage + 1, sent)
         elif self.job.mode == "predict":
-            self.outcome.predictions[i.micro] = [t.clone() for t in sent]
+            self.outcome.predictions[i.micro] = [t.to("cpu", copy=True) for t in sent]
         else:
             self.outcome.values[i.micro] = [float(t) for t in sent]
             if train:

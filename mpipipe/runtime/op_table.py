@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpipipe import ops
 from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.contest import Contest, Seconds
@@ -48,7 +47,7 @@ def decide(comm: Communicator, variants: Variants, numerics: Numerics, known: Ta
     if known is not None:
         return Decision(known, {})
     forms = sorted({m.form for m in variants.primary.matches if m.contested})
-    if None in comm.allgather_object(ops.kernels and kernel_set()):  # not built on some rank
+    if "none" in comm.allgather_object(kernel_set()):  # not built on some rank
         return Decision(dict.fromkeys(forms, "torch"), {})
     contest = Contest(variants.primary, numerics.precision, clock_of(comm, numerics.threads)[0], comm.size)
     comm.barrier()

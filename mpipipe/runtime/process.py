@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import end, leave
-from mpipipe.cluster.memory import KEPT_BYTES, PeakMemory, keep_freed_memory
+from mpipipe.cluster.memory import KEPT_BYTES, Memory, PeakMemory, keep_freed_memory
 from mpipipe.cluster.mpi import connect
 from mpipipe.errors import MpipipeError
 from mpipipe.graph.capture import warm_up_tracer
+from mpipipe.ops import device
 from mpipipe.ops.reuse import reuse_freed_blocks
 
 _world: Communicator | None = None
@@ -73,3 +74,9 @@ def resident_memory() -> PeakMemory:
         warm_up_tracer()
         _memory = PeakMemory()
     return _memory
+
+
+def memory_in_use() -> Memory:
+    """That in which this rank computes."""
+    resident = resident_memory()
+    return resident if device.on_host() else device.DeviceMemory()

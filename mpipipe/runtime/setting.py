@@ -12,7 +12,8 @@ import torch
 
 from mpipipe import native
 from mpipipe.errors import ConfigError
-from mpipipe.ops import kernels
+from mpipipe.ops import device, kernels
+from mpipipe.ops.native import MODULES
 from mpipipe.values import Numerics
 
 FP32_ERROR = 1e-5  # relative, allowed of a matrix product; bf16 operands give 1e-3 to 1e-2
@@ -80,10 +81,14 @@ def numerics_of(
 
 
 def kernel_set() -> str:
-    """That our own kernels are compiled for, such as v4."""
+    """That our own kernels are compiled for, such as v4 or cuda; "none" where there are none for the device
+    of this rank."""
+    if not device.on_host():
+        kind = device.here().type
+        return kind if MODULES.get(kind) is not None else "none"
     return native.instruction_set() if kernels is not None else "none"
 
 
 def instruction_set() -> str:
-    """What torch's own kernels were dispatched for, such as AVX512."""
-    return str(torch.backends.cpu.get_cpu_capability())
+    """What torch's own kernels were dispatched for, such as AVX512; on an accelerator, which one it is."""
+    return str(torch.backends.cpu.get_cpu_capability()) if device.on_host() else device.name()

@@ -25,9 +25,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpipipe.graph.capture import Batch, autocast
 from mpipipe.graph.cut import Code
+from mpipipe.graph.place import placed
 from mpipipe.graph.recompute import let_go
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.ops.deferred import Pending
+from mpipipe.ops.device import here
 from mpipipe.runtime.weights import StageWeights
 from mpipipe.values import Recompute
 
@@ -79,9 +81,10 @@ class Stage:
         inputs = [t.detach() for t in received]
         for t, port in zip(inputs, code.received, strict=True):
             t.requires_grad_(train and port.needs_grad)
+        code = placed(code, here())
         arguments = self.arguments(code, micro, inputs, batch, step, train)
         pending = None if code.deferred is None else Pending()
-        with torch.set_grad_enabled(train), autocast(self.precision):
+        with torch.set_grad_enabled(train), self.autocast():
             sent, statistics, *held = code.forward(*arguments, *([] if pending is None else [pending]))
         edges = [get_gradient_edge(t) for t, p in zip(sent, code.sent, strict=True) if train and p.needs_grad]
         others = [] if code.deferred is None else self._not_deferred(code)
@@ -98,10 +101,13 @@ class Stage:
 
         def refill() -> None:
             assert code.selective is not None
-            with torch.no_grad(), autocast(self.precision):
+            with torch.no_grad(), self.autocast():
                 code.selective.refill(*plain, *held)
 
         return refill
+
+    def autocast(self) -> torch.autocast:
+        return autocast(self.precision, here().type)
 
     def _taken(self, micro: int) -> _Stash:
         """What is kept of a micro-batch, whole again."""
@@ -117,7 +123,7 @@ class Stage:
         w = self.weights
         return [
             *inputs,
-            *(batch[key] for key in code.inputs),
+            *(batch[key].to(here()) for key in code.inputs),
             *(w.leaf(*leaf) if train else w.data[leaf[0]] for leaf in code.leaves),
             *(w.buffer(name) for name in code.buffers),
             *((step, micro) if code.random else ()),

@@ -52,11 +52,11 @@ class Trainer:
         stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
-            here = {
+            there = {
                 n: t for o, stage in stages.items() for n, t in stage.weights.data.items() if owner[n] == o
             }
             weights = StageWeights(
-                variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, here,
+                variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, there,
                 self.copy, len(layout.ranks[s]), n_shares,
             )  # fmt: skip
             stages[s] = Stage(weights, numerics.precision, numerics.blocks, layout.modes[s])

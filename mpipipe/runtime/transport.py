@@ -3,6 +3,7 @@
     Mailbox   posts the next k receives of a program in its order; `take` waits for one of them
     Outbox    keeps a sent tensor alive until its message has left
     Pool      receive buffers by shape, dtype and strides
+    Landing   of tensors on an accelerator: the main memory that their messages leave from and arrive in
 
 A tensor travels as its bytes in memory order (bf16 as bf16), so both ends have the same strides.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from mpipipe.cluster.comm import Bytes, Communicator, Request
 from mpipipe.graph.cut import Port
 from mpipipe.graph.program import spec
+from mpipipe.ops.device import CPU, here
 from mpipipe.values import Instr, Op, TensorSpec
 
 
@@ -38,8 +40,13 @@ class Form(NamedTuple):
     def of_grad(cls, port: Port) -> Form:
         return cls(port.spec, port.grad_stride)
 
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.spec.shape, self.stride, dtype=getattr(torch, self.spec.dtype))
+    def empty(self, device: torch.device | None = None) -> Tensor:
+        """On the device of this rank, or another; beside a GPU in memory that it reads and writes itself."""
+        dtype, device = getattr(torch, self.spec.dtype), device or here()
+        pinned = device == CPU and here().type == "cuda"
+        return torch.empty_strided(
+            self.spec.shape, self.stride, dtype=dtype, device=device, pin_memory=pinned
+        )
 
     def shape_like(self, t: Tensor) -> Tensor:
         """`t` itself if it has these strides, else a copy that has."""
@@ -55,17 +62,38 @@ def as_bytes(t: Tensor) -> Bytes:
 
 
 class Pool:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: None = that of this rank."""
+        self._device = device
         self._free: dict[Form, list[Tensor]] = {}
 
     def take(self, form: Form) -> Tensor:
         free = self._free.get(form)
         if free:
             return free.pop()
-        return form.empty()
+        return form.empty(self._device)
 
     def give(self, t: Tensor) -> None:
         self._free.setdefault(Form.of(t), []).append(t.detach())
+
+
+class Landing:
+    """A tensor in main memory is its own."""
+
+    def __init__(self) -> None:
+        self._pool = Pool(CPU)
+
+    def of(self, t: Tensor) -> Tensor:
+        return t if t.is_cpu else self._pool.take(Form.of(t))
+
+    def left(self, t: Tensor) -> Tensor:
+        """With the values of a tensor that is to be sent."""
+        landing = self.of(t)
+        return landing if landing is t else landing.copy_(t.detach())
+
+    def give(self, landing: Tensor, t: Tensor) -> None:
+        if landing is not t:
+            self._pool.give(landing)
 
 
 class Mailbox:
@@ -83,10 +111,11 @@ class Mailbox:
         instrs: Sequence[Instr],
         window: int,
         targets: Callable[[Instr], list[Tensor]],
+        landing: Landing,
     ) -> None:
-        self._comm, self._window, self._targets = comm, max(1, window), targets
+        self._comm, self._window, self._targets, self._landing = comm, max(1, window), targets, landing
         self._waiting = deque(i for i in instrs if i.micro >= 0 or i.op == Op.RECV_TIED)
-        self._posted: dict[Instr, list[tuple[Tensor, Request]]] = {}
+        self._posted: dict[Instr, list[tuple[Tensor, Tensor, Request]]] = {}  # where it lands, and goes
         self._fill()
 
     def _fill(self) -> None:
@@ -94,8 +123,10 @@ class Mailbox:
             self.post(self._waiting.popleft())
 
     def post(self, instr: Instr) -> None:
-        tensors = self._targets(instr)
-        self._posted[instr] = [(t, self._comm.irecv(as_bytes(t), instr.peer, instr.tag)) for t in tensors]
+        lands = [(self._landing.of(t), t) for t in self._targets(instr)]
+        self._posted[instr] = [
+            (at, t, self._comm.irecv(as_bytes(at), instr.peer, instr.tag)) for at, t in lands
+        ]
 
     def pending(self) -> list[Instr]:
         """Receives that are posted and not taken; may be asked by another thread."""
@@ -105,17 +136,21 @@ class Mailbox:
         """The tensors of a receive, waited for; the next receive is posted in its place."""
         if instr not in self._posted:
             self.post(instr)
-        for _, request in self._posted[instr]:
+        for _, _, request in self._posted[instr]:
             self._comm.wait(request)
-        tensors = [t for t, _ in self._posted.pop(instr)]
+        arrived = self._posted.pop(instr)
+        for at, t, _ in arrived:
+            if at is not t:
+                t.detach().copy_(at)
+                self._landing.give(at, t)
         self._fill()
-        return tensors
+        return [t for _, t, _ in arrived]
 
 
 class Outbox:
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._sent: deque[tuple[Request, Tensor, Callable[[], None] | None, Instr]] = deque()
+    def __init__(self, comm: Communicator, landing: Landing) -> None:
+        self._comm, self._landing = comm, landing
+        self._sent: deque[tuple[Request, Tensor, Tensor, Callable[[], None] | None, Instr]] = deque()
 
     def send(self, tensors: Sequence[Tensor], instr: Instr, then: Callable[[], None] | None = None) -> None:
         """Sends without waiting; `then` runs when the last tensor has left. What is sent once per step, as
@@ -124,14 +159,15 @@ class Outbox:
         if instr.micro < 0:
             self.wait_all()
         for i, t in enumerate(tensors):
-            request = self._comm.isend(as_bytes(t), instr.peer, instr.tag)
-            self._sent.append((request, t, then if i == len(tensors) - 1 else None, instr))
+            leaves = self._landing.left(t)
+            request = self._comm.isend(as_bytes(leaves), instr.peer, instr.tag)
+            self._sent.append((request, leaves, t, then if i == len(tensors) - 1 else None, instr))
         while self._sent and self._sent[0][0].done():
             self._leave()
 
     def pending(self) -> list[Instr]:
         """Of the messages that may not have left; may be asked by another thread."""
-        return [instr for _, _, _, instr in list(self._sent)]
+        return [instr for *_, instr in list(self._sent)]
 
     def wait_all(self) -> None:
         while self._sent:
@@ -139,6 +175,7 @@ class Outbox:
             self._leave()
 
     def _leave(self) -> None:
-        _, _, then, _ = self._sent.popleft()
+        _, leaves, t, then, _ = self._sent.popleft()
+        self._landing.give(leaves, t)
         if then is not None:
             then()

@@ -11,6 +11,8 @@ AdamW: Loshchilov and Hutter 2019.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -22,13 +24,15 @@ Chunk = list[list[Tensor]]  # of the weights, the gradients and each state: view
 
 def chunks(*flats: Flat) -> list[Chunk]:
     """Places of flat buffers of one form: as many whole parameters as come to at most `PIECE` elements,
-    or a piece of a larger one (whole vectors, so that none is rounded as a tail that was none before)."""
-    by_flat = [[piece for view in flat.views.values() for piece in view.view(-1).split(PIECE)]
+    or a piece of a larger one (whole vectors, so that none is rounded as a tail that was none before). On an
+    accelerator, where each call costs more than such a piece, all of them at once."""
+    most = PIECE if flats[0].buffer.is_cpu else sys.maxsize
+    by_flat = [[piece for view in flat.views.values() for piece in view.view(-1).split(most)]
                for flat in flats]  # fmt: skip
     found: list[Chunk] = []
     size = 0
     for place in zip(*by_flat, strict=True):
-        if not found or size + place[0].numel() > PIECE:
+        if not found or size + place[0].numel() > most:
             found.append([[] for _ in flats])
             size = 0
         for same, piece in zip(found[-1], place, strict=True):

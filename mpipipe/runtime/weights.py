@@ -32,6 +32,7 @@ from torch import Tensor
 
 from mpipipe.graph.cut import Leaf
 from mpipipe.graph.source import ModelSource
+from mpipipe.ops.device import here
 from mpipipe.planner.copies import shard
 from mpipipe.values import Graph
 
@@ -52,7 +53,7 @@ class Flat:
         for name, shape in shapes.items():
             offsets[name] = end
             end += -(-shape.numel() // step) * step
-        buffer = torch.zeros(end, dtype=dtype)
+        buffer = torch.zeros(end, dtype=dtype, device=here())
         return cls(buffer, {n: buffer[o : o + shapes[n].numel()].view(shapes[n]) for n, o in offsets.items()})
 
     def sibling(self) -> Flat:
@@ -90,8 +91,8 @@ class Sums:
 class StageWeights:
     """owner: parameter or buffer -> owning stage (`Variants.stage_of_param`);
     leaves: every (parameter, use) that the training code of this stage reads; trained: all parameters with a
-    gradient, in canonical order; here: data of earlier stages on this rank, which needs no copy; copy: of the
-    stage, of `n_copies`; n_shares: of the micro-batches, whose gradients are added up apart."""
+    gradient, in canonical order; there: data of earlier stages on this rank, which needs no copy; copy: of
+    the stage, of `n_copies`; n_shares: of the micro-batches, whose gradients are added up apart."""
 
     def __init__(
         self,
@@ -102,12 +103,12 @@ class StageWeights:
         leaves: Sequence[Leaf],
         trained: Sequence[str],
         tied: str,
-        here: Mapping[str, Tensor] = MappingProxyType({}),
+        there: Mapping[str, Tensor] = MappingProxyType({}),
         copy: int = 0,
         n_copies: int = 1,
         n_shares: int = 1,
     ) -> None:
-        self.stage, self.tied, self.copy, self.n_copies = stage, tied, copy, n_copies
+        self.stage, self.tied, self.copy, self.n_copies, self._source = stage, tied, copy, n_copies, source
         self._trained = frozenset(trained)
         tied_groups = {tie.param: tie.groups for tie in graph.ties}
         nbytes = {n: source.params[n].nbytes for n in trained if owner[n] == stage}
@@ -119,10 +120,9 @@ class StageWeights:
         rest = [n for n in source.params if n not in self.data and owner[n] == stage]
         copies = {n for n, _ in leaves if owner[n] != stage}
         for name in [*rest, *(n for n in source.params if n in copies)]:
-            self.data[name] = here[name] if name in here else source.materialise([name])[name]
+            self.data[name] = there[name] if name in there else self._made(name)
         self.owned = [n for n in source.persistent if owner[n] == stage]
         self.buffers: dict[str, Tensor] = {}
-        self._source = source
 
         self.uses = {n: tied_groups[n] for n, _ in leaves if n in tied_groups and n in self._trained}
         self.leaves: dict[Leaf, Tensor] = {}
@@ -180,8 +180,11 @@ class StageWeights:
     def buffer(self, name: str) -> Tensor:
         """A buffer of the model; made when first asked for, constants on every stage that reads them."""
         if name not in self.buffers:
-            self.buffers[name] = self._source.materialise([name])[name]
+            self.buffers[name] = self._made(name)
         return self.buffers[name]
+
+    def _made(self, name: str) -> Tensor:
+        return self._source.materialise([name])[name].to(here())
 
     def accumulators(self) -> list[Tensor]:
         """Every tensor that backward adds into now, block by block."""

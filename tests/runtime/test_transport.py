@@ -15,7 +15,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.planner.simulate import AHEAD, receive_bytes
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.runtime.transport import Mailbox, Outbox
+from mpipipe.runtime.transport import Landing, Mailbox, Outbox
 from mpipipe.values import Instr, Op
 
 
@@ -61,7 +61,7 @@ def test_a_tied_gradient_is_expected_with_the_last_receives_and_a_copy_when_it_i
     comm = Noting()
     grads = [instr(Op.RECV_GRAD, micro, micro) for micro in range(3)]
     tied, copy = instr(Op.RECV_TIED, -1, 7), instr(Op.RECV_COPY, -1, 8)
-    mailbox = Mailbox(comm, [*grads, tied, copy], 2, one)  # type: ignore[arg-type]
+    mailbox = Mailbox(comm, [*grads, tied, copy], 2, one, Landing())  # type: ignore[arg-type]
     for receive in (*grads, tied, copy):
         mailbox.take(receive)
     assert comm.calls == [
@@ -75,7 +75,7 @@ def test_a_tied_gradient_is_expected_with_the_last_receives_and_a_copy_when_it_i
 
 def test_what_is_sent_once_per_step_lets_the_others_go_first() -> None:
     comm = Noting()
-    outbox = Outbox(comm)  # type: ignore[arg-type]
+    outbox = Outbox(comm, Landing())  # type: ignore[arg-type]
     for micro in range(2):
         outbox.send([torch.zeros(1)], instr(Op.SEND_GRAD, micro, micro))
     outbox.send([torch.zeros(1)], instr(Op.SEND_TIED, -1, 7))

@@ -19,6 +19,7 @@ SAME: dict[str, Callable[[RankFacts], str]] = {
     "the version of mpipipe": lambda r: r.software.mpipipe,
     "the source of mpipipe": lambda r: r.software.code[:12],
     "the compiled kernels": lambda r: r.software.kernels or "none",
+    "what torch sees of accelerators": lambda r: r.software.accelerators or "none",
 }
 # the smallest set of instructions that all have is what all must then use
 NARROWER = "export ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2"
@@ -79,6 +80,8 @@ def _processors(ranks: Ranks) -> Iterator[Finding]:
         yield Finding(SECTION, "note", f"{text}; the plan gives faster ranks more work")
     else:
         yield Finding(SECTION, "ok", text)
+    if first.software.accelerators:
+        yield Finding(SECTION, "ok", f"{first.software.accelerators}, by pipeline.device=auto")
 
 
 def _order(ranks: Ranks, nodes: int) -> Iterator[Finding]:

@@ -1,0 +1,138 @@
+"""The device that this rank computes on: its processor, or an accelerator of its node. Set once, at start.
+
+    on the device     weights, gradients, optimizer state, activations
+    in main memory    data, messages, checkpoints, mirrors: copied where they are handed over
+
+The ranks of a node take its accelerators in turn. What torch can do for a type of device is all that is used
+of it (`torch.accelerator`, and what `torch.cuda` shares with its likes).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpipipe.cluster import memory
+from mpipipe.cluster.node import repeatable_cublas
+from mpipipe.errors import ConfigError
+
+CPU = torch.device("cpu")
+_here = CPU
+
+
+def find(wish: str, local_rank: int = 0) -> torch.device:
+    """The device of the rank `local_rank` of its node. wish: "cpu"; a type such as "cuda"; or "auto", an
+    accelerator where there is one. Raises ConfigError where torch sees none of that type."""
+    there = torch.accelerator.current_accelerator(check_available=True)
+    if wish == "cpu" or (wish == "auto" and there is None):
+        return CPU
+    if there is None or wish not in ("auto", there.type):
+        sees = f"{there.type} and cpu" if there else "cpu alone"
+        raise ConfigError(
+            f"pipeline.device = {wish}: torch {torch.__version__} sees no such device here, but {sees}; ask "
+            "for nodes that have one, install the PyTorch that is built for it (`python -m mpipipe doctor` "
+            "shows what it sees), or set pipeline.device=cpu"
+        )
+    return torch.device(there.type, local_rank % torch.accelerator.device_count())
+
+
+def use(device: torch.device) -> None:
+    """From here on this process computes there, so that the same work has the same bits each time: only by
+    kernels that give the same sums, as far as torch has them, and in whole fp32."""
+    global _here
+    _here = device
+    if device.type == "cpu":
+        return
+    torch.accelerator.set_device_index(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # costs a pass
+    if device.type == "cuda":
+        repeatable_cublas()
+        torch.backends.cudnn.allow_tf32 = False
+
+
+def here() -> torch.device:
+    return _here
+
+
+def seen() -> str:
+    """The accelerators that torch sees on this node, for people: "4 x NVIDIA H100"; empty: none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return ""
+    named = torch.get_device_module(kind).get_device_name(0)
+    return f"{torch.accelerator.device_count()} x {named} ({kind.type})"
+
+
+def idle() -> str | None:
+    """What to say where this node has accelerators and this rank computes on its processor."""
+    there = seen() if on_host() else ""
+    return (there and f"{there} here, and none is used; set pipeline.device=auto to train on them") or None
+
+
+def on_host() -> bool:
+    return _here.type == "cpu"
+
+
+def name() -> str:
+    """Of the model of the accelerator, such as "NVIDIA H100 80GB HBM3"."""
+    return str(_module().get_device_name(_here))
+
+
+def identity() -> str:
+    """What tells the accelerator from the others of its node, also where each rank sees its own alone."""
+    properties = getattr(_module(), "get_device_properties", lambda device: None)(_here)
+    return str(getattr(properties, "uuid", _here.index))
+
+
+def finish() -> None:
+    """Waits for what was started there."""
+    if not on_host():
+        torch.accelerator.synchronize()
+
+
+def finished(clock: Callable[[], float] = time.perf_counter) -> float:
+    """The time when all that was started there is done."""
+    finish()
+    return clock()
+
+
+def free_bytes() -> int:
+    """Of the accelerator's memory, whoever else uses it."""
+    torch.accelerator.empty_cache()
+    return int(_module().mem_get_info(_here)[0])
+
+
+def growth_bytes(work: Callable[[], object]) -> int:
+    """The most that some work holds there beside what was there before; 0 where nobody says."""
+    if on_host():
+        return memory.growth_bytes(work)
+    _module().reset_peak_memory_stats(_here)
+    before = _module().memory_allocated(_here)
+    work()
+    return max(0, int(_module().max_memory_allocated(_here)) - int(before))
+
+
+class DeviceMemory:
+    """What this process holds of the accelerator's memory: as `mpipipe.cluster.memory.PeakMemory`."""
+
+    def restart(self) -> None:
+        _module().reset_peak_memory_stats(_here)
+
+    @property
+    def nbytes(self) -> int:
+        return int(_module().max_memory_allocated(_here))
+
+    def sample(self) -> int:
+        return int(_module().memory_allocated(_here))
+
+    @property
+    def base_bytes(self) -> int:
+        return self.sample()
+
+
+def _module() -> Any:
+    return torch.get_device_module(_here)
