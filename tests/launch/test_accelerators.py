@@ -8,11 +8,17 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import emulated_device
 import pytest
 
-pytestmark = [pytest.mark.full, pytest.mark.jobs]
+LACKING = emulated_device.missing()
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.jobs,
+    pytest.mark.skipif(LACKING is not None, reason=f"the emulated device cannot be built: {LACKING}"),
+]
 
-TRAIN = Path(__file__).with_name("train.py")
+TRAIN = Path(__file__).resolve().parents[1] / "emulated" / "train.py"
 GPT = "{name: gpt, layers: 4, d_model: 64, heads: 4, context: 32, dropout: 0.1}"
 RESNET = "{name: resnet, size: 32, blocks: [1, 1, 1], widths: [8, 16, 16]}"
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
