@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.errors import MpipipeError
+from mpipipe.errors import CaptureError, MpipipeError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
+from mpipipe.ops import device
 from mpipipe.planner.joint import Replicas
 from mpipipe.state.digests import tensor_digest, weights_sha256
 from mpipipe.values import RECOMPUTE
@@ -81,4 +82,15 @@ def check_trained(variants: Variants, unused: str) -> None:
             f"the loss does not depend on {', '.join(map(repr, left[:5]))}{more}: no stage uses them, so "
             "they would stay as they are; freeze them with requires_grad_(False), use them, or set "
             "train.unused to keep"
+        )
+
+
+def check_device(variants: Variants) -> None:
+    """Raises CaptureError for layers that run as they are written, on an accelerator: they make tensors of
+    their own, in main memory, and draw from torch's generator there."""
+    if variants.primary.captured.by_layer and not device.on_host():
+        raise CaptureError(
+            f"pipeline.device = {device.here().type}: the layers of this model cannot be traced and run as "
+            "they are written, which they do on processors only; set pipeline.device=cpu, or give a model "
+            "that can be traced"
         )

@@ -22,7 +22,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpipipe import __version__, ops
-from mpipipe.checks import check_choices, check_counts, check_given, check_metrics, check_trained
+from mpipipe.checks import (
+    check_choices,
+    check_counts,
+    check_device,
+    check_given,
+    check_metrics,
+    check_trained,
+)
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import local_rank
@@ -257,6 +264,7 @@ class Pipeline(SharedWork):
             self.numerics = settled.numerics
         self.variants = settled.variants if settled else lowered(self.numerics.micro_batch)
         check_trained(self.variants, unused)
+        check_device(self.variants)
         if kept is not None and folder is not None:
             check_graph(folder, kept.graph, self.variants.graph.hash)
         if given is not None:

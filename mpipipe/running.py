@@ -99,7 +99,7 @@ class Run:
         """What is said before the first step."""
         pipe = self.pipe
         threads = threads_advice(self.comm, pipe.numerics.threads)
-        for note in (threads, device.idle(), self._missing(), self.in_the_way):
+        for note in (threads, device.idle() if pipe.rank == 0 else None, self._missing(), self.in_the_way):
             if note:
                 self.log.say(f"note: {note}")
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}")

@@ -152,7 +152,8 @@ def _number(text: str, default: float = math.inf) -> float:
     return int(text) if text.isdigit() else default
 
 
-def repeatable_cublas() -> None:
-    """NVIDIA's library gives the same sums each time only with workspaces of a fixed size, which it reads
-    when it begins (cuBLAS, "Results reproducibility")."""
+def before_cuda() -> None:
+    """What NVIDIA's libraries and torch's allocator read when they begin. Sums are the same each time only
+    with workspaces of a fixed size (cuBLAS, "Results reproducibility"); segments that grow leave few gaps."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -14,6 +14,7 @@ from mpipipe.config.cluster import ClusterConfig
 from mpipipe.errors import PlanError
 from mpipipe.graph.rates import Rates, Roofline, Trials
 from mpipipe.graph.variants import Variants
+from mpipipe.ops.device import find
 from mpipipe.planner.sizes import size_text
 from mpipipe.runtime.costing import Updates, device_kind, update_times
 from mpipipe.runtime.gemm import Prober
@@ -61,7 +62,7 @@ class Here(Machine):
     timed, how = True, "operators timed here, large ones at a reduced size and in proportion"
 
     def __init__(self, config: Config, n_ranks: int) -> None:
-        if config.pipeline.device != "cpu":
+        if find(config.pipeline.device).type != "cpu":
             raise PlanError(
                 f"pipeline.device = {config.pipeline.device}: operators are timed on this processor here, on "
                 "accelerators by a run before its first step; plan with --cluster FILE, which says what "

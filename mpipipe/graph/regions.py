@@ -65,11 +65,13 @@ _within = cache(Within)
 
 
 def on_device(op: Any, kind: str) -> Any:
-    """The operator of a node, for a type of device: an autocast is that of one type."""
+    """The operator of a node, for a type of device: an autocast is that of one type, and one that did nothing
+    on the processor does nothing there."""
     if not isinstance(op, Within) or op.region.autocast is None:
         return op
-    _, dtype, enabled = op.region.autocast
-    return _within(op.op, op.region._replace(autocast=(kind, dtype, enabled)))
+    of, dtype, enabled = op.region.autocast
+    there = (kind, dtype, enabled) if of == "cpu" else None
+    return _within(op.op, op.region._replace(autocast=there))
 
 
 def inline_regions(module: fx.GraphModule) -> None:

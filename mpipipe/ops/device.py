@@ -16,18 +16,21 @@ from typing import Any
 import torch
 
 from mpipipe.cluster import memory
-from mpipipe.cluster.node import repeatable_cublas
+from mpipipe.cluster.node import before_cuda
 from mpipipe.errors import ConfigError
 
 CPU = torch.device("cpu")
+USABLE = 0.9  # of free memory
 _here = CPU
 
 
 def find(wish: str, local_rank: int = 0) -> torch.device:
     """The device of the rank `local_rank` of its node. wish: "cpu"; a type such as "cuda"; or "auto", an
     accelerator where there is one. Raises ConfigError where torch sees none of that type."""
+    if wish == "cpu":  # nobody asks torch, which would start the driver
+        return CPU
     there = torch.accelerator.current_accelerator(check_available=True)
-    if wish == "cpu" or (wish == "auto" and there is None):
+    if wish == "auto" and there is None:
         return CPU
     if there is None or wish not in ("auto", there.type):
         sees = f"{there.type} and cpu" if there else "cpu alone"
@@ -43,15 +46,29 @@ def use(device: torch.device) -> None:
     """From here on this process computes there, so that the same work has the same bits each time: only by
     kernels that give the same sums, as far as torch has them, and in whole fp32."""
     global _here
-    _here = device
+    before, _here = _here, device
     if device.type == "cpu":
+        if before.type != "cpu":
+            torch.use_deterministic_algorithms(False)
         return
+    if device.type == "cuda":
+        before_cuda()
+        _same_sums_on_cuda()
     torch.accelerator.set_device_index(device)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # costs a pass
-    if device.type == "cuda":
-        repeatable_cublas()
-        torch.backends.cudnn.allow_tf32 = False
+
+
+def _same_sums_on_cuda() -> None:
+    """What `use_deterministic_algorithms` does not see to when it only warns: of torch's forms of attention
+    the plain one alone adds up in one order backwards (its scores take memory); fp32 is never TF32."""
+    backends: Any = torch.backends
+    backends.cuda.enable_flash_sdp(False)
+    backends.cuda.enable_mem_efficient_sdp(False)
+    backends.cuda.enable_cudnn_sdp(False)
+    backends.cudnn.benchmark = False
+    backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
+    backends.cuda.matmul.fp32_precision = "ieee"
 
 
 def here() -> torch.device:
@@ -63,14 +80,20 @@ def seen() -> str:
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return ""
-    named = torch.get_device_module(kind).get_device_name(0)
+    try:
+        named = torch.get_device_module(kind).get_device_name(0)
+    except RuntimeError as error:  # of a driver that is broken, or too old
+        return f"{kind.type}, which does not start ({str(error).splitlines()[0]})"
     return f"{torch.accelerator.device_count()} x {named} ({kind.type})"
 
 
 def idle() -> str | None:
     """What to say where this node has accelerators and this rank computes on its processor."""
-    there = seen() if on_host() else ""
-    return (there and f"{there} here, and none is used; set pipeline.device=auto to train on them") or None
+    kind = torch.accelerator.current_accelerator(check_available=True) if on_host() else None
+    if kind is None:
+        return None
+    count = torch.accelerator.device_count()
+    return f"this node has accelerators ({count} x {kind.type}), and none is used; set pipeline.device=auto"
 
 
 def on_host() -> bool:
@@ -101,9 +124,9 @@ def finished(clock: Callable[[], float] = time.perf_counter) -> float:
 
 
 def free_bytes() -> int:
-    """Of the accelerator's memory, whoever else uses it."""
+    """Of the accelerator's memory, whoever else uses it, without what the blocks of the allocator lose."""
     torch.accelerator.empty_cache()
-    return int(_module().mem_get_info(_here)[0])
+    return int(USABLE * _module().mem_get_info(_here)[0])
 
 
 def growth_bytes(work: Callable[[], object]) -> int:

@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
     Where the weight has a gradient already, backward adds to that in place (mpipipe.ops.gradients); else the
     gradient is returned as torch does it. Raises what torch raises for shapes that do not fit.
     """
-    device = x.device.type
+    device = "cpu" if x.is_meta else x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         return _Linear.apply(x, weight, None if bias is None else bias.to(dtype), transposed, dtype)

@@ -239,7 +239,10 @@ class ForeignUpdater:
         for name, p in self.params.items():
             for key in keys[name]:
                 full = f"{name}/{key}"
-                self.optimizer.state[p][key] = numbers[full] if full in numbers else _read(saved, full, p)
+                device = p.device if _is_there(self.optimizer, key) else CPU
+                self.optimizer.state[p][key] = (
+                    numbers[full] if full in numbers else _read(saved, full, device)
+                )
         self._load_groups(self.optimizer, saved, places)
 
     def _load_groups(self, optimizer: TorchOptimizer, saved: Saved, places: Mapping[str, _Place]) -> None:
@@ -286,10 +289,14 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in single.items() if value is not DROPPED}
 
 
-def _read(saved: Saved, name: str, beside: Tensor) -> Tensor:
-    """Numbers, such as torch's counts of steps, are tensors in main memory."""
+def _is_there(optimizer: TorchOptimizer, key: str) -> bool:
+    """Whether state is on the device of its parameter: all but torch's count of steps, and that too where the
+    optimizer reads it there."""
+    return key != "step" or any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+
+
+def _read(saved: Saved, name: str, device: torch.device) -> Tensor:
     spec = saved.spec(name)
-    device = beside.device if spec.shape else CPU
     value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
     saved.read(name, value)
     return value

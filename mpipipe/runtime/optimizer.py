@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mpipipe import ops
 from mpipipe.errors import CheckpointError
+from mpipipe.ops.native import MODULES
 from mpipipe.runtime.updates import Chunk, adamw, chunks, sgd
 from mpipipe.runtime.weights import Flat, ParamGroup, StageWeights
 from mpipipe.values import TensorSpec
@@ -183,7 +184,9 @@ class FlatUpdater:
             group.grad.buffer.zero_()
 
     def _by_kernel(self, group: ParamGroup) -> bool:
-        return self.settings.by_kernel and group.data.buffer.dtype == torch.float32
+        data = group.data.buffer
+        has_kernels = MODULES.get(data.device.type) is not None
+        return self.settings.by_kernel and data.dtype == torch.float32 and has_kernels
 
     def _update_at_once(self, group: ParamGroup, flats: list[Flat], step: int, factor: float) -> None:
         settings = self.settings

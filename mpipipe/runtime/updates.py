@@ -11,22 +11,21 @@ AdamW: Loshchilov and Hutter 2019.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
 from mpipipe.runtime.weights import Flat
 
 PIECE = 1 << 17  # elements: with gradient, state and a temporary they fit into the cache of a core
+PIECE_OFF_HOST = 1 << 24  # whose temporary is small beside a GPU's memory
 Chunk = list[list[Tensor]]  # of the weights, the gradients and each state: views of the same places
 
 
 def chunks(*flats: Flat) -> list[Chunk]:
     """Places of flat buffers of one form: as many whole parameters as come to at most `PIECE` elements,
     or a piece of a larger one (whole vectors, so that none is rounded as a tail that was none before). On an
-    accelerator, where each call costs more than such a piece, all of them at once."""
-    most = PIECE if flats[0].buffer.is_cpu else sys.maxsize
+    accelerator, where each call costs more than such a piece, larger ones."""
+    most = PIECE if flats[0].buffer.is_cpu else PIECE_OFF_HOST
     by_flat = [[piece for view in flat.views.values() for piece in view.view(-1).split(most)]
                for flat in flats]  # fmt: skip
     found: list[Chunk] = []

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from mpipipe.graph.cut import Leaf
 from mpipipe.graph.source import ModelSource
-from mpipipe.ops.device import here
+from mpipipe.ops.device import here, on_host
 from mpipipe.planner.copies import shard
 from mpipipe.values import Graph
 
-_ALIGN_BYTES = 64
+_ALIGN_BYTES, _ALIGN_BYTES_OFF_HOST = 64, 512  # of a GPU: all that its libraries choose a kernel by
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Flat:
 
     @classmethod
     def like(cls, shapes: dict[str, torch.Size], dtype: torch.dtype) -> Flat:
-        step = _ALIGN_BYTES // dtype.itemsize
+        step = (_ALIGN_BYTES if on_host() else _ALIGN_BYTES_OFF_HOST) // dtype.itemsize
         offsets, end = {}, 0
         for name, shape in shapes.items():
             offsets[name] = end

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -44,3 +47,16 @@ def test_ranks_of_a_node_take_its_accelerators_in_turn() -> None:
     assert device.find("cpu", 2) == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"pipeline.device = xpu: .* but cuda and cpu; "):
         device.find("xpu")
+
+
+def test_fp32_on_a_gpu_is_never_less_and_attention_has_one_order_of_sums() -> None:
+    """In a process of its own: the switches belong to it."""
+    code = (
+        "import torch; from mpipipe.ops import device; b = torch.backends\n"
+        "torch.set_float32_matmul_precision('high'); b.cudnn.benchmark = True; b.cudnn.allow_tf32 = True\n"
+        "device._same_sums_on_cuda()\n"
+        "print(b.cuda.matmul.allow_tf32, b.cudnn.allow_tf32, b.cudnn.benchmark, b.cuda.math_sdp_enabled(),\n"
+        "b.cuda.flash_sdp_enabled(), b.cuda.mem_efficient_sdp_enabled(), b.cuda.cudnn_sdp_enabled())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "False", "False", "True", "False", "False", "False"], done.stderr
