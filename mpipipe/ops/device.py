@@ -68,7 +68,7 @@ def _same_sums_on_cuda() -> None:
     backends.cuda.enable_cudnn_sdp(False)
     backends.cudnn.benchmark = False
     backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
-    backends.cuda.matmul.fp32_precision = "ieee"
+    torch.set_float32_matmul_precision("highest")
 
 
 def here() -> torch.device:

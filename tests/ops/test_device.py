@@ -53,10 +53,12 @@ def test_fp32_on_a_gpu_is_never_less_and_attention_has_one_order_of_sums() -> No
     """In a process of its own: the switches belong to it."""
     code = (
         "import torch; from mpipipe.ops import device; b = torch.backends\n"
-        "torch.set_float32_matmul_precision('high'); b.cudnn.benchmark = True; b.cudnn.allow_tf32 = True\n"
+        "torch.set_float32_matmul_precision('high'); b.cudnn.benchmark = True\n"
         "device._same_sums_on_cuda()\n"
-        "print(b.cuda.matmul.allow_tf32, b.cudnn.allow_tf32, b.cudnn.benchmark, b.cuda.math_sdp_enabled(),\n"
+        "print(torch.get_float32_matmul_precision(), b.cudnn.conv.fp32_precision, b.cudnn.rnn.fp32_precision,\n"
+        "b.cudnn.benchmark, b.cuda.math_sdp_enabled(),\n"
         "b.cuda.flash_sdp_enabled(), b.cuda.mem_efficient_sdp_enabled(), b.cuda.cudnn_sdp_enabled())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["False", "False", "False", "True", "False", "False", "False"], done.stderr
+    fp32 = ["highest", "ieee", "ieee"]
+    assert done.stdout.split() == [*fp32, "False", "True", "False", "False", "False"], done.stderr
