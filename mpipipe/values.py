@@ -266,7 +266,9 @@ class GroupCost(Value):
     selective_share: float = 0.0  # of fwd_s: what selective recomputation takes
     selective_bytes: int = 0  # of stash_bytes: what it makes again
     split_s: float = 0.0  # beside these seconds, by a backward in two; counted with W
-    at_work_bytes: int = 0  # of workspace_bytes what is tensors; the rest is taken by libraries
+    at_work_bytes: int = 0  # of workspace_bytes what is tensors, without the gradients that come to it
+    received_bytes: int = 0  # of stash_bytes: what earlier groups have made, and not kept themselves
+    kept_bytes: int = 0  # of act_bytes: what is in the stash of this group or of an earlier one
 
     @property
     def seconds(self) -> float:
@@ -325,6 +327,7 @@ class StageCost(Value):
     at_work_bytes: int = 0  # of tensors, the most that a micro-batch at work takes beside its whole stash
     split_s: float = 0.0  # that I and W take longer than B; counted with W
     call_s: float = 0.0  # as in `Costs`
+    kept_bytes: int = 0  # of act_bytes what stays here anyway, in the stash or as received
 
     @property
     def seconds(self) -> float:

@@ -90,22 +90,25 @@ struct Partition {
 Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_input_s, const Array<double>& bwd_weight_s,
                        const Array<int64_t>& param_bytes, const Array<int64_t>& stash_bytes,
                        const Array<int64_t>& workspace_bytes, const Array<int64_t>& act_in,
-                       const Array<int64_t>& grad_in, const Array<double>& crossing_s, std::vector<double> speed,
-                       std::vector<int64_t> memory_bytes, std::vector<int64_t> live, std::vector<int32_t> link_in,
-                       std::vector<int32_t> link_out, const std::vector<std::pair<std::vector<int64_t>, int64_t>>& ties,
-                       int64_t window, int64_t tied_window, int64_t tied_repeats, double bytes_per_param_byte) {
+                       const Array<int64_t>& held_in, const Array<int64_t>& grad_in, const Array<double>& crossing_s,
+                       std::vector<double> speed, std::vector<int64_t> memory_bytes, std::vector<int64_t> live,
+                       std::vector<int32_t> link_in, std::vector<int32_t> link_out,
+                       const std::vector<std::pair<std::vector<int64_t>, int64_t>>& ties, int64_t window,
+                       int64_t tied_window, int64_t tied_repeats, double bytes_per_param_byte) {
     Problem p;
     p.n_groups = fwd_s.size();
     p.fwd_s = fwd_s.data(), p.bwd_input_s = bwd_input_s.data(), p.bwd_weight_s = bwd_weight_s.data();
     p.param_bytes = param_bytes.data(), p.stash_bytes = stash_bytes.data();
-    p.workspace_bytes = workspace_bytes.data(), p.act_in = act_in.data(), p.grad_in = grad_in.data();
+    p.workspace_bytes = workspace_bytes.data(), p.act_in = act_in.data(), p.held_in = held_in.data();
+    p.grad_in = grad_in.data();
     p.crossing_s = crossing_s.data();
     p.speed = std::move(speed), p.memory_bytes = std::move(memory_bytes), p.live = std::move(live);
     p.link_in = std::move(link_in), p.link_out = std::move(link_out);
     for (const auto& [groups, nbytes] : ties) p.ties.push_back({groups, nbytes});
     p.window = window, p.tied_window = tied_window, p.tied_repeats = tied_repeats;
     p.bytes_per_param_byte = bytes_per_param_byte;
-    return {{fwd_s, bwd_input_s, bwd_weight_s, param_bytes, stash_bytes, workspace_bytes, act_in, grad_in, crossing_s},
+    return {{fwd_s, bwd_input_s, bwd_weight_s, param_bytes, stash_bytes, workspace_bytes, act_in, held_in, grad_in,
+             crossing_s},
             Cutter(std::move(p))};
 }
 
@@ -130,7 +133,7 @@ py::tuple misfit(Partition& partition) {
 PYBIND11_MODULE(_planner, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.doc() = "Hot loops of mpipipe.planner.";
-    m.attr("version") = "2";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    m.attr("version") = "3";  // of the functions below; mpipipe/planner/native.py asks for the same one
     m.def("match", match_messages);
     m.def("prove", prove_program);
     m.def("simulate", simulate_program);

@@ -50,7 +50,7 @@ class Cutter::Scan {
     int64_t bytes(int64_t live) const {
         const int64_t received = p_.window * p_.act_in[first] + (p_.window + 1) * p_.grad_in[end - 1];
         const int64_t sent = std::max(end < p_.n_groups ? p_.act_in[end] : 0, first ? p_.grad_in[first - 1] : 0);
-        const int64_t stash = cutter_.stash_before_[end] - cutter_.stash_before_[first] + p_.act_in[first];
+        const int64_t stash = cutter_.stash_before_[end] - cutter_.stash_before_[first] + p_.held_in[first];
         const int64_t held = cutter_.params_before_[end] - cutter_.params_before_[first] - shared_;
         return cutter_.weights(held) + accumulators_ + live * stash + workspace_ + received + sent + tied_;
     }

@@ -23,7 +23,7 @@ struct Problem {
     int64_t n_groups = 0;
     const double *fwd_s = nullptr, *bwd_input_s = nullptr, *bwd_weight_s = nullptr;  // (n_groups,), as those below
     const int64_t *param_bytes = nullptr, *stash_bytes = nullptr, *workspace_bytes = nullptr;
-    const int64_t *act_in = nullptr, *grad_in = nullptr;
+    const int64_t *act_in = nullptr, *held_in = nullptr, *grad_in = nullptr;
     const double* crossing_s = nullptr;  // (links, n_groups + 1); row 0 is no link
     std::vector<double> speed;           // by stage, as those below
     std::vector<int64_t> memory_bytes, live;

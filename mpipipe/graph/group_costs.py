@@ -40,21 +40,23 @@ def group_costs(
         values = [piece.received[i] for i in s.saved_received] + [piece.sent[i] for i in s.saved_sent]
         new = {anatomy.root(n): n for n in values if anatomy.root(n) not in seen}
         seen |= set(new)
-        stash = s.saved_bytes + sum(sum(x.nbytes for x in output_specs(n)) for n in new.values())
+        size = {root: sum(x.nbytes for x in output_specs(n)) for root, n in new.items()}
+        from_before = {anatomy.root(n) for n in piece.received}
         made = again.get(piece.name)
-        selective = (made.saved_bytes if made else 0) + sum(
-            sum(x.nbytes for x in output_specs(n)) for root, n in new.items() if root in remade
-        )
+        selective = (made.saved_bytes if made else 0) + sum(b for r, b in size.items() if r in remade)
         share = min(1.0, made.seconds / (samples[piece.key].fwd_s or math.inf)) if made else 0.0
         applied_s = statistic_s * len(piece.code.updates)
         cut = [n for n in crossing[position] if isinstance(n.meta["val"], torch.Tensor)]
         sizes = {n: sum(x.nbytes for x in output_specs(n)) for n in cut}
         out.append(
             GroupCost(
-                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s + applied_s, piece.param_bytes, stash,
+                piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s + applied_s, piece.param_bytes,
+                s.saved_bytes + sum(size.values()),
                 s.workspace_bytes, sum(sizes.values()),
                 sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
                 s.spread, share, selective, s.split_s, s.at_work_bytes,
+                sum(b for r, b in size.items() if r in from_before),
+                sum(b for n, b in sizes.items() if anatomy.root(n) in seen),
             )
         )  # fmt: skip
     return tuple(out)

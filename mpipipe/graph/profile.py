@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,6 +45,7 @@ Saved = tuple[int, tuple[int, ...], tuple[int, ...]]
 REPEATS = 5  # the shortest counts: what else runs on the machine only ever adds
 CACHE_BYTES = 64 << 20  # more than the last-level cache that a core has to itself
 _DRAWN = 1 << 14  # numbers that made-up inputs consist of
+_LAID_OUT = {"convolution", "convolution_backward"}  # by a library in its own way first, then as asked for
 LONG_S = 0.5  # seconds for all repeats of a group; one that takes longer is timed twice, after its warm-up
 
 
@@ -180,7 +182,8 @@ def working_set_bytes(anatomy: Anatomy) -> int:
 
 
 class Live(TorchDispatchMode):
-    """Entered, it counts the memory of what operators make: most_bytes, at the end of any of them."""
+    """Entered, it counts the memory of what operators make: nbytes, of what is there now, and most_bytes, at
+    the end of any of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,8 +198,13 @@ class Live(TorchDispatchMode):
                 storage = t.untyped_storage()
                 self._made[storage_id(t)] = StorageWeakRef(storage), storage.nbytes()
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        self.most_bytes = max(self.most_bytes, sum(nbytes for _, nbytes in self._made.values()))
+        laid_out = [t.nbytes for t in tensors(out)] if func.overloadpacket.__name__ in _LAID_OUT else []
+        self.most_bytes = max(self.most_bytes, self.nbytes + max(laid_out, default=0))
         return out
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for storage, nbytes in self._made.values() if not storage.expired())
 
 
 class Profiler:
@@ -276,7 +284,7 @@ class Profiler:
         spread = total[len(total) // 2] / max(total[0], 1e-9) - 1.0
         remade = self._remade(code, received, rest, repeats)
         at_work = self._at_work_bytes(piece, received, rest, saved)
-        workspace = max(at_work, self._workspace_bytes(piece, received, rest, saved))
+        workspace = max(at_work + grad_bytes(code), self._workspace_bytes(piece, received, rest, saved))
         return Sample(forward, into, backward - into, spread, workspace, *saved, remade, split_s, at_work)
 
     def _in_two(self, code: Code, received: list[Tensor], rest: list[object]) -> tuple[float, float, float]:
@@ -340,9 +348,17 @@ class Profiler:
         return max(piece.workspace_bytes, held - _stash_bytes(piece, saved))
 
     def _at_work_bytes(self, piece: Piece, received: list[Tensor], rest: list[object], saved: Saved) -> int:
-        """Of it what is tensors."""
-        with Live() as live:
-            self._once(piece.code, received, rest, False)
+        """Of it what is tensors, but for the gradients of what is sent: another group, or a receive buffer,
+        has these."""
+        inputs, live = arguments(piece.code, received, rest), Live()
+        with live:
+            sent, _ = self._run(piece.code, inputs)
+        grads = [torch.ones_like(t) for t in sent if t.requires_grad]
+        edges = [get_gradient_edge(t) for t in sent if t.requires_grad]
+        del sent  # as in a step, where what is not saved has left by then
+        if edges:
+            with live:
+                torch.autograd.backward(edges, grads)
         return max(0, live.most_bytes - _stash_bytes(piece, saved))
 
     def _rest(self, code: Code) -> list[object]:
@@ -394,9 +410,9 @@ class Profiler:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.empty(0))
         with hooks:
             sent, _ = self._run(piece.code, inputs)
-        params = {storage_id(t) for t in rest if isinstance(t, Tensor) and t.requires_grad}
+        resident = [t for t in rest[len(piece.code.inputs) :] if isinstance(t, Tensor)]  # weights and buffers
         of_received, of_sent = [storage_id(t) for t in received], [storage_id(t) for t in sent]
-        known = params | set(of_received) | set(of_sent)
+        known = {*map(storage_id, resident), *of_received, *of_sent}
         own = sum(storage.nbytes() for p, storage in storages.items() if p not in known)
         return (
             own,
@@ -422,6 +438,11 @@ class Profiler:
 def _stash_bytes(piece: Piece, saved: Saved) -> int:
     own, _, sent = saved
     return own + sum(piece.code.sent[i].spec.nbytes for i in sent)
+
+
+def grad_bytes(code: Code) -> int:
+    """Of the gradients of what is sent."""
+    return sum(p.spec.nbytes for p in code.sent if p.needs_grad)
 
 
 def arguments(

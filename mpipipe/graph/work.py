@@ -27,7 +27,7 @@ from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
 from mpipipe.graph.layers import Layer
-from mpipipe.graph.profile import Piece, Profiler, Remade, arguments
+from mpipipe.graph.profile import Piece, Profiler, Remade, arguments, grad_bytes
 from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import tensors
@@ -125,7 +125,7 @@ class Tallier(Profiler):
         saved += sum(map(_kept_bytes, forward))
         opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
         held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
-        workspace = max(at_work, piece.workspace_bytes)
+        workspace = max(at_work + grad_bytes(code), piece.workspace_bytes)
         return Tally(
                 forward, backward, into, workspace, saved, of_received, of_sent, held + saved, opaque, again,
                 remade, at_work,

@@ -173,8 +173,8 @@ class Problem:
         r, ties = self.ranges, [(tie.groups, tie.nbytes) for tie in self.costs.ties]
         return compiled.Partition(
             r.fwd_s, r.bwd_input_s, r.bwd_weight_s, r.param_bytes, r.stash_bytes, r.workspace_bytes,
-            r.act_in, r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in, self._out,
-            ties, r.window, r.tied_window, r.tied_repeats, self.costs.held_per_param_byte,
+            r.act_in, r.held_in, r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in,
+            self._out, ties, r.window, r.tied_window, r.tied_repeats, self.costs.held_per_param_byte,
         )  # fmt: skip
 
 

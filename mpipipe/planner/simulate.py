@@ -83,14 +83,15 @@ def rank_memory_bytes(
     stash, remade, at_work = np.zeros((3, n), np.int64)
     for s in mine:
         stash[s], remade[s], at_work[s] = own[s].stash_bytes, own[s].remade_bytes, own[s].at_work_bytes
-        if s and not (s - 1 in mine and own[s - 1].remade_bytes):  # in a receive buffer, or counted there
-            stash[s] = max(0, stash[s] - own[s - 1].act_bytes)
+        if s:  # what is counted there, or in a receive buffer
+            stash[s] -= own[s - 1].kept_bytes if s - 1 in mine else own[s - 1].act_bytes
+    stash = np.maximum(0, stash)
     fixed = sum(own[s].fixed_bytes for s in mine) + receive_bytes(codes, sizes[rank], program.receive_window)
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
     workspace = at_work[codes[:, 1]] if tensors else kept
     shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(alike) * sizes[rank], 0)
     held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]]) + shards
-    held += _last_sent(codes, sizes[rank])
+    held += _last_sent(codes, sizes[rank], np.array([stage.kept_bytes for stage in own], np.int64))
     for s in set(mine) & {s - 1 for s in mine}:
         held += own[s + 1].grad_bytes * _waiting(codes, s)
     return np.asarray(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0), np.int64)
@@ -118,11 +119,17 @@ def receive_bytes(codes: Int32, nbytes: Int64, window: int) -> int:
     return sum(size * int(most.max()) for size, most in in_use.items())
 
 
-def _last_sent(codes: Int32, nbytes: Int64) -> Int64:
-    """By instruction, what it or the last one before it has sent: a message seldom leaves at once."""
-    sends = IS_NEAR[codes[:, 0]]
-    last = np.maximum.accumulate(np.where(sends, np.arange(len(codes)), -1))
-    return np.where(last >= 0, nbytes[last], 0)
+def _last_sent(codes: Int32, nbytes: Int64, kept: Int64) -> Int64:
+    """By instruction, what it or the last one before it has sent: a message seldom leaves at once. kept: by
+    stage, of an activation's what counts with the stash while that is there; but not during a backward: it
+    lets go of a stash of which the message before the last one may still be there."""
+    ops, stage, micro = codes[:, :3].T
+    at, leaves = np.arange(len(codes)), np.flatnonzero(LEAVES[ops])
+    last = np.maximum.accumulate(np.where(IS_NEAR[ops], at, -1))
+    left = np.zeros((stage.max() + 1, micro.max() + 2), np.int64)  # never kept where there is no backward
+    left[stage[leaves], micro[leaves]] = leaves
+    twice = (ops[last] == Op.SEND_ACT) & (ops == Op.F) & (at < left[stage[last], micro[last]])
+    return np.where(last >= 0, nbytes[last] - np.where(twice, kept[stage[last]], 0), 0)
 
 
 def _waiting(codes: Int32, stage: int) -> Int64:

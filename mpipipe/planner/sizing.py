@@ -22,7 +22,10 @@ from mpipipe.values import Costs, GroupCost
 PER_RANK = 4  # micro-batches for each rank: about where a pipeline is worth its bubble
 MOST_SIZES = 5  # that are taken
 _SECONDS = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
-_BYTES = ("stash_bytes", "workspace_bytes", "at_work_bytes", "act_bytes", "grad_bytes", "selective_bytes")
+_BYTES = (
+    "stash_bytes", "workspace_bytes", "at_work_bytes", "act_bytes", "grad_bytes", "selective_bytes",
+    "received_bytes", "kept_bytes",
+)  # fmt: skip
 
 
 def costs_at(taken: Mapping[int, Costs], batch: int, count: int) -> Costs:

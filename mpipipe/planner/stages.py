@@ -9,9 +9,12 @@ Memory of a stage, in bytes:
 
     fixed + live * stash + remaking * (remade + gradient) + workspace + messages          (`memory_bytes`)
 
+The stash counts what is received: once, also where the first group keeps it for backward.
+
 The tensors alone need a little less than what an allocator has to keep for them: while a group is at work
 the stash of its micro-batch is not yet, or no longer, whole. `at_work_bytes` is what is tensors of the
-workspace, less what is missing.
+workspace, with the gradients that come to the group and those that pass it by, less what is missing. The
+gradients that come to the last group are messages.
 
 `live` is the largest number of micro-batches whose stash the schedule keeps at once. With recomputation a
 part of it, `remade`, is let go after F, and made again in B, or from I to W: of `remaking` micro-batches at
@@ -111,6 +114,8 @@ class Ranges:
         self._stashed = np.cumsum(self.stash_bytes)  # after each group
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
         self.grad_in = np.concatenate([c["grad_bytes"][:-1], [0]])
+        self._received = np.minimum(c["received_bytes"], self.act_in)  # by the first group, kept by it
+        self.held_in = self.act_in - self._received  # of what is received, what is in no stash of here
 
     @property
     def seconds(self) -> Float64:
@@ -121,24 +126,26 @@ class Ranges:
         """Every stage [first, end), first = low .. end - 1, with that recomputation."""
         into_s, remade = self.bwd_input_s + self._remade_s[mode], self._remade[mode]
         act_in = self.act_in[low:end]
+        held_in = self.held_in[low:end] if mode == "none" else act_in  # else perhaps counted in `remade`
         held, stepped, accumulators = self._parameters(end, low)
         rate = self._costs.held_per_param_byte
         grad_in = int(self.grad_in[end - 1])
         received = self.window * (act_in + grad_in)
         act_out = self.act_in[end] if end < len(self.act_in) else 0
         sent = np.maximum(act_out, np.concatenate([[0], self.grad_in])[low:end])
-        with_stash = (self._stashed + self._at_work_bytes)[low:end] - self._stashed[end - 1]
+        with_stash = (self._stashed + self._at_work_bytes + self.grad_in)[low:end] - self._stashed[end - 1]
+        with_stash[-1] -= grad_in
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
             bwd_input_s=_sums(into_s[low:end]),
             bwd_weight_s=_sums(self.bwd_weight_s[low:end]),
             step_s=stepped * self._update_s_per_byte + _sums(self._update_s[low:end]),
             fixed_bytes=np.ceil(held * rate).astype(np.int64) + accumulators,
-            stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + act_in,
+            stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + held_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             at_work_bytes=np.maximum(0, np.maximum.accumulate(with_stash[::-1])[::-1]),
             message_bytes=received + sent + self._tied_receives(end, low),
-            remade_bytes=_sums(remade[low:end]),
+            remade_bytes=_sums(remade[low:end]) - (self._received[low:end] if mode == "full" else 0),
             grad_bytes=grad_in,
         )
 
@@ -247,6 +254,7 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
                 remade_bytes=int(e.remade_bytes[0]),
                 split_s=float(costs.columns["split_s"][first:end].sum()) / speed,
                 call_s=costs.call_s / speed,
+                kept_bytes=groups[end - 1].kept_bytes if end < len(groups) and mode == "none" else 0,
             )
         )
     return tuple(out)

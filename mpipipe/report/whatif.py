@@ -121,6 +121,8 @@ def _halved(costs: Costs) -> Costs:
             act_bytes=g.act_bytes // 2,
             grad_bytes=g.grad_bytes // 2,
             selective_bytes=g.selective_bytes // 2,
+            received_bytes=g.received_bytes // 2,
+            kept_bytes=g.kept_bytes // 2,
         )
         for g in costs.groups
     )

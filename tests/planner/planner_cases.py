@@ -71,8 +71,11 @@ def _ties(draw: st.DrawFn, n_groups: int) -> Tie:
 
 def _with_ties(draw: st.DrawFn, name: str, index: int, ties: tuple[Tie, ...], small) -> GroupCost:
     """A group holds its own parameters and those tied to it, each once."""
-    param = draw(small) + sum(tie.nbytes for tie in ties if index in tie.groups)
-    return GroupCost(name, 1 + draw(small), draw(small), draw(small), param, *(draw(small) for _ in range(4)))
+    param, stash = draw(small) + sum(tie.nbytes for tie in ties if index in tie.groups), draw(small)
+    return GroupCost(
+        name, 1 + draw(small), draw(small), draw(small), param, stash, *(draw(small) for _ in range(3)),
+        received_bytes=draw(st.integers(0, stash)),
+    )  # fmt: skip
 
 
 def all_cuts(n_groups: int, n_stages: int) -> Iterator[tuple[int, ...]]:
@@ -105,7 +108,7 @@ def naive_memory(costs: Costs, first: int, end: int, live: int, window: int, n_m
     groups = costs.groups
     act_in = groups[first - 1].act_bytes if first else 0
     grad_in = groups[end - 1].grad_bytes if end < len(groups) else 0
-    stash = act_in + sum(g.stash_bytes for g in groups[first:end])
+    stash = max(0, act_in - groups[first].received_bytes) + sum(g.stash_bytes for g in groups[first:end])
     posted = min(window, n_micro)
     receive = posted * act_in + (posted + 1) * grad_in
     receive += max(

@@ -46,6 +46,18 @@ def test_a_stage_by_hand():
     assert {(s.fwd_s, s.bwd_weight_s, s.fixed_bytes) for s in (kept, some, full)} == {(3, 3, 60)}
 
 
+def test_what_a_stage_receives_and_keeps_counts_once() -> None:
+    """And is not made again. Selective recomputation may count it with what it makes: there, twice."""
+    costs = chain(HUGE)
+    groups = tuple(replace(g, received_bytes=4, kept_bytes=6) for g in costs.groups)
+    kept, some, full = (stage_costs(replace(costs, groups=groups), (3,), (mode,) * 2) for mode in RECOMPUTE)
+    assert [(s.stash_bytes, s.remade_bytes) for s in (kept[1], some[1], full[1])] == [
+        (310 - 4, 0), (190, 120), (10, 300 - 4),
+    ]  # fmt: skip
+    assert [s.kept_bytes for s in (kept[0], some[0], full[0])] == [6, 0, 0], "what is let go is not kept"
+    assert kept[1].kept_bytes == 0, "nothing is sent"
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_the_memory_of_a_step_by_hand(schedule: str):
     """What is let go is there in F and B, or from I to W; else only what was received."""

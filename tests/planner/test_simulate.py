@@ -267,3 +267,29 @@ def test_a_gradient_for_another_stage_of_its_rank_stays_until_that_has_read_it()
         there -= {instr.micro} if (instr.op, instr.stage) in ((Op.W, 1), (Op.B, 1)) else set()
     assert most > 0
     assert there == set()
+
+
+def test_what_is_sent_and_kept_for_backward_counts_once() -> None:
+    """Of the 4 bytes of its last message stage 0 keeps 3 in its stash anyway, until a backward."""
+    kept = dataclasses.replace(EVEN, kept_bytes=3)
+    program = lower(SCHEDULES["1f1b"](2, 3), (), "per_use", 4)
+    of_two = cluster([1.0] * 2, [HUGE] * 2)
+    whole, less = (simulate(program, _edges_free((s, EVEN)), of_two).memory_bytes for s in (EVEN, kept))
+    ops = program.codes[0][:, 0].tolist()
+    ahead = [op == Op.F and Op.SEND_ACT in ops[:i] for i, op in enumerate(ops)]
+    assert (whole[0] - less[0]).tolist() == [3 * of_forward for of_forward in ahead]
+    assert (whole[1] == less[1]).all()
+
+
+def test_of_what_the_stage_before_hands_over_on_one_rank_only_what_it_does_not_keep_is_added() -> None:
+    """In a V the last rank has stages 1 and 2. Their first micro-batch goes through both."""
+    program, of_two = lower(build("zb-v", 4, 5, 2), (), "per_use", 4), cluster([1.0] * 2, [HUGE] * 2)
+    first, second, *rest = _edges_free((EVEN,) * 4)
+    names = [str(i) for i in program.instrs(1)]
+    held = {
+        kept: simulate(
+            program, (first, dataclasses.replace(second, kept_bytes=kept), *rest), of_two
+        ).memory_bytes[1][names.index("2F0")]
+        for kept in (0, 1, 4)
+    }
+    assert {kept: held[0] - b for kept, b in held.items()} == {0: 0, 1: 1, 4: 4}

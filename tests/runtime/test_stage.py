@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import captured, even_cuts
+from tiny import SHAPES, captured, even_cuts
 from torch import Tensor
 
+from mpipipe.graph.group_costs import group_costs
+from mpipipe.graph.profile import Live, Profiler, pieces
+from mpipipe.planner import stage_costs
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.transport import Form, as_bytes
 from mpipipe.runtime.weights import BlockSums, StageWeights
+from mpipipe.values import Cluster, Costs, Device, Link
 
 
 def middle_stage() -> tuple[Stage, list[Tensor], list[Tensor]]:
@@ -24,6 +28,28 @@ def middle_stage() -> tuple[Stage, list[Tensor], list[Tensor]]:
     stage = Stage(weights, "fp32")
     received = [torch.randn(port.spec.shape) for port in code.received]
     return stage, received, stage.forward(code, 0, received, {}, 0, True)
+
+
+def held_after_forward(model: str, cuts: tuple[str, ...]) -> list[int]:
+    """By stage, bytes of the tensors of a micro-batch, the received ones among them."""
+    variants, held = captured(model, 2), []
+    specs, owner = variants.specs(2), variants.stage_of_param(cuts)
+    for s in range(len(cuts) + 1):
+        code = variants.code("train", specs, cuts, s)
+        weights = StageWeights(
+            variants.source, variants.graph, s, owner, code.leaves, variants.trained, "per_use"
+        )
+        stage = Stage(weights, "fp32")
+        with Live() as live:
+            received = [Form.of(port).empty().zero_() for port in code.received]
+            inputs = {
+                k: torch.zeros(specs[k].shape, dtype=getattr(torch, specs[k].dtype)) for k in code.inputs
+            }
+            stage.forward(code, 0, received, inputs, 0, True)
+            del inputs  # which is there longer where backward needs it
+        held.append(live.nbytes)
+        del received
+    return held
 
 
 def storages(tensors: list[Tensor]) -> set[int]:
@@ -110,3 +136,22 @@ def test_weight_gradients_wait_and_what_is_kept_for_them_is_let_go() -> None:
     for name, g in whole.weights.grad.items():
         assert torch.equal(g, two.weights.grad[name]), name
     assert not two._waiting
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_what_a_stage_keeps_of_a_micro_batch_is_what_its_plan_counts_at_every_cut(model: str) -> None:
+    """A tensor that is received counts once, also where a group of the stage keeps it for backward."""
+    variants = captured(model, 2)
+    parts, names = pieces(variants.primary, variants.graph, variants.uses), variants.graph.groups
+    profiler = Profiler(variants.primary, "fp32", lambda: 0.0)
+    machine = Cluster((Device("cpu", 1.0, 1 << 40, 1),) * 2, (0, 0), {"node": Link(0.0, 1e9)})
+    groups = group_costs(variants.primary, parts, {p.key: profiler.sample(p) for p in parts})
+    costs = Costs(groups, machine, variants.graph.ties, 4.0, 0.0, "measured", 0.0)
+    kept_by_receiver = 0
+    for at in range(1, len(names)):
+        cuts = (names[at],)
+        stages = stage_costs(costs, (at,))
+        for s, held in enumerate(held_after_forward(model, cuts)):
+            assert held == stages[s].stash_bytes, (names[at], s)
+        kept_by_receiver += groups[at].received_bytes
+    assert kept_by_receiver > 0
