@@ -39,6 +39,7 @@ import mpipipe.running
 import mpipipe.runtime.trainer
 import mpipipe.train
 from benchmarks.common import config_of, launch, machine
+from mpipipe.cluster.memory import imports_are_done
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
 from mpipipe.planner.search import cut_indices, program_for, tensor_peak_bytes
@@ -163,6 +164,7 @@ def rank_main(config: str, overrides: Sequence[str], out: Path, launched: float)
     start = Start(launched)
     mpipipe.runtime.trainer.Interpreter = TimedInterpreter  # type: ignore[attr-defined]
     before = time.time()
+    imports_are_done()
     comm = connect()
     start.parts["mpi"] = time.time() - before
     report = mpipipe.train.train(comm, load(config, overrides))

@@ -17,6 +17,7 @@ from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import end, leave, stop_signals
 from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
+from mpipipe.cluster.memory import imports_are_done
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.shared import check_seen
@@ -70,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
             raise MpipipeError(f"{unknown[0]} is no option; {hint}\n{USAGE}")
         if not given:
             raise MpipipeError(f"no config is named\n{USAGE}")
+        imports_are_done()
         comm = connect()
         config = load(given[0], given[1:])
         with stop_signals(comm.rank == 0) as asked:  # to the very end: a late one must not kill the save

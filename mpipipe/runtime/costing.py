@@ -183,7 +183,7 @@ def _update_s(
     group = ParamGroup(True, data, data.sibling())
     updater = FlatUpdater([group], settings)
     seconds = []
-    for _ in range(6):
+    for _ in range(4):
         chill()
         start = clock()
         norms([group.grad], settings.bits)

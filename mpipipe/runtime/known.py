@@ -1,7 +1,7 @@
 """Costs of earlier runs: which of them still hold, and which groups are timed anew. Collective.
 
-    known samples -> the heaviest timed -> they agree ?-> the rest is trusted
-                                                      '-> all timed anew
+    known samples -> the heaviest timed, if too slow once more -> they agree ?-> the rest is trusted
+                                                                             '-> all timed anew
 
 A sample is the shortest of what any run has seen, because what else runs on a machine only adds. One that
 was taken on a disturbed machine is found out by a later run: the heaviest, which decide the plan, are timed
@@ -25,8 +25,7 @@ from mpipipe.graph.profile import Piece, Profiler, Sample
 from mpipipe.ops import KERNELS_VERSION
 from mpipipe.values import Numerics, digest
 
-CHECK_S = 0.25  # seconds for the groups that a rank times to see whether the rest still holds
-CHECKS = 2  # timings of such a group
+CHECK_S = 0.15  # seconds for the groups that a rank times to see whether the rest still holds
 AGREE = 0.15  # of all that are timed again: a difference up to this is noise
 ALONE = 0.4  # likewise of one of them, timed for some milliseconds: what it is off, it was not of the whole
 LIGHT_BYTES = 256 << 20  # of parameters: what every rank can make at the same time
@@ -117,7 +116,10 @@ def reuse(team: Team, held: Mapping[str, Sample]) -> tuple[dict[str, Sample], in
     rank 0 counts."""
     held = team.comm.bcast_object(dict(held))
     checked = _heaviest(held, team.comm.size)
-    again = team.seconds(checked, CHECKS)
+    again = team.seconds(checked, 1)
+    doubted = _doubted(held, again)  # a single timing is easily disturbed, and to time all anew takes seconds
+    if doubted:
+        again |= {key: min(again[key], seconds) for key, seconds in team.seconds(doubted, 1).items()}
     held = still_held(held, again)
     missing = team.distinct.keys() - held.keys()
     samples = held | team.sample(missing)
@@ -130,10 +132,17 @@ def _heaviest(held: Mapping[str, Sample], ranks: int) -> list[str]:
     chosen: list[str] = []
     left_s = CHECK_S * ranks
     for key in sorted(held, key=lambda k: (-held[k].seconds, k)):
-        left_s -= held[key].seconds * (1 + CHECKS)
+        left_s -= 2 * held[key].seconds  # the first time does not count
         if left_s > 0 or not chosen:
             chosen.append(key)
     return chosen
+
+
+def _doubted(held: Mapping[str, Sample], again: Mapping[str, float]) -> list[str]:
+    """Of those that were timed again the ones that were too slow for `still_held`."""
+    if sum(again.values()) > (1.0 + AGREE) * sum(held[key].seconds for key in again):
+        return list(again)
+    return [key for key in again if again[key] > (1.0 + ALONE) * held[key].seconds]
 
 
 def still_held(held: Mapping[str, Sample], again: Mapping[str, float]) -> dict[str, Sample]:
