@@ -39,12 +39,12 @@ import mpipipe.running
 import mpipipe.runtime.trainer
 import mpipipe.train
 from benchmarks.common import config_of, launch, machine
-from mpipipe.cluster.memory import imports_are_done
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
 from mpipipe.planner.search import cut_indices, program_for, tensor_peak_bytes
 from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.runtime.interpreter import Interpreter, Job, Outcome
+from mpipipe.runtime.process import imports_are_done
 from mpipipe.values import Instr, Op, Plan, Program, from_json
 
 RESNET = """

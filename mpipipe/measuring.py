@@ -83,10 +83,12 @@ class Measuring:
         variants: Variants, numerics: Numerics, before: Measured | None = None,
     ) -> Measured:  # fmt: skip
         """Of the groups, as far as they hold from the runs before, on the ranks that are planned for."""
-        known = self.cache.read() if self.comm.rank == 0 else {}
-        found = measure(self.comm, variants, numerics, optimizer, memory, memory_bytes, known, before)
+        known, updates = (self.cache.read(), self.cache.updates()) if self.comm.rank == 0 else ({}, {})
+        found = measure(
+            self.comm, variants, numerics, optimizer, memory, memory_bytes, known, updates, before
+        )
         if self.comm.rank == 0:
-            self.cache.write(found.samples)
+            self.cache.write(found.samples, updates={found.update_name: found.update_s})
         rows = numerics.micro_batch
         costs = with_loading(found.costs, variants.graph, data, rows, self.comm, numerics.threads)
         self.cluster = costs.cluster

@@ -17,7 +17,6 @@ from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import end, leave, stop_signals
 from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
-from mpipipe.cluster.memory import imports_are_done
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.shared import check_seen
@@ -39,7 +38,7 @@ from mpipipe.report.progress import Progress, Silent
 from mpipipe.report.scalars import need_tensorboard
 from mpipipe.report.trace import TRACE
 from mpipipe.running import Run
-from mpipipe.runtime.process import resident_memory
+from mpipipe.runtime.process import imports_are_done, resident_memory
 from mpipipe.state.files import room_in
 from mpipipe.state.owner import own
 from mpipipe.state.resume import read_state, set_aside, unreadable

@@ -41,12 +41,6 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def imports_are_done() -> None:
-    """What there is now stays to the end: no collection of garbage looks through it again. That would take
-    0.15 s each time, several times while a run starts."""
-    gc.freeze()
-
-
 def give_back_freed_memory() -> None:
     """What a phase that is over has left behind; for between phases, not within a step."""
     gc.collect()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -132,6 +133,7 @@ def _capture(
     )  # fmt: skip
 
 
+@cache
 def warm_up_tracer() -> None:
     """Loads what torch's tracer imports at its first use (about 100 MB), so that it counts as imports."""
     source = ModelSource(lambda: nn.Linear(1, 1), 0)

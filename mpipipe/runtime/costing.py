@@ -21,7 +21,7 @@ from mpipipe.ops import device
 from mpipipe.runtime.known import Team, names_of, reuse, setting
 from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings, norms
 from mpipipe.runtime.weights import Flat, ParamGroup
-from mpipipe.values import Cluster, Costs, Device, Numerics
+from mpipipe.values import Cluster, Costs, Device, Numerics, digest
 
 CALL_S = 5e-5  # as `Costs.call_s`: measured 20 us with warm caches, 100 us with cold ones
 _UPDATE_ELEMENTS, _UPDATE_PARAMETERS, _STATISTICS = 1 << 20, 32, 64
@@ -38,26 +38,27 @@ class Updates(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """costs, and the samples that they are made of, by the name under which a later run finds them; timed,
-    of: how many distinct groups were timed now, and how many there are."""
+    """costs, and the samples that they are made of, by the name under which a later run finds them, as it
+    does the update; timed, of: how many distinct groups were timed now, and how many there are."""
 
     costs: Costs
     samples: dict[str, Sample]
     timed: int
     of: int
+    update_name: str
     update_s: Updates
 
 
 def measure(
     comm: Communicator, variants: Variants, numerics: Numerics, optimizer: Optimizer,
     memory: Memory, memory_bytes: int | None, known: Mapping[str, Sample] | None = None,
-    before: Measured | None = None,
+    known_updates: Mapping[str, Updates] | None = None, before: Measured | None = None,
 ) -> Measured:  # fmt: skip
     """Times every distinct group on one rank each, the ranks sharing the work, and gathers all.
 
     memory_bytes: limit per rank; None = its share of what the node has. known: on rank 0, samples of
-    earlier runs by name (`Measured.samples`); None = time all. before: of micro-batches of another size,
-    whose links and update count.
+    earlier runs by name (`Measured.samples`); None = time all. known_updates: likewise their updates, which
+    hold where all samples do. before: of micro-batches of another size, whose links and update count.
     """
     threads = numerics.threads
     clock, slower = clock_of(comm, threads)
@@ -69,10 +70,13 @@ def measure(
     profiler = Profiler(variants.primary, numerics.precision, clock, comm.size)
     team = Team(comm, profiler, distinct, speeds[comm.rank] * slower)
     on_core = clock is time.thread_time
-    names = names_of(distinct, setting(numerics, kinds[0], comm, on_core, profiler.chilled_bytes))
+    where = setting(numerics, kinds[0], comm, on_core, profiler.chilled_bytes)
+    names, update_name = names_of(distinct, where), digest(where, *map(repr, _form(optimizer)))
     known = known or {}
     samples, timed = reuse(team, {key: known[name] for key, name in names.items() if name in known})
-    update_s = before.update_s if before else _updates_s(comm, optimizer, clock, profiler, slower)
+    kept = None if timed else (known_updates or {}).get(update_name)
+    update_s = before.update_s if before else comm.bcast_object(kept)
+    update_s = update_s or _updates_s(comm, optimizer, clock, profiler, slower)
     del profiler, team  # and the memory that it chills the caches with
 
     links = before.costs.cluster.links if before else measure_links(comm)
@@ -94,8 +98,19 @@ def measure(
         spread=float(np.median([s.spread for s in samples.values()])),
         call_s=CALL_S,
     )
-    kept = {name: samples[key] for key, name in names.items()}
-    return Measured(costs, kept, timed, len(distinct), update_s)
+    named = {name: samples[key] for key, name in names.items()}
+    return Measured(costs, named, timed, len(distinct), update_name, update_s)
+
+
+def _settings(optimizer: Optimizer) -> OptimizerSettings:
+    """A user's own optimizer, which may want the model's parameters and no others, counts as AdamW."""
+    return optimizer if isinstance(optimizer, OptimizerSettings) else OptimizerSettings(clip=optimizer.clip)
+
+
+def _form(optimizer: Optimizer) -> tuple[object, ...]:
+    """What decides how long its update takes."""
+    s = _settings(optimizer)
+    return s.kind, s.bits, s.clip is None, s.momentum == 0, s.weight_decay == 0
 
 
 def _updates_s(
@@ -160,8 +175,7 @@ def _speeds(comm: Communicator, kind: str, reference_s: float) -> tuple[list[str
 def update_times(
     optimizer: Optimizer, clock: Callable[[], float], chill: Callable[[], object] = lambda: None
 ) -> Updates:
-    """Timed on this rank. A user's own optimizer, which may want the model's parameters and no others, counts
-    as AdamW. chill: empties the caches."""
+    """Timed on this rank. chill: empties the caches."""
     whole, single = {"": torch.Size([_UPDATE_ELEMENTS])}, torch.Size([1])
     single_s = _update_s(optimizer, clock, chill, {str(i): single for i in range(_UPDATE_PARAMETERS)})
     return Updates(
@@ -191,9 +205,7 @@ def _update_s(
     chill: Callable[[], object],
     shapes: dict[str, torch.Size],
 ) -> float:
-    settings = (
-        optimizer if isinstance(optimizer, OptimizerSettings) else OptimizerSettings(clip=optimizer.clip)
-    )
+    settings = _settings(optimizer)
     data = Flat.like(shapes, torch.float32)
     group = ParamGroup(True, data, data.sibling())
     updater = FlatUpdater([group], settings)

@@ -3,7 +3,8 @@
     <cache folder>/costs-<digest of the kind>.json   {"kind": ..., "samples": {name: Sample},
                                                       "routes": {name: routes of the matrix products},
                                                       "tables": {name: which operators are our own},
-                                                      "overlaps": {name: how messages move on}}
+                                                      "overlaps": {name: how messages move on},
+                                                      "updates": {name: what an optimizer's update takes}}
 
 No locks: a file appears whole, under its name, by a rename. Of two jobs that write at once, one loses an
 update, which its next run makes again. What cannot be read or written is never an error, at most a note.
@@ -23,6 +24,7 @@ from typing import TypeVar
 from mpipipe.cluster.overlap import Overlap
 from mpipipe.cluster.routes import Route
 from mpipipe.graph.profile import Sample
+from mpipipe.runtime.costing import Updates
 from mpipipe.values import Value, digest, from_json, to_json
 
 MOST = 4096  # samples in a file; about 1 MB
@@ -37,6 +39,7 @@ class _Content(Value):
     routes: dict[str, Routes] = field(default_factory=dict)  # likewise
     tables: dict[str, dict[str, str]] = field(default_factory=dict)  # likewise
     overlaps: dict[str, Overlap] = field(default_factory=dict)  # likewise
+    updates: dict[str, Updates] = field(default_factory=dict)  # likewise
 
 
 class CostCache:
@@ -62,21 +65,26 @@ class CostCache:
         """By name (`mpipipe.cluster.overlap`); empty where there are none."""
         return self._content().overlaps
 
+    def updates(self) -> dict[str, Updates]:
+        """By name (`mpipipe.runtime.costing`); empty where there are none."""
+        return self._content().updates
+
     def write(
         self, samples: Mapping[str, Sample] = MappingProxyType({}),
         routes: Mapping[str, Routes] = MappingProxyType({}),
         tables: Mapping[str, dict[str, str]] = MappingProxyType({}),
         overlaps: Mapping[str, Overlap] = MappingProxyType({}),
+        updates: Mapping[str, Updates] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Adds to what is there; the least lately used go when there are too many."""
-        if self._path is None or not (samples or routes or tables or overlaps):
+        if self._path is None or not (samples or routes or tables or overlaps or updates):
             return
         there = _Content(self._kind)
         with suppress(ValueError):
             there = self._there(self._path)
         now = _Content(
             self._kind, _newest(there.samples, samples), _newest(there.routes, routes),
-            _newest(there.tables, tables), _newest(there.overlaps, overlaps),
+            _newest(there.tables, tables), _newest(there.overlaps, overlaps), _newest(there.updates, updates),
         )  # fmt: skip
         with suppress(OSError):  # no home, a read-only one, a full disk
             self._path.parent.mkdir(parents=True, exist_ok=True)

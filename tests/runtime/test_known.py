@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
+from tiny import TOKENS, cross_entropy
 
+from mpipipe import Pipeline
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.graph.profile import Sample
-from mpipipe.runtime import known
+from mpipipe.runtime import costing, known
 from mpipipe.runtime.known import Team, names_of, reuse, setting, still_held
+from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.setting import numerics_of
 
 
@@ -171,3 +177,29 @@ def test_a_changed_fact_changes_the_name() -> None:
     ((one, near, others),) = run_local(1, body)
     assert one == near, "every shape has another size"
     assert len(others - {one}) == 4
+
+
+def test_an_update_is_known_as_long_as_the_groups_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any learning rate, but not for another optimizer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(known, "_agree", lambda a, b, within: True)
+    timed: list[object] = []
+    measured = costing.update_times
+    monkeypatch.setattr(costing, "update_times", lambda *given: (timed.append(given[0]), measured(*given))[1])
+
+    def start(comm: Communicator, **how: Any) -> Pipeline:
+        model, settings = tiny.gpt(tied=True, dropout=0.0), OptimizerSettings(**how)
+        return Pipeline(
+            model, cross_entropy, TOKENS, settings, batch=4, micro_batches=2, gemm="mkl", comm=comm,
+            say=lambda _: None,
+        )  # fmt: skip
+
+    found = [run_local(1, partial(start, lr=lr))[0].costs.step_s_per_byte for lr in (1e-3, 1e-2)]
+    assert len(timed) == 1
+    assert found[0] == found[1]
+    run_local(1, partial(start, kind="sgd"))
+    monkeypatch.setattr(known, "_agree", lambda a, b, within: False)
+    run_local(1, start)
+    assert len(timed) == 3

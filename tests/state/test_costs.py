@@ -10,6 +10,7 @@ import pytest
 from mpipipe.cluster.overlap import Felt, Overlap
 from mpipipe.cluster.routes import Route
 from mpipipe.graph.profile import Sample
+from mpipipe.runtime.costing import Updates
 from mpipipe.state import costs
 from mpipipe.state.costs import CostCache
 
@@ -45,6 +46,14 @@ def test_routes_are_kept_beside_them(tmp_path: Path) -> None:
     old = {"kind": "a processor", "samples": json.loads(path.read_text())["samples"]}  # before there were any
     path.write_text(json.dumps(old))
     assert (cache(tmp_path)[0].read(), cache(tmp_path)[0].routes(), said) == ({"a": ONE, "b": TWO}, {}, [])
+
+
+def test_what_an_update_takes_is_kept_beside_them(tmp_path: Path) -> None:
+    found = Updates(1e-9, 1 / 3, 2e-6)
+    kept, _ = cache(tmp_path)
+    kept.write({"a": ONE}, updates={"adamw": found})
+    kept.write({"b": TWO})
+    assert cache(tmp_path)[0].updates() == {"adamw": found}
 
 
 def test_the_least_lately_used_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
