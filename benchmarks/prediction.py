@@ -63,7 +63,6 @@ COMPUTE = {
     "_step": Op.STEP,
 }  # fmt: skip
 PARTS = (  # owner, function, name of the part
-    (mpipipe.train, "resident_memory", "tracer"),
     (mpipipe.train, "prepare", "data"),
     (mpipipe.train, "open_dataset", "data"),
     (mpipipe.train, "build", "model"),
@@ -165,8 +164,9 @@ def rank_main(config: str, overrides: Sequence[str], out: Path, launched: float)
     mpipipe.runtime.trainer.Interpreter = TimedInterpreter  # type: ignore[attr-defined]
     before = time.time()
     imports_are_done()
+    loaded = time.time()
     comm = connect()
-    start.parts["mpi"] = time.time() - before
+    start.parts |= {"tracer": loaded - before, "mpi": time.time() - loaded}
     report = mpipipe.train.train(comm, load(config, overrides))
     mine = TimedInterpreter.kept, start.found(), TimedInterpreter.tensor_peak_bytes
     kept, starts, tensors = zip(*comm.allgather_object(mine), strict=True)
