@@ -163,10 +163,10 @@ def rank_main(config: str, overrides: Sequence[str], out: Path, launched: float)
     start = Start(launched)
     mpipipe.runtime.trainer.Interpreter = TimedInterpreter  # type: ignore[attr-defined]
     before = time.time()
-    imports_are_done()
-    loaded = time.time()
     comm = connect()
-    start.parts |= {"tracer": loaded - before, "mpi": time.time() - loaded}
+    connected = time.time()
+    imports_are_done()
+    start.parts |= {"mpi": connected - before, "tracer": time.time() - connected}
     report = mpipipe.train.train(comm, load(config, overrides))
     mine = TimedInterpreter.kept, start.found(), TimedInterpreter.tensor_peak_bytes
     kept, starts, tensors = zip(*comm.allgather_object(mine), strict=True)

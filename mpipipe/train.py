@@ -70,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
             raise MpipipeError(f"{unknown[0]} is no option; {hint}\n{USAGE}")
         if not given:
             raise MpipipeError(f"no config is named\n{USAGE}")
-        imports_are_done()
         comm = connect()
         config = load(given[0], given[1:])
+        imports_are_done()
         with stop_signals(comm.rank == 0) as asked:  # to the very end: a late one must not kill the save
             train(comm, config, "--resume" in flags, "--new-numerics" in flags, plan, asked)
         leave(comm)

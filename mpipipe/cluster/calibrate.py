@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -102,9 +102,12 @@ def _pong(comm: Communicator, peer: int, nbytes: int) -> None:
 
 
 def memory_share(comm: Communicator) -> int:
-    """Bytes this rank may still take: what its node has available, divided among the ranks there
-    (the least that any of them sees, so all ranks of a node get one answer). Collective."""
-    seen = comm.allgather_object(memory_available_bytes(os.environ))
-    here = comm.node_of_rank[comm.rank]
-    on_node = [x for x, node in zip(seen, comm.node_of_rank, strict=True) if node == here]
-    return min(on_node) // len(on_node)
+    """Bytes this rank may still take of its node's main memory. Collective."""
+    return share_of(comm, comm.node_of_rank[comm.rank], memory_available_bytes(os.environ))
+
+
+def share_of(comm: Communicator, place: Hashable, available: int) -> int:
+    """Bytes available in the place that this rank computes in, divided among the ranks that do so too (the
+    least that any of them sees, so they all get one answer). Collective."""
+    here = [b for other, b in comm.allgather_object((place, available)) if other == place]
+    return min(here) // len(here)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mpipipe.cluster.calibrate import measure_links, memory_share
+from mpipipe.cluster.calibrate import measure_links, memory_share, share_of
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.memory import Memory
 from mpipipe.cluster.node import cores_available, processor
@@ -125,9 +125,8 @@ def _memory_share(comm: Communicator) -> int:
     """Bytes that this rank may still take of what it computes in. Collective."""
     if device.on_host():
         return memory_share(comm)
-    mine = comm.node_of_rank[comm.rank], device.identity()
-    free = [b for place, b in comm.allgather_object((mine, device.free_bytes())) if place == mine]
-    return min(free) // len(free)
+    place = comm.node_of_rank[comm.rank], device.identity()
+    return share_of(comm, place, device.free_bytes())
 
 
 def device_kind(instruction_set: str) -> str:

@@ -91,6 +91,12 @@ class Landing:
         landing = self.of(t)
         return landing if landing is t else landing.copy_(t.detach())
 
+    def arrived(self, landing: Tensor, t: Tensor) -> None:
+        """What a message has filled goes to its tensor."""
+        if landing is not t:
+            t.detach().copy_(landing)
+            self._pool.give(landing)
+
     def give(self, landing: Tensor, t: Tensor) -> None:
         if landing is not t:
             self._pool.give(landing)
@@ -140,9 +146,7 @@ class Mailbox:
             self._comm.wait(request)
         arrived = self._posted.pop(instr)
         for at, t, _ in arrived:
-            if at is not t:
-                t.detach().copy_(at)
-                self._landing.give(at, t)
+            self._landing.arrived(at, t)
         self._fill()
         return [t for _, t, _ in arrived]
 
