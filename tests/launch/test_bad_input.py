@@ -212,10 +212,11 @@ def test_a_full_disk_while_saving(launch: Launch, folder: Path, tmp_path: Path) 
         tmp_path / "run",
     )
     said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", by=by))
-    assert f"{step_folder(run, 4)}: failed on 2 of 2 ranks" in said
-    assert re.search(
-        r"rank 1: .*safetensors: cannot be written \(.*File too large.*; it needs \d+ bytes, \d+", said
-    )
+    # Measured costs place the cut, and a rank with the last layer alone writes less than the limit.
+    failed = re.search(f"{step_folder(run, 4)}: failed on ([12]) of 2 ranks\n", said)
+    assert failed
+    reason = r"rank [01]: .*safetensors: cannot be written \(.*File too large.*; it needs \d+ bytes, \d+"
+    assert len(re.findall(reason, said)) == int(failed[1])
     assert "make room, then go on with --resume" in said
     assert newest(run) == step_folder(run, 2)
     assert not step_folder(run, 4).exists()
