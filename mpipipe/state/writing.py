@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe.errors import CheckpointError
-from mpipipe.state.digests import PIECE_BYTES, pieces_digest, shard_sha256
+from mpipipe.state.digests import pieces_digest, shard_sha256
 from mpipipe.state.files import free_bytes, write_whole
 from mpipipe.state.shards import DTYPES, nbytes_of
 from mpipipe.values import TensorSpec, Value
 
+BUFFER_BYTES = 4 << 20  # a rank counts them in its memory (cluster.memory.RUN_BYTES)
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
@@ -101,7 +102,7 @@ class _File:
             self._file = os.open(path, os.O_WRONLY | self._direct)
         except OSError:  # such as that of memory
             self._file, self._direct = os.open(path, os.O_WRONLY), 0
-        self._buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))  # begins at a page, as it must
+        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins at a page, as it must
         self._filled = 0
 
     def written(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:

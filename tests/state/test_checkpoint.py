@@ -88,7 +88,7 @@ def test_files_of_many_pieces_are_written_past_the_page_cache_or_not(
         assert real is not None
         return real(first, second, *rest)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(writing, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(writing, "BUFFER_BYTES", 8192)
     if refuses != "nothing":
         monkeypatch.setattr(writing.os, refuses, call)
     weights = {
