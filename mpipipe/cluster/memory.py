@@ -13,8 +13,8 @@ from typing import Protocol
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 # Metrics, spans and the graph of evaluation, 1.5 to 2.5 MiB in each of the example models; and the buffer
-# through which a checkpoint is written, 4 MiB, when what a step has freed is kept.
-RUN_BYTES = 6 << 20
+# through which a checkpoint is written, 2 MiB, when what a step has freed is kept.
+RUN_BYTES = 4 << 20
 KEPT_BYTES = 32 << 20  # the most that glibc allows
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _STATM, _PAGE_BYTES = "/proc/self/statm", os.sysconf("SC_PAGE_SIZE")

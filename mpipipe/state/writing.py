@@ -23,7 +23,7 @@ from mpipipe.state.files import free_bytes, write_whole
 from mpipipe.state.shards import DTYPES, nbytes_of
 from mpipipe.values import TensorSpec, Value
 
-BUFFER_BYTES = 4 << 20  # a rank counts them in its memory (cluster.memory.RUN_BYTES)
+BUFFER_BYTES = 2 << 20  # a rank counts them in its memory (cluster.memory.RUN_BYTES)
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
