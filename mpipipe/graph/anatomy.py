@@ -50,8 +50,8 @@ class Lowering:
     bits: str = "torch"
     table: Mapping[str, str] = field(default_factory=dict)
 
-    def wants(self, form: str) -> bool:
-        return self.bits == "fast" and self.table.get(form) != "torch"
+    def wants(self, match: Match) -> bool:
+        return match.same_bits or (self.bits == "fast" and self.table.get(match.form) != "torch")
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Anatomy:
         """Fake results of the operators as they are lowered; none of those that no longer exist."""
         plain = {n: n.meta["val"] for n in self.captured.graph.nodes if "val" in n.meta}
         found = self.lowered(self.order)
-        if not found:
+        if all(m.same_bits for m in found):
             return plain
         gone, starts = {n for m in found for n in m.nodes}, {m.first: m for m in found}
         env = {n: v for n, v in plain.items() if n not in self.index}

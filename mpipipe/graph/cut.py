@@ -13,6 +13,7 @@ training graph once and serves every variant (evaluation, ragged micro-batch, pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -154,9 +155,12 @@ def extract(
     for op in copied:
         of = {n: leaf(n, op) if n in c.param else c.buffer.get(n, n) for n in op.all_input_nodes}
         env[op] = graph.node_copy(op, {n: env[key] for n, key in of.items()}.__getitem__)
+    readers = Counter(leaf(n, op) for op in body for n in op.all_input_nodes if n in c.param)
     for match in anatomy.lowered(body):
-        of = {n: leaf(n, op) for op in match.nodes for n in op.all_input_nodes if n in c.param}
-        keys = {n: of.get(n, c.buffer.get(n, n)) for n in match.inputs}
+        used = {n: leaf(n, op) for op in match.nodes for n in op.all_input_nodes if n in c.param}
+        if match.same_bits and any(readers[use] > 1 for use in used.values()):
+            continue  # autograd adds up all gradients of a use before any is added to the sum
+        keys = {n: used.get(n, c.buffer.get(n, n)) for n in match.inputs}
         replace(match, env, {n: env[key] for n, key in keys.items()}.__getitem__)
     statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
     graph.output((tuple(env[n] for n in sent), statistics))

@@ -52,6 +52,7 @@ class Match:
     args: tuple[Any, ...]
     atomic: bool = True  # no cut may part it
     contested: bool = True  # whether it may be slower than torch's; if not, `form` is in no table
+    same_bits: bool = False  # as torch's: used whatever the bits are to be
 
     @property
     def first(self) -> fx.Node:
@@ -329,7 +330,7 @@ class _Finder:
         rows, width = _val(weight).shape
         form = f"embedding {rows}x{width} {_dtype(node)}"
         args = (g["indices"], weight, None if padding < 0 else padding)
-        return Match(embedding, form, (node,), (node,), args)
+        return Match(embedding, form, (node,), (node,), args, contested=False, same_bits=True)
 
     def _learns(self, weight: Any) -> bool:
         learning, param = self.anatomy.learning, self.anatomy.captured.param
@@ -478,10 +479,10 @@ def _reads(node: fx.Node) -> int:
                for user in node.users)  # fmt: skip
 
 
-def chosen(found: Iterable[Match], wanted: Callable[[str], bool], body: set[fx.Node]) -> Iterator[Match]:
-    """Of the matches that lie in `body` and whose form is wanted, those that are used: none overlap."""
+def chosen(found: Iterable[Match], wanted: Callable[[Match], bool], body: set[fx.Node]) -> Iterator[Match]:
+    """Of the matches that lie in `body` and are wanted, those that are used: none overlap."""
     taken: set[fx.Node] = set()
     for match in found:
-        if wanted(match.form) and taken.isdisjoint(match.nodes) and body.issuperset(match.nodes):
+        if wanted(match) and taken.isdisjoint(match.nodes) and body.issuperset(match.nodes):
             taken.update(match.nodes)
             yield match

@@ -23,7 +23,7 @@ from mpipipe.runtime import op_table
 from mpipipe.runtime.op_table import Decision, gains, in_words, winner
 from mpipipe.runtime.setting import kernel_set
 
-FORMS = {"flash_attention", "layer_norm", "bias_gelu", "linear_cross_entropy", "embedding"}
+FORMS = {"flash_attention", "layer_norm", "bias_gelu", "linear_cross_entropy"}
 
 
 def pipeline(comm: Communicator, **how: object) -> Pipeline:
