@@ -6,7 +6,8 @@
     layer_norm, rms_norm, and the latter written out; with the residual add before it
     batch_norm in training, on its own; with the ReLU after it, or a residual add and then that
     linear + reshape + cross_entropy     -> linear_cross_entropy
-    linear, embedding                    -> the same, adding gradients in place
+    linear                               -> the same, adding its weight's gradient in place
+    embedding                            -> likewise, with the bits of torch: used whatever they are to be
 
 Found from the graph alone, on every machine alike, whether they are used or not: groups are formed around
 them. A match is one group, so no cut parts it; but for a norm and the residual add or ReLU beside it, whose
