@@ -308,6 +308,12 @@ class Costs(Value):
         return {n: np.array([getattr(g, n) for g in self.groups], np.int64 if n.endswith("_bytes") else float)
                 for n in names}  # fmt: skip
 
+    def but(self, **changed: Any) -> Costs:
+        """With other fields and the same groups, whose columns need not be made again."""
+        other = replace(self, **changed)
+        other.__dict__["columns"] = self.columns
+        return other
+
 
 @dataclass(frozen=True)
 class StageCost(Value):

@@ -263,7 +263,7 @@ class _Asked:
 
     def _planned_on(self, cluster: Cluster) -> tuple[str, Prediction]:
         """With the schedule of the plan; where that was chosen, and does not fit there, with 1f1b."""
-        layout, costs = self.plan.layout, replace(self.costs, cluster=cluster)
+        layout, costs = self.plan.layout, self.costs.but(cluster=cluster)
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
         copies = max(n for n in legal_copies(numerics) if n <= self.n_copies and n_ranks % n == 0)
         *chosen, last = dict.fromkeys((layout.schedule, PLAIN[0] if self.chosen else layout.schedule))

@@ -223,7 +223,7 @@ def _stages_apart(costs: Costs, layout: Layout, cuts: Sequence[int]) -> Sequence
     if layout.n_copies == 1:
         return stage_costs(in_order(costs, layout.order), cuts, layout.recompute)
     speeds, edges = [d.speed for d in costs.cluster.devices], bounds(len(costs.groups), cuts)
-    of_count = {n: replace(costs, copies=n) for n in {len(on) for on in layout.ranks}}
+    of_count = {n: costs.but(copies=n) for n in {len(on) for on in layout.ranks}}
     shards = [_shards(of_count[len(on)], *edge) for on, edge in zip(layout.ranks, edges, strict=True)]
     known: dict[tuple[int, tuple[float, ...]], tuple[StageCost, ...]] = {}
     found: list[StageCost] = []
@@ -271,9 +271,9 @@ def _owning(stage: StageCost, shards: Sequence[int], copy: int, costs: Costs) ->
 def fastest_copy(costs: Costs, n_ranks: int, n_copies: int) -> Costs:
     """Costs on the fastest ranks that one of the copies could have; its update is its share of all."""
     devices = sorted(costs.cluster.devices[:n_ranks], key=lambda device: -device.speed)
-    return costs if n_copies == 1 else replace(
-        costs, copies=n_copies, cluster=replace(costs.cluster, devices=tuple(devices))
-    )  # fmt: skip
+    if n_copies == 1:
+        return costs
+    return costs.but(copies=n_copies, cluster=replace(costs.cluster, devices=tuple(devices)))
 
 
 def loaded(cluster: Cluster, layout: Layout) -> Cluster:

@@ -83,7 +83,7 @@ def _with_speeds(costs: Costs, speeds: Sequence[float]) -> Costs:
     if all(device.speed == speed for device, speed in zip(devices, speeds, strict=False)):
         return costs
     changed = tuple(replace(d, speed=speed) for d, speed in zip(devices, speeds, strict=False))
-    return replace(costs, cluster=replace(costs.cluster, devices=changed))
+    return costs.but(cluster=replace(costs.cluster, devices=changed))
 
 
 def _arrangements(items: list[float]) -> Iterator[tuple[float, ...]]:
@@ -122,7 +122,7 @@ def _least_s(
     links = costs.cluster.links.values()
     best = replace(min(links, key=lambda x: x.latency_s), bytes_per_s=max(x.bytes_per_s for x in links))
     cluster = Cluster((largest,) * n_ranks, (0,) * n_ranks, {"node": replace(best, contention=1.0)})
-    relaxed = replace(costs, cluster=cluster)
+    relaxed = costs.but(cluster=cluster)
     return _score(relaxed, n_micro, schedule, n_ranks, receive_window, tied, recompute)[0]
 
 

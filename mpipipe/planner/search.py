@@ -106,7 +106,7 @@ def make_plan(
             f"{PLANNED} with {replicas_text(n_copies)}: all have one order, so {numerics.micro_batches} "
             f"micro-batches would have to be a multiple of {n_copies}; choose another schedule"
         )
-    check_counts(replace(costs, copies=n_copies), n_micro, schedule, n_each)
+    check_counts(costs.but(copies=n_copies), n_micro, schedule, n_each)
     n_stages = stages_on(schedule, n_each)
     check_stages(n_stages, len(costs.groups), n_copies)
     homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
@@ -120,7 +120,7 @@ def make_plan(
 
     best: tuple[Plan, Program] | None = None
     first: PlanError | DeadlockError | None = None
-    one_each, of_copy = schedule if n_stages == n_each else PLAIN[0], replace(costs, copies=n_copies)
+    one_each, of_copy = schedule if n_stages == n_each else PLAIN[0], costs.but(copies=n_copies)
     levels = len(costs.cluster.in_order(range(min(n_ranks, len(costs.cluster.devices)))).spanned)
     wish: Wish = "none" if quick and recompute == "auto" else recompute
     orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied, wish)
@@ -151,7 +151,7 @@ def _uneven(
 ) -> tuple[Plan, Program]:  # fmt: skip
     """With so many copies of each stage, on ranks that follow each other."""
     n_micro, n_stages = largest_share(numerics.micro_batches, copies), len(copies)
-    check_counts(replace(costs, copies=max(copies)), n_micro, schedule, n_stages)
+    check_counts(costs.but(copies=max(copies)), n_micro, schedule, n_stages)
     if not has_one_stage_each(schedule, n_stages):
         raise PlanError(
             f"replicas {shape_text(copies)}: unlike numbers need one stage on each rank, in an order that "
@@ -218,7 +218,7 @@ def _plan_in(
 
 def _planned(costs: Costs, layout: Layout, cuts: Cuts, numerics: Numerics) -> tuple[str, ...]:
     """The order of each rank that suits the costs of copy 0 and the memory of all, as `Layout.actions`."""
-    order, copies, of_copy = layout.order, layout.copies, replace(costs, copies=layout.n_copies)
+    order, copies, of_copy = layout.order, layout.copies, costs.but(copies=layout.n_copies)
     stages, cluster = stage_costs(in_order(of_copy, order), cuts), costs.cluster.loaded(*copies)
     links = [cluster.link(a, b) for a, b in itertools.pairwise(order)]
     room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]

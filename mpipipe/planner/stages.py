@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -217,7 +217,7 @@ def in_order(costs: Costs, order: Sequence[int]) -> Costs:
     cluster = costs.cluster.loaded(order)
     if tuple(order) != tuple(range(len(order))):
         cluster = cluster.in_order(order)
-    return costs if cluster is costs.cluster else replace(costs, cluster=cluster)
+    return costs if cluster is costs.cluster else costs.but(cluster=cluster)
 
 
 def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = ()) -> tuple[StageCost, ...]:
