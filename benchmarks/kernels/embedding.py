@@ -1,7 +1,7 @@
 """The gradient of an embedding, added to the one that is there, without a dense one.
 
-The rows are summed and added by torch's own `index_add_`, with the bits of the dense way. That moves six times
-the bytes of the rows; the line's "at most" says how near it is to the machine's bandwidth."""
+The rows are summed and added by torch's own `index_add_`, with the bits of the dense way. That moves six
+times the bytes of the rows; the line's "at most" says how near it is to the machine's bandwidth."""
 
 from __future__ import annotations
 
