@@ -41,8 +41,6 @@ LOOPS = {
     "layer_norm_backward_bf16": Loop(r"\brun_sums<true, mpipipe::bf16>", FUSED, ARM_FUSED, 2, FIXED),
     "rms_norm_backward_f32": Loop(r"\brun_sums<false, float>", FUSED, ARM_FUSED, 2, FIXED),
     "rms_norm_backward_bf16": Loop(r"\brun_sums<false, mpipipe::bf16>", FUSED, ARM_FUSED, 2, FIXED),
-    "batch_norm_squares_f32": Loop(r"\brun_sum<true, float>", FUSED, ARM_FUSED, 1, FIXED),
-    "batch_norm_squares_bf16": Loop(r"\brun_sum<true, mpipipe::bf16>", FUSED, ARM_FUSED, 1, FIXED),
     "batch_norm_f32": Loop(r"\brun_forward<true, true, float>", FUSED, ARM_FUSED, 1, FIXED),
     "batch_norm_bf16": Loop(r"\brun_forward<true, true, mpipipe::bf16>", FUSED, ARM_FUSED, 1, FIXED),
     "batch_norm_backward_f32": Loop(r"\brun_gradient<.*, float>", FUSED, ARM_FUSED, 4, FIXED),

@@ -7,6 +7,7 @@
 
 #include "mpipipe/or_constant.h"
 #include "mpipipe/partial.h"
+#include "mpipipe/run_sum.h"
 #include "mpipipe/threads.h"
 
 namespace mpipipe::cpu {
@@ -19,27 +20,6 @@ template <typename T>
 void add(const T* __restrict x, const T* __restrict residual, T* __restrict s, size_t d) {
 #pragma omp simd
     for (size_t i = 0; i < d; ++i) s[i] = narrow<T>(wide(x[i]) + wide(residual[i]));
-}
-
-// The sum of s, or of (s - mean)^2. Four sums at a time, of a quarter each: one alone would wait for its additions.
-template <bool squares, typename T>
-[[gnu::noinline]] float run_sum(const T* __restrict s, float mean, size_t n) {
-    const auto term = [mean](T element) {
-        const float centred = wide(element) - mean;
-        return squares ? centred * centred : wide(element);
-    };
-    const size_t q = n / 4;
-    const T *__restrict const s1 = s + q, *__restrict const s2 = s1 + q, *__restrict const s3 = s2 + q;
-    float a = 0, b = 0, c = 0, e = 0;
-#pragma omp simd reduction(+ : a, b, c, e)
-    for (size_t i = 0; i < q; ++i) {
-        a += term(s[i]);
-        b += term(s1[i]);
-        c += term(s2[i]);
-        e += term(s3[i]);
-    }
-    for (size_t i = 4 * q; i < n; ++i) a += term(s[i]);
-    return (a + b) + (c + e);
 }
 
 template <bool squares, typename T>
