@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mpipipe import ops
 from mpipipe.errors import CheckpointError
-from mpipipe.ops.native import MODULES
+from mpipipe.runtime.setting import kernel_set
 from mpipipe.runtime.updates import Chunk, adamw, chunks, sgd
 from mpipipe.runtime.weights import Flat, ParamGroup, StageWeights
 from mpipipe.values import TensorSpec
@@ -125,7 +125,7 @@ class OptimizerSettings:
     @property
     def by_kernel(self) -> bool:
         """Whether one kernel clips, updates and zeroes weights in fp32."""
-        return self.bits == "fast" and self.kind == "adamw" and ops.kernels is not None
+        return self.bits == "fast" and self.kind == "adamw" and kernel_set() != "none"
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up over `warmup` steps, then a cosine down to `min_lr_ratio * lr` at the end."""
@@ -175,18 +175,13 @@ class FlatUpdater:
     @torch.no_grad()
     def update(self, step: int, factor: float | None) -> None:
         for group, state, places in zip(self.groups, self.buffers, self._chunks, strict=True):
-            if self._by_kernel(group):
+            if self.settings.by_kernel and group.data.buffer.dtype == torch.float32:
                 self._update_at_once(group, state, step, 1.0 if factor is None else factor)
                 continue
             if factor is not None:
                 group.grad.buffer.mul_(torch.tensor(factor, dtype=torch.float32))
             self._update_group(group, places, step)
             group.grad.buffer.zero_()
-
-    def _by_kernel(self, group: ParamGroup) -> bool:
-        data = group.data.buffer
-        has_kernels = MODULES.get(data.device.type) is not None
-        return self.settings.by_kernel and data.dtype == torch.float32 and has_kernels
 
     def _update_at_once(self, group: ParamGroup, flats: list[Flat], step: int, factor: float) -> None:
         settings = self.settings

@@ -12,7 +12,7 @@ import torch
 
 from mpipipe import native
 from mpipipe.errors import ConfigError
-from mpipipe.ops import device, kernels
+from mpipipe.ops import device
 from mpipipe.ops.native import MODULES
 from mpipipe.values import Numerics
 
@@ -83,10 +83,10 @@ def numerics_of(
 def kernel_set() -> str:
     """That our own kernels are compiled for, such as v4 or cuda; "none" where there are none for the device
     of this rank."""
-    if not device.on_host():
-        kind = device.here().type
-        return kind if MODULES.get(kind) is not None else "none"
-    return native.instruction_set() if kernels is not None else "none"
+    kind = device.here().type
+    if MODULES.get(kind) is None:
+        return "none"
+    return native.instruction_set() if device.on_host() else kind
 
 
 def instruction_set() -> str:

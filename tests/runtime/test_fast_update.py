@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpipipe.runtime import optimizer as optimizers
+from mpipipe.ops.native import MODULES
 from mpipipe.runtime.optimizer import Bits, FlatUpdater, OptimizerSettings, clip_coefficient, norms
 from mpipipe.runtime.weights import Flat, ParamGroup
 
@@ -90,7 +90,7 @@ def test_where_there_is_no_kernel_bits_are_those_of_torch(kind, dtype):
 
 
 def test_a_package_without_kernels_has_the_bits_of_torch(monkeypatch):
-    monkeypatch.setattr(optimizers.ops, "kernels", None)
+    monkeypatch.setitem(MODULES, "cpu", None)
     fast, torchs = (trained([list(SHAPES)], bits, None) for bits in ("fast", "torch"))
     assert all(torch.equal(t, torchs[name]) for name, t in fast.items())
 
