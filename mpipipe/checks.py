@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from mpipipe.cluster.agree import agree
 from mpipipe.cluster.comm import Communicator
+from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
 from mpipipe.errors import CaptureError, MpipipeError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
@@ -67,6 +69,12 @@ def check_given(comm: Communicator, source: ModelSource) -> None:
             f"and {digests[0][:8]}); call torch.manual_seed before it is made, or give the function that "
             "makes it"
         )
+
+
+def check_samples(comm: Communicator, data: Dataset, rows: int) -> None:
+    """Data that each rank made for itself must be one and the same. Collective."""
+    if data.exact:
+        agree(comm, {"the first samples": fingerprint(data, rows)}, SAME_DATA)
 
 
 def check_trained(variants: Variants, unused: str) -> None:

@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import default_threads
 from mpipipe.cluster.node import cores_available
 from mpipipe.planner.copies import even_blocks
-from mpipipe.state.resume import RunState
-from mpipipe.values import Gemm, Numerics
+from mpipipe.planner.given import check_given, check_ranks
+from mpipipe.report.plan_file import read_plan
+from mpipipe.state.checkpoint import Reader
+from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
+from mpipipe.values import Gemm, Graph, Numerics, Plan
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a run is given to go on from: a checkpoint, a plan, both or neither."""
+
+    folder: Path | None  # of the checkpoint
+    saved: RunState | None  # what it says
+    plan: Plan | None
+    plan_name: str  # for messages
+    new_numerics: bool  # those of the checkpoint need not be kept
+
+    @classmethod
+    def given(
+        cls, comm: Communicator, resume: str | Path | None, plan: str | Path | Plan | None, new_numerics: bool
+    ) -> Before:
+        """As `Pipeline` is given them; the folder is the same on all ranks, though a link to it may move
+        meanwhile. Collective."""
+        folder = None
+        if resume is not None:
+            folder = comm.bcast_object(Path(resume).resolve() if comm.rank == 0 else Path())
+        saved = None if folder is None else read_state(folder)
+        if plan is None or isinstance(plan, Plan):
+            return cls(folder, saved, plan, "the plan", new_numerics)
+        return cls(folder, saved, read_plan(plan), str(plan), new_numerics)
+
+    @property
+    def numerics(self) -> Numerics | None:
+        """What was decided: a checkpoint says it before a plan does."""
+        found = self.saved or self.plan
+        return None if found is None else found.numerics
+
+    @cached_property
+    def weights(self) -> Reader | None:
+        return None if self.folder is None else Reader(self.folder, "model")
+
+    def check_numerics(self, numerics: Numerics) -> None:
+        """Raises ConfigError where the checkpoint has others."""
+        if self.saved is not None and not self.new_numerics:
+            check_numerics(self.saved.numerics, numerics)
+
+    def check_ranks(self, n_ranks: int) -> None:
+        """Raises PlanError where the plan is for others."""
+        if self.plan is not None:
+            check_ranks(self.plan.layout, n_ranks, self.plan_name)
+
+    def check_graph(self, graph: Graph, numerics: Numerics, n_ranks: int) -> list[str]:
+        """Notes for people. Raises CheckpointError or PlanError where one is of another model or run."""
+        if self.folder is not None and self.saved is not None and not self.new_numerics:
+            check_graph(self.folder, self.saved.graph, graph.hash)
+        if self.plan is None:
+            return []
+        return check_given(self.plan, numerics, n_ranks, graph.groups, self.plan_name)
 
 
 def threads_of(

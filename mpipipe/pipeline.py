@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from mpipipe.checks import (
     check_device,
     check_given,
     check_metrics,
+    check_samples,
     check_trained,
 )
 from mpipipe.cluster.agree import agree, surroundings
@@ -37,9 +38,9 @@ from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.cluster.node import cache_folder
 from mpipipe.cluster.spares import SharedWork
 from mpipipe.config.whole import ENDLESS_BATCHES
-from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
+from mpipipe.data.base import Dataset
 from mpipipe.data.user import as_batch, from_user
-from mpipipe.decided import blocks_of, gemm_of, micro_batches_of, op_table_of, threads_of
+from mpipipe.decided import Before, blocks_of, gemm_of, micro_batches_of, op_table_of, threads_of
 from mpipipe.errors import EndOfData, MpipipeError
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.program import Batch, Loss, Metric, batch_names, spec
@@ -49,16 +50,13 @@ from mpipipe.measuring import Measuring
 from mpipipe.models.losses import from_mean
 from mpipipe.ops.device import find as find_device
 from mpipipe.ops.device import use as use_device
-from mpipipe.planner.copies import ranks_in_each
-from mpipipe.planner.given import check_given as check_given_plan
-from mpipipe.planner.given import check_ranks
+from mpipipe.planner.copies import Copies, ranks_in_each
 from mpipipe.planner.joint import Asked, Replicas, copies_of, counts_of, schedules_of, search
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish, check_stages
 from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen
-from mpipipe.report.plan_file import read_plan
 from mpipipe.runtime.costing import Measured, device_kind
 from mpipipe.runtime.foreign import Factory, optimizer_of
 from mpipipe.runtime.interpreter import Outcome
@@ -73,11 +71,11 @@ from mpipipe.state.checkpoint import Reader
 from mpipipe.state.costs import CostCache
 from mpipipe.state.gather import collect, together
 from mpipipe.state.parts import Beside
-from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
+from mpipipe.state.resume import RunState
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
 from mpipipe.survival import Newest, Recovery, Survival
-from mpipipe.values import Plan, Program, from_json, to_json
+from mpipipe.values import Gemm, Plan, Program, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
@@ -192,11 +190,10 @@ class Pipeline(SharedWork):
         super().__init__(comm, spares, recover, print if say is None else say)
         use_device(find_device(device, local_rank(comm)))
         self.val_batch, self.mirror_every, self.memory = val_batch or batch, mirror_every, memory_in_use()
-        folder = _one_folder(comm, resume)
-        saved = None if folder is None else read_state(folder)
-        given = plan if isinstance(plan, Plan | None) else read_plan(plan)
-        before = given if saved is None else saved
-        decided = None if before is None else before.numerics
+
+        # what decides the bits
+        before = Before.given(comm, resume, plan, new_numerics)
+        decided = before.numerics
         blocks = blocks_of(blocks, micro_batches, batch, self.size, decided, reduce)
         replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
         check_counts(batch, micro_batches, blocks, receive_window, replicas, reduce)
@@ -204,12 +201,10 @@ class Pipeline(SharedWork):
         table, route = op_table_of(bits, decided, new_numerics), gemm_of(gemm, decided)
         self.numerics = numerics_of(
             bits=bits, op_table=table, batch=batch, micro_batches=count or blocks, blocks=blocks,
-            threads=threads_of(comm, threads, saved, spares), gemm=route or "mkl",
+            threads=threads_of(comm, threads, before.saved, spares), gemm=route or "mkl",
             precision=precision, tied=tied, seed=seed, reduce=reduce,
         )  # fmt: skip
-        kept = None if new_numerics else saved  # what must be as it was
-        if kept is not None:
-            check_numerics(kept.numerics, self.numerics)
+        before.check_numerics(self.numerics)
         set_threads(self.numerics.threads)
         set_gemm_route(self.numerics.gemm)
         self.optimizer = optimizer_of(optimizer, clip, bits)
@@ -218,67 +213,103 @@ class Pipeline(SharedWork):
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
             samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
             recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares,
-            checkpoint=saved and (saved.step, saved.weights_sha256), plan=given and given.hash,
+            checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
+            plan=before.plan and before.plan.hash,
         )  # fmt: skip
-        called = str(plan) if isinstance(plan, str | Path) else "the plan"
-        if given is not None:
-            check_ranks(given.layout, self.size, called)
+        before.check_ranks(self.size)
 
-        weights = None if folder is None else Reader(folder, "model")
-        source = self._source(model, initial, weights)
+        # model and data -> graphs, by the samples of a micro-batch
+        source = self._source(model, initial, before.weights)
         self._names = batch_names(source.module)
         self.data: Dataset = from_user(
             data, val, batch=batch, micro_batches=count, names=self._names, collate=collate,
             shuffle=shuffle, seed=seed, varying=varying, val_batch=val_batch, comm=comm,
         )  # fmt: skip
-        if self.data.exact:
-            agree(comm, {"the first samples": fingerprint(self.data, self.numerics.micro_batch)}, SAME_DATA)
+        check_samples(comm, self.data, self.numerics.micro_batch)
         full_loss: Loss = loss if weight_of is None else from_mean(loss, weight_of)
 
         @cache
-        def variants_of(rows: int) -> Variants:
+        def captured(rows: int) -> Variants:
             return Variants(source, full_loss, self.data.specs, rows, precision, metrics, max_shapes)
 
         def lowered(rows: int) -> Variants:
-            return variants_of(rows).lowered(Lowering(bits, self.numerics.op_table))
+            return captured(rows).lowered(Lowering(bits, self.numerics.op_table))
 
-        counts = (count,) if count is not None else counts_of(batch, blocks)
+        # graphs -> costs
+        asked = self._asked(count, schedule, receive_window, replicas, recompute, before.plan)
+        here = self._measure(captured(usual_size(asked)), table, route, cost_cache)
+        asked = replace(asked, numerics=self.numerics)
+        timing = partial(here.costs, self.optimizer, self.memory, memory_bytes, self.data)
+        settled = settle_micro_batches(comm, asked, lowered, timing) if count is None else None
+        if settled is None:
+            self.variants = lowered(self.numerics.micro_batch)
+        else:
+            self.numerics, self.variants = settled.numerics, settled.variants
+        self._check_model(before, asked.copies, unused)
+
+        # costs -> plan -> program, on the ranks that work
+        self._plan_at_first(asked, before.plan, settled, timing)
+        asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
+        self.survival = Survival(asked, here.cluster, source.initial, before.folder)
+        self.divide()
+        self.saver = Saver(self.comm)
+        if not self.waits:
+            self._begin(before)
+
+    def _agree(self, **settings: Any) -> None:
+        """All ranks prove that they were given the same numbers. Collective."""
+        built_in = isinstance(self.optimizer, OptimizerSettings)
+        settings |= {
+            **surroundings(ops.KERNELS_VERSION),
+            "threads in use": torch.get_num_threads(),
+            "optimizer": self.optimizer if built_in else ("of your own", self.optimizer.clip),
+        }
+        numerics = {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)}
+        agree(self.comm, {name: repr(value) for name, value in (numerics | settings).items()})
+
+    def _source(self, model: Model, initial: Initial | None, weights: Reader | None) -> ModelSource:
+        """The model, with the first values that it was given or those of a checkpoint. Collective."""
+        source = ModelSource(model, self.numerics.seed, weights or initial)
+        if weights is not None:
+            weights.check({name: spec(source.tensor(name)) for name in source.persistent})
+        check_given(self.comm, source)
+        return source
+
+    def _asked(
+        self, count: int | None, schedule: str, receive_window: int, replicas: Replicas, recompute: Wish,
+        given: Plan | None,
+    ) -> Asked:  # fmt: skip
+        """What the plan is searched among. count: of micro-batches; None = that, too."""
+        counts = counts_of(self.numerics.batch, self.numerics.blocks) if count is None else (count,)
         most = replace(self.numerics, micro_batches=counts[0])
         copies = (1,) if given else copies_of(replicas, most, self.size)
-        asked = Asked(
+        return Asked(
             self.numerics, counts, schedules_of(schedule), receive_window, self.size, copies, recompute,
             uneven=replicas == "auto",
         )  # fmt: skip
 
-        usual = variants_of(usual_size(asked, asked.sizes[1:] or asked.sizes))
+    def _measure(
+        self, usual: Variants, table: dict[str, str] | None, route: Gemm | None, cost_cache: bool
+    ) -> Measuring:
+        """Who moves messages on, and by which library and operators this model is computed; what measures
+        its costs next. Collective."""
         kind = device_kind(self.numerics.instruction_set)
         known = CostCache(cache_folder() if cost_cache else None, kind, self.say)
-        here = Measuring(comm, known, self.say, self.working)
+        here = Measuring(self.comm, known, self.say, self.working)
         self.messages_why = here.messages()
         self.numerics, self.gemm_why = here.gemm(route, usual, self.numerics)
         self.numerics, self.ops_why = here.ops(table, usual, self.numerics)
-        asked = replace(asked, numerics=self.numerics)
-        timing = partial(here.costs, self.optimizer, self.memory, memory_bytes, self.data)
-        settled = settle_micro_batches(comm, asked, lowered, timing) if count is None else None
-        if settled is not None:
-            self.numerics = settled.numerics
-        self.variants = settled.variants if settled else lowered(self.numerics.micro_batch)
+        return here
+
+    def _check_model(self, before: Before, copies: Sequence[Copies], unused: str) -> None:
+        """What can be refused before anything is timed for a plan."""
         check_trained(self.variants, unused)
         check_device(self.variants)
-        if kept is not None and folder is not None:
-            check_graph(folder, kept.graph, self.variants.graph.hash)
-        if given is not None:
-            self._check_plan(given, called)
-        else:
-            check_stages(min(ranks_in_each(n, self.size) for n in copies), len(self.variants.graph.groups))
-        self._plan_at_first(asked, given, settled, timing)
-
-        asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
-        self.survival = Survival(asked, here.cluster, source.initial, folder)
-        self.divide()
-        self.saver = Saver(self.comm)
-        if not self.waits:
-            self._begin(saved, weights)
+        for note in before.check_graph(self.variants.graph, self.numerics, self.size):
+            self.say(f"note: {note}")
+        if before.plan is None:
+            fewest = min(ranks_in_each(n, self.size) for n in copies)
+            check_stages(fewest, len(self.variants.graph.groups))
 
     def _plan_at_first(
         self, asked: Asked, given: Plan | None, settled: Settled | None, timing: Callable[..., Measured]
@@ -293,44 +324,6 @@ class Pipeline(SharedWork):
         self.memory.restart()  # what the timing took has been given back
         self.plan = self.plan_for(asked, given, settled)
         self.planning_s = time.perf_counter() - started + (settled.seconds if settled else 0.0)
-
-    def _begin(self, saved: RunState | None, weights: Reader | None) -> None:
-        """What stands before the first step, on ranks that work. Collective."""
-        self.build()
-        self._rehearse()
-        if saved is not None and weights is not None:
-            self.resume(weights, saved)
-        self.survival.begin(self.comm, self.plan.layout.mirror_every)
-
-    def build(self) -> None:
-        """The trainer of the plan, with the weights that the source has now. Of the working ranks alone."""
-        self.trainer = Trainer(
-            self.comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample
-        )
-        give_back_freed_memory()  # of the first weights, which were made one by one
-
-    def _source(self, model: Model, initial: Initial | None, weights: Reader | None) -> ModelSource:
-        """The model, with the first values that it was given or those of a checkpoint. Collective."""
-        source = ModelSource(model, self.numerics.seed, weights or initial)
-        if weights is not None:
-            weights.check({name: spec(source.tensor(name)) for name in source.persistent})
-        check_given(self.comm, source)
-        return source
-
-    def _check_plan(self, given: Plan, where: str) -> None:
-        for note in check_given_plan(given, self.numerics, self.size, self.variants.graph.groups, where):
-            self.say(f"note: {note}")
-
-    def _agree(self, **settings: Any) -> None:
-        """All ranks prove that they were given the same numbers. Collective."""
-        built_in = isinstance(self.optimizer, OptimizerSettings)
-        settings |= {
-            **surroundings(ops.KERNELS_VERSION),
-            "threads in use": torch.get_num_threads(),
-            "optimizer": self.optimizer if built_in else ("of your own", self.optimizer.clip),
-        }
-        numerics = {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)}
-        agree(self.comm, {name: repr(value) for name, value in (numerics | settings).items()})
 
     def plan_for(self, asked: Asked, given: Plan | None = None, settled: Settled | None = None) -> Plan:
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
@@ -368,6 +361,21 @@ class Pipeline(SharedWork):
             cuts = cut_indices(plan.layout, groups)
             plan, self.mirrors_why = with_mirrors(plan, self.costs, cuts, every)
         return plan
+
+    def _begin(self, before: Before) -> None:
+        """What stands before the first step, on ranks that work. Collective."""
+        self.build()
+        self._rehearse()
+        if before.saved is not None and before.weights is not None:
+            self.resume(before.weights, before.saved)
+        self.survival.begin(self.comm, self.plan.layout.mirror_every)
+
+    def build(self) -> None:
+        """The trainer of the plan, with the weights that the source has now. Of the working ranks alone."""
+        self.trainer = Trainer(
+            self.comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample
+        )
+        give_back_freed_memory()  # of the first weights, which were made one by one
 
     def _rehearse(self) -> None:
         """The plan as it is, predicted anew."""
@@ -547,13 +555,3 @@ class Pipeline(SharedWork):
         self.steps_done = saved.step
         if not self.data.exact:
             self.say("note: this resume is not exact: the data is a plain iterable, read from its start")
-
-
-# -- the parts -----------------------------------------------------------------------------------
-
-
-def _one_folder(comm: Communicator, given: str | Path | None) -> Path | None:
-    """The same on all ranks, though a link to it may move meanwhile. Collective."""
-    if given is None:
-        return None
-    return comm.bcast_object(Path(given).resolve() if comm.rank == 0 else Path())

@@ -14,10 +14,10 @@ from mpipipe.cluster.routes import LIBRARIES
 from mpipipe.commands.machines import Machine
 from mpipipe.config import Config
 from mpipipe.configured import optimizer_settings, schedule_name
+from mpipipe.decided import blocks_of
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
-from mpipipe.planner.copies import even_blocks
 from mpipipe.planner.joint import Asked, Joint, copies_of, counts_of, schedules_of
 from mpipipe.planner.sizing import settle, usual_size
 from mpipipe.runtime.costing import Updates, bytes_per_param_byte
@@ -59,10 +59,8 @@ class Costing:
     def _blocks_on(self, n_ranks: int, batch: int) -> tuple[int, tuple[int, ...]]:
         """Blocks of additions, and the numbers of micro-batches to choose from."""
         p = self._pipeline
-        blocks, count = p.blocks, None if p.micro_batches == "auto" else p.micro_batches
-        if blocks == "auto":
-            blocks = 1 if p.reduce == "fast" else even_blocks(count, batch, n_ranks)
-        return blocks, counts_of(batch, blocks) if count is None else (count,)
+        blocks = blocks_of(p.blocks, p.micro_batches, batch, n_ranks, None, p.reduce)
+        return blocks, counts_of(batch, blocks) if p.micro_batches == "auto" else (p.micro_batches,)
 
     def asked_on(self, n_ranks: int) -> Asked:
         """What is searched for so many ranks, by which blocks and copies are settled. Raises PlanError where
@@ -92,8 +90,7 @@ class Costing:
         self._variants_of = cache(lambda rows: captured(rows).lowered(Lowering(numerics.bits, table)))
 
     def _usual(self) -> Variants:
-        sizes = self.asked.sizes
-        return self._variants_of(usual_size(self.asked, sizes[1:] or sizes))
+        return self._variants_of(usual_size(self.asked))
 
     def search(self, budget_s: float = math.inf) -> Joint:
         """The best plan, or the best so far when the time is used. Raises PlanError."""
@@ -105,8 +102,7 @@ class Costing:
 
     def usual(self) -> Costs:
         """Of micro-batches of a usual size, and of the ranks that were named first."""
-        sizes = self.asked.sizes
-        return self._kept_or_taken(usual_size(self.asked, sizes[1:] or sizes))
+        return self._kept_or_taken(usual_size(self.asked))
 
     def prediction_on(self, cluster: Cluster) -> Prediction:
         """Of the best plan for all ranks of a cluster. Costs are taken once for all clusters. Raises as

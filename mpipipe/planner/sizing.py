@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +86,7 @@ def settle(
         """The size to take next; None where the answer is found."""
         batch, known = asked.numerics.batch, [c for c in asked.counts if asked.of(c).micro_batch in taken]
         if len(asked.sizes) > 1 and len(taken) == 1:
-            return usual_size(asked, asked.sizes[1:])
+            return usual_size(asked)
         joint = search(asked, lambda count: costs_at(taken, batch, count), late, known)
         if joint.best.micro_batch not in taken:
             of_taken = preferred([t for t in joint.tried if t.micro_batches in known])
@@ -102,10 +102,10 @@ def settle(
     return (found[0] if found else None), taken
 
 
-def usual_size(asked: Asked, sizes: Sequence[int]) -> int:
-    """Of these sizes, that of a micro-batch that is likely to be chosen."""
+def usual_size(asked: Asked) -> int:
+    """That of a micro-batch that is likely to be chosen; not the smallest where there are several."""
     usual = math.ceil(asked.numerics.batch / (PER_RANK * asked.n_ranks))
-    return min(sizes, key=lambda size: (abs(size - usual), size))
+    return min(asked.sizes[1:] or asked.sizes, key=lambda size: (abs(size - usual), size))
 
 
 def _smallest(asked: Asked, take: Callable[[int], Costs]) -> tuple[Asked, dict[int, Costs]]:
