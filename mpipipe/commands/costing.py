@@ -20,8 +20,8 @@ from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.planner.joint import Asked, Joint, copies_of, counts_of, schedules_of
 from mpipipe.planner.sizing import settle, usual_size
-from mpipipe.runtime.costing import Updates, bytes_per_param_byte
-from mpipipe.runtime.modelling import Found, costs_of, find
+from mpipipe.runtime.costing import Found, Updates, bytes_per_param_byte, costs_of
+from mpipipe.runtime.modelling import find
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of, set_gemm_route
 from mpipipe.values import Cluster, Costs, Gemm, Prediction

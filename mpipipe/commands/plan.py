@@ -40,7 +40,7 @@ from mpipipe.planner.sizes import counted
 from mpipipe.planner.whole import any_order
 from mpipipe.report.plan import against, beside_any_order, chosen, outlook, stage_rows, steadiness
 from mpipipe.report.plan_file import plan_text
-from mpipipe.runtime.modelling import Found
+from mpipipe.runtime.costing import Found
 from mpipipe.state.rundir import CONFIG
 from mpipipe.values import Plan
 
@@ -150,17 +150,9 @@ def _plan(a: argparse.Namespace) -> None:
     if a.output:
         with writing(a.output):
             write_output(Path(a.output), plan_text(plan))
-        train = [
-            "mpirun",
-            "-n",
-            str(a.ranks + config.run.spares),
-            "python",
-            "-m",
-            "mpipipe.train",
-            a.config,
-            *a.overrides,
-        ]
-        print(f"\nplan: {a.output}; to train it: {shlex.join([*train, '--plan', a.output])}")
+        train = shlex.join([a.config, *a.overrides, "--plan", a.output])
+        ranks = a.ranks + config.run.spares
+        print(f"\nplan: {a.output}; to train it: mpirun -n {ranks} python -m mpipipe.train {train}")
 
 
 def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:

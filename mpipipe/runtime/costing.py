@@ -15,7 +15,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.memory import Memory
 from mpipipe.cluster.node import cores_available, processor
 from mpipipe.graph.group_costs import group_costs
-from mpipipe.graph.profile import Profiler, Sample, pieces
+from mpipipe.graph.profile import Piece, Profiler, Sample, pieces
 from mpipipe.graph.variants import Variants
 from mpipipe.ops import device
 from mpipipe.runtime.known import Team, names_of, reuse, setting
@@ -34,6 +34,26 @@ class Updates(NamedTuple):
     of_byte: float
     of_parameter: float
     of_statistic: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """Samples of the distinct groups, by key. timed: those that were run; compared: modelled seconds over
+    measured ones, for those of them that were counted as well."""
+
+    parts: tuple[Piece, ...]
+    samples: dict[str, Sample]
+    timed: frozenset[str]
+    compared: tuple[float, ...] = ()
+
+    @property
+    def modelled(self) -> int:
+        return len(self.samples) - len(self.timed)
+
+    @property
+    def spread(self) -> float:
+        """Of the repeated timings; where all is modelled, 0."""
+        return float(np.median([self.samples[key].spread for key in self.timed] or [0.0]))
 
 
 @dataclass(frozen=True)
@@ -84,22 +104,33 @@ def measure(
     share = _memory_share(comm) + base  # collective, so that ranks may be given different limits
     limits = comm.allgather_object((memory_bytes or share, base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
-    costs = Costs(
+    cluster = Cluster(devices, comm.node_of_rank, links)
+    found = Found(tuple(parts), samples, frozenset(samples))
+    costs = costs_of(found, variants, numerics, optimizer, cluster, update_s)
+    named = {name: samples[key] for key, name in names.items()}
+    return Measured(costs, named, timed, len(distinct), update_name, update_s)
+
+
+def costs_of(
+    found: Found, variants: Variants, numerics: Numerics, optimizer: Optimizer, cluster: Cluster,
+    update_s: Updates,
+) -> Costs:  # fmt: skip
+    """On a cluster, which may be elsewhere."""
+    return Costs(
         groups=group_costs(
-            variants.primary, parts, samples, update_s.of_parameter, numerics.fill, update_s.of_statistic
+            variants.primary, found.parts, found.samples, update_s.of_parameter, numerics.fill,
+            update_s.of_statistic,
         ),
-        cluster=Cluster(devices, comm.node_of_rank, links),
+        cluster=cluster,
         ties=variants.graph.ties,
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
         state_bytes_per_param_byte=float(optimizer.state_buffers),
         blocks=numerics.blocks,
         step_s_per_byte=update_s.of_byte,
-        source="measured",
-        spread=float(np.median([s.spread for s in samples.values()])),
+        source="modelled" if found.modelled else "measured",
+        spread=found.spread,
         call_s=CALL_S,
-    )
-    named = {name: samples[key] for key, name in names.items()}
-    return Measured(costs, named, timed, len(distinct), update_name, update_s)
+    )  # fmt: skip
 
 
 def _settings(optimizer: Optimizer) -> OptimizerSettings:

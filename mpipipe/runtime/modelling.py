@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from mpipipe.errors import PlanError
-from mpipipe.graph.group_costs import group_costs
 from mpipipe.graph.profile import Piece, Sample, pieces
 from mpipipe.graph.rates import Rates, sample_of
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier, Tally
 from mpipipe.planner.sizes import size_text
-from mpipipe.runtime.costing import CALL_S, Updates, bytes_per_param_byte
+from mpipipe.runtime.costing import Found
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings
-from mpipipe.values import Cluster, Costs, Numerics
 
 TIMED_BYTES, TIMED_S = 256 << 20, 0.2  # what a group may take to be run here; the seconds are a guess
 _GUESSED_FLOPS_PER_S, _GUESSED_BYTES_PER_S = 50e9, 5e9  # of a thread, for that guess
-
-
-@dataclass(frozen=True)
-class Found:
-    """Samples of the distinct groups, by key. timed: those that were run; compared: modelled seconds over
-    measured ones, for those of them that were counted as well."""
-
-    parts: tuple[Piece, ...]
-    samples: dict[str, Sample]
-    timed: frozenset[str]
-    compared: tuple[float, ...]
-
-    @property
-    def modelled(self) -> int:
-        return len(self.samples) - len(self.timed)
-
-    @property
-    def spread(self) -> float:
-        """Of the repeated timings; where all is modelled, 0."""
-        return float(np.median([self.samples[key].spread for key in self.timed] or [0.0]))
 
 
 def find(variants: Variants, tallier: Tallier, rates: Rates, here: bool) -> Found:
@@ -79,32 +55,6 @@ def _is_small(tally: Tally) -> bool:
 
 def _seconds(s: Sample) -> float:
     return max(s.seconds, 1e-9)
-
-
-def costs_of(
-    found: Found, variants: Variants, numerics: Numerics, optimizer: Optimizer, cluster: Cluster,
-    update_s: Updates,
-) -> Costs:  # fmt: skip
-    """Costs on a cluster that is not here."""
-    return Costs(
-        groups=group_costs(
-            variants.primary,
-            found.parts,
-            found.samples,
-            update_s.of_parameter,
-            numerics.fill,
-            update_s.of_statistic,
-        ),
-        cluster=cluster,
-        ties=variants.graph.ties,
-        bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
-        state_bytes_per_param_byte=float(optimizer.state_buffers),
-        blocks=numerics.blocks,
-        step_s_per_byte=update_s.of_byte,
-        source="modelled" if found.modelled else "measured",
-        spread=found.spread,
-        call_s=CALL_S,
-    )
 
 
 def update_bytes(optimizer: Optimizer) -> float:
