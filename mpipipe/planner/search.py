@@ -12,8 +12,8 @@ import difflib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
@@ -98,122 +98,121 @@ def make_plan(
     without, where there are any. quick: they end there, and where nothing fits nobody asks what is
     missing."""
     check_copies(n_copies, n_ranks, numerics)
-    if not isinstance(n_copies, int):
-        return _uneven(costs, numerics, schedule, receive_window, group_names, n_copies, recompute)
-    n_micro, n_each = largest_share(numerics.micro_batches, n_copies), n_ranks // n_copies
-    if schedule == PLANNED and numerics.micro_batches % n_copies:
-        raise PlanError(
-            f"{PLANNED} with {replicas_text(n_copies)}: all have one order, so {numerics.micro_batches} "
-            f"micro-batches would have to be a multiple of {n_copies}; choose another schedule"
-        )
-    check_counts(costs.but(copies=n_copies), n_micro, schedule, n_each)
-    n_stages = stages_on(schedule, n_each)
-    check_stages(n_stages, len(costs.groups), n_copies)
-    homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
-    bounds_s: dict[bool, float] = {}
+    making = _Making(costs, numerics, schedule, receive_window, group_names, recompute)
+    if isinstance(n_copies, int):
+        return making.even(n_ranks, n_copies, quick)
+    return making.uneven(n_copies)
 
-    def bound_s(program: Program) -> float:
+
+@dataclass(frozen=True)
+class _Making:
+    """Of one plan: what `make_plan` is given, but for ranks and copies."""
+
+    costs: Costs
+    numerics: Numerics
+    schedule: str
+    receive_window: int
+    group_names: Sequence[str]
+    recompute: Wish
+    bounds_s: dict[bool, float] = field(default_factory=dict)  # of plain programs, and of others
+
+    def even(self, n_ranks: int, n_copies: int, quick: bool) -> tuple[Plan, Program]:
+        """With so many copies of the pipeline, in the best of the orders of ranks."""
+        costs, numerics, schedule = self.costs, self.numerics, self.schedule
+        n_micro, n_each = largest_share(numerics.micro_batches, n_copies), n_ranks // n_copies
+        if schedule == PLANNED and numerics.micro_batches % n_copies:
+            raise PlanError(
+                f"{PLANNED} with {replicas_text(n_copies)}: all have one order, so {numerics.micro_batches} "
+                f"micro-batches would have to be a multiple of {n_copies}; choose another schedule"
+            )
+        of_copy = costs.but(copies=n_copies)
+        check_counts(of_copy, n_micro, schedule, n_each)
+        n_stages = stages_on(schedule, n_each)
+        check_stages(n_stages, len(costs.groups), n_copies)
+        homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
+        one_each = schedule if n_stages == n_each else PLAIN[0]
+        levels = len(costs.cluster.in_order(range(min(n_ranks, len(costs.cluster.devices)))).spanned)
+        wish: Wish = "none" if quick and self.recompute == "auto" else self.recompute
+        orders = promising(of_copy, n_micro, one_each, n_each, self.receive_window, numerics.tied, wish)
+        best: tuple[Plan, Program] | None = None
+        first: PlanError | DeadlockError | None = None
+        for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
+            copies = tuple(tuple(order[rank] for rank in homes) for order in on)
+            try:
+                starts = self._starts(copies[0], of_copy, n_micro, wish, explain=not quick)
+                found = self._on(tuple(zip(*copies, strict=True)), starts)
+            except (PlanError, DeadlockError) as error:  # it may fit in another order
+                first = first or error
+                continue
+            if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
+                best = found
+        if best is None:
+            assert first is not None
+            raise first
+        return best
+
+    def uneven(self, copies: tuple[int, ...]) -> tuple[Plan, Program]:
+        """With so many copies of each stage, on ranks that follow each other."""
+        n_micro, n_stages = largest_share(self.numerics.micro_batches, copies), len(copies)
+        check_counts(self.costs.but(copies=max(copies)), n_micro, self.schedule, n_stages)
+        if not has_one_stage_each(self.schedule, n_stages):
+            raise PlanError(
+                f"replicas {shape_text(copies)}: unlike numbers need one stage on each rank, in an order "
+                f"that does not follow from costs, and schedule {self.schedule} is not so; choose 1f1b, "
+                "gpipe or zb-h1"
+            )
+        check_stages(n_stages, len(self.costs.groups))
+        edges = itertools.pairwise((0, *itertools.accumulate(copies)))
+        return self._on(tuple(tuple(range(*edge)) for edge in edges), [balanced(self.costs, copies)[0]])
+
+    def _starts(
+        self, order: Order, of_copy: Costs, n_micro: int, recompute: Wish, explain: bool
+    ) -> Sequence[Cuts]:
+        """Cuts that suit a copy with its stages on these ranks. n_micro: of a copy; explain: as for
+        `partition`."""
+        schedule, window, tied = self.schedule, self.receive_window, self.numerics.tied
+        if len(set(order)) < len(order):
+            return started(of_copy, order, n_micro, schedule, window, tied, recompute)
+        placed, plain = in_order(of_copy, order), PLAIN[0] if schedule == PLANNED else schedule
+        return [
+            partition(
+                placed, n_micro, plain, len(order), window, tied, update, explain,
+                self.numerics.micro_batch == 1, recompute=recompute,
+            ).cuts
+            for update in (False, True)
+        ]  # fmt: skip
+
+    def _on(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> tuple[Plan, Program]:
+        """With these ranks for each stage, and the best cuts from `starts` on."""
+        costs, numerics, names = self.costs, self.numerics, self.group_names
+        programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
+
+        @cache
+        def laid(cuts: Cuts) -> tuple[Layout, Program]:
+            layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
+            if self.schedule == PLANNED:
+                layout = replace(layout, actions=_planned(costs, layout, cuts, numerics))
+            key = stage_ties(costs.ties, cuts), layout.actions
+            if key not in programs:
+                programs[key] = with_window(layout, numerics, costs.ties, names)
+            known, program = programs[key]
+            return replace(layout, receive_window=known.receive_window), program
+
+        def plan(cuts: Cuts) -> Plan:
+            layout, program = laid(cuts)
+            layout = with_modes(costs, layout, cuts, program, self.recompute)
+            prediction = predict(costs, layout, program, names, self._bound_s(program))[0]
+            return Plan(numerics, layout, prediction, costs)
+
+        work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
+        best = _refine(plan, starts, len(names), work)
+        return best, laid(cut_indices(best.layout, names))[1]
+
+    def _bound_s(self, program: Program) -> float:
         """Of all cuts and orders of ranks."""
-        if (plain := is_plain(program)) not in bounds_s:
-            bounds_s[plain] = least_step_s(costs, program)
-        return bounds_s[plain]
-
-    best: tuple[Plan, Program] | None = None
-    first: PlanError | DeadlockError | None = None
-    one_each, of_copy = schedule if n_stages == n_each else PLAIN[0], costs.but(copies=n_copies)
-    levels = len(costs.cluster.in_order(range(min(n_ranks, len(costs.cluster.devices)))).spanned)
-    wish: Wish = "none" if quick and recompute == "auto" else recompute
-    orders = promising(of_copy, n_micro, one_each, n_each, receive_window, numerics.tied, wish)
-    for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
-        copies = tuple(tuple(order[rank] for rank in homes) for order in on)
-        ranks = tuple(zip(*copies, strict=True))
-        try:
-            starts = _starts(
-                copies, of_copy, n_micro, schedule, receive_window, numerics, wish, explain=not quick
-            )
-            found = _plan_in(
-                ranks, starts, costs, numerics, schedule, receive_window, group_names, bound_s, recompute
-            )
-        except (PlanError, DeadlockError) as error:  # it may fit in another order
-            first = first or error
-            continue
-        if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
-            best = found
-    if best is None:
-        assert first is not None
-        raise first
-    return best
-
-
-def _uneven(
-    costs: Costs, numerics: Numerics, schedule: str, receive_window: int, group_names: Sequence[str],
-    copies: tuple[int, ...], recompute: Wish,
-) -> tuple[Plan, Program]:  # fmt: skip
-    """With so many copies of each stage, on ranks that follow each other."""
-    n_micro, n_stages = largest_share(numerics.micro_batches, copies), len(copies)
-    check_counts(costs.but(copies=max(copies)), n_micro, schedule, n_stages)
-    if not has_one_stage_each(schedule, n_stages):
-        raise PlanError(
-            f"replicas {shape_text(copies)}: unlike numbers need one stage on each rank, in an order that "
-            f"does not follow from costs, and schedule {schedule} is not so; choose 1f1b, gpipe or zb-h1"
-        )
-    check_stages(n_stages, len(costs.groups))
-    edges = (0, *itertools.accumulate(copies))
-    ranks = tuple(tuple(range(*edge)) for edge in itertools.pairwise(edges))
-    starts = [balanced(costs, copies)[0]]
-    return _plan_in(
-        ranks, starts, costs, numerics, schedule, receive_window, group_names,
-        cache(partial(least_step_s, costs)), recompute,
-    )  # fmt: skip
-
-
-def _starts(
-    copies: tuple[Order, ...], of_copy: Costs, n_micro: int, schedule: str, receive_window: int,
-    numerics: Numerics, recompute: Wish, explain: bool,
-) -> Sequence[Cuts]:  # fmt: skip
-    """Cuts that suit copy 0. n_micro: of a copy; explain: as for `partition`."""
-    order = copies[0]
-    if len(set(order)) < len(order):
-        return started(of_copy, order, n_micro, schedule, receive_window, numerics.tied, recompute)
-    placed = in_order(of_copy, order)
-    return [
-        partition(
-            placed, n_micro, PLAIN[0] if schedule == PLANNED else schedule, len(order), receive_window,
-            numerics.tied, update, explain, numerics.micro_batch == 1, recompute=recompute,
-        ).cuts
-        for update in (False, True)
-    ]  # fmt: skip
-
-
-def _plan_in(
-    ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts], costs: Costs, numerics: Numerics,
-    schedule: str, receive_window: int, group_names: Sequence[str], bound_s: Callable[[Program], float],
-    recompute: Wish,
-) -> tuple[Plan, Program]:  # fmt: skip
-    """With these ranks for each stage, and the best cuts from `starts` on."""
-    programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
-
-    @cache
-    def laid(cuts: Cuts) -> tuple[Layout, Program]:
-        names = tuple(group_names[cut] for cut in cuts)
-        layout = Layout(names, ranks, schedule, receive_window)
-        if schedule == PLANNED:
-            layout = replace(layout, actions=_planned(costs, layout, cuts, numerics))
-        key = stage_ties(costs.ties, cuts), layout.actions
-        if key not in programs:
-            programs[key] = with_window(layout, numerics, costs.ties, group_names)
-        known, program = programs[key]
-        return replace(layout, receive_window=known.receive_window), program
-
-    def plan(cuts: Cuts) -> Plan:
-        layout, program = laid(cuts)
-        layout = with_modes(costs, layout, cuts, program, recompute)
-        prediction = predict(costs, layout, program, group_names, bound_s(program))[0]
-        return Plan(numerics, layout, prediction, costs)
-
-    work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
-    best = _refine(plan, starts, len(group_names), work)
-    return best, laid(cut_indices(best.layout, group_names))[1]
+        if (plain := is_plain(program)) not in self.bounds_s:
+            self.bounds_s[plain] = least_step_s(self.costs, program)
+        return self.bounds_s[plain]
 
 
 def _planned(costs: Costs, layout: Layout, cuts: Cuts, numerics: Numerics) -> tuple[str, ...]:
@@ -431,9 +430,8 @@ def tensor_peak_bytes(
     costs: Costs, layout: Layout, program: Program, group_names: Sequence[str]
 ) -> tuple[int, ...]:
     """By rank, the most bytes of live tensors in a step. A process needs more: what `predict` says."""
-    cuts = cut_indices(layout, group_names)
-    stages = stages_in(costs, layout, cuts)
-    sizes = message_bytes(program, stages, stage_ties(costs.ties, cuts))
+    stages = stages_in(costs, layout, cut_indices(layout, group_names))
+    sizes = sizes_of_messages(costs, layout, program, group_names)
     ranks = range(len(program.codes))
     return tuple(int(rank_memory_bytes(program, stages, sizes, rank, tensors=True).max()) for rank in ranks)
 

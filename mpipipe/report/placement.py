@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from mpipipe.planner.placement import Placement, Problem, Profile, Replicated
-from mpipipe.planner.placement.items import contract, topological
+from mpipipe.planner.placement.items import contract
+from mpipipe.planner.placement.problem import topological
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.report.table import text_table
 

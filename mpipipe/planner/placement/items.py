@@ -6,7 +6,6 @@ readers): this is the objective of `problem.loads` without the distinction of se
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from mpipipe.planner.placement.problem import Problem, ordering_edges
+from mpipipe.planner.placement.problem import Problem, ordering_edges, topological
 from mpipipe.values import Float64, Int32
 
 
@@ -70,26 +69,6 @@ def _groups(problem: Problem) -> Int32:
         for position, operator in enumerate(problem.operators)
     ]
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int32)
-
-
-def topological(n: int, edges: Sequence[tuple[int, int]], priority: Sequence[float]) -> list[int]:
-    """An order of an acyclic graph: of the nodes that may come next, the one of the smallest priority."""
-    following: list[list[int]] = [[] for _ in range(n)]
-    entering = [0] * n
-    for a, b in edges:
-        following[a].append(b)
-        entering[b] += 1
-    ready = [(priority[v], v) for v in range(n) if not entering[v]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        v = heapq.heappop(ready)[1]
-        order.append(v)
-        for w in following[v]:
-            entering[w] -= 1
-            if not entering[w]:
-                heapq.heappush(ready, (priority[w], w))
-    return order
 
 
 def _items(problem: Problem, of_operator: Int32, edges: set[tuple[int, int]], place: Int32) -> Items:

@@ -13,7 +13,8 @@ import time
 
 import numpy as np
 
-from mpipipe.planner.placement.items import Items, topological
+from mpipipe.planner.placement.items import Items
+from mpipipe.planner.placement.problem import topological
 from mpipipe.values import Float64, Int32
 
 

@@ -6,6 +6,7 @@ The throughput problem of Tarnawski et al., *Efficient Algorithms for Device Pla
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,20 +113,30 @@ def ordering_edges(problem: Problem) -> list[tuple[int, int]]:
     ]
 
 
-def find_cycle(n: int, edges: Sequence[tuple[int, int]]) -> list[int] | None:
-    """Nodes of one cycle of a directed graph, in its order from the smallest; None if there is none."""
+def topological(n: int, edges: Sequence[tuple[int, int]], priority: Sequence[float]) -> list[int]:
+    """An order of a graph: of the nodes that may come next, the one of the smallest priority. Without those
+    on a cycle, or behind one."""
     following: list[list[int]] = [[] for _ in range(n)]
     entering = [0] * n
     for a, b in edges:
         following[a].append(b)
         entering[b] += 1
-    ready = [v for v in range(n) if not entering[v]]
-    for v in ready:
+    ready = [(priority[v], v) for v in range(n) if not entering[v]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        v = heapq.heappop(ready)[1]
+        order.append(v)
         for w in following[v]:
             entering[w] -= 1
             if not entering[w]:
-                ready.append(w)
-    stuck = {v for v in range(n) if entering[v]}  # on a cycle, or behind one
+                heapq.heappush(ready, (priority[w], w))
+    return order
+
+
+def find_cycle(n: int, edges: Sequence[tuple[int, int]]) -> list[int] | None:
+    """Nodes of one cycle of a directed graph, in its order from the smallest; None if there is none."""
+    stuck = {*range(n)} - {*topological(n, edges, range(n))}
     if not stuck:
         return None
     before = {b: a for a, b in edges if a in stuck and b in stuck}

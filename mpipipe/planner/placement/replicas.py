@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mpipipe.planner.placement.items import topological
-from mpipipe.planner.placement.problem import Operator, Problem, check, gap
+from mpipipe.planner.placement.problem import Operator, Problem, check, gap, topological
 from mpipipe.values import Float64, Value
 
 MOST_IDEALS = 1500  # beyond, prefixes of one topological order; time goes with their square
