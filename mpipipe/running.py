@@ -147,9 +147,8 @@ class Run:
             return
         if not self.all_steps_s:
             self.first_step = found.step
-        self.replayed = (
-            max(self.comm.allgather_object(self.replayed)) + found.replayed
-        )  # a spare knows of none
+        before_it = max(self.comm.allgather_object(self.replayed))  # a spare knows of none
+        self.replayed = before_it + found.replayed
         while END_OF_DATA in asked:  # which is met again
             asked.remove(END_OF_DATA)
         self.saved = -1
@@ -254,18 +253,10 @@ class Run:
             try:
                 step, outcome = self.pipe.timed_step(bool(asked))
             except EndOfData:
-                if (last := self.last) is None:
+                if self.last is None:
                     raise
                 asked.append(END_OF_DATA)
-                if not self._due(self.config.eval.every, last.step):
-                    self.values = self._evaluate()
-                    if self.values:
-                        if metrics is not None:
-                            metrics.write(step=last.step, **self.values)
-                        self.log.step(last.step, self.values)
-                with self.watchdog.during("a checkpoint"):
-                    self.save(background=False)
-                return replace(last, stop=True)
+                return self._stop_after(self.last, metrics)
             self.last = step
             self.recorder.add(outcome)
             slow = self.slowness.add(outcome)
@@ -280,13 +271,23 @@ class Run:
             self.log.step(step.step, values)
             self.turn_s = max(self.turn_s, time.perf_counter() - start)
             if done or step.stop or self._due(t.save_every, step.step):
-                with self.watchdog.during("a checkpoint"):
-                    self.save(background=not (done or step.stop))
+                self.save(background=not (done or step.stop))
             if done or step.stop:
                 return step
             if slow is not None:
                 del outcome  # with what it refers to
                 self._meet(slow)
+
+    def _stop_after(self, last: Step, metrics: Metrics | None) -> Step:
+        """What a last step has, made up for one that was not known to be the last."""
+        if not self._due(self.config.eval.every, last.step):
+            self.values = self._evaluate()
+            if self.values:
+                if metrics is not None:
+                    metrics.write(step=last.step, **self.values)
+                self.log.step(last.step, self.values)
+        self.save(background=False)
+        return replace(last, stop=True)
 
     def _meet(self, slow: Slow) -> None:
         """Says it, and plans anew where that was asked for. Collective."""
@@ -347,16 +348,17 @@ class Run:
         during the next steps, where there is memory for that."""
         pipe, t = self.pipe, self.config.train
         folder = step_folder(self.run_dir, pipe.steps_done)
-        if self.saved != pipe.steps_done:
-            together(self.comm, str(folder), self._check_owner)  # or the save itself would change its files
-            pipe.begin_save(
-                folder, self._export,
-                lambda: prune(self.run_dir, t.keep, t.keep_every), background and bool(self.copied_bytes),
-                config=self.config.model_dump(mode="json"),
-            )  # fmt: skip
-            self.saved = pipe.steps_done
-        if not background:
-            pipe.saver.finish()
+        with self.watchdog.during("a checkpoint"):
+            if self.saved != pipe.steps_done:
+                together(self.comm, str(folder), self._check_owner)  # or the save would change its files
+                pipe.begin_save(
+                    folder, self._export,
+                    lambda: prune(self.run_dir, t.keep, t.keep_every), background and bool(self.copied_bytes),
+                    config=self.config.model_dump(mode="json"),
+                )  # fmt: skip
+                self.saved = pipe.steps_done
+            if not background:
+                pipe.saver.finish()
         self.save_s = max(self.save_s, pipe.saver.took_s)
 
     def _export(self, folder: Path) -> Sequence[str]:

@@ -137,9 +137,7 @@ class Link(Value):
 
     latency_s: float
     bytes_per_s: float
-    contention: float = (
-        1.0  # times as long for the bytes of each while all ranks of a node talk at this level
-    )
+    contention: float = 1.0  # times as long for the bytes of each while all of a node talk at this level
 
     def seconds(self, nbytes: float) -> float:
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
@@ -216,8 +214,7 @@ class Cluster(Value):
         def picked(x: tuple[T, ...]) -> tuple[T, ...]:
             return tuple(x[rank] for rank in order) if x else x
 
-        units = (picked(x) for x in (self.node_of_rank, self.numa_of_rank, self.core_of_rank))
-        node, numa, core = units
+        node, numa, core = map(picked, (self.node_of_rank, self.numa_of_rank, self.core_of_rank))
         return Cluster(picked(self.devices), node, self.links, numa, core)
 
     def slowed(self, factors: Mapping[int, float]) -> Cluster:
@@ -245,7 +242,7 @@ class Cluster(Value):
             return max((n / there[node] for node, n in found.items()), default=0.0)
 
         links = {level: link.shared(share(talking[level])) for level, link in self.links.items()}
-        return Cluster(self.devices, self.node_of_rank, links, self.numa_of_rank, self.core_of_rank)
+        return replace(self, links=links)
 
 
 @dataclass(frozen=True)

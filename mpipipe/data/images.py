@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpipipe.data.base import Batch, DatasetBase, Order, Split
-from mpipipe.data.image_files import Labelled, one_size
+from mpipipe.data.image_files import Labelled
 from mpipipe.errors import DataError
 from mpipipe.values import TensorSpec
 
@@ -60,13 +59,6 @@ class Images(DatasetBase):
         if "labels" in keys:
             found["labels"] = torch.from_numpy(self._y[split][index])
         return found
-
-
-def labelled(
-    x: Sequence[NDArray[Any]] | NDArray[Any], y: Sequence[int] | NDArray[Any], where: str
-) -> Labelled:
-    """Images and labels of your own, an array or one by one. Raises DataError when sizes differ."""
-    return Labelled(x if isinstance(x, np.ndarray) else one_size(x, where), np.asarray(y), where)
 
 
 def _channels_first(data: Labelled) -> NDArray[Any]:  # -> (N, C, H, W)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import fx
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _MASK_ELEMENTS = 1 << 26  # of a constant mask that is made to see what it is
 _VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::alias", "aten::flatten"}
+_CAST = "aten::to"
 _FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -109,7 +110,7 @@ class _Finder:
             return None
         g, chain = arguments_of(node), [node]
         x = g["self"]
-        while x.op == "call_function" and (schema_name(x) in _VIEWS or _is_cast(x)):
+        while _is(x, *_VIEWS, _CAST):
             chain.append(x)
             x = x.args[0]
         matrix = _product(x)
@@ -141,13 +142,13 @@ class _Finder:
         cube = m.op("mul", m.op("pow", x, 3.0), 0.044715)
         inner = m.op("mul", m.op("add", x, cube), math.sqrt(2 / math.pi))
         whole = m.op("mul", m.op("mul", x, 0.5), m.op("add", m.op("tanh", inner), 1.0))
-        if not m.fits(whole, node):
+        if not m.fits((whole, node)):
             return None
         return self._gelu(node, m.of[x], sorted(m.seen, key=self._place), "tanh")
 
     def _gelu(self, node: fx.Node, x: Any, nodes: list[fx.Node], approximate: str) -> Match | None:
         views: list[fx.Node] = []
-        while x.op == "call_function" and schema_name(x) in _VIEWS:
+        while _is(x, *_VIEWS):
             views.insert(0, x)
             x = x.args[0]
         matrix = _product(x)
@@ -163,13 +164,12 @@ class _Finder:
         if schema_name(node) != "aten::mul":
             return None
         for gate, up in (node.args, node.args[::-1]):
-            if not isinstance(gate, fx.Node) or not isinstance(up, fx.Node) or gate is up:
+            if not _is(gate, "aten::silu") or not isinstance(up, fx.Node) or gate is up:
                 continue
-            if gate.op == "call_function" and schema_name(gate) == "aten::silu":
-                x = gate.args[0]
-                if isinstance(x, fx.Node) and _alike(x, up, node):
-                    form = f"swiglu {_val(node).shape[-1]} {_dtype(node)}"
-                    return Match(swiglu, form, (gate, node), (node,), (x, up))
+            x = gate.args[0]
+            if isinstance(x, fx.Node) and _alike(x, up, node):
+                form = f"swiglu {_val(node).shape[-1]} {_dtype(node)}"
+                return Match(swiglu, form, (gate, node), (node,), (x, up))
         return None
 
     # -- norms ---------------------------------------------------------------------------------
@@ -200,12 +200,12 @@ class _Finder:
         x, weight, eps = m.any(), m.any(), m.any()
         mean = m.op("mean", m.op("pow", x, 2), [-1], True)
         scaled = m.op("mul", x, m.op("rsqrt", m.op("add", mean, eps)))
-        if not m.fits(m.op("mul", weight, m.cast(scaled)), node):
+        if not m.fits((m.op("mul", weight, m.cast(scaled)), node)):
             return None
         wide, w = m.of[x], m.of[weight]
         nodes = sorted(m.seen, key=self._place)
         values = wide
-        if _is_cast(wide) and _val(wide.args[0]).dtype == _val(node).dtype != _val(wide).dtype:
+        if _is(wide, _CAST) and _val(wide.args[0]).dtype == _val(node).dtype != _val(wide).dtype:
             values, nodes = wide.args[0], [wide, *nodes]
         fits = isinstance(w, fx.Node) and tuple(_val(w).shape) == tuple(_val(values).shape[-1:])
         if not fits or not isinstance(m.of[eps], float) or not _same_dtype(node, values, w):
@@ -220,10 +220,10 @@ class _Finder:
         """The norm, and the sum that it is of, where one other reads that: the gradient of a sum with more
         readers would be added up in another order."""
         total, casts = norm.args[0], list[fx.Node]()
-        while _is_cast(total) and _val(total).dtype == _val(total.args[0]).dtype and len(total.users) > 0:
+        while _is(total, _CAST) and _val(total).dtype == _val(total.args[0]).dtype and len(total.users) > 0:
             casts.insert(0, total)
             total = total.args[0]
-        if total.op != "call_function" or schema_name(total) != "aten::add":
+        if not _is(total, "aten::add"):
             return None
         a, b = total.args[:2]
         nodes = isinstance(a, fx.Node) and isinstance(b, fx.Node)
@@ -258,13 +258,13 @@ class _Finder:
         y, *statistics = norm.results
         read, chain, residual = [norm.args[0]], [y], None
         user = _only_user(y)
-        if user is not None and schema_name(user) == "aten::add" and len(user.args) == 2 and not user.kwargs:
+        if _is(user, "aten::add") and len(user.args) == 2 and not user.kwargs:
             residual = next((a for a in user.args if a is not y), None)
             if not isinstance(residual, fx.Node) or not _alike(y, residual, user):
                 return None
             read, chain = [*read, residual], [*chain, user]
             user = _only_user(user)
-        if user is None or schema_name(user) != "aten::relu" or any(_reads(n) > 2 for n in read):
+        if not _is(user, "aten::relu") or any(_reads(n) > 2 for n in read):
             return None
         nodes, results = (norm.nodes[0], *chain, user, *statistics), (user, *statistics)
         args = (*norm.args, True, residual)
@@ -364,15 +364,16 @@ class _Shape:
         """It, or a cast of it."""
         return ("cast", "", (inner,))
 
-    def fits(self, wanted: Any, found: Any) -> bool:
+    def fits(self, *pairs: tuple[Any, Any]) -> bool:
+        """Whether each (wanted, found) does; if not, all is as it was."""
         kept, seen = dict(self.of), set(self.seen)
-        if self._fits(wanted, found):
+        if all(self._fits(wanted, found) for wanted, found in pairs):
             return True
         self.of, self.seen = kept, seen
         return False
 
     def _fits(self, wanted: Any, found: Any) -> bool:
-        if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted < 0:
+        if isinstance(wanted, int) and wanted < 0:
             return self.of.setdefault(wanted, found) is found
         if not isinstance(wanted, tuple):
             same_number = isinstance(wanted, float) and isinstance(found, float)
@@ -381,22 +382,15 @@ class _Shape:
             return False
         kind, name, args = wanted
         if kind == "cast":
-            if not _is_cast(found):
-                return self.fits(args[0], found)
+            if not _is(found, _CAST):
+                return self._fits(args[0], found)
             self.seen.add(found)
-            return self.fits(args[0], found.args[0])
+            return self._fits(args[0], found.args[0])
         if schema_name(found) != f"aten::{name}" or found.kwargs or len(found.args) != len(args):
             return False
         self.seen.add(found)
         orders = [found.args, found.args[::-1]] if name in ("mul", "add") else [found.args]
-        return any(self._all_fit(args, order) for order in orders)
-
-    def _all_fit(self, wanted: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
-        kept, seen = dict(self.of), set(self.seen)
-        if all(self.fits(w, f) for w, f in zip(wanted, found, strict=True)):
-            return True
-        self.of, self.seen = kept, seen
-        return False
+        return any(self.fits(*zip(args, order, strict=True)) for order in orders)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -411,8 +405,9 @@ def _dtype(node: fx.Node) -> str:
     return str(_val(node).dtype).removeprefix("torch.")
 
 
-def _is_cast(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function" and schema_name(node) == "aten::to"
+def _is(node: Any, *names: str) -> TypeGuard[Any]:
+    """An operator of one of these names."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and schema_name(node) in names
 
 
 def _alike(*nodes: fx.Node) -> bool:
@@ -430,14 +425,11 @@ def _same_dtype(*nodes: fx.Node | None) -> bool:
 
 def _product(node: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
     """(values, weight, bias, whether the weight is (I, O)) of a linear or an addmm."""
-    if not isinstance(node, fx.Node) or schema_name(node) not in ("aten::linear", "aten::addmm"):
+    if not _is(node, "aten::linear", "aten::addmm") or _val(node).dtype not in _FLOATS:
         return None
-    if node.op != "call_function" or _val(node).dtype not in _FLOATS:
-        return None
-    if schema_name(node) == "aten::linear":
-        g = arguments_of(node)
-        return g["input"], g["weight"], g["bias"], False
     g = arguments_of(node)
+    if schema_name(node) == "aten::linear":
+        return g["input"], g["weight"], g["bias"], False
     plain = g["beta"] == 1 and g["alpha"] == 1 and _val(g["self"]).dim() == 1
     return (g["mat1"], g["mat2"], g["self"], True) if plain else None
 
@@ -476,8 +468,7 @@ def replace(match: Match, env: dict[Any, fx.Node], inputs: Callable[[fx.Node], f
 
 def _reads(node: fx.Node) -> int:
     """How often it is read; an operator may read it twice."""
-    return sum(user.all_input_nodes.count(node) if node not in user.args else user.args.count(node)
-               for user in node.users)  # fmt: skip
+    return sum(max(1, user.args.count(node)) for user in node.users)
 
 
 def chosen(found: Iterable[Match], wanted: Callable[[Match], bool], body: set[fx.Node]) -> Iterator[Match]:

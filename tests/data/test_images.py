@@ -15,8 +15,8 @@ import torch
 from mpipipe.config import parse
 from mpipipe.data import open_dataset
 from mpipipe.data.extras import optional
-from mpipipe.data.image_files import read_images
-from mpipipe.data.images import Images, labelled
+from mpipipe.data.image_files import Labelled, one_size, read_images
+from mpipipe.data.images import Images
 from mpipipe.errors import DataError
 
 BOTH = frozenset(["x", "labels"])
@@ -28,7 +28,7 @@ def pixels(*shape: int) -> np.ndarray[Any, Any]:
 
 
 def images(x: Any, y: Any, n_val: int = 4, **how: Any) -> Images:
-    train, val = labelled(x[n_val:], y[n_val:], "train"), labelled(x[:n_val], y[:n_val], "val")
+    train, val = Labelled(x[n_val:], y[n_val:], "train"), Labelled(x[:n_val], y[:n_val], "val")
     return Images(train, val, **({"batch": 4, "val_batch": 3, "seed": 0} | how))
 
 
@@ -166,12 +166,12 @@ def test_images_of_mixed_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=wrong):
         read_images(tmp_path / "a.npz", 0.5)
     with pytest.raises(DataError, match=r"mine: image 2 has shape \(6, 5\)"):
-        labelled(list(mixed), [0, 1, 2, 3], "mine")
+        one_size(list(mixed), "mine")
     same = np.empty(2, dtype=object)
     same[:] = [pixels(6, 6), pixels(6, 6)]
     np.savez(tmp_path / "b.npz", x=same, y=np.arange(2))
     assert read_images(tmp_path / "b.npz", 0.5)[0].x.shape == (1, 6, 6)
-    sets = labelled(pixels(3, 6, 6), [0, 1, 2], "train"), labelled(pixels(3, 8, 6), [0, 1, 2], "test")
+    sets = [Labelled(pixels(3, n, 6), np.arange(3), name) for n, name in ((6, "train"), (8, "test"))]
     with pytest.raises(DataError, match=r"test: image 0 has .*\(1, 8, 6\), those of train have \(1, 6, 6\)"):
         Images(*sets, batch=2, val_batch=2, seed=0)
 
