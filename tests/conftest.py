@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ settings.register_profile("same", deadline=None, derandomize=True, database=None
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported: there is much to look through and no garbage
     with_mpi = config.getoption("--with-mpi")
     settings.load_profile("same" if with_mpi or os.environ.get("CI") else "alone")
     _forbid_network()
@@ -53,6 +54,7 @@ def _own_cache(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not walk it again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -208,8 +210,8 @@ def captures() -> dict[Any, Any]:
 
 @pytest.fixture
 def captured_once(monkeypatch: pytest.MonkeyPatch, captures: dict[Any, Any]) -> None:
-    """A model that is a class is captured once for all ranks and tests, as in `tiny`. That ranks which
-    capture for themselves agree is in tests/mpi and tests/launch."""
+    """A model that is a class, or a built-in one of a config, is captured once for all ranks and tests, as in
+    `tiny`. That ranks which capture for themselves agree is in tests/mpi and tests/launch."""
     from mpipipe.graph import variants
     from mpipipe.graph.source import TRACING, ModelSource
 
@@ -220,9 +222,10 @@ def captured_once(monkeypatch: pytest.MonkeyPatch, captures: dict[Any, Any]) -> 
         make(self, model, seed, *rest)
 
     def once(source: Any, loss: Any, specs: Any, mode: str, precision: str, metrics: Any, how: Any) -> Any:
-        if not isinstance(source.model, type):
+        name = _name_of(source.model)
+        if name is None:
             return capture(source, loss, specs, mode, precision, metrics, how)
-        key = source.model, source.seed, loss, *specs.items(), mode, precision, *metrics.items(), how
+        key = name, source.seed, loss, *specs.items(), mode, precision, *metrics.items(), how
         with TRACING:
             if key not in captures:
                 captures[key] = capture(source, loss, specs, mode, precision, metrics, how)
@@ -230,6 +233,13 @@ def captured_once(monkeypatch: pytest.MonkeyPatch, captures: dict[Any, Any]) -> 
 
     monkeypatch.setattr(ModelSource, "__init__", made)
     monkeypatch.setattr(variants, "capture", once)
+
+
+def _name_of(model: Any) -> Any:
+    """One for models that are alike; None where that cannot be told."""
+    if isinstance(model, partial) and model.func.__module__.startswith("mpipipe."):
+        return repr(model)
+    return model if isinstance(model, type) else None
 
 
 @pytest.fixture(scope="session")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.copies import replicas_text, shape_of, shape_text, stages_in
 from mpipipe.planner.joint import Joint, Tried, least_s
 from mpipipe.planner.noise import WORTH, Noise
 from mpipipe.planner.search import cut_indices
-from mpipipe.planner.whole import Order
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Layout, Plan, Timeline
+
+if TYPE_CHECKING:  # it imports scipy, which no run needs
+    from mpipipe.planner.whole import Order
 
 _MOST_LISTED = 8  # numbers
 _MOST_ROWS = 24  # of stages; more do not fit on a screen

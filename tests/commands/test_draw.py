@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from made_run import made_plan, made_run
-from matplotlib.image import imread
 
 from mpipipe.commands.draw import main
 from mpipipe.planner.schedules import SCHEDULES
@@ -82,6 +81,8 @@ def test_a_schedule_of_one_s_own_is_found(
 
 @pytest.mark.parametrize("source", ["run", "run/plan.json"])
 def test_into_files(folder: Path, tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from matplotlib.image import imread  # here: it takes a while, and few tests draw
+
     picture, trace = tmp_path / "a.png", tmp_path / "a.perfetto.json"
     for output in (picture, trace):
         assert main([str(tmp_path / source), "-o", str(output)]) == 0

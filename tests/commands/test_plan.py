@@ -39,8 +39,9 @@ MLP = """\
 model: {name: mlp, inputs: 64, hidden: [64, 64, 64, 64, 64, 64], classes: 8}
 data: {name: synthetic, samples: 64}
 train: {batch: 16}
-pipeline: {micro_batches: 4, threads: 4}
+pipeline: {micro_batches: 4, threads: 4, schedule: 1f1b}
 """
+pytestmark = pytest.mark.usefixtures("captured_once")
 Plan = Callable[..., tuple[int, str, str]]
 
 
@@ -365,7 +366,7 @@ def test_the_examples_of_a_cluster_and_a_large_model_are_read() -> None:
 
 
 def test_a_searched_number_of_micro_batches_keeps_the_batch_across_rows(run: Plan) -> None:
-    auto = MLP.replace("micro_batches: 4", "micro_batches: auto, schedule: auto")
+    auto = MLP.replace("micro_batches: 4", "micro_batches: auto").replace("1f1b", "auto")
     arguments = ["--ranks", "2", "--cluster", "cluster.yaml", "--budget", "10m", "-o", "p.json"]
     code, out, err = run(auto, *arguments)
     assert (code, err) == (0, "")

@@ -49,6 +49,7 @@ def test_two_ranks_are_measured_and_planned_for(launch: Launch, tmp_path: Path) 
     assert (made.returncode, made.stderr) == (0, "")
 
 
+@pytest.mark.full  # the message itself is in tests/commands
 def test_what_cannot_be_written_ends_all_ranks_with_one_message(launch: Launch, tmp_path: Path) -> None:
     job = launch(2, "-m", "mpipipe", "calibrate", "-o", "no/c.yaml", cwd=tmp_path)
     assert job.returncode != 0

@@ -24,7 +24,8 @@ SHORT = ("train.steps=10", "train.warmup=2", "eval.every=0", "eval.batches=1", "
 
 digits = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn: mpipipe[digits]")
 hf = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: mpipipe[transformers]")
-EXTRAS = {"digits": digits}
+# gpt: the README's commands run it each time (tests/docs); digits: python_api.py learns them each time
+MARKS = {"digits": (digits, pytest.mark.full), "gpt": (pytest.mark.full,)}
 
 
 def train(launch: Launch, ranks: int, example: str, folder: Path, *overrides: str) -> dict[str, Any]:
@@ -43,7 +44,7 @@ SINGLE = sorted({path.stem for path in EXAMPLES.glob("*.yaml")} - BENCHMARKS - O
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("example", [pytest.param(e, marks=EXTRAS.get(e, ())) for e in SINGLE])
+@pytest.mark.parametrize("example", [pytest.param(e, marks=MARKS.get(e, ())) for e in SINGLE])
 def test_an_example_learns(launch: Launch, tmp_path: Path, example: str) -> None:
     steps = 100 if example == "mlp" else 10  # the perceptron learns slowly, in steps of milliseconds
     summary = train(launch, 2, example, tmp_path, *SHORT, f"train.steps={steps}")

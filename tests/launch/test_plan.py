@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ model: {name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}
 data: {name: synthetic, samples: 64}
 train: {steps: 3, batch: 8, warmup: 1}
 eval: {every: 0, batches: 1}
-pipeline: {micro_batches: 4}
+pipeline: {micro_batches: 4, schedule: 1f1b}
 """
 PLANS = (
     "import sys; sys.modules['mpi4py'] = None; from mpipipe.__main__ import main; "
@@ -30,42 +31,48 @@ PLANS = (
 )
 
 
-def test_an_edited_plan_trains_to_the_same_weights_with_its_own_cuts(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIG)
+@pytest.fixture(scope="module")
+def folder(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the config and a run as the ranks planned it, `first`."""
+    path = tmp_path_factory.mktemp("plans")
+    (path / "config.yaml").write_text(CONFIG)
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", "run.dir=first", cwd=path)
+    assert job.returncode == 0, job.stderr
+    return path
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def test_an_edited_plan_trains_to_the_same_weights_with_its_own_cuts(launch: Launch, folder: Path) -> None:
     plan = [sys.executable, "-c", PLANS, "plan", "config.yaml", "--ranks", "2", "-o", "p.json"]
-    made = subprocess.run(plan, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    made = subprocess.run(plan, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     assert (made.returncode, made.stderr) == (0, ""), made.stderr
-    value = json.loads((tmp_path / "p.json").read_text())
+    value = json.loads((folder / "p.json").read_text())
     groups = [group["name"] for group in value["costs"]["groups"]]
     (cut,) = value["layout"]["cuts"]
     other = next(name for name in groups[1:] if name != cut)
-    text = (tmp_path / "p.json").read_text().replace(f'      "{cut}"', f'      "{other}"')
-    (tmp_path / "p.json").write_text(text)
+    text = (folder / "p.json").read_text().replace(f'      "{cut}"', f'      "{other}"')
+    (folder / "p.json").write_text(text)
 
-    summaries = []
-    for run in ("planned", "edited"):
-        given = ["--plan", "p.json"] if run == "edited" else []
-        job = launch(2, "-m", "mpipipe.train", "config.yaml", f"run.dir={run}", *given, cwd=tmp_path)
-        assert job.returncode == 0, job.stderr
-        summaries.append(json.loads((tmp_path / run / "summary.json").read_text()))
-    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
-    ran = from_json(Plan, (tmp_path / "edited" / "plan.json").read_text())
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", "run.dir=edited", "--plan", "p.json", cwd=folder)
+    assert job.returncode == 0, job.stderr
+    first, edited = summary(folder / "first"), summary(folder / "edited")
+    assert first["weights_sha256"] == edited["weights_sha256"]
+    ran = from_json(Plan, (folder / "edited" / "plan.json").read_text())
     assert ran.layout.cuts == (other,)
     assert ran.costs is not None
-    assert ran.hash == summaries[1]["plan_hash"]
+    assert ran.hash == edited["plan_hash"]
 
 
-def test_a_refined_plan_trains_to_the_same_weights(launch: Launch, tmp_path: Path) -> None:
+def test_a_refined_plan_trains_to_the_same_weights(launch: Launch, folder: Path) -> None:
     """The measured step is made to say that a stage with several groups was slow, so that the cut moves."""
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    plain = "pipeline.schedule=1f1b"
-    job = launch(2, "-m", "mpipipe.train", "config.yaml", "run.dir=first", plain, cwd=tmp_path)
-    assert job.returncode == 0, job.stderr
-    plan = from_json(Plan, (tmp_path / "first" / "plan.json").read_text())
+    plan = from_json(Plan, (folder / "first" / "plan.json").read_text())
     assert plan.costs is not None
     stage = int([group.name for group in plan.costs.groups].index(plan.layout.cuts[0]) == 1)
     ((slow,), (other,)) = plan.layout.ranks[stage], plan.layout.ranks[1 - stage]
-    trace = read_trace(tmp_path / "first" / "timeline.json")
+    trace = read_trace(folder / "first" / "timeline.json")
     measured = trace.timelines["measured"]
     works = np.isin(measured.program.codes[slow][:, 0], [Op.F, Op.B])
     times = measured.times[slow].copy()
@@ -73,19 +80,19 @@ def test_a_refined_plan_trains_to_the_same_weights(launch: Launch, tmp_path: Pat
     by_rank = {slow: times, other: measured.times[other]}
     slower = replace(measured, times=(by_rank[0], by_rank[1]))
     write_trace(
-        tmp_path / "first" / "timeline.json",
+        folder / "first" / "timeline.json",
         replace(trace, timelines={**trace.timelines, "measured": slower}),
     )
 
     refine = [sys.executable, "-c", PLANS, "plan", "--refine", "first", "-o", "refined.json"]
-    made = subprocess.run(refine, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    made = subprocess.run(refine, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     assert (made.returncode, made.stderr) == (0, ""), made.stderr
     assert "new plan: " in made.stdout
-    given = ["--plan", "refined.json", "run.dir=second", plain]
-    job = launch(2, "-m", "mpipipe.train", "config.yaml", *given, cwd=tmp_path)
+    given = ["--plan", "refined.json", "run.dir=second"]
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", *given, cwd=folder)
     assert job.returncode == 0, job.stderr
-    first, second = (json.loads((tmp_path / d / "summary.json").read_text()) for d in ("first", "second"))
+    first, second = summary(folder / "first"), summary(folder / "second")
     assert first["weights_sha256"] == second["weights_sha256"]
-    ran, planned = (from_json(Plan, (tmp_path / d / "plan.json").read_text()) for d in ("second", "first"))
-    refined = from_json(Plan, (tmp_path / "refined.json").read_text())
+    ran, planned = (from_json(Plan, (folder / d / "plan.json").read_text()) for d in ("second", "first"))
+    refined = from_json(Plan, (folder / "refined.json").read_text())
     assert ran.layout == refined.layout != planned.layout

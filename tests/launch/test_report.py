@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpipipe.__main__ import main
+from mpipipe.report.trace import read_trace
 
 pytestmark = pytest.mark.jobs
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -39,6 +40,7 @@ def test_report_and_tensorboard_of_a_resumed_run(
         job = launch(2, "-m", "mpipipe.train", "config.yaml", *args, cwd=tmp_path)
         assert job.returncode == 0, job.stderr
     assert "after 4 steps" in job.stdout
+    assert read_trace(run / "timeline.json").steps == (5, 6, 7, 8), "a resumed run counts its steps on"
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     events = accumulator.EventAccumulator(str(run / "tensorboard"))

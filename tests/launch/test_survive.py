@@ -28,13 +28,17 @@ class Chosen(random.Random):
         return self.choices.pop(0) if self.choices else super().choice(seq)
 
 
-def test_kills_inside_step_and_a_save_leave_the_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = Chosen("STEP", signal.SIGKILL, "save", signal.SIGKILL)
+@pytest.mark.parametrize("places", [("save",), pytest.param(("STEP", "save"), marks=pytest.mark.full)])
+def test_kills_inside_step_and_a_save_leave_the_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...]
+) -> None:
+    """Within a step: also in test_survival.py."""
+    chosen = Chosen(*(word for place in places for word in (place, signal.SIGKILL)))
     monkeypatch.setattr(survive.random, "Random", lambda seed: chosen)
     monkeypatch.setattr(survive, "STEPS", 16)
     monkeypatch.setattr(survive, "CONFIG", survive.CONFIG.replace("steps: 60", "steps: 16"))
     way = survive.WAYS["restart"]
-    tally = survive.survive(tmp_path, kills=2, ranks=2, way=way)
-    assert (tally.kills, tally.hangs, tally.same_bits) == (2, 0, True)
-    assert dict(tally.where) == {"STEP": 1, "save": 1}
+    tally = survive.survive(tmp_path, kills=len(places), ranks=2, way=way)
+    assert (tally.kills, tally.hangs, tally.same_bits) == (len(places), 0, True)
+    assert dict(tally.where) == dict.fromkeys(places, 1)
     assert max(tally.replayed) <= way.k

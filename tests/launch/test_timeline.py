@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from mpipipe.commands.draw import main as draw
 from mpipipe.report.account import account
@@ -32,6 +31,8 @@ run: {dir: run}
 def test_a_run_leaves_its_timeline_and_a_table_by_rank(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from matplotlib.image import imread  # here: it takes a while, and few tests draw
+
     (tmp_path / "config.yaml").write_text(CONFIG)
     run = tmp_path / "run"
     job = launch(2, "-m", "mpipipe.train", "config.yaml", cwd=tmp_path)
@@ -74,11 +75,3 @@ def test_a_run_leaves_its_timeline_and_a_table_by_rank(
         assert draw([str(source)]) == 0
     assert "measured: " in job.stdout
     assert capsys.readouterr().out.count("predicted: ") == 2
-
-
-def test_a_resumed_run_counts_its_steps_on(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    for arguments in (["train.steps=4"], ["--resume"]):
-        job = launch(1, "-m", "mpipipe.train", "config.yaml", *arguments, cwd=tmp_path)
-        assert job.returncode == 0, job.stderr
-    assert read_trace(tmp_path / "run" / "timeline.json").steps == (5, 6, 7, 8, 9)

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from mpipipe.ops import (
     bernoulli,
@@ -43,6 +42,8 @@ def test_uniform_never_reaches_one(dtype):
 
 def test_distributions():
     """Kolmogorov-Smirnov at a level that a right stream fails once in a million, for a fixed stream."""
+    from scipy import stats  # here: it takes a while
+
     assert stats.kstest(uniform((N,), KEY, 1, 2).numpy(), "uniform").pvalue > 1e-6
     assert stats.kstest(normal((N,), KEY, 1, 2).numpy(), "norm").pvalue > 1e-6
     z = normal((N,), KEY, 1, 2, dtype=torch.float64).numpy()
@@ -61,6 +62,8 @@ def test_normal_is_box_muller(n):
 
 
 def test_integers():
+    from scipy import stats  # here: it takes a while
+
     got = integers(-3, 7, (N,), KEY, 1, 2)
     expected = (words(N).astype(np.uint64) * 10 >> 32).astype(np.int64) - 3
     assert torch.equal(got, torch.from_numpy(expected))

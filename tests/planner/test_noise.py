@@ -42,7 +42,7 @@ def test_one_walk_is_as_many_simulations(problem, schedule: str, tied: str) -> N
             assert steps_s[c, d] == pytest.approx(simulated.prediction.step_s)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(problems("mixed"), st.sampled_from(["1f1b", "gpipe"]))
 def test_only_cuts_that_fit_are_tried(problem, schedule: str) -> None:
     """As `predict` says, or more carefully: it counts the receives that follow each other in the program."""
@@ -134,7 +134,7 @@ def test_a_plan_that_barely_fits_has_its_noise_too() -> None:
     assert (found.held, found.gain) == (3, 0.0), "nothing else fits"
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(problems("huge"))
 def test_the_draws_in_which_one_plan_is_shorter_are_counted(problem) -> None:
     costs, n_stages, n_micro = problem

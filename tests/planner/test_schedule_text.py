@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from planner_cases import HUGE, cluster
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from mpipipe.config.read import parse
 from mpipipe.configured import schedule_name
@@ -32,6 +31,8 @@ def test_any_schedule_comes_back(name):
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
 def test_torch_reads_the_same_actions_and_finds_them_valid(name):
+    from torch.distributed.pipelining import schedules as torch_schedules  # takes seconds
+
     schedule = SCHEDULES[name](*NUMBERS[name])
     rows = [line.split(",") for line in to_text(schedule).splitlines()]
     orders = {rank: [torch_schedules._Action.from_str(word) for word in row] for rank, row in enumerate(rows)}

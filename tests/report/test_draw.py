@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from mpipipe.planner import SCHEDULES, lower, simulate
 from mpipipe.report.draw import draw_png, draw_text, draw_texts
@@ -61,6 +60,8 @@ def test_nothing_to_draw_is_no_error(timeline: Timeline) -> None:
 def test_png_has_one_panel_per_timeline_and_the_colours_of_its_boxes(
     timeline: Timeline, tmp_path: Path
 ) -> None:
+    from matplotlib.image import imread  # here: it takes a while, and few tests draw
+
     draw_png({"predicted": timeline}, tmp_path / "one.png")
     draw_png({"predicted": timeline, "measured": timeline}, tmp_path / "two.png")
     one, two = imread(tmp_path / "one.png"), imread(tmp_path / "two.png")
@@ -116,6 +117,8 @@ def test_many_ranks_are_folded_and_that_is_said() -> None:
 
 
 def test_a_picture_of_many_ranks_is_not_endless(tmp_path: Path) -> None:
+    from matplotlib.image import imread  # here: it takes a while, and few tests draw
+
     draw_png({"predicted": of_ranks(64, n_micro=1)}, tmp_path / "many.png")
     height, width, _ = imread(tmp_path / "many.png").shape
     assert 64 * 10 < height < 2 * width

@@ -179,6 +179,7 @@ def test_a_changed_fact_changes_the_name() -> None:
     assert len(others - {one}) == 4
 
 
+@pytest.mark.usefixtures("captured_once")
 def test_an_update_is_known_as_long_as_the_groups_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from mpipipe.runtime import op_table
 from mpipipe.runtime.op_table import Decision, gains, in_words, winner
 from mpipipe.runtime.setting import kernel_set
 
+pytestmark = pytest.mark.usefixtures("captured_once")
 FORMS = {"flash_attention", "layer_norm", "bias_gelu", "linear_cross_entropy"}
 
 

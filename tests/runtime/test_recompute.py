@@ -37,7 +37,6 @@ ALL = [
     for schedule, ranks in [("1f1b", 1), ("gpipe", 4), ("zb-h1", 3), ("zb-v", 2), ("v-half", 2)]
     for modes in [(S,), (F,), (N, S, F)]
     if schedule in ("1f1b", "gpipe") or not (case.bits == "fast" and case.blocks > 1)
-    if len(case.variants.graph.groups) >= (2 * ranks if schedule in ("zb-v", "v-half") else ranks)
 ]
 
 

@@ -155,7 +155,7 @@ def undisturbed() -> dict[str, str]:
     [
         (2, ((0, "update", 4),)),
         (3, ((1, "backward", 5), (2, "recovery", 3))),  # it has the mirror that is fetched: from the start
-        pytest.param(3, ((2, "transfer", 6),), marks=pytest.mark.full),  # from step 3
+        (3, ((2, "transfer", 6),)),  # from step 3
         pytest.param(3, ((1, "received", 6),), marks=pytest.mark.full),
         pytest.param(4, ((1, "update", 5), (3, "update", 5)), marks=pytest.mark.full),
         pytest.param(4, ((3, "update", 2), (0, "backward", 5), (1, "update", 7)), marks=pytest.mark.full),
