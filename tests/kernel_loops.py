@@ -33,7 +33,7 @@ LOOPS = {
     "norms_f32": Loop(r"cpu::norms<float>", FUSED, ARM_FUSED, 2),
     "norms_bf16": Loop(r"cpu::norms<mpipipe::bf16>", FUSED, ARM_FUSED, 2),
     "accumulate": Loop(r"cpu::.*\badd<(true|false)>", "vaddps", "fadd", 2),
-    "attention_products": Loop(r"mpipipe::block<|cpu::.*\b(Forward|Backward)<", FUSED, ARM_FUSED, 8, FIXED),
+    "attention_products": Loop(r"mpipipe::(block|panels?|multiply)<", FUSED, ARM_FUSED, 8, FIXED),
     "attention_weights": Loop(r"cpu::.*\bweigh\(", FUSED, ARM_FUSED, 4, FIXED),
     "norm_sums_f32": Loop(r"\brun_sum<true, float>", FUSED, ARM_FUSED, 4, FIXED),
     "norm_sums_bf16": Loop(r"\brun_sum<true, mpipipe::bf16>", FUSED, ARM_FUSED, 4, FIXED),

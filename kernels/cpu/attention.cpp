@@ -40,6 +40,13 @@ void weigh(const Tile& t, float* s, Running& r) {
     }
 }
 
+// What a thread keeps: consecutive pieces of work are most often of one head.
+struct Held {
+    size_t head = SIZE_MAX;
+    Rows keys, values, queries;
+    Floats scratch;
+};
+
 template <typename T>
 struct Forward {
     Problem p;
@@ -50,23 +57,27 @@ struct Forward {
     float* lse;
 
     // All query tiles of `group` of the heads that share a key head.
-    void operator()(size_t b, size_t key_head, size_t group, size_t groups) const {
+    void operator()(size_t b, size_t key_head, size_t group, size_t groups, Held& held) const {
         const size_t seen = p.seen(b), padded = p.padded(), tiles = p.query_tiles();
-        const Rows keys(at(k, k_strides, b, key_head), k_strides[2], seen, p.width, padded);
-        const Rows values(at(v, v_strides, b, key_head), v_strides[2], seen, p.width, padded);
-        const Floats scratch = floats(kQueries * (p.width + kKeys + padded));
+        if (held.head != b * p.key_heads + key_head) {
+            held.head = b * p.key_heads + key_head;
+            held.keys.take(at(k, k_strides, b, key_head), k_strides[2], seen, p.width, padded);
+            held.values.take(at(v, v_strides, b, key_head), v_strides[2], seen, p.width, padded);
+        }
+        if (!held.scratch) held.scratch = floats(kQueries * (p.width + kKeys + padded));
         for (size_t h = key_head * p.heads_per_key(); h < (key_head + 1) * p.heads_per_key(); ++h) {
             for (size_t t = 0; t < tiles; ++t) {
-                if (belongs(t, tiles, groups, group)) tile(b, h, t * kQueries, seen, keys, values, scratch.get());
+                if (belongs(t, tiles, groups, group)) tile(b, h, t * kQueries, seen, held);
             }
         }
     }
 
-    void tile(size_t b, size_t h, size_t i0, size_t seen, const Rows& keys, const Rows& values, float* scratch) const {
+    void tile(size_t b, size_t h, size_t i0, size_t seen, Held& held) const {
         const size_t rows = std::min(kQueries, p.queries - i0), padded = p.padded();
         const T* from = at(q, q_strides, b, h) + static_cast<ptrdiff_t>(i0) * q_strides[2];
-        float *turned = scratch, *s = turned + p.width * kQueries, *sum = s + kKeys * kQueries;
-        turn(Rows(from, q_strides[2], rows, p.width, padded), 0, rows, padded, p.width, p.scale * kLog2e, turned);
+        float *turned = held.scratch.get(), *s = turned + p.width * kQueries, *sum = s + kKeys * kQueries;
+        held.queries.take(from, q_strides[2], rows, p.width, padded);
+        turn(held.queries, 0, rows, padded, p.width, p.scale * kLog2e, turned);
         Running r;
         std::fill_n(r.greatest, kQueries, -kInfinity);
         std::fill_n(r.sum, kQueries, 0.0f);
@@ -74,11 +85,11 @@ struct Forward {
         const size_t end = p.causal ? std::min(seen, i0 + rows) : seen;
         for (size_t j0 = 0; j0 < end; j0 += kKeys) {
             const Tile t(p, i0, j0, end);
-            scores(t, keys, padded, turned, p.width, p.mask(b), s);
+            scores(t, held.keys, padded, turned, p.width, p.mask(b), s);
             weigh(t, s, r);
             t.for_queries([&](size_t i, size_t n, size_t depth) {
-                multiply<Into::scale>(n, padded, {s + i, 1, kQueries}, values[j0], padded, depth, sum + i * padded,
-                                      padded, r.factor + i);
+                multiply<Into::scale>(n, padded, {s + i, 1, kQueries}, held.values[j0], padded, depth,
+                                      sum + i * padded, padded, r.factor + i);
             });
         }
         finish(b, h, i0, rows, r, sum);
@@ -113,8 +124,8 @@ void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_
     const Problem p{batch, heads, key_heads, queries, keys, width, causal, scale, key_lengths, key_mask};
     const Forward<T> forward{p, q, k, v, q_strides, k_strides, v_strides, o, o_strides, lse};
     const size_t groups = groups_for(64, batch * key_heads, p.query_tiles());
-    parallel_for(batch * key_heads * groups, threads, [&](size_t i) {
-        forward(i / groups / key_heads, i / groups % key_heads, i % groups, groups);
+    parallel_for_holding<Held>(batch * key_heads * groups, threads, [&](size_t i, Held& held) {
+        forward(i / groups / key_heads, i / groups % key_heads, i % groups, groups, held);
     });
 }
 

@@ -15,6 +15,8 @@
 namespace mpipipe::cpu {
 namespace {
 
+constexpr size_t kTogether = 4;  // tiles of keys: with width 64, 256 KiB of k, v, dk and dv in the second-level cache
+
 template <typename T>
 struct View {  // of a tensor; head(b, h) is its first token
     T* p;
@@ -36,20 +38,22 @@ void give(const float* from, size_t padded, size_t width, float factor, size_t f
 }
 
 // What the queries of one head bring: q and d_o as rows and turned, lse and delta; padded to whole tiles, with
-// queries that see nothing.
+// queries that see nothing. The next head takes the place of the last one.
 struct Queries {
     Rows q, d_o;
     Floats q_turned, d_o_turned, lse, delta;
 
     template <typename T>
-    Queries(const Problem& p, View<const T> q_, View<const T> o, View<const T> d_o_, const float* lse_, size_t b,
-            size_t h)
-        : q(q_.head(b, h), q_.strides[2], p.queries, p.width, p.padded()),
-          d_o(d_o_.head(b, h), d_o_.strides[2], p.queries, p.width, p.padded()) {
+    void take(const Problem& p, View<const T> q_, View<const T> o, View<const T> d_o_, const float* lse_, size_t b,
+              size_t h) {
         const size_t all = p.query_tiles() * kQueries, padded = p.padded();
-        q_turned = floats(all * p.width), d_o_turned = floats(all * p.width);
-        lse = floats(all), delta = zeros(all);
-        std::fill_n(lse.get(), all, kInfinity);
+        q.take(q_.head(b, h), q_.strides[2], p.queries, p.width, padded);
+        d_o.take(d_o_.head(b, h), d_o_.strides[2], p.queries, p.width, padded);
+        if (!lse) {
+            q_turned = floats(all * p.width), d_o_turned = floats(all * p.width);
+            lse = floats(all), delta = zeros(all);
+            std::fill_n(lse.get(), all, kInfinity);
+        }
         std::memcpy(lse.get(), lse_ + (b * p.heads + h) * p.queries, p.queries * sizeof(float));
         for (size_t i = 0; i < p.queries; ++i) {
             const T* row = o.head(b, h) + static_cast<ptrdiff_t>(i) * o.strides[2];
@@ -64,6 +68,14 @@ struct Queries {
             turn(d_o, i, rows, padded, p.width, 1.0f, d_o_turned.get() + i * p.width);
         }
     }
+};
+
+// What a thread keeps: consecutive pieces of work are most often of one head.
+struct Held {
+    size_t key_head = SIZE_MAX, head = SIZE_MAX;
+    Rows keys, values;
+    Queries queries;
+    Floats scratch, dk, dv, dq;
 };
 
 // s: scores to weights p; ds: d_o v^T to p (d_o v^T - delta).
@@ -89,32 +101,56 @@ struct Backward {
     size_t groups;
 
     size_t key_tiles() const { return (p.keys + kKeys - 1) / kKeys; }
+    size_t dq_size() const { return p.heads_per_key() * p.queries * p.padded(); }
 
-    // dk and dv of the group's tiles of keys; returns its dq (heads of the key head, queries, padded), without scale.
-    Floats run(size_t b, size_t key_head, size_t group) const {
+    // dk and dv of the group's tiles of keys, and its dq (heads of the key head, queries, padded) without scale.
+    void run(size_t b, size_t key_head, size_t group, Held& held, float* dq_sum) const {
         const size_t seen = p.seen(b), padded = p.padded(), heads = p.heads_per_key();
-        const Rows keys(k.head(b, key_head), k.strides[2], seen, p.width, padded);
-        const Rows values(v.head(b, key_head), v.strides[2], seen, p.width, padded);
-        const Floats scratch = floats(2 * kKeys * kQueries);
-        Floats dq_sum = zeros(heads * p.queries * padded);
-        const Floats dk_sum = zeros(p.keys * padded), dv_sum = zeros(p.keys * padded);
-        for (size_t h = 0; h < heads && seen > 0; ++h) {
-            const Queries queries(p, q, o, d_o, lse, b, key_head * heads + h);
-            for (size_t j = 0; j * kKeys < seen; ++j) {
-                if (!belongs(j, key_tiles(), groups, group)) continue;
-                for (size_t i = p.causal ? j * kKeys / kQueries : 0; i * kQueries < p.queries; ++i) {
-                    tile(Tile(p, i * kQueries, j * kKeys, seen), keys, values, queries, p.mask(b), scratch.get(),
-                         dq_sum.get() + h * p.queries * padded, dk_sum.get(), dv_sum.get());
-                }
-            }
+        if (held.key_head != b * p.key_heads + key_head) {
+            held.key_head = b * p.key_heads + key_head;
+            held.keys.take(k.head(b, key_head), k.strides[2], seen, p.width, padded);
+            held.values.take(v.head(b, key_head), v.strides[2], seen, p.width, padded);
         }
+        if (!held.scratch) {
+            held.scratch = floats(2 * kKeys * kQueries);
+            held.dk = floats(p.keys * padded), held.dv = floats(p.keys * padded);
+        }
+        std::fill_n(dq_sum, dq_size(), 0.0f);
+        std::vector<size_t> own;
         for (size_t j = 0; j < key_tiles(); ++j) {
             if (!belongs(j, key_tiles(), groups, group)) continue;
-            const size_t last = std::min(p.keys, (j + 1) * kKeys);
-            give(dk_sum.get(), padded, p.width, p.scale, j * kKeys, last, dk.head(b, key_head), dk.strides[2]);
-            give(dv_sum.get(), padded, p.width, 1.0f, j * kKeys, last, dv.head(b, key_head), dv.strides[2]);
+            const size_t first = j * kKeys * padded, last = std::min(p.keys, (j + 1) * kKeys) * padded;
+            std::fill(held.dk.get() + first, held.dk.get() + last, 0.0f);
+            std::fill(held.dv.get() + first, held.dv.get() + last, 0.0f);
+            own.push_back(j);
         }
-        return dq_sum;
+        for (size_t h = 0; h < heads && seen > 0; ++h) {
+            const size_t head = b * p.heads + key_head * heads + h;
+            if (held.head != head) {
+                held.head = head;
+                held.queries.take(p, q, o, d_o, lse, b, key_head * heads + h);
+            }
+            for (size_t first = 0; first < own.size(); first += kTogether) {
+                const size_t last = std::min(own.size(), first + kTogether);
+                meet(b, own.data() + first, own.data() + last, seen, held, dq_sum + h * p.queries * padded);
+            }
+        }
+        for (const size_t j : own) {
+            const size_t last = std::min(p.keys, (j + 1) * kKeys);
+            give(held.dk.get(), padded, p.width, p.scale, j * kKeys, last, dk.head(b, key_head), dk.strides[2]);
+            give(held.dv.get(), padded, p.width, 1.0f, j * kKeys, last, dv.head(b, key_head), dv.strides[2]);
+        }
+    }
+
+    // Some tiles of keys, ascending, by all queries that see them: each tile of queries is read once for all of them.
+    void meet(size_t b, const size_t* first, const size_t* last, size_t seen, Held& held, float* dq_sum) const {
+        for (size_t i = p.causal ? *first * kKeys / kQueries : 0; i * kQueries < p.queries; ++i) {
+            for (const size_t* j = first; j < last; ++j) {
+                if (*j * kKeys >= seen || (p.causal && i < *j * kKeys / kQueries)) break;
+                tile(Tile(p, i * kQueries, *j * kKeys, seen), held.keys, held.values, held.queries, p.mask(b),
+                     held.scratch.get(), dq_sum, held.dk.get(), held.dv.get());
+            }
+        }
     }
 
     void tile(const Tile& t, const Rows& keys, const Rows& values, const Queries& queries, const bool* mask, float* s,
@@ -143,8 +179,8 @@ struct Backward {
     }
 
     // dq = scale * the sum of what the groups found, one after the other.
-    void finish(size_t b, size_t key_head, Floats* sums) const {
-        const size_t heads = p.heads_per_key(), padded = p.padded(), n = heads * p.queries * padded;
+    void finish(size_t b, size_t key_head, const Floats* sums) const {
+        const size_t heads = p.heads_per_key(), padded = p.padded(), n = dq_size();
         float* total = sums[0].get();
         for (size_t group = 1; group < groups; ++group) {
             const float* more = sums[group].get();
@@ -155,7 +191,6 @@ struct Backward {
             give(total + h * p.queries * padded, padded, p.width, p.scale, 0, p.queries,
                  dq.head(b, key_head * heads + h), dq.strides[2]);
         }
-        for (size_t group = 0; group < groups; ++group) sums[group].reset();
     }
 };
 
@@ -171,11 +206,13 @@ void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, S
     const size_t groups = groups_for(16, batch * key_heads, (keys + kKeys - 1) / kKeys);
     const Backward<T> backward{p, {q, q_strides}, {k, k_strides}, {v, v_strides}, {o, o_strides}, {d_o, d_o_strides},
                                lse, {dq, dq_strides}, {dk, dk_strides}, {dv, dv_strides}, groups};
-    std::vector<Floats> sums(batch * key_heads * groups);
-    parallel_for(sums.size(), threads, [&](size_t i) {
+    std::vector<Floats> sums(groups == 1 ? 0 : batch * key_heads * groups);
+    parallel_for_holding<Held>(batch * key_heads * groups, threads, [&](size_t i, Held& held) {
         const size_t head = i / groups;
-        sums[i] = backward.run(head / key_heads, head % key_heads, i % groups);
-        if (groups == 1) backward.finish(head / key_heads, head % key_heads, &sums[i]);  // nothing to wait for
+        Floats& sum = groups == 1 ? held.dq : sums[i];
+        if (!sum) sum = floats(backward.dq_size());
+        backward.run(head / key_heads, head % key_heads, i % groups, held, sum.get());
+        if (groups == 1) backward.finish(head / key_heads, head % key_heads, &sum);  // nothing to wait for
     });
     parallel_for(groups == 1 ? 0 : batch * key_heads, threads, [&](size_t head) {
         backward.finish(head / key_heads, head % key_heads, &sums[head * groups]);

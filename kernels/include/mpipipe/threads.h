@@ -15,6 +15,17 @@ void parallel_for(size_t n, int threads, Body body) {
     for (size_t i = 0; i < n; ++i) body(i);
 }
 
+// body(i, held) likewise, with a `Held` for each thread: it may keep from one i to the next what changes no result.
+template <typename Held, typename Body>
+void parallel_for_holding(size_t n, int threads, Body body) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && n > 1)
+    {
+        Held held;
+#pragma omp for schedule(static)
+        for (size_t i = 0; i < n; ++i) body(i, held);
+    }
+}
+
 // body(first, last) for the pieces of `piece` items, the last one shorter, that [0, n) falls into.
 template <typename Body>
 void parallel_pieces(size_t n, size_t piece, int threads, Body body) {
