@@ -664,7 +664,7 @@ class Timeline:
     def bubble(self) -> float:
         """Idle share of the makespan, mean over ranks."""
         n, span = len(self.times), self.makespan_s
-        return 1.0 - sum(map(self.busy_s, range(n))) / (n * span) if span else 0.0
+        return max(0.0, 1.0 - sum(map(self.busy_s, range(n))) / (n * span)) if span else 0.0
 
     @property
     def bubble_rank(self) -> float:

@@ -95,6 +95,8 @@ def test_overrides_win_and_leave_the_rest() -> None:
         ("train: 5", [], ["train = 5 (int)", "keys with values"]),
         ("train: {1: 5}", [], ["train.1", "text"]),
         ("model: {name: gtp}", [], ["model.name = 'gtp'", "'gpt', 'llama'", "'hf:path'"]),
+        ("pipeline: {schedule: zbv}", [], ["= 'zbv' (str)", "(name.csv); did you mean 'zb-v'?"]),
+        ("pipeline: {schedule: 1F1B}", [], ["or package.module:name or a file", "did you mean '1f1b'?"]),
         ("model: 7", [], ["model = 7 (int)", "keys with values"]),
         ("model: a b:c", [], ["model = 'a b:c' (str)", "package.module:name"]),
         ("model: resnet", [], ["model.name = resnet", "data.name = text", "images or digits or synthetic"]),

@@ -124,10 +124,10 @@ def binding_advice(cores: int, ranks_on_node: int, threads: int, bound: int) -> 
             f"and wait for each other; {most}"
         )
     if idle > 0:
-        use = f"{ranks_on_node} ranks x {threads} threads leave {idle} of {cores} cores idle"
+        used = f"{counted(ranks_on_node, 'rank')} x {counted(threads, 'thread')}"
         return (
-            f"{use}; start more ranks, or set pipeline.threads (changes the bits of the run); "
-            f"`python -m mpipipe plan CONFIG --cores {cores}` weighs both"
+            f"{used} leave {idle} of {cores} cores idle; start more ranks, or set pipeline.threads (changes "
+            f"the bits of the run); `python -m mpipipe plan CONFIG --cores {cores}` weighs both"
         )
     return None
 

@@ -174,8 +174,9 @@ _EXPECTED = {
     "missing": "one value more",
     "too_long": "fewer values",
     "invalid_key": "a key that is text",
-    "string_pattern_mismatch": "package.module:name",
 }
+_LITERALS = re.compile(r"'([^']+)'")
+_FORMS = {r"\.csv$": "a file of actions (name.csv)"}  # of text, by pattern; else `package.module:name`
 
 
 _ELSEWHERE = {  # what other programs call some of the keys
@@ -211,8 +212,17 @@ def _complaint(key: str, path: tuple[str, ...], details: list[ErrorDetails]) -> 
         return f"{key} lacks the key '{first['loc'][-1]}'; write it below"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    wanted = " or ".join(_EXPECTED.get(d["type"], d["msg"].removeprefix("Input should be ")) for d in details)
+    wanted = " or ".join(map(_wanted, details))
+    names = [name for d in details if d["type"] == "literal_error" for name in _LITERALS.findall(_wanted(d))]
+    near = difflib.get_close_matches(str(first["input"]).lower(), names, n=1)
+    wanted += f"; did you mean {near[0]!r}?" if near else ""
     return f"{key} = {first['input']!r} ({type(first['input']).__name__}); expected {wanted}"
+
+
+def _wanted(detail: ErrorDetails) -> str:
+    if detail["type"] == "string_pattern_mismatch":
+        return _FORMS.get(detail["ctx"]["pattern"], "package.module:name")
+    return _EXPECTED.get(detail["type"], detail["msg"].removeprefix("Input should be "))
 
 
 def _sections() -> dict[str, type[BaseModel]]:
