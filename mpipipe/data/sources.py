@@ -45,6 +45,10 @@ class Indexed:
         with _borrowed_generators():
             return self._collate([self._item(i, s) for i, s in zip(index, seeds, strict=True)])
 
+    def index(self, step: int, sample: int) -> int:
+        """In the user's data, of a sample of the batch of `step`."""
+        return int(self._order.indices(step, sample, sample + 1)[0])
+
     def __iter__(self) -> Iterator[Any]:
         """Whole batches in order, each sample once."""
         size = self._order.batch

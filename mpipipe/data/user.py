@@ -117,6 +117,11 @@ class UserData(DatasetBase):
         self._structure.check(found, stop - start, f"{split} step {step}")
         return {key: t for key, t in found.items() if key in keys}
 
+    def name_of(self, split: Split, step: int, sample: int) -> str:
+        """What the user calls a sample of a batch: "data[17]"; "" where it has no name."""
+        source = self._sources[split]
+        return f"data[{source.index(step, sample)}]" if isinstance(source, Indexed) else ""
+
 
 class Stream(DatasetBase):
     """Whole batches from a plain iterable, in order: `next_batch` on rank 0, who sends them on.

@@ -9,7 +9,7 @@ always wrong; infinity may be meant (a mask), so it is wrong only where NaN or t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,9 +127,10 @@ def _watch(
     with TRACING, torch.no_grad(), stage.autocast():
         sent, _ = watch.run(*stage.arguments(code, micro, received, batch, job.step, train=False))
     where = f"in micro-batch {micro} (stage {s}, rank {interpreter.rank_of_stage[s]})"
-    names = interpreter.variants.anatomy("train", source.specs[micro]).captured.name
+    anatomy = interpreter.variants.anatomy("train", source.specs[micro])
+    names = {n.name: name for n, name in anatomy.captured.name.items()}
     first = {key: sum(specs[key].shape[0] for specs in source.specs[:micro]) for key in batch}
-    tell = _Tell(watch, code, where, {n.name: name for n, name in names.items()}, batch, first)
+    tell = _Tell(watch, code, where, names, batch, first, source.name_of)
     return list(sent), tell.seen(s == interpreter.n_stages - 1)
 
 
@@ -167,6 +168,7 @@ class _Tell:
     names: Mapping[str, str]  # node of the stage's code -> canonical name
     batch: Mapping[str, Tensor]
     first: Mapping[str, int]  # by key: samples of the step before this micro-batch
+    name_of: Callable[[int], str]  # a sample of the step
 
     def seen(self, last: bool) -> _Seen:
         nodes = list(self.code.forward.graph.nodes)
@@ -222,8 +224,9 @@ class _Tell:
             buffers = [name for name, _ in self.code.leaves] + list(self.code.buffers)
             return f"the buffer {buffers[i - len(self.code.inputs)]!r} holds {what} {self.where}"
         key = self.code.inputs[i]
-        row = int((~torch.isfinite(self.batch[key])).nonzero()[0, 0])
+        sample = self.first[key] + int((~torch.isfinite(self.batch[key])).nonzero()[0, 0])
+        called = self.name_of(sample)
         return (
-            f"the input {key!r} holds {what} in sample {self.first[key] + row} of the batch, {self.where}; "
-            "mend that sample or leave it out"
+            f"the input {key!r} holds {what} in sample {sample} of the batch{called and f', {called}'}, "
+            f"{self.where}; mend that sample or leave it out"
         )

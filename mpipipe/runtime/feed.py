@@ -68,6 +68,10 @@ class Source(Protocol):
 
     def take(self, micro: int, keys: frozenset[str]) -> Batch: ...
 
+    def name_of(self, sample: int) -> str:
+        """What the user calls a sample of the batch; "" where that is not known."""
+        ...
+
 
 class Given:
     """Micro-batches that are already here."""
@@ -79,6 +83,9 @@ class Given:
         return {k: self.micros[micro][k] for k in keys}
 
     take = peek
+
+    def name_of(self, sample: int) -> str:
+        return ""
 
 
 def specs_of(batch: Batch) -> Specs:
@@ -241,6 +248,10 @@ class _Loaded:
         if missing := frozenset(keys - found.keys()):
             found |= self._load(micro, self.later[micro] if missing <= self.later[micro] else missing)
         return {key: found[key] for key in keys}
+
+    def name_of(self, sample: int) -> str:
+        name_of = getattr(self.feed.data, "name_of", None)  # a user's data has names
+        return name_of(self.split, self.step, sample) if name_of else ""
 
     def _requests(self, step: int, keys_of_micro: Sequence[Keys]) -> list[Request]:
         return [self._request(step, micro, keys) for micro, keys in enumerate(keys_of_micro) if keys]

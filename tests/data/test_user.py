@@ -60,6 +60,8 @@ def test_map_style_visits_every_sample_once_per_epoch(data: Any) -> None:
     assert seen[:10] != seen[10:]
     batch = mine.batch("train", 1, 0, 2, BOTH)
     assert torch.equal(batch["x"], X[batch["labels"]])
+    named = [mine.name_of("train", 1, sample) for sample in range(2)]  # type: ignore[attr-defined]
+    assert named == [f"data[{label}]" for label in batch["labels"].tolist()]
     assert set(mine.batch("train", 1, 0, 2, frozenset(["x"]))) == {"x"}
     assert (mine.exact, mine.varying, mine.train_samples, mine.val_samples) == (True, False, 10, 0)
     assert ids(user(data, seed=1), "train", 0, 0, 4) != seen[:4]

@@ -124,6 +124,14 @@ def test_a_sample_of_the_batch(n_stages: int, value: float, what: str) -> None:
     assert "(stage 0, rank 0); mend that sample" in found
 
 
+def test_a_sample_is_called_by_the_index_that_it_has_in_the_data() -> None:
+    class Named(Spoilt):
+        def name_of(self, split: str, step: int, sample: int) -> str:
+            return f"data[{100 * step + sample}]"
+
+    assert "in sample 5 of the batch, data[105], in micro-batch 2" in said(2, net(), Named(math.nan))
+
+
 def bursts(x: Tensor) -> Tensor:
     return torch.exp(x * 1e4)
 
