@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def size_text(nbytes: int) -> str:
-    """For people: 731 bytes, 12.5 MiB, 1.25 GiB."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if nbytes >= size:
+    """For people: 731 bytes, 12.5 MiB, 1.25 GiB. Bytes are said as long as one can read them."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= max(size, 10_000):
             return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:.0f} {unit}"
     return counted(nbytes, "byte")
 

@@ -93,7 +93,14 @@ def test_equal_layers_are_those_that_a_person_would_cut():
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(731, "731 bytes"), (12 << 20, "12 MiB"), (5 << 28, "1.25 GiB"), (1500 << 30, "1500 GiB")],
+    [
+        (731, "731 bytes"),
+        (9999, "9999 bytes"),
+        (418944, "409 KiB"),
+        (12 << 20, "12 MiB"),
+        (5 << 28, "1.25 GiB"),
+        (1500 << 30, "1500 GiB"),
+    ],
 )
 def test_sizes_are_words_that_a_person_would_use(nbytes, text):
     assert size_text(nbytes) == text
