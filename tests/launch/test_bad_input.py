@@ -342,11 +342,11 @@ DIFFERENT = {
     ),
     "another plan": (
         "sys.argv += ['--plan', 'whole/plan.json']",
-        "from dataclasses import replace\nfrom mpipipe import pipeline\nread = pipeline.read_plan\n"
+        "from dataclasses import replace\nfrom mpipipe import decided\nread = decided.read_plan\n"
         "def edited(path):\n"
         "    plan = read(path)\n"
         "    return replace(plan, layout=replace(plan.layout, receive_window=2)) if rank else plan\n"
-        "pipeline.read_plan = edited",
+        "decided.read_plan = edited",
         ["agree on: plan (1 of 2 ranks"],
     ),
 }
