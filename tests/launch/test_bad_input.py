@@ -165,7 +165,7 @@ def test_a_memory_limit_names_the_least_number_of_ranks_and_that_many_do(
     hidden, limit = "model.hidden=[1024, 1024, 1024, 1024]", "pipeline.memory_bytes=31000000"
     args = ["config.yaml", hidden, limit, "train.steps=1"]
     said = refusal(train(launch, folder, 2, *args, f"run.dir={tmp_path}/a"))
-    size = r"\S+ (MiB|bytes)"
+    size = r"\S+ (MiB|KiB|bytes)"
     assert re.search(rf"stage [01] of 2 \(rank [01], {size}.*\) cannot hold .*: {size} short", said), said
     assert "start 3 ranks: that is the least that would do" in said
     job = train(launch, folder, 3, *args, f"run.dir={tmp_path}/b")
