@@ -162,7 +162,7 @@ def test_a_memory_limit_names_the_least_number_of_ranks_and_that_many_do(
 ) -> None:
     """Three matrices of 1024 * 1024, 4 bytes each, times 4 for gradient and optimizer: two on one rank take
     33.6 MB and what they compute, one takes 16.8."""
-    hidden, limit = "model.hidden=[1024, 1024, 1024, 1024]", "pipeline.memory_bytes=31000000"
+    hidden, limit = "model.hidden=[1024, 1024, 1024, 1024]", "pipeline.memory_bytes=38000000"
     args = ["config.yaml", hidden, limit, "train.steps=1"]
     said = refusal(train(launch, folder, 2, *args, f"run.dir={tmp_path}/a"))
     size = r"\S+ (MiB|KiB|bytes)"
