@@ -153,7 +153,6 @@ def test_ranks_are_started_together(launch):
     assert launch(1, "-c", "raise SystemExit(3)").returncode == 3
 
 
-@pytest.mark.jobs
 @pytest.mark.parametrize("ranks", ["x", "0", "", "-2"])
 def test_a_number_of_ranks_that_is_none_starts_nothing(ranks):
     """Open MPI takes it for all cores."""
@@ -162,6 +161,7 @@ def test_a_number_of_ranks_that_is_none_starts_nothing(ranks):
     assert f"{ranks} ranks: give a number of 1 or more, such as make train N=2" in done.stderr
 
 
+@pytest.mark.jobs
 def test_ranks_that_hang_are_ended_together(launch, tmp_path):
     hang = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(100)"
     with pytest.raises(pytest.fail.Exception, match=r"no end after 3\.0 s"):

@@ -7,14 +7,15 @@ import contextlib
 import ctypes
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-# Metrics, spans and the graph of evaluation, 1.5 to 2.5 MiB in each of the example models; and the buffer
-# through which a checkpoint is written, 2 MiB, when what a step has freed is kept.
-RUN_BYTES = 4 << 20
+BUFFER_BYTES = 2 << 20  # through which a checkpoint is written, when what a step has freed is kept
+RUN_BYTES = (
+    2 << 20
+) + BUFFER_BYTES  # metrics, spans, the graph of evaluation: 1.5 to 2.5 MiB in the examples
 KEPT_BYTES = 32 << 20  # the most that glibc allows
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _STATM, _PAGE_BYTES = "/proc/self/statm", os.sysconf("SC_PAGE_SIZE")
@@ -47,6 +48,18 @@ def give_back_freed_memory() -> None:
     """What a phase that is over has left behind; for between phases, not within a step."""
     gc.collect()
     _trim()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """The collector of garbage rests meanwhile: it would look through many new objects that stay."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _trim() -> None:

@@ -7,7 +7,6 @@ ranks that nobody has started. No MPI.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import shlex
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpipipe.cluster.launch import load_advice
+from mpipipe.cluster.memory import uncollected
 from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.cluster.spares import check_spares
 from mpipipe.commands import allocation, run
@@ -60,14 +60,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--cores weighs all ranks of this node; leave out --ranks, --cluster and -o")
     if a.budget < math.inf and (a.refine or a.cores or len(a.levels) > 1):
         parser.error("--budget is for one number of --ranks; leave it out")
-    collecting = gc.isenabled()
-    gc.disable()  # a large model's graph is a million objects that stay: to look through them takes seconds
-    try:
+    with uncollected():  # a large model's graph is a million objects: to look through them takes seconds
         work = _refine if a.refine else _cores if a.cores else _plan
         return run(lambda: work(a))
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _parser() -> argparse.ArgumentParser:

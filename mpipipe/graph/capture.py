@@ -10,7 +10,6 @@ by torch itself at run time and every operator keeps torch's own bits.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from mpipipe.cluster.memory import uncollected
 from mpipipe.errors import CaptureError, MpipipeError
 from mpipipe.graph.chain import Tail, append, chain
 from mpipipe.graph.means import refuse_mean
@@ -137,15 +137,10 @@ def _capture(
 @cache
 def warm_up_tracer() -> None:
     """Loads what torch's tracer imports at its first use (about 100 MB), so that it counts as imports. The
-    collector of garbage rests: it would look through many new objects, a tenth of a start, and free none."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    collector of garbage would take a tenth of a start, and free nothing."""
+    with uncollected():
         source = ModelSource(lambda: nn.Linear(1, 1), 0)
         capture(source, lambda y, batch: (y.sum(), 1.0), {"input": TensorSpec((1, 1), "float32")}, "train")
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _trace(

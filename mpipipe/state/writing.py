@@ -17,13 +17,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpipipe.cluster.memory import BUFFER_BYTES
 from mpipipe.errors import CheckpointError
 from mpipipe.state.digests import pieces_digest, shard_sha256
 from mpipipe.state.files import free_bytes, write_whole
 from mpipipe.state.shards import DTYPES, nbytes_of
 from mpipipe.values import TensorSpec, Value
 
-BUFFER_BYTES = 2 << 20  # a rank counts them in its memory (cluster.memory.RUN_BYTES)
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 

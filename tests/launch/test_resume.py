@@ -225,7 +225,7 @@ def test_damaged_checkpoints_are_passed_over_and_a_finished_run_says_so(
     assert "Traceback" not in job.stderr
 
 
-def test_a_time_limit_ends_with_a_whole_checkpoint_of_an_undisturbed_run(
+def test_a_time_limit_ends_with_a_checkpoint_and_the_run_can_go_on(
     launch: Launch, folder: Path, undisturbed: dict[str, Any]
 ) -> None:
     job = train(launch, folder, 2, "limited", "run.time_limit=0.01", by="slow.py")
@@ -239,3 +239,10 @@ def test_a_time_limit_ends_with_a_whole_checkpoint_of_an_undisturbed_run(
     assert last.name == f"step-{summary['steps']:08d}"
     losses = [[step["loss"] for step in steps] for steps in (told(run)["steps"], undisturbed["steps"])]
     assert losses[0] == losses[1][: summary["steps"]]
+
+    job = train(launch, folder, 1, "limited", "--resume")
+    assert job.returncode == 0, job.stderr
+    found = told(run)
+    assert found["weights"] == undisturbed["weights"]
+    losses = [[step["loss"] for step in steps] for steps in (found["steps"], undisturbed["steps"])]
+    assert losses[0] == losses[1]
