@@ -102,6 +102,7 @@ class PeakMemory:
     files do not count: pages of a data set or of a library are the system's, which drops them at need."""
 
     def __init__(self) -> None:
+        _trim()  # else what the imports have freed would count as held, until somebody gives it back
         self.restart()
         self._baseline = _own_kib("VmRSS:")
         self._statm = -1  # elsewhere than on Linux
