@@ -92,4 +92,4 @@ class Measuring:
         rows = numerics.micro_batch
         costs = with_loading(found.costs, variants.graph, data, rows, self.comm, numerics.threads)
         self.cluster = costs.cluster
-        return replace(found, costs=replace(costs, cluster=self.cluster.in_order(self.working)))
+        return replace(found, costs=costs.but(cluster=self.cluster.in_order(self.working)))

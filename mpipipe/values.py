@@ -110,6 +110,7 @@ class Tie(Value):
     param: str
     nbytes: int
     groups: tuple[int, ...]  # one entry per use, ascending
+    rows_bytes: int = 0  # of two uses the first keeps these, a step's rows, in place of a gradient
 
 
 @dataclass(frozen=True)
@@ -674,7 +675,7 @@ class Timeline:
         for rank in range(len(self.times)):
             t = self.times[rank][_COMPUTES[self.program.codes[rank][:, 0]]]
             span = float(t[:, 1].max() - t[:, 0].min()) if len(t) else 0.0
-            shares.append(1.0 - self.busy_s(rank) / span if span else 0.0)
+            shares.append(max(0.0, 1.0 - self.busy_s(rank) / span) if span else 0.0)
         return float(np.mean(shares)) if shares else 0.0
 
 

@@ -130,10 +130,12 @@ def gpt(tied: bool, dropout: float) -> Callable[[], nn.Module]:
 
 
 TOKENS = SyntheticTokens(32, 16, SEED)
+MANY = 1024  # entries: a table of which a step reads a few
 VECTORS = SyntheticVectors(SIDE * SIDE, CLASSES, 64, SEED)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
     "gpt": (gpt(tied=True, dropout=0.1), TOKENS),
     "gpt, untied": (gpt(tied=False, dropout=0.1), TOKENS),
+    "gpt, large table": (partial(GPT, MANY, 2, 32, 2, 16, True, 0.1), SyntheticTokens(MANY, 16, SEED)),
     "gpt, no dropout": (gpt(tied=True, dropout=0.0), TOKENS),
     "gpt, untied, no dropout": (gpt(tied=False, dropout=0.0), TOKENS),
     "mlp": (partial(MLP, SIDE * SIDE, (16, 16, 16), CLASSES, 0.1), VECTORS),
@@ -326,6 +328,7 @@ BITS = [  # what the promise of equal bits is tested on
     Case("gpt"),
     Case("gpt", tied="eager"),
     Case("gpt, untied"),
+    Case("gpt, large table"),
     Case("gpt", precision="bf16"),
     Case("gpt", precision="bf16", tied="eager"),
     Case("gpt", batch=7, evaluate=True),  # ragged: micro-batches of 2, 2, 2 and 1

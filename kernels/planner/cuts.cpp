@@ -64,10 +64,12 @@ class Cutter::Scan {
 
   private:
     void add(const Use& use) {
+        const int64_t rows_bytes = p_.ties[use.owned].rows_bytes;
+        if (use.next < 0) accumulators_ += rows_bytes;
         if (use.next >= 0 && use.next < end) {
-            accumulators_ += use.nbytes;
+            if (!rows_bytes) accumulators_ += use.nbytes;
             if (use.next != first) shared_ += use.nbytes;
-        } else if (use.next < 0) {
+        } else if (use.next < 0 && !rows_bytes) {
             const auto& uses = p_.ties[use.owned].groups;
             int64_t outside = 0;
             for (size_t i = 0; i < uses.size(); ++i) outside += uses[i] >= end && (i == 0 || uses[i] != uses[i - 1]);

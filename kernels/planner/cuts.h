@@ -15,7 +15,7 @@ namespace mpipipe::planner {
 
 struct Tied {
     std::vector<int64_t> groups;  // one per use, ascending
-    int64_t nbytes;
+    int64_t nbytes, rows_bytes;
 };
 
 // What the fields mean: Ranges in stages.py, Problem in partition.py. Pointers are borrowed.

@@ -7,6 +7,7 @@ Evaluation, prediction and micro-batches of other shapes are variants; they foll
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -22,7 +23,9 @@ from mpipipe.graph.recompute import selective
 from mpipipe.graph.rewrite import reader_of, source_line
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.split import split
-from mpipipe.values import Graph, TensorSpec
+from mpipipe.ops.device import on_host
+from mpipipe.ops.embedding import embedding, sums_by_row
+from mpipipe.values import Graph, Numerics, TensorSpec
 
 Shapes = tuple[tuple[str, TensorSpec], ...]  # Specs, sorted
 
@@ -185,6 +188,27 @@ class Variants:
         }
         names = [*self.graph.params, *self.graph.buffers]
         return {name: updates.get(name, owner.get(name, 0)) for name in names}
+
+    def rows_bytes(self, numerics: Numerics) -> dict[str, int]:
+        """Tied parameters that are a table in whose first of two uses rows are looked up, and nothing else:
+        bytes of the rows of a step. Where no copy of the pipeline adds up a part of it, they are kept in
+        place of a gradient of the table's size, which the other use, a head, has anyway; but not where they
+        have more than half of that."""
+        if numerics.tied != "per_use" or numerics.blocks > 1:
+            return {}
+        anatomy, found = self.primary, dict[str, int]()
+        param, name = anatomy.captured.param, anatomy.captured.name
+        reads = Counter((p, node.group) for node in self.graph.nodes for p in node.params)
+        first = {(tie.param, tie.groups[0]): tie.nbytes for tie in self.graph.ties if len(tie.groups) == 2}
+        for match in anatomy.lowered(anatomy.order) if first and on_host() else ():
+            if match.op is embedding:
+                indices, table, _ = match.args
+                use = param[table], self.uses[name[match.first]]
+                rows, weight = indices.meta["val"].numel(), table.meta["val"]
+                nbytes = numerics.micro_batches * rows * weight.shape[1] * weight.itemsize
+                if sums_by_row(weight) and reads[use] == 1 and 2 * nbytes <= first.get(use, 0):
+                    found[use[0]] = nbytes
+        return found
 
     def parameters_by_stage(self, cuts: Sequence[str]) -> list[int]:
         """Elements of each stage; a tied parameter counts at its owner."""

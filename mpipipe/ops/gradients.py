@@ -37,13 +37,17 @@ def wanted(ctx: Any, position: int) -> bool:
         return True
 
 
+def leaf_of(ctx: Any, position: int) -> Any:
+    """The leaf of autograd that is argument `position`; None where it is none."""
+    return getattr(ctx.next_functions[position][0], "variable", None)
+
+
 def destination(ctx: Any, position: int) -> Tensor | None:
     """The contiguous `.grad` to which the running backward may add the gradient of argument `position`; or
     None: then it returns the gradient.
 
     Whoever writes to it by address calls `torch.autograd.graph.increment_version`."""
-    node = ctx.next_functions[position][0]
-    leaf: Any = getattr(node, "variable", None)
+    leaf = leaf_of(ctx, position)
     if leaf is None:
         return None
     grad: Tensor | None = leaf.grad
@@ -52,6 +56,6 @@ def destination(ctx: Any, position: int) -> Tensor | None:
     if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != leaf.dtype:
         return None
     try:
-        return grad if torch._C._will_engine_execute_node(node) else None
+        return grad if torch._C._will_engine_execute_node(ctx.next_functions[position][0]) else None
     except RuntimeError:
         return None

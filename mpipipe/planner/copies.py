@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.sizes import counted
-from mpipipe.planner.stages import bounds, in_order, own_bytes, stage_costs, stage_ties
+from mpipipe.planner.stages import bounds, in_order, own_bytes, stage_costs, stage_ties, without_rows
 from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost, share_of
 
 Order = tuple[int, ...]  # the rank of each stage
@@ -210,11 +210,17 @@ def placements(order: Order, n_copies: int, several_levels: bool) -> list[tuple[
 def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageCost, ...]:
     """The stages of copy 0, each on its rank, then those of each other copy. The parameters of a group count
     as one, of which a copy owns all or nothing; a tied one is there once on its owner's rank."""
+    if layout.n_copies > 1:
+        costs = costs.but(ties=without_rows(costs.ties))
     found, n = list(_stages_apart(costs, layout, cuts)), layout.n_stages
     for tie in stage_ties(costs.ties, cuts):
-        for user in (s for s in tie.users if layout.ranks[s] == layout.ranks[tie.owner]):
-            for i in range(user, len(found), n):
-                found[i] = replace(found[i], fixed_bytes=found[i].fixed_bytes - tie.nbytes)
+        for user in tie.users:
+            together = layout.ranks[user] == layout.ranks[tie.owner]
+            # of a user elsewhere, what is counted as received in a buffer
+            stage, nbytes = (user, tie.nbytes) if together else (tie.owner, 0)
+            nbytes += tie.nbytes * tie.in_place
+            for i in range(stage, len(found), n):
+                found[i] = replace(found[i], fixed_bytes=found[i].fixed_bytes - nbytes)
     return tuple(found)
 
 

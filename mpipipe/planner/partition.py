@@ -170,7 +170,8 @@ class Problem:
     def compiled(self) -> Any:
         """What kernels/planner/cuts.h makes of it."""
         assert compiled is not None
-        r, ties = self.ranges, [(tie.groups, tie.nbytes) for tie in self.costs.ties]
+        r = self.ranges
+        ties = [(tie.groups, tie.nbytes, tie.rows_bytes) for tie in r.ties]
         return compiled.Partition(
             r.fwd_s, r.bwd_input_s, r.bwd_weight_s, r.param_bytes, r.stash_bytes, r.workspace_bytes,
             r.act_in, r.held_in, r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in,

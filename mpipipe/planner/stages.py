@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,6 +46,7 @@ class StageTie:
     owner: int
     users: tuple[int, ...]  # ascending, each once, the owner not among them
     nbytes: int  # of the parameter = of its gradient = of one message
+    in_place: bool = False  # whether its user adds to the owner's gradient, or sends its own into that
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class Ranges:
     `receive_window`, `n_micro` and `tied` bound the receive buffers: all of those posted ahead may be for
     activations, and later, as buffers are kept, all for gradients, beside those that are read: one, or with
     backwards in two those from I to W. The message that was sent last is still there. The owner of a tied
-    parameter also has gradients from its users, some per micro-batch if "eager", one per step if "per_use". A
-    copied weight needs none, it lands in place. `with_update`: backward carries its micro-batch's share of
-    the step's one update.
+    parameter also has gradients from its users, some per micro-batch if "eager", one per step if "per_use";
+    but where it keeps rows of its own, that lands in its gradient, as a copied weight does in its place.
+    `with_update`: backward carries its micro-batch's share of the step's one update.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Ranges:
         with_update: bool = False,
     ) -> None:
         self._costs = costs
+        self.ties = costs.ties if costs.copies == 1 else without_rows(costs.ties)
         self.window = min(receive_window, n_micro)
         self.tied_window = receive_window
         self.tied_repeats = n_micro if tied == "eager" else 1
@@ -155,11 +157,14 @@ class Ranges:
         held = _sums(self.param_bytes[low:end])
         stepped = held.copy()
         accumulators = np.zeros_like(held)
-        for tie in self._costs.ties:
+        for tie in self.ties:
+            if tie.rows_bytes and tie.groups[0] < end:
+                accumulators[: max(0, tie.groups[0] + 1 - low)] += tie.rows_bytes
             for before, use in itertools.pairwise(tie.groups):
                 if use >= end:
                     continue
-                accumulators[: max(0, before + 1 - low)] += tie.nbytes
+                if not tie.rows_bytes:
+                    accumulators[: max(0, before + 1 - low)] += tie.nbytes
                 if use != before:  # two uses inside one group: its weight is counted once already
                     held[: max(0, before + 1 - low)] -= tie.nbytes
                     stepped[: max(0, use + 1 - low)] -= tie.nbytes
@@ -167,9 +172,9 @@ class Ranges:
 
     def _tied_receives(self, end: int, low: int) -> Int64:
         buffers = np.zeros(end - low, np.int64)
-        for tie in self._costs.ties:
+        for tie in self.ties:
             owner, outside = tie.groups[0], len({use for use in tie.groups if use >= end})
-            if low <= owner < end:
+            if low <= owner < end and not tie.rows_bytes:
                 most = min(self.tied_window + outside, outside * self.tied_repeats)
                 buffers[: owner + 1 - low] += most * tie.nbytes
         return buffers
@@ -267,8 +272,13 @@ def stage_ties(ties: Sequence[Tie], cuts: Sequence[int]) -> tuple[StageTie, ...]
         owner, *others = (int(np.searchsorted(cuts, group, side="right")) for group in tie.groups)
         users = tuple(sorted(set(others) - {owner}))
         if users:
-            out.append(StageTie(owner, users, tie.nbytes))
+            out.append(StageTie(owner, users, tie.nbytes, tie.rows_bytes > 0))
     return tuple(out)
+
+
+def without_rows(ties: Sequence[Tie]) -> tuple[Tie, ...]:
+    """Where copies exchange parts of the sums, so that each use of a tied parameter has a whole gradient."""
+    return tuple(replace(tie, rows_bytes=0) for tie in ties)
 
 
 def calls(ranks: Sequence[int]) -> list[int]:

@@ -90,7 +90,7 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
         less = "one rank less" + " for each replica" * (copies > 1)
         yield (less, f"mpirun -n {n - copies}", lambda: planned(costs, n=n - copies))
     if n < len(costs.groups) * copies and costs.cluster.links:  # a single rank has measured none
-        more, how = replace(costs, cluster=_with_more(costs.cluster, copies)), f"mpirun -n {n + copies}"
+        more, how = costs.but(cluster=_with_more(costs.cluster, copies)), f"mpirun -n {n + copies}"
         yield (
             f"one more rank{' for each replica,' * (copies > 1)} like the last",
             f"{how}, if it has cores of its own",
@@ -131,7 +131,7 @@ def _halved(costs: Costs) -> Costs:
 
 def _free(costs: Costs) -> Costs:
     links = dict.fromkeys(costs.cluster.links, Link(0.0, math.inf))
-    return replace(costs, cluster=replace(costs.cluster, links=links))
+    return costs.but(cluster=replace(costs.cluster, links=links))
 
 
 def _with_more(cluster: Cluster, more: int) -> Cluster:

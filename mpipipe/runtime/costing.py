@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -116,13 +116,14 @@ def costs_of(
     update_s: Updates,
 ) -> Costs:  # fmt: skip
     """On a cluster, which may be elsewhere."""
+    rows = variants.rows_bytes(numerics)
     return Costs(
         groups=group_costs(
             variants.primary, found.parts, found.samples, update_s.of_parameter, numerics.fill,
             update_s.of_statistic,
         ),
         cluster=cluster,
-        ties=variants.graph.ties,
+        ties=tuple(replace(tie, rows_bytes=rows.get(tie.param, 0)) for tie in variants.graph.ties),
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
         state_bytes_per_param_byte=float(optimizer.state_buffers),
         blocks=numerics.blocks,

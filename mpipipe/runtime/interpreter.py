@@ -350,8 +350,7 @@ class Interpreter:
     def _forget_step(self) -> None:
         """Instead of the update: weights, statistics and accumulators are as before the step."""
         for stage in self.stages.values():
-            for accumulator in stage.weights.accumulators():
-                accumulator.zero_()
+            stage.weights.forget()
             stage.forget_statistics()
 
     def _step(self, i: Instr) -> None:
@@ -373,8 +372,11 @@ class Interpreter:
             data = self.stages[i.stage].weights.data
             return [data[name] for name in self.ties.params_between(i.stage, i.other)]
         if i.op == Op.RECV_TIED:
-            data = self.stages[i.stage].weights.data
-            return [self.pool.take(Form.of(data[name])) for name, _ in self.ties.between(i.other, i.stage)]
+            weights = self.stages[i.stage].weights
+            return [
+                weights.grad[name] if name in weights.rows else self.pool.take(Form.of(weights.data[name]))
+                for name, _ in self.ties.between(i.other, i.stage)
+            ]
         if i.op in (Op.RECV_SHARD, Op.RECV_UPDATE):
             copies, other = self.copies[i.stage], self.program.copy_on(i.peer)
             if i.op == Op.RECV_UPDATE:

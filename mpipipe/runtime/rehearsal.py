@@ -116,8 +116,7 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
             found.append(tuple(b - a for a, b in itertools.pairwise(ends)))
             if stage.weights.tied == "eager":  # of uses that have no accumulator
                 take_gradients(stage.weights)
-    for accumulator in stage.weights.accumulators():
-        accumulator.zero_()
+    stage.weights.forget()
     return [statistics.median_low(column) for column in zip(*found[WARM_UP:], strict=True)]
 
 

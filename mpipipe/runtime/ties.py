@@ -1,6 +1,7 @@
 """Gradients of tied parameters: which use is where, and in which order the uses are merged.
 
-per_use   owner's gradient = use 0 + use 1 + ... , once per step, after the blocks are summed
+per_use   owner's gradient = use 0 + use 1 + ... , once per step, after the blocks are summed; of a use 0
+          that keeps rows those are added to use 1, which is there already
 eager     per micro-batch: last use + ... + first use (the order of autograd in one process), then
           into the accumulator
 """
@@ -43,7 +44,9 @@ class Ties:
         """per_use: adds the sums of the other uses (`arrived`, local ones too) to the owner's
         gradient, in the order of uses."""
         for name, groups in self.uses.items():
-            if self.owner[name] == weights.stage:
+            if name in weights.rows:
+                weights.rows[name].into(weights.grad[name])
+            elif self.owner[name] == weights.stage:
                 for group in groups[1:]:
                     weights.grad[name].add_(arrived[name, group])
 

@@ -49,15 +49,14 @@ class Trainer:
         self.program = self._program(len(self.bounds), train=True)
         owner, self.copy = variants.stage_of_param(layout.cuts), self.program.copy_on(comm.rank)
         n_shares = 1 if numerics.reduce == "fast" else len(self.program.copies_on(comm.rank))
+        as_rows = variants.rows_bytes(numerics) if layout.n_copies == 1 else ()
         stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
-            there = {
-                n: t for o, stage in stages.items() for n, t in stage.weights.data.items() if owner[n] == o
-            }
+            there = [stage.weights for stage in stages.values()]
             weights = StageWeights(
                 variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, there,
-                self.copy, len(layout.ranks[s]), n_shares,
+                self.copy, len(layout.ranks[s]), n_shares, as_rows,
             )  # fmt: skip
             stages[s] = Stage(weights, numerics.precision, numerics.blocks, layout.modes[s])
         ties = Ties(graph, layout.cuts, owner, frozenset(variants.trained))

@@ -8,7 +8,9 @@ A *leaf* is what the stage's code takes as an argument: a view of the flat data 
 parameter. Its `.grad` is a view of the flat gradient, so autograd accumulates in place, in
 micro-batch order. A tied parameter has one leaf per use:
 
-    per_use   each use accumulates on its own; merged in the order of the uses, once per step
+    per_use   each use accumulates on its own; merged in the order of the uses, once per step. Of a table that
+              is also a head, the look-ups may keep their rows until then (`Variants.rows_bytes`), and the
+              head adds to the owner's gradient, or sends its own into that: the same bits, one gradient less
     eager     each micro-batch is merged, last use first, as autograd does within one process
 
 Where there are copies of the stage, each copy holds all of it and owns some of its parameters: it
@@ -23,9 +25,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from torch import Tensor
 from mpipipe.graph.cut import Leaf
 from mpipipe.graph.source import ModelSource
 from mpipipe.ops.device import here, on_host
+from mpipipe.ops.embedding import RowSums, keep_rows
 from mpipipe.planner.copies import shard
 from mpipipe.values import Graph
 
@@ -91,8 +93,9 @@ class Sums:
 class StageWeights:
     """owner: parameter or buffer -> owning stage (`Variants.stage_of_param`);
     leaves: every (parameter, use) that the training code of this stage reads; trained: all parameters with a
-    gradient, in canonical order; there: data of earlier stages on this rank, which needs no copy; copy: of
-    the stage, of `n_copies`; n_shares: of the micro-batches, whose gradients are added up apart."""
+    gradient, in canonical order; there: stages on this rank, before this one, whose data needs no copy; copy:
+    of the stage, of `n_copies`; n_shares: of the micro-batches, whose gradients are added up apart; as_rows:
+    tied parameters whose first use keeps rows."""
 
     def __init__(
         self,
@@ -103,10 +106,11 @@ class StageWeights:
         leaves: Sequence[Leaf],
         trained: Sequence[str],
         tied: str,
-        there: Mapping[str, Tensor] = MappingProxyType({}),
+        there: Sequence[StageWeights] = (),
         copy: int = 0,
         n_copies: int = 1,
         n_shares: int = 1,
+        as_rows: Collection[str] = (),
     ) -> None:
         self.stage, self.tied, self.copy, self.n_copies, self._source = stage, tied, copy, n_copies, source
         self._trained = frozenset(trained)
@@ -120,13 +124,16 @@ class StageWeights:
         rest = [n for n in source.params if n not in self.data and owner[n] == stage]
         copies = {n for n, _ in leaves if owner[n] != stage}
         for name in [*rest, *(n for n in source.params if n in copies)]:
-            self.data[name] = there[name] if name in there else self._made(name)
+            near = next((weights for weights in there if owner[name] == weights.stage), None)
+            self.data[name] = near.data[name] if near else self._made(name)
         self.owned = [n for n in source.persistent if owner[n] == stage]
         self.buffers: dict[str, Tensor] = {}
 
         self.uses = {n: tied_groups[n] for n, _ in leaves if n in tied_groups and n in self._trained}
         self.leaves: dict[Leaf, Tensor] = {}
-        self.extra = self._make_leaves(source, leaves, owner)
+        self.rows: dict[str, RowSums] = {}  # of owned parameters
+        in_place = {n: g for weights in (*there, self) for n, g in weights.grad.items() if n in as_rows}
+        self.extra = self._make_leaves(source, leaves, owner, as_rows, in_place)
         self.shares = [Sums([group.grad for group in self.groups], self.extra)]
         self.shares += [self.shares[0].sibling() for _ in range(1, n_shares)]
         self._share = 0
@@ -149,9 +156,11 @@ class StageWeights:
         return [group for group in self.groups if group.owner == self.copy]
 
     def _make_leaves(
-        self, source: ModelSource, leaves: Sequence[Leaf], owner: dict[str, int]
-    ) -> dict[Leaf, Tensor]:
-        """Fills `self.leaves`; returns the accumulators of uses other than an owner's first."""
+        self, source: ModelSource, leaves: Sequence[Leaf], owner: dict[str, int], as_rows: Collection[str],
+        in_place: Mapping[str, Tensor],
+    ) -> dict[Leaf, Tensor]:  # fmt: skip
+        """Fills `self.leaves` and `self.rows`; returns the accumulators of uses other than an owner's first.
+        in_place: gradients on this rank to which the use after the rows adds."""
         extra: dict[Leaf, Tensor] = {}
         for name, use in leaves:
             leaf = self.data[name].detach()
@@ -165,9 +174,12 @@ class StageWeights:
                 leaf.grad = self.grad[name]
             elif self.tied == "per_use":
                 first = owner[name] == self.stage and use == self.uses[name][0]
-                if not first:
-                    extra[name, use] = torch.zeros_like(leaf)
-                leaf.grad = self.grad[name] if first else extra[name, use]
+                if first and name in as_rows:
+                    self.rows[name] = keep_rows(leaf)
+                    continue
+                leaf.grad = self.grad[name] if first else in_place.get(name)
+                if leaf.grad is None:
+                    leaf.grad = extra[name, use] = torch.zeros_like(leaf)
         return extra
 
     def leaf(self, name: str, use: int) -> Tensor:
@@ -212,6 +224,13 @@ class StageWeights:
         for sums in self.shares[1:]:
             for t in sums.tensors:
                 t.zero_()
+
+    def forget(self) -> None:
+        """What backward has added."""
+        for accumulator in self.accumulators():
+            accumulator.zero_()
+        for rows in self.rows.values():
+            rows.forget()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Owned parameters and persistent buffers by canonical name."""

@@ -66,7 +66,9 @@ def problems(draw: st.DrawFn, memory: str = "mixed", max_groups: int = 7) -> tup
 @st.composite
 def _ties(draw: st.DrawFn, n_groups: int) -> Tie:
     uses = draw(st.lists(st.integers(0, n_groups - 1), min_size=2, max_size=3))
-    return Tie("w", draw(st.integers(1, 9)), tuple(sorted(uses)))
+    nbytes = draw(st.integers(1, 9))
+    rows_bytes = draw(st.integers(0, nbytes // 2)) if len(uses) == 2 else 0
+    return Tie("w", nbytes, tuple(sorted(uses)), rows_bytes)
 
 
 def _with_ties(draw: st.DrawFn, name: str, index: int, ties: tuple[Tie, ...], small) -> GroupCost:
@@ -100,7 +102,10 @@ def naive_fixed_bytes(costs: Costs, first: int, end: int) -> int:
     for tie in costs.ties:
         here = [use for use in tie.groups if first <= use < end]
         held -= tie.nbytes * max(0, len(set(here)) - 1)
-        further += tie.nbytes * max(0, len(here) - 1)
+        if tie.rows_bytes:
+            further += tie.rows_bytes * (tie.groups[0] in here)
+        else:
+            further += tie.nbytes * max(0, len(here) - 1)
     return math.ceil(held * costs.bytes_per_param_byte) + further
 
 
@@ -115,7 +120,7 @@ def naive_memory(costs: Costs, first: int, end: int, live: int, window: int, n_m
         groups[end - 1].act_bytes if end < len(groups) else 0, groups[first - 1].grad_bytes if first else 0
     )
     for tie in costs.ties:
-        if first <= tie.groups[0] < end:
+        if first <= tie.groups[0] < end and not tie.rows_bytes:
             outside = len({use for use in tie.groups if use >= end})
             receive += tie.nbytes * min(window + outside, outside * (n_micro if tied == "eager" else 1))
     workspace = max(g.workspace_bytes for g in groups[first:end])

@@ -1,0 +1,162 @@
+"""A table that is also a head: the look-ups keep rows, and one gradient serves both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import MANY, Case, differences, even_cuts, full_but, placement, plan_of, train_local, warm
+from torch import Tensor, nn
+
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.local import run_local
+from mpipipe.data.synthetic import SyntheticTokens
+from mpipipe.graph.anatomy import Lowering
+from mpipipe.graph.source import ModelSource
+from mpipipe.graph.variants import Variants
+from mpipipe.models import cross_entropy
+from mpipipe.ops.embedding import RowSums, row_sums
+from mpipipe.planner.copies import stages_in
+from mpipipe.planner.search import cut_indices, sizes_of_messages
+from mpipipe.planner.simulate import rank_memory_bytes
+from mpipipe.runtime.trainer import Trainer
+from mpipipe.values import Cluster, Costs, Device, Graph, GroupCost, Link, Numerics
+
+CASE = Case("gpt, large table")
+TABLE, ROWS = "wte.weight", 4 * 2 * 16  # of a step: micro-batches, samples, tokens
+FAST = [("1f1b", 1), ("1f1b", 2), ("zb-v", 2)]
+ALL = [*FAST, ("gpipe", 3), ("zb-h1", 2), ("zb-h2", 3), ("interleaved", 2), ("v-half", 2), ("1f1b", 4)]
+
+
+class Tied(nn.Module):
+    """A table and a head that are one; twice: the table is read at two places of the same layer."""
+
+    def __init__(self, twice: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.table, self.between = nn.Embedding(MANY, 8, dtype=dtype), nn.Linear(8, 8, dtype=dtype)
+        self.twice = twice
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, MANY)
+        x = self.table(tokens)
+        if self.twice:
+            x = x * self.table(tokens.flip(-1))
+        return torch.nn.functional.linear(torch.tanh(self.between(x)), self.table.weight).float()
+
+
+def tied(**how: object) -> Variants:
+    data = SyntheticTokens(MANY, 16, 7)
+    source = ModelSource(lambda: Tied(**how), 7)  # type: ignore[arg-type]
+    return Variants(source, cross_entropy, data.specs, 2, "fp32", lowering=Lowering("torch"))
+
+
+def trainers(schedule: str, n_ranks: int, copies: int = 1, case: Case = CASE) -> list[Trainer]:
+    """Of each rank, before a step."""
+    warm(case)
+    order = placement(schedule, n_ranks)
+    plan = plan_of(case, schedule, even_cuts(case.variants.graph.groups, len(order)), 3, order, copies)
+
+    def body(comm: Communicator) -> Trainer:
+        return Trainer(comm, case.variants, plan, case.settings, case.dataset)
+
+    return run_local(n_ranks * copies, body)
+
+
+def gradients(trainer: Trainer) -> list[tuple[int, ...]]:
+    """Shapes of all that backward adds into and that are as large as the table."""
+    tensors = [t for stage in trainer.interpreter.stages.values() for t in stage.weights.accumulators()]
+    return [tuple(t.shape) for t in tensors if t.numel() >= MANY * 32]
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), full_but(FAST, ALL))
+def test_the_bits_are_those_of_whole_gradients(
+    schedule: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert CASE.variants.rows_bytes(CASE.numerics) == {TABLE: ROWS * 32 * 4}
+    got = train_local(CASE, ranks, schedule)
+    monkeypatch.setattr(Variants, "rows_bytes", lambda *_: {})
+    assert differences(train_local(CASE, 1), got) == []
+
+
+def test_a_rank_has_one_gradient_of_the_table_for_both_uses() -> None:
+    (alone,) = trainers("1f1b", 1)
+    assert len(gradients(alone)) == 1
+    first, last = trainers("1f1b", 2)
+    assert len(gradients(first)) == 1
+    assert len(gradients(last)) == 1  # which it sends into that of the first
+    both, neither = trainers("zb-v", 2)
+    assert len(gradients(both)) == 1
+    assert gradients(neither) == []
+    copies = trainers("1f1b", 1, 2, replace(CASE, reduce="fast"))  # which exchange parts of their sums
+    assert [len(gradients(t)) for t in copies] == [2, 2]
+
+
+def test_rows_are_forgotten_with_the_step() -> None:
+    (trainer,) = trainers("1f1b", 1)
+    (stage,) = trainer.interpreter.stages.values()
+    stage.weights.rows[TABLE].add(torch.tensor([3]), torch.ones(1, 32))
+    stage.weights.grad[TABLE].fill_(1.0)
+    stage.weights.forget()
+    stage.weights.rows[TABLE].into(stage.weights.grad[TABLE])
+    assert not stage.weights.grad[TABLE].any()
+
+
+def test_rows_that_wait_are_summed_up_before_they_are_added() -> None:
+    a, b, c = 1e8, 1.0, -1e8  # (a + b) + c = 0, a + (b + c) = 0, (c + a) + b = 1
+    kept, gradient = RowSums(), torch.tensor([[5.0], [c], [7.0]])
+    kept.add(torch.tensor([1]), torch.tensor([[a]]))
+    kept.add(torch.tensor([1, 2]), torch.tensor([[b], [2.0]]))
+    kept.into(gradient)
+    assert gradient.flatten().tolist() == [5.0, 0.0, 9.0]
+    kept.into(gradient)
+    assert gradient.flatten().tolist() == [5.0, 0.0, 9.0], "each is added once"
+    rows, sums = row_sums(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([9, 2, 9]))
+    assert dict(zip(rows.tolist(), sums.flatten().tolist(), strict=True)) == {2: 2.0, 9: 5.0}
+
+
+def few(**changed: object) -> Numerics:
+    return replace(CASE.numerics, **changed)  # type: ignore[arg-type]
+
+
+def test_where_a_use_has_a_whole_gradient() -> None:
+    variants = CASE.variants
+    assert variants.rows_bytes(few(tied="eager")) == {}  # uses are merged in each micro-batch
+    assert variants.rows_bytes(few(blocks=2)) == {}  # sums of blocks are added up
+    assert variants.rows_bytes(few(micro_batches=17)) == {}  # more than half of the table
+    assert Case("gpt, untied").variants.rows_bytes(CASE.numerics) == {}
+    assert list(tied().rows_bytes(CASE.numerics)) == ["table.weight"]
+    assert tied(twice=True).rows_bytes(CASE.numerics) == {}  # autograd adds them up first
+    assert tied(dtype=torch.float64).rows_bytes(CASE.numerics) == {"table.weight": ROWS * 8 * 8}
+    assert tied(dtype=torch.bfloat16).rows_bytes(CASE.numerics) == {}  # torch rounds those otherwise
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("1f1b", 2), ("zb-v", 2)])
+def test_the_planner_counts_what_is_there(schedule: str, ranks: int) -> None:
+    """Weights, gradients, rows and receive buffers of each rank, before a step."""
+    graph, rows = CASE.variants.graph, CASE.variants.rows_bytes(CASE.numerics)
+    ties = tuple(replace(tie, rows_bytes=rows.get(tie.param, 0)) for tie in graph.ties)
+    device = Device("cpu", 1.0, 1 << 40, 1)
+    cluster = Cluster((device,) * ranks, (0,) * ranks, {"node": Link(0.0, 1e9)})
+    costs = Costs(groups_of(graph), cluster, ties, 2.0, 0.0, "modelled", 0.0)
+    found = trainers(schedule, ranks)
+    layout, program = found[0].plan.layout, found[0].program
+    stages = stages_in(costs, layout, cut_indices(layout, graph.groups))
+    sizes = sizes_of_messages(costs, layout, program, graph.groups)
+    for rank, trainer in enumerate(found):
+        weights = [stage.weights for stage in trainer.interpreter.stages.values()]
+        tensors = [t for w in weights for t in (*w.data.values(), *w.grad.values(), *w.extra.values())]
+        held = sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+        kept = sum(rows[name] for w in weights for name in w.rows)
+        assert rank_memory_bytes(program, stages, sizes, rank)[0] == held + kept
+
+
+def groups_of(graph: Graph) -> tuple[GroupCost, ...]:
+    """With parameters alone."""
+    nbytes = {name: 4 * math.prod(spec.shape) for name, spec in graph.params.items()}
+    read = [{name for node in graph.nodes if node.group == i for name in node.params if name in nbytes}
+            for i in range(len(graph.groups))]  # fmt: skip
+    return tuple(
+        GroupCost(name, 1.0, 1.0, 1.0, sum(nbytes[p] for p in of_group), 0, 0, 0, 0)
+        for name, of_group in zip(graph.groups, read, strict=True)
+    )
