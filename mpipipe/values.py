@@ -20,7 +20,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
@@ -110,7 +110,6 @@ class Tie(Value):
     param: str
     nbytes: int
     groups: tuple[int, ...]  # one entry per use, ascending
-    rows_bytes: int = 0  # of two uses the first keeps these, a step's rows, in place of a gradient
 
 
 @dataclass(frozen=True)
@@ -286,6 +285,7 @@ class Costs(Value):
     blocks: int = 1  # of additions (`Numerics`), whose sums are counted in it
     copies: int = 1  # of the pipeline, each of which updates an even share of the weights
     call_s: float = 0.0  # of each F, B, I and W, and of each of its messages: Python, on the rank itself
+    rows_bytes: dict[str, int] = field(default_factory=dict)  # of a step: see `Variants.rows_bytes`
 
     @property
     def held_per_param_byte(self) -> float:

@@ -54,6 +54,7 @@ class Costing:
         self.base_bytes, self.seconds = 0, 0.0
         self._machine, self._unused = machine, t.unused
         self._optimizer, self._memory = optimizer_settings(config), resident_memory()
+        self._on_processors = config.pipeline.device == "cpu"  # there may be an accelerator for `auto`
         self._update_s = Updates(0.0, 0.0, 0.0)
 
     def _blocks_on(self, n_ranks: int, batch: int) -> tuple[int, tuple[int, ...]]:
@@ -139,6 +140,8 @@ class Costing:
             self.base_bytes = self._memory.base_bytes  # of a process that has captured the model
         cluster = self._machine.cluster(n_ranks, self.base_bytes)
         costs = costs_of(found, variants, one, self._optimizer, cluster, self._update_s)
+        if not self._on_processors:
+            costs = costs.but(rows_bytes={})
         self.at[rows] = variants, found
         self.seconds += time.perf_counter() - started
         return costs

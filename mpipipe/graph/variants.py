@@ -13,6 +13,8 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
+import torch
+
 from mpipipe.errors import CaptureError
 from mpipipe.graph.anatomy import Anatomy, Lowering
 from mpipipe.graph.capture import capture
@@ -191,23 +193,21 @@ class Variants:
 
     def rows_bytes(self, numerics: Numerics) -> dict[str, int]:
         """Tied parameters that are a table in whose first of two uses rows are looked up, and nothing else:
-        bytes of the rows of a step. Where no copy of the pipeline adds up a part of it, they are kept in
-        place of a gradient of the table's size, which the other use, a head, has anyway; but not where they
-        have more than half of that."""
-        if numerics.tied != "per_use" or numerics.blocks > 1:
-            return {}
+        bytes of the rows, and of their numbers, that a step could keep in place of a gradient of the table's
+        size (`mpipipe.planner.stages.kept_rows` says when it does)."""
         anatomy, found = self.primary, dict[str, int]()
         param, name = anatomy.captured.param, anatomy.captured.name
         reads = Counter((p, node.group) for node in self.graph.nodes for p in node.params)
-        first = {(tie.param, tie.groups[0]): tie.nbytes for tie in self.graph.ties if len(tie.groups) == 2}
-        for match in anatomy.lowered(anatomy.order) if first and on_host() else ():
+        first = {(tie.param, tie.groups[0]) for tie in self.graph.ties if len(tie.groups) == 2}
+        if not on_host() or numerics.tied != "per_use":
+            return {}
+        for match in anatomy.lowered(anatomy.order) if first else ():
             if match.op is embedding:
                 indices, table, _ = match.args
                 use = param[table], self.uses[name[match.first]]
-                rows, weight = indices.meta["val"].numel(), table.meta["val"]
-                nbytes = numerics.micro_batches * rows * weight.shape[1] * weight.itemsize
-                if sums_by_row(weight) and reads[use] == 1 and 2 * nbytes <= first.get(use, 0):
-                    found[use[0]] = nbytes
+                rows, weight = numerics.micro_batches * indices.meta["val"].numel(), table.meta["val"]
+                if use in first and reads[use] == 1 and sums_by_row(weight):
+                    found[use[0]] = rows * (weight.shape[1] * weight.itemsize + torch.int64.itemsize)
         return found
 
     def parameters_by_stage(self, cuts: Sequence[str]) -> list[int]:

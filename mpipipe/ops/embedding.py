@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpipipe.ops.gradients import destination, has_data, leaf_of, wanted
+from mpipipe.ops.gradients import destination, has_data, leaf_of
 from mpipipe.ops.library import define, differentiate, traced
 
 _KEPT = "_mpipipe_row_sums"  # attribute of a leaf
@@ -77,7 +77,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
     (indices,) = ctx.saved_tensors
     # elsewhere index_add_ is atomic additions in any order; of shorter floats it rounds a sum once, not each
     exact = sums_by_row(dy) and has_data(dy)
-    kept = getattr(leaf_of(ctx, 1), _KEPT, None) if exact and wanted(ctx, 1) else None
+    kept = getattr(leaf_of(ctx, 1), _KEPT, None) if exact else None
     if kept is not None:
         kept.add(*row_sums(dy, indices, ctx.padding))
         return None, None, None
@@ -122,10 +122,13 @@ class RowSums:
     def into(self, gradient: Tensor) -> None:
         """gradient[row] += what was added to the row, summed up in that order before; then nothing waits.
         gradient (V, d)."""
-        if self._added:
-            rows, sums = map(torch.cat, zip(*self._added, strict=True))
-            self._added.clear()
-            gradient.index_add_(0, *row_sums(sums, rows))
+        if not self._added:
+            return
+        rows, place = torch.cat([rows for rows, _ in self._added]).unique(return_inverse=True)
+        total = gradient.new_zeros(len(rows), gradient.shape[1])
+        for at in place.split([len(rows) for rows, _ in self._added]):
+            total.index_add_(0, at, self._added.pop(0)[1])  # all of them at once would be there twice
+        gradient.index_add_(0, rows, total)
 
     def forget(self) -> None:
         self._added.clear()

@@ -38,8 +38,18 @@ def wanted(ctx: Any, position: int) -> bool:
 
 
 def leaf_of(ctx: Any, position: int) -> Any:
-    """The leaf of autograd that is argument `position`; None where it is none."""
-    return getattr(ctx.next_functions[position][0], "variable", None)
+    """The leaf that is argument `position`, if nobody could notice that the running backward keeps its
+    gradient to itself; or None."""
+    node = ctx.next_functions[position][0]
+    leaf = getattr(node, "variable", None)
+    if leaf is None or torch.is_grad_enabled():
+        return None
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return None
+    try:
+        return leaf if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:
+        return None
 
 
 def destination(ctx: Any, position: int) -> Tensor | None:
@@ -48,14 +58,7 @@ def destination(ctx: Any, position: int) -> Tensor | None:
 
     Whoever writes to it by address calls `torch.autograd.graph.increment_version`."""
     leaf = leaf_of(ctx, position)
-    if leaf is None:
+    grad: Tensor | None = None if leaf is None else leaf.grad
+    if grad is None or grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != leaf.dtype:
         return None
-    grad: Tensor | None = leaf.grad
-    if grad is None or torch.is_grad_enabled() or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-        return None
-    if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != leaf.dtype:
-        return None
-    try:
-        return grad if torch._C._will_engine_execute_node(ctx.next_functions[position][0]) else None
-    except RuntimeError:
-        return None
+    return grad

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.sizes import counted
-from mpipipe.planner.stages import bounds, in_order, own_bytes, stage_costs, stage_ties, without_rows
+from mpipipe.planner.stages import bounds, in_order, own_bytes, rows_of, stage_costs, stage_ties
 from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost, share_of
 
 Order = tuple[int, ...]  # the rank of each stage
@@ -210,15 +210,17 @@ def placements(order: Order, n_copies: int, several_levels: bool) -> list[tuple[
 def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageCost, ...]:
     """The stages of copy 0, each on its rank, then those of each other copy. The parameters of a group count
     as one, of which a copy owns all or nothing; a tied one is there once on its owner's rank."""
-    if layout.n_copies > 1:
-        costs = costs.but(ties=without_rows(costs.ties))
+    if layout.n_copies > 1:  # also of a stage that has one
+        costs = costs.but(rows_bytes={})
     found, n = list(_stages_apart(costs, layout, cuts)), layout.n_stages
-    for tie in stage_ties(costs.ties, cuts):
+    for tie in stage_ties(costs.ties, cuts, rows_of(costs)):
+        less = dict[int, int]()  # by stage
         for user in tie.users:
-            together = layout.ranks[user] == layout.ranks[tie.owner]
-            # of a user elsewhere, what is counted as received in a buffer
-            stage, nbytes = (user, tie.nbytes) if together else (tie.owner, 0)
-            nbytes += tie.nbytes * tie.in_place
+            if layout.ranks[user] == layout.ranks[tie.owner]:
+                less[user] = tie.nbytes * (2 if tie.in_place else 1)  # the weight, and its gradient
+            elif tie.in_place:  # which is counted as a buffer that is received in
+                less[tie.owner] = tie.nbytes
+        for stage, nbytes in less.items():
             for i in range(stage, len(found), n):
                 found[i] = replace(found[i], fixed_bytes=found[i].fixed_bytes - nbytes)
     return tuple(found)

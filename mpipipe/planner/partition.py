@@ -171,7 +171,7 @@ class Problem:
         """What kernels/planner/cuts.h makes of it."""
         assert compiled is not None
         r = self.ranges
-        ties = [(tie.groups, tie.nbytes, tie.rows_bytes) for tie in r.ties]
+        ties = [(tie.groups, tie.nbytes, r.kept_rows.get(tie.param, 0)) for tie in self.costs.ties]
         return compiled.Partition(
             r.fwd_s, r.bwd_input_s, r.bwd_weight_s, r.param_bytes, r.stash_bytes, r.workspace_bytes,
             r.act_in, r.held_in, r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in,

@@ -29,9 +29,9 @@ _BYTES = (
 
 
 def costs_at(taken: Mapping[int, Costs], batch: int, count: int) -> Costs:
-    """For `count` micro-batches, from the costs of micro-batches of some sizes: linear between two of them,
-    and beyond them as far as costs grow. Seconds are those of the mean micro-batch, bytes of the largest. The
-    cluster is that of the size taken last. Raises PlanError where two sizes have other groups."""
+    """For `count` micro-batches, from the costs of steps of one micro-batch of some sizes: linear between two
+    of them, and beyond them as far as costs grow. Seconds are those of the mean micro-batch, bytes of the
+    largest. The cluster is that of the size taken last. Raises PlanError where sizes have other groups."""
     sizes, mean, most = sorted(taken), batch / count, math.ceil(batch / count)
     first, last = taken[sizes[0]], list(taken.values())[-1]
     at = min(max(bisect.bisect_left(sizes, most), 1), len(sizes) - 1) if len(sizes) > 1 else 0
@@ -41,7 +41,8 @@ def costs_at(taken: Mapping[int, Costs], batch: int, count: int) -> Costs:
     none = [replace(g, **nothing) for g in first.groups]
     pairs = zip(taken[low].groups if low else none, taken[high].groups, strict=True)
     groups = tuple(_between(a, b, (mean - low) / (high - low), (most - low) / (high - low)) for a, b in pairs)
-    return replace(last, groups=groups)
+    rows_bytes = {name: nbytes * count * most // high for name, nbytes in taken[high].rows_bytes.items()}
+    return replace(last, groups=groups, rows_bytes=rows_bytes)
 
 
 def _between(a: GroupCost, b: GroupCost, seconds_at: float, bytes_at: float) -> GroupCost:

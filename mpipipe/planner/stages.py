@@ -24,8 +24,8 @@ once. That takes the seconds of `remade_s` on top of those of the backward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +35,7 @@ from mpipipe.errors import PlanError
 from mpipipe.values import RECOMPUTE, Costs, Float64, Link, Recompute, StageCost, Tie
 
 Int64 = NDArray[np.int64]
+_FEW = 4  # times as large as the rows that are kept of it is a table at least
 _LEAST = 0.1  # of the seconds of a backward that are never taken for what it makes again
 Number = TypeVar("Number", np.int64, np.float64)
 
@@ -96,7 +97,7 @@ class Ranges:
         with_update: bool = False,
     ) -> None:
         self._costs = costs
-        self.ties = costs.ties if costs.copies == 1 else without_rows(costs.ties)
+        self.kept_rows = rows_of(costs)
         self.window = min(receive_window, n_micro)
         self.tied_window = receive_window
         self.tied_repeats = n_micro if tied == "eager" else 1
@@ -153,17 +154,18 @@ class Ranges:
 
     def _parameters(self, end: int, low: int) -> tuple[Int64, Int64, Int64]:
         """Bytes of the weights held (a tied one once), of those updated here (a tied one at its
-        first use only), and of the further gradients of a weight with several uses here."""
+        first use only), and of what its uses here have beside one gradient: more of them, or rows."""
         held = _sums(self.param_bytes[low:end])
         stepped = held.copy()
         accumulators = np.zeros_like(held)
-        for tie in self.ties:
-            if tie.rows_bytes and tie.groups[0] < end:
-                accumulators[: max(0, tie.groups[0] + 1 - low)] += tie.rows_bytes
+        for tie in self._costs.ties:
+            rows_bytes = self.kept_rows.get(tie.param, 0)
+            if tie.groups[0] < end:
+                accumulators[: max(0, tie.groups[0] + 1 - low)] += rows_bytes
             for before, use in itertools.pairwise(tie.groups):
                 if use >= end:
                     continue
-                if not tie.rows_bytes:
+                if not rows_bytes:
                     accumulators[: max(0, before + 1 - low)] += tie.nbytes
                 if use != before:  # two uses inside one group: its weight is counted once already
                     held[: max(0, before + 1 - low)] -= tie.nbytes
@@ -172,9 +174,9 @@ class Ranges:
 
     def _tied_receives(self, end: int, low: int) -> Int64:
         buffers = np.zeros(end - low, np.int64)
-        for tie in self.ties:
+        for tie in self._costs.ties:
             owner, outside = tie.groups[0], len({use for use in tie.groups if use >= end})
-            if low <= owner < end and not tie.rows_bytes:
+            if low <= owner < end and tie.param not in self.kept_rows:
                 most = min(self.tied_window + outside, outside * self.tied_repeats)
                 buffers[: owner + 1 - low] += most * tie.nbytes
         return buffers
@@ -231,8 +233,8 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
 
     cuts: index of the first group of stages 1 .. S-1. `fixed_bytes` counts weight, gradient and
     optimizer state of every parameter once, plus one gradient for each further use of a tied
-    parameter (an upper bound in mode "eager"). Users of one have no optimizer state for it, which the
-    partition counts all the same.
+    parameter (an upper bound in mode "eager"), or its rows (`kept_rows`). Users of one have no optimizer
+    state for it, which the partition counts all the same.
     `stash_bytes` includes the received activation. Raises PlanError on bad cuts.
     """
     ranges, groups, state = Ranges(costs), costs.groups, costs.state_bytes_per_param_byte / costs.copies
@@ -265,20 +267,29 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
     return tuple(out)
 
 
-def stage_ties(ties: Sequence[Tie], cuts: Sequence[int]) -> tuple[StageTie, ...]:
-    """The ties that cross a cut, in the order of `ties`; the others need no message."""
+def stage_ties(
+    ties: Sequence[Tie], cuts: Sequence[int], in_place: Collection[str] = ()
+) -> tuple[StageTie, ...]:
+    """The ties that cross a cut, in the order of `ties`; the others need no message. in_place: parameters,
+    see `StageTie`."""
     out = []
     for tie in ties:
         owner, *others = (int(np.searchsorted(cuts, group, side="right")) for group in tie.groups)
         users = tuple(sorted(set(others) - {owner}))
         if users:
-            out.append(StageTie(owner, users, tie.nbytes, tie.rows_bytes > 0))
+            out.append(StageTie(owner, users, tie.nbytes, tie.param in in_place))
     return tuple(out)
 
 
-def without_rows(ties: Sequence[Tie]) -> tuple[Tie, ...]:
-    """Where copies exchange parts of the sums, so that each use of a tied parameter has a whole gradient."""
-    return tuple(replace(tie, rows_bytes=0) for tie in ties)
+def kept_rows(ties: Sequence[Tie], rows_bytes: Mapping[str, int], blocks: int, copies: int) -> dict[str, int]:
+    """Of `Variants.rows_bytes` what is kept, as it is little and the sum is in one piece: the look-up then
+    has no gradient of the table's size, the head adds to that of the owner, or sends its own into it."""
+    sizes = {tie.param: tie.nbytes for tie in ties} if blocks == copies == 1 else {}
+    return {name: taken for name, taken in rows_bytes.items() if _FEW * taken <= sizes.get(name, 0)}
+
+
+def rows_of(costs: Costs) -> dict[str, int]:
+    return kept_rows(costs.ties, costs.rows_bytes, costs.blocks, costs.copies)
 
 
 def calls(ranks: Sequence[int]) -> list[int]:

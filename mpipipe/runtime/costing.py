@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -116,14 +116,13 @@ def costs_of(
     update_s: Updates,
 ) -> Costs:  # fmt: skip
     """On a cluster, which may be elsewhere."""
-    rows = variants.rows_bytes(numerics)
     return Costs(
         groups=group_costs(
             variants.primary, found.parts, found.samples, update_s.of_parameter, numerics.fill,
             update_s.of_statistic,
         ),
         cluster=cluster,
-        ties=tuple(replace(tie, rows_bytes=rows.get(tie.param, 0)) for tie in variants.graph.ties),
+        ties=variants.graph.ties,
         bytes_per_param_byte=bytes_per_param_byte(optimizer, numerics),
         state_bytes_per_param_byte=float(optimizer.state_buffers),
         blocks=numerics.blocks,
@@ -131,6 +130,7 @@ def costs_of(
         source="modelled" if found.modelled else "measured",
         spread=found.spread,
         call_s=CALL_S,
+        rows_bytes=variants.rows_bytes(numerics),
     )  # fmt: skip
 
 

@@ -114,6 +114,7 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
                 stage.apply_statistics(copies.__getitem__)  # which a step does at its end
             ends.append(clock())
             found.append(tuple(b - a for a, b in itertools.pairwise(ends)))
+            stage.weights.forget_rows()  # which would be those of many steps
             if stage.weights.tied == "eager":  # of uses that have no accumulator
                 take_gradients(stage.weights)
     stage.weights.forget()

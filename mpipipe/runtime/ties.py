@@ -45,7 +45,7 @@ class Ties:
         gradient, in the order of uses."""
         for name, groups in self.uses.items():
             if name in weights.rows:
-                weights.rows[name].into(weights.grad[name])
+                weights.add_rows(name)
             elif self.owner[name] == weights.stage:
                 for group in groups[1:]:
                     weights.grad[name].add_(arrived[name, group])

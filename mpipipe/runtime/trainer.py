@@ -17,6 +17,7 @@ from mpipipe.graph.program import Batch, Mode, Specs
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.lower import max_tag
 from mpipipe.planner.search import program_for
+from mpipipe.planner.stages import kept_rows
 from mpipipe.runtime.blame import blame
 from mpipipe.runtime.feed import Data, Feed, Given, rows_of, slices, specs_of, split_by, split_evenly
 from mpipipe.runtime.interpreter import Interpreter, Job, Outcome, added
@@ -49,7 +50,7 @@ class Trainer:
         self.program = self._program(len(self.bounds), train=True)
         owner, self.copy = variants.stage_of_param(layout.cuts), self.program.copy_on(comm.rank)
         n_shares = 1 if numerics.reduce == "fast" else len(self.program.copies_on(comm.rank))
-        as_rows = variants.rows_bytes(numerics) if layout.n_copies == 1 else ()
+        as_rows = kept_rows(graph.ties, variants.rows_bytes(numerics), numerics.blocks, layout.n_copies)
         stages: dict[int, Stage] = {}
         for s in self._stages_of(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves

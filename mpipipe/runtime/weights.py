@@ -9,8 +9,9 @@ parameter. Its `.grad` is a view of the flat gradient, so autograd accumulates i
 micro-batch order. A tied parameter has one leaf per use:
 
     per_use   each use accumulates on its own; merged in the order of the uses, once per step. Of a table that
-              is also a head, the look-ups may keep their rows until then (`Variants.rows_bytes`), and the
-              head adds to the owner's gradient, or sends its own into that: the same bits, one gradient less
+              is also a head, the look-ups may keep their rows until then (`planner.stages.kept_rows`), and
+              the head adds to the owner's gradient, or sends its own into that: the same bits, one gradient
+              less
     eager     each micro-batch is merged, last use first, as autograd does within one process
 
 Where there are copies of the stage, each copy holds all of it and owns some of its parameters: it
@@ -19,7 +20,7 @@ alone updates them. What one copy owns lies in buffers of its own, so that they 
 Invariants
   1. Views are aligned to 64 bytes and lie in canonical (registration) order.
   2. The owner of a parameter is the stage of its first use; other stages hold a copy of the data (none on
-     the owner's rank) and accumulators for their own uses, but no state.
+     the owner's rank) and accumulators for their own uses (none there beside rows), but no state.
   3. Copy 0 owns all tied parameters; the others are shared out by bytes, the same on every copy.
 """
 
@@ -226,11 +227,23 @@ class StageWeights:
                 t.zero_()
 
     def forget(self) -> None:
-        """What backward has added."""
-        for accumulator in self.accumulators():
+        """What backward has added, to the gradient of another stage on this rank, too."""
+        leaves = (leaf.grad for leaf in self.leaves.values() if leaf.grad is not None)
+        for accumulator in (*self.accumulators(), *leaves):
             accumulator.zero_()
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
         for rows in self.rows.values():
             rows.forget()
+
+    def add_rows(self, name: str) -> None:
+        """To the gradient of an owned parameter, once those of its other use are in it."""
+        self.rows[name].into(self.grad[name])
+        leaf = self.leaves[name, self.uses[name][0]]
+        if leaf.grad is not None:  # of a shape in which the model reads the table in another way
+            self.grad[name].add_(leaf.grad)
+            leaf.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Owned parameters and persistent buffers by canonical name."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from mpipipe.planner import StageTie
+from mpipipe.planner.stages import rows_of
 from mpipipe.values import Cluster, Costs, Device, GroupCost, Link, Tie
 
 FREE = Link(0.0, math.inf)
@@ -46,7 +47,8 @@ def problems(draw: st.DrawFn, memory: str = "mixed", max_groups: int = 7) -> tup
     n_groups = draw(st.integers(1, max_groups))
     n_stages = draw(st.integers(1, min(4, n_groups)))
     small = st.integers(0, 9)
-    ties = tuple(draw(st.lists(_ties(n_groups), max_size=2)))
+    ties = tuple(draw(_tie(name, n_groups)) for name in "vw"[: draw(st.integers(0, 2))])
+    rows_bytes = {tie.param: draw(st.integers(1, 3)) for tie in ties if len(tie.groups) == 2}
     groups = tuple(_with_ties(draw, f"g{i}", i, ties, small) for i in range(n_groups))
     sizes = {
         "huge": st.just(HUGE),
@@ -59,16 +61,15 @@ def problems(draw: st.DrawFn, memory: str = "mixed", max_groups: int = 7) -> tup
         draw(st.sampled_from([FREE, Link(0.25, 8.0)])),
         draw(st.sampled_from([FREE, Link(0.5, 2.0)])),
     )
-    costs = Costs(groups, machine, ties, draw(st.sampled_from([2.0, 4.0])), 0.125, "modelled", 0.0)
+    costs = Costs(groups, machine, ties, draw(st.sampled_from([2.0, 4.0])), 0.125, "modelled", 0.0,
+                  rows_bytes=rows_bytes)  # fmt: skip
     return costs, n_stages, draw(st.integers(1, 5))
 
 
 @st.composite
-def _ties(draw: st.DrawFn, n_groups: int) -> Tie:
+def _tie(draw: st.DrawFn, name: str, n_groups: int) -> Tie:
     uses = draw(st.lists(st.integers(0, n_groups - 1), min_size=2, max_size=3))
-    nbytes = draw(st.integers(1, 9))
-    rows_bytes = draw(st.integers(0, nbytes // 2)) if len(uses) == 2 else 0
-    return Tie("w", nbytes, tuple(sorted(uses)), rows_bytes)
+    return Tie(name, draw(st.integers(1, 9)), tuple(sorted(uses)))
 
 
 def _with_ties(draw: st.DrawFn, name: str, index: int, ties: tuple[Tie, ...], small) -> GroupCost:
@@ -102,8 +103,8 @@ def naive_fixed_bytes(costs: Costs, first: int, end: int) -> int:
     for tie in costs.ties:
         here = [use for use in tie.groups if first <= use < end]
         held -= tie.nbytes * max(0, len(set(here)) - 1)
-        if tie.rows_bytes:
-            further += tie.rows_bytes * (tie.groups[0] in here)
+        if (rows := rows_of(costs).get(tie.param)) is not None:
+            further += rows * (tie.groups[0] in here)
         else:
             further += tie.nbytes * max(0, len(here) - 1)
     return math.ceil(held * costs.bytes_per_param_byte) + further
@@ -120,7 +121,7 @@ def naive_memory(costs: Costs, first: int, end: int, live: int, window: int, n_m
         groups[end - 1].act_bytes if end < len(groups) else 0, groups[first - 1].grad_bytes if first else 0
     )
     for tie in costs.ties:
-        if first <= tie.groups[0] < end and not tie.rows_bytes:
+        if first <= tie.groups[0] < end and tie.param not in rows_of(costs):
             outside = len({use for use in tie.groups if use >= end})
             receive += tie.nbytes * min(window + outside, outside * (n_micro if tied == "eager" else 1))
     workspace = max(g.workspace_bytes for g in groups[first:end])
