@@ -266,6 +266,8 @@ class GroupCost(Value):
     at_work_bytes: int = 0  # of workspace_bytes what is tensors, without the gradients that come to it
     received_bytes: int = 0  # of stash_bytes: what earlier groups have made, and not kept themselves
     kept_bytes: int = 0  # of act_bytes: what is in the stash of this group or of an earlier one
+    act_parts: tuple[int, ...] = ()  # act_bytes tensor by tensor, where there are several
+    grad_parts: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -301,8 +303,8 @@ class Costs(Value):
 
     @cached_property
     def columns(self) -> dict[str, NDArray[Any]]:
-        """Each field of the groups but `name` as an array (n_groups,): bytes int64, the others float64."""
-        names = [f.name for f in fields(GroupCost) if f.name != "name"]
+        """Each number of the groups as an array (n_groups,): bytes int64, the others float64."""
+        names = [f.name for f in fields(GroupCost) if f.name not in ("name", "act_parts", "grad_parts")]
         return {n: np.array([getattr(g, n) for g in self.groups], np.int64 if n.endswith("_bytes") else float)
                 for n in names}  # fmt: skip
 
@@ -332,6 +334,8 @@ class StageCost(Value):
     split_s: float = 0.0  # that I and W take longer than B; counted with W
     call_s: float = 0.0  # as in `Costs`
     kept_bytes: int = 0  # of act_bytes what stays here anyway, in the stash or as received
+    act_parts: tuple[int, ...] = ()  # as of `GroupCost`
+    grad_parts: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:

@@ -48,15 +48,17 @@ def group_costs(
         applied_s = statistic_s * len(piece.code.updates)
         cut = [n for n in crossing[position] if isinstance(n.meta["val"], torch.Tensor)]
         sizes = {n: sum(x.nbytes for x in output_specs(n)) for n in cut}
+        grads = [b for n, b in sizes.items() if n.meta["val"].requires_grad]
         out.append(
             GroupCost(
                 piece.name, s.fwd_s, s.bwd_input_s, s.bwd_weight_s + applied_s, piece.param_bytes,
                 s.saved_bytes + sum(size.values()),
                 s.workspace_bytes, sum(sizes.values()),
-                sum(b for n, b in sizes.items() if n.meta["val"].requires_grad), update_s * len(piece.params),
+                sum(grads), update_s * len(piece.params),
                 s.spread, share, selective, s.split_s, s.at_work_bytes,
                 sum(b for r, b in size.items() if r in from_before),
                 sum(b for n, b in sizes.items() if anatomy.root(n) in seen),
+                tuple(sizes.values()) if len(sizes) > 1 else (), tuple(grads) if len(grads) > 1 else (),
             )
         )  # fmt: skip
     return tuple(out)

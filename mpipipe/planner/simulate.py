@@ -9,7 +9,8 @@ be proved (`prove`): here nothing is said about deadlock.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Pro
 
 __all__ = ["message_bytes", "prove", "simulate"]
 
+Parts = tuple[int, ...]  # bytes of each tensor of a message
 TIED = {Op.SEND_TIED, Op.RECV_TIED, Op.SEND_COPY, Op.RECV_COPY}
 NEAR = {Op.SEND_ACT, Op.SEND_GRAD}  # to a neighbour, which is on one rank for all micro-batches
 AHEAD = {Op.RECV_ACT, Op.RECV_GRAD, Op.RECV_TIED}  # posted ahead, into buffers
@@ -86,7 +88,10 @@ def rank_memory_bytes(
         if s:  # what is counted there, or in a receive buffer
             stash[s] -= own[s - 1].kept_bytes if s - 1 in mine else own[s - 1].act_bytes
     stash = np.maximum(0, stash)
-    fixed = sum(own[s].fixed_bytes for s in mine) + receive_bytes(codes, sizes[rank], program.receive_window)
+    parts = {(int(Op.RECV_ACT), s + 1): own[s].act_parts for s in range(n) if own[s].act_parts}
+    parts |= {(int(Op.RECV_GRAD), s - 1): own[s].grad_parts for s in range(n) if own[s].grad_parts}
+    fixed = sum(own[s].fixed_bytes for s in mine)
+    fixed += receive_bytes(codes, sizes[rank], program.receive_window, parts)
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
     workspace = at_work[codes[:, 1]] if tensors else kept
     shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(alike) * sizes[rank], 0)
@@ -102,10 +107,11 @@ def _copies(program: Program) -> list[int]:
     return [program.copies_on(rank).start for rank in range(len(program.codes))]
 
 
-def receive_bytes(codes: Int32, nbytes: Int64, window: int) -> int:
-    """The receive buffers of a rank, which stay for later messages of their size: of each size as many as are
-    in use at once, from the time when they are posted, `window` receives ahead, until their micro-batch
-    leaves the stage."""
+def receive_bytes(codes: Int32, nbytes: Int64, window: int, parts: Mapping[tuple[int, int], Parts]) -> int:
+    """The receive buffers of a rank, one for each tensor, which stay for later ones of their size: of each
+    size as many as are in use at once, from the time when they are posted, `window` receives ahead, until
+    their micro-batch leaves the stage. nbytes: of the message of each instruction; parts: by op and stage of
+    its tensors, where there are several."""
     ops, stage, micro = codes[:, :3].T
     received = np.flatnonzero(IS_AHEAD[ops])
     if not len(received):
@@ -114,8 +120,15 @@ def receive_bytes(codes: Int32, nbytes: Int64, window: int) -> int:
     leaves = np.flatnonzero(LEAVES[ops] if LEAVES[ops].any() else ops == Op.F)
     left = np.full((stage.max() + 1, micro.max() + 2), len(codes))  # micro -1, once per step, stays
     left[stage[leaves], micro[leaves]] = leaves + 1
-    freed, sizes = left[stage[received], micro[received]], nbytes[received]
-    in_use = {s: _between(posted[sizes == s], freed[sizes == s], len(codes)) for s in set(sizes.tolist())}
+    freed = left[stage[received], micro[received]]
+    kinds = np.stack([ops[received], stage[received], nbytes[received]], axis=1)
+    in_use = dict[int, Int64]()  # at each instruction, by size
+    for kind in np.unique(kinds, axis=0):
+        alike = (kinds == kind).all(axis=1)
+        messages = _between(posted[alike], freed[alike], len(codes))
+        op, at, whole = kind.tolist()
+        for size, several in Counter(parts.get((op, at), (whole,))).items():
+            in_use[size] = in_use.get(size, 0) + several * messages
     return sum(size * int(most.max()) for size, most in in_use.items())
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,13 @@ def _between(a: GroupCost, b: GroupCost, seconds_at: float, bytes_at: float) -> 
     """At 0 it is `a`, at 1 `b`."""
     found: dict[str, Any] = {name: _line(getattr(a, name), getattr(b, name), seconds_at) for name in _SECONDS}
     found |= {name: round(_line(getattr(a, name), getattr(b, name), bytes_at)) for name in _BYTES}
+    found["act_parts"] = _shared(b.act_parts, found["act_bytes"])
+    found["grad_parts"] = _shared(b.grad_parts, found["grad_bytes"])
     return replace(b, **found)
+
+
+def _shared(parts: Sequence[int], total: int) -> tuple[int, ...]:
+    return tuple(round(total * part / sum(parts)) for part in parts)
 
 
 def _line(a: float, b: float, at: float) -> float:

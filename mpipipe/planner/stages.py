@@ -262,6 +262,8 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
                 split_s=float(costs.columns["split_s"][first:end].sum()) / speed,
                 call_s=costs.call_s / speed,
                 kept_bytes=groups[end - 1].kept_bytes if end < len(groups) and mode == "none" else 0,
+                act_parts=groups[end - 1].act_parts if end < len(groups) else (),
+                grad_parts=groups[first - 1].grad_parts if first else (),
             )
         )
     return tuple(out)

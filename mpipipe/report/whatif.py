@@ -123,6 +123,8 @@ def _halved(costs: Costs) -> Costs:
             selective_bytes=g.selective_bytes // 2,
             received_bytes=g.received_bytes // 2,
             kept_bytes=g.kept_bytes // 2,
+            act_parts=tuple(nbytes // 2 for nbytes in g.act_parts),
+            grad_parts=tuple(nbytes // 2 for nbytes in g.grad_parts),
         )
         for g in costs.groups
     )

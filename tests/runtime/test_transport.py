@@ -92,12 +92,13 @@ def test_what_is_sent_once_per_step_lets_the_others_go_first() -> None:
         ("conv and norm", "per_use", "zb-h2", 3),
         ("conv and norm", "per_use", "zb-v", 2),
         ("skips", "per_use", "1f1b", 3),
+        ("skips", "per_use", "interleaved", 2),
     ],
 )
 def test_the_buffers_that_stay_are_those_that_a_plan_counts(
     model: str, tied: str, schedule: str, n_ranks: int, window: int
 ) -> None:
-    """In these models all messages of one size are of the same shapes."""
+    """In these models all tensors of one size are of the same form."""
     case, order = Case(model, tied=tied, batch=16, micro_batches=8), placement(schedule, n_ranks)  # type: ignore[arg-type]
     warm(case)
 
@@ -110,8 +111,10 @@ def test_the_buffers_that_stay_are_those_that_a_plan_counts(
         program, interpreter = trainer.program, trainer.interpreter
         instrs = [i if i.op in AHEAD else None for i in program.instrs(comm.rank)]
         kept = sum(t.nbytes for free in interpreter.pool._free.values() for t in free)
-        sizes = [sum(t.nbytes for t in interpreter._targets(i)) if i else 0 for i in instrs]
-        return kept, receive_bytes(program.codes[comm.rank], np.array(sizes), window)
+        tensors = [tuple(t.nbytes for t in interpreter._targets(i)) if i else () for i in instrs]
+        parts = {(int(i.op), i.stage): each for i, each in zip(instrs, tensors, strict=True) if i}
+        sizes = np.array([sum(each) for each in tensors])
+        return kept, receive_bytes(program.codes[comm.rank], sizes, window, parts)
 
     for kept, counted in run_local(n_ranks, body):
         assert kept == counted > 0
