@@ -94,7 +94,8 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
                        std::vector<double> speed, std::vector<int64_t> memory_bytes, std::vector<int64_t> live,
                        std::vector<int32_t> link_in, std::vector<int32_t> link_out,
                        const std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t>>& ties, int64_t window,
-                       int64_t tied_window, int64_t tied_repeats, double bytes_per_param_byte) {
+                       int64_t tied_window, int64_t tied_repeats, double bytes_per_param_byte,
+                       double state_per_param_byte) {
     Problem p;
     p.n_groups = fwd_s.size();
     p.fwd_s = fwd_s.data(), p.bwd_input_s = bwd_input_s.data(), p.bwd_weight_s = bwd_weight_s.data();
@@ -106,7 +107,7 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
     p.link_in = std::move(link_in), p.link_out = std::move(link_out);
     for (const auto& [groups, nbytes, rows_bytes] : ties) p.ties.push_back({groups, nbytes, rows_bytes});
     p.window = window, p.tied_window = tied_window, p.tied_repeats = tied_repeats;
-    p.bytes_per_param_byte = bytes_per_param_byte;
+    p.bytes_per_param_byte = bytes_per_param_byte, p.state_per_param_byte = state_per_param_byte;
     return {{fwd_s, bwd_input_s, bwd_weight_s, param_bytes, stash_bytes, workspace_bytes, act_in, held_in, grad_in,
              crossing_s},
             Cutter(std::move(p))};

@@ -52,7 +52,8 @@ class Cutter::Scan {
         const int64_t sent = std::max(end < p_.n_groups ? p_.act_in[end] : 0, first ? p_.grad_in[first - 1] : 0);
         const int64_t stash = cutter_.stash_before_[end] - cutter_.stash_before_[first] + p_.held_in[first];
         const int64_t held = cutter_.params_before_[end] - cutter_.params_before_[first] - shared_;
-        return cutter_.weights(held) + accumulators_ + live * stash + workspace_ + received + sent + tied_;
+        const auto state = static_cast<int64_t>(std::ceil(static_cast<double>(elsewhere_) * p_.state_per_param_byte));
+        return cutter_.weights(held) - state + accumulators_ + live * stash + workspace_ + received + sent + tied_;
     }
 
     // Whether every rank has the memory.
@@ -64,16 +65,21 @@ class Cutter::Scan {
 
   private:
     void add(const Use& use) {
-        const int64_t rows_bytes = p_.ties[use.owned].rows_bytes;
-        if (use.next < 0) accumulators_ += rows_bytes;
-        if (use.next >= 0 && use.next < end) {
-            if (!rows_bytes) accumulators_ += use.nbytes;
-            if (use.next != first) shared_ += use.nbytes;
-        } else if (use.next < 0 && !rows_bytes) {
-            const auto& uses = p_.ties[use.owned].groups;
+        const Tied& tie = p_.ties[use.tie];
+        const auto& uses = tie.groups;
+        const int64_t n = uses.size();
+        if (use.kind == Use::kBefore && use.next < end) {
+            if (!tie.rows_bytes) accumulators_ += tie.nbytes;
+            if (use.next != first) shared_ += tie.nbytes;
+        } else if (use.kind == Use::kLater && (use.next + 1 == n || uses[use.next + 1] >= end)) {
+            elsewhere_ += tie.nbytes;  // the last use here; until the first one is here, too
+        } else if (use.kind == Use::kFirst) {
+            if (n > 1 && uses[1] < end) elsewhere_ -= tie.nbytes;
+            accumulators_ += tie.rows_bytes;
             int64_t outside = 0;
-            for (size_t i = 0; i < uses.size(); ++i) outside += uses[i] >= end && (i == 0 || uses[i] != uses[i - 1]);
-            tied_ += std::min(p_.tied_window + outside, outside * p_.tied_repeats) * use.nbytes;
+            for (int64_t i = 0; i < n; ++i) outside += uses[i] >= end && (i == 0 || uses[i] != uses[i - 1]);
+            if (tie.rows_bytes) outside = 0;  // comes into the gradient
+            tied_ += std::min(p_.tied_window + outside, outside * p_.tied_repeats) * tie.nbytes;
         }
     }
 
@@ -81,7 +87,7 @@ class Cutter::Scan {
     const Cutter& cutter_;
     const Problem& p_;
     double fwd_s_ = 0.0, bwd_input_s_ = 0.0, bwd_weight_s_ = 0.0;
-    int64_t shared_ = 0, workspace_ = 0, accumulators_ = 0, tied_ = 0;
+    int64_t shared_ = 0, elsewhere_ = 0, workspace_ = 0, accumulators_ = 0, tied_ = 0;
 };
 
 Cutter::Cutter(Problem problem) : problem_(std::move(problem)), words_(n_stages() / 64 + 1) {
@@ -103,8 +109,11 @@ void Cutter::set_uses() {
     std::vector<std::vector<Use>> uses(p.ties.empty() ? 0 : n);
     for (size_t t = 0; t < p.ties.size(); ++t) {
         const Tied& tie = p.ties[t];
-        uses[tie.groups[0]].push_back({-1, tie.nbytes, t});
-        for (size_t i = 1; i < tie.groups.size(); ++i) uses[tie.groups[i - 1]].push_back({tie.groups[i], tie.nbytes, t});
+        uses[tie.groups[0]].push_back({Use::kFirst, 0, t});
+        for (size_t i = 1; i < tie.groups.size(); ++i) {
+            uses[tie.groups[i - 1]].push_back({Use::kBefore, tie.groups[i], t});
+            uses[tie.groups[i]].push_back({Use::kLater, static_cast<int64_t>(i), t});
+        }
         tied_bytes_ += tie.nbytes * static_cast<int64_t>(tie.groups.size()) * std::max<int64_t>(1, p.tied_repeats);
     }
     tie_offset_.assign(n + 1, 0);

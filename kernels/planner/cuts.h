@@ -30,7 +30,7 @@ struct Problem {
     std::vector<int32_t> link_in, link_out;  // rows of crossing_s
     std::vector<Tied> ties;
     int64_t window = 0, tied_window = 0, tied_repeats = 1;
-    double bytes_per_param_byte = 0.0;
+    double bytes_per_param_byte = 0.0, state_per_param_byte = 0.0;
 };
 
 struct Cuts {
@@ -86,8 +86,9 @@ class Cutter {
     Problem problem_;
     std::vector<int32_t> tie_offset_;  // (n_groups + 1,): the uses in each group, in uses_
     struct Use {
-        int64_t next, nbytes;  // the next use of the same weight; -1: this is the first use of tie `owned`
-        size_t owned;
+        enum { kFirst, kBefore, kLater } kind;
+        int64_t next;  // kBefore: the use after this one; kLater: its own place among the uses
+        size_t tie;
     };
     std::vector<Use> uses_;
     std::vector<int64_t> params_before_, stash_before_;  // sums of the first groups

@@ -195,13 +195,13 @@ class Variants:
         """Tied parameters that are a table in whose first of two uses rows are looked up, and nothing else:
         bytes of the rows, and of their numbers, that a step could keep in place of a gradient of the table's
         size (`mpipipe.planner.stages.kept_rows` says when it does)."""
+        first = {(tie.param, tie.groups[0]) for tie in self.graph.ties if len(tie.groups) == 2}
+        if not first or numerics.tied != "per_use" or not on_host():
+            return {}
         anatomy, found = self.primary, dict[str, int]()
         param, name = anatomy.captured.param, anatomy.captured.name
         reads = Counter((p, node.group) for node in self.graph.nodes for p in node.params)
-        first = {(tie.param, tie.groups[0]) for tie in self.graph.ties if len(tie.groups) == 2}
-        if not on_host() or numerics.tied != "per_use":
-            return {}
-        for match in anatomy.lowered(anatomy.order) if first else ():
+        for match in anatomy.lowered(anatomy.order):
             if match.op is embedding:
                 indices, table, _ = match.args
                 use = param[table], self.uses[name[match.first]]

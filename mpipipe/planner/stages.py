@@ -98,6 +98,7 @@ class Ranges:
     ) -> None:
         self._costs = costs
         self.kept_rows = rows_of(costs)
+        self.state_per_param_byte = costs.state_bytes_per_param_byte / costs.copies
         self.window = min(receive_window, n_micro)
         self.tied_window = receive_window
         self.tied_repeats = n_micro if tied == "eager" else 1
@@ -130,8 +131,8 @@ class Ranges:
         into_s, remade = self.bwd_input_s + self._remade_s[mode], self._remade[mode]
         act_in = self.act_in[low:end]
         held_in = self.held_in[low:end] if mode == "none" else act_in  # else perhaps counted in `remade`
-        held, stepped, accumulators = self._parameters(end, low)
-        rate = self._costs.held_per_param_byte
+        held, stepped, elsewhere, accumulators = self._parameters(end, low)
+        rate, state = self._costs.held_per_param_byte, self.state_per_param_byte
         grad_in = int(self.grad_in[end - 1])
         received = self.window * (act_in + grad_in)
         act_out = self.act_in[end] if end < len(self.act_in) else 0
@@ -143,7 +144,7 @@ class Ranges:
             bwd_input_s=_sums(into_s[low:end]),
             bwd_weight_s=_sums(self.bwd_weight_s[low:end]),
             step_s=stepped * self._update_s_per_byte + _sums(self._update_s[low:end]),
-            fixed_bytes=np.ceil(held * rate).astype(np.int64) + accumulators,
+            fixed_bytes=(np.ceil(held * rate) - np.ceil(elsewhere * state)).astype(np.int64) + accumulators,
             stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + held_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             at_work_bytes=np.maximum(0, np.maximum.accumulate(with_stash[::-1])[::-1]),
@@ -152,16 +153,19 @@ class Ranges:
             grad_bytes=grad_in,
         )
 
-    def _parameters(self, end: int, low: int) -> tuple[Int64, Int64, Int64]:
-        """Bytes of the weights held (a tied one once), of those updated here (a tied one at its
-        first use only), and of what its uses here have beside one gradient: more of them, or rows."""
+    def _parameters(self, end: int, low: int) -> tuple[Int64, Int64, Int64, Int64]:
+        """Bytes of the weights held (a tied one once), of those updated here (a tied one at its first use
+        only), of those that another stage updates, and of what tied ones have beside one gradient: those of
+        their further uses here, or rows."""
         held = _sums(self.param_bytes[low:end])
         stepped = held.copy()
-        accumulators = np.zeros_like(held)
+        elsewhere, accumulators = np.zeros((2, len(held)), np.int64)
         for tie in self._costs.ties:
-            rows_bytes = self.kept_rows.get(tie.param, 0)
-            if tie.groups[0] < end:
-                accumulators[: max(0, tie.groups[0] + 1 - low)] += rows_bytes
+            rows_bytes, owner = self.kept_rows.get(tie.param, 0), tie.groups[0]
+            if owner < end:
+                last = max(use for use in tie.groups if use < end)
+                elsewhere[max(0, owner + 1 - low) : max(0, last + 1 - low)] += tie.nbytes
+                accumulators[: max(0, owner + 1 - low)] += rows_bytes
             for before, use in itertools.pairwise(tie.groups):
                 if use >= end:
                     continue
@@ -170,7 +174,7 @@ class Ranges:
                 if use != before:  # two uses inside one group: its weight is counted once already
                     held[: max(0, before + 1 - low)] -= tie.nbytes
                     stepped[: max(0, use + 1 - low)] -= tie.nbytes
-        return held, stepped, accumulators
+        return held, stepped, elsewhere, accumulators
 
     def _tied_receives(self, end: int, low: int) -> Int64:
         buffers = np.zeros(end - low, np.int64)
@@ -233,15 +237,10 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
 
     cuts: index of the first group of stages 1 .. S-1. `fixed_bytes` counts weight, gradient and
     optimizer state of every parameter once, plus one gradient for each further use of a tied
-    parameter (an upper bound in mode "eager"), or its rows (`kept_rows`). Users of one have no optimizer
-    state for it, which the partition counts all the same.
+    parameter (an upper bound in mode "eager"), or its rows (`kept_rows`); its users have no optimizer state.
     `stash_bytes` includes the received activation. Raises PlanError on bad cuts.
     """
-    ranges, groups, state = Ranges(costs), costs.groups, costs.state_bytes_per_param_byte / costs.copies
-    elsewhere = [0] * (len(cuts) + 1)  # by stage, bytes of the tied parameters that another one updates
-    for tie in stage_ties(costs.ties, cuts):
-        for stage in tie.users:
-            elsewhere[stage] += tie.nbytes
+    ranges, groups = Ranges(costs), costs.groups
     out = []
     for stage, (first, end) in enumerate(bounds(len(groups), cuts)):
         mode: Recompute = modes[stage] if modes else "none"
@@ -252,7 +251,7 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
                 bwd_input_s=float(e.bwd_input_s[0]) / speed,
                 bwd_weight_s=float(e.bwd_weight_s[0]) / speed,
                 step_s=float(e.step_s[0]) / speed,
-                fixed_bytes=int(e.fixed_bytes[0] - state * elsewhere[stage]),
+                fixed_bytes=int(e.fixed_bytes[0]),
                 stash_bytes=int(e.stash_bytes[0]),
                 workspace_bytes=int(e.workspace_bytes[0]),
                 at_work_bytes=int(e.at_work_bytes[0]),

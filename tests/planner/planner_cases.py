@@ -62,6 +62,7 @@ def problems(draw: st.DrawFn, memory: str = "mixed", max_groups: int = 7) -> tup
         draw(st.sampled_from([FREE, Link(0.5, 2.0)])),
     )
     costs = Costs(groups, machine, ties, draw(st.sampled_from([2.0, 4.0])), 0.125, "modelled", 0.0,
+                  draw(st.sampled_from([0.0, 1.5])),
                   rows_bytes=rows_bytes)  # fmt: skip
     return costs, n_stages, draw(st.integers(1, 5))
 
@@ -99,7 +100,7 @@ def naive_stage_s(costs: Costs, edges: tuple[int, ...], stage: int) -> float:
 
 def naive_fixed_bytes(costs: Costs, first: int, end: int) -> int:
     held = sum(g.param_bytes for g in costs.groups[first:end])
-    further = 0
+    further = elsewhere = 0
     for tie in costs.ties:
         here = [use for use in tie.groups if first <= use < end]
         held -= tie.nbytes * max(0, len(set(here)) - 1)
@@ -107,7 +108,10 @@ def naive_fixed_bytes(costs: Costs, first: int, end: int) -> int:
             further += rows * (tie.groups[0] in here)
         else:
             further += tie.nbytes * max(0, len(here) - 1)
-    return math.ceil(held * costs.bytes_per_param_byte) + further
+        if here and tie.groups[0] < first:
+            elsewhere += tie.nbytes
+    state = math.ceil(elsewhere * costs.state_bytes_per_param_byte)
+    return math.ceil(held * costs.bytes_per_param_byte) - state + further
 
 
 def naive_memory(costs: Costs, first: int, end: int, live: int, window: int, n_micro: int, tied: str) -> int:
