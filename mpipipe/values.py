@@ -274,6 +274,19 @@ class GroupCost(Value):
         return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
 
 
+class BatchBytes(NamedTuple):
+    """Of the batch, what the rank of the first stage holds, and that of the last: micro-batches that are
+    loaded ahead, and of whole steps what the weight of the loss is made of."""
+
+    first: int = 0
+    last: int = 0
+    weighing: int = 0
+
+    @property
+    def of_last(self) -> int:
+        return self.last + self.weighing
+
+
 @dataclass(frozen=True)
 class Costs(Value):
     groups: tuple[GroupCost, ...]
@@ -288,6 +301,7 @@ class Costs(Value):
     copies: int = 1  # of the pipeline, each of which updates an even share of the weights
     call_s: float = 0.0  # of each F, B, I and W, and of each of its messages: Python, on the rank itself
     rows_bytes: dict[str, int] = field(default_factory=dict)  # of a step: see `Variants.rows_bytes`
+    batch_bytes: BatchBytes = BatchBytes()  # noqa: RUF009 - a tuple
 
     @property
     def held_per_param_byte(self) -> float:

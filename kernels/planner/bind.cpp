@@ -95,7 +95,7 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
                        std::vector<int32_t> link_in, std::vector<int32_t> link_out,
                        const std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t>>& ties, int64_t window,
                        int64_t tied_window, int64_t tied_repeats, double bytes_per_param_byte,
-                       double state_per_param_byte) {
+                       double state_per_param_byte, int64_t batch_of_first, int64_t batch_of_last) {
     Problem p;
     p.n_groups = fwd_s.size();
     p.fwd_s = fwd_s.data(), p.bwd_input_s = bwd_input_s.data(), p.bwd_weight_s = bwd_weight_s.data();
@@ -108,6 +108,7 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
     for (const auto& [groups, nbytes, rows_bytes] : ties) p.ties.push_back({groups, nbytes, rows_bytes});
     p.window = window, p.tied_window = tied_window, p.tied_repeats = tied_repeats;
     p.bytes_per_param_byte = bytes_per_param_byte, p.state_per_param_byte = state_per_param_byte;
+    p.batch_of_first = batch_of_first, p.batch_of_last = batch_of_last;
     return {{fwd_s, bwd_input_s, bwd_weight_s, param_bytes, stash_bytes, workspace_bytes, act_in, held_in, grad_in,
              crossing_s},
             Cutter(std::move(p))};

@@ -53,7 +53,9 @@ class Cutter::Scan {
         const int64_t stash = cutter_.stash_before_[end] - cutter_.stash_before_[first] + p_.held_in[first];
         const int64_t held = cutter_.params_before_[end] - cutter_.params_before_[first] - shared_;
         const auto state = static_cast<int64_t>(std::ceil(static_cast<double>(elsewhere_) * p_.state_per_param_byte));
-        return cutter_.weights(held) - state + accumulators_ + live * stash + workspace_ + received + sent + tied_;
+        const int64_t batch = (first ? 0 : p_.batch_of_first) + (end < p_.n_groups ? 0 : p_.batch_of_last);
+        const int64_t fixed = cutter_.weights(held) - state + accumulators_ + batch;
+        return fixed + live * stash + workspace_ + received + sent + tied_;
     }
 
     // Whether every rank has the memory.
@@ -180,7 +182,8 @@ void Cutter::set_roomy() {
     const int64_t n = p.n_groups;
     const int64_t act = *std::max_element(p.act_in, p.act_in + n), grad = *std::max_element(p.grad_in, p.grad_in + n);
     const int64_t rest = *std::max_element(p.workspace_bytes, p.workspace_bytes + n) + most_live_ * act +
-                         p.window * act + (p.window + 1) * grad + std::max(act, grad) + 2 * tied_bytes_;
+                         p.window * act + (p.window + 1) * grad + std::max(act, grad) + 2 * tied_bytes_ +
+                         p.batch_of_first + p.batch_of_last;
     roomy_.assign(n + 1, 0);
     for (int64_t end = 1, roomy = 0; end <= n; ++end) {
         const auto most_bytes = [&](int64_t from) {

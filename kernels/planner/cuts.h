@@ -31,6 +31,7 @@ struct Problem {
     std::vector<Tied> ties;
     int64_t window = 0, tied_window = 0, tied_repeats = 1;
     double bytes_per_param_byte = 0.0, state_per_param_byte = 0.0;
+    int64_t batch_of_first = 0, batch_of_last = 0;
 };
 
 struct Cuts {

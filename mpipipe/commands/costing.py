@@ -24,7 +24,7 @@ from mpipipe.runtime.costing import Found, Updates, bytes_per_param_byte, costs_
 from mpipipe.runtime.modelling import find
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of, set_gemm_route
-from mpipipe.values import Cluster, Costs, Gemm, Prediction
+from mpipipe.values import BatchBytes, Cluster, Costs, Gemm, Prediction
 
 
 class Costing:
@@ -141,7 +141,7 @@ class Costing:
         cluster = self._machine.cluster(n_ranks, self.base_bytes)
         costs = costs_of(found, variants, one, self._optimizer, cluster, self._update_s)
         if not self._on_processors:
-            costs = costs.but(rows_bytes={})
+            costs = costs.but(rows_bytes={}, batch_bytes=BatchBytes())
         self.at[rows] = variants, found
         self.seconds += time.perf_counter() - started
         return costs

@@ -176,7 +176,7 @@ class Problem:
             r.fwd_s, r.bwd_input_s, r.bwd_weight_s, r.param_bytes, r.stash_bytes, r.workspace_bytes,
             r.act_in, r.held_in, r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in,
             self._out, ties, r.window, r.tied_window, r.tied_repeats, self.costs.held_per_param_byte,
-            r.state_per_param_byte,
+            r.state_per_param_byte, self.costs.batch_bytes.first, self.costs.batch_bytes.of_last,
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mpipipe.errors import CaptureError, PlanError
 from mpipipe.planner.joint import LIKE, Asked, Joint, preferred, search
-from mpipipe.values import Costs, GroupCost
+from mpipipe.values import BatchBytes, Costs, GroupCost
 
 PER_RANK = 4  # micro-batches for each rank: about where a pipeline is worth its bubble
 MOST_SIZES = 5  # that are taken
@@ -42,7 +42,11 @@ def costs_at(taken: Mapping[int, Costs], batch: int, count: int) -> Costs:
     pairs = zip(taken[low].groups if low else none, taken[high].groups, strict=True)
     groups = tuple(_between(a, b, (mean - low) / (high - low), (most - low) / (high - low)) for a, b in pairs)
     rows_bytes = {name: nbytes * count * most // high for name, nbytes in taken[high].rows_bytes.items()}
-    return replace(last, groups=groups, rows_bytes=rows_bytes)
+    ahead = taken[high].batch_bytes
+    batch_bytes = BatchBytes(
+        ahead.first * most // high, ahead.last * most // high, ahead.weighing * count * most // high
+    )
+    return replace(last, groups=groups, rows_bytes=rows_bytes, batch_bytes=batch_bytes)
 
 
 def _between(a: GroupCost, b: GroupCost, seconds_at: float, bytes_at: float) -> GroupCost:

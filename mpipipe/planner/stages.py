@@ -144,7 +144,9 @@ class Ranges:
             bwd_input_s=_sums(into_s[low:end]),
             bwd_weight_s=_sums(self.bwd_weight_s[low:end]),
             step_s=stepped * self._update_s_per_byte + _sums(self._update_s[low:end]),
-            fixed_bytes=(np.ceil(held * rate) - np.ceil(elsewhere * state)).astype(np.int64) + accumulators,
+            fixed_bytes=(np.ceil(held * rate) - np.ceil(elsewhere * state)).astype(np.int64)
+            + accumulators
+            + self._batch(end, low),
             stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + held_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             at_work_bytes=np.maximum(0, np.maximum.accumulate(with_stash[::-1])[::-1]),
@@ -175,6 +177,13 @@ class Ranges:
                     held[: max(0, before + 1 - low)] -= tie.nbytes
                     stepped[: max(0, use + 1 - low)] -= tie.nbytes
         return held, stepped, elsewhere, accumulators
+
+    def _batch(self, end: int, low: int) -> Int64:
+        """Of `Costs.batch_bytes`."""
+        held = np.full(end - low, self._costs.batch_bytes.of_last if end == len(self.param_bytes) else 0)
+        if low == 0:
+            held[0] += self._costs.batch_bytes.first
+        return held
 
     def _tied_receives(self, end: int, low: int) -> Int64:
         buffers = np.zeros(end - low, np.int64)

@@ -19,6 +19,7 @@ from mpipipe.graph.profile import Piece, Profiler, Sample, pieces
 from mpipipe.graph.variants import Variants
 from mpipipe.ops import device
 from mpipipe.runtime.known import Team, names_of, reuse, setting
+from mpipipe.runtime.loading import batch_bytes
 from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings, norms
 from mpipipe.runtime.weights import Flat, ParamGroup
 from mpipipe.values import Cluster, Costs, Device, Numerics, digest
@@ -131,6 +132,7 @@ def costs_of(
         spread=found.spread,
         call_s=CALL_S,
         rows_bytes=variants.rows_bytes(numerics),
+        batch_bytes=batch_bytes(variants, numerics.micro_batches),
     )  # fmt: skip
 
 

@@ -1,17 +1,23 @@
-"""What loading costs a rank whose cores are all at work: the thread that loads shares them with the step."""
+"""What loading costs: time where all cores are at work, as the thread that loads shares them with the step,
+and memory on the ranks of the first stage and the last."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import default_threads
 from mpipipe.cluster.node import cores_available
-from mpipipe.runtime.feed import Data
-from mpipipe.values import Costs, Graph
+from mpipipe.graph.cut import Code
+from mpipipe.graph.variants import Variants
+from mpipipe.ops.device import on_host
+from mpipipe.runtime.feed import AHEAD, Data
+from mpipipe.values import BatchBytes, Costs, Graph
 
 _TIMES, _BUDGET_S = 3, 0.05
+_STEPS = 2  # this one and the next: of those loaded before the forwards
 
 
 def with_loading(
@@ -31,6 +37,24 @@ def with_loading(
         loaded_s = min(comm.allgather_object(_seconds(data, rows, reads[group])))
         groups[group] = replace(groups[group], fwd_s=groups[group].fwd_s + loaded_s)
     return replace(costs, groups=tuple(groups))
+
+
+def batch_bytes(variants: Variants, n_micro: int) -> BatchBytes:
+    """Of steps of so many micro-batches. In main memory: nothing on an accelerator."""
+    graph, inputs = variants.graph, variants.graph.inputs
+    if not on_host():
+        return BatchBytes()
+
+    def nbytes(keys: Collection[str]) -> int:
+        return sum(inputs[key].nbytes for key in keys)
+
+    weight, reads = variants.weight("train", variants.first), _keys_of_groups(graph)
+    before = frozenset(weight.inputs if isinstance(weight, Code) else ())
+    last = reads.pop(len(graph.groups) - 1, frozenset()) - before
+    first = frozenset().union(*reads.values()) | (inputs.keys() - last - before)
+    return BatchBytes(
+        (AHEAD + 1) * nbytes(first), (AHEAD + 1) * nbytes(last), _STEPS * n_micro * nbytes(before)
+    )
 
 
 def a_core_is_left(comm: Communicator, threads: int) -> bool:

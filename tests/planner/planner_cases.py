@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mpipipe.planner import StageTie
 from mpipipe.planner.stages import rows_of
-from mpipipe.values import Cluster, Costs, Device, GroupCost, Link, Tie
+from mpipipe.values import BatchBytes, Cluster, Costs, Device, GroupCost, Link, Tie
 
 FREE = Link(0.0, math.inf)
 HUGE = 2**50
@@ -63,7 +63,8 @@ def problems(draw: st.DrawFn, memory: str = "mixed", max_groups: int = 7) -> tup
     )
     costs = Costs(groups, machine, ties, draw(st.sampled_from([2.0, 4.0])), 0.125, "modelled", 0.0,
                   draw(st.sampled_from([0.0, 1.5])),
-                  rows_bytes=rows_bytes)  # fmt: skip
+                  rows_bytes=rows_bytes, batch_bytes=BatchBytes(*draw(st.tuples(*[st.integers(0, 3)] * 3)))
+    )  # fmt: skip
     return costs, n_stages, draw(st.integers(1, 5))
 
 
@@ -110,8 +111,9 @@ def naive_fixed_bytes(costs: Costs, first: int, end: int) -> int:
             further += tie.nbytes * max(0, len(here) - 1)
         if here and tie.groups[0] < first:
             elsewhere += tie.nbytes
+    batch = costs.batch_bytes.first * (first == 0) + costs.batch_bytes.of_last * (end == len(costs.groups))
     state = math.ceil(elsewhere * costs.state_bytes_per_param_byte)
-    return math.ceil(held * costs.bytes_per_param_byte) - state + further
+    return math.ceil(held * costs.bytes_per_param_byte) - state + further + batch
 
 
 def naive_memory(costs: Costs, first: int, end: int, live: int, window: int, n_micro: int, tied: str) -> int:

@@ -7,9 +7,12 @@ import time
 import pytest
 import torch
 from made_run import made_costs
+from tiny import Case, even_cuts, plan_of, warm
 
+from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.runtime import loading
+from mpipipe.runtime.trainer import Trainer
 from mpipipe.values import Graph, Node, TensorSpec
 
 ROW = TensorSpec((2, 4), "float32")
@@ -80,3 +83,26 @@ def test_nothing_is_added_where_a_core_is_left_or_nothing_can_be_asked(monkeypat
     for found in added(2, change.get("cores", 2), monkeypatch, data):
         assert found == [0, 0, 0]
     assert not data.asked
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp", "skips"])
+def test_what_a_rank_holds_of_the_batch_is_what_its_plan_counts(model: str) -> None:
+    case = Case(model, batch=16, micro_batches=8)
+    warm(case)
+    counted = loading.batch_bytes(case.variants, 8)
+    plan = plan_of(case, "1f1b", even_cuts(case.variants.graph.groups, 2))
+
+    def body(comm: Communicator) -> int:
+        trainer, most = Trainer(comm, case.variants, plan, case.settings, case.dataset), 0
+        ahead = trainer.feed.ahead
+        for step in range(2):
+            trainer.step(step)
+            end = time.monotonic() + 0.2  # for what is loaded ahead of the next step
+            while time.monotonic() < end:
+                most = max(most, sum(t.nbytes for batch in [*ahead._ready.values()] for t in batch.values()))
+                time.sleep(0.01)
+        return most
+
+    first, last = run_local(2, body)
+    assert 2 / 3 * counted.first == first > 0  # the third is at work
+    assert counted.weighing / 2 + 2 / 3 * counted.last == last > 0  # labels of the next step, not of this one
