@@ -36,6 +36,7 @@ import mpipipe.graph.variants
 import mpipipe.measuring
 import mpipipe.pipeline
 import mpipipe.running
+import mpipipe.runtime.feed
 import mpipipe.runtime.trainer
 import mpipipe.train
 from benchmarks.common import config_of, launch, machine
@@ -57,6 +58,7 @@ STEPS = {"gpt": 30, "gpt10m": 8, "gpt85m": 4, "vgg": 6, "unet": 60, "resnet": 30
 FIGURES = (
     "step_s", "predicted_step_s", "peak_bytes", "predicted_peak_bytes", "bubble", "predicted_bubble",
 )  # fmt: skip
+LOADED: list[tuple[int, int]] = []  # nanoseconds, bytes
 PROFILED, PROFILED_STEP = "BENCHMARK_TENSORS", 2  # variable that ranks read; a step like those that follow
 COMPUTE = {
     "_forward": Op.F, "_backward": Op.B, "_backward_input": Op.I, "_backward_weight": Op.W, "_norm": Op.NORM,
@@ -90,10 +92,10 @@ class TimedInterpreter(Interpreter):
     def run(self, program: Program, job: Job) -> Outcome:
         if not os.environ.get(PROFILED) or (job.mode, job.step) != ("train", PROFILED_STEP):
             return super().run(program, job)
-        before = live_bytes()
+        before, loads = live_bytes(), len(LOADED)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             outcome = super().run(program, job)
-        TimedInterpreter.tensor_peak_bytes = before + most_added(found)
+        TimedInterpreter.tensor_peak_bytes = before + most_added(found, LOADED[loads:])
         return outcome
 
     def __getattribute__(self, name: str) -> Any:
@@ -121,11 +123,23 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def most_added(found: Any) -> int:
-    """The most bytes of storages made since the profile began, less those given back."""
+def most_added(found: Any, loaded: Sequence[tuple[int, int]]) -> int:
+    """The most bytes of storages made since the profile began, less those given back. loaded: what the
+    profiler does not see, as another thread makes it."""
     events = (e for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return max(0, *itertools.accumulate(changes))
+    changes = sorted([*((e.start_ns(), e.nbytes()) for e in events), *loaded])
+    return max(0, *itertools.accumulate(nbytes for _, nbytes in changes))
+
+
+def noting_loads(load: Callable[..., Any]) -> Callable[..., Any]:
+    """As `load`; when and how much is kept in `LOADED`."""
+
+    def noted(*arguments: Any) -> Any:
+        batch = load(*arguments)
+        LOADED.append((time.time_ns(), sum(t.nbytes for t in batch.values())))
+        return batch
+
+    return noted
 
 
 class Start:
@@ -162,6 +176,7 @@ def rank_main(config: str, overrides: Sequence[str], out: Path, launched: float)
     """One rank of a run; rank 0 writes what all have found."""
     start = Start(launched)
     mpipipe.runtime.trainer.Interpreter = TimedInterpreter  # type: ignore[attr-defined]
+    mpipipe.runtime.feed._load = noting_loads(mpipipe.runtime.feed._load)
     before = time.time()
     comm = connect()
     connected = time.time()
