@@ -134,6 +134,7 @@ class StageWeights:
         self.leaves: dict[Leaf, Tensor] = {}
         self.rows: dict[str, RowSums] = {}  # of owned parameters
         in_place = {n: g for weights in (*there, self) for n, g in weights.grad.items() if n in as_rows}
+        self._lent = [g for n, g in in_place.items() if n in self.uses and n not in self.grad]
         self.extra = self._make_leaves(source, leaves, owner, as_rows, in_place)
         self.shares = [Sums([group.grad for group in self.groups], self.extra)]
         self.shares += [self.shares[0].sibling() for _ in range(1, n_shares)]
@@ -228,22 +229,26 @@ class StageWeights:
 
     def forget(self) -> None:
         """What backward has added, to the gradient of another stage on this rank, too."""
-        leaves = (leaf.grad for leaf in self.leaves.values() if leaf.grad is not None)
-        for accumulator in (*self.accumulators(), *leaves):
+        for accumulator in (*self.accumulators(), *self._lent):
             accumulator.zero_()
         self.forget_rows()
 
     def forget_rows(self) -> None:
-        for rows in self.rows.values():
+        for name, rows in self.rows.items():
             rows.forget()
+            self._looked_up(name).grad = None
 
     def add_rows(self, name: str) -> None:
         """To the gradient of an owned parameter, once those of its other use are in it."""
         self.rows[name].into(self.grad[name])
-        leaf = self.leaves[name, self.uses[name][0]]
+        leaf = self._looked_up(name)
         if leaf.grad is not None:  # of a shape in which the model reads the table in another way
             self.grad[name].add_(leaf.grad)
             leaf.grad = None
+
+    def _looked_up(self, name: str) -> Tensor:
+        """The leaf whose rows are kept."""
+        return self.leaves[name, self.uses[name][0]]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Owned parameters and persistent buffers by canonical name."""

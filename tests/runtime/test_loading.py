@@ -97,10 +97,9 @@ def test_what_a_rank_holds_of_the_batch_is_what_its_plan_counts(model: str) -> N
         ahead = trainer.feed.ahead
         for step in range(2):
             trainer.step(step)
-            end = time.monotonic() + 0.2  # for what is loaded ahead of the next step
-            while time.monotonic() < end:
-                most = max(most, sum(t.nbytes for batch in [*ahead._ready.values()] for t in batch.values()))
+            while ahead._due():  # of the next step
                 time.sleep(0.01)
+            most = max(most, sum(t.nbytes for batch in ahead._ready.values() for t in batch.values()))
         return most
 
     first, last = run_local(2, body)
