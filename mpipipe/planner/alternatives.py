@@ -19,9 +19,8 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import Copies, legal_copies, replicas_text, shape_of
 from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
 from mpipipe.planner.partition import Wish
-from mpipipe.planner.recompute import with_modes
 from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
-from mpipipe.planner.search import REFINE_WORK, cut_indices, expect, make_plan, program_for, too_full
+from mpipipe.planner.search import REFINE_WORK, cut_indices, expect_with, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
@@ -298,8 +297,7 @@ class _Asked:
         if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts
             self._programs[key] = program_for(layout, numerics, self.costs.ties, self.names)
         bound_s = self.plan.prediction.lower_bound_s
-        layout = with_modes(self.costs, layout, cuts, self._programs[key], recompute)
-        return expect(self.costs, layout, self._programs[key], self.names, bound_s)[0]
+        return expect_with(recompute, self.costs, layout, self._programs[key], self.names, bound_s)[1]
 
     def _same_numerics(
         self, name: str, cuts: Cuts, schedule: str | None = None, recompute: Wish | None = None

@@ -16,29 +16,30 @@ from mpipipe.planner.copies import stages_in
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.simulate import message_bytes, rank_memory_bytes
 from mpipipe.planner.stages import stage_ties
-from mpipipe.values import RECOMPUTE, Costs, Int64, Layout, Program, Recompute, StageCost
+from mpipipe.values import RECOMPUTE, Costs, Layout, Program, Recompute, StageCost
 
 _MOST = 1 << 10  # combinations of modes on one rank that are looked at, beside those of one mode
 
 
-def with_modes(costs: Costs, layout: Layout, cuts: Sequence[int], program: Program, wish: Wish) -> Layout:
-    """The layout with the recomputation that is wished for, or on each rank the one with the fewest seconds
-    that fits; where none does, all there is. cuts: its own, as indices."""
-    if wish != "auto":
-        return replace(layout, recompute=() if wish == "none" else (wish,) * layout.n_stages)
+def with_mode(layout: Layout, mode: Recompute) -> Layout:
+    """The same of every stage."""
+    return replace(layout, recompute=() if mode == "none" else (mode,) * layout.n_stages)
+
+
+def with_least(costs: Costs, layout: Layout, cuts: Sequence[int], program: Program) -> Layout:
+    """The layout with the recomputation of the fewest seconds that fits on each rank; where none does, all
+    there is. cuts: its own, as indices."""
     n, ties = layout.n_stages, stage_ties(costs.ties, cuts)
-    plain = stages_in(costs, replace(layout, recompute=()), cuts)
-    sizes = message_bytes(program, plain, ties)
+    of_mode = {mode: stages_in(costs, with_mode(layout, mode), cuts) for mode in RECOMPUTE}
+    sizes = message_bytes(program, of_mode["none"], ties)
     room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
-    if not _too_full(program, plain, sizes, room):
-        return replace(layout, recompute=())
-    of_mode = {m: stages_in(costs, replace(layout, recompute=(m,) * n), cuts) for m in RECOMPUTE}
     chosen: list[Recompute] = ["none"] * n
 
     def too_full(stage: int) -> bool:
         """Some rank that holds this stage, and the others that are with it."""
         stages = [of_mode[chosen[i % n]][i] for i in range(n * layout.n_copies)]
-        return any(_is_full(program, stages, sizes, room, rank) for rank in layout.ranks[stage])
+        held = {rank: rank_memory_bytes(program, stages, sizes, rank) for rank in layout.ranks[stage]}
+        return any(most.max(initial=0) > room[rank] for rank, most in held.items())
 
     for rank in dict.fromkeys(layout.order):
         mine = [stage for stage, on in enumerate(layout.order) if on == rank]
@@ -53,19 +54,6 @@ def with_modes(costs: Costs, layout: Layout, cuts: Sequence[int], program: Progr
             if not too_full(mine[0]):
                 break
     return replace(layout, recompute=tuple(chosen) if set(chosen) != {"none"} else ())
-
-
-def _too_full(
-    program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], room: Sequence[int]
-) -> bool:
-    """Some rank."""
-    return any(_is_full(program, stages, sizes, room, rank) for rank in range(len(program.codes)))
-
-
-def _is_full(
-    program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], room: Sequence[int], rank: int
-) -> bool:
-    return int(rank_memory_bytes(program, stages, sizes, rank).max(initial=0)) > room[rank]
 
 
 def wish_of(layout: Layout) -> Wish:

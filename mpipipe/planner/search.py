@@ -37,7 +37,7 @@ from mpipipe.planner.mirrors import mirror_bytes, mirror_s
 from mpipipe.planner.partition import Wish, check_counts, check_stages, partition
 from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
-from mpipipe.planner.recompute import with_modes
+from mpipipe.planner.recompute import with_least, with_mode
 from mpipipe.planner.schedules import (
     PLAIN,
     PLANNED,
@@ -200,8 +200,10 @@ class _Making:
 
         def plan(cuts: Cuts) -> Plan:
             layout, program = laid(cuts)
-            layout = with_modes(costs, layout, cuts, program, self.recompute)
-            prediction = predict(costs, layout, program, names, self._bound_s(program))[0]
+            layout, prediction, timeline = expect_with(
+                self.recompute, costs, layout, program, names, self._bound_s(program)
+            )
+            check_memory(timeline, costs.cluster)
             return Plan(numerics, layout, prediction, costs)
 
         work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
@@ -375,8 +377,22 @@ def predict(
     """What `program` will take. bound_s: `step_bound_s`, where it is known already, as it is the same for
     every cut. Raises PlanError if a rank's memory is too small for it."""
     prediction, timeline = expect(costs, layout, program, group_names, bound_s)
-    _check_memory(timeline, costs.cluster)
+    check_memory(timeline, costs.cluster)
     return prediction, timeline
+
+
+def expect_with(
+    wish: Wish, costs: Costs, layout: Layout, program: Program, group_names: Sequence[str],
+    bound_s: float | None = None,
+) -> tuple[Layout, Prediction, Timeline]:  # fmt: skip
+    """As `expect`, and the layout with the recomputation that is wished for; auto: none, or what is needed
+    for it to fit."""
+    layout = with_mode(layout, "none" if wish == "auto" else wish)
+    prediction, timeline = expect(costs, layout, program, group_names, bound_s)
+    if wish == "auto" and too_full(timeline.peak_bytes, costs.cluster) is not None:
+        layout = with_least(costs, layout, cut_indices(layout, group_names), program)
+        prediction, timeline = expect(costs, layout, program, group_names, bound_s)
+    return layout, prediction, timeline
 
 
 def least_step_s(costs: Costs, program: Program) -> float:
@@ -467,7 +483,7 @@ def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:
     return (rank, most) if most > 0 else None
 
 
-def _check_memory(timeline: Timeline, cluster: Cluster) -> None:
+def check_memory(timeline: Timeline, cluster: Cluster) -> None:
     """Shows where in the order it is too much first."""
     peaks = timeline.peak_bytes
     full = too_full(peaks, cluster)

@@ -79,7 +79,7 @@ def measure(
 
     memory_bytes: limit per rank; None = its share of what the node has. known: on rank 0, samples of
     earlier runs by name (`Measured.samples`); None = time all. known_updates: likewise their updates, which
-    hold where all samples do. before: of micro-batches of another size, whose links and update count.
+    hold where any sample does. before: of micro-batches of another size, whose links and update count.
     """
     threads = numerics.threads
     clock, slower = clock_of(comm, threads)
@@ -95,7 +95,7 @@ def measure(
     names, update_name = names_of(distinct, where), digest(where, *map(repr, _form(optimizer)))
     known = known or {}
     samples, timed = reuse(team, {key: known[name] for key, name in names.items() if name in known})
-    kept = None if timed else (known_updates or {}).get(update_name)
+    kept = None if timed == len(distinct) else (known_updates or {}).get(update_name)
     update_s = before.update_s if before else comm.bcast_object(kept)
     update_s = update_s or _updates_s(comm, optimizer, clock, profiler, slower)
     del profiler, team  # and the memory that it chills the caches with

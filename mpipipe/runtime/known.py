@@ -5,7 +5,8 @@
 
 A sample is the shortest of what any run has seen, because what else runs on a machine only adds. One that
 was taken on a disturbed machine is found out by a later run: the heaviest, which decide the plan, are timed
-at every start, and a machine that has changed shows in them.
+at every start, and a machine that has changed shows in them. What all of them are slower or faster by does
+not matter to a cut, and how long a step takes today is the rehearsal's to say.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from mpipipe.ops import KERNELS_VERSION
 from mpipipe.values import Numerics, digest
 
 CHECK_S = 0.15  # seconds for the groups that a rank times to see whether the rest still holds
-AGREE = 0.15  # of all that are timed again: a difference up to this is noise
-ALONE = 0.4  # likewise of one of them, timed for some milliseconds: what it is off, it was not of the whole
+AGREE = 0.5  # of all that are timed again: a machine that is busy, or was, may differ by this
+ALONE, NOISE_S = 0.4, 1e-3  # of one of them, beside the others: timed once, it may be off by either
 LIGHT_BYTES = 256 << 20  # of parameters: what every rank can make at the same time
 
 T = TypeVar("T", Sample, float)
@@ -140,20 +141,24 @@ def _heaviest(held: Mapping[str, Sample], ranks: int) -> list[str]:
 
 def _doubted(held: Mapping[str, Sample], again: Mapping[str, float]) -> list[str]:
     """Of those that were timed again the ones that were too slow for `still_held`."""
-    if sum(again.values()) > (1.0 + AGREE) * sum(held[key].seconds for key in again):
+    whole = sum(again.values()) / (sum(held[key].seconds for key in again) or 1.0)
+    if whole > 1.0 + AGREE:
         return list(again)
-    return [key for key in again if again[key] > (1.0 + ALONE) * held[key].seconds]
+    return [k for k in again if again[k] > (due := whole * held[k].seconds) and not _alike(due, again[k])]
 
 
 def still_held(held: Mapping[str, Sample], again: Mapping[str, float]) -> dict[str, Sample]:
     """What holds after some were timed again. None does where these differ as a whole: the machine is not
-    the one of then. A single one that differs by more than noise is dropped; of the others the shorter time
-    counts."""
-    if not _agree(sum(held[key].seconds for key in again), sum(again.values()), AGREE):
+    the one of then. A single one that differs from the others by more than noise is dropped; of what was
+    timed again the shorter time counts, and where that is less as a whole, the rest is as much less."""
+    before, now = sum(held[key].seconds for key in again), sum(again.values())
+    if abs(now - before) > AGREE * min(now, before):
         return {}
-    ratios = {key: again.get(key, s.seconds) / s.seconds if s.seconds else 1.0 for key, s in held.items()}
-    return {k: s.times(min(1.0, ratios[k])) for k, s in held.items() if _agree(1.0, ratios[k], ALONE)}
+    whole = now / before if before else 1.0
+    today = {k: again.get(k, whole * s.seconds) for k, s in held.items()}
+    alike = [k for k, s in held.items() if _alike(whole * s.seconds, today[k])]
+    return {k: held[k].times(min(1.0, today[k] / (held[k].seconds or 1.0))) for k in alike}
 
 
-def _agree(a: float, b: float, within: float) -> bool:
-    return abs(a - b) <= within * min(a, b)
+def _alike(a: float, b: float) -> bool:
+    return abs(a - b) <= max(ALONE * min(a, b), NOISE_S)

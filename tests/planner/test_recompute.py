@@ -15,7 +15,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, partition, predict, program_for, simulate, stage_costs
 from mpipipe.planner.joint import Asked, search
 from mpipipe.planner.partition import Problem
-from mpipipe.planner.recompute import with_modes
+from mpipipe.planner.recompute import with_least
 from mpipipe.planner.schedules import SCHEDULES, live_micro_batches, remaking_micro_batches
 from mpipipe.planner.stages import Ranges, bounds
 from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Op, Recompute, from_json, to_json
@@ -163,7 +163,7 @@ def test_for_given_cuts_no_other_modes_have_a_shorter_step(
             return math.inf
 
     best = min(map(step_s, itertools.product(RECOMPUTE, repeat=n_stages)))
-    chosen = with_modes(costs, layout, cuts, program, "auto")
+    chosen = with_least(costs, layout, cuts, program)
     assert step_s(chosen.recompute) == best
     if step_s(()) < math.inf:
         assert chosen.recompute == ()
