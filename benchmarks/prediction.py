@@ -46,7 +46,7 @@ from mpipipe.planner.search import cut_indices, program_for, tensor_peak_bytes
 from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.runtime.interpreter import Interpreter, Job, Outcome
 from mpipipe.runtime.process import imports_are_done
-from mpipipe.values import Instr, Op, Plan, Program, from_json
+from mpipipe.values import COMPUTE, Instr, Op, Plan, Program, from_json
 
 RESNET = """
 model: {name: resnet, channels: 3, size: 32, blocks: [2, 2, 2], widths: [32, 64, 128]}
@@ -60,10 +60,6 @@ FIGURES = (
 )  # fmt: skip
 LOADED: list[tuple[int, int]] = []  # nanoseconds, bytes
 PROFILED, PROFILED_STEP = "BENCHMARK_TENSORS", 2  # variable that ranks read; a step like those that follow
-COMPUTE = {
-    "_forward": Op.F, "_backward": Op.B, "_backward_input": Op.I, "_backward_weight": Op.W, "_norm": Op.NORM,
-    "_step": Op.STEP,
-}  # fmt: skip
 PARTS = (  # owner, function, name of the part
     (mpipipe.train, "prepare", "data"),
     (mpipipe.train, "open_dataset", "data"),
@@ -98,9 +94,10 @@ class TimedInterpreter(Interpreter):
         TimedInterpreter.tensor_peak_bytes = before + most_added(found, LOADED[loads:])
         return outcome
 
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        return found if name not in COMPUTE else self._timed(COMPUTE[name].name, found)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        timed = {op: self._timed(op.name, self._handlers[op]) for op in (*COMPUTE, Op.NORM)}
+        self._handlers = {**self._handlers, **timed}
 
     def _timed(self, kind: str, handler: Callable[[Instr], None]) -> Callable[[Instr], None]:
         def run(instr: Instr) -> None:

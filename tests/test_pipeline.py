@@ -41,6 +41,7 @@ from mpipipe.planner import SCHEDULES
 from mpipipe.planner.copies import Copies, ranks_in_each, shape_of
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.stage import Stage
+from mpipipe.runtime.transport import Outbox
 from mpipipe.state.digests import tensor_digest
 from mpipipe.values import Plan
 
@@ -164,16 +165,17 @@ def test_a_rehearsal_leaves_no_gradient_of_tied_uses(monkeypatch: pytest.MonkeyP
     assert trained(1, tied="eager") == rehearsed == trained(2, tied="eager")
 
 
+def busy(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    def busy(*_: object) -> None:  # a backward cannot be faster
-        end = time.thread_time() + 0.005
-        while time.thread_time() < end:
-            pass
-
-    monkeypatch.setattr(Stage, "apply_statistics", busy)
+    monkeypatch.setattr(Stage, "apply_statistics", lambda *_: busy(0.005))  # a backward cannot be faster
 
     def run(comm: Communicator) -> tuple[Plan, dict[str, Tensor], float]:
         pipe = pipeline(comm, schedule=schedule)
@@ -189,6 +191,20 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
     assert states[0]["norm.num_batches_tracked"] == 0
     assert not states[0]["norm.running_mean"].any()
     assert left == (0.0, 0.0)
+
+
+def test_a_rehearsal_times_what_a_message_costs_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Outbox.send
+
+    def slowly(*given: Any) -> None:
+        busy(0.004)
+        send(*given)
+
+    monkeypatch.setattr(Outbox, "send", slowly)
+    costs = [plan.costs for plan in run_local(2, lambda comm: pipeline(comm).plan)]
+    assert costs[0] == costs[1]
+    assert costs[0] is not None
+    assert costs[0].call_s > 0.002, "half of it is the receive"
 
 
 def test_more_ranks_than_groups_are_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

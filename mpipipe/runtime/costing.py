@@ -24,7 +24,7 @@ from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings,
 from mpipipe.runtime.weights import Flat, ParamGroup
 from mpipipe.values import Cluster, Costs, Device, Numerics, digest
 
-CALL_S = 5e-5  # as `Costs.call_s`: measured 20 us with warm caches, 100 us with cold ones
+CALL_S = 5e-5  # as `Costs.call_s`, until a rehearsal has measured it: 20 us with warm caches, 100 with cold
 _UPDATE_ELEMENTS, _UPDATE_PARAMETERS, _STATISTICS = 1 << 20, 32, 64
 
 
