@@ -14,7 +14,7 @@ from mpipipe.planner.bounds import work_bound_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import Order, any_order_bound_s
 from mpipipe.planner.schedules import PLAIN, PLANNED, stages_on
-from mpipipe.planner.search import check_memory, expect_with, norm_seconds, with_window
+from mpipipe.planner.search import norm_seconds, predict_with, with_window
 from mpipipe.planner.stages import StageTie, crossing_s, in_order, own_bytes, stage_ties
 from mpipipe.values import Costs, Float64, Int64, Layout, Numerics, Plan, Program
 
@@ -80,10 +80,7 @@ class EveryCut:
             self._programs[ties] = with_window(layout, self.numerics, self.costs.ties, self.names)
         known, program = self._programs[ties]
         layout = replace(layout, receive_window=known.receive_window)
-        layout, prediction, timeline = expect_with(
-            self.recompute, self.costs, layout, program, self.names, bound_s
-        )
-        check_memory(timeline, self.costs.cluster)
+        layout, prediction = predict_with(self.recompute, self.costs, layout, program, self.names, bound_s)
         return Plan(self.numerics, layout, prediction, self.costs), program
 
 

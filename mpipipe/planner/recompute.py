@@ -38,8 +38,8 @@ def with_least(costs: Costs, layout: Layout, cuts: Sequence[int], program: Progr
     def too_full(stage: int) -> bool:
         """Some rank that holds this stage, and the others that are with it."""
         stages = [of_mode[chosen[i % n]][i] for i in range(n * layout.n_copies)]
-        held = {rank: rank_memory_bytes(program, stages, sizes, rank) for rank in layout.ranks[stage]}
-        return any(most.max(initial=0) > room[rank] for rank, most in held.items())
+        held = ((r, rank_memory_bytes(program, stages, sizes, r)) for r in layout.ranks[stage])
+        return any(nbytes.max(initial=0) > room[rank] for rank, nbytes in held)
 
     for rank in dict.fromkeys(layout.order):
         mine = [stage for stage, on in enumerate(layout.order) if on == rank]

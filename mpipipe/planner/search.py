@@ -200,10 +200,9 @@ class _Making:
 
         def plan(cuts: Cuts) -> Plan:
             layout, program = laid(cuts)
-            layout, prediction, timeline = expect_with(
+            layout, prediction = predict_with(
                 self.recompute, costs, layout, program, names, self._bound_s(program)
             )
-            check_memory(timeline, costs.cluster)
             return Plan(numerics, layout, prediction, costs)
 
         work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
@@ -377,8 +376,18 @@ def predict(
     """What `program` will take. bound_s: `step_bound_s`, where it is known already, as it is the same for
     every cut. Raises PlanError if a rank's memory is too small for it."""
     prediction, timeline = expect(costs, layout, program, group_names, bound_s)
-    check_memory(timeline, costs.cluster)
+    _check_memory(timeline, costs.cluster)
     return prediction, timeline
+
+
+def predict_with(
+    wish: Wish, costs: Costs, layout: Layout, program: Program, group_names: Sequence[str],
+    bound_s: float | None = None,
+) -> tuple[Layout, Prediction]:  # fmt: skip
+    """As `expect_with`; raises PlanError if a rank's memory is too small for it."""
+    layout, prediction, timeline = expect_with(wish, costs, layout, program, group_names, bound_s)
+    _check_memory(timeline, costs.cluster)
+    return layout, prediction
 
 
 def expect_with(
@@ -386,12 +395,13 @@ def expect_with(
     bound_s: float | None = None,
 ) -> tuple[Layout, Prediction, Timeline]:  # fmt: skip
     """As `expect`, and the layout with the recomputation that is wished for; auto: none, or what is needed
-    for it to fit."""
+    for it to fit, but for mirrors."""
     layout = with_mode(layout, "none" if wish == "auto" else wish)
     prediction, timeline = expect(costs, layout, program, group_names, bound_s)
     if wish == "auto" and too_full(timeline.peak_bytes, costs.cluster) is not None:
-        layout = with_least(costs, layout, cut_indices(layout, group_names), program)
-        prediction, timeline = expect(costs, layout, program, group_names, bound_s)
+        less = with_least(costs, layout, cut_indices(layout, group_names), program)
+        if less != layout:
+            return less, *expect(costs, less, program, group_names, bound_s)
     return layout, prediction, timeline
 
 
@@ -483,7 +493,7 @@ def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:
     return (rank, most) if most > 0 else None
 
 
-def check_memory(timeline: Timeline, cluster: Cluster) -> None:
+def _check_memory(timeline: Timeline, cluster: Cluster) -> None:
     """Shows where in the order it is too much first."""
     peaks = timeline.peak_bytes
     full = too_full(peaks, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from mpipipe.ops import device
 from mpipipe.runtime.known import Team, names_of, reuse, setting
 from mpipipe.runtime.loading import batch_bytes
 from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings, norms
+from mpipipe.runtime.transport import Loopback
 from mpipipe.runtime.weights import Flat, ParamGroup
 from mpipipe.values import Cluster, Costs, Device, Numerics, digest
 
-CALL_S = 5e-5  # as `Costs.call_s`, until a rehearsal has measured it: 20 us with warm caches, 100 with cold
+CALL_S = 5e-5  # as `Costs.call_s`, where none is measured: 20 us with warm caches, 100 to 200 with cold ones
 _UPDATE_ELEMENTS, _UPDATE_PARAMETERS, _STATISTICS = 1 << 20, 32, 64
 
 
@@ -59,8 +61,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Measured:
-    """costs, and the samples that they are made of, by the name under which a later run finds them, as it
-    does the update; timed, of: how many distinct groups were timed now, and how many there are."""
+    """costs, and the samples that they are made of as they were taken, by the name under which a later run
+    finds them, as it does the update; timed, of: how many distinct groups were timed now, and how many there
+    are."""
 
     costs: Costs
     samples: dict[str, Sample]
@@ -79,7 +82,7 @@ def measure(
 
     memory_bytes: limit per rank; None = its share of what the node has. known: on rank 0, samples of
     earlier runs by name (`Measured.samples`); None = time all. known_updates: likewise their updates, which
-    hold where any sample does. before: of micro-batches of another size, whose links and update count.
+    hold where all samples do. before: of micro-batches of another size, whose links and update count.
     """
     threads = numerics.threads
     clock, slower = clock_of(comm, threads)
@@ -94,10 +97,11 @@ def measure(
     where = setting(numerics, kinds[0], comm, on_core, profiler.chilled_bytes)
     names, update_name = names_of(distinct, where), digest(where, *map(repr, _form(optimizer)))
     known = known or {}
-    samples, timed = reuse(team, {key: known[name] for key, name in names.items() if name in known})
-    kept = None if timed == len(distinct) else (known_updates or {}).get(update_name)
+    reused = reuse(team, {key: known[name] for key, name in names.items() if name in known})
+    kept = None if reused.timed else (known_updates or {}).get(update_name)
     update_s = before.update_s if before else comm.bcast_object(kept)
     update_s = update_s or _updates_s(comm, optimizer, clock, profiler, slower)
+    call_s = before.costs.call_s if before else _call_s(team, reused.samples, clock)
     del profiler, team  # and the memory that it chills the caches with
 
     links = before.costs.cluster.links if before else measure_links(comm)
@@ -106,15 +110,16 @@ def measure(
     limits = comm.allgather_object((memory_bytes or share, base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
     cluster = Cluster(devices, comm.node_of_rank, links)
-    found = Found(tuple(parts), samples, frozenset(samples))
-    costs = costs_of(found, variants, numerics, optimizer, cluster, update_s)
-    named = {name: samples[key] for key, name in names.items()}
-    return Measured(costs, named, timed, len(distinct), update_name, update_s)
+    today = {key: sample.times(reused.slower) for key, sample in reused.samples.items()}
+    found = Found(tuple(parts), today, frozenset(today))
+    costs = costs_of(found, variants, numerics, optimizer, cluster, update_s, call_s)
+    named = {name: reused.samples[key] for key, name in names.items()}
+    return Measured(costs, named, reused.timed, len(distinct), update_name, update_s)
 
 
 def costs_of(
     found: Found, variants: Variants, numerics: Numerics, optimizer: Optimizer, cluster: Cluster,
-    update_s: Updates,
+    update_s: Updates, call_s: float = CALL_S,
 ) -> Costs:  # fmt: skip
     """On a cluster, which may be elsewhere."""
     return Costs(
@@ -130,7 +135,7 @@ def costs_of(
         step_s_per_byte=update_s.of_byte,
         source="modelled" if found.modelled else "measured",
         spread=found.spread,
-        call_s=CALL_S,
+        call_s=call_s,
         rows_bytes=variants.rows_bytes(numerics),
         batch_bytes=batch_bytes(variants, numerics.micro_batches),
     )  # fmt: skip
@@ -153,6 +158,20 @@ def _updates_s(
     """`Measured.update_s`, of the rank that was disturbed least."""
     mine = [seconds * slower for seconds in update_times(optimizer, clock, profiler.chill)]
     return Updates(*map(min, zip(*comm.allgather_object(mine), strict=True)))
+
+
+def _call_s(team: Team, samples: Mapping[str, Sample], clock: Callable[[], float]) -> float:
+    """`Costs.call_s`, of the rank that was disturbed least: half of what sending and receiving takes after a
+    computation, which empties more caches than those of data."""
+    by_seconds = sorted(samples, key=lambda key: (samples[key].seconds, key))
+    usual = team.distinct[by_seconds[len(by_seconds) // 2]]
+    message, seconds = Loopback(team.comm, len(usual.code.sent) or 1), []
+    for _ in range(6):
+        team.profiler.run(usual, 0)
+        start = clock()
+        message.exchange()
+        seconds.append((clock() - start) / 2)
+    return min(team.comm.allgather_object(statistics.median(seconds[1:]) * team.factor))
 
 
 def _memory_share(comm: Communicator) -> int:

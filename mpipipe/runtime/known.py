@@ -3,10 +3,9 @@
     known samples -> the heaviest timed, if too slow once more -> they agree ?-> the rest is trusted
                                                                              '-> all timed anew
 
-A sample is the shortest of what any run has seen, because what else runs on a machine only adds. One that
-was taken on a disturbed machine is found out by a later run: the heaviest, which decide the plan, are timed
-at every start, and a machine that has changed shows in them. What all of them are slower or faster by does
-not matter to a cut, and how long a step takes today is the rehearsal's to say.
+A sample stays as it was taken until a later run finds it out of line with the others: the heaviest, which
+decide the plan, are timed at every start. What these take longer as a whole, this machine is slower by today
+than it was then, and all of them with it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,7 +27,8 @@ from mpipipe.values import Numerics, digest
 
 CHECK_S = 0.15  # seconds for the groups that a rank times to see whether the rest still holds
 AGREE = 0.5  # of all that are timed again: a machine that is busy, or was, may differ by this
-ALONE, NOISE_S = 0.4, 1e-3  # of one of them, beside the others: timed once, it may be off by either
+ALONE = 0.4  # of one of them, beside the others: what a single timing may be off by
+LITTLE = 0.02  # of their sum: so much of one is nothing to a plan
 LIGHT_BYTES = 256 << 20  # of parameters: what every rank can make at the same time
 
 T = TypeVar("T", Sample, float)
@@ -112,9 +112,17 @@ def names_of(distinct: Mapping[str, Piece], setting: str) -> dict[str, str]:
     return {key: digest(setting, key) for key, piece in distinct.items() if piece.lasting}
 
 
-def reuse(team: Team, held: Mapping[str, Sample]) -> tuple[dict[str, Sample], int]:
-    """A sample of every distinct group, and how many were timed anew. held: of earlier runs, by key; that of
-    rank 0 counts."""
+class Reused(NamedTuple):
+    """samples: as they would have been when the held ones were taken; slower: seconds now / then; timed: how
+    many were timed now."""
+
+    samples: dict[str, Sample]
+    slower: float
+    timed: int
+
+
+def reuse(team: Team, held: Mapping[str, Sample]) -> Reused:
+    """A sample of every distinct group. held: of earlier runs, by key; that of rank 0 counts."""
     held = team.comm.bcast_object(dict(held))
     checked = _heaviest(held, team.comm.size)
     again = team.seconds(checked, 1)
@@ -122,10 +130,11 @@ def reuse(team: Team, held: Mapping[str, Sample]) -> tuple[dict[str, Sample], in
     if doubted:
         again |= {key: min(again[key], seconds) for key, seconds in team.seconds(doubted, 1).items()}
     held = still_held(held, again)
+    slower = slowdown(held, again)
     missing = team.distinct.keys() - held.keys()
-    samples = held | team.sample(missing)
+    samples = held | {key: s.times(1.0 / slower) for key, s in team.sample(missing).items()}
     team.run_rest(checked, missing)
-    return samples, len(missing)
+    return Reused(samples, slower, len(missing))
 
 
 def _heaviest(held: Mapping[str, Sample], ranks: int) -> list[str]:
@@ -139,26 +148,39 @@ def _heaviest(held: Mapping[str, Sample], ranks: int) -> list[str]:
     return chosen
 
 
+def slowdown(held: Mapping[str, Sample], again: Mapping[str, float]) -> float:
+    """Seconds now / then of what was timed again: the median, weighted by seconds, as a disturbed one among
+    them says nothing of the others. 1 where there is none."""
+    ratios = sorted((again[k] / s.seconds, s.seconds) for k, s in held.items() if s.seconds and again.get(k))
+    half, before = sum(seconds for _, seconds in ratios) / 2, 0.0
+    for ratio, seconds in ratios:
+        before += seconds
+        if before >= half:
+            return ratio
+    return 1.0
+
+
 def _doubted(held: Mapping[str, Sample], again: Mapping[str, float]) -> list[str]:
-    """Of those that were timed again the ones that were too slow for `still_held`."""
-    whole = sum(again.values()) / (sum(held[key].seconds for key in again) or 1.0)
-    if whole > 1.0 + AGREE:
+    """Of those that were timed again the ones that look disturbed."""
+    slower = slowdown(held, again)
+    if slower > 1.0 + ALONE:
         return list(again)
-    return [k for k in again if again[k] > (due := whole * held[k].seconds) and not _alike(due, again[k])]
+    off = _off(held, again)
+    return [key for key in off if again[key] > slower * held[key].seconds]
 
 
 def still_held(held: Mapping[str, Sample], again: Mapping[str, float]) -> dict[str, Sample]:
     """What holds after some were timed again. None does where these differ as a whole: the machine is not
-    the one of then. A single one that differs from the others by more than noise is dropped; of what was
-    timed again the shorter time counts, and where that is less as a whole, the rest is as much less."""
-    before, now = sum(held[key].seconds for key in again), sum(again.values())
-    if abs(now - before) > AGREE * min(now, before):
+    the one of then. A single one that differs from the others by more than noise is dropped."""
+    slower = slowdown(held, again)
+    if max(slower, 1.0 / slower) > 1.0 + AGREE:
         return {}
-    whole = now / before if before else 1.0
-    today = {k: again.get(k, whole * s.seconds) for k, s in held.items()}
-    alike = [k for k, s in held.items() if _alike(whole * s.seconds, today[k])]
-    return {k: held[k].times(min(1.0, today[k] / (held[k].seconds or 1.0))) for k in alike}
+    off = _off(held, again)
+    return {key: sample for key, sample in held.items() if key not in off}
 
 
-def _alike(a: float, b: float) -> bool:
-    return abs(a - b) <= max(ALONE * min(a, b), NOISE_S)
+def _off(held: Mapping[str, Sample], again: Mapping[str, float]) -> list[str]:
+    """Those that were disturbed, now or when they were taken."""
+    slower, little = slowdown(held, again), LITTLE * sum(again.values())
+    due = {key: slower * held[key].seconds for key in again}
+    return [k for k in again if abs(again[k] - due[k]) > max(ALONE * min(due[k], again[k]), little)]

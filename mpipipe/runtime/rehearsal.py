@@ -2,8 +2,7 @@
 loads its batches meanwhile.
 
 Groups are timed one by one, and the least counts. Together they take a few per cent more: caches, memory and
-clock are shared. The cut is searched with the former; what a step will take is predicted with the latter, and
-with what a message costs the rank itself here, between two computations that have emptied the caches.
+clock are shared. The cut is searched with the former; what a step will take is predicted with the latter.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from mpipipe.cluster.calibrate import TAG
-from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.schedules.orders import is_in_two
@@ -30,8 +26,8 @@ from mpipipe.runtime.prefetch import Prefetch
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import take_gradients
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.runtime.transport import Form, Landing, Mailbox, Outbox, Pool
-from mpipipe.values import Costs, GroupCost, Instr, Op
+from mpipipe.runtime.transport import Form
+from mpipipe.values import Costs, GroupCost
 
 WARM_UP, MOST_ROUNDS, BUDGET_S = 1, 25, 0.2
 _LEAST = 0.1  # of what was measured: never taken for the call
@@ -51,11 +47,9 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     stages = trainer.interpreter.stages
     mine = {s: [x * factor for x in _seconds(trainer, s, stage, clock)] for s, stage in stages.items()}
     took: dict[int, list[float]] = {}  # F and B, or F, I and W; the copies of a stage wait for the slowest
-    calls: list[float] = []
-    for s, (call_s, *seconds) in (item for found in comm.allgather_object(mine) for item in found.items()):
-        calls.append(call_s)
+    for s, seconds in (item for found in comm.allgather_object(mine) for item in found.items()):
         took[s] = list(map(max, took.get(s, seconds), seconds))
-    costs, groups = replace(costs, call_s=statistics.mean(calls)), []
+    groups = []
     for s, (first, end) in enumerate(
         bounds(len(costs.groups), cut_indices(layout, [g.name for g in costs.groups]))
     ):
@@ -86,8 +80,8 @@ def _as_taken(groups: Sequence[GroupCost], took: Sequence[float], again_s: float
 
 
 def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float]) -> list[float]:
-    """A message, and F and B of a micro-batch, or F, I and W: means, as a step adds them up, without the
-    longest fifth and of two the shorter. What they add to gradients is taken back."""
+    """F and B of a micro-batch, or F, I and W: means, as a step adds them up, without the longest fifth and
+    of two the shorter. What they add to gradients is taken back."""
     cuts, lets_go = trainer.plan.layout.cuts, stage.recompute == "selective"
     in_two, budget_s = is_in_two(trainer.program), BUDGET_S / len(trainer.interpreter.stages)
     code = trainer.variants.training_code(trainer.variants.first, cuts, s, in_two, lets_go)
@@ -95,12 +89,11 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
     received = [_filled(Form.of(port)) for port in code.received]
     grads = [_filled(Form.of_grad(port)) for port in code.sent if port.needs_grad]
     copies = {update.buffer: stage.weights.buffer(update.buffer).clone() for update in code.updates}
-    message = _ToItself(trainer.comm, max(1, len(received), len(grads)))
     found: list[tuple[float, ...]] = []
     began = time.perf_counter()
 
-    def load(step: int) -> Batch:
-        return trainer.data.batch("train", step, 0, rows, keys)
+    def load(_: int) -> Batch:  # of the first step alone: data may have few
+        return trainer.data.batch("train", 0, 0, rows, keys)
 
     with Prefetch(load, AHEAD) as ahead:
         ahead.expect(range(WARM_UP + MOST_ROUNDS + AHEAD))
@@ -120,9 +113,7 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
                 stage.backward_weight(0) if in_two else stage.backward(0, grads)
                 stage.apply_statistics(copies.__getitem__)  # which a step does at its end
             ends.append(clock())
-            message.exchange()
-            message_s = (clock() - ends[-1]) / 2  # to send and to receive
-            found.append((message_s, *(b - a for a, b in itertools.pairwise(ends))))
+            found.append(tuple(b - a for a, b in itertools.pairwise(ends)))
             stage.weights.forget_rows()  # which would be those of many steps
             if stage.weights.tied == "eager":  # of uses that have no accumulator
                 take_gradients(stage.weights)
@@ -134,24 +125,6 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
 def _too_few(found: Sequence[tuple[float, ...]]) -> bool:
     """Also where the only round that counts took longer than the cold one: it was disturbed."""
     return len(found) <= WARM_UP or (len(found) == WARM_UP + 1 and sum(found[-1]) > sum(found[0]))
-
-
-class _ToItself:
-    """Messages of a rank to itself: tensors with next to no bytes."""
-
-    def __init__(self, comm: Communicator, n_tensors: int) -> None:
-        self._to, landing = Instr(Op.SEND_ACT, 0, 0, 0, comm.rank, TAG), Landing()
-        self._tensors, self._pool = [torch.zeros(1) for _ in range(n_tensors)], Pool()
-        self._outbox = Outbox(comm, landing)
-        self._mailbox = Mailbox(comm, [], 1, self._targets, landing)
-
-    def _targets(self, _: Instr) -> list[Tensor]:
-        return [self._pool.take(Form.of(t)) for t in self._tensors]
-
-    def exchange(self) -> None:
-        self._outbox.send(self._tensors, self._to)
-        for t in self._mailbox.take(self._to._replace(op=Op.RECV_ACT)):
-            self._pool.give(t)
 
 
 def _filled(form: Form) -> Tensor:

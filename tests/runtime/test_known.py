@@ -19,7 +19,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.graph.profile import Sample
 from mpipipe.runtime import costing, known
-from mpipipe.runtime.known import Team, names_of, reuse, setting, still_held
+from mpipipe.runtime.known import Reused, Team, names_of, reuse, setting, slowdown, still_held
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.setting import numerics_of
 
@@ -53,81 +53,100 @@ def team(comm: Communicator, machine: Machine, **params: int) -> Team:
     return Team(comm, machine, distinct, 1.0)  # type: ignore[arg-type]
 
 
-def alone(machine: Machine, held: dict[str, Sample]) -> tuple[dict[str, Sample], int]:
+def alone(machine: Machine, held: dict[str, Sample]) -> Reused:
     return run_local(1, lambda comm: reuse(team(comm, machine), held))[0]
 
 
 def test_without_earlier_runs_all_is_timed() -> None:
     machine = Machine({"a": 1.0, "b": 2.0})
-    assert alone(machine, {}) == ({"a": sample(1.0), "b": sample(2.0)}, 2)
+    assert alone(machine, {}) == ({"a": sample(1.0), "b": sample(2.0)}, 1.0, 2)
     assert machine.ran == {}
 
 
 def test_what_holds_is_not_timed_again_but_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "CHECK_S", 5.0)  # the heaviest, twice
     machine = Machine({"a": 1.0, "b": 2.0, "c": 0.5})
-    found, timed = alone(machine, {"a": sample(1.0), "b": sample(2.0)})
-    assert (found, timed) == ({"a": sample(1.0), "b": sample(2.0), "c": sample(0.5)}, 1)
+    found = alone(machine, {"a": sample(1.0), "b": sample(2.0)})
+    assert found == ({"a": sample(1.0), "b": sample(2.0), "c": sample(0.5)}, 1.0, 1)
     assert machine.sampled == ["c"]
     assert machine.ran == {"b": 1, "a": 0}  # its buffers are part of the memory
 
 
-def test_the_shortest_time_is_kept() -> None:
-    assert still_held({"a": sample(1.0), "b": sample(1.0)}, {"a": 0.9, "b": 1.1}) == {
-        "a": sample(1.0).times(0.9),
-        "b": sample(1.0),
-    }
-
-
-def test_what_was_not_timed_again_keeps_its_part_of_the_whole() -> None:
-    held = {"a": sample(1.0), "b": sample(2.0), "c": sample(3.0)}
-    shorter = still_held(held, {"a": 0.75, "b": 1.5})
-    assert shorter == {
-        "a": sample(1.0).times(0.75),
-        "b": sample(2.0).times(0.75),
-        "c": sample(3.0).times(0.75),
-    }
-    assert still_held(held, {"a": 1.4, "b": 2.8}) == held, "the rehearsal says how slow it is today"
+def test_samples_stay_as_they_were_taken_and_the_machine_is_slower_by_the_median() -> None:
+    held = {"a": sample(10.0), "b": sample(1.0), "c": sample(3.0)}
+    for again in ({"a": 10.0, "b": 1.0}, {"a": 13.0, "b": 1.3}, {"a": 8.0, "b": 0.8}, {}):
+        assert still_held(held, again) == held
+    assert slowdown(held, {"a": 13.0, "b": 1.0}) == 1.3, "by seconds"
+    assert slowdown({"a": sample(1.0), "b": sample(1.0)}, {"a": 1.0, "b": 1.9}) == 1.0, "one was disturbed"
+    assert slowdown(held, {}) == slowdown({}, {}) == slowdown(held, {"a": 0.0}) == 1.0
 
 
 def test_one_that_differs_is_dropped_and_all_where_the_machine_does() -> None:
     held = {"a": sample(10.0), "b": sample(1.0), "c": sample(3.0)}
     assert set(still_held(held, {"a": 10.0, "b": 1.5})) == {"a", "c"}
     assert set(still_held(held, {"a": 10.0, "b": 0.6})) == {"a", "c"}
-    assert still_held(held, {"a": 10.0, "b": 1.3})["b"] == sample(1.0), "noise of a short timing"
-    assert still_held(held, {"a": 10.0, "b": 0.8})["b"] == sample(1.0).times(0.8)
-    assert set(still_held(held, {"a": 13.0, "b": 1.3})) == {"a", "b", "c"}, "all alike"
-    assert set(still_held(held, {"a": 13.0, "b": 0.7})) == {"a", "c"}
-    assert still_held(held, {"a": 17.0, "b": 1.0}) == {}
-    assert still_held(held, {"a": 6.0, "b": 1.0}) == {}
+    assert set(still_held(held, {"a": 10.0, "b": 1.3})) == {"a", "b", "c"}, "noise of a short timing"
+    assert set(still_held(held, {"a": 13.0, "b": 0.9})) == {"a", "c"}, "1.3 was due"
+    assert still_held(held, {"a": 17.0, "b": 1.7}) == still_held(held, {"a": 6.0, "b": 0.6}) == {}
     assert still_held({}, {}) == {}
+
+
+def test_what_is_nothing_to_a_plan_may_be_off() -> None:
+    held = {"a": sample(1.0), "b": sample(0.01)}
+    for seconds in (0.0, 0.005, 0.03):
+        assert set(still_held(held, {"a": 1.0, "b": seconds})) == {"a", "b"}
+    assert set(still_held(held, {"a": 1.0, "b": 0.04})) == {"a"}
+    assert set(still_held({"a": sample(1.0), "b": sample(0.04)}, {"a": 1.0, "b": 0.01})) == {"a"}
 
 
 def test_a_sample_of_a_disturbed_run_does_not_stay() -> None:
     """However light it is, once it is timed; the heaviest are at every start."""
     machine = Machine({"a": 1.0})
-    assert alone(machine, {"a": sample(1.6)}) == ({"a": sample(1.0)}, 1)
-    assert alone(machine, {"a": sample(0.5)}) == ({"a": sample(1.0)}, 1)
+    assert alone(machine, {"a": sample(1.6)}) == ({"a": sample(1.0)}, 1.0, 1)
+    assert alone(machine, {"a": sample(0.5)}) == ({"a": sample(1.0)}, 1.0, 1)
 
 
-@pytest.mark.parametrize(("seconds", "anew"), [([1.4], 0), ([1.6, 1.3], 0), ([1.6, 1.7], 1), ([0.6], 1)])
-def test_a_timing_that_is_too_slow_is_taken_once_more(seconds: list[float], anew: int) -> None:
+def test_what_is_timed_anew_on_a_slower_machine_fits_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "CHECK_S", 5.0)  # the heaviest, twice
+    found = alone(Machine({"a": 2.5, "b": 1.25}), {"a": sample(2.0)})
+    assert found == ({"a": sample(2.0), "b": sample(1.25).times(1 / 1.25)}, 1.25, 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slower", "anew"),
+    [([1.3], 1.3, 0), ([1.6, 1.25], 1.25, 0), ([1.6, 1.7], 1.0, 1), ([0.6], 1.0, 1)],
+)
+def test_a_machine_that_looks_too_slow_is_timed_once_more(
+    seconds: list[float], slower: float, anew: int
+) -> None:
     """The shorter one counts: what else runs on a machine only adds."""
     times, machine = iter(seconds), Machine({"a": 1.0})
     machine.run = lambda piece, n: next(times)  # type: ignore[method-assign]
-    assert alone(machine, {"a": sample(1.0)}) == ({"a": sample(1.0)}, anew)
+    assert alone(machine, {"a": sample(1.0)}) == ({"a": sample(1.0)}, slower, anew)
     assert next(times, None) is None
+
+
+@pytest.mark.parametrize(("second", "kept"), [(1.1, {"a", "b"}), (1.9, {"a"})])
+def test_one_that_looks_disturbed_is_timed_once_more(
+    monkeypatch: pytest.MonkeyPatch, second: float, kept: set[str]
+) -> None:
+    monkeypatch.setattr(known, "CHECK_S", 10.0)
+    machine, again = Machine({"a": 1.0, "b": 1.0}), {"a": [1.0], "b": [1.9, second]}
+    machine.run = lambda piece, n: again[piece.key].pop(0) if n else 0.0  # type: ignore[method-assign]
+    assert alone(machine, {"a": sample(1.0), "b": sample(1.0)})[2] == 2 - len(kept)
+    assert machine.sampled == sorted({"a", "b"} - kept)
+    assert again == {"a": [], "b": []}
 
 
 def test_the_ranks_share_the_work_and_what_rank_0_has_counts() -> None:
     machines = [Machine(dict.fromkeys("abcd", 1.0)) for _ in range(2)]
 
-    def body(comm: Communicator) -> tuple[dict[str, Sample], int]:
+    def body(comm: Communicator) -> Reused:
         held = {"a": sample(1.0)} if comm.rank == 0 else {"b": sample(7.0)}
         return reuse(team(comm, machines[comm.rank]), held)
 
     first, second = run_local(2, body)
-    assert first == second == ({key: sample(1.0) for key in "abcd"}, 3)
+    assert first == second == ({key: sample(1.0) for key in "abcd"}, 1.0, 3)
     assert sorted(machines[0].sampled + machines[1].sampled) == ["b", "c", "d"]
     for machine in machines:  # each has run all of them, whoever timed it
         assert set(machine.sampled) | set(machine.ran) == set("abcd")
@@ -214,6 +233,6 @@ def test_an_update_is_known_as_long_as_the_groups_hold(
     assert len(timed) == 1
     assert found[0] == found[1]
     run_local(1, partial(start, kind="sgd"))
-    monkeypatch.setattr(known, "still_held", lambda held, again: {})
+    monkeypatch.setattr(known, "still_held", lambda held, again: dict(list(held.items())[1:]))
     run_local(1, start)
-    assert len(timed) == 3
+    assert len(timed) == 3, "a machine on which one was disturbed"
