@@ -136,7 +136,7 @@ def _outputs(edges: list[dict[str, Any]], source: str) -> dict[Any, float]:
 
 def _operator(node: dict[str, Any], output: float, place: str) -> Operator:
     name = str(node.get("name", node["id"]))
-    place = f"{place} ({name})"
+    place = f"{place} ({name})" if "name" in node else place
     supported, together = _flag(node, "supportedOnFpga", place), node.get("colorClass")
     if together is not None and (isinstance(together, bool) or not isinstance(together, int)):
         raise PlanError(f"{place}: colorClass = {together!r}; give a whole number, or leave it out")

@@ -91,8 +91,11 @@ def _steps(run: RunData) -> str:
 
 
 def _middle_s(run: RunData) -> tuple[float, float] | None:
-    """The ends of the middle half of its steps, the first left out; None where there are too few."""
-    seconds = [s for line in run.metrics[1:] if isinstance(s := line.get("step_s"), int | float)]
+    """The ends of the middle half of its steps since it was started or resumed, the first left out; None
+    where there are too few."""
+    first = run.trace.steps[0] if run.trace and run.trace.steps else 1
+    lines = (line for line in run.metrics if line.get("step", 0) > first)
+    seconds = [s for line in lines if isinstance(s := line.get("step_s"), int | float)]
     if len(seconds) < 4:
         return None
     low, _, high = quantiles(seconds, n=4)

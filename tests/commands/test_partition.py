@@ -169,6 +169,14 @@ def test_both_formats_are_read_as_they_are_meant() -> None:
     assert problem.operators[7].together == 1
 
 
+@pytest.mark.parametrize(("how", "load"), [([], 7.3), (["--contiguous"], 8.4)])
+def test_the_example_needs_several_chunks(tmp_path: Path, how: list[str], load: float) -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "graph.json"
+    assert main([str(example), *how, "-o", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["load"], found["gap"]) == (pytest.approx(load), 0.0)
+
+
 # -- faults --------------------------------------------------------------------------------------
 
 

@@ -53,8 +53,13 @@ def test_a_stage_that_was_slow_gives_groups_away(folder: Path, capsys: pytest.Ca
     assert out.splitlines()[-1] == f"  {command} --plan {folder}/new.json"
 
 
-def metrics(folder: Path, *steps_s: float) -> None:
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step_s": {s}}}\n' for s in (9.0, *steps_s)))
+def metrics(folder: Path, *steps_s: float, first: int = 1) -> None:
+    """Of a run that was resumed at `first`: the steps before it, and itself, take 9 s."""
+    seconds = enumerate((*[9.0] * first, *steps_s), 1)
+    lines = "".join(f'{{"step": {step}, "step_s": {s}}}\n' for step, s in seconds)
+    (folder / "metrics.jsonl").write_text(lines)
+    trace = folder / "timeline.json"
+    write_trace(trace, replace(read_trace(trace), steps=tuple(range(first, first + len(steps_s) + 1))))
 
 
 def test_a_cut_that_gains_less_than_steps_differ_is_not_taken(
@@ -67,6 +72,11 @@ def test_a_cut_that_gains_less_than_steps_differ_is_not_taken(
     out = capsys.readouterr().out
     assert "another plan: " in out
     assert "not distinguishable from the old cut: kept; the steps of the run differ by more, 700 ms" in out
+
+
+def test_steps_differ_as_those_do_since_the_run_was_resumed(folder: Path) -> None:
+    metrics(folder, 0.2, 0.2, 0.3, 0.3, first=31)
+    assert "(200 ms to 300 ms in the middle half of its steps)" in refine.refine_run(folder)[1]
 
 
 @pytest.mark.parametrize(("held", "kept"), [((23, 32), True), ((24, 32), False), (None, False)])
