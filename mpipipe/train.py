@@ -208,17 +208,18 @@ def _going_on(
         f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
     )
     notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
-    return [*notes, f"mpipipe: {going_on}", *otherwise(before.train, config.train)], new_data
+    return [*notes, f"mpipipe: {going_on}", *otherwise(before, config)], new_data
 
 
-def otherwise(before: TrainConfig, now: TrainConfig) -> list[str]:
+def otherwise(before: Config, now: Config) -> list[str]:
     """What to say of settings with which a run goes on as it would not have without them."""
     names = [name for name in TrainConfig.model_fields if name not in ("save_every", "keep", "keep_every")]
-    pairs = [(name, getattr(before, name), getattr(now, name)) for name in names]
-    changed = ", ".join(f"train.{name} = {b}, was {a}" for name, a, b in pairs if a != b)
+    pairs = [("model.name", before.model.name, now.model.name)]
+    pairs += [(f"train.{name}", getattr(before.train, name), getattr(now.train, name)) for name in names]
+    changed = ", ".join(f"{name} = {b}, was {a}" for name, a, b in pairs if a != b)
     if not changed:
         return []
-    rate = "; the rate falls to its end at the last step" if before.steps != now.steps else ""
+    rate = "; the rate falls to its end at the last step" if before.train.steps != now.train.steps else ""
     return [f"note: trained otherwise from here on: {changed}{rate}"]
 
 

@@ -92,7 +92,7 @@ def calibrate(
     LaunchError where a rank has fewer cores than threads."""
     begun = time.perf_counter()
     _check(comm, threads, file)
-    busy = _busy(comm)
+    said = [_crowded(comm), _busy(comm)]
     watch.doing = "the rates"
     measured = _measured(comm, threads)
     by_rank = comm.allgather_object(measured.routes)
@@ -106,7 +106,7 @@ def calibrate(
     config = configured(ranks, where, links, chosen)
     spent_s = time.perf_counter() - begun
     head = f"{counted(comm.size, 'rank')} on {counted(len(set(comm.node_of_rank)), 'node')}, {spent_s:.1f} s"
-    notes = [f"note: {said}" for said in (busy, _missing(where)) if said]
+    notes = [f"note: {text}" for text in (*said, _missing(where)) if text]
     above = "\n".join([f"Measured by python -m mpipipe calibrate: {head}", *notes])
     with writing(file, ConfigError):
         write_text(file, cluster_text(config, above))
@@ -128,6 +128,16 @@ def _check(comm: Communicator, threads: int, file: Path) -> None:
             "would be those of fewer threads; start with `mpirun --bind-to none` or "
             f"`--map-by slot:PE={threads}`, or give --threads {bound}"
         )
+
+
+def _crowded(comm: Communicator) -> str | None:
+    """Collective."""
+    if not any(comm.allgather_object(comm.oversubscribed)):
+        return None
+    return (
+        "ranks outnumber the cores of a node, and a plan from this file counts each of them with a core of "
+        "its own; calibrate with one rank for each core at most"
+    )
 
 
 def _busy(comm: Communicator) -> str | None:

@@ -47,7 +47,7 @@ def describe(
     p, n = plan.prediction, plan.numerics
     source: str = costs.source
     if timed is not None and timed[0] < timed[1]:
-        source = f"cached, {timed[0]} of {timed[1]} timed anew,"
+        source = f"cached, {timed[1] - timed[0]} of {timed[1]} hold,"
     return (
         f"plan ({plan.layout.schedule}, {n.split}, {_replicas(plan.layout)}"
         f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
@@ -144,7 +144,7 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
     return (
         f"{table}\n{more}{_on_ranks(plan)}{recomputed}\n"
-        f"step {_seconds(p.step_s)}: {per_step / p.step_s:.4g} {unit}/s; {plan.layout.schedule}, "
+        f"step {_seconds(p.step_s)}: {number(per_step / p.step_s)} {unit}/s; {plan.layout.schedule}, "
         f"{n.split}, {_replicas(plan.layout)}bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
         f"most memory: rank {fullest}, {_memory(p.peak_bytes[fullest], memory)} {memory}"

@@ -37,10 +37,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SWEEPS", 1)
 
 
-def calibrated(file: Path, gemm: str = "mkl", threads: int = 1, nodes: tuple[int, ...] = NODES) -> list[str]:
+def calibrated(
+    file: Path, gemm: str = "mkl", threads: int = 1, nodes: tuple[int, ...] = NODES, crowded: bool = False
+) -> list[str]:
     def body(comm: Communicator) -> str:
         watch = SimpleNamespace(doing="")
-        comm.oversubscribed = False  # type: ignore[misc]
+        comm.oversubscribed = crowded and comm.rank == 1  # type: ignore[misc]
         return calibrate.calibrate(comm, threads, gemm, file, watch)  # type: ignore[arg-type]
 
     return run_local(len(nodes), body, node_of_rank=nodes)
@@ -79,6 +81,13 @@ def test_a_busy_machine_is_said_and_written(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(calibrate, "load_average", lambda: 1000.0)
     assert words in calibrated(file)[0]
     assert f"# {words}" in file.read_text()
+    load_cluster(file)
+
+
+def test_ranks_that_share_cores_are_said_and_written(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    assert "note: ranks outnumber the cores of a node" in calibrated(file, crowded=True)[0]
+    assert "# note: ranks outnumber the cores" in file.read_text()
     load_cluster(file)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from saved_run import (
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.config.sections import TrainConfig
+from mpipipe.config import Config
 from mpipipe.errors import CheckpointError, ConfigError
 from mpipipe.state import gather, parts, resume, saving
 from mpipipe.state.checkpoint import Kind, Reader, load, read_index
@@ -490,9 +491,16 @@ def test_what_cannot_be_read_is_set_aside_and_not_lost(tmp_path: Path) -> None:
 
 
 def test_other_settings_of_the_training_are_told() -> None:
-    before = TrainConfig(steps=100, lr=1e-3, save_every=10)
-    assert otherwise(before, before.model_copy(update={"save_every": 5, "keep": 1})) == []
-    assert otherwise(before, before.model_copy(update={"steps": 200, "lr": 5e-4})) == [
-        "note: trained otherwise from here on: train.steps = 200, was 100, train.lr = 0.0005, was 0.001; "
-        "the rate falls to its end at the last step"
+    def settings(model: str = "mlp", **train: Any) -> Config:
+        given = {"steps": 100, "lr": 1e-3, "save_every": 10, **train}
+        return Config.model_validate(
+            {"model": {"name": model}, "data": {"name": "synthetic"}, "train": given}
+        )
+
+    before, note = settings(), "note: trained otherwise from here on: "
+    assert otherwise(before, settings(save_every=5, keep=1)) == []
+    assert otherwise(before, settings("resnet")) == [f"{note}model.name = resnet, was mlp"]
+    assert otherwise(before, settings(steps=200, lr=5e-4)) == [
+        f"{note}train.steps = 200, was 100, train.lr = 0.0005, was 0.001; the rate falls to its end at the "
+        "last step"
     ]
