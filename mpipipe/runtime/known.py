@@ -29,6 +29,7 @@ CHECK_S = 0.15  # seconds for the groups that a rank times to see whether the re
 AGREE = 0.5  # of all that are timed again: a machine that is busy, or was, may differ by this
 ALONE = 0.4  # of one of them, beside the others: what a single timing may be off by
 LITTLE = 0.02  # of their sum: so much of one is nothing to a plan
+PASSING_S = 0.01  # forward and backward
 LIGHT_BYTES = 256 << 20  # of parameters: what every rank can make at the same time
 
 T = TypeVar("T", Sample, float)
@@ -89,6 +90,16 @@ class Team:
         for key in sorted(self.distinct.keys() - done):
             if self.distinct[key].param_bytes <= LIGHT_BYTES:
                 self.profiler.run(self.distinct[key], 0)
+
+    def usual(self, samples: Mapping[str, Sample]) -> Piece | None:
+        """What every rank can run in passing, all at the same time: of those up to `PASSING_S` the longest,
+        else the shortest; None where all weights are large."""
+        light = [
+            (samples[key].seconds, key) for key in samples if self.distinct[key].param_bytes <= LIGHT_BYTES
+        ]
+        short = [each for each in light if each[0] <= PASSING_S]
+        _, found = max(short) if short else min(light, default=(0.0, ""))
+        return self.distinct.get(found)
 
     def _all(self, found: dict[str, T]) -> dict[str, T]:
         return {key: value for part in self.comm.allgather_object(found) for key, value in part.items()}

@@ -152,6 +152,20 @@ def test_the_ranks_share_the_work_and_what_rank_0_has_counts() -> None:
         assert set(machine.sampled) | set(machine.ran) == set("abcd")
 
 
+def test_what_is_run_in_passing_is_short_and_light() -> None:
+    def usual(seconds: dict[str, float], **params: int) -> str | None:
+        def body(comm: Communicator) -> str | None:
+            found = team(comm, Machine(seconds), **params).usual({k: sample(s) for k, s in seconds.items()})
+            return found.key if found else None
+
+        return run_local(1, body)[0]
+
+    assert usual({"a": 0.001, "b": 0.009, "c": 1.0}) == "b"
+    assert usual({"a": 0.001, "b": 0.009, "c": 1.0}, b=known.LIGHT_BYTES + 1) == "a"
+    assert usual({"a": 3.0, "b": 2.0}) == "b"
+    assert usual({"a": 0.001}, a=known.LIGHT_BYTES + 1) is None
+
+
 def test_code_of_the_user_has_no_name_that_lasts() -> None:
     pieces = {"a": SimpleNamespace(lasting=True), "b": SimpleNamespace(lasting=False)}
     assert set(names_of(pieces, "here")) == {"a"}  # type: ignore[arg-type]
