@@ -85,6 +85,11 @@ class TimedInterpreter(Interpreter):
 
     tensor_peak_bytes = 0  # of the step that is profiled; in this process
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        timed = {op: self._timed(op.name, self._handlers[op]) for op in (*COMPUTE, Op.NORM)}
+        self._handlers = {**self._handlers, **timed}
+
     def run(self, program: Program, job: Job) -> Outcome:
         if not os.environ.get(PROFILED) or (job.mode, job.step) != ("train", PROFILED_STEP):
             return super().run(program, job)
@@ -93,11 +98,6 @@ class TimedInterpreter(Interpreter):
             outcome = super().run(program, job)
         TimedInterpreter.tensor_peak_bytes = before + most_added(found, LOADED[loads:])
         return outcome
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        timed = {op: self._timed(op.name, self._handlers[op]) for op in (*COMPUTE, Op.NORM)}
-        self._handlers = {**self._handlers, **timed}
 
     def _timed(self, kind: str, handler: Callable[[Instr], None]) -> Callable[[Instr], None]:
         def run(instr: Instr) -> None:

@@ -290,7 +290,7 @@ class _Asked:
         numerics, old = numerics or self.plan.numerics, self.plan.layout
         same_order = schedule is None and numerics == self.plan.numerics
         layout = replace(
-            old, cuts=tuple(self.names[c] for c in cuts), schedule=schedule or old.schedule, recompute=(),
+            old, cuts=tuple(self.names[c] for c in cuts), schedule=schedule or old.schedule,
             actions=old.actions if same_order else (),
         )  # fmt: skip
         key = layout.schedule, numerics.micro_batches

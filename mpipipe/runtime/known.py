@@ -176,8 +176,7 @@ def _doubted(held: Mapping[str, Sample], again: Mapping[str, float]) -> list[str
     slower = slowdown(held, again)
     if slower > 1.0 + ALONE:
         return list(again)
-    off = _off(held, again)
-    return [key for key in off if again[key] > slower * held[key].seconds]
+    return [key for key in _off(held, again, slower) if again[key] > slower * held[key].seconds]
 
 
 def still_held(held: Mapping[str, Sample], again: Mapping[str, float]) -> dict[str, Sample]:
@@ -186,12 +185,11 @@ def still_held(held: Mapping[str, Sample], again: Mapping[str, float]) -> dict[s
     slower = slowdown(held, again)
     if max(slower, 1.0 / slower) > 1.0 + AGREE:
         return {}
-    off = _off(held, again)
+    off = _off(held, again, slower)
     return {key: sample for key, sample in held.items() if key not in off}
 
 
-def _off(held: Mapping[str, Sample], again: Mapping[str, float]) -> list[str]:
+def _off(held: Mapping[str, Sample], again: Mapping[str, float], slower: float) -> list[str]:
     """Those that were disturbed, now or when they were taken."""
-    slower, little = slowdown(held, again), LITTLE * sum(again.values())
-    due = {key: slower * held[key].seconds for key in again}
+    due, little = {key: slower * held[key].seconds for key in again}, LITTLE * sum(again.values())
     return [k for k in again if abs(again[k] - due[k]) > max(ALONE * min(due[k], again[k]), little)]
