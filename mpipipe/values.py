@@ -268,10 +268,20 @@ class GroupCost(Value):
     kept_bytes: int = 0  # of act_bytes: what is in the stash of this group or of an earlier one
     act_parts: tuple[int, ...] = ()  # act_bytes tensor by tensor, where there are several
     grad_parts: tuple[int, ...] = ()
+    waiting_bytes: int = 0  # kept from I to W of a backward in two
+    waiting_received_bytes: int = 0  # of waiting_bytes: what earlier groups have made, and not kept so long
+    waiting_grad_bytes: int = 0  # of waiting_bytes: gradients that came to the group
 
     @property
     def seconds(self) -> float:
         return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
+
+
+# what changes with the size of a micro-batch, but for what tells of one of its parts
+OF_SAMPLES_S = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
+OF_SAMPLES_BYTES = tuple(
+    f.name for f in fields(GroupCost) if f.name.endswith("_bytes") and f.name != "param_bytes"
+)
 
 
 class BatchBytes(NamedTuple):
@@ -350,6 +360,9 @@ class StageCost(Value):
     kept_bytes: int = 0  # of act_bytes what stays here anyway, in the stash or as received
     act_parts: tuple[int, ...] = ()  # as of `GroupCost`
     grad_parts: tuple[int, ...] = ()
+    waiting_bytes: int = 0  # kept from I to W; the gradients that the stage is given are not counted
+    waiting_received_bytes: int = 0  # of it the received inputs
+    in_two_bytes: int = 0  # as at_work_bytes, while I has the one in place of the other
 
     @property
     def seconds(self) -> float:

@@ -33,6 +33,7 @@ def group_costs(
             starts.append(i)
     ends = [*starts[1:], len(anatomy.order)]
     seen: set[fx.Node] = set()
+    waiting: set[fx.Node] = set()  # of all groups so far, for their weight gradients
     again, remade = _remade(anatomy, parts, samples)
     out = []
     for piece, position in zip(parts, ends, strict=True):
@@ -40,14 +41,19 @@ def group_costs(
         values = [piece.received[i] for i in s.saved_received] + [piece.sent[i] for i in s.saved_sent]
         new = {anatomy.root(n): n for n in values if anatomy.root(n) not in seen}
         seen |= set(new)
-        size = {root: sum(x.nbytes for x in output_specs(n)) for root, n in new.items()}
+        size = {root: _nbytes(n) for root, n in new.items()}
+        waits = s.waiting
+        values = [piece.received[i] for i in waits.received] + [piece.sent[i] for i in waits.sent]
+        late = {anatomy.root(n): _nbytes(n) for n in values if anatomy.root(n) not in waiting}
+        waiting |= set(late)
+        late_grads = sum(_nbytes(piece.sent[i]) for i in waits.grads)
         from_before = {anatomy.root(n) for n in piece.received}
         made = again.get(piece.name)
         selective = (made.saved_bytes if made else 0) + sum(b for r, b in size.items() if r in remade)
         share = min(1.0, made.seconds / (samples[piece.key].fwd_s or math.inf)) if made else 0.0
         applied_s = statistic_s * len(piece.code.updates)
         cut = [n for n in crossing[position] if isinstance(n.meta["val"], torch.Tensor)]
-        sizes = {n: sum(x.nbytes for x in output_specs(n)) for n in cut}
+        sizes = {n: _nbytes(n) for n in cut}
         grads = [b for n, b in sizes.items() if n.meta["val"].requires_grad]
         out.append(
             GroupCost(
@@ -59,9 +65,15 @@ def group_costs(
                 sum(b for r, b in size.items() if r in from_before),
                 sum(b for n, b in sizes.items() if anatomy.root(n) in seen),
                 tuple(sizes.values()) if len(sizes) > 1 else (), tuple(grads) if len(grads) > 1 else (),
+                waits.own_bytes + sum(late.values()) + late_grads,
+                sum(b for r, b in late.items() if r in from_before), late_grads,
             )
         )  # fmt: skip
     return tuple(out)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return sum(spec.nbytes for spec in output_specs(node))
 
 
 def _remade(

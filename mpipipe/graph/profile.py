@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -66,6 +66,17 @@ class Remade(Value):
 
 
 @dataclass(frozen=True)
+class Waiting(Value):
+    """What a backward in two keeps from I to W: bytes of its own making; received, sent: indices of tensors;
+    grads: of what is sent, those whose gradients it keeps."""
+
+    own_bytes: int = 0
+    received: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
+    grads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Sample(Value):
     """One distinct group, measured. saved_received, saved_sent: indices of the tensors that
     backward needs."""
@@ -81,6 +92,7 @@ class Sample(Value):
     remade: Remade | None = None
     split_s: float = 0.0  # that a backward in two takes longer, and the forward before it
     at_work_bytes: int = 0  # of workspace_bytes what is tensors
+    waiting: Waiting = Waiting()
 
     @property
     def seconds(self) -> float:
@@ -166,7 +178,8 @@ def _key(anatomy: Anatomy, code: Code) -> str:
     """Operators, wiring, constants, shapes and dtypes; without names."""
     index: dict[fx.Node, int] = {}
     lines = [repr([(p.spec, p.stride, p.needs_grad) for p in code.received])]
-    lines.append(repr([spec_of(anatomy.node_of_param[name]) for name, _ in code.leaves]))
+    leaves = [anatomy.node_of_param[name] for name, _ in code.leaves]
+    lines.append(repr([(spec_of(node), needs_grad(node)) for node in leaves]))
     for node in code.forward.graph.nodes:
         index[node] = len(index)
         shapes = output_specs(node) if "val" in node.meta and node.op == "call_function" else ()
@@ -204,7 +217,11 @@ class Live(TorchDispatchMode):
 
     @property
     def nbytes(self) -> int:
-        return sum(nbytes for storage, nbytes in self._made.values() if not storage.expired())
+        return self.beside(())
+
+    def beside(self, others: Collection[StorageWeakRef]) -> int:
+        """`nbytes` of what is not one of them."""
+        return sum(n for ref, n in self._made.values() if not ref.expired() and ref not in others)
 
 
 class Profiler:
@@ -285,15 +302,16 @@ class Profiler:
         remade = self._remade(code, received, rest, repeats)
         at_work = self._at_work_bytes(piece, received, rest, saved)
         workspace = max(at_work + grad_bytes(code), self._workspace_bytes(piece, received, rest, saved))
-        return Sample(forward, into, backward - into, spread, workspace, *saved, remade, split_s, at_work)
+        waiting = self._waiting(parted, received, rest)
+        return Sample(
+            forward, into, backward - into, spread, workspace, *saved, remade, split_s, at_work, waiting
+        )
 
     def _in_two(self, code: Code, received: list[Tensor], rest: list[object]) -> tuple[float, float, float]:
         """Seconds of one F, I and W, as `Stage` does them; between any two of them others run in a step."""
         inputs, pending = arguments(code, received, rest), Pending()
         leaves = [x for x in rest if isinstance(x, Tensor) and x.requires_grad]
-        used = zip(code.leaves, rest[len(code.inputs) :], strict=False)
-        now = [*inputs[: len(received)], *(x for use, x in used if use not in (code.deferred or ()))]
-        wanted = [x for x in now if isinstance(x, Tensor) and x.requires_grad]
+        wanted = [*_wanted_at_once(code, inputs), pending.trigger]
         self.chill(leaves)
         for t in received:
             t.clone()
@@ -305,7 +323,7 @@ class Profiler:
         grads = [torch.ones_like(t) for t in heads]
         start = self.clock()
         if heads:
-            torch.autograd.backward(heads, grads, inputs=[*wanted, pending.trigger])
+            torch.autograd.backward(heads, grads, inputs=wanted)
         into_s = self.clock() - start
         self.chill(leaves)
         start = self.clock()
@@ -360,6 +378,30 @@ class Profiler:
             with live:
                 torch.autograd.backward(edges, grads)
         return max(0, live.most_bytes - _stash_bytes(piece, saved))
+
+    def _waiting(self, code: Code, received: list[Tensor], rest: list[object]) -> Waiting:
+        """Of split code: what is still there when nothing but the weight gradients needs it."""
+        if not code.deferred:
+            return Waiting()
+        live, pending = Live(), Pending()
+        given = [t.clone() for t in received]  # which this run alone holds, as its batch
+        with live:
+            batch = [x.clone() if isinstance(x, Tensor) else x for x in rest[: len(code.inputs)]]
+        inputs = arguments(code, given, [*batch, *rest[len(batch) :]])
+        wanted = [*_wanted_at_once(code, inputs), pending.trigger]
+        with live:
+            sent, _ = self._run(code, [*inputs, pending])
+        edges = [get_gradient_edge(t) for t in sent if t.requires_grad]
+        grads = [torch.ones_like(t) for t in sent if t.requires_grad]
+        of_given, of_sent = _storages(enumerate(given)), _storages(enumerate(sent))
+        of_grads = _storages(zip([i for i, t in enumerate(sent) if t.requires_grad], grads, strict=True))
+        del sent, given, batch, inputs
+        if edges:
+            with live:
+                torch.autograd.backward(edges, grads, inputs=wanted)
+        del edges, grads, wanted
+        kept = (tuple(i for i, ref in of if not ref.expired()) for of in (of_given, of_sent, of_grads))
+        return Waiting(live.beside({ref for _, ref in of_sent}), *kept)
 
     def _rest(self, code: Code) -> list[object]:
         """Every argument after the received tensors: batch, parameters, buffers, step and micro."""
@@ -438,6 +480,18 @@ class Profiler:
 def _stash_bytes(piece: Piece, saved: Saved) -> int:
     own, _, sent = saved
     return own + sum(piece.code.sent[i].spec.nbytes for i in sent)
+
+
+def _wanted_at_once(code: Code, inputs: Sequence[object]) -> list[Tensor]:
+    """Of the arguments of split code those whose gradients do not wait."""
+    received, first = inputs[: len(code.received)], len(code.received) + len(code.inputs)
+    leaves = zip(code.leaves, inputs[first:], strict=False)
+    now = [*received, *(x for use, x in leaves if use not in (code.deferred or ()))]
+    return [x for x in now if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _storages(numbered: Iterable[tuple[int, Tensor]]) -> list[tuple[int, StorageWeakRef]]:
+    return [(i, StorageWeakRef(t.untyped_storage())) for i, t in numbered]
 
 
 def grad_bytes(code: Code) -> int:

@@ -27,9 +27,10 @@ from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
 from mpipipe.graph.layers import Layer
-from mpipipe.graph.profile import Piece, Profiler, Remade, arguments, grad_bytes
+from mpipipe.graph.profile import Piece, Profiler, Remade, Waiting, arguments, grad_bytes
 from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
+from mpipipe.graph.split import split
 from mpipipe.graph.tape import tensors
 from mpipipe.ops.cross_entropy import kept_elements
 from mpipipe.ops.device import CPU
@@ -96,6 +97,7 @@ class Tally:
     again: tuple[Work, ...] = ()  # what selective recomputation does
     remade: Remade | None = None  # without seconds
     at_work_bytes: int = 0
+    waiting: Waiting = Waiting()  # noqa: RUF009 - frozen
 
 
 class Tallier(Profiler):
@@ -116,6 +118,7 @@ class Tallier(Profiler):
             received, rest = self._made(code)
             kept = self._saved(piece, received, rest)
             at_work = self._at_work_bytes(piece, received, rest, kept)
+            waiting = self._waiting(split(code), received, rest)
             saved, of_received, of_sent = kept
             forward, backward = self._counted(piece, received, rest, True)
             into: tuple[Work, ...] = ()
@@ -128,7 +131,7 @@ class Tallier(Profiler):
         workspace = max(at_work + grad_bytes(code), piece.workspace_bytes)
         return Tally(
                 forward, backward, into, workspace, saved, of_received, of_sent, held + saved, opaque, again,
-                remade, at_work,
+                remade, at_work, waiting,
             )  # fmt: skip
 
     def _made_again(

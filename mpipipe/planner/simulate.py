@@ -19,7 +19,7 @@ from mpipipe.planner.copies import owners_for, sums_held
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import remakes, stashes
+from mpipipe.planner.schedules import stashes
 from mpipipe.planner.stages import StageTie, calls
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
@@ -30,9 +30,9 @@ Parts = tuple[int, ...]  # bytes of each tensor of a message
 TIED = {Op.SEND_TIED, Op.RECV_TIED, Op.SEND_COPY, Op.RECV_COPY}
 NEAR = {Op.SEND_ACT, Op.SEND_GRAD}  # to a neighbour, which is on one rank for all micro-batches
 AHEAD = {Op.RECV_ACT, Op.RECV_GRAD, Op.RECV_TIED}  # posted ahead, into buffers
-IS_SEND, IS_TIED, IS_NEAR, IS_AHEAD, LEAVES, WORKS = (
+IS_SEND, IS_TIED, IS_NEAR, IS_AHEAD, LEAVES, WORKS, MAKES = (
     np.isin(range(len(Op)), sorted(ops))  # by op
-    for ops in (SENDS, TIED, NEAR, AHEAD, {Op.B, Op.W}, {Op.F, Op.B, Op.I, Op.W})
+    for ops in (SENDS, TIED, NEAR, AHEAD, {Op.B, Op.W}, {Op.F, Op.B, Op.I, Op.W}, {Op.F, Op.B, Op.I})
 )
 
 
@@ -74,28 +74,32 @@ def rank_memory_bytes(
     program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int, tensors: bool = False
 ) -> Int64:
     """What a rank holds during each instruction: what is fixed, its receive buffers, the rest of the stash of
-    its live micro-batches, what was made again of it, gradients from one of its stages to another, the
-    message that it sent last, the largest workspace while it computes, and the sums of other copies while
-    they come in. tensors: by what they need, not by what an allocator keeps."""
+    its live micro-batches, or from I to W what waits, what is made again of a stash, gradients from one of
+    its stages to another, the message that it sent last, the largest workspace while it computes, and the
+    sums of other copies while they come in. tensors: by what they need, not by what an allocator keeps."""
     codes, n = program.codes[rank], program.n_stages
     copy = program.copies_on(rank).start
     own = stages[copy * n : (copy + 1) * n]
     mine = [s for s, on in enumerate(program.copies[copy]) if on == rank]
     alike = max((len(program.holders(s)) for s in mine), default=1)  # copies, of each of them
-    stash, remade, at_work = np.zeros((3, n), np.int64)
+    stash, waiting, remade, at_work, in_two = np.zeros((5, n), np.int64)
     for s in mine:
-        stash[s], remade[s], at_work[s] = own[s].stash_bytes, own[s].remade_bytes, own[s].at_work_bytes
+        stash[s], waiting[s], remade[s] = own[s].stash_bytes, own[s].waiting_bytes, own[s].remade_bytes
+        at_work[s], in_two[s] = own[s].at_work_bytes, own[s].in_two_bytes
         if s:  # what is counted there, or in a receive buffer
             stash[s] -= own[s - 1].kept_bytes if s - 1 in mine else own[s - 1].act_bytes
-    stash = np.maximum(0, stash)
+            waiting[s] -= 0 if s - 1 in mine else own[s].waiting_received_bytes
+    stash, waiting = np.maximum(0, stash), np.maximum(0, waiting)
     parts = {(int(Op.RECV_ACT), s + 1): own[s].act_parts for s in range(n) if own[s].act_parts}
     parts |= {(int(Op.RECV_GRAD), s - 1): own[s].grad_parts for s in range(n) if own[s].grad_parts}
     fixed = sum(own[s].fixed_bytes for s in mine)
     fixed += receive_bytes(codes, sizes[rank], program.receive_window, parts)
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
     workspace = at_work[codes[:, 1]] if tensors else kept
+    workspace = workspace + np.where(codes[:, 0] == Op.I, (in_two - at_work)[codes[:, 1]], 0)
     shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(alike) * sizes[rank], 0)
-    held = stashes(codes, stash[codes[:, 1]]) + remakes(codes, remade[codes[:, 1]]) + shards
+    held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + shards
+    held += np.where(MAKES[codes[:, 0]], remade[codes[:, 1]], 0)
     held += _last_sent(codes, sizes[rank], np.array([stage.kept_bytes for stage in own], np.int64))
     for s in set(mine) & {s - 1 for s in mine}:
         held += own[s + 1].grad_bytes * _waiting(codes, s)

@@ -17,15 +17,10 @@ from typing import Any
 
 from mpipipe.errors import CaptureError, PlanError
 from mpipipe.planner.joint import LIKE, Asked, Joint, preferred, search
-from mpipipe.values import BatchBytes, Costs, GroupCost
+from mpipipe.values import OF_SAMPLES_BYTES, OF_SAMPLES_S, BatchBytes, Costs, GroupCost
 
 PER_RANK = 4  # micro-batches for each rank: about where a pipeline is worth its bubble
 MOST_SIZES = 5  # that are taken
-_SECONDS = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
-_BYTES = (
-    "stash_bytes", "workspace_bytes", "at_work_bytes", "act_bytes", "grad_bytes", "selective_bytes",
-    "received_bytes", "kept_bytes",
-)  # fmt: skip
 
 
 def costs_at(taken: Mapping[int, Costs], batch: int, count: int) -> Costs:
@@ -37,7 +32,7 @@ def costs_at(taken: Mapping[int, Costs], batch: int, count: int) -> Costs:
     at = min(max(bisect.bisect_left(sizes, most), 1), len(sizes) - 1) if len(sizes) > 1 else 0
     low, high = (sizes[at - 1], sizes[at]) if at else (0, sizes[0])
     _check_same(first, last, sizes[0], list(taken)[-1])
-    nothing: dict[str, Any] = dict.fromkeys((*_SECONDS, *_BYTES), 0)
+    nothing: dict[str, Any] = dict.fromkeys((*OF_SAMPLES_S, *OF_SAMPLES_BYTES), 0)
     none = [replace(g, **nothing) for g in first.groups]
     pairs = zip(taken[low].groups if low else none, taken[high].groups, strict=True)
     groups = tuple(_between(a, b, (mean - low) / (high - low), (most - low) / (high - low)) for a, b in pairs)
@@ -51,8 +46,10 @@ def costs_at(taken: Mapping[int, Costs], batch: int, count: int) -> Costs:
 
 def _between(a: GroupCost, b: GroupCost, seconds_at: float, bytes_at: float) -> GroupCost:
     """At 0 it is `a`, at 1 `b`."""
-    found: dict[str, Any] = {name: _line(getattr(a, name), getattr(b, name), seconds_at) for name in _SECONDS}
-    found |= {name: round(_line(getattr(a, name), getattr(b, name), bytes_at)) for name in _BYTES}
+    found: dict[str, Any] = {
+        name: _line(getattr(a, name), getattr(b, name), seconds_at) for name in OF_SAMPLES_S
+    }
+    found |= {name: round(_line(getattr(a, name), getattr(b, name), bytes_at)) for name in OF_SAMPLES_BYTES}
     found["act_parts"] = _shared(b.act_parts, found["act_bytes"])
     found["grad_parts"] = _shared(b.grad_parts, found["grad_bytes"])
     return replace(b, **found)

@@ -65,6 +65,9 @@ class Ending:
     at_work_bytes: Int64
     message_bytes: Int64
     remade_bytes: Int64
+    waiting_bytes: Int64
+    waiting_received_bytes: Int64
+    in_two_bytes: Int64
     grad_bytes: int  # that it receives
 
     @property
@@ -116,6 +119,8 @@ class Ranges:
         self._remade = {"none": nothing, "selective": c["selective_bytes"], "full": self.stash_bytes}
         self.workspace_bytes, self._at_work_bytes = c["workspace_bytes"], c["at_work_bytes"]
         self._stashed = np.cumsum(self.stash_bytes)  # after each group
+        self._waiting_bytes, self._late_grads = c["waiting_bytes"], c["waiting_grad_bytes"]
+        self._late_received, self._waiting = c["waiting_received_bytes"], np.cumsum(c["waiting_bytes"])
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
         self.grad_in = np.concatenate([c["grad_bytes"][:-1], [0]])
         self._received = np.minimum(c["received_bytes"], self.act_in)  # by the first group, kept by it
@@ -139,6 +144,9 @@ class Ranges:
         sent = np.maximum(act_out, np.concatenate([[0], self.grad_in])[low:end])
         with_stash = (self._stashed + self._at_work_bytes + self.grad_in)[low:end] - self._stashed[end - 1]
         with_stash[-1] -= grad_in
+        late_grads = self._late_grads[end - 1]  # messages
+        in_two = with_stash + self._waiting[end - 1] - self._waiting[low:end] - late_grads
+        in_two[-1] += late_grads
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
             bwd_input_s=_sums(into_s[low:end]),
@@ -149,9 +157,12 @@ class Ranges:
             + self._batch(end, low),
             stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + held_in,
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
-            at_work_bytes=np.maximum(0, np.maximum.accumulate(with_stash[::-1])[::-1]),
+            at_work_bytes=_most_from(with_stash),
             message_bytes=received + sent + self._tied_receives(end, low),
             remade_bytes=_sums(remade[low:end]) - (self._received[low:end] if mode == "full" else 0),
+            waiting_bytes=_sums(self._waiting_bytes[low:end]) - late_grads,
+            waiting_received_bytes=self._late_received[low:end],
+            in_two_bytes=_most_from(in_two),
             grad_bytes=grad_in,
         )
 
@@ -220,6 +231,11 @@ def _sums(x: NDArray[Number]) -> NDArray[Number]:
     return sums
 
 
+def _most_from(x: Int64) -> Int64:
+    """The largest of x[first:] for every first, at least 0."""
+    return np.maximum(0, np.maximum.accumulate(x[::-1])[::-1])
+
+
 def bounds(n_groups: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """(first, end) of each stage. Raises PlanError if a cut leaves a stage empty."""
     edges = (0, *cuts, n_groups)
@@ -264,6 +280,9 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
                 stash_bytes=int(e.stash_bytes[0]),
                 workspace_bytes=int(e.workspace_bytes[0]),
                 at_work_bytes=int(e.at_work_bytes[0]),
+                waiting_bytes=int(e.waiting_bytes[0]),
+                waiting_received_bytes=int(e.waiting_received_bytes[0]),
+                in_two_bytes=int(e.in_two_bytes[0]),
                 act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
                 grad_bytes=groups[first - 1].grad_bytes if first else 0,
                 remade_bytes=int(e.remade_bytes[0]),

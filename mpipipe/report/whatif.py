@@ -18,7 +18,17 @@ from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
 from mpipipe.planner.simulate import simulate
 from mpipipe.planner.stages import stage_ties
-from mpipipe.values import Cluster, Costs, Link, Numerics, Plan, StageCost, Value
+from mpipipe.values import (
+    OF_SAMPLES_BYTES,
+    OF_SAMPLES_S,
+    Cluster,
+    Costs,
+    Link,
+    Numerics,
+    Plan,
+    StageCost,
+    Value,
+)
 
 LEAST_SHARE = 0.001  # of the step: what is saved below it is not worth a line
 
@@ -111,18 +121,8 @@ def _halved(costs: Costs) -> Costs:
     groups = tuple(
         replace(
             g,
-            fwd_s=g.fwd_s / 2,
-            bwd_input_s=g.bwd_input_s / 2,
-            bwd_weight_s=g.bwd_weight_s / 2,
-            split_s=g.split_s / 2,
-            stash_bytes=g.stash_bytes // 2,
-            workspace_bytes=g.workspace_bytes // 2,
-            at_work_bytes=g.at_work_bytes // 2,
-            act_bytes=g.act_bytes // 2,
-            grad_bytes=g.grad_bytes // 2,
-            selective_bytes=g.selective_bytes // 2,
-            received_bytes=g.received_bytes // 2,
-            kept_bytes=g.kept_bytes // 2,
+            **{name: getattr(g, name) / 2 for name in OF_SAMPLES_S},
+            **{name: getattr(g, name) // 2 for name in OF_SAMPLES_BYTES},
             act_parts=tuple(nbytes // 2 for nbytes in g.act_parts),
             grad_parts=tuple(nbytes // 2 for nbytes in g.grad_parts),
         )

@@ -22,12 +22,16 @@ from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Op, Recompute, fr
 
 
 def chain(memory: int, n_ranks: int = 2) -> Costs:
-    """Six groups of 100 bytes of stash, of which 40 are cheap to make again: a quarter of the forward."""
+    """Six groups of 100 bytes of stash, of which 40 are cheap to make again: a quarter of the forward. 70
+    wait for W, 20 of them gradients of what the group sends, and 9 of what it receives."""
     groups = tuple(
         replace(
             group(f"g{i}", 1, 1, 1, param_bytes=10, stash_bytes=100, act_bytes=10, grad_bytes=10),
             selective_share=0.25,
             selective_bytes=40,
+            waiting_bytes=70,
+            waiting_received_bytes=9,
+            waiting_grad_bytes=20,
         )
         for i in range(6)
     )
@@ -60,7 +64,7 @@ def test_what_a_stage_receives_and_keeps_counts_once() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_the_memory_of_a_step_by_hand(schedule: str):
-    """What is let go is there in F and B, or from I to W; else only what was received."""
+    """What is let go is there in F and B, or I; else only what was received. From I to W what waits is."""
     costs, names, modes = chain(HUGE), [f"g{i}" for i in range(6)], ("full", "selective")
     layout = Layout(("g3",), ((0,), (1,)), schedule, 4, recompute=modes)
     program = program_for(layout, numerics(4), (), names)
@@ -69,15 +73,14 @@ def test_the_memory_of_a_step_by_hand(schedule: str):
     for rank, (codes, stage) in enumerate(zip(program.codes, stages, strict=True)):
         received = 4 * 10  # buffers for all that come, where an activation stays that is live
         stash = stage.stash_bytes - 10 * rank
-        live = again = sent = 0
+        live = late = sent = 0
         for (op, *_), held in zip(codes.tolist(), timeline.memory_bytes[rank].tolist(), strict=True):
             live += op == Op.F
-            again += op == Op.I
             sent = 10 if op in (Op.SEND_ACT, Op.SEND_GRAD) else sent  # the last message is still there
-            here = again + (op in (Op.F, Op.B))
-            assert held == 60 + received + sent + live * stash + here * stage.remade_bytes
-            live -= op in (Op.B, Op.W)
-            again -= op == Op.W
+            here = stage.remade_bytes * (op in (Op.F, Op.B, Op.I)) + stage.in_two_bytes * (op == Op.I)
+            assert held == 60 + received + sent + live * stash + late * (3 * 70 - 20 - 9 * rank) + here
+            live -= op in (Op.B, Op.I)
+            late += (op == Op.I) - (op == Op.W)
     assert max(remaking_micro_batches(SCHEDULES[schedule](2, 4))) == (1 if schedule != "zb-h1" else 2)
 
 

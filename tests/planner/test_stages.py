@@ -36,8 +36,8 @@ def test_a_tied_gpt_on_two_stages_by_hand():
     machine = cluster([1.0, 2.0], [HUGE] * 2)
     costs = Costs(groups, machine, (Tie("wte", 100, (0, 2)),), 4.0, 0.01, "modelled", 0.0)
     first, last = stage_costs(costs, (1,))
-    assert first == StageCost(1, 0, 1, 1.0, 400, 8, 6, 32, 0, at_work_bytes=5)
-    assert last == StageCost(3, 3, 3, 0.3, 640, 16 + 64 + 32, 9, 0, 33, at_work_bytes=7)
+    assert first == StageCost(1, 0, 1, 1.0, 400, 8, 6, 32, 0, at_work_bytes=5, in_two_bytes=5)
+    assert last == StageCost(3, 3, 3, 0.3, 640, 16 + 64 + 32, 9, 0, 33, at_work_bytes=7, in_two_bytes=7)
     assert stage_ties(costs.ties, (1,)) == (StageTie(0, (1,), 100),)
     (whole,) = stage_costs(costs, ())
     assert whole.fixed_bytes == 4 * 160 + 100  # the weight once, a gradient for each of its two uses
@@ -97,13 +97,23 @@ def test_an_empty_stage_is_refused(cuts):
 def test_tensors_of_a_micro_batch_at_work_are_those_of_its_heaviest_moment(
     problem: tuple[Costs, int, int], mode: Recompute
 ) -> None:
-    """Forward adds stash group by group, backward lets it go: a workspace meets only what is there."""
+    """Forward adds stash group by group, backward lets it go, and I puts in its place what waits for W: a
+    workspace meets only what is there."""
     costs, _, _ = problem
     n = len(costs.groups)
-    groups = tuple(replace(g, at_work_bytes=g.workspace_bytes // 2) for g in costs.groups)
+    groups = tuple(
+        replace(
+            g,
+            at_work_bytes=g.workspace_bytes // 2,
+            waiting_bytes=g.stash_bytes // 3 + g.grad_bytes // 2,
+            waiting_grad_bytes=g.grad_bytes // 2,
+        )
+        for g in costs.groups
+    )
     costs = replace(costs, groups=groups)
     for end in range(1, n + 1):
-        found = Ranges(costs).ending_at(end, 0, mode).at_work_bytes
+        ending = Ranges(costs).ending_at(end, 0, mode)
+        found = ending.at_work_bytes
         for first in range(end):
             stage = costs.groups[first:end]
             stashed = list(itertools.accumulate(group.stash_bytes for group in stage))
@@ -112,3 +122,11 @@ def test_tensors_of_a_micro_batch_at_work_are_those_of_its_heaviest_moment(
                 s + group.at_work_bytes + g for s, group, g in zip(stashed, stage, grads, strict=True)
             )
             assert found[first] == max(0, heaviest - stashed[-1])
+            late = [group.waiting_bytes for group in stage]
+            late[-1] -= stage[-1].waiting_grad_bytes  # a message, too
+            assert ending.waiting_bytes[first] == sum(late)
+            heaviest = max(
+                s + group.at_work_bytes + g + sum(late[i + 1 :])
+                for i, (s, group, g) in enumerate(zip(stashed, stage, grads, strict=True))
+            )
+            assert ending.in_two_bytes[first] == max(0, heaviest - stashed[-1])

@@ -182,21 +182,22 @@ def test_messages_pass_between_ranks_alone_and_the_memory_adds_up(name, p, m):
         assert all(i.peer != rank == home[i.stage] for i in instrs if i.op in SENDS or i.op in RECVS)
         done = [i[:3] for i in instrs if i.op <= Op.W]
         assert done == [tuple(action) for action in schedule.actions(rank)]
-        live = most = 0
+        live = late = most = most_bytes = 0
         for kind, _, _ in done:
             live += kind == Op.F
             most = max(most, live)
+            most_bytes = max(most_bytes, 10 * (live - late) + 4 * late)
             live -= kind in (Op.B, Op.W)
-        peaks.append(most)
+            late += (kind == Op.I) - (kind == Op.W)
+        peaks.append((most, most_bytes))
     crossing = sum(a != b for a, b in itertools.pairwise(home))
     sent = sum(i.op in (Op.SEND_ACT, Op.SEND_GRAD) for r in range(p) for i in program.instrs(r))
     assert sent == 2 * crossing * schedule.n_micro
-    stages = (StageCost(1.0, 1.0, 1.0, 0.0, 1000, 10, 100, 0, 0),) * schedule.n_stages
+    stages = (StageCost(1.0, 1.0, 1.0, 0.0, 1000, 10, 100, 0, 0, waiting_bytes=4),) * schedule.n_stages
     timeline = simulate(program, stages, cluster([1.0] * p, [HUGE] * p))
     own = schedule.n_stages // p
-    wanted = [1000 * own + 100 + 10 * most for most in peaks]
-    assert list(timeline.peak_bytes) == wanted
-    assert live_stages(schedule) == tuple(peaks)
+    assert list(timeline.peak_bytes) == [1000 * own + 100 + most_bytes for _, most_bytes in peaks]
+    assert live_stages(schedule) == tuple(most for most, _ in peaks)
 
 
 @given(st.sampled_from(list(PER_RANK)), st.integers(1, 4), st.integers(1, 6), st.integers(0, 99))

@@ -12,7 +12,6 @@ from mpipipe.planner.schedules.orders import (
     live_micro_batches,
     live_stages,
     on_ranks,
-    remakes,
     remaking_micro_batches,
     stages_of_ranks,
     stashes,
@@ -35,6 +34,6 @@ from mpipipe.planner.schedules.text import from_text, to_text
 __all__ = [
     "FILLED", "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only",
     "from_text", "grid", "in_copies", "live_micro_batches", "live_stages", "on_ranks", "register",
-    "register_text", "remakes", "remaking_micro_batches", "stages_of_ranks", "stages_on", "stashes",
+    "register_text", "remaking_micro_batches", "stages_of_ranks", "stages_on", "stashes",
     "to_text", "zb_planned",
 ]  # fmt: skip

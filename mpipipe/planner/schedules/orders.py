@@ -10,9 +10,7 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.values import Action, Int32, Op, Program, Schedule
 
-_ENDS, _ALONE, _IN_TWO = (  # by op
-    np.isin(range(len(Op)), ops) for ops in ((Op.B, Op.W), (Op.F, Op.B), (Op.I, Op.W))
-)
+_IN_TWO = np.isin(range(len(Op)), (Op.I, Op.W))  # by op
 Build = Callable[..., Schedule]  # (n_stages, n_micro), and n_ranks where there are fewer than stages
 
 
@@ -132,11 +130,13 @@ def live_micro_batches(schedule: Schedule) -> tuple[int, ...]:
 
 def remaking_micro_batches(schedule: Schedule) -> tuple[int, ...]:
     """Per stage, the largest number of micro-batches between the start of their I and the end of their W, 1
-    for whole backwards: as many as have at once what recomputation makes again."""
+    for whole backwards: as many as may have at once what recomputation makes again."""
     most = [1] * schedule.n_stages
     for codes, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
         for stage in stages:
-            most[stage] = int(remakes(codes[codes[:, 1] == stage], 1).max(initial=1))
+            of_stage = codes[codes[:, 1] == stage, 0]
+            in_two = np.cumsum(of_stage == Op.I) - np.cumsum(of_stage == Op.W)
+            most[stage] = int(in_two.max(initial=1))
     return tuple(most)
 
 
@@ -146,20 +146,15 @@ def live_stages(schedule: Schedule) -> tuple[int, ...]:
     return tuple(int(stashes(codes, 1).max(initial=0)) for codes in schedule.codes)
 
 
-def stashes(codes: np.ndarray, size: np.ndarray | int) -> np.ndarray:
-    """During each action of one rank the sum of what its live micro-batches keep, of `size` each: from F
-    through B, or W. Without a backward it is only that of the micro-batch at work."""
-    forward, ends = codes[:, 0] == Op.F, _ENDS[codes[:, 0]]
-    held = np.where(forward | ends, size, 0)
-    if not ends.any():
-        return held
-    after: np.ndarray = np.cumsum(np.where(forward, held, -held))
-    return after + np.where(ends, held, 0)
-
-
-def remakes(codes: np.ndarray, size: np.ndarray | int) -> np.ndarray:
-    """During each action of one rank the sum of what recomputation has there of its micro-batches, of `size`
-    each: in F, which lets it go at its end, in B, and from I through W."""
-    first, last = codes[:, 0] == Op.I, codes[:, 0] == Op.W
-    after: np.ndarray = np.cumsum(np.where(first, size, 0) - np.where(last, size, 0))
-    return after + np.where(last | _ALONE[codes[:, 0]], size, 0)
+def stashes(codes: np.ndarray, size: np.ndarray | int, waiting: np.ndarray | int | None = None) -> np.ndarray:
+    """During each action of one rank the sum of what its live micro-batches keep: from F through B, or I, of
+    `size` each, and `waiting` from then through W; None = the same. Without a backward it is only that of the
+    micro-batch at work."""
+    ops = codes[:, 0]
+    added, backward = np.where(ops == Op.F, size, 0), (ops == Op.B) | (ops == Op.I)
+    if not backward.any():
+        return added
+    late = size if waiting is None else waiting
+    left, gone = np.where(ops == Op.I, late, 0), np.where(backward, size, np.where(ops == Op.W, late, 0))
+    during: np.ndarray = np.cumsum(added + left - gone) - left + gone
+    return during
