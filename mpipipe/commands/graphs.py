@@ -101,22 +101,27 @@ def _positions(nodes: list[dict[str, Any]], places: list[str]) -> dict[int | str
     return at
 
 
+def _edge_place(edge: dict[str, Any], i: int, source: str) -> str:
+    ends = [
+        f"{w} {json.dumps(edge[key])}" for key, w in (("sourceId", "from"), ("destId", "to")) if key in edge
+    ]
+    return f"{source}: edge number {i}" + (f" ({' '.join(ends)})" if ends else "")
+
+
 def _end(edge: dict[str, Any], key: str, at: dict[int | str, int], i: int, source: str) -> int:
-    found = _value(edge, key, f"{source}: edge number {i}")
+    place = _edge_place(edge, i, source)
+    found = _value(edge, key, place)
     if isinstance(found, bool) or not isinstance(found, int | str) or found not in at:
         if isinstance(found, str) and found in map(str, at):
             raise PlanError(
-                f"{source}: edge number {i}: {key} = {json.dumps(found)} is text, but the id of that node is "
+                f"{place}: {key} = {json.dumps(found)} is text, but the id of that node is "
                 f"a number; write {found}"
             )
         if isinstance(found, int) and not isinstance(found, bool) and str(found) in at:
             raise PlanError(
-                f"{source}: edge number {i}: {key} = {found} is a number, but the id of that node is text; "
-                f'write "{found}"'
+                f'{place}: {key} = {found} is a number, but the id of that node is text; write "{found}"'
             )
-        raise PlanError(
-            f"{source}: edge number {i}: {key} = {found!r} is the id of no node; add it, or take the edge out"
-        )
+        raise PlanError(f"{place}: {key} = {found!r} is the id of no node; add it, or take the edge out")
     return at[found]
 
 
@@ -124,7 +129,7 @@ def _outputs(edges: list[dict[str, Any]], source: str) -> dict[Any, float]:
     """The cost of each node's output, which every edge from it repeats. edges: of nodes that are there."""
     costs: dict[Any, float] = {}
     for i, edge in enumerate(edges):
-        place = f"{source}: edge number {i}"
+        place = _edge_place(edge, i, source)
         cost, node = _number(edge, "cost", place), edge["sourceId"]
         if not math.isclose(costs.setdefault(node, cost), cost, rel_tol=1e-6):
             raise PlanError(

@@ -14,6 +14,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+from rich.status import Status
+
 from mpipipe.cluster.launch import load_advice
 from mpipipe.cluster.memory import uncollected
 from mpipipe.cluster.routes import PRODUCTS
@@ -42,7 +45,7 @@ from mpipipe.report.plan import against, beside_any_order, chosen, outlook, stag
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.costing import Found
 from mpipipe.state.rundir import CONFIG
-from mpipipe.values import Plan
+from mpipipe.values import Cluster, Plan
 
 FROM_ALLOCATION = "--from-allocation"
 
@@ -114,8 +117,9 @@ def _plan(a: argparse.Namespace) -> None:
         _curve(a, config, machine)
         return
     variants_of, data = model_of(config)
-    costing = Costing(config, machine, a.ranks, variants_of)
-    joint = costing.search(a.budget)
+    with _working(a.config, a.ranks):
+        costing = Costing(config, machine, a.ranks, variants_of)
+        joint = costing.search(a.budget)
     plan, costs = joint.plan, joint.costs
     variants, found = costing.at[plan.numerics.micro_batch]
     graph, cluster = variants.graph, costs.cluster
@@ -159,18 +163,32 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
             "one number of ranks; set it, or plan for one"
         )
     variants_of, data = model_of(config)
-    costing = Costing(config, machine, a.ranks, variants_of)
-    costing.usual()
+    with _working(a.config, a.ranks) as status:
+        costing = Costing(config, machine, a.ranks, variants_of)
+        costing.usual()
+
+        def cluster_of(ranks: int) -> Cluster:
+            status.update(_doing(a.config, ranks))
+            return machine.cluster(ranks, costing.base_bytes)
+
+        curve = resource_curve(
+            costing.prediction_on, config.train.batch, a.levels, cluster_of, data.train_samples
+        )
     variants, found = costing.at[costing.asked.sizes[0]]
-    curve = resource_curve(
-        costing.prediction_on, config.train.batch, a.levels,
-        lambda ranks: machine.cluster(ranks, costing.base_bytes), data.train_samples,
-    )  # fmt: skip
     cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
     print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
     print(source_text(found, machine, costing.seconds), *machine.assumed(cluster), sep="\n")
     print(f"{PRODUCTS}{costing.gemm_why}\n")
     show(curve, a.config, a.output)
+
+
+def _working(config: str, ranks: int) -> Status:
+    """Says on a terminal that something is done."""
+    return Console(stderr=True).status(_doing(config, ranks), refresh_per_second=4)  # drawing is timed, too
+
+
+def _doing(config: str, ranks: int) -> str:
+    return f"planning {config} for {counted(ranks, 'rank')}"
 
 
 def _cores(a: argparse.Namespace) -> None:

@@ -239,18 +239,21 @@ def changed(*path: str | int, to: object = None) -> dict[str, Any]:
         ),
         (
             changed("edges", 2, "sourceId", to=99),
-            "graph: edge number 2: sourceId = 99 is the id of no node; add it",
+            "graph: edge number 2 (from 99 to 3): sourceId = 99 is the id of no node; add it",
         ),
         (
             changed("edges", 2, "sourceId", to="1"),
-            'graph: edge number 2: sourceId = "1" is text, but the id of that node is a number; write 1',
+            'graph: edge number 2 (from "1" to 3): sourceId = "1" is text, but the id of that node is a',
         ),
-        (changed("edges", 2, "destId"), "graph: edge number 2: 'destId' is missing; write it"),
-        (changed("edges", 2, "cost"), "graph: edge number 2: 'cost' is missing; write it"),
-        (changed("edges", 2, "cost", to=-0.5), "graph: edge number 2: cost = -0.5; give a finite number"),
+        (changed("edges", 2, "destId"), "graph: edge number 2 (from 2): 'destId' is missing; write it"),
+        (changed("edges", 2, "cost"), "graph: edge number 2 (from 2 to 3): 'cost' is missing; write it"),
+        (
+            changed("edges", 2, "cost", to=-0.5),
+            "graph: edge number 2 (from 2 to 3): cost = -0.5; give a finite number",
+        ),
         (
             changed("edges", 2, "sourceId", to=[1]),
-            "graph: edge number 2: sourceId = [1] is the id of no node",
+            "graph: edge number 2 (from [1] to 3): sourceId = [1] is the id of no node",
         ),
         (
             changed("edges", 2, "sourceId", to=3),
@@ -258,7 +261,7 @@ def changed(*path: str | int, to: object = None) -> dict[str, Any]:
         ),
         (
             changed("edges", 2, to={"sourceId": 1, "destId": 4, "cost": 0.75}),
-            "graph: edge number 2: cost = 0.75, but another edge from node 1 has 0.5; they carry the same",
+            "graph: edge number 2 (from 1 to 4): cost = 0.75, but another edge from node 1 has 0.5",
         ),
     ],
 )

@@ -66,11 +66,11 @@ def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> 
 
 
 def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int) -> int:
-    """Stashes that fit; each may have to hold what is made again of it, and the gradient that it waits
-    with for its W."""
+    """Stashes that fit; each may have to hold what is made again of it, or what waits for its W, with the
+    gradient that it was given."""
     stage, act = stages[rank], stages[rank - 1].act_bytes if rank else 0
     grad = stages[rank + 1].grad_bytes if rank + 1 < len(stages) else 0
-    each = stage.stash_bytes + stage.remade_bytes + grad
+    each = max(stage.stash_bytes + stage.remade_bytes, stage.waiting_bytes) + grad
     messages = window * (act + grad) + max(stage.act_bytes, stage.grad_bytes)
     left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - messages
     if left < each:
