@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpipipe.errors import MpipipeError
+from mpipipe.planner.sizes import counted
 from mpipipe.report.account import Account, account
 from mpipipe.report.draw import draw_texts
 from mpipipe.report.progress import number
@@ -52,7 +53,7 @@ def where(timelines: dict[str, Timeline]) -> list[str]:
     name = "measured" if "measured" in timelines else next(iter(timelines))
     timeline, accounts = timelines[name], account(timelines[name])
     span_s, n = timeline.makespan_s, len(accounts)
-    first = f"{name} step: {number(span_s * 1e3)} ms on {n} rank{'s' if n > 1 else ''}"
+    first = f"{name} step, first to last instruction: {number(span_s * 1e3)} ms on {counted(n, 'rank')}"
     lines = [f"{first}; the mean over ranks is made of" if n > 1 else f"{first}; it is made of"]
     lines += [_part(field, accounts, span_s) for field in PARTS]
     if name == "measured" and "predicted" in timelines:

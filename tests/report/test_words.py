@@ -107,7 +107,7 @@ def test_costs_that_the_run_has_refuted_are_told(run: RunData, step: float, idle
 
 def test_the_parts_of_a_step_add_up(run: RunData) -> None:
     first, *parts, against = where(run.timelines)
-    span = float(re.search(r"step: ([\d.]+) ms on 2 ranks", first)[1])  # type: ignore[index]
+    span = float(re.search(r"instruction: ([\d.]+) ms on 2 ranks", first)[1])  # type: ignore[index]
     shares = [float(re.search(r": ([\d.]+) ms", part)[1]) for part in parts]  # type: ignore[index]
     assert len(shares) == 5
     assert sum(shares) == pytest.approx(span, abs=0.2)
