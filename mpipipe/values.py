@@ -268,9 +268,14 @@ class GroupCost(Value):
     kept_bytes: int = 0  # of act_bytes: what is in the stash of this group or of an earlier one
     act_parts: tuple[int, ...] = ()  # act_bytes tensor by tensor, where there are several
     grad_parts: tuple[int, ...] = ()
-    waiting_bytes: int = 0  # kept from I to W of a backward in two
+    waiting_bytes: int = -1  # kept from I to W of a backward in two; -1: the whole stash
     waiting_received_bytes: int = 0  # of waiting_bytes: what earlier groups have made, and not kept so long
     waiting_grad_bytes: int = 0  # of waiting_bytes: gradients that came to the group
+
+    def __post_init__(self) -> None:
+        if self.waiting_bytes < 0:
+            object.__setattr__(self, "waiting_bytes", self.stash_bytes)
+            object.__setattr__(self, "waiting_received_bytes", self.received_bytes)
 
     @property
     def seconds(self) -> float:
@@ -360,9 +365,13 @@ class StageCost(Value):
     kept_bytes: int = 0  # of act_bytes what stays here anyway, in the stash or as received
     act_parts: tuple[int, ...] = ()  # as of `GroupCost`
     grad_parts: tuple[int, ...] = ()
-    waiting_bytes: int = 0  # kept from I to W; the gradients that the stage is given are not counted
+    waiting_bytes: int = -1  # kept from I to W, but for gradients that the stage is given; -1: the stash
     waiting_received_bytes: int = 0  # of it the received inputs
     in_two_bytes: int = 0  # as at_work_bytes, while I has the one in place of the other
+
+    def __post_init__(self) -> None:
+        if self.waiting_bytes < 0:
+            object.__setattr__(self, "waiting_bytes", self.stash_bytes)
 
     @property
     def seconds(self) -> float:

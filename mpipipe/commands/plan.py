@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from mpipipe.cluster.launch import load_advice
 from mpipipe.cluster.memory import uncollected
@@ -187,8 +188,8 @@ def _working(config: str, ranks: int) -> Status:
     return Console(stderr=True).status(_doing(config, ranks), refresh_per_second=4)  # drawing is timed, too
 
 
-def _doing(config: str, ranks: int) -> str:
-    return f"planning {config} for {counted(ranks, 'rank')}"
+def _doing(config: str, ranks: int) -> Text:
+    return Text(f"planning {config} for {counted(ranks, 'rank')}")
 
 
 def _cores(a: argparse.Namespace) -> None:

@@ -390,7 +390,7 @@ class Profiler:
         inputs = arguments(code, given, [*batch, *rest[len(batch) :]])
         wanted = [*_wanted_at_once(code, inputs), pending.trigger]
         with live:
-            sent, _ = self._run(code, [*inputs, pending])
+            sent = self._run(code, [*inputs, pending])[0]
         edges = [get_gradient_edge(t) for t in sent if t.requires_grad]
         grads = [torch.ones_like(t) for t in sent if t.requires_grad]
         of_given, of_sent = _storages(enumerate(given)), _storages(enumerate(sent))

@@ -72,9 +72,10 @@ class _Deferred(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         with torch.enable_grad():
-            inputs = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
+            inputs = [_cut_off(t, pending) if t.requires_grad else t for t in tensors]
             result = call(*inputs)
-        ctx.pending, ctx.leaves, ctx.edge, ctx.inputs = pending, leaves, get_gradient_edge(result), inputs
+        ctx.pending, ctx.leaves, ctx.edge = pending, leaves, get_gradient_edge(result)
+        ctx.inputs = [get_gradient_edge(t) if t.requires_grad else None for t in inputs]
         ctx.set_materialize_grads(False)
         return result.data  # neither the inner graph nor a view of it: it may be written in place
 
@@ -82,7 +83,7 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * len(ctx.inputs)
         if grad is not None:
-            places = [i for i, t in enumerate(ctx.inputs) if t.requires_grad]
+            places = [i for i, edge in enumerate(ctx.inputs) if edge is not None]
             ctx.pending.add(ctx.edge, grad, ctx.leaves)
             inputs = [ctx.inputs[i] for i in places]
             if inputs:
@@ -90,3 +91,24 @@ class _Deferred(torch.autograd.Function):
                 for i, g in zip(places, grads, strict=True):
                     found[i] = g
         return None, None, None, None, *found
+
+
+def _cut_off(t: Tensor, pending: Pending) -> Tensor:
+    """An input of an operator's own graph. A leaf is there as long as the graph, also where the operator
+    makes a copy and backward needs that alone: in another dtype, or without gaps."""
+    if torch.is_autocast_enabled(t.device.type) or not t.is_contiguous():
+        cut: Tensor = _Source.apply(pending.trigger, t.detach)
+        return cut
+    return t.detach().requires_grad_()
+
+
+class _Source(torch.autograd.Function):
+    """Something to differentiate by that no node of the graph holds. The engine never comes here."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, made: Callable[[], Tensor]) -> Tensor:
+        return made()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from mpipipe.ops.accumulate import accumulate
-from mpipipe.ops.gradients import destination, wanted
+from mpipipe.ops.gradients import destination, has_data, wanted
 
 Tensor = torch.Tensor
 
@@ -66,7 +66,7 @@ def _added(ctx: Any, a: Tensor, b: Tensor) -> Tensor | None:
         return torch.mm(a, b).to(ctx.weight_dtype)
     if sum.dtype == a.dtype:
         sum.addmm_(a, b)
-    elif sum.dtype == torch.float32 and a.dtype == torch.bfloat16:
+    elif sum.dtype == torch.float32 and a.dtype == torch.bfloat16 and has_data(sum):
         accumulate(sum, torch.mm(a, b))
     else:
         sum.add_(torch.mm(a, b))

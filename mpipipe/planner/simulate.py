@@ -102,7 +102,7 @@ def rank_memory_bytes(
     held += np.where(MAKES[codes[:, 0]], remade[codes[:, 1]], 0)
     held += _last_sent(codes, sizes[rank], np.array([stage.kept_bytes for stage in own], np.int64))
     for s in set(mine) & {s - 1 for s in mine}:
-        held += own[s + 1].grad_bytes * _waiting(codes, s)
+        held += own[s + 1].grad_bytes * _gradients_between(codes, s)
     return np.asarray(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0), np.int64)
 
 
@@ -149,7 +149,7 @@ def _last_sent(codes: Int32, nbytes: Int64, kept: Int64) -> Int64:
     return np.where(last >= 0, nbytes[last] - np.where(twice, kept[stage[last]], 0), 0)
 
 
-def _waiting(codes: Int32, stage: int) -> Int64:
+def _gradients_between(codes: Int32, stage: int) -> Int64:
     """By instruction, gradients that the next stage, of the same rank, has made and this one has not left."""
     ops, at = codes[:, :2].T
     made = np.flatnonzero(((ops == Op.B) | (ops == Op.I)) & (at == stage + 1))

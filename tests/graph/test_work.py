@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpipipe.graph.anatomy import Lowering
-from mpipipe.graph.profile import Piece, Profiler, pieces
+from mpipipe.graph.profile import Piece, Profiler, Waiting, pieces
 from mpipipe.graph.rates import TRIAL_BYTES, TRIAL_FLOPS, Roofline, Trials, sample_of
 from mpipipe.graph.source import TRACING, ModelSource
+from mpipipe.graph.split import split
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Form, Tallier, Tally, Work, counted, made
 from mpipipe.values import TensorSpec
@@ -44,6 +45,10 @@ class Timeless(Profiler):
             received = [made(Form(s.shape, stride, getattr(torch, s.dtype))) for s, stride in specs]
             return self._saved(piece, received, self._rest(piece.code))
 
+    def waits(self, piece: Piece) -> Waiting:
+        with TRACING:
+            return self._waiting(split(piece.code), *self._arguments(piece.code))
+
 
 @pytest.mark.parametrize(
     "model",
@@ -58,6 +63,15 @@ def test_what_backward_keeps_is_found_without_memory(model: str) -> None:
     for piece in distinct(variants):
         t = counted.tally(piece)
         assert (t.saved_bytes, t.saved_received, t.saved_sent) == real.kept(piece), piece.name
+        assert t.waiting == real.waits(piece), piece.name
+
+
+def test_what_waits_for_weight_gradients_of_kernels_in_bf16() -> None:
+    variants = of_model("gpt, no dropout, fast", "bf16")
+    counted, real = Tallier(variants.primary, "bf16"), Timeless(variants.primary, "bf16")
+    both = [(counted.tally(piece).waiting, real.waits(piece)) for piece in distinct(variants)]
+    assert all(there == found for there, found in both)
+    assert any(there.own_bytes for there, _ in both)
 
 
 def test_in_bf16_but_for_the_statistics_of_norms() -> None:

@@ -37,7 +37,9 @@ def test_a_tied_gpt_on_two_stages_by_hand():
     costs = Costs(groups, machine, (Tie("wte", 100, (0, 2)),), 4.0, 0.01, "modelled", 0.0)
     first, last = stage_costs(costs, (1,))
     assert first == StageCost(1, 0, 1, 1.0, 400, 8, 6, 32, 0, at_work_bytes=5, in_two_bytes=5)
-    assert last == StageCost(3, 3, 3, 0.3, 640, 16 + 64 + 32, 9, 0, 33, at_work_bytes=7, in_two_bytes=7)
+    assert last == StageCost(
+        3, 3, 3, 0.3, 640, 16 + 64 + 32, 9, 0, 33, at_work_bytes=7, waiting_bytes=80, in_two_bytes=35
+    )
     assert stage_ties(costs.ties, (1,)) == (StageTie(0, (1,), 100),)
     (whole,) = stage_costs(costs, ())
     assert whole.fixed_bytes == 4 * 160 + 100  # the weight once, a gradient for each of its two uses

@@ -31,13 +31,14 @@ def middle_stage() -> tuple[Stage, list[Tensor], list[Tensor]]:
     return stage, received, stage.forward(code, 0, received, {}, 0, True)
 
 
-def held(model: str, cuts: tuple[str, ...]) -> list[tuple[int, int]]:
-    """By stage, bytes of the tensors of a micro-batch: after a forward, the received ones among them, and
-    those that after I wait for W, without the gradients that were received and the statistics of buffers."""
-    variants, found = captured(model, 2), []
+def held(model: str, precision: str, cuts: tuple[str, ...]) -> list[tuple[set[int], int]]:
+    """By stage, bytes of the tensors of a micro-batch: after a forward, for a backward as a whole and in two,
+    the received ones among them; and those that after I wait for W, without the gradients that were received
+    and the statistics of buffers."""
+    variants, found = captured(model, 2, precision), []
     specs, owner = variants.specs(2), variants.stage_of_param(cuts)
     for s in range(len(cuts) + 1):
-        of_stage = []
+        stashes, waiting = set[int](), 0
         for in_two in (False, True):
             code = variants.training_code(specs, cuts, s, in_two)
             weights = StageWeights(
@@ -45,7 +46,7 @@ def held(model: str, cuts: tuple[str, ...]) -> list[tuple[int, int]]:
             )
             for leaf in weights.leaves.values():
                 leaf.grad = torch.zeros_like(leaf)
-            stage = Stage(weights, "fp32")
+            stage = Stage(weights, precision)
             with Live() as live:
                 received = [Form.of(port).empty().zero_() for port in code.received]
                 inputs = {
@@ -53,15 +54,15 @@ def held(model: str, cuts: tuple[str, ...]) -> list[tuple[int, int]]:
                 }
                 sent = stage.forward(code, 0, received, inputs, 0, True)
                 grads = [torch.ones_like(t) for t, p in zip(sent, code.sent, strict=True) if p.needs_grad]
-                given = {StorageWeakRef(t.untyped_storage()) for t in grads}
+                others = {StorageWeakRef(t.untyped_storage()) for t in grads}
                 del inputs, sent  # they are there longer where backward needs them
-                after_forward = live.beside(given)
+                stashes.add(live.beside(others))
                 del received
                 if in_two:
                     stage.backward_input(0, grads)
-                    given |= {StorageWeakRef(t.untyped_storage()) for t in stage.statistics_of([0])}
-            of_stage.append(live.beside(given) if in_two else after_forward)
-        found.append((of_stage[0], of_stage[1]))
+                    others |= {StorageWeakRef(t.untyped_storage()) for t in stage.statistics_of([0])}
+                    waiting = live.beside(others)
+        found.append((stashes, waiting))
     return found
 
 
@@ -154,20 +155,21 @@ def test_weight_gradients_wait_and_what_is_kept_for_them_is_let_go() -> None:
 _PASSED_ON = {"skips": 32}  # a gradient that two groups are given, and that each keeps
 
 
-@pytest.mark.parametrize("model", SHAPES)
-def test_what_a_stage_keeps_of_a_micro_batch_is_what_its_plan_counts_at_every_cut(model: str) -> None:
+@pytest.mark.parametrize(("model", "precision"), [*((model, "fp32") for model in SHAPES), ("gpt", "bf16")])
+def test_what_a_stage_keeps_of_a_micro_batch_is_what_its_plan_counts_at_every_cut(
+    model: str, precision: str
+) -> None:
     """A tensor that is received counts once, also where a group of the stage keeps it for backward."""
-    variants = captured(model, 2)
+    variants = captured(model, 2, precision)
     parts, names = pieces(variants.primary, variants.graph, variants.uses), variants.graph.groups
-    profiler = Profiler(variants.primary, "fp32", lambda: 0.0)
-    machine = Cluster((Device("cpu", 1.0, 1 << 40, 1),) * 2, (0, 0), {"node": Link(0.0, 1e9)})
+    profiler = Profiler(variants.primary, precision, lambda: 0.0)
+    machine = Cluster((Device("cpu", 1.0, 1 << 40, 1),) * 3, (0, 0, 0), {"node": Link(0.0, 1e9)})
     groups = group_costs(variants.primary, parts, {p.key: profiler.sample(p) for p in parts})
     costs = Costs(groups, machine, variants.graph.ties, 4.0, 0.0, "measured", 0.0)
-    kept_by_receiver = 0
-    for at in range(1, len(names)):
-        cuts = (names[at],)
-        for stage, (stash, waiting) in zip(stage_costs(costs, (at,)), held(model, cuts), strict=True):
-            assert stash == stage.stash_bytes, names[at]
-            assert waiting <= stage.waiting_bytes <= waiting + _PASSED_ON.get(model, 0), names[at]
-        kept_by_receiver += groups[at].received_bytes
-    assert kept_by_receiver > 0
+    n = len(names)
+    for cuts in [*((at,) for at in range(1, n)), *((at, at + 2) for at in range(1, n - 2, 3))]:
+        found = held(model, precision, tuple(names[at] for at in cuts))
+        for stage, (stashes, waiting) in zip(stage_costs(costs, cuts), found, strict=True):
+            assert stashes == {stage.stash_bytes}, cuts
+            assert waiting <= stage.waiting_bytes <= waiting + _PASSED_ON.get(model, 0), cuts
+    assert sum(group.received_bytes for group in groups) > 0

@@ -72,7 +72,8 @@ def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int
     grad = stages[rank + 1].grad_bytes if rank + 1 < len(stages) else 0
     each = max(stage.stash_bytes + stage.remade_bytes, stage.waiting_bytes) + grad
     messages = window * (act + grad) + max(stage.act_bytes, stage.grad_bytes)
-    left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - messages
+    in_between = max(0, stage.in_two_bytes - stage.at_work_bytes)
+    left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - messages - in_between
     if left < each:
         least = memory_bytes - left + each
         raise PlanError(
