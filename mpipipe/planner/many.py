@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from mpipipe.planner.lower import tied_pairs
-from mpipipe.planner.schedules import SCHEDULES, live_micro_batches, remaking_micro_batches
+from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
 from mpipipe.planner.search import norm_seconds, program_for
 from mpipipe.planner.stages import Ending, Ranges, StageTie, calls, in_order, remade_s, stage_ties
 from mpipipe.planner.walk import Ends, match, walk
@@ -33,7 +33,7 @@ class Many:
         self.costs, self.factors = in_order(costs, layout.order), factors
         self._ranges = Ranges(costs, layout.receive_window, n_micro, plan.numerics.tied)
         order = SCHEDULES[layout.schedule](layout.n_stages, n_micro)
-        self._live, self._remaking = live_micro_batches(order), remaking_micro_batches(order)
+        self._kept = kept_micro_batches(order)
         self._endings = dict[tuple[int, Recompute], Ending]()
         kinds = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
         seconds = np.array([costs.columns[kind] for kind in kinds])
@@ -59,7 +59,7 @@ class Many:
         plan's recomputation."""
         devices, edges = self.costs.cluster.devices, (0, *cuts, len(self.costs.groups))
         return all(
-            int(self._ending(edges[s + 1], s).memory_bytes(self._live[s], self._remaking[s])[edges[s]])
+            int(self._ending(edges[s + 1], s).memory_bytes(self._kept[s])[edges[s]])
             <= devices[s].memory_bytes - devices[s].base_bytes
             for s in stages
         )

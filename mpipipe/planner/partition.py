@@ -26,8 +26,8 @@ from mpipipe.planner.schedules import (
     SCHEDULES,
     build,
     check_name,
+    kept_micro_batches,
     live_micro_batches,
-    remaking_micro_batches,
 )
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, bounds, crossing_s
@@ -77,10 +77,10 @@ def partition(
     check_counts(costs, n_micro, schedule, n_stages)
     order = build(schedule, n_stages, n_micro, n_ranks)
     ranges = Ranges(costs, receive_window, n_micro, tied, with_update)
-    live, remaking = np.array(live_micro_batches(order)), np.array(remaking_micro_batches(order))
+    kept = kept_micro_batches(order)
     found = None
     for modes in (("none",), RECOMPUTE) if recompute == "auto" else ((recompute,),):
-        problem = Problem(costs, ranges, live, remaking, modes)
+        problem = Problem(costs, ranges, kept, modes)
         lower_bound_s = bottleneck_bound_s(ranges.seconds, problem.speed)
         found = problem.best(lower_bound_s)
         if found is not None:
@@ -93,14 +93,14 @@ def partition(
 
 
 class Problem:
-    """Times and memory of every (stage, first, end), one column at a time; live, remaking: by stage.
-    modes: the last one needs least memory, as no more micro-batches are made again than are live."""
+    """Times and memory of every (stage, first, end), one column at a time. kept: as of `kept_micro_batches`;
+    modes: the last one needs least memory, as it keeps least."""
 
     def __init__(
-        self, costs: Costs, ranges: Ranges, live: Int64, remaking: Int64 | None = None,
-        modes: Sequence[Recompute] = ("none",),
-    ) -> None:  # fmt: skip
-        self.remaking, self.modes = np.ones_like(live) if remaking is None else remaking, tuple(modes)
+        self, costs: Costs, ranges: Ranges, kept: Int64, modes: Sequence[Recompute] = ("none",)
+    ) -> None:
+        self.kept, self.modes = kept, tuple(modes)
+        live = kept[..., 0].max(axis=1)  # whole
         devices = costs.cluster.devices[: len(live)]
         self.costs, self.ranges, self.live = costs, ranges, live
         self.memory = np.array([device.memory_bytes - device.base_bytes for device in devices], np.int64)
@@ -119,30 +119,28 @@ class Problem:
         for mode in self.modes:
             ending = self.ranges.ending_at(end, low, mode)
             time = ending.seconds / self.speed[:, None] + in_s + out_s
-            memory = ending.memory_bytes(self.live[:, None], self.remaking[:, None])
+            memory = ending.memory_bytes(self.kept)
             least = np.minimum(least, np.where(memory <= self.memory[:, None], time, np.inf))
         return least
 
     @property
     def compilable(self) -> bool:
-        """The compiled code knows no recomputation, and one gradient at a time."""
-        return compiled is not None and self.modes == ("none",) and int(self.remaking.max()) == 1
+        """The compiled code knows neither recomputation nor a backward in two."""
+        return compiled is not None and self.modes == ("none",) and not self.kept[..., 1].any()
 
     def best(self, lower_bound_s: float) -> tuple[float, Cuts] | None:
         """The bottleneck and the cuts; None where nothing fits."""
         if compiled is None or self.modes != ("none",):
             return self.swept(lower_bound_s)
-        found = self.searched(
-            lower_bound_s
-        )  # of all that fit with one gradient: those that fit are among them
+        found = self.searched(lower_bound_s)  # those that fit are among those whose whole stashes fit
         return found if self.compilable or found is None or self.fits(found[1]) else self.swept(lower_bound_s)
 
     def fits(self, cuts: Cuts) -> bool:
         """Without recomputation."""
         return all(
-            self.ranges.ending_at(end, first).memory_bytes(live, remaking)[0] <= memory
-            for (first, end), live, remaking, memory in zip(
-                bounds(len(self.costs.groups), cuts), self.live, self.remaking, self.memory, strict=True
+            self.ranges.ending_at(end, first).memory_bytes(kept)[0] <= memory
+            for (first, end), kept, memory in zip(
+                bounds(len(self.costs.groups), cuts), self.kept, self.memory, strict=True
             )
         )
 
@@ -250,7 +248,7 @@ def misfit(problem: Problem) -> tuple[int, int, int, int]:
     lacks = []
     for end in [n_groups] if not later else range(stage + 1, n_groups - later + 1):
         ending = problem.ranges.ending_at(end, mode=problem.modes[-1])
-        memory = ending.memory_bytes(int(problem.live[stage]), int(problem.remaking[stage]))
+        memory = ending.memory_bytes(problem.kept[stage])
         firsts = np.flatnonzero(usable[stage, :end])
         lacks += [(int(memory[f] - problem.memory[stage]), int(f), end) for f in firsts]
     short, first, end = min(lacks)
@@ -269,31 +267,24 @@ def _enough_stages(problem: Problem, schedule: str, n_micro: int) -> int | None:
     while True:
         count = min(2 * count, n_groups)
         order = SCHEDULES[schedule](count, n_micro)
-        live = live_micro_batches(order)[::-1]
         if problem.compilable:
-            found = problem.compiled().least_stages(live, memory)
+            found = problem.compiled().least_stages(live_micro_batches(order)[::-1], memory)
         else:
-            found = least_stages(problem, live, memory, remaking_micro_batches(order)[::-1])
+            found = least_stages(problem, kept_micro_batches(order)[::-1], memory)
         if found is not None or count == n_groups:
             return found
 
 
-def least_stages(
-    problem: Problem, live: Sequence[int], memory: int, remaking: Sequence[int] = ()
-) -> int | None:
-    """At most as many as `live` has; live[k], remaking[k]: of a stage with k stages after it, () = 1; memory:
-    of every rank."""
+def least_stages(problem: Problem, kept: Int64, memory: int) -> int | None:
+    """At most as many as `kept` has; kept[k]: of a stage with k stages after it; memory: of every rank."""
     n_groups, mode = len(problem.costs.groups), problem.modes[-1]
-    endings = (problem.ranges.ending_at(end, mode=mode) for end in range(1, n_groups + 1))
-    sizes = [(e.memory_bytes(0, 0), e.stash_bytes, e.remade_bytes + e.grad_bytes) for e in endings]
+    endings = [problem.ranges.ending_at(end, mode=mode) for end in range(1, n_groups + 1)]
     covered = np.zeros(n_groups + 1, bool)  # [first]: groups first.. fit into `count` stages
     covered[n_groups] = True
-    for count in range(1, len(live) + 1):
+    for count in range(1, len(kept) + 1):
         longer = np.zeros(n_groups + 1, bool)
         for end in np.flatnonzero(covered[1:]) + 1:
-            rest, stash, remade = sizes[end - 1]
-            again = remade * (remaking[count - 1] if remaking else 1)
-            longer[:end] |= rest + live[count - 1] * stash + again <= memory
+            longer[:end] |= endings[end - 1].memory_bytes(kept[count - 1]) <= memory
         if longer[0]:
             return count
         covered = longer

@@ -7,7 +7,8 @@ so what is optimised, proved and simulated is the same number.
 
 Memory of a stage, in bytes:
 
-    fixed + live * stash + remaking * (remade + gradient) + workspace + messages          (`memory_bytes`)
+    fixed + most of (whole * stash + late * (waiting + gradient))
+          + remade + gradient + workspace + messages                                     (`memory_bytes`)
 
 The stash counts what is received: once, also where the first group keeps it for backward.
 
@@ -16,9 +17,9 @@ the stash of its micro-batch is not yet, or no longer, whole. `at_work_bytes` is
 workspace, with the gradients that come to the group and those that pass it by, less what is missing. The
 gradients that come to the last group are messages.
 
-`live` is the largest number of micro-batches whose stash the schedule keeps at once. With recomputation a
-part of it, `remade`, is let go after F, and made again in B, or from I to W: of `remaking` micro-batches at
-once. That takes the seconds of `remade_s` on top of those of the backward.
+`whole` and `late` are the micro-batches whose stash the schedule keeps, and those that I has left and whose
+weight gradients wait for W, at the same time. With recomputation a part of the stash, `remade`, is let go
+after F, and made again in B, or I. That takes the seconds of `remade_s` on top of those of the backward.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Ending:
     remade_bytes: Int64
     waiting_bytes: Int64
     waiting_received_bytes: Int64
+    late_bytes: Int64  # waiting_bytes, with what is received, which is there as long
     in_two_bytes: Int64
     grad_bytes: int  # that it receives
 
@@ -75,9 +77,13 @@ class Ending:
         """Forward and backward of one micro-batch."""
         return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
 
-    def memory_bytes(self, live: NDArray[np.integer] | int, remaking: NDArray[np.integer] | int = 1) -> Int64:
-        total = self.fixed_bytes + live * self.stash_bytes + self.workspace_bytes + self.message_bytes
-        return np.asarray(total + remaking * (self.remade_bytes + self.grad_bytes), np.int64)
+    def memory_bytes(self, kept: Int64) -> Int64:
+        """kept: as of `kept_micro_batches`, of one stage (mixes, 2), or of several: then so is the result."""
+        whole, late = kept[..., 0, None], kept[..., 1, None]
+        held = whole * self.stash_bytes + late * (self.late_bytes + self.grad_bytes)
+        in_two = np.where(late.any(axis=-2), np.maximum(0, self.in_two_bytes - self.at_work_bytes), 0)
+        once = self.remade_bytes + self.grad_bytes + self.workspace_bytes + self.message_bytes + in_two
+        return np.asarray(self.fixed_bytes + held.max(axis=-2) + once, np.int64)
 
 
 class Ranges:
@@ -147,6 +153,7 @@ class Ranges:
         late_grads = self._late_grads[end - 1]  # messages
         in_two = with_stash + self._waiting[end - 1] - self._waiting[low:end] - late_grads
         in_two[-1] += late_grads
+        waiting = _sums(self._waiting_bytes[low:end]) - late_grads
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
             bwd_input_s=_sums(into_s[low:end]),
@@ -160,8 +167,9 @@ class Ranges:
             at_work_bytes=_most_from(with_stash),
             message_bytes=received + sent + self._tied_receives(end, low),
             remade_bytes=_sums(remade[low:end]) - (self._received[low:end] if mode == "full" else 0),
-            waiting_bytes=_sums(self._waiting_bytes[low:end]) - late_grads,
+            waiting_bytes=waiting,
             waiting_received_bytes=self._late_received[low:end],
+            late_bytes=waiting + np.maximum(0, act_in - self._late_received[low:end]),
             in_two_bytes=_most_from(in_two),
             grad_bytes=grad_in,
         )

@@ -59,7 +59,7 @@ def assert_same_bits(a, b):
 
 
 def assert_as_exact_as_torch(inputs):
-    """Without the ReLU, which only chooses. The largest error at most twice torch's, or a unit in the last
+    """Without the ReLU, which only chooses. The largest error at most twice torch's and two units in the last
     place of the largest number that the result is a difference of; of a sum over the batch, as many units as
     a random walk of that length goes."""
     wide = [None if t is None else t.double() for t in inputs]
@@ -75,7 +75,7 @@ def assert_as_exact_as_torch(inputs):
         assert mine.shape == his.shape
         assert mine.dtype == his.dtype
         largest = true.abs().max().clamp(min=sizes[i])
-        allowed = 2 * (his - true).abs().max() + torch.finfo(mine.dtype).eps * largest
+        allowed = 2 * ((his - true).abs().max() + torch.finfo(mine.dtype).eps * largest)
         assert (mine - true).abs().max() <= allowed, i
 
 

@@ -86,7 +86,7 @@ def assert_as_exact_as_torch(centred, inputs):
             unit = torch.finfo(mine.dtype).eps * torch.maximum(
                 largest_term(centred, exactly), true.abs().max()
             )
-            assert (mine - true).abs().max() <= 2 * (his - true).abs().max() + walk * unit
+            assert (mine - true).abs().max() <= 2 * ((his - true).abs().max() + walk * unit)
 
 
 SHAPES = st.one_of(

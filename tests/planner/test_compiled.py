@@ -18,7 +18,7 @@ from mpipipe.planner.bounds import bottleneck_bound_s, step_bound_s
 from mpipipe.planner.native import compiled
 from mpipipe.planner.partition import Problem, least_stages, misfit
 from mpipipe.planner.prove import NoBuffering, prove
-from mpipipe.planner.schedules import in_copies
+from mpipipe.planner.schedules import in_copies, kept_micro_batches
 from mpipipe.planner.simulate import instruction_seconds, message_bytes, walked
 from mpipipe.planner.stages import Ranges
 from mpipipe.planner.sweep import sweep_near
@@ -36,8 +36,8 @@ def test_the_planner_is_built():
 def problem_of(
     costs: Costs, n_stages: int, n_micro: int, schedule: str, window: int, tied: str, update: bool
 ) -> Problem:
-    live = live_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
-    return Problem(costs, Ranges(costs, window, n_micro, tied, update), np.array(live))
+    kept = kept_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
+    return Problem(costs, Ranges(costs, window, n_micro, tied, update), kept)
 
 
 def large(seed: int) -> Problem:
@@ -108,8 +108,9 @@ def test_the_least_number_of_stages(problem, schedule, tied):
         problem_of(costs, n_stages, n_micro, schedule, 2, tied, False),
         costs.cluster.devices[0].memory_bytes,
     )
-    live = live_micro_batches(SCHEDULES[schedule](len(costs.groups), n_micro))[::-1]
-    assert p.compiled().least_stages(live, memory) == least_stages(p, live, memory)
+    order = SCHEDULES[schedule](len(costs.groups), n_micro)
+    expected = least_stages(p, kept_micro_batches(order)[::-1], memory)
+    assert p.compiled().least_stages(live_micro_batches(order)[::-1], memory) == expected
 
 
 @settings(max_examples=25, deadline=None)

@@ -9,10 +9,10 @@ from mpipipe.planner.schedules.check import check, check_ends
 from mpipipe.planner.schedules.grid import grid
 from mpipipe.planner.schedules.orders import (
     in_copies,
+    kept_micro_batches,
     live_micro_batches,
     live_stages,
     on_ranks,
-    remaking_micro_batches,
     stages_of_ranks,
     stashes,
 )
@@ -33,7 +33,6 @@ from mpipipe.planner.schedules.text import from_text, to_text
 
 __all__ = [
     "FILLED", "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only",
-    "from_text", "grid", "in_copies", "live_micro_batches", "live_stages", "on_ranks", "register",
-    "register_text", "remaking_micro_batches", "stages_of_ranks", "stages_on", "stashes",
-    "to_text", "zb_planned",
+    "from_text", "grid", "in_copies", "kept_micro_batches", "live_micro_batches", "live_stages", "on_ranks",
+    "register", "register_text", "stages_of_ranks", "stages_on", "stashes", "to_text", "zb_planned",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from mpipipe.errors import PlanError
-from mpipipe.values import Action, Int32, Op, Program, Schedule
+from mpipipe.values import Action, Int32, Int64, Op, Program, Schedule
 
 _IN_TWO = np.isin(range(len(Op)), (Op.I, Op.W))  # by op
 Build = Callable[..., Schedule]  # (n_stages, n_micro), and n_ranks where there are fewer than stages
@@ -128,16 +128,25 @@ def live_micro_batches(schedule: Schedule) -> tuple[int, ...]:
     return tuple(live)
 
 
-def remaking_micro_batches(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the largest number of micro-batches between the start of their I and the end of their W, 1
-    for whole backwards: as many as may have at once what recomputation makes again."""
-    most = [1] * schedule.n_stages
+def kept_micro_batches(schedule: Schedule) -> Int64:
+    """By stage, micro-batches whose whole stash is there, from F through B or I, and those that wait for W at
+    the same time: all such pairs that no other one exceeds, (stages, pairs, 2), the last one repeated."""
+    pairs = [np.zeros((1, 2), np.int64)] * schedule.n_stages
     for codes, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
         for stage in stages:
-            of_stage = codes[codes[:, 1] == stage, 0]
-            in_two = np.cumsum(of_stage == Op.I) - np.cumsum(of_stage == Op.W)
-            most[stage] = int(in_two.max(initial=1))
-    return tuple(most)
+            own = codes[codes[:, 1] == stage]
+            whole = stashes(own, 1, 0)
+            if not _IN_TWO[own[:, 0]].any():
+                pairs[stage] = np.array([[whole.max(initial=0), 0]])
+                continue
+            late = stashes(own, 0, 1)
+            most_late = np.full(whole.max(initial=0) + 1, -1)
+            np.maximum.at(most_late, whole, late)
+            with_more = np.maximum.accumulate(np.append(most_late[1:], -1)[::-1])[::-1]
+            best = np.flatnonzero(most_late > with_more)
+            pairs[stage] = np.stack([best, most_late[best]], axis=1)
+    most = max(map(len, pairs))
+    return np.stack([np.pad(of, ((0, most - len(of)), (0, 0)), "edge") for of in pairs])
 
 
 def live_stages(schedule: Schedule) -> tuple[int, ...]:
