@@ -74,8 +74,8 @@ def largest_term(centred, inputs):
 
 
 def assert_as_exact_as_torch(centred, inputs):
-    """The largest error at most twice torch's, or a unit in the last place of the largest term; of a sum over
-    rows, as many units as a random walk of that length goes."""
+    """The largest error at most twice torch's and two units in the last place of the largest term; of a sum
+    over rows, as many units as a random walk of that length goes."""
     exactly = [None if t is None else t.double() for t in inputs]
     got, torchs, exact = run(ours, centred, inputs), run(plain, centred, inputs), run(plain, centred, exactly)
     for mine, his, true in zip(got, torchs, exact, strict=True):
