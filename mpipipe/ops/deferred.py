@@ -96,7 +96,7 @@ class _Deferred(torch.autograd.Function):
 def _cut_off(t: Tensor, pending: Pending) -> Tensor:
     """An input of an operator's own graph. A leaf is there as long as the graph, also where the operator
     makes a copy and backward needs that alone: in another dtype, or without gaps."""
-    if torch.is_autocast_enabled(t.device.type) or not t.is_contiguous():
+    if not t.is_contiguous() or (not t.is_meta and torch.is_autocast_enabled(t.device.type)):
         cut: Tensor = _Source.apply(pending.trigger, t.detach)
         return cut
     return t.detach().requires_grad_()

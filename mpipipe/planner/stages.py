@@ -7,10 +7,10 @@ so what is optimised, proved and simulated is the same number.
 
 Memory of a stage, in bytes:
 
-    fixed + most of (whole * stash + late * (waiting + gradient))
-          + remade + gradient + workspace + messages                                     (`memory_bytes`)
+    fixed + most of (whole * stash + late * waiting) + remade + workspace + messages      (`memory_bytes`)
 
-The stash counts what is received: once, also where the first group keeps it for backward.
+The stash counts what is received: once, also where the first group keeps it for backward. The buffers of
+that, and of gradients that wait, stay for later ones: they are counted at their own most.
 
 The tensors alone need a little less than what an allocator has to keep for them: while a group is at work
 the stash of its micro-batch is not yet, or no longer, whole. `at_work_bytes` is what is tensors of the
@@ -68,8 +68,8 @@ class Ending:
     remade_bytes: Int64
     waiting_bytes: Int64
     waiting_received_bytes: Int64
-    late_bytes: Int64  # waiting_bytes, with what is received, which is there as long
     in_two_bytes: Int64
+    act_bytes: Int64  # that it receives
     grad_bytes: int  # that it receives
 
     @property
@@ -80,10 +80,12 @@ class Ending:
     def memory_bytes(self, kept: Int64) -> Int64:
         """kept: as of `kept_micro_batches`, of one stage (mixes, 2), or of several: then so is the result."""
         whole, late = kept[..., 0, None], kept[..., 1, None]
-        held = whole * self.stash_bytes + late * (self.late_bytes + self.grad_bytes)
+        waiting = np.maximum(0, self.waiting_bytes - self.waiting_received_bytes)
+        held = (whole * (self.stash_bytes - self.act_bytes) + late * waiting).max(axis=-2)
+        held += (whole + late).max(axis=-2) * self.act_bytes + late.max(axis=-2) * self.grad_bytes  # buffers
         in_two = np.where(late.any(axis=-2), np.maximum(0, self.in_two_bytes - self.at_work_bytes), 0)
         once = self.remade_bytes + self.grad_bytes + self.workspace_bytes + self.message_bytes + in_two
-        return np.asarray(self.fixed_bytes + held.max(axis=-2) + once, np.int64)
+        return np.asarray(self.fixed_bytes + held + once, np.int64)
 
 
 class Ranges:
@@ -126,10 +128,11 @@ class Ranges:
         self.workspace_bytes, self._at_work_bytes = c["workspace_bytes"], c["at_work_bytes"]
         self._stashed = np.cumsum(self.stash_bytes)  # after each group
         self._waiting_bytes, self._late_grads = c["waiting_bytes"], c["waiting_grad_bytes"]
-        self._late_received, self._waiting = c["waiting_received_bytes"], np.cumsum(c["waiting_bytes"])
+        self._waiting = np.cumsum(self._waiting_bytes)
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
         self.grad_in = np.concatenate([c["grad_bytes"][:-1], [0]])
         self._received = np.minimum(c["received_bytes"], self.act_in)  # by the first group, kept by it
+        self._late_received = np.minimum(c["waiting_received_bytes"], self.act_in)
         self.held_in = self.act_in - self._received  # of what is received, what is in no stash of here
 
     @property
@@ -169,8 +172,8 @@ class Ranges:
             remade_bytes=_sums(remade[low:end]) - (self._received[low:end] if mode == "full" else 0),
             waiting_bytes=waiting,
             waiting_received_bytes=self._late_received[low:end],
-            late_bytes=waiting + np.maximum(0, act_in - self._late_received[low:end]),
             in_two_bytes=_most_from(in_two),
+            act_bytes=act_in,
             grad_bytes=grad_in,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,20 @@ from mpipipe.planner.joint import Asked, search
 from mpipipe.planner.partition import Problem
 from mpipipe.planner.recompute import with_least
 from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
+from mpipipe.planner.schedules.orders import by_rank
 from mpipipe.planner.stages import Ranges, bounds
-from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Op, Recompute, from_json, to_json
+from mpipipe.values import (
+    RECOMPUTE,
+    Action,
+    Costs,
+    Layout,
+    Numerics,
+    Op,
+    Recompute,
+    Schedule,
+    from_json,
+    to_json,
+)
 
 
 def chain(memory: int, n_ranks: int = 2) -> Costs:
@@ -140,33 +153,51 @@ def test_the_bottleneck_is_the_least_of_all_cuts_and_modes(found: tuple[Costs, i
     assert partition(costs, n_micro, schedule, n_stages, 2, recompute="auto").bottleneck_s == wanted
 
 
+def one_after_the_other(n_stages: int, n_micro: int) -> Schedule:
+    """All forwards, then all I, then all W."""
+    ranks = ([Action(op, s, i) for op in (Op.F, Op.I, Op.W) for i in range(n_micro)] for s in range(n_stages))
+    return by_rank(range(n_stages), n_micro, ranks)
+
+
 @given(
     problems(memory="huge"),
-    st.sampled_from(["1f1b", "zb-h1", "zb-h2"]),
+    st.sampled_from([*(SCHEDULES[name] for name in ("1f1b", "zb-h1", "zb-h2")), one_after_the_other]),
     st.sampled_from(RECOMPUTE),
+    st.integers(1, 14),
+    st.sampled_from([1, 2, 4]),
     st.data(),
 )
 def test_the_partitioner_counts_no_less_than_the_simulation(
-    found: tuple[Costs, int, int], schedule: str, mode: Recompute, data: st.DataObject
+    found: tuple[Costs, int, int],
+    build: Callable[[int, int], Schedule],
+    mode: Recompute,
+    n_micro: int,
+    window: int,
+    data: st.DataObject,
 ) -> None:
-    costs, n_stages, n_micro = found
-    eighths = st.integers(0, 8)
-    groups = tuple(
-        replace(
-            g,
-            selective_bytes=g.stash_bytes * data.draw(eighths) // 8,
-            at_work_bytes=g.workspace_bytes,
-            waiting_bytes=g.grad_bytes + data.draw(st.integers(0, 40)),
-            waiting_grad_bytes=g.grad_bytes,
+    costs, n_stages, _ = found
+    size, groups = st.sampled_from([0, 1, 10, 100]), []
+    for g in costs.groups:
+        stash, act, grad, waiting, given = (data.draw(size) for _ in range(5))
+        groups.append(
+            replace(
+                g,
+                stash_bytes=stash,
+                act_bytes=act,
+                grad_bytes=grad,
+                received_bytes=0,
+                selective_bytes=stash * data.draw(st.integers(0, 8)) // 8,
+                at_work_bytes=g.workspace_bytes,
+                waiting_bytes=waiting + given,
+                waiting_received_bytes=waiting // 2,
+                waiting_grad_bytes=given,
+            )
         )
-        for g in costs.groups
-    )
-    costs = replace(costs, groups=groups, ties=(), rows_bytes={})
-    order, ranges = SCHEDULES[schedule](n_stages, n_micro), Ranges(costs, 2, n_micro)
+    costs = replace(costs, groups=tuple(groups), ties=(), rows_bytes={})
+    order, ranges = build(n_stages, n_micro), Ranges(costs, window, n_micro)
     cuts = data.draw(st.sampled_from(list(all_cuts(len(groups), n_stages))))
-    stages = stage_costs(costs, cuts, (mode,) * n_stages)
-    program = lower(order, (), "per_use", 2)
-    peaks = simulate(program, stages, costs.cluster).peak_bytes
+    program = lower(order, (), "per_use", window)
+    peaks = simulate(program, stage_costs(costs, cuts, (mode,) * n_stages), costs.cluster).peak_bytes
     for s, (first, end) in enumerate(bounds(len(groups), cuts)):
         counted = int(ranges.ending_at(end, first, mode).memory_bytes(kept_micro_batches(order)[s])[0])
         assert counted >= peaks[s]

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from planner_cases import FREE, HUGE, cluster
 
@@ -266,6 +266,36 @@ def test_the_planned_one_keeps_to_its_memory_and_is_no_longer_than_those_made_by
     roomy = zb_planned(stages, m, [105 + 20 * p] * p)
     by_hand = [timed(made(name, p, m), tuple(stages)).makespan_s for name in ("zb-h1", "zb-h2")]
     assert timed(roomy, tuple(stages)).makespan_s <= min(by_hand)
+
+
+BYTES = st.sampled_from([0, 1, 10, 100])
+
+
+@given(
+    st.lists(st.tuples(BYTES, BYTES, BYTES, BYTES, BYTES), min_size=1, max_size=6), MICROS,
+    st.integers(500, 2500), st.sampled_from([1, 4]),
+)  # fmt: skip
+@example([(100, 10, 0, 100, 0)] * 6, 16, 1100, 1)  # a receive buffer that waits, though nothing needs it
+@settings(max_examples=50)
+def test_the_planned_one_fits_into_the_memory_that_the_simulation_counts(sizes, m, limit, window):
+    """Whatever is received and whatever waits for its W."""
+    p, acts = len(sizes), [act for act, *_ in sizes[:-1]]
+    stages = []
+    for s, (_, grad, stash, waiting, received) in enumerate(sizes):
+        act_in = acts[s - 1] if s else 0
+        of_act = min(received, act_in)  # of what waits
+        stages.append(
+            StageCost(
+                1.0, 1.0, 1.0, 0.0, 100, act_in + stash, 5, [*acts, 0][s], grad if s else 0,
+                waiting_bytes=waiting + of_act, waiting_received_bytes=of_act, in_two_bytes=waiting,
+            )
+        )  # fmt: skip
+    try:
+        planned = zb_planned(stages, m, [limit] * p, receive_window=window)
+    except PlanError:
+        assume(False)
+    timeline = simulate(lower(planned, (), "per_use", window), stages, cluster([1.0] * p, [HUGE] * p))
+    assert max(timeline.peak_bytes) <= limit
 
 
 @given(RANKS, MICROS)

@@ -70,7 +70,8 @@ def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int
     gradient that it was given."""
     stage, act = stages[rank], stages[rank - 1].act_bytes if rank else 0
     grad = stages[rank + 1].grad_bytes if rank + 1 < len(stages) else 0
-    each = max(stage.stash_bytes + stage.remade_bytes, stage.waiting_bytes) + grad
+    waiting = stage.waiting_bytes + max(0, act - stage.waiting_received_bytes)  # its receive buffer, as well
+    each = max(stage.stash_bytes + stage.remade_bytes, waiting) + grad
     messages = window * (act + grad) + max(stage.act_bytes, stage.grad_bytes)
     in_between = max(0, stage.in_two_bytes - stage.at_work_bytes)
     left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - messages - in_between
