@@ -172,3 +172,23 @@ def test_ranks_that_hang_are_ended_together(launch, tmp_path):
     while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < deadline, f"still alive: {started}"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("codes", "tries", "ended"), [((0,), 1, 0), ((3,), 1, 3), ((213, 0), 2, 0), ((213, 213), 2, 213)]
+)
+def test_a_launcher_that_could_not_start_its_own_server_is_started_once_more(
+    tmp_path: Path, codes: tuple[int, ...], tries: int, ended: int
+) -> None:
+    launcher, starts = tmp_path / "mpirun", tmp_path / "starts"
+    cases = " ".join(f"{i}) exit {code};;" for i, code in enumerate(codes, 1))
+    launcher.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho . >> {starts}\n'
+        f"case $(wc -l < {starts}) in {cases} esac\n"
+    )
+    launcher.chmod(0o755)
+    command = [str(PATH.parent / "launch"), "2", "true"]
+    done = subprocess.run(
+        command, env={**os.environ, "MPIRUN": str(launcher)}, stderr=subprocess.PIPE, timeout=60
+    )
+    assert (done.returncode, len(starts.read_text().split())) == (ended, tries)
