@@ -282,7 +282,7 @@ class GroupCost(Value):
         return self.fwd_s + self.bwd_input_s + self.bwd_weight_s
 
 
-# what changes with the size of a micro-batch, but for what tells of one of its parts
+# what changes with the samples of a micro-batch; `act_parts` and `grad_parts` are shares of two of them
 OF_SAMPLES_S = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
 OF_SAMPLES_BYTES = tuple(
     f.name for f in fields(GroupCost) if f.name.endswith("_bytes") and f.name != "param_bytes"

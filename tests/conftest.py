@@ -53,10 +53,9 @@ def _own_cache(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """A test that draws has the same numbers in every run: it fails in all of them, or in none."""
-    if "torch" in sys.modules:
-        import torch  # here: most tests start without it
-
+    """A test that draws has the same numbers in every run: it fails in all of them, or in none. Who imports
+    torch in the middle of a test seeds it there."""
+    if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 
 

@@ -38,14 +38,9 @@ def group_costs(
     out = []
     for piece, position in zip(parts, ends, strict=True):
         s = samples[piece.key].times(fill)
-        values = [piece.received[i] for i in s.saved_received] + [piece.sent[i] for i in s.saved_sent]
-        new = {anatomy.root(n): n for n in values if anatomy.root(n) not in seen}
-        seen |= set(new)
-        size = {root: _nbytes(n) for root, n in new.items()}
+        size = _new_bytes(anatomy, _values(piece, s.saved_received, s.saved_sent), seen)
         waits = s.waiting
-        values = [piece.received[i] for i in waits.received] + [piece.sent[i] for i in waits.sent]
-        late = {anatomy.root(n): _nbytes(n) for n in values if anatomy.root(n) not in waiting}
-        waiting |= set(late)
+        late = _new_bytes(anatomy, _values(piece, waits.received, waits.sent), waiting)
         late_grads = sum(_nbytes(piece.sent[i]) for i in waits.grads)
         from_before = {anatomy.root(n) for n in piece.received}
         made = again.get(piece.name)
@@ -76,6 +71,17 @@ def _nbytes(node: fx.Node) -> int:
     return sum(spec.nbytes for spec in output_specs(node))
 
 
+def _values(piece: Piece, received: Sequence[int], sent: Sequence[int]) -> list[fx.Node]:
+    return [piece.received[i] for i in received] + [piece.sent[i] for i in sent]
+
+
+def _new_bytes(anatomy: Anatomy, values: Sequence[fx.Node], seen: set[fx.Node]) -> dict[fx.Node, int]:
+    """By root, of those that are not yet among `seen`, and are from now on."""
+    found = {anatomy.root(n): _nbytes(n) for n in values if anatomy.root(n) not in seen}
+    seen.update(found)
+    return found
+
+
 def _remade(
     anatomy: Anatomy, parts: Sequence[Piece], samples: dict[str, Sample]
 ) -> tuple[dict[str, Remade], set[fx.Node]]:
@@ -84,8 +90,7 @@ def _remade(
     there: set[fx.Node] = set()
     for piece in parts:
         s = samples[piece.key]
-        values = [piece.received[i] for i in s.saved_received] + [piece.sent[i] for i in s.saved_sent]
-        there |= {anatomy.root(n) for n in values}
+        there |= {anatomy.root(n) for n in _values(piece, s.saved_received, s.saved_sent)}
     again: dict[str, Remade] = {}
     made: set[fx.Node] = set()
     for piece in parts:

@@ -391,10 +391,10 @@ class Profiler:
         wanted = [*_wanted_at_once(code, inputs), pending.trigger]
         with live:
             sent = self._run(code, [*inputs, pending])[0]
-        edges = [get_gradient_edge(t) for t in sent if t.requires_grad]
-        grads = [torch.ones_like(t) for t in sent if t.requires_grad]
+        heads = [i for i, t in enumerate(sent) if t.requires_grad]
+        edges, grads = [get_gradient_edge(sent[i]) for i in heads], [torch.ones_like(sent[i]) for i in heads]
         of_given, of_sent = _storages(enumerate(given)), _storages(enumerate(sent))
-        of_grads = _storages(zip([i for i, t in enumerate(sent) if t.requires_grad], grads, strict=True))
+        of_grads = _storages(zip(heads, grads, strict=True))
         del sent, given, batch, inputs
         if edges:
             with live:

@@ -27,7 +27,6 @@ from mpipipe.planner.schedules import (
     build,
     check_name,
     kept_micro_batches,
-    live_micro_batches,
 )
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, bounds, crossing_s
@@ -100,9 +99,9 @@ class Problem:
         self, costs: Costs, ranges: Ranges, kept: Int64, modes: Sequence[Recompute] = ("none",)
     ) -> None:
         self.kept, self.modes = kept, tuple(modes)
-        live = kept[..., 0].max(axis=1)  # whole
+        self.live = live = _most_whole(kept)
         devices = costs.cluster.devices[: len(live)]
-        self.costs, self.ranges, self.live = costs, ranges, live
+        self.costs, self.ranges = costs, ranges
         self.memory = np.array([device.memory_bytes - device.base_bytes for device in devices], np.int64)
         self.speed = np.array([device.speed for device in devices])
         links = [costs.cluster.link(s, s + 1) for s in range(len(live) - 1)]
@@ -235,6 +234,11 @@ def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> s
     )
 
 
+def _most_whole(kept: Int64) -> Int64:
+    """Of `kept_micro_batches`, by stage: all that a schedule of whole backwards keeps, at its most."""
+    return np.asarray(kept[..., 0].max(axis=1), np.int64)
+
+
 def misfit(problem: Problem) -> tuple[int, int, int, int]:
     """The first stage that no cut lets begin and end, and its (first, end) that lacks least bytes."""
     n_groups, n_stages = len(problem.costs.groups), len(problem.live)
@@ -267,10 +271,11 @@ def _enough_stages(problem: Problem, schedule: str, n_micro: int) -> int | None:
     while True:
         count = min(2 * count, n_groups)
         order = SCHEDULES[schedule](count, n_micro)
+        kept = kept_micro_batches(order)[::-1]
         if problem.compilable:
-            found = problem.compiled().least_stages(live_micro_batches(order)[::-1], memory)
+            found = problem.compiled().least_stages(_most_whole(kept), memory)
         else:
-            found = least_stages(problem, kept_micro_batches(order)[::-1], memory)
+            found = least_stages(problem, kept, memory)
         if found is not None or count == n_groups:
             return found
 
