@@ -125,6 +125,22 @@ class Traps(nn.Module):
         return self.head(self.mix(y).flatten(1) + x[:, 20:44])
 
 
+class Parts(nn.Module):
+    """What waits for a weight's gradient is a part of something larger: of an output, and of the gradient of
+    a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(SIDE, 16), nn.Linear(16, 16)
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(40, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 64) -> (B, classes)
+        y = self.last(torch.tanh(self.first(x.view(-1, SIDE, SIDE)))[:, -1])
+        one, two = self.one(torch.tanh(y)), self.two(torch.sigmoid(y))
+        return self.head(torch.cat([one, torch.relu(y), two], 1))
+
+
 def gpt(tied: bool, dropout: float) -> Callable[[], nn.Module]:
     return partial(GPT, 32, 2, 32, 2, 16, tied, dropout)  # vocabulary, layers, width, heads, context
 
@@ -143,6 +159,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
     "skips": (SkipNet, VECTORS),
     "thrice": (Thrice, VECTORS),
     "traps": (Traps, VECTORS),
+    "parts": (Parts, VECTORS),
 }
 SHAPES = ["gpt", "mlp", "conv and norm", "skips", "thrice", "traps"]  # those that differ in their graph
 

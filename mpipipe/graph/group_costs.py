@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -35,13 +36,14 @@ def group_costs(
     seen: set[fx.Node] = set()
     waiting: set[fx.Node] = set()  # of all groups so far, for their weight gradients
     again, remade = _remade(anatomy, parts, samples)
+    beside = _beside(parts, samples)
     out = []
     for piece, position in zip(parts, ends, strict=True):
         s = samples[piece.key].times(fill)
         size = _new_bytes(anatomy, _values(piece, s.saved_received, s.saved_sent), seen)
         waits = s.waiting
         late = _new_bytes(anatomy, _values(piece, waits.received, waits.sent), waiting)
-        late_grads = sum(_nbytes(piece.sent[i]) for i in waits.grads)
+        late_grads = sum(_nbytes(n) + beside[n] for n in (piece.sent[i] for i in waits.grads))
         from_before = {anatomy.root(n) for n in piece.received}
         made = again.get(piece.name)
         selective = (made.saved_bytes if made else 0) + sum(b for r, b in size.items() if r in remade)
@@ -79,6 +81,21 @@ def _new_bytes(anatomy: Anatomy, values: Sequence[fx.Node], seen: set[fx.Node]) 
     """By root, of those that are not yet among `seen`, and are from now on."""
     found = {anatomy.root(n): _nbytes(n) for n in values if anatomy.root(n) not in seen}
     seen.update(found)
+    return found
+
+
+def _beside(parts: Sequence[Piece], samples: dict[str, Sample]) -> Counter[fx.Node]:
+    """By tensor whose gradient waits, bytes that wait with it: the gradient is a part of what the group that
+    gives it has made for all that it read, as that of a concatenation, and keeps the rest of that there."""
+    late = {p.sent[i]: at for at, p in enumerate(parts) for i in samples[p.key].waiting.grads}
+    readers = Counter(n for piece in parts for n in piece.received)  # the gradients of several are added up
+    found = Counter[fx.Node]()
+    for piece in parts:
+        for indices, nbytes in samples[piece.key].returned:
+            waiting = [n for n in (piece.received[i] for i in indices) if n in late and readers[n] == 1]
+            if waiting:
+                last = max(waiting, key=late.__getitem__)
+                found[last] += nbytes - _nbytes(last)
     return found
 
 

@@ -42,6 +42,7 @@ from mpipipe.values import Graph, TensorSpec, Value, digest
 
 # bytes of its own making, indices of the received and of the sent tensors that backward needs
 Saved = tuple[int, tuple[int, ...], tuple[int, ...]]
+Parts = tuple[tuple[int, ...], int]  # indices of received tensors whose gradients share memory; bytes of it
 REPEATS = 5  # the shortest counts: what else runs on the machine only ever adds
 CACHE_BYTES = 64 << 20  # more than the last-level cache that a core has to itself
 _DRAWN = 1 << 14  # numbers that made-up inputs consist of
@@ -93,6 +94,7 @@ class Sample(Value):
     split_s: float = 0.0  # that a backward in two takes longer, and the forward before it
     at_work_bytes: int = 0  # of workspace_bytes what is tensors
     waiting: Waiting = Waiting()
+    returned: tuple[Parts, ...] = ()  # where such memory is larger than each of these gradients
 
     @property
     def seconds(self) -> float:
@@ -300,12 +302,13 @@ class Profiler:
         into, split_s = self._parted(forward, backward, in_two)
         spread = total[len(total) // 2] / max(total[0], 1e-9) - 1.0
         remade = self._remade(code, received, rest, repeats)
-        at_work = self._at_work_bytes(piece, received, rest, saved)
+        at_work, returned = self._at_work(piece, received, rest, saved)
         workspace = max(at_work + grad_bytes(code), self._workspace_bytes(piece, received, rest, saved))
         waiting = self._waiting(parted, received, rest)
         return Sample(
-            forward, into, backward - into, spread, workspace, *saved, remade, split_s, at_work, waiting
-        )
+            forward, into, backward - into, spread, workspace, *saved, remade, split_s, at_work, waiting,
+            returned,
+        )  # fmt: skip
 
     def _in_two(self, code: Code, received: list[Tensor], rest: list[object]) -> tuple[float, float, float]:
         """Seconds of one F, I and W, as `Stage` does them; between any two of them others run in a step."""
@@ -365,10 +368,20 @@ class Profiler:
         held = growth_bytes(lambda: self._once(piece.code, received, rest, False))
         return max(piece.workspace_bytes, held - _stash_bytes(piece, saved))
 
-    def _at_work_bytes(self, piece: Piece, received: list[Tensor], rest: list[object], saved: Saved) -> int:
+    def _at_work(
+        self, piece: Piece, received: list[Tensor], rest: list[object], saved: Saved
+    ) -> tuple[int, tuple[Parts, ...]]:
         """Of it what is tensors, but for the gradients of what is sent: another group, or a receive buffer,
-        has these."""
+        has these. And what it returns, as in `Sample`."""
         inputs, live = arguments(piece.code, received, rest), Live()
+        returned: dict[StorageWeakRef, tuple[list[int], int]] = {}
+        for i in (i for i, port in enumerate(piece.code.received) if port.needs_grad):
+
+            def note(grad: Tensor, i: int = i) -> None:
+                storage = grad.untyped_storage()
+                returned.setdefault(StorageWeakRef(storage), ([], storage.nbytes()))[0].append(i)
+
+            inputs[i].register_hook(note)  # type: ignore[attr-defined]
         with live:
             sent, _ = self._run(piece.code, inputs)
         grads = [torch.ones_like(t) for t in sent if t.requires_grad]
@@ -377,7 +390,12 @@ class Profiler:
         if edges:
             with live:
                 torch.autograd.backward(edges, grads)
-        return max(0, live.most_bytes - _stash_bytes(piece, saved))
+        shared = ((sorted(found), nbytes) for found, nbytes in returned.values())
+        larger = (
+            (tuple(found), nbytes)
+            for found, nbytes in shared if nbytes > max(received[i].nbytes for i in found)
+        )  # fmt: skip
+        return max(0, live.most_bytes - _stash_bytes(piece, saved)), tuple(sorted(larger))
 
     def _waiting(self, code: Code, received: list[Tensor], rest: list[object]) -> Waiting:
         """Of split code: what is still there when nothing but the weight gradients needs it."""

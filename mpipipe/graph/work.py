@@ -27,7 +27,7 @@ from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
 from mpipipe.graph.layers import Layer
-from mpipipe.graph.profile import Piece, Profiler, Remade, Waiting, arguments, grad_bytes
+from mpipipe.graph.profile import Parts, Piece, Profiler, Remade, Waiting, arguments, grad_bytes
 from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.split import split
@@ -98,6 +98,7 @@ class Tally:
     remade: Remade | None = None  # without seconds
     at_work_bytes: int = 0
     waiting: Waiting = Waiting()  # noqa: RUF009 - frozen
+    returned: tuple[Parts, ...] = ()
 
 
 class Tallier(Profiler):
@@ -117,7 +118,7 @@ class Tallier(Profiler):
             code = piece.code
             received, rest = self._made(code)
             kept = self._saved(piece, received, rest)
-            at_work = self._at_work_bytes(piece, received, rest, kept)
+            at_work, returned = self._at_work(piece, received, rest, kept)
             waiting = self._waiting(split(code), received, rest)
             saved, of_received, of_sent = kept
             forward, backward = self._counted(piece, received, rest, True)
@@ -131,7 +132,7 @@ class Tallier(Profiler):
         workspace = max(at_work + grad_bytes(code), piece.workspace_bytes)
         return Tally(
                 forward, backward, into, workspace, saved, of_received, of_sent, held + saved, opaque, again,
-                remade, at_work, waiting,
+                remade, at_work, waiting, returned,
             )  # fmt: skip
 
     def _made_again(

@@ -138,14 +138,13 @@ def receive_bytes(codes: Int32, nbytes: Int64, window: int, parts: Mapping[tuple
 
 def _last_sent(codes: Int32, nbytes: Int64, kept: Int64) -> Int64:
     """By instruction, what it or the last one before it has sent: a message seldom leaves at once. kept: by
-    stage, of an activation's what counts with the stash while that is there; but not during a backward: it
-    lets go of a stash of which the message before the last one may still be there."""
+    stage, of an activation's what counts with the stash while that is there."""
     ops, stage, micro = codes[:, :3].T
     at, leaves = np.arange(len(codes)), np.flatnonzero(LEAVES[ops])
     last = np.maximum.accumulate(np.where(IS_NEAR[ops], at, -1))
     left = np.zeros((stage.max() + 1, micro.max() + 2), np.int64)  # never kept where there is no backward
     left[stage[leaves], micro[leaves]] = leaves
-    twice = (ops[last] == Op.SEND_ACT) & (ops == Op.F) & (at < left[stage[last], micro[last]])
+    twice = (ops[last] == Op.SEND_ACT) & (at < left[stage[last], micro[last]])
     return np.where(last >= 0, nbytes[last] - np.where(twice, kept[stage[last]], 0), 0)
 
 

@@ -66,6 +66,15 @@ def test_what_backward_keeps_is_found_without_memory(model: str) -> None:
         assert t.waiting == real.waits(piece), piece.name
 
 
+@pytest.mark.parametrize("model", ["parts", "skips", "llama"])
+def test_gradients_that_are_parts_of_something_larger_are_found_without_memory(model: str) -> None:
+    variants = of_model(model, "fp32")
+    counted, real = Tallier(variants.primary, "fp32"), Profiler(variants.primary, "fp32", lambda: 0.0)
+    both = [(counted.tally(piece).returned, real.sample(piece).returned) for piece in distinct(variants)]
+    assert all(there == found for there, found in both)
+    assert any(there for there, _ in both)
+
+
 def test_what_waits_for_weight_gradients_of_kernels_in_bf16() -> None:
     variants = of_model("gpt, no dropout, fast", "bf16")
     counted, real = Tallier(variants.primary, "bf16"), Timeless(variants.primary, "bf16")

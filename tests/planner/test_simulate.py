@@ -270,14 +270,14 @@ def test_a_gradient_for_another_stage_of_its_rank_stays_until_that_has_read_it()
 
 
 def test_what_is_sent_and_kept_for_backward_counts_once() -> None:
-    """Of the 4 bytes of its last message stage 0 keeps 3 in its stash anyway, until a backward."""
+    """Of the 4 bytes of its last message stage 0 keeps 3 in its stash anyway, until the backward of that."""
     kept = dataclasses.replace(EVEN, kept_bytes=3)
     program = lower(SCHEDULES["1f1b"](2, 3), (), "per_use", 4)
     of_two = cluster([1.0] * 2, [HUGE] * 2)
     whole, less = (simulate(program, _edges_free((s, EVEN)), of_two).memory_bytes for s in (EVEN, kept))
     ops = program.codes[0][:, 0].tolist()
-    ahead = [op == Op.F and Op.SEND_ACT in ops[:i] for i, op in enumerate(ops)]
-    assert (whole[0] - less[0]).tolist() == [3 * of_forward for of_forward in ahead]
+    first, last = ops.index(Op.SEND_ACT), len(ops) - 1 - ops[::-1].index(Op.B)
+    assert (whole[0] - less[0]).tolist() == [3 * (first <= i < last) for i in range(len(ops))]
     assert (whole[1] == less[1]).all()
 
 

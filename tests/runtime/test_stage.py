@@ -152,10 +152,13 @@ def test_weight_gradients_wait_and_what_is_kept_for_them_is_let_go() -> None:
     assert not two._waiting
 
 
-_PASSED_ON = {"skips": 32}  # a gradient that two groups are given, and that each keeps
+# gradients that two groups keep as one, or that are parts of a message: counted with each
+_PASSED_ON = {"skips": 32, "parts": 128 + 320}
 
 
-@pytest.mark.parametrize(("model", "precision"), [*((model, "fp32") for model in SHAPES), ("gpt", "bf16")])
+@pytest.mark.parametrize(
+    ("model", "precision"), [*((model, "fp32") for model in (*SHAPES, "parts")), ("gpt", "bf16")]
+)
 def test_what_a_stage_keeps_of_a_micro_batch_is_what_its_plan_counts_at_every_cut(
     model: str, precision: str
 ) -> None:
