@@ -13,9 +13,7 @@ from typing import Protocol
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 BUFFER_BYTES = 2 << 20  # through which a checkpoint is written, when what a step has freed is kept
-RUN_BYTES = (
-    2 << 20
-) + BUFFER_BYTES  # metrics, spans, the graph of evaluation: 1.5 to 2.5 MiB in the examples
+RUN_BYTES = 2 << 20  # metrics, spans, the graph of evaluation: 1.5 to 2.5 MiB in the examples
 KEPT_BYTES = 32 << 20  # the most that glibc allows
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _STATM, _PAGE_BYTES = "/proc/self/statm", os.sysconf("SC_PAGE_SIZE")
@@ -93,8 +91,7 @@ class Memory(Protocol):
     @property
     def nbytes(self) -> int: ...
     def sample(self) -> int: ...
-    @property
-    def base_bytes(self) -> int: ...
+    def base_bytes(self, saved_bytes: int) -> int: ...
 
 
 class PeakMemory:
@@ -132,7 +129,7 @@ class PeakMemory:
         give_back_freed_memory()
         return max(0, _own_kib("VmRSS:") - self._baseline) * 1024
 
-    @property
-    def base_bytes(self) -> int:
-        """What a rank that builds its weights now holds beside them: what it has, and what running adds."""
-        return self.now_bytes + RUN_BYTES
+    def base_bytes(self, saved_bytes: int) -> int:
+        """What a rank that builds its weights now holds beside them: what it has, and what running adds.
+        saved_bytes: the most that it may write to a checkpoint."""
+        return self.now_bytes + RUN_BYTES + min(BUFFER_BYTES, saved_bytes)

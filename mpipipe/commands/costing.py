@@ -20,7 +20,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.planner.joint import Asked, Joint, copies_of, counts_of, schedules_of
 from mpipipe.planner.sizing import settle, usual_size
-from mpipipe.runtime.costing import Found, Updates, bytes_per_param_byte, costs_of
+from mpipipe.runtime.costing import Found, Updates, bytes_per_param_byte, costs_of, saved_bytes
 from mpipipe.runtime.modelling import find
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of, set_gemm_route
@@ -137,7 +137,8 @@ class Costing:
             self._update_s = self._machine.update_s(self._optimizer, tallier.chill)
         del tallier  # and the memory that it empties the caches with
         if not self.at:
-            self.base_bytes = self._memory.base_bytes  # of a process that has captured the model
+            saved = saved_bytes(found.parts, self._optimizer)
+            self.base_bytes = self._memory.base_bytes(saved)  # of a process that has captured the model
         cluster = self._machine.cluster(n_ranks, self.base_bytes)
         costs = costs_of(found, variants, one, self._optimizer, cluster, self._update_s)
         if not self._on_processors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,7 +106,8 @@ def measure(
     del profiler, team  # and the memory that it chills the caches with
 
     links = before.costs.cluster.links if before else measure_links(comm)
-    base = memory.base_bytes  # every kernel has run, and MPI has its buffers: what is left is not weights
+    # every kernel has run, and MPI has its buffers: what is left is not weights
+    base = memory.base_bytes(saved_bytes(parts, optimizer))
     share = _memory_share(comm) + base  # collective, so that ranks may be given different limits
     limits = comm.allgather_object((memory_bytes or share, base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
@@ -116,6 +117,11 @@ def measure(
     costs = costs_of(found, variants, numerics, optimizer, cluster, update_s, call_s)
     named = {name: reused.samples[key] for key, name in names.items()}
     return Measured(costs, named, reused.timed, len(distinct), update_name, update_s)
+
+
+def saved_bytes(parts: Iterable[Piece], optimizer: Optimizer) -> int:
+    """Of a checkpoint: weights and the optimizer's state."""
+    return (1 + optimizer.state_buffers) * sum(piece.param_bytes for piece in parts)
 
 
 def costs_of(
