@@ -121,23 +121,23 @@ def _plan(a: argparse.Namespace) -> None:
     with _working(a.config, a.ranks):
         costing = Costing(config, machine, a.ranks, variants_of)
         joint = costing.search(a.budget)
-    plan, costs = joint.plan, joint.costs
-    variants, found = costing.at[plan.numerics.micro_batch]
-    graph, cluster = variants.graph, costs.cluster
-    said = source_text(found, machine, costing.seconds)
+        plan, costs = joint.plan, joint.costs
+        variants, found = costing.at[plan.numerics.micro_batch]
+        graph, cluster = variants.graph, costs.cluster
+        said = source_text(found, machine, costing.seconds)
 
-    mirrors = []
-    if config.run.recover == "mpi":
-        cuts = cut_indices(plan.layout, graph.groups)
-        plan, said_of_them = with_mirrors(plan, costs, cuts, config.run.mirror_every)
-        mirrors = [said_of_them]
-    timeline = predict(costs, plan.layout, joint.program, graph.groups, plan.prediction.lower_bound_s)[1]
-    rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
-    sizes = sorted(costing.at) if len(costing.counts) > 1 else ()
-    others = alternatives(
-        plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, costing.base_bytes), joint.tried,
-        config.pipeline.recompute,
-    )  # fmt: skip
+        mirrors = []
+        if config.run.recover == "mpi":
+            cuts = cut_indices(plan.layout, graph.groups)
+            plan, said_of_them = with_mirrors(plan, costs, cuts, config.run.mirror_every)
+            mirrors = [said_of_them]
+        timeline = predict(costs, plan.layout, joint.program, graph.groups, plan.prediction.lower_bound_s)[1]
+        rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
+        sizes = sorted(costing.at) if len(costing.counts) > 1 else ()
+        others = alternatives(
+            plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, costing.base_bytes), joint.tried,
+            config.pipeline.recompute,
+        )  # fmt: skip
 
     per_sample = data.tokens_per_sample
     print(_heading(a, config, variants, str(a.ranks)))

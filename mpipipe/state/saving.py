@@ -182,7 +182,8 @@ class Saver:
             raise_failures(str(writer.job.folder), failures)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}\n  earlier checkpoints are as they were: make room, then go on with --resume"
+                f"{error}\n  earlier checkpoints are as they were: mend it (a full disk: make room), then "
+                "go on with --resume"
             ) from error
 
 

@@ -230,7 +230,7 @@ def test_a_full_disk_while_saving(launch: Launch, folder: Path, tmp_path: Path) 
     assert failed
     reason = r"rank [01]: .*safetensors: cannot be written \(.*File too large.*; it needs \d+ bytes, \d+"
     assert len(re.findall(reason, said)) == int(failed[1])
-    assert "make room, then go on with --resume" in said
+    assert "make room), then go on with --resume" in said
     assert newest(run) == step_folder(run, 2)
     assert not step_folder(run, 4).exists()
 

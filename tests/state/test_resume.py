@@ -339,7 +339,7 @@ def test_a_full_disk_is_told_on_every_rank_and_costs_no_older_checkpoint(
     assert (f"step-00000002: failed on 1 of {ranks} ranks\n  rank {large}: " in said[0]) == (ranks > 1)
     assert "cannot be written" in said[0]
     assert "File too large" in said[0]
-    assert said[0].endswith("make room, then go on with --resume")
+    assert said[0].endswith("make room), then go on with --resume")
     assert not step_folder(tmp_path, 2).exists()
     assert newest(tmp_path) == step_folder(tmp_path, 1)
     assert digests(*read_all(step_folder(tmp_path, 1))) == digests(*tensors(1))

@@ -100,7 +100,7 @@ def test_what_fails_in_the_background_ends_all_ranks_at_the_same_step(
     assert len(set(said)) == 1
     text = said[0][1]
     assert f"step-00000002: failed on 1 of 3 ranks\n  rank {failing}: OSError(28, " in text
-    assert text.endswith("earlier checkpoints are as they were: make room, then go on with --resume")
+    assert "earlier checkpoints are as they were: mend it (a full disk: make room), then go on" in text
     assert newest(tmp_path) == step_folder(tmp_path, 1)
     assert not step_folder(tmp_path, 2).exists()
 
