@@ -270,7 +270,7 @@ class GroupCost(Value):
     grad_parts: tuple[int, ...] = ()
     waiting_bytes: int = -1  # kept from I to W of a backward in two; -1: the whole stash
     waiting_received_bytes: int = 0  # of waiting_bytes: what earlier groups have made, and not kept so long
-    waiting_grad_bytes: int = 0  # of waiting_bytes: gradients that came to the group
+    waiting_grad_bytes: int = 0  # of waiting_bytes: gradients that came to the group, in all their memory
 
     def __post_init__(self) -> None:
         if self.waiting_bytes < 0:

@@ -136,7 +136,7 @@ class Parts(nn.Module):
         self.head = nn.Linear(40, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 64) -> (B, classes)
-        y = self.last(torch.tanh(self.first(x.view(-1, SIDE, SIDE)))[:, -1])
+        y = self.last(torch.tanh(self.first(x.view(-1, SIDE, SIDE).transpose(0, 1)))[-1])
         one, two = self.one(torch.tanh(y)), self.two(torch.sigmoid(y))
         return self.head(torch.cat([one, torch.relu(y), two], 1))
 

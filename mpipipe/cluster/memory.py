@@ -13,7 +13,7 @@ from typing import Protocol
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 BUFFER_BYTES = 2 << 20  # through which a checkpoint is written, when what a step has freed is kept
-RUN_BYTES = 2 << 20  # metrics, spans, the graph of evaluation: 1.5 to 2.5 MiB in the examples
+RUN_BYTES = 2 << 20  # metrics, spans, the graph of evaluation: about that in the examples
 KEPT_BYTES = 32 << 20  # the most that glibc allows
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _STATM, _PAGE_BYTES = "/proc/self/statm", os.sysconf("SC_PAGE_SIZE")

@@ -137,7 +137,7 @@ class Costing:
             self._update_s = self._machine.update_s(self._optimizer, tallier.chill)
         del tallier  # and the memory that it empties the caches with
         if not self.at:
-            saved = saved_bytes(found.parts, self._optimizer)
+            saved = saved_bytes(variants.graph, self._optimizer)
             self.base_bytes = self._memory.base_bytes(saved)  # of a process that has captured the model
         cluster = self._machine.cluster(n_ranks, self.base_bytes)
         costs = costs_of(found, variants, one, self._optimizer, cluster, self._update_s)

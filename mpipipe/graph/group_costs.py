@@ -73,20 +73,26 @@ def _nbytes(node: fx.Node) -> int:
     return sum(spec.nbytes for spec in output_specs(node))
 
 
+def _memory_bytes(node: fx.Node) -> int:
+    """Of all that a tensor keeps there: a view, what it is a view of."""
+    return max(_nbytes(node), node.meta["val"].untyped_storage().nbytes())
+
+
 def _values(piece: Piece, received: Sequence[int], sent: Sequence[int]) -> list[fx.Node]:
     return [piece.received[i] for i in received] + [piece.sent[i] for i in sent]
 
 
 def _new_bytes(anatomy: Anatomy, values: Sequence[fx.Node], seen: set[fx.Node]) -> dict[fx.Node, int]:
     """By root, of those that are not yet among `seen`, and are from now on."""
-    found = {anatomy.root(n): _nbytes(n) for n in values if anatomy.root(n) not in seen}
+    found = {anatomy.root(n): _memory_bytes(n) for n in values if anatomy.root(n) not in seen}
     seen.update(found)
     return found
 
 
 def _beside(parts: Sequence[Piece], samples: dict[str, Sample]) -> Counter[fx.Node]:
     """By tensor whose gradient waits, bytes that wait with it: the gradient is a part of what the group that
-    gives it has made for all that it read, as that of a concatenation, and keeps the rest of that there."""
+    gives it has made for all that it read, as that of a concatenation, and keeps the rest of that there.
+    Where several wait, the last one counts it, too: they may be on different stages."""
     late = {p.sent[i]: at for at, p in enumerate(parts) for i in samples[p.key].waiting.grads}
     readers = Counter(n for piece in parts for n in piece.received)  # the gradients of several are added up
     found = Counter[fx.Node]()

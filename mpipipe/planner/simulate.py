@@ -126,21 +126,22 @@ def receive_bytes(codes: Int32, nbytes: Int64, window: int, parts: Mapping[tuple
     left[stage[leaves], micro[leaves]] = leaves + 1
     freed = left[stage[received], micro[received]]
     kinds = np.stack([ops[received], stage[received], nbytes[received]], axis=1)
-    in_use = dict[int, Int64]()  # at each instruction, by size
+    in_use = dict[tuple[int, bool], Int64]()  # at each instruction, by size; gradients of tied ones apart
     for kind in np.unique(kinds, axis=0):
         alike = (kinds == kind).all(axis=1)
         messages = _between(posted[alike], freed[alike], len(codes))
         op, at, whole = kind.tolist()
         for size, several in Counter(parts.get((op, at), (whole,))).items():
-            in_use[size] = in_use.get(size, 0) + several * messages
-    return sum(size * int(most.max()) for size, most in in_use.items())
+            form = size, op == Op.RECV_TIED
+            in_use[form] = in_use.get(form, 0) + several * messages
+    return sum(size * int(most.max()) for (size, _), most in in_use.items())
 
 
 def _last_sent(codes: Int32, nbytes: Int64, kept: Int64) -> Int64:
     """By instruction, what it or the last one before it has sent: a message seldom leaves at once. kept: by
-    stage, of an activation's what counts with the stash while that is there."""
+    stage, of an activation's what counts with the stash while that is whole."""
     ops, stage, micro = codes[:, :3].T
-    at, leaves = np.arange(len(codes)), np.flatnonzero(LEAVES[ops])
+    at, leaves = np.arange(len(codes)), np.flatnonzero((ops == Op.B) | (ops == Op.I))
     last = np.maximum.accumulate(np.where(IS_NEAR[ops], at, -1))
     left = np.zeros((stage.max() + 1, micro.max() + 2), np.int64)  # never kept where there is no backward
     left[stage[leaves], micro[leaves]] = leaves

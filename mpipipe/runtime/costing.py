@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from mpipipe.runtime.loading import batch_bytes
 from mpipipe.runtime.optimizer import FlatUpdater, Optimizer, OptimizerSettings, norms
 from mpipipe.runtime.transport import Loopback
 from mpipipe.runtime.weights import Flat, ParamGroup
-from mpipipe.values import Cluster, Costs, Device, Numerics, digest
+from mpipipe.values import Cluster, Costs, Device, Graph, Numerics, digest
 
 CALL_S = 5e-5  # as `Costs.call_s`, where none is measured: 20 us with warm caches, 100 to 200 with cold ones
 _UPDATE_ELEMENTS, _UPDATE_PARAMETERS, _STATISTICS = 1 << 20, 32, 64
@@ -107,7 +107,7 @@ def measure(
 
     links = before.costs.cluster.links if before else measure_links(comm)
     # every kernel has run, and MPI has its buffers: what is left is not weights
-    base = memory.base_bytes(saved_bytes(parts, optimizer))
+    base = memory.base_bytes(saved_bytes(variants.graph, optimizer))
     share = _memory_share(comm) + base  # collective, so that ranks may be given different limits
     limits = comm.allgather_object((memory_bytes or share, base))
     devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
@@ -119,9 +119,10 @@ def measure(
     return Measured(costs, named, reused.timed, len(distinct), update_name, update_s)
 
 
-def saved_bytes(parts: Iterable[Piece], optimizer: Optimizer) -> int:
-    """Of a checkpoint: weights and the optimizer's state."""
-    return (1 + optimizer.state_buffers) * sum(piece.param_bytes for piece in parts)
+def saved_bytes(graph: Graph, optimizer: Optimizer) -> int:
+    """Of a checkpoint, at most: weights with the optimizer's state, and buffers."""
+    weights, buffers = (sum(spec.nbytes for spec in of.values()) for of in (graph.params, graph.buffers))
+    return (1 + optimizer.state_buffers) * weights + buffers
 
 
 def costs_of(

@@ -396,7 +396,7 @@ class Interpreter:
 
     def _recv_grad(self, i: Instr) -> None:
         self.grad[i.stage, i.micro] = self.mailbox.take(i)
-        self.outbox.let_go()  # at least of the activation that this is the answer to
+        self.outbox.drop_sent()  # as a rule the activation that this is the answer to
 
     def _recv_tied(self, i: Instr) -> None:
         self.arrived.update(zip(self.ties.between(i.other, i.stage), self.mailbox.take(i), strict=True))

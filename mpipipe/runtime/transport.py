@@ -167,10 +167,10 @@ class Outbox:
             leaves = self._landing.left(t)
             request = self._comm.isend(as_bytes(leaves), instr.peer, instr.tag)
             self._sent.append((request, leaves, t, then if i == len(tensors) - 1 else None, instr))
-        self.let_go()
+        self.drop_sent()
 
-    def let_go(self) -> None:
-        """Of what has left."""
+    def drop_sent(self) -> None:
+        """Lets go of the tensors of messages that have left, in their order."""
         while self._sent and self._sent[0][0].done():
             self._leave()
 
