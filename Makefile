@@ -31,7 +31,7 @@ chosen = $(foreach c,$(CHOICES),$(c)=$(strip $($(c))))
 export VENV
 unexport PYTHONDONTWRITEBYTECODE # every process, and pytest most of all, would compile all modules again
 
-.PHONY: help setup kernels wheelhouse docs train test test-fast test-kernels test-browser test-mpi test-slurm test-torch test-full lint format bench bench-survive bench-kernels clean choices-changed
+.PHONY: help setup kernels wheelhouse docs train test test-fast test-slow test-kernels test-browser test-mpi test-slurm test-torch test-full lint format bench bench-survive bench-kernels clean choices-changed
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # the tests measure times, and the last lines are those of the last test
 
@@ -62,11 +62,16 @@ wheelhouse: ## all that make setup installs, in a folder for machines without in
 train: setup ## train CONFIG on N ranks of this machine
 	@.ci/launch $(N) $(PY) -m mpipipe.train $(CONFIG) $(ARGS)
 
-test: setup lint test-fast test-kernels test-browser test-slurm test-mpi ## all of the checks below but test-full
+test: setup lint test-fast test-slow test-kernels test-browser test-slurm test-mpi ## all of the checks below but test-full
 
-test-fast: setup ## tests without MPI, under a minute
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal \
-		-m "not mpi and not jobs and not slurm and not browser and not kernels and not full" $(K)
+WITHOUT_MPI = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal
+OF_OTHERS = mpi or jobs or slurm or browser or kernels or full
+
+test-fast: setup ## tests without MPI, but the slow ones: for while one works
+	$(WITHOUT_MPI) -m "not ($(OF_OTHERS) or slow)" $(K)
+
+test-slow: setup ## the other tests without MPI, each of which takes seconds
+	$(WITHOUT_MPI) -m "slow and not ($(OF_OTHERS))" $(K)
 
 test-kernels: setup ## each kernel against float64 and its reference, under sanitizers; each benchmark once
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal -m "kernels and not full" $(K)
@@ -89,7 +94,7 @@ test-browser: setup ## tests of the page of a run in a headless Chromium, where 
 test-torch: setup ## capture and bits on the oldest and newest torch that is allowed, where they can be had
 	@.ci/torch-range $(foreach c,$(filter-out TORCH,$(CHOICES)),$(c)='$(strip $($(c)))')
 
-test-full: setup lint ## everything, the slow tests included
+test-full: setup lint ## everything, and what takes minutes too
 	$(PY) -m pytest -m "not mpi and not jobs and not slurm" $(K)
 	$(MAKE) test-slurm test-mpi FULL=1
 

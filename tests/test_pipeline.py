@@ -139,6 +139,7 @@ class Listed(nn.Sequential):
         super().__init__(*layers())
 
 
+@pytest.mark.slow
 def test_a_class_a_function_an_instance_and_a_list_are_one_model() -> None:
     first = alone(lambda comm: pipeline(comm, Listed).state_dict())
     instance = Listed()
@@ -172,6 +173,7 @@ def busy(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.slow
 def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
@@ -316,6 +318,7 @@ class Epochs:
             yield self.samples.x[start : start + BATCH], self.samples.labels[start : start + BATCH]
 
 
+@pytest.mark.slow
 def test_a_plain_iterable_trains_to_the_bits_of_map_style_data() -> None:
     expected = trained(1, data=lambda: Samples(4 * BATCH), shuffle=False)
 
@@ -514,6 +517,7 @@ def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         pytest.param(momentum, 4, 1, id="SGD and a scheduler", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
     tmp_path: Path, optimizer: Any, micro_batches: int, ranks: int
 ) -> None:
@@ -560,6 +564,7 @@ def masked(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         pytest.param(momentum, [(2, 2), (4, 4), (2, 1)], id="SGD and a scheduler", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_replicas(
     tmp_path: Path, optimizer: Any, places: list[tuple[int, Copies]]
 ) -> None:
@@ -594,6 +599,7 @@ AUTO: dict[str, Any] = {"loss": masked, "micro_batches": "auto", "blocks": "auto
         pytest.param(AUTO, (2, 1), ((0, 1), (2,)), id="auto, 2+1", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.slow
 def test_replicas_read_what_is_theirs(
     how: dict[str, Any], replicas: Copies, on: tuple[tuple[int, ...], ...]
 ) -> None:
@@ -630,6 +636,7 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
             alone(lambda comm, n=wrong: pipeline(comm, replicas=n))
 
 
+@pytest.mark.slow
 def test_fast_replicas_are_of_any_number(tmp_path: Path) -> None:
     """Four micro-batches on three ranks, also where both numbers are searched; a run that was exact
     becomes a fast one on purpose only."""
@@ -682,6 +689,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["seed", "micro-batches", "shapes", "names", "loss"],
 )
+@pytest.mark.slow
 def test_what_does_not_fit_a_checkpoint_is_refused(
     saved: Path, changed: dict[str, Any], error: type[Exception], says: str
 ) -> None:

@@ -142,6 +142,7 @@ def tree(path: Path) -> ast.AST:
 
 
 @pytest.mark.parametrize("what", RULES)
+@pytest.mark.slow
 def test_outside_things_stay_in_their_rooms(what):
     uses, rooms = RULES[what]
     found = [

@@ -82,6 +82,7 @@ def works(seconds: float) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_outside_of_the_counted_phases_who_computes_does_not_rest(ranks, monkeypatch, tmp_path) -> None:
     made, codes, left = ranks
     monkeypatch.setattr(watchdog, "OTHER_S", LIMIT_S)
@@ -95,6 +96,7 @@ def test_outside_of_the_counted_phases_who_computes_does_not_rest(ranks, monkeyp
     assert "is in the start" in explained(tmp_path)
 
 
+@pytest.mark.slow
 def test_nor_do_those_that_wait_for_who_computes(ranks, monkeypatch, tmp_path) -> None:
     made, codes, left = ranks
     monkeypatch.setattr(watchdog, "OTHER_S", LIMIT_S)
@@ -149,6 +151,7 @@ def test_a_rank_that_has_closed_is_not_missed(ranks, tmp_path) -> None:
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["rank-0.alive", "rank-0.stack"]
 
 
+@pytest.mark.slow
 def test_in_a_recovery_a_rank_watches_itself_alone(ranks, tmp_path, monkeypatch) -> None:
     made, codes, _ = ranks
     monkeypatch.setattr(watchdog, "GATHER_S", 0.1)  # no record of the lost one comes
@@ -226,6 +229,7 @@ def test_what_was_explained_is_kept_once(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["flight.before"]
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_spare_is_no_standstill_but_it_leaves_with_the_others(ranks, tmp_path) -> None:
     made, codes, left = ranks
     over = threading.Event()

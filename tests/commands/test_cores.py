@@ -50,6 +50,7 @@ def test_several_ranks_are_started_with_their_threads_unbound() -> None:
 
 
 @pytest.mark.usefixtures("made_up_times")
+@pytest.mark.slow
 def test_each_number_of_threads_is_timed_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

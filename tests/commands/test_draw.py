@@ -80,6 +80,7 @@ def test_a_schedule_of_one_s_own_is_found(
 
 
 @pytest.mark.parametrize("source", ["run", "run/plan.json"])
+@pytest.mark.slow
 def test_into_files(folder: Path, tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]) -> None:
     from matplotlib.image import imread  # here: it takes a while, and few tests draw
 

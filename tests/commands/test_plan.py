@@ -62,6 +62,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_it_says_where_to_cut_what_that_takes_and_why_not_another(run: Plan) -> None:
     code, out, err = run(MLP, "--ranks", "3", "--cluster", "cluster.yaml")
     assert (code, err) == (0, "")
@@ -121,6 +122,7 @@ def test_replicas_that_do_not_fit_one_number_of_ranks_may_fit_another(run: Plan)
 
 
 @pytest.mark.usefixtures("run")
+@pytest.mark.slow
 def test_blocks_and_copies_are_settled_for_each_number_of_ranks() -> None:
     config = parse(MLP, overrides=["pipeline.blocks=auto"])
     machine, variants_of = There(config, load_cluster("cluster.yaml")), model_of(config)[0]
@@ -147,6 +149,7 @@ def test_a_curve_is_not_written_as_a_plan(run: Plan, monkeypatch: pytest.MonkeyP
     assert "written as .json or drawn as .png" in err
 
 
+@pytest.mark.slow
 def test_seconds_are_operations_and_bytes_at_the_rates_of_the_cluster(run: Plan) -> None:
     run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "slow.json")
     faster = CLUSTER.replace("1.0e+9, bf16", "2.0e+9, bf16").replace(
@@ -178,6 +181,7 @@ def test_a_plan_file_holds_the_layout_and_the_costs(run: Plan) -> None:
     assert [d.kind for d in made.costs.cluster.devices] == ["new"] * 2
 
 
+@pytest.mark.slow
 def test_the_command_that_trains_it_is_that_of_the_same_run(run: Plan) -> None:
     given = ["--ranks", "2", "--cluster", "cluster.yaml", "-o", "my plan.json"]
     _, out, _ = run(MLP, *given, "pipeline.micro_batches=8", "run.dir=a run")
@@ -188,6 +192,7 @@ def test_the_command_that_trains_it_is_that_of_the_same_run(run: Plan) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_seconds_are_those_of_the_mean_micro_batch_as_in_a_run(run: Plan) -> None:
     config = MLP.replace("batch: 16", "batch: 13")
     run(config, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "13.json")
@@ -200,6 +205,7 @@ def test_seconds_are_those_of_the_mean_micro_batch_as_in_a_run(run: Plan) -> Non
         assert a.fwd_s == pytest.approx(b.fwd_s * 13 / 16)
 
 
+@pytest.mark.slow
 def test_threads_are_a_share_of_the_device_and_not_more(run: Plan) -> None:
     arguments = ["--ranks", "2", "--cluster", "cluster.yaml"]
     run(MLP, *arguments, "-o", "all.json")
@@ -297,6 +303,7 @@ GPT = "model: {name: gpt, layers: 1, d_model: 16, heads: 2, context: 8}\npipelin
 @pytest.mark.parametrize(
     "data", ["{name: text, path: nowhere}", "{name: tokens, path: nowhere.bin, vocab: 99}"]
 )
+@pytest.mark.slow
 def test_texts_need_not_be_there(run: Plan, data: str) -> None:
     code, out, err = run(GPT + f"data: {data}\n", "--ranks", "2", "--cluster", "cluster.yaml")
     assert (code, err) == (0, "")
@@ -365,6 +372,7 @@ def test_the_examples_of_a_cluster_and_a_large_model_are_read() -> None:
     assert load(examples / "llama-70b.yaml").model.name == "llama"
 
 
+@pytest.mark.slow
 def test_a_searched_number_of_micro_batches_keeps_the_batch_across_rows(run: Plan) -> None:
     auto = MLP.replace("micro_batches: 4", "micro_batches: auto").replace("1f1b", "auto")
     arguments = ["--ranks", "2", "--cluster", "cluster.yaml", "--budget", "10m", "-o", "p.json"]

@@ -10,6 +10,7 @@ from made_run import made_run
 from mpipipe.__main__ import main
 
 
+@pytest.mark.slow
 def test_text_page_and_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (str(made_run(tmp_path / name, steps=3)) for name in "ab")
     assert main(["report", a]) == 0

@@ -175,6 +175,7 @@ def test_without_tasks_the_ranks_are_those_of_the_shortest_predicted_step(
     ]
 
 
+@pytest.mark.slow
 def test_submit_writes_a_script_that_is_complete_and_hands_it_to_sbatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +217,7 @@ def test_submit_without_slurm_says_where_to_go_and_still_writes_the_script(
         submit.main(["c.yaml", "--nodes", "4-1"])
 
 
+@pytest.mark.slow
 def test_two_submits_within_a_second_have_a_folder_each(monkeypatch: pytest.MonkeyPatch) -> None:
     class Noon(datetime):
         @classmethod
@@ -229,6 +231,7 @@ def test_two_submits_within_a_second_have_a_folder_each(monkeypatch: pytest.Monk
         assert f"run.dir={Path.cwd()}/runs/{name}\n" in Path("runs", name, "submit.sh").read_text()
 
 
+@pytest.mark.slow
 def test_spares_count_as_ranks_of_the_job(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,7 @@ def test_a_folder_is_joined_in_name_order_without_hidden_files_and_tests(tmp_pat
     assert open_dataset(config, run).vocab == 256
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_the_default_text(tmp_path: Path) -> None:
     config = text_config(None)
     prepare(config, tmp_path, is_root=True)

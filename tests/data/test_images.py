@@ -145,6 +145,7 @@ def test_mnist_as_it_ships(tmp_path: Path, zipped: bool) -> None:
         read_images(tmp_path, 0.2)
 
 
+@pytest.mark.slow
 def test_digits_are_the_real_sample() -> None:
     pytest.importorskip("sklearn")
     data = open_dataset(parse("model: resnet\ndata: digits"), ".")

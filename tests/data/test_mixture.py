@@ -32,6 +32,7 @@ def letters(data: Dataset, split: str, steps: int, seed_rows: int = 32) -> list[
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.slow
 def test_samples_come_by_weight(texts: list[Dataset], split: str) -> None:
     found = letters(Mixture(texts, [1, 2, 5], seed=0), split, 100)
     shares = [found.count(c) / len(found) for c in "abc"]

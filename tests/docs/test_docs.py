@@ -546,6 +546,7 @@ def templates() -> str:
     return "\n\n".join(re.sub(r"\s+", " ", text) for text in texts)
 
 
+@pytest.mark.slow
 def test_quoted_messages_are_those_of_the_code() -> None:
     """The headings of docs/troubleshooting.md that quote a message: ### `text`."""
     page = REPOSITORY / "docs" / "troubleshooting.md"

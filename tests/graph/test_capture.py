@@ -43,6 +43,7 @@ def test_names_are_module_path_operator_and_ordinal() -> None:
 
 
 @pytest.mark.parametrize("model", full_but(["gpt", "traps"], SHAPES))
+@pytest.mark.slow
 def test_names_do_not_depend_on_batch_size_or_mode(model: str) -> None:
     train = names(model, "train", 2)
     assert names(model, "train", 3) == train
@@ -54,6 +55,7 @@ def test_names_do_not_depend_on_batch_size_or_mode(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", full_but(["gpt", "traps"], SHAPES))
+@pytest.mark.slow
 def test_the_graph_says_nothing_of_the_process_that_made_it(model: str) -> None:
     """Its hash and the keys of its pieces are compared between ranks."""
     one, other = captured(model, 2), capture(model, 2)
@@ -168,6 +170,7 @@ REFUSED: dict[type[nn.Module], str] = {
 
 
 @pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.__name__)
+@pytest.mark.slow
 def test_what_cannot_be_captured_is_refused_with_the_user_s_line(model: type[nn.Module]) -> None:
     with pytest.raises(CaptureError, match=REFUSED[model]) as caught:
         capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
@@ -246,6 +249,7 @@ GOOD_LOSSES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("what", GOOD_LOSSES)
+@pytest.mark.slow
 def test_a_sum_may_have_means_inside(what: str) -> None:
     one_row = {k: TensorSpec((1, *s.shape[1:]), s.dtype) for k, s in SPECS.items()}
     for specs in (SPECS, one_row):

@@ -44,6 +44,7 @@ def codes(variants: Variants, cuts: tuple[str, ...], mode: str = "train", rows: 
 
 
 @pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.slow
 def test_no_boundary_parts_tuples_views_or_later_writes(model: str) -> None:
     """Stated anew over the operators: what is alive at a boundary, and who touches its memory later."""
     anatomy = captured(model, 2).primary
@@ -74,6 +75,7 @@ def test_what_a_kernel_may_fuse_stays_together() -> None:
     assert group["blocks.0/add.1"] < group["blocks.1.ln_1/layer_norm.0"]
 
 
+@pytest.mark.slow
 def test_groups_are_the_same_for_any_batch_size() -> None:
     assert captured("gpt", 5).graph.groups == captured("gpt", 2).graph.groups
 
@@ -82,6 +84,7 @@ def test_groups_are_the_same_for_any_batch_size() -> None:
 
 
 @pytest.mark.parametrize("model", full_but(["gpt", "conv and norm"], SHAPES))
+@pytest.mark.slow
 def test_one_statement_of_a_cut_means_the_same_in_every_variant(model: str) -> None:
     variants = captured(model, 2)
     for cuts in some_cuts(variants.graph.groups, 4):

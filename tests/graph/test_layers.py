@@ -70,6 +70,7 @@ def model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow
 def test_bits_are_those_of_eager_torch_wherever_it_is_cut(precision: str) -> None:
     variants = variants_of(layers, loss, BATCH, precision)  # type: ignore[arg-type]
     assert variants.primary.captured.by_layer
@@ -233,6 +234,7 @@ class Fails(Branch):
         (Fails, r"(?s)test_layers.py.*layer 0 \(Fails\) cannot be run on made-up numbers"),
     ],
 )
+@pytest.mark.slow
 def test_what_a_layer_may_not_do(layer: type[nn.Module], says: str) -> None:
     with pytest.raises(CaptureError, match=says):
         _ = variants_of(lambda: nn.Sequential(layer(), nn.Linear(8, 4)), loss, BATCH).graph

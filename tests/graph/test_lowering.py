@@ -40,6 +40,7 @@ OF_HF = {
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.slow
 def test_what_is_found_in_our_models(name: str) -> None:
     variants = tiny.captured("gpt", 2) if name == "gpt" else built_in_tiny.captured(name, 2, "fp32")
     assert lowered(variants) == {**BUILT_IN[name], "linear_cross_entropy": 1}
@@ -49,6 +50,7 @@ def test_what_is_found_in_our_models(name: str) -> None:
     ("name", "alone", "relu", "added"),
     [("vgg", 0, 2, 0), ("unet", 0, 6, 0), ("resnet", 1, 3, 2), ("conv and norm", 0, 2, 0)],
 )
+@pytest.mark.slow
 def test_what_follows_a_batch_norm(name: str, alone: int, relu: int, added: int) -> None:
     """The ReLU, of a ResNet's blocks the addition before it; not that of a projected shortcut, nor one of
     vectors."""
@@ -61,6 +63,7 @@ def test_what_follows_a_batch_norm(name: str, alone: int, relu: int, added: int)
 
 
 @pytest.mark.parametrize("name", OF_HF)
+@pytest.mark.slow
 def test_what_is_found_in_models_of_transformers(name: str) -> None:
     """The norms and activations that it writes out, and a causal mask that it makes of indices; not the
     attention with dropout of GPT-2 and BERT, but without it, in evaluation."""
@@ -97,6 +100,7 @@ def test_no_group_ends_within_a_match(model: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow
 def test_results_have_the_forms_that_torch_gives(precision: str) -> None:
     """Shapes and dtypes, under autocast too: what follows was captured for these."""
     for variants in (
@@ -121,6 +125,7 @@ def gpt_batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow
 def test_any_cut_gives_the_bits_of_none_and_the_strides_that_were_foretold(precision: str) -> None:
     """`staged` compares the strides of what is sent with those of the plan."""
     variants = tiny.captured("gpt, untied, no dropout", 2, precision).lowered(Lowering("fast"))
@@ -135,6 +140,7 @@ def test_any_cut_gives_the_bits_of_none_and_the_strides_that_were_foretold(preci
         [("resnet", "fp32"), ("unet", "bf16")], itertools.product(["resnet", "unet"], ["fp32", "bf16"])
     ),
 )
+@pytest.mark.slow
 def test_any_cut_of_a_model_with_batch_norm_gives_the_bits_of_none(name: str, precision: str) -> None:
     """Also one between a norm and the ReLU that it is one with elsewhere."""
     variants = built_in_tiny.captured(name, 2, precision).lowered(Lowering("fast"))

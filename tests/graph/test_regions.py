@@ -90,6 +90,7 @@ class Constants(Base):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [NoGrad, Rotary, Mixed, Constants])
+@pytest.mark.slow
 def test_bits_and_gradients_are_those_of_eager_torch(model: type[nn.Module], precision: str) -> None:
     variants = variants_of(model, loss, BATCH, precision)
     expected = plain(variants, model, BATCH)

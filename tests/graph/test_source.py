@@ -53,6 +53,7 @@ def build(factory: object, seed: int = 7) -> tuple[ModelSource, list[str]]:
 
 
 @pytest.mark.parametrize("model", FACTORIES)
+@pytest.mark.slow
 def test_any_part_is_as_in_the_whole_and_torch_s_generator_is_not_read(model: str) -> None:
     source, names = build(FACTORIES[model])
     whole, draw = source.materialise(names), random.Random(1)

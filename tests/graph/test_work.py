@@ -61,6 +61,7 @@ class Timeless(Profiler):
         ["gpt", "conv and norm", "skips", "traps", "llama", "llama, fast", "gpt, no dropout, fast"],
     ),
 )
+@pytest.mark.slow
 def test_what_backward_keeps_is_found_without_memory(model: str) -> None:
     variants = of_model(model, "fp32")
     counted, real = Tallier(variants.primary, "fp32"), Timeless(variants.primary, "fp32")

@@ -352,6 +352,7 @@ def assert_same_bits(case: tiny.Case, numbers_of_stages: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("name", tiny.full_but(["llama", "lstm", "unet"], TINY))
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_cut(name: str) -> None:
     assert_same_bits(BuiltInCase(name, steps=2), (3,))
 

@@ -93,6 +93,7 @@ def assert_same_bits(case: HfCase, numbers_of_stages: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("case", [tiny_t5(), pytest.param(tiny_moe(), marks=pytest.mark.full)], ids=str)
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_cut(case: HfCase) -> None:
     assert_same_bits(case, (3,))
 
@@ -124,6 +125,7 @@ PLAIN: dict[str, dict[str, Any]] = {  # without dropout, and without the balance
 
 
 @pytest.mark.parametrize("name", all_but_one_full("mixtral"))
+@pytest.mark.slow
 def test_loss_and_gradients_are_the_library_s_own_over_one_big_batch(name: str) -> None:
     """Four micro-batches of two samples, one of them without a label that counts, on two ranks."""
     model = built(name, **PLAIN.get(name, {}))
@@ -233,6 +235,7 @@ def opened(model: hf.HfModel, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", all_but_one_full("gpt2"))
+@pytest.mark.slow
 def test_what_a_run_saves_opens_in_the_library_and_gives_the_same_outputs(name: str, tmp_path: Path) -> None:
     model, case, folder = built(name), HfCase(name), tmp_path / "checkpoint"
     data, variants = case.dataset, case.variants
@@ -552,6 +555,7 @@ def test_the_mask_token_is_the_tokenizer_s_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [m for m in all_but_one_full("llama") if "vit" not in str(m)])
+@pytest.mark.slow
 def test_padded_samples_with_a_mask_give_the_library_s_loss(name: str) -> None:
     model = built(name)
     specs = dict.fromkeys(("input_ids", "attention_mask", "labels"), TensorSpec((2, 6), "int64"))

@@ -49,6 +49,7 @@ def test_ranks_of_a_node_take_its_accelerators_in_turn() -> None:
         device.find("xpu")
 
 
+@pytest.mark.slow
 def test_fp32_on_a_gpu_is_never_less_and_attention_has_one_order_of_sums() -> None:
     """In a process of its own: the switches belong to it."""
     code = (

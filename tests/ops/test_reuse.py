@@ -33,6 +33,7 @@ print(redirected, memory.nbytes)
 """
 
 
+@pytest.mark.slow
 def test_less_is_held_where_calls_are_redirected():
     if kernels is None:
         pytest.skip("no compiled kernels")

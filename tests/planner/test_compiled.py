@@ -96,6 +96,7 @@ def test_the_cuts_are_those_of_the_sweeps(problem, schedule, window, tied, updat
     same_cuts(problem_of(costs, n_stages, n_micro, schedule, window, tied, update))
 
 
+@pytest.mark.slow
 def test_more_stages_than_a_word_has_bits():
     assert {same_cuts(large(seed)) for seed in range(10)} == {False, True}
 

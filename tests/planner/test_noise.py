@@ -29,6 +29,7 @@ def planned(costs: Costs, n_stages: int, n_micro: int, schedule: str = "1f1b", t
 
 @settings(max_examples=15)
 @given(problems("huge"), st.sampled_from(["1f1b", "gpipe"]), st.sampled_from(["per_use", "eager"]))
+@pytest.mark.slow
 def test_one_walk_is_as_many_simulations(problem, schedule: str, tied: str) -> None:
     costs, n_stages, n_micro = problem
     plan, names = planned(costs, n_stages, n_micro, schedule, tied), [g.name for g in costs.groups]

@@ -167,6 +167,7 @@ def test_a_plan_is_the_one_of_the_cluster_numbered_anew(costs, order):
 
 @settings(max_examples=6)
 @given(cases(3, 5))
+@pytest.mark.slow
 def test_the_bound_holds_for_every_cut_and_order(costs):
     endless = tuple(replace(d, memory_bytes=HUGE) for d in costs.cluster.devices)
     costs = replace(costs, cluster=replace(costs.cluster, devices=endless))
@@ -182,6 +183,7 @@ def test_the_bound_holds_for_every_cut_and_order(costs):
             assert placing.any_order_bound_s(costs, 4, 3) <= min(steps) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_many_ranks_are_searched_within_the_work_that_is_allowed(monkeypatch):
     groups = tuple(group(f"g{i}", 1 + i % 3, act_bytes=4, grad_bytes=4) for i in range(24))
     speeds = [1.0, 2.0, 4.0] * 4

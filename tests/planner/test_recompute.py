@@ -205,6 +205,7 @@ def test_the_partitioner_counts_no_less_than_the_simulation(
 
 @settings(max_examples=8, deadline=None)
 @given(cheap_problems(), st.sampled_from(["1f1b", "gpipe", "zb-h1"]), st.data())
+@pytest.mark.slow
 def test_for_given_cuts_no_other_modes_have_a_shorter_step(
     found: tuple[Costs, int, int], schedule: str, data: st.DataObject
 ):

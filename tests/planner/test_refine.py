@@ -42,6 +42,7 @@ def step(plan: Plan, ratios: list[tuple[float, ...]]) -> Timeline:
 
 @settings(max_examples=20)
 @given(problems("huge"), st.lists(st.tuples(RATIO, RATIO, RATIO), min_size=4, max_size=4))
+@pytest.mark.slow
 def test_the_refined_costs_predict_the_step_that_was_measured(problem, ratios) -> None:
     """Also with ties and with ranks of other speeds; a backward that is not split has one ratio."""
     costs, n_stages, n_micro = problem

@@ -30,6 +30,7 @@ def test_any_schedule_comes_back(name):
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+@pytest.mark.slow
 def test_torch_reads_the_same_actions_and_finds_them_valid(name):
     from torch.distributed.pipelining import schedules as torch_schedules  # takes seconds
 

@@ -39,6 +39,7 @@ def planned(costs: Costs, n_ranks: int, n_micro: int, schedule: str = "1f1b", ti
 
 @settings(max_examples=30, deadline=None)
 @given(problems(), st.sampled_from(PLAIN), st.sampled_from(["per_use", "eager"]))
+@pytest.mark.slow
 def test_a_plan_is_within_memory_above_its_bound_and_comes_back_from_json(problem, schedule, tied):
     costs, n_stages, n_micro = problem
     try:

@@ -256,6 +256,7 @@ def of_costs(costs: list[tuple[float, float, float]]) -> list[StageCost]:
 
 @given(COSTS, st.integers(1, 10), st.data())
 @settings(max_examples=30)
+@pytest.mark.slow
 def test_the_planned_one_keeps_to_its_memory_and_is_no_longer_than_those_made_by_hand(costs, m, data):
     p, stages = len(costs), of_costs(costs)
     room = [data.draw(st.integers(1, 2 * p)) for _ in range(p)]

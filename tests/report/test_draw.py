@@ -57,6 +57,7 @@ def test_nothing_to_draw_is_no_error(timeline: Timeline) -> None:
     assert draw_text(no_rows, 10) == "r0 |     |"
 
 
+@pytest.mark.slow
 def test_png_has_one_panel_per_timeline_and_the_colours_of_its_boxes(
     timeline: Timeline, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_many_ranks_are_folded_and_that_is_said() -> None:
     assert len(draw_text(of_ranks(32), 80).splitlines()) == 32
 
 
+@pytest.mark.slow
 def test_a_picture_of_many_ranks_is_not_endless(tmp_path: Path) -> None:
     from matplotlib.image import imread  # here: it takes a while, and few tests draw
 

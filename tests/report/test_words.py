@@ -194,6 +194,7 @@ def test_what_a_run_lacks_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["summary.json", "plan.json", "timeline.json", "metrics.jsonl"])
 @pytest.mark.parametrize("damage", [b"", b"[1]\n", b'{"a"\n', b"\xff\xfe\n"])
+@pytest.mark.slow
 def test_a_damaged_file_is_left_out_with_a_note(tmp_path: Path, name: str, damage: bytes) -> None:
     folder = made_run(tmp_path / "made", steps=3)
     (folder / name).write_bytes(damage)

@@ -106,6 +106,7 @@ def net(between: Callable[[Tensor], Tensor] = torch.tanh, after: int = 1) -> Cal
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.slow
 def test_a_weight_that_was_not_finite_before_the_step(n_stages: int) -> None:
     def spoil(trainer: Trainer) -> None:
         for stage in trainer.interpreter.stages.values():
@@ -150,6 +151,7 @@ def of_nothing(x: Tensor) -> Tensor:
     ],
     ids=["NaN comes of it on a later stage", "the loss itself", "of an infinity that is meant"],
 )
+@pytest.mark.slow
 def test_the_first_operator(between: Callable[[Tensor], Tensor], after: int, place: str, makes: str) -> None:
     found = said(4, net(between, after), step=0)
     assert f"{makes}, in micro-batch 0 ({place})" in found

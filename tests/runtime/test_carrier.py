@@ -49,6 +49,7 @@ FAST = [
 
 
 @pytest.mark.parametrize("case", full_but(FAST, BITS), ids=str)
+@pytest.mark.slow
 def test_any_number_of_stages_gives_the_bits_of_one(case: Case) -> None:
     expected = one_stage(case, 1)
     assert len(set(expected["losses"])) == len(expected["losses"]), "something is learned"
@@ -93,6 +94,7 @@ def test_groups_are_so_many(model: str) -> None:
     full_but(IN_TWO, [*IN_TWO, *((c, s, r) for c in BITS for s, r in SCHEDULES_RANKS if _runs(c, s, r))]),
     ids=str,
 )
+@pytest.mark.slow
 def test_backwards_in_two_and_several_stages_per_rank_give_the_bits_of_one(
     case: Case, schedule: str, ranks: int
 ) -> None:
@@ -119,6 +121,7 @@ ALL_COPIES = [
 
 
 @pytest.mark.parametrize(("case", "schedule", "ranks", "copies"), full_but(COPIES, ALL_COPIES), ids=str)
+@pytest.mark.slow
 def test_copies_of_the_pipeline_give_the_bits_of_one(
     case: Case, schedule: str, ranks: int, copies: int
 ) -> None:
@@ -145,6 +148,7 @@ ALL_UNLIKE = [
 
 
 @pytest.mark.parametrize(("case", "schedule", "copies"), full_but(UNLIKE, ALL_UNLIKE), ids=str)
+@pytest.mark.slow
 def test_unlike_numbers_of_copies_give_the_bits_of_one_rank(
     case: Case, schedule: str, copies: tuple[int, ...]
 ) -> None:
@@ -166,6 +170,7 @@ ALL_EQUAL_SHARES = [
 @pytest.mark.parametrize(
     ("case", "schedule", "ranks", "copies"), full_but(EQUAL_SHARES, ALL_EQUAL_SHARES), ids=str
 )
+@pytest.mark.slow
 def test_fast_copies_with_equal_shares_add_up_as_so_many_blocks(
     case: Case, schedule: str, ranks: int, copies: int
 ) -> None:
@@ -186,6 +191,7 @@ ALL_ANY_SHARES = [
 
 
 @pytest.mark.parametrize(("case", "schedule", "copies"), full_but(ANY_SHARES, ALL_ANY_SHARES), ids=str)
+@pytest.mark.slow
 def test_fast_copies_of_any_number_train_as_one_but_for_rounding(
     case: Case, schedule: str, copies: tuple[int, ...]
 ) -> None:
@@ -252,6 +258,7 @@ def test_the_receive_window_changes_no_bits(window: int) -> None:
     assert differences(one_stage(case, 1), train_local(case, 4, window=window)) == []
 
 
+@pytest.mark.slow
 def test_what_decides_bits_can_be_seen_to_do_so() -> None:
     """The comparison above is able to fail: every field of a case changes the result."""
     base = one_stage(Case("gpt"), 1)
@@ -289,6 +296,7 @@ def first_step(comm: Communicator, case: Case, cuts: tuple[str, ...]) -> dict[st
         [("gpt", 6), ("gpt, untied", 5), ("skips", 12), ("thrice", 8), ("traps", 8)],
     ),
 )
+@pytest.mark.slow
 def test_random_cuts_give_the_loss_and_gradients_of_one_stage(model: str, n: int) -> None:
     case = Case(model, optimizer="sgd", clip=None, batch=4, micro_batches=2)
     groups, draw = case.variants.graph.groups, random.Random(SEED)
@@ -309,6 +317,7 @@ def test_random_cuts_give_the_loss_and_gradients_of_one_stage(model: str, n: int
     [Case("gpt", tied="eager", batch=7, evaluate=True), Case("thrice", batch=11), Case("skips")],
     ids=str,
 )
+@pytest.mark.slow
 def test_whatever_rank_holds_a_stage_the_bits_are_those_of_one(case: Case, order: tuple[int, ...]) -> None:
     assert differences(one_stage(case, 1), train_local(case, 3, order=order)) == []
 

@@ -211,6 +211,7 @@ def test_a_structure_that_changes_is_refused_on_every_rank(kind: str, change: st
         run_local(2, body)
 
 
+@pytest.mark.slow
 def test_too_many_shapes_propose_buckets() -> None:
     """An encoder-decoder on texts of every length: each length would be captured anew."""
     data = Pairs(16, 12, 64, 8, 8, 3, varying=True, bucket=1)
@@ -282,6 +283,7 @@ def threads() -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("during", [False, True], ids=["idle", "with batches ahead"])
+@pytest.mark.slow
 def test_the_thread_that_loads_ends_with_its_trainer(threads: Callable[[], int], during: bool) -> None:
     case = Case("mlp")
     tiny.warm(case)

@@ -58,6 +58,7 @@ def trained(comm: Communicator, factory: Factory, clip: float | None, steps: int
 
 @pytest.mark.parametrize("factory", [adam, with_schedule])
 @pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.slow
 def test_the_bits_of_a_plain_loop_on_any_number_of_ranks(factory: Factory, clip: float | None) -> None:
     warm(CASE)
     expected = plain(factory, clip)
@@ -267,6 +268,7 @@ FACTORIES: dict[str, Factory] = {
 
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("before", range(len(CUTS)))
+@pytest.mark.slow
 def test_what_was_saved_on_one_cut_goes_on_to_the_same_bits_on_any(name: str, before: int) -> None:
     factory = FACTORIES[name]
     whole = Run(factory, CUTS[before])

@@ -226,6 +226,7 @@ def test_a_changed_fact_changes_the_name() -> None:
 
 
 @pytest.mark.usefixtures("captured_once")
+@pytest.mark.slow
 def test_an_update_is_known_as_long_as_the_groups_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

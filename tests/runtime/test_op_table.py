@@ -62,6 +62,7 @@ def test_the_heaviest_form_comes_first_and_each_has_a_pair(monkeypatch: pytest.M
     assert all(0 < s < math.inf for pair in times.values() for s in pair)
 
 
+@pytest.mark.slow
 def test_a_start_keeps_the_table_for_the_next_one_and_for_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_every_contested_form_is_timed_both_ways() -> None:
     assert all(ours > 0 and theirs > 0 for theirs, ours in times.values())
 
 
+@pytest.mark.slow
 def test_ranks_agree_and_a_checkpoint_keeps_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +144,7 @@ def test_ranks_agree_and_a_checkpoint_keeps_the_table(
         run_local(1, lambda comm: pipeline(comm, bits="torch", resume=tmp_path / "c"))
 
 
+@pytest.mark.slow
 def test_a_run_of_the_bits_of_torch_becomes_a_fast_one_only_on_purpose(tmp_path: Path) -> None:
     def first(comm: Communicator) -> None:
         pipeline(comm, bits="torch").save(tmp_path / "c")

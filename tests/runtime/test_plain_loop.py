@@ -89,6 +89,7 @@ SAME = [
 
 
 @pytest.mark.parametrize("case", SAME, ids=str)
+@pytest.mark.slow
 def test_one_rank_has_the_bits_of_a_plain_loop(case: Case) -> None:
     assert differences(plain_loop(case, plain_model(case)), train_local(case, 1)) == []
 

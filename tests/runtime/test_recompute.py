@@ -41,6 +41,7 @@ ALL = [
 
 
 @pytest.mark.parametrize(("case", "schedule", "ranks", "modes"), full_but(FAST, [*FAST, *ALL]), ids=str)
+@pytest.mark.slow
 def test_the_bits_are_those_of_a_stage_that_keeps_all(
     case: Case, schedule: str, ranks: int, modes: Modes
 ) -> None:

@@ -186,6 +186,7 @@ def test_where_a_use_has_a_whole_gradient() -> None:
     assert tied(dtype=torch.bfloat16).rows_bytes(numerics) == {}  # torch rounds those otherwise
 
 
+@pytest.mark.slow
 def test_rows_of_a_step_follow_from_those_of_a_micro_batch() -> None:
     """Costs are taken of single micro-batches, and searched for several."""
     small, large = (replace(CASE, batch=rows, micro_batches=1) for rows in (1, 4))

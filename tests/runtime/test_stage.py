@@ -160,6 +160,7 @@ _PASSED_ON = {"skips": 32, "parts": 1024}
 @pytest.mark.parametrize(
     ("model", "precision"), [*((model, "fp32") for model in (*SHAPES, "parts")), ("gpt", "bf16")]
 )
+@pytest.mark.slow
 def test_what_a_stage_keeps_of_a_micro_batch_is_what_its_plan_counts_at_every_cut(
     model: str, precision: str
 ) -> None:

@@ -95,6 +95,7 @@ def test_what_is_sent_once_per_step_lets_the_others_go_first() -> None:
         ("skips", "per_use", "interleaved", 2),
     ],
 )
+@pytest.mark.slow
 def test_the_buffers_that_stay_are_those_that_a_plan_counts(
     model: str, tied: str, schedule: str, n_ranks: int, window: int
 ) -> None:

@@ -161,6 +161,7 @@ def undisturbed() -> dict[str, str]:
         pytest.param(4, ((3, "update", 2), (0, "backward", 5), (1, "update", 7)), marks=pytest.mark.full),
     ],
 )
+@pytest.mark.slow
 def test_a_lost_rank_changes_no_bits(
     ranks: int, kills: tuple[Kill, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +199,7 @@ def test_ranks_that_are_too_few_say_that_another_start_may_do(monkeypatch: pytes
         pytest.param(4, 2, ((0, "update", 5), (1, "update", 5)), 2, marks=pytest.mark.full),  # spares alone
     ],
 )
+@pytest.mark.slow
 def test_a_spare_takes_over_with_the_same_cuts_and_bits(
     ranks: int, spares: int, kills: tuple[Kill, ...], left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +337,7 @@ def groups_of(pipe: Pipeline) -> int:
         pytest.param(4, {"recover": "restart", "blocks": 4, "replicas": 2}, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.slow
 def test_a_plan_around_a_slow_rank_changes_no_bits(ranks: int, settings: dict[str, Any]) -> None:
     """It has less to do from then on."""
 
