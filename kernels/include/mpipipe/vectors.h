@@ -41,10 +41,12 @@ inline Vector exp2_(Vector x) {
     return p * (Vector)((Integers)shifted << 23);
 }
 
-template <size_t... i>
-inline void interleave(Vector a, Vector b, Vector& low, Vector& high, std::index_sequence<i...>) {
-    low = __builtin_shufflevector(a, b, (i / 2 + i % 2 * kLanes)...);
-    high = __builtin_shufflevector(a, b, (kLanes / 2 + i / 2 + i % 2 * kLanes)...);
+// a0 b0 a1 b1 ..., of the lower and of the upper half of the lanes
+template <typename V, size_t... i>
+inline void interleave(V a, V b, V& low, V& high, std::index_sequence<i...>) {
+    constexpr size_t lanes = sizeof...(i);
+    low = __builtin_shufflevector(a, b, (i / 2 + i % 2 * lanes)...);
+    high = __builtin_shufflevector(a, b, (lanes / 2 + i / 2 + i % 2 * lanes)...);
 }
 
 // to[e * to_stride + i] = factor * from[i * stride + e] for i < kLanes, of which those from `rows` on are 0, and e < n.
