@@ -72,6 +72,12 @@ def test_overrides_win_and_leave_the_rest() -> None:
     ).model == MlpConfig(hidden=(3, 4))
 
 
+@pytest.mark.parametrize(("given", "meant"), [("24 GiB", 24 << 30), ("1.5kB", 1500), ("4e7", 40_000_000)])
+def test_bytes_may_be_given_as_a_size(given: str, meant: int) -> None:
+    assert parse(f"pipeline: {{memory_bytes: {given}}}").pipeline.memory_bytes == meant
+    assert parse("", overrides=[f"pipeline.memory_bytes={given}"]).pipeline.memory_bytes == meant
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "parts"),
     [
@@ -108,6 +114,9 @@ def test_overrides_win_and_leave_the_rest() -> None:
             ["line 3: data.sources.1 lacks", "did you mean 'data.sources.1.path'", "val_path"],
         ),
         ("data: {name: mixture, sources: [text], weights: [1, 2]}", [], ["1 entries and data.weights 2"]),
+        ("", ["pipeline.memory_bytes=24 gb"], ["= '24 gb' (str); expected bytes, or a size such as 24 GiB"]),
+        ("pipeline: {memory_bytes: 0 GiB}", [], ["pipeline.memory_bytes = 0 (int)", "equal to 1"]),
+        ("pipeline: {memory_bytes: 1.5}", [], ["pipeline.memory_bytes = 1.5 (float)", "integer"]),
         ("pipeline: {threads: all}", [], ["pipeline.threads = 'all'", "integer or 'auto'"]),
         ("pipeline: {schedule: 2f2b}", [], ["pipeline.schedule = '2f2b'", "'v-half' or 'auto'"]),
         ("train: {steps: 5}", ["train.lr=-1"], ["override 'train.lr=-1'", "train.lr = -1", "greater than 0"]),

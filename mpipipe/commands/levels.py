@@ -34,10 +34,12 @@ def _numbers(part: str, text: str) -> Iterator[int]:
         raise argparse.ArgumentTypeError(f"{text!r}; expected 8, 1..64, 1..64:4 or 1,2,4,12")
     first, last = int(match[1]), int(match[2] or match[1])
     step = None if match[3] is None else int(match[3])
-    if last < first or step == 0 or (step and (last - first) // step > MOST):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: {part} has none, or more than {MOST}; the smaller end comes first, as in 1..64"
-        )
+    if last < first:
+        raise argparse.ArgumentTypeError(f"{text!r}: {part} ends before it begins; write {last}..{first}")
+    if step == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: steps of 0; give 1 at least, as in {first}..{last}:4")
+    if step and (last - first) // step > MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: more than {MOST} numbers; take larger steps")
     yield from (first, last)
     yield from range(first, last, step) if step else (n for n in _powers_of_two(last) if n > first)
 

@@ -17,7 +17,7 @@ from mpipipe.commands import run
 from mpipipe.commands.arguments import seconds
 from mpipipe.commands.graphs import MS, is_profile, parse_json, parse_profile
 from mpipipe.commands.output import check_folder, write_output, writing
-from mpipipe.config.cluster import Size
+from mpipipe.config.sections import Size
 from mpipipe.errors import PlanError
 from mpipipe.planner.placement import Placement, Problem, Profile, Replicated, place, replicate
 from mpipipe.planner.sizes import counted, size_text

@@ -140,7 +140,7 @@ def _plan(a: argparse.Namespace) -> None:
         )  # fmt: skip
 
     per_sample = data.tokens_per_sample
-    print(_heading(a, config, variants, str(a.ranks)))
+    print(_heading(a, config, variants, counted(a.ranks, "rank")))
     print(said, *machine.assumed(cluster), f"{PRODUCTS}{costing.gemm_why}", "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
     if len(joint.tried) > 1:
@@ -177,7 +177,7 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
         )
     variants, found = costing.at[costing.asked.sizes[0]]
     cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
-    print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]}"))
+    print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]} ranks"))
     print(source_text(found, machine, costing.seconds), *machine.assumed(cluster), sep="\n")
     print(f"{PRODUCTS}{costing.gemm_why}\n")
     show(curve, a.config, a.output)
@@ -240,7 +240,7 @@ def _heading(a: argparse.Namespace, config: Config, variants: Variants, ranks: s
     total = sum(math.prod(s.shape) for s in graph.params.values())
     spares = f", and {counted(config.run.spares, 'spare')} more" if config.run.spares else ""
     model = f"{config.model.name}, {total:,} parameters, {len(graph.groups)} groups"
-    return f"{a.config} on {ranks} ranks{spares}: {model}"
+    return f"{a.config} on {ranks}{spares}: {model}"
 
 
 def source_text(found: Found, machine: Machine, seconds: float) -> str:

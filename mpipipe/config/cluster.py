@@ -7,32 +7,19 @@ Keys mean what they mean in `values.Cluster`; `examples/cluster.yaml` is one wit
 from __future__ import annotations
 
 import difflib
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, Strict, ValidationError, model_validator
+from pydantic import Field, Strict, ValidationError, model_validator
 
 from mpipipe.config.read import lines_of, read_sections, read_text
-from mpipipe.config.sections import Above0, Count, Positive, Section
+from mpipipe.config.sections import Above0, Count, Positive, Section, Size
 from mpipipe.config.whole import Config
 from mpipipe.errors import ConfigError, PlanError
 from mpipipe.values import LEVELS, Cluster, Device, Gemm, Link
-
-_UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}}
-_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
-
-
-def _as_bytes(value: object) -> object:
-    """`24 GiB` as a number; what is no size is left to the check of the type."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
-    return int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else value
-
-
-Size = Annotated[int, Field(ge=1), BeforeValidator(_as_bytes)]
 
 
 class FlopsConfig(Section):
@@ -221,8 +208,7 @@ def _messages(error: ValidationError, source: str, lines: dict[tuple[str, ...], 
             wanted = detail["msg"].removeprefix("Input should be ")
             if detail["type"] in ("model_type", "model_attributes_type"):
                 wanted = f"keys {', '.join(_keys(path))}"
-            size = " or a size such as 24 GiB" if path[-1] == "memory" else ""
-            yield f"{place}: {key} = {detail['input']!r}; expected {wanted}{size}"
+            yield f"{place}: {key} = {detail['input']!r}; expected {wanted}"
 
 
 def _valid_keys(loc: tuple[int | str, ...]) -> list[str]:

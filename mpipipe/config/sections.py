@@ -8,12 +8,31 @@ Invariants
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, Tag
+from pydantic_core import PydanticCustomError
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+
+
+def _as_bytes(value: object) -> object:
+    """`24 GiB` and 2.4e10 as integers; what is neither text nor a number is left to the check of the type."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None or found[2] not in _UNITS:
+        raise PydanticCustomError("size", "bytes, or a size such as 24 GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
 
 Positive = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1), BeforeValidator(_as_bytes)]
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0.0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -285,7 +304,7 @@ class PipelineConfig(Section):
     device: str = "cpu"  # or cuda, ...: an accelerator for each rank of a node; auto = where there is one
     receive_window: Positive = 4  # receives posted ahead per rank
     recompute: Literal["auto", "none", "selective", "full"] = "auto"  # in backward; auto = where memory asks
-    memory_bytes: Positive | None = None  # limit per rank; null = its share of the node
+    memory_bytes: Size | None = None  # limit per rank, such as 24 GiB; null = its share of the node
     cost_cache: bool = True  # use the costs of earlier runs, in ~/.cache/mpipipe, where they hold
 
     def misfits(self) -> Iterator[str]:

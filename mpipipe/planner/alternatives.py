@@ -221,7 +221,7 @@ class _Asked:
             blocks = self.n_copies if n.reduce == "exact" else 1
             numerics = replace(n, micro_batches=count, batch=batch, blocks=blocks)
             p = self._expected(self.cuts, numerics=numerics)
-            name = f"{count} micro-batches, batch {numerics.batch}"
+            name = f"{count} micro-batch{'es' * (count > 1)}, batch {numerics.batch}"
             yield self._judged(name, p, numerics.batch, lambda p: f"per sample; {self._bubbles(p)}")
 
     def _searched(self, tried: Sequence[Tried]) -> Iterator[Alternative]:

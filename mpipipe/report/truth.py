@@ -1,8 +1,8 @@
 """What was predicted of each stage and kind of instruction, and what happened.
 
-Seconds of a whole step; of several copies of a stage their mean. messages: waits for a message that is
-on its way; norm: the collective once all ranks are there (as in `account`). Waiting for work of other ranks
-belongs to no kind.
+Seconds of a whole step; of several copies of a stage their mean. update: norms of the gradients, the
+collective once all ranks are there (`account`), and the step, as costs have them in one figure; messages:
+waits for a message that is on its way. Waiting for work of other ranks belongs to no kind.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mpipipe.report.progress import number
 from mpipipe.report.table import text_table
 from mpipipe.values import Float64, Op, Timeline, Value
 
-_SHOWN = (Op.F, Op.B, Op.I, Op.W, Op.STEP)
+_SHOWN = (Op.F, Op.B, Op.I, Op.W)
 _MOST_ROWS = 12
 
 
 @dataclass(frozen=True)
 class Truth(Value):
-    """Of a step: a kind of instruction on a stage (norm and messages: on its rank)."""
+    """Of a step: a kind of instruction on a stage (messages: on its rank)."""
 
     stage: int
     kind: str
@@ -56,9 +56,11 @@ def _kinds(timeline: Timeline) -> dict[str, Float64]:
     found, of_rank, program = stage_seconds(timeline), account(timeline), timeline.program
     copies = np.array(program.copies)  # (copies, stages), of ranks
     ranks = np.array([len(program.holders(stage)) for stage in range(program.n_stages)])
+    beside = np.array([np.sum(copies[0] == rank) for rank in copies[0]])  # stages that share a rank's norm
+    norm_s = np.array([each.norm_s for each in of_rank])[copies].mean(axis=0) / beside
     return {
         **{op.name: found[op] / ranks for op in _SHOWN if op in found},
-        "NORM": np.array([each.norm_s for each in of_rank])[copies].mean(axis=0),
+        "update": found[Op.STEP] / ranks + norm_s,
         "messages": np.array([each.exposed_s for each in of_rank])[copies].mean(axis=0),
     }
 

@@ -330,9 +330,9 @@ def test_where_only_files_tell_the_shapes_they_must_be_there(run: Plan) -> None:
         (
             "1 GiB",
             "1 Gib",
-            r"line 1: device.memory = '1 Gib'; expected a valid integer or a size such as 24 GiB",
+            r"line 1: device.memory = '1 Gib'; expected bytes, or a size such as 24 GiB",
         ),
-        ("1 GiB", "3.8.4 GiB", r"line 1: device.memory = '3.8.4 GiB'; expected a valid integer or a size"),
+        ("1 GiB", "3.8.4 GiB", r"line 1: device.memory = '3.8.4 GiB'; expected bytes, or a size"),
         (CLUSTER, "- 3\n", r"cluster.yaml: holds a list; expected sections such as 'device:'"),
         ("fp32: 1.0e+9", "fp32: fast", r"line 1: device.flops_per_s.fp32 = 'fast'; expected a valid number"),
         ("ranks_per_node: 2", "ranks: 2", r"line 2: 'ranks' is not a key; .*valid here: device, devices"),

@@ -19,8 +19,8 @@ from mpipipe.report.words import words
 from mpipipe.values import Cluster, Device, Link, StageCost, Timeline
 
 FOUND = (
-    Truth(0, "F", 0.1, 0.11), Truth(0, "NORM", 0.0, 0.002),
-    Truth(1, "F", 0.2, 0.15), Truth(1, "NORM", 0.001, 0.2 + 0.001),
+    Truth(0, "F", 0.1, 0.11), Truth(0, "update", 0.0, 0.002),
+    Truth(1, "F", 0.2, 0.15), Truth(1, "update", 0.001, 0.2 + 0.001),
 )  # fmt: skip
 
 
@@ -40,12 +40,12 @@ def test_one_row_for_each_stage_and_the_largest_miss_in_words() -> None:
     head, *lines = truth_table(FOUND).splitlines()
     assert head == "predicted | measured in a step, ms, and their ratio:"
     assert [line.split() for line in lines] == [
-        ["stage", "F", "NORM"],
+        ["stage", "F", "update"],
         ["0", "100", "|", "110", "1.10", "0", "|", "2", "-"],
         ["1", "200", "|", "150", "0.75", "1", "|", "201", ">99"],
     ]
     assert largest_miss(FOUND) == (
-        "largest miss: NORM of stage 1, 1 ms predicted and 201 ms measured (+200.0 ms, 201.00 of it)"
+        "largest miss: update of stage 1, 1 ms predicted and 201 ms measured (+200.0 ms, 201.00 of it)"
     )
     assert largest_miss(FOUND[:2]).endswith("100 ms predicted and 110 ms measured (+10.0 ms, 1.10 of it)")
 
@@ -80,15 +80,24 @@ def test_copies_of_the_pipeline_are_shown_by_their_mean() -> None:
     waits = [[a.exposed_s for a in account(timeline)] for timeline in (alike, slower)]
     assert waits[1][0] != waits[1][1]
     assert found == {
-        "F": (2.0, 3.0), "B": (4.0, 6.0), "STEP": (0.5, 0.5), "NORM": (0.25, 0.25),
+        "F": (2.0, 3.0), "B": (4.0, 6.0), "update": (0.75, 0.75),
         "messages": tuple(pytest.approx(sum(each) / 2) for each in waits),
     }  # fmt: skip
 
 
+def test_stages_of_one_rank_share_its_norm() -> None:
+    one = StageCost(1.0, 2.0, 0.0, 0.5, 0, 0, 0, 0, 0)
+    device, links = Device("any", 1.0, 1 << 40, 1), {"node": Link(0.0, 100.0)}
+    program = lower(build("interleaved", 4, 4, 2), (), "per_use", 4)
+    timeline = simulate(program, (one,) * 4, Cluster((device,) * 2, (0, 0), links), 0.25)
+    found = truths({"predicted": timeline, "measured": timeline})
+    assert [t.measured_s for t in found if t.kind == "update"] == [0.625] * 4
+
+
 def test_the_parts_are_those_of_the_step() -> None:
     _, timelines = made_plan(4, 6, 16)
-    found = truths(timelines)
+    found, of_rank = truths(timelines), account(timelines["measured"])
     for rank in range(4):
-        mine = [t.measured_s for t in found if t.stage == rank and t.kind not in ("NORM", "messages")]
-        assert sum(mine) == pytest.approx(timelines["measured"].busy_s(rank))
+        mine = [t.measured_s for t in found if t.stage == rank and t.kind != "messages"]
+        assert sum(mine) == pytest.approx(timelines["measured"].busy_s(rank) + of_rank[rank].norm_s)
     assert np.all([t.measured_s >= 0 for t in found])
