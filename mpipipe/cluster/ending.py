@@ -36,16 +36,16 @@ def end(comm: Communicator | None, error: BaseException) -> int:
 
 
 def leave(comm: Communicator) -> None:
-    """The end of a run that went well. Collective. Where a rank was lost this ends the process, with 0: MPI's
-    own end might wait for that rank."""
+    """The end of a run that went well. Collective. Where ranks outlive one another this ends the process, with
+    0: MPI's own end waits for ranks that were lost, and with Open MPI 5.0's detector for those that were not."""
     now = comm
     while now.successor is not None:
         now = now.successor
     with suppress(RankLost):  # of a spare, which nobody has missed; one that leaves is no loss any more
         now.barrier()
-        if not now.lost:
-            comm.close()
-            return
+    if not comm.notices_loss:
+        comm.close()
+        return
     now.end_gone()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -30,7 +30,15 @@ from mpipipe.cluster.ending import SPEAK_FIRST_S
 from mpipipe.cluster.launch import check_world, launcher_rank, needs_sharing
 from mpipipe.cluster.node import cores_available
 from mpipipe.cluster.progress import Progress, spin_until
-from mpipipe.cluster.survivors import divide, end_frozen, noticing, shrink, tolerant, translated
+from mpipipe.cluster.survivors import (
+    divide,
+    drop_early_messages,
+    end_frozen,
+    noticing,
+    shrink,
+    tolerant,
+    translated,
+)
 from mpipipe.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -84,8 +92,14 @@ def _import_mpi(environ: Mapping[str, str], start: bool = True) -> Any:
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level, mpi4py.rc.initialize = level, start
+        tolerates = tolerant(environ)
+        mpi4py.rc.thread_level, mpi4py.rc.initialize = level, start and not tolerates
+        mpi4py.rc.finalize = start and not tolerates  # see `ending.leave`
         from mpi4py import MPI
+
+        if start and tolerates and not MPI.Is_initialized():
+            drop_early_messages()
+            MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library behind it
         raise LaunchError(
             f"{sys.executable} cannot load MPI: {error}\n"

@@ -12,6 +12,7 @@ No import of mpi4py: the module comes as an argument, communicators are its own.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
@@ -33,11 +34,33 @@ FLAGS = (
     "--mca mpi_ft_detector_period 0.5 --mca mpi_ft_detector_timeout 2 "
     "--mca mpi_ft_propagator_with_rbcast true"
 )
+HANDLERS = 255  # what is done with a message, by its kind, in Open MPI 5.0
+
+
+class _Handler(ctypes.Structure):
+    _fields_ = (("call", ctypes.c_void_p), ("data", ctypes.c_void_p))
 
 
 def tolerant(environ: Mapping[str, str]) -> bool:
     """Whether this process was started so that it outlives other ranks."""
     return environ.get(ENABLED, "0").lower() in ("1", "true", "yes")
+
+
+def drop_early_messages() -> None:
+    """So that no rank crashes as it starts: to be called before MPI_Init, with the MPI library loaded.
+
+    A rank of Open MPI 5.0 that leaves the last fence of MPI_Init sends a heartbeat at once, while one that
+    is still within the fence does not know yet what to do with it, and jumps to address 0. Until it knows,
+    messages are dropped: the detector waits longer for the first heartbeat. Other libraries are left alone.
+    """
+    try:
+        library = ctypes.CDLL("libopen-pal.so.80", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        handlers = (_Handler * HANDLERS).in_dll(library, "mca_btl_base_active_message_trigger")
+    except (OSError, ValueError):
+        return
+    nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
+    for handler in handlers:
+        handler.call = handler.call or nothing.value
 
 
 def check_tolerant(comm: Communicator) -> None:

@@ -6,6 +6,7 @@ The many kills at random instants are those of `make bench-survive`.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,50 @@ def test_without_ulfm_there_is_an_error_before_anything_begins(launch: Launch, f
     assert job.stderr.count("mpipipe: error: run.recover = mpi: this MPI was not started") == 1, job.stderr
     assert "--with-ft ulfm" in job.stderr
     assert not (folder / "run").exists()
+
+
+LATE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+typedef void (*release_t)(int, void *);
+typedef int (*fence_t)(const void *, size_t, const void *, size_t, release_t, void *);
+static struct { release_t call; void *data; } waiting;
+
+static void late(int status, void *unused)
+{
+    struct timespec pause = {0, 50000000};
+    nanosleep(&pause, NULL);
+    waiting.call(status, waiting.data);
+}
+
+int PMIx_Fence_nb(const void *who, size_t n, const void *info, size_t m, release_t call, void *data)
+{
+    const char *rank = getenv("OMPI_COMM_WORLD_RANK");
+    fence_t fence = (fence_t)dlsym(dlopen("libpmix.so.2", RTLD_LAZY | RTLD_NOLOAD), "PMIx_Fence_nb");
+    if (rank == NULL || strcmp(rank, "1"))
+        return fence(who, n, info, m, call, data);
+    waiting.call = call, waiting.data = data;
+    return fence(who, n, info, m, late, NULL);
+}
+"""
+
+
+def test_a_rank_that_starts_late_is_not_lost(launch: Launch, folder: Path, undisturbed: str) -> None:
+    """Rank 1 leaves each fence of MPI_Init 50 ms after the others, whose heartbeats come meanwhile. The job
+    ends, too, with every rank there, which MPI's own end does not see to beside the detector."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler, by which a rank is made late")
+    (folder / "late.c").write_text(LATE)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", "late.so", "late.c", "-ldl"], cwd=folder, check=True)
+    environ = {"MPIRUN_FLAGS": f"{FLAGS} -x LD_PRELOAD={folder / 'late.so'}"}
+    job = launch(3, "-m", "mpipipe.train", "config.yaml", cwd=folder, timeout_s=300, env=environ)
+    assert job.returncode == 0, job.stderr
+    assert summary(folder)["weights_sha256"] == undisturbed
+    assert summary(folder)["lost_ranks"] == []
 
 
 @pytest.mark.full
