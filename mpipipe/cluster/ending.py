@@ -36,8 +36,8 @@ def end(comm: Communicator | None, error: BaseException) -> int:
 
 
 def leave(comm: Communicator) -> None:
-    """The end of a run that went well. Collective. Where ranks outlive one another this ends the process, with
-    0: MPI's own end waits for ranks that were lost, and with Open MPI 5.0's detector for those that were not."""
+    """The end of a run that went well. Collective. Where ranks outlive one another this ends the process,
+    with 0: MPI's own end waits for those that were lost, and with Open MPI 5.0's detector for all."""
     now = comm
     while now.successor is not None:
         now = now.successor
