@@ -126,7 +126,8 @@ class _Finder:
             return None
         values, weight, bias, _ = matrix
         form = f"linear_cross_entropy {_val(values).shape[-1]}x{width} {_dtype(x)}"
-        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1)
+        late = self.training and node in self.outputs and len(node.users) == 1  # read after backward only
+        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1, late)
         args = (values, weight, bias, labels, *settings)
         return Match(fused.head_loss, form, (x, *reversed(chain)), (node,), args)
 

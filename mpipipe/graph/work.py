@@ -32,7 +32,7 @@ from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.split import split
 from mpipipe.graph.tape import tensors
-from mpipipe.ops.cross_entropy import kept_elements
+from mpipipe.ops.cross_entropy import kept_elements, late_elements
 from mpipipe.ops.device import CPU
 
 _UNTOUCHED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias"}
@@ -127,6 +127,7 @@ class Tallier(Profiler):
                 into = self._counted(piece, received, rest, False)[1] if code.leaves else backward
             again, remade = self._made_again(code, received, rest)
         saved += sum(map(_kept_bytes, forward))
+        at_work = max(at_work, *map(_made_bytes, backward), 0)
         opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
         held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         workspace = max(at_work + grad_bytes(code), piece.workspace_bytes)
@@ -208,6 +209,8 @@ def _work(func: Any, args: Any, kwargs: Any, out: Any, outputs: Iterable[Tensor]
     if func.overloadpacket.__name__ == "embedding":  # reads the rows that it gives, not the table
         indices = forms[0 if _is_ours(func) else 1]
         nbytes = indices.nbytes + 2 * results[0].nbytes
+    elif func.overloadpacket.__name__ == _HEAD_LOSS and _is_ours(func) and _is_late(_HEAD_LOSS, args):
+        nbytes = 0
     elif func.overloadpacket is torch.ops.aten.index_add_:  # reads and writes the rows that it adds to
         nbytes = forms[1].nbytes + 3 * forms[2].nbytes
     else:
@@ -248,10 +251,23 @@ def _kept_bytes(work: Work) -> int:
     """Of what an operator of a forward keeps for backward without showing it to fake tensors."""
     if work.name == _RNN:
         return _RNN_BYTES * _elements(work)
-    if _is_ours(work.op) and work.name == _HEAD_LOSS:
+    if _is_ours(work.op) and work.name == _HEAD_LOSS and not _is_late(work.name, work.arguments[0]):
         x, weight = work.forms[:2]
         return kept_elements(x.shape[0], *weight.shape) * x.dtype.itemsize
     return 0
+
+
+def _made_bytes(work: Work) -> int:
+    """Of what an operator of a backward makes for itself."""
+    if _is_ours(work.op) and work.name.startswith(_HEAD_LOSS) and _is_late(work.name, work.arguments[0]):
+        x, weight = work.forms[1:3]
+        return late_elements(x.shape[0], *weight.shape, x.dtype.itemsize) * x.dtype.itemsize
+    return 0
+
+
+def _is_late(name: str, args: Any) -> bool:
+    """Of the loss of the head: whether all of it is done in backward."""
+    return args[5] is None if name.endswith("backward") else len(args) > 6 and bool(args[6])
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any, forms: list[Form]) -> float:
@@ -269,8 +285,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any, forms: list[Form]) -> fl
 
 
 def _own_flops(name: str, args: Any) -> float:
-    """Of those that are products; `_attention_flops` says of how many. The loss of the head makes its logits
-    again in backward, but for those of one tile, beside the two gradients where they are wanted."""
+    """Of those that are products; `_attention_flops` says of how many. The loss of the head makes in
+    backward its logits again but for those of one tile, or all of them there only; and wanted gradients."""
     if name.startswith("flash_attention"):
         back = name.endswith("backward")
         q, k, causal = (args[1], args[2], args[8]) if back else (args[0], args[1], args[5])
@@ -279,7 +295,8 @@ def _own_flops(name: str, args: Any) -> float:
         back = name.endswith("backward")
         x, weight = args[1:3] if back else args[:2]
         kept = kept_elements(x.shape[0], *weight.shape) / max(1, x.shape[0] * weight.shape[0])
-        products = 1.0 - kept + sum(args[8][:2]) if back else 1.0
+        ahead, again = (0.0, 1.0) if _is_late(name, args) else (1.0, 1.0 - kept)
+        products = again + sum(args[8][:2]) if back else ahead
         return products * 2.0 * x.numel() * weight.shape[0]
     return 0.0
 

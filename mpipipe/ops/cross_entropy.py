@@ -1,14 +1,18 @@
-"""The logits of a linear layer and their cross entropy, tile by tile of the vocabulary.
+"""The logits of a linear layer and their cross entropy, with torch's own products around the kernel
+`cross_entropy`, in one of two orders.
 
     forward   for each tile of weight   logits = x @ tile.T             largest and sum online, per token
     backward  for each tile, last first  logits again, in place to their gradient g
                                          dx += g @ tile     dtile += g.T @ x
 
-Wijmans et al. 2024 ("Cut your losses"), with torch's own products around the kernel `cross_entropy`. The
-gradient of a token's logits needs its sum over all tiles, so the logits are computed twice; but the last tile
-of forward is kept and is the first of backward. The other way, gradients made in forward from whole rows of
-logits (Hsu et al. 2024, "Liger"), is 3 products instead of nearly 4, and holds a gradient of the weight's
-size from forward to backward.
+Wijmans et al. 2024 ("Cut your losses"). The gradient of a token's logits needs its sum over all tiles, so
+they are computed twice; but the last tile of forward is kept and is the first of backward: nearly 4 products.
+
+    late      for some tokens at once   logits of the whole vocabulary, tile by tile; then as in backward
+
+Where nothing reads the loss before backward, forward has nothing to do: backward makes whole rows of logits
+once and has loss and gradients of them. That is 3 products, and nothing is kept but x. (Hsu et al. 2024,
+"Liger", do the same in forward, which holds a gradient of the weight's size until backward.)
 
 Invariants
   1. Tiles follow from the shapes alone, never from threads or free memory: the same bits each time.
@@ -19,6 +23,8 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -36,6 +42,8 @@ KERNELS = by_device(
 _ROWS = 4096  # tokens of a tile at most
 _COLUMNS = 512  # vocabulary entries of a tile at least: products of fewer are slow
 _ALWAYS = 1 << 20  # logits that are not worth a second product
+_FEWEST = 128  # tokens at once: for fewer, adding to the weight's gradient takes longer than a product
+_PARTS = 4  # tiles of the whole vocabulary: of a converted weight there is one at a time
 
 
 class _Tile(NamedTuple):
@@ -73,8 +81,20 @@ def _part(whole: int, most: int, step: int) -> int:
     return min(whole, -(-whole // (parts * step)) * step)
 
 
-def _tiles(tokens: int, entries: int, width: int) -> Iterator[_Tile]:
-    rows, columns = _tile_shape(tokens, entries, width)
+def _late_shape(tokens: int, entries: int, width: int, itemsize: int) -> tuple[int, int]:
+    """Tokens of `forward_and_backward` at once, whose logits are half of a float32 weight's size at most,
+    unless these are few; entries of a tile."""
+    rows = _part(tokens, max(_FEWEST, 2 * width // itemsize), 1)
+    return rows, _part(entries, max(_COLUMNS, entries // _PARTS), 64)
+
+
+def late_elements(tokens: int, entries: int, width: int, itemsize: int) -> int:
+    """Of its logits at once."""
+    return _late_shape(tokens, entries, width, itemsize)[0] * entries
+
+
+def _tiles(tokens: int, entries: int, rows: int, columns: int) -> Iterator[_Tile]:
+    """All of them, those of the same tokens one after the other."""
     for row in range(0, tokens, max(rows, 1)):
         for first in range(0, entries, max(columns, 1)):
             yield _Tile(row, min(rows, tokens - row), first, min(columns, entries - first))
@@ -90,19 +110,101 @@ def _in(buffer: Tensor, tile: _Tile) -> Tensor:
     return buffer[: tile.rows * tile.columns].view(tile.rows, tile.columns)
 
 
-def _arguments(
-    tile: _Tile, logits: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int
-) -> tuple[int, ...]:
-    """What both kernels begin with."""
-    return (
-        logits.data_ptr(),
-        tile.rows,
-        tile.columns,
-        0 if bias is None else tile.of_columns(bias).data_ptr(),
-        tile.of_rows(labels).data_ptr(),
-        tile.first,
-        ignore_index,
-    )
+@dataclass(frozen=True)
+class _Head:
+    """Contiguous; bias in float32."""
+
+    x: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    ignore_index: int
+    smoothing: float
+
+    @classmethod
+    def of(
+        cls, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None,
+        ignore_index: int, smoothing: float,
+    ) -> _Head:  # fmt: skip
+        wide = None if bias is None else bias.float().contiguous()
+        return cls(x.contiguous(), weight, labels.contiguous(), wide, ignore_index, smoothing)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Tokens, entries, width."""
+        return self.x.shape[0], self.weight.shape[0], self.x.shape[1]
+
+    def tiles(self) -> Iterator[_Tile]:
+        return _tiles(*self.shape[:2], *_tile_shape(*self.shape))
+
+    def late_tiles(self) -> Iterator[list[_Tile]]:
+        """Those of some tokens, of the whole vocabulary."""
+        tiles = _tiles(*self.shape[:2], *_late_shape(*self.shape, self.x.dtype.itemsize))
+        return (list(group) for _, group in groupby(tiles, key=lambda tile: tile.row))
+
+    def state(self) -> Tensor:
+        """Of every token, before its first tile."""
+        before = torch.tensor([-torch.inf, 0.0, 0.0, 0.0], dtype=torch.float64, device=self.x.device)
+        return before.repeat(self.x.shape[0], 1)
+
+    def see(self, tile: _Tile, logits: Tensor, state: Tensor) -> None:
+        kernel = KERNELS[self.x.device.type, self.x.dtype][0]
+        kernel(*self._arguments(tile, logits), tile.of_rows(state).data_ptr(), *workers(self.x))
+
+    def losses(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss () and log-sum-exp (N,), float32."""
+        log_sum = state[:, 0] + state[:, 1].log()
+        losses = log_sum - (1.0 - self.smoothing) * state[:, 2]
+        if self.smoothing:
+            losses -= self.smoothing / self.weight.shape[0] * state[:, 3]
+        losses.masked_fill_(self.labels == self.ignore_index, 0.0)
+        # parts of one size: torch splits a longer sum by threads
+        loss = sum((part.sum() for part in losses.split(_ROWS)), start=losses.new_zeros(()))
+        return loss.float(), log_sum.float()
+
+    def to_gradient(self, tile: _Tile, logits: Tensor, log_sum: Tensor, grad: float) -> None:
+        """In place."""
+        shares = (1.0 - self.smoothing, self.smoothing / max(self.weight.shape[0], 1), grad)
+        kernel = KERNELS[self.x.device.type, self.x.dtype][1]
+        of_rows = tile.of_rows(log_sum).data_ptr()
+        kernel(*self._arguments(tile, logits), of_rows, *shares, *workers(self.x))
+
+    def _arguments(self, tile: _Tile, logits: Tensor) -> tuple[int, ...]:
+        """What both kernels begin with."""
+        return (
+            logits.data_ptr(),
+            tile.rows,
+            tile.columns,
+            0 if self.bias is None else tile.of_columns(self.bias).data_ptr(),
+            tile.of_rows(self.labels).data_ptr(),
+            tile.first,
+            self.ignore_index,
+        )
+
+
+class _Gradients:
+    """Those of x, weight and bias where `want` says so; that of the weight added to `into` if it is given."""
+
+    def __init__(self, head: _Head, want: tuple[bool, bool, bool], into: Tensor | None) -> None:
+        x, weight, wide = head.x, head.weight, torch.float32
+        self.head = head
+        self.dx = torch.zeros(x.shape, dtype=wide, device=x.device) if want[0] else None
+        self.dw = (torch.zeros_like(weight) if into is None else into) if want[1] else None
+        self.db = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if want[2] else None
+
+    def add(self, tile: _Tile, g: Tensor) -> None:
+        """What the gradient of a tile of logits adds to them."""
+        x, weight = self.head.x, self.head.weight
+        if self.dx is not None:
+            _add(tile.of_rows(self.dx), g, tile.of_columns(weight).to(x.dtype))
+        if self.dw is not None:
+            _add(tile.of_columns(self.dw), g.t(), tile.of_rows(x))
+        if self.db is not None:
+            tile.of_columns(self.db).add_(g.sum(0, dtype=torch.float32))
+
+    def results(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx = None if self.dx is None else self.dx.to(self.head.x.dtype)
+        return dx, self.dw, None if self.db is None or bias is None else self.db.to(bias.dtype)
 
 
 @torch.no_grad()
@@ -116,23 +218,11 @@ def forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Loss (), log-sum-exp (N,) and, with `keep`, the buffer whose beginning is the last tile of logits."""
-    (tokens, width), entries = x.shape, weight.shape[0]
-    x, labels, bias = x.contiguous(), labels.contiguous(), None if bias is None else bias.float().contiguous()
-    rows, columns = _tile_shape(tokens, entries, width)
-    buffer = x.new_empty(rows * columns)
-    state = torch.tensor([-torch.inf, 0.0, 0.0, 0.0], dtype=torch.float64, device=x.device).repeat(tokens, 1)
-    kernel, by = KERNELS[x.device.type, x.dtype][0], workers(x)
-    for tile in _tiles(tokens, entries, width):
-        logits = _logits(tile, buffer, x, weight)
-        kernel(*_arguments(tile, logits, bias, labels, ignore_index), tile.of_rows(state).data_ptr(), *by)
-    log_sum = state[:, 0] + state[:, 1].log()
-    losses = log_sum - (1.0 - smoothing) * state[:, 2]
-    if smoothing:
-        losses -= smoothing / entries * state[:, 3]
-    losses.masked_fill_(labels == ignore_index, 0.0)
-    # parts of one size: torch splits a longer sum by threads
-    loss = sum((part.sum() for part in losses.split(_ROWS)), start=losses.new_zeros(()))
-    return loss.float(), log_sum.float(), buffer if keep else None
+    head = _Head.of(x, weight, labels, bias, ignore_index, smoothing)
+    buffer, state = x.new_empty(kept_elements(*head.shape)), head.state()
+    for tile in head.tiles():
+        head.see(tile, _logits(tile, buffer, head.x, weight), state)
+    return *head.losses(state), buffer if keep else None
 
 
 @torch.no_grad()
@@ -144,36 +234,35 @@ def backward(
     """Gradients of x, weight and bias where `want` says so; that of weight added to `into` if it is given.
 
     kept: the buffer of forward, whose tile is used up; or None: all tiles are computed again."""
-    (tokens, width), entries = x.shape, weight.shape[0]
-    x, labels, wide_bias = (
-        x.contiguous(),
-        labels.contiguous(),
-        None if bias is None else bias.float().contiguous(),
-    )
-    rows, columns = _tile_shape(tokens, entries, width)
-    dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if want[0] else None
-    dw = (torch.zeros_like(weight) if into is None else into) if want[1] else None
-    db = torch.zeros(entries, dtype=torch.float32, device=x.device) if want[2] else None
-    ready = kept is not None
-    buffer = x.new_empty(rows * columns) if kept is None else kept
-    shares = (1.0 - smoothing, smoothing / max(entries, 1), float(grad))
-    kernel, by = KERNELS[x.device.type, x.dtype][1], workers(x)
-    for tile in reversed(list(_tiles(tokens, entries, width))):
-        g = _in(buffer, tile) if ready else _logits(tile, buffer, x, weight)
+    head = _Head.of(x, weight, labels, bias, ignore_index, smoothing)
+    found, ready, scale = _Gradients(head, want, into), kept is not None, float(grad)
+    buffer = x.new_empty(kept_elements(*head.shape)) if kept is None else kept
+    for tile in reversed(list(head.tiles())):
+        g = _in(buffer, tile) if ready else _logits(tile, buffer, head.x, weight)
         ready = False
-        arguments = _arguments(tile, g, wide_bias, labels, ignore_index)
-        kernel(*arguments, tile.of_rows(log_sum).data_ptr(), *shares, *by)
-        if dx is not None:
-            _add(tile.of_rows(dx), g, tile.of_columns(weight).to(x.dtype))
-        if dw is not None:
-            _add(tile.of_columns(dw), g.t(), tile.of_rows(x))
-        if db is not None:
-            tile.of_columns(db).add_(g.sum(0, dtype=torch.float32))
-    return (
-        None if dx is None else dx.to(x.dtype),
-        dw,
-        None if db is None or bias is None else db.to(bias.dtype),
-    )
+        head.to_gradient(tile, g, log_sum, scale)
+        found.add(tile, g)
+    return found.results(bias)
+
+
+@torch.no_grad()
+def forward_and_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None,
+    ignore_index: int, smoothing: float, want: tuple[bool, bool, bool], into: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Loss () and gradients, as `forward` and `backward` return them: `late` above."""
+    head = _Head.of(x, weight, labels, bias, ignore_index, smoothing)
+    found, scale, state = _Gradients(head, want, into), float(grad), head.state()
+    buffer = x.new_empty(late_elements(*head.shape, x.dtype.itemsize))
+    for tiles in head.late_tiles():
+        logits = [_logits(t, buffer[t.rows * t.first :], head.x, weight) for t in tiles]
+        for tile, of_tile in zip(tiles, logits, strict=True):
+            head.see(tile, of_tile, state)
+        log_sum = head.losses(state)[1]
+        for tile, g in zip(tiles, logits, strict=True):
+            head.to_gradient(tile, g, log_sum, scale)
+            found.add(tile, g)
+    return head.losses(state)[0], *found.results(bias)
 
 
 def _add(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -46,11 +46,12 @@ def gelu_of(y: Tensor, bias: Tensor, approximate: str) -> Tensor:
 
 def head_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, smoothing: float,
-    mean: bool,
+    mean: bool, late: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of the logits x W^T + b: the sum, or the mean over the labels that count."""
+    """Cross entropy of the logits x W^T + b: the sum, or the mean over the labels that count. late: of a sum,
+    as linear_cross_entropy has it."""
     total = linear_cross_entropy(
         x.reshape(-1, x.shape[-1]), weight, labels, bias=bias, ignore_index=ignore_index,
-        label_smoothing=smoothing,
+        label_smoothing=smoothing, late=late and not mean,
     )  # fmt: skip
     return total / (labels != ignore_index).sum() if mean else total

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mpipipe.ops.cross_entropy import KERNELS, backward, forward
+from mpipipe.ops.cross_entropy import KERNELS, backward, forward, forward_and_backward
 from mpipipe.ops.gradients import destination, has_data, wanted
 from mpipipe.ops.library import define, differentiate, traced
 
@@ -27,13 +27,15 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    late: bool = False,
 ) -> Tensor:
     """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels): a scalar in float32 or float64.
 
     x (N, d), weight (V, d), bias (V,) floating point of one dtype; labels (N,) int64, each in [0, V) or
     ignore_index. Under autocast the products are made in its dtype. label_smoothing as
-    torch.nn.functional.cross_entropy has it. Raises ValueError for other shapes, dtypes and devices and for a
-    label out of range."""
+    torch.nn.functional.cross_entropy has it. late: for who reads the loss after backward only; where a
+    gradient is wanted, it may be NaN until backward puts its value there, with nearly a product less. Raises
+    ValueError for other shapes, dtypes and devices and for a label out of range."""
     given = (x, weight, labels, bias)
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))  # of weight only tiles are converted
@@ -45,12 +47,12 @@ def linear_cross_entropy(
         return _by_torch(*given, ignore_index, label_smoothing)
     if traced(x, weight, labels, bias):
         op = torch.ops.mpipipe.linear_cross_entropy
-        return op(x, weight, labels, bias, ignore_index, label_smoothing)[0]
+        return op(x, weight, labels, bias, ignore_index, label_smoothing, late)[0]
     _check_labels(labels, weight.shape[0], ignore_index)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if not differentiable:
         return forward(x, weight, labels, bias, ignore_index, label_smoothing, keep=False)[0]
-    return _LinearCrossEntropy.apply(x, weight, labels, bias, ignore_index, label_smoothing)
+    return _LinearCrossEntropy.apply(x, weight, labels, bias, ignore_index, label_smoothing, late)
 
 
 def _check(
@@ -112,46 +114,56 @@ def _by_torch(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    x, weight, labels, bias, ctx.ignore_index, ctx.smoothing = inputs
-    ctx.first = True
-    ctx.save_for_backward(x, weight, labels, bias, *output[1:])
+    *tensors, ctx.ignore_index, ctx.smoothing, ctx.late = inputs
+    ctx.first, ctx.loss = True, None
+    ctx.save_for_backward(*tensors, *(() if ctx.late else output[1:]))
 
 
 @once_differentiable
 def _gradients(ctx: Any, grad: Tensor, into: Tensor | None) -> tuple[Tensor | None, ...]:
-    *saved, kept = ctx.saved_tensors if len(ctx.saved_tensors) == 6 else (*ctx.saved_tensors, None)
-    want = (wanted(ctx, 0), wanted(ctx, 1), saved[3] is not None and wanted(ctx, 3))
-    # a second backward through this graph finds the tile used up; `.data`: writing counts as no change
-    tile, ctx.first = kept.data if ctx.first and kept is not None else None, False
-    dx, dw, db = backward(*(grad, *saved, tile, ctx.ignore_index, ctx.smoothing, want, into))
-    return dx, dw if into is None else None, None, db, None, None
+    x, weight, labels, bias, *of_forward = ctx.saved_tensors
+    given, settings = (grad, x, weight, labels, bias), (ctx.ignore_index, ctx.smoothing)
+    want = (wanted(ctx, 0), wanted(ctx, 1), bias is not None and wanted(ctx, 3))
+    if ctx.late:
+        loss, dx, dw, db = forward_and_backward(*given, *settings, want, into)
+        if ctx.loss is not None:
+            ctx.loss.copy_(loss)
+    else:
+        log_sum, kept = (*of_forward, None)[:2]
+        # a second backward through this graph finds the tile used up; `.data`: writing counts as no change
+        tile, ctx.first = kept.data if ctx.first and kept is not None else None, False
+        dx, dw, db = backward(*given, log_sum, tile, *settings, want, into)
+    return dx, dw if into is None else None, None, db, None, None, None
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 6
+        return (None,) * 7
     if has_data(grad):
         return _gradients(ctx, grad, destination(ctx, 1))
     want = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     op = torch.ops.mpipipe.linear_cross_entropy_backward
-    grads = op(grad, *ctx.saved_tensors[:5], ctx.ignore_index, ctx.smoothing, want)
+    grads = op(grad, *(*ctx.saved_tensors, None)[:5], ctx.ignore_index, ctx.smoothing, want)
     dx, dw, db = (g if w else None for g, w in zip(grads, want, strict=True))
-    return dx, dw, None, db, None, None
+    return dx, dw, None, db, None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = forward(*(*inputs, True))
+        x, late = inputs[0], inputs[6]
+        loss = torch.full((), torch.nan, dtype=torch.float32, device=x.device)
+        output = (loss,) if late else forward(*(*inputs[:6], True))
         _setup(ctx, inputs, output)
+        ctx.loss = loss.detach() if late else None  # not the result itself, which has this graph
         return output[0]
 
     backward = staticmethod(_backward)
 
 
 def _without_tile(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp; a graph's results are values, no buffer that backward uses up."""
-    return forward(*(*inputs, False))[:2]
+    """Loss and log-sum-exp; a graph's results are values, neither a buffer that backward uses up nor late."""
+    return forward(*(*inputs[:6], False))[:2]
 
 
 def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -160,17 +172,21 @@ def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _dense(
-    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor,
+    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor | None,
     ignore_index: int, smoothing: float, want: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Of a graph: gradients of x, weight and bias, empty ones where not wanted."""
-    saved = (x, weight, labels, bias, log_sum, None)
-    grads = backward(grad, *saved, ignore_index, smoothing, (want[0], want[1], want[2]), None)
+    """Of a graph: gradients of x, weight and bias, empty ones where not wanted. log_sum: none where late."""
+    given, settings = (grad, x, weight, labels, bias), (ignore_index, smoothing)
+    wanted_ = want[0], want[1], want[2]
+    if log_sum is None:
+        grads = forward_and_backward(*given, *settings, wanted_, None)[1:]
+    else:
+        grads = backward(*given, log_sum, None, *settings, wanted_, None)
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 
 
 def _fake_dense(
-    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor,
+    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor | None,
     ignore_index: int, smoothing: float, want: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     like = (x, weight, bias)
@@ -182,13 +198,13 @@ def _fake_dense(
 
 define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, Tensor? bias, int ignore_index, "
-    "float label_smoothing) -> (Tensor, Tensor)",
+    "float label_smoothing, bool late=False) -> (Tensor, Tensor)",
     _without_tile,
     _fake,
 )
 define(
     "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor labels, Tensor? bias, "
-    "Tensor log_sum, int ignore_index, float label_smoothing, bool[3] want) -> (Tensor, Tensor, Tensor)",
+    "Tensor? log_sum, int ignore_index, float label_smoothing, bool[3] want) -> (Tensor, Tensor, Tensor)",
     _dense,
     _fake_dense,
 )

@@ -138,6 +138,7 @@ class Interpreter:
         self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
         self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
         self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
+        self.losses: dict[int, Tensor] = {}  # which backward may have to put there
         self.factor: float | None = None
         receives = [i for i in instrs if i.op in RECVS]
         self.mailbox = Mailbox(self.comm, receives, program.receive_window, self._targets, self.landing)
@@ -202,10 +203,11 @@ class Interpreter:
             self._hand_over(self.act, self.out, (i.stage, i.micro), i.stage + 1, sent)
         elif self.job.mode == "predict":
             self.outcome.predictions[i.micro] = [t.to("cpu", copy=True) for t in sent]
+        elif train:
+            self.losses[i.micro] = sent[0]
+            self.grad[key] = [self._seed.to(sent[0].dtype).reshape(sent[0].shape)]
         else:
             self.outcome.values[i.micro] = [float(t) for t in sent]
-            if train:
-                self.grad[key] = [self._seed.to(sent[0].dtype).reshape(sent[0].shape)]
         if not train and key not in self.out:
             self._release(key)
 
@@ -325,6 +327,7 @@ class Interpreter:
             for stage in self.stages.values():
                 self.ties.merge_step(stage.weights, self.arrived)
             self.arrived.clear()  # not pooled: the size of an embedding, and the update needs room
+        self.outcome.values = {micro: [float(loss)] for micro, loss in self.losses.items()}
         losses, all_norms = np.zeros(self.program.n_micro), np.zeros(len(self.position))
         for micro, row in self.outcome.values.items():
             losses[micro] = row[0]

@@ -45,6 +45,7 @@ class _Stash:
         default_factory=list
     )  # weights whose gradients come with those of the inputs
     refill: Callable[[], None] | None = None  # gives back the values that were let go
+    losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # as sent, and this graph's own ones
 
 
 class Stage:
@@ -62,16 +63,25 @@ class Stage:
     def forward(
         self, code: Code, micro: int, received: Sequence[Tensor], batch: Batch, step: int, train: bool
     ) -> list[Tensor]:
-        """Returns what is sent, detached. received: as `code.received`; batch: keys `code.inputs`."""
+        """Returns what is sent, detached; a loss may have its value after backward only. received: as
+        `code.received`; batch: keys `code.inputs`."""
         call = partial(self._run, code, micro, received, batch, step, train)
         sent, statistics, stash = call()
+        results = [t.detach() for t in sent]
         if train:
-            self._stash[micro] = (lambda: call()[2]) if self.recompute == "full" else (lambda: stash)
+            again = partial(self._again, call, [t for t in results if t.dim() == 0])
+            self._stash[micro] = again if self.recompute == "full" else (lambda: stash)
             self._statistics[micro] = [
                 (update.buffer, update.momentum, None if value is None else value.detach())
                 for update, value in zip(code.updates, statistics, strict=True)
             ]
-        return [t.detach() for t in sent]
+        return results
+
+    def _again(self, call: Callable[[], Any], losses: Sequence[Tensor]) -> _Stash:
+        """losses: what the forward that was let go has returned, and backward may put its value into."""
+        sent, _, stash = call()
+        stash.losses = list(zip(losses, [t.detach() for t in sent if t.dim() == 0], strict=True))
+        return stash
 
     def _run(
         self, code: Code, micro: int, received: Sequence[Tensor], batch: Batch, step: int, train: bool
@@ -135,8 +145,7 @@ class Stage:
         grads: of the sent tensors that need one, in order.
         """
         stash = self._taken(micro)
-        if stash.edges:
-            torch.autograd.backward(stash.edges, list(grads))
+        _differentiate(stash, grads)
         return _own(stash.inputs, grads)
 
     def backward_input(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -148,9 +157,7 @@ class Stage:
         sums = [leaf.grad for leaf in apart]
         for leaf in apart:  # what W adds: no other micro-batch may be in it
             leaf.grad = None
-        if stash.edges:
-            inputs = [*stash.inputs, *stash.others, stash.pending.trigger]
-            torch.autograd.backward(stash.edges, list(grads), inputs=inputs)
+        _differentiate(stash, grads, [*stash.inputs, *stash.others, stash.pending.trigger])
         rest = [(leaf, leaf.grad) for leaf in apart if leaf.grad is not None]
         for leaf, total in zip(apart, sums, strict=True):
             leaf.grad = total
@@ -201,6 +208,13 @@ class Stage:
     def forget_statistics(self) -> None:
         """Of a step that updates nothing."""
         self._statistics.clear()
+
+
+def _differentiate(stash: _Stash, grads: Sequence[Tensor], inputs: Sequence[Tensor] | None = None) -> None:
+    if stash.edges:
+        torch.autograd.backward(stash.edges, list(grads), inputs=inputs)
+    for loss, own in stash.losses:
+        loss.copy_(own)
 
 
 def _apply(updates: Iterable[_Update], buffers: Callable[[str], Tensor]) -> None:

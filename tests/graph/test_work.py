@@ -172,16 +172,19 @@ def test_our_operators_count_as_those_of_torch() -> None:
     assert sum(w.nbytes for w in ours) < sum(w.nbytes for w in theirs)
 
 
-def test_the_logits_of_large_vocabularies_are_made_twice() -> None:
+def test_the_logits_of_large_vocabularies_are_made_twice_unless_late() -> None:
     op, labels = torch.ops.mpipipe, Form((4096,), (1,), torch.int64)
     args = (form(4096, 64), form(32768, 64), labels, None, -100, 0.0)
     with FakeTensorMode():
         forward = counted(op.linear_cross_entropy.default, (args, {}))
         rest = (form(4096), -100, 0.0, [True, True, False])
         backward = counted(op.linear_cross_entropy_backward.default, ((form(), *args[:4], *rest), {}))
+        late = counted(op.linear_cross_entropy.default, ((*args, True), {}))
+        then = counted(op.linear_cross_entropy_backward.default, ((form(), *args[:4], None, *rest[1:]), {}))
     product = 2.0 * 4096 * 64 * 32768
     assert forward.flops == product
     assert 2.9 * product < backward.flops < 3.0 * product
+    assert (late.flops, late.nbytes, then.flops) == (0, 0, 3 * product)
 
 
 def form(*shape: int) -> Form:

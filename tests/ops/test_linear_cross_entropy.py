@@ -40,8 +40,8 @@ def by_torch(x, weight, labels, bias, smoothing=0.0, dtype=torch.float64, scale=
     return [loss.detach(), *(t.grad for t in leaves if t is not None)]
 
 
-def by_us(x, weight, labels, bias, smoothing=0.0, scale=1.0):
-    loss = linear_cross_entropy(x, weight, labels, bias=bias, label_smoothing=smoothing)
+def by_us(x, weight, labels, bias, smoothing=0.0, scale=1.0, late=False):
+    loss = linear_cross_entropy(x, weight, labels, bias=bias, label_smoothing=smoothing, late=late)
     (scale * loss).backward()
     got = [loss.detach(), *(t.grad for t in (x, weight, bias) if t is not None)]
     for t in (x, weight, bias):
@@ -58,7 +58,7 @@ def worst(got, exact):
 
 def split(patch):
     """Several tiles of tokens and of entries also of small cases."""
-    for name, value in (("_ALWAYS", 64), ("_COLUMNS", 64), ("_ROWS", 16)):
+    for name, value in (("_ALWAYS", 64), ("_COLUMNS", 64), ("_ROWS", 16), ("_FEWEST", 16)):
         patch.setattr(cross_entropy, name, value)
 
 
@@ -70,15 +70,15 @@ def small_tiles(monkeypatch):
 @settings(max_examples=12)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 40), st.integers(1, 700), st.booleans(),
-    st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.1, 3.0, 100.0]), st.booleans(),
+    st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.1, 3.0, 100.0]), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_error_at_most_twice_torchs(dtype, tokens, entries, bias, smoothing, spread, tiled):
+def test_error_at_most_twice_torchs(dtype, tokens, entries, bias, smoothing, spread, tiled, late):
     with pytest.MonkeyPatch.context() as patch:
         if tiled:
             split(patch)
         given_ = case(tokens, entries, bias=bias, dtype=dtype, spread=spread)
         exact = by_torch(*given_, smoothing, scale=0.25)
-        got = by_us(*given_, smoothing, scale=0.25)
+        got = by_us(*given_, smoothing, scale=0.25, late=late)
     torchs = worst(by_torch(*given_, smoothing, dtype=dtype, scale=0.25), exact)
     # a logit is rounded, by chance in another direction: that moves a loss, and a gradient times x or weight
     x, weight = (t.detach().double() for t in given_[:2])
@@ -98,6 +98,21 @@ def test_a_gradient_that_is_there_is_added_to(small_tiles):
     assert weight.grad.data_ptr() == place
     torch.testing.assert_close(weight.grad.double(), 1 + 2 * exact[2], rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(x.grad.double(), 2 * exact[1], rtol=1e-5, atol=1e-4)
+
+
+@needs_kernels
+def test_late_it_is_backward_that_makes_the_loss(small_tiles):
+    x, weight, labels, bias = case(50, 300)
+    early, *gradients = by_us(x, weight, labels, bias)
+    loss = linear_cross_entropy(x, weight, labels, bias=bias, late=True)
+    shown = loss.detach()
+    assert shown.isnan()
+    (loss * 0.5).backward()
+    assert torch.equal(shown, early)
+    for t, whole in zip((x, weight, bias), gradients, strict=True):
+        torch.testing.assert_close(t.grad, 0.5 * whole)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(x, weight, labels, bias=bias, late=True), early)
 
 
 def test_backward_again_through_the_same_graph(small_tiles):
@@ -218,13 +233,13 @@ def test_gradcheck_of_the_way_without_kernels(smoothing):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @needs_kernels
 def test_operator():
     x, weight, labels, bias = case(6, 11)
-    for b in (bias, None):
+    for b, late in ((bias, False), (None, True)):
         torch.library.opcheck(
-            torch.ops.mpipipe.linear_cross_entropy.default, (x, weight, labels, b, -100, 0.1)
+            torch.ops.mpipipe.linear_cross_entropy.default, (x, weight, labels, b, -100, 0.1, late)
         )
 
 
