@@ -260,8 +260,8 @@ def _kept_bytes(work: Work) -> int:
 def _made_bytes(work: Work) -> int:
     """Of what an operator of a backward makes for itself."""
     if _is_ours(work.op) and work.name.startswith(_HEAD_LOSS) and _is_late(work.name, work.arguments[0]):
-        x, weight = work.forms[1:3]
-        return late_elements(x.shape[0], *weight.shape, x.dtype.itemsize) * x.dtype.itemsize
+        x, (entries, width) = work.forms[1], work.forms[2].shape
+        return late_elements(x.shape[0], entries, width, x.dtype.itemsize) * x.dtype.itemsize
     return 0
 
 

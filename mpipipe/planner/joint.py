@@ -34,7 +34,7 @@ from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import FILLED, PLAIN, PLANNED, SCHEDULES, build, check, check_name, stages_on
-from mpipipe.planner.search import check_bits, make_plan, norm_seconds
+from mpipipe.planner.search import make_plan, norm_seconds
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
@@ -306,7 +306,6 @@ class _Finder:
         try:
             order = build(schedule, stages_on(schedule, n_ranks), count, n_ranks)
             check(order)
-            check_bits(order, numerics)
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(numerics.micro_batches, error)
             return str(error)

@@ -52,7 +52,7 @@ from mpipipe.planner.schedules import (
     to_text,
     zb_planned,
 )
-from mpipipe.planner.schedules.orders import is_even, is_in_two, is_plain
+from mpipipe.planner.schedules.orders import is_even, is_plain
 from mpipipe.planner.several import started
 from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate
 from mpipipe.planner.sizes import size_text
@@ -325,7 +325,6 @@ def program_for(
     if train:
         check_copies(shape_of(layout), layout.n_ranks, numerics)
     schedule = _order(layout, n_micro or numerics.micro_batches, train)
-    check_bits(schedule, numerics)
     program = lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
     prove(program)
     return program
@@ -348,15 +347,6 @@ def _order(layout: Layout, n_micro: int, train: bool) -> Schedule:
     shares = [len(share_of(copy, layout.n_copies, n_micro)) for copy in range(layout.n_copies)]
     known = {count: made(count) for count in set(shares)}
     return in_copies([known[count] for count in shares], layout.copies)
-
-
-def check_bits(order: Schedule | Program, numerics: Numerics) -> None:
-    """Raises PlanError for an order that would have other bits than others have."""
-    if is_in_two(order) and numerics.bits == "fast" and numerics.blocks > 1:
-        raise PlanError(
-            "a schedule with backwards in two has weight gradients with other bits with train.bits=fast and "
-            f"{numerics.blocks} blocks; choose 1f1b, or pipeline.blocks=1"
-        )
 
 
 def _given_actions(layout: Layout, n_micro: int) -> Schedule:

@@ -104,6 +104,9 @@ class Interpreter:
         self.blocks = {
             s: [BlockSums(sums.tensors) for sums in stage.weights.shares] for s, stage in stages.items()
         }
+        # kernels add to the sum of a block, between I and W perhaps another one: what I makes is added
+        # later, with other bits. So B is such an I and W as well
+        self.always_in_two = numerics.bits == "fast" and numerics.blocks > 1
         updates = {s: variants.code("train", variants.first, cuts, s).updates for s in stages}
         self.copies = {s: Copies(stage, updates[s]) for s, stage in stages.items()}
         # only of what has a gradient, as torch does it: a zero between norms changes how their sum is rounded
@@ -134,7 +137,7 @@ class Interpreter:
         self.grad: dict[Key, list[Tensor]] = {}
         self.back: dict[Key, list[Tensor]] = {}
         self.lent: dict[Key, list[Tensor]] = {}
-        self.in_two = {i.stage for i in instrs if i.op == Op.I}  # stages
+        self.in_two = {i.stage for i in instrs if i.op == Op.I or self.always_in_two}  # stages
         self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
         self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
         self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}

@@ -26,6 +26,7 @@ FAST = [  # (case, schedule, ranks, modes of the stages in turn)
     (Case("gpt", precision="bf16", tied="eager"), "zb-h1", 2, (S, F)),
     (Case("gpt", batch=7, evaluate=True), "zb-v", 2, (F, S)),
     (Case("gpt", bits="fast", batch=7, evaluate=True), "interleaved", 2, (S,)),
+    (Case("gpt", bits="fast", batch=7), "1f1b", 2, (S, F)),
     (Case("conv and norm", evaluate=True), "zb-h2", 3, (S,)),
     (Case("conv and norm", evaluate=True), "1f1b", 2, (F,)),
     (Case("traps", precision="bf16", optimizer="sgd"), "gpipe", 3, (S, F)),
@@ -36,7 +37,6 @@ ALL = [
     for case in BITS
     for schedule, ranks in [("1f1b", 1), ("gpipe", 4), ("zb-h1", 3), ("zb-v", 2), ("v-half", 2)]
     for modes in [(S,), (F,), (N, S, F)]
-    if schedule in ("1f1b", "gpipe") or not (case.bits == "fast" and case.blocks > 1)
 ]
 
 
