@@ -26,7 +26,7 @@ sys.path.append(str(REPOSITORY))  # the benchmarks are no part of the package
 
 from benchmarks import ceiling, prediction, survive  # noqa: E402
 from benchmarks.bars import OF_MODELS, bars_of  # noqa: E402
-from benchmarks.bench import competes  # noqa: E402
+from benchmarks.bench import compare, competes  # noqa: E402
 from benchmarks.budget import SIZES, estimate_s  # noqa: E402
 from benchmarks.common import run as start  # noqa: E402
 from benchmarks.hosts import told  # noqa: E402
@@ -180,6 +180,41 @@ def test_bars_of_the_ceiling() -> None:
     sides = {"2 ranks": {"step_s": 2.0}, "4 ranks": {"step_s": 2.2}}
     assert ceiling._four_to_two(sides) == {"four_to_two": {"ratio": 1.1, "bar": 1.1, "met": True}}
     assert ceiling._four_to_two({"3 ranks": sides["2 ranks"], "6 ranks": sides["4 ranks"]}) == {}
+
+
+def test_the_line_of_the_ceiling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every run does as many micro-batches; the ceiling is a step alone over the number of ranks."""
+    asked = []
+
+    def one_run(model: str, ranks: int, steps: int, *settings: str) -> tuple[dict[str, float], None]:
+        asked.append((ranks, settings))
+        step_s = {1: 4.0, 2: 2.0 if "train.clip=null" in settings else 2.5, 4: 2.5}[ranks]
+        return {"step_s": step_s, "predicted_step_s": 2.0}, None
+
+    monkeypatch.setattr(ceiling, "one_run", one_run)
+    ceiling.main(["--models", "tiny", "--rounds", "2", "--schedules", "zb-planned"])
+    line = json.loads(capsys.readouterr().out)
+    assert all(settings[0] == "pipeline.micro_batches=8" for _, settings in asked)
+    assert (line["micro_batches"], line["ceiling_s"]) == (8, 2.0)
+    found = line["sides"]["zb-planned"]
+    assert (found["to_ceiling"], found["to_simulated"]) == (0.8, 0.8)
+    assert [bar["met"] for bar in found["bars"].values()] == [False, False]
+    assert line["sides"]["no_clip"]["to_ceiling"] == 1.0
+    assert line["four_to_two"] == {"ratio": 1.0, "bar": 1.1, "met": True}
+
+
+def test_the_line_of_the_bench_has_the_bars_of_its_model() -> None:
+    class Fake:
+        model, ranks, gemm = "vgg", 2, "mkl"
+        prepare = staticmethod(lambda: {"parameters": 7, "splits": {"1f1b": [[1, 1]]}})
+        ours = staticmethod(lambda steps, keys=(): run(1.0 if "train.bits=fast" in keys else 2.0))
+        peer = staticmethod(lambda side, choice, steps: run(2.5))
+
+    found = compare(Fake(), SIZES["vgg"], ["1f1b"], 60.0)  # type: ignore[arg-type]
+    bars = {row: figures["bars"] for row, figures in found["rows"].items()}
+    assert [(bar["bar"], bar["ours_over_best"]) for bar in bars["kernels_off"]] == [(0.97, 0.8)]
+    assert [(bar["bar"], bar["ours_over_best"]) for bar in bars["kernels_on"]] == [(0.95, 0.4)]
+    assert json.loads(json.dumps(found)) == found
 
 
 def test_the_error_of_a_prediction_is_of_what_was_measured() -> None:
