@@ -27,7 +27,7 @@ from benchmarks.budget import OTHER, SIZES, SLOW, Size, estimate_s
 from benchmarks.case import Case
 from benchmarks.common import machine
 from benchmarks.peers import SCHEDULES, SIDES
-from benchmarks.results import OURS, VARIANTS, Run, summary
+from benchmarks.results import OURS, VARIANTS, Run, said_of_bars, summary
 from mpipipe.cluster.routes import fastest
 from mpipipe.runtime.routes import measure_routes
 
@@ -50,7 +50,7 @@ def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dic
     return {
         "model": case.model,
         "parameters": prepared["parameters"],
-        **summary(runs),
+        **summary(runs, case.model),
         "searched": searched,
         "settings": settings | {"gemm": case.gemm, "arguments": sys.argv[1:]},
         "machine": machine(),
@@ -140,7 +140,10 @@ def main(argv: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             case = Case(model, a.ranks, gemm, Path(folder), a.timeout)
             limit_s = a.minutes * 60 * needs[model] / sum(needs.values())
-            print(json.dumps(compare(case, size, sides, limit_s)), flush=True)
+            found = compare(case, size, sides, limit_s)
+            print(json.dumps(found), flush=True)
+            for text in said_of_bars(found):
+                say(f"{model} {text}")
 
 
 if __name__ == "__main__":

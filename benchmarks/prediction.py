@@ -1,10 +1,11 @@
-"""What a run was predicted to take, and what it took: one JSON line for each model.
+"""What a run was predicted to take, and what it took: one JSON line for each model and number of ranks.
 
-    python -m benchmarks.prediction [--models gpt10m,...] [--rounds 3] [--ranks 2]
+    python -m benchmarks.prediction [--models gpt10m,...] [--rounds 3] [--ranks 1,2,4]
         [--schedule 1f1b] [--start] [--tensors]
 
 Each round is the real command line in fresh processes, without costs of earlier runs (--cached: with them).
-Figures are medians over rounds; ratio = measured / predicted. For each rank and kind of instruction of each
+Figures are medians over rounds; ratio = measured / predicted; step_error: by what part of the measured step
+the predicted one is off, with what is aimed at (`bar`, `met`). For each rank and kind of instruction of each
 of its stages:
 
     wall     seconds, which others on the machine lengthen
@@ -39,10 +40,12 @@ import mpipipe.running
 import mpipipe.runtime.feed
 import mpipipe.runtime.trainer
 import mpipipe.train
+from benchmarks.bars import at_most
 from benchmarks.common import config_of, launch, machine
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
 from mpipipe.planner.search import cut_indices, program_for, tensor_peak_bytes
+from mpipipe.planner.sizes import counted
 from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.runtime.interpreter import Interpreter, Job, Outcome
 from mpipipe.runtime.process import imports_are_done
@@ -55,6 +58,7 @@ train: {batch: 64, lr: 1e-3}
 pipeline: {micro_batches: 8}
 """
 STEPS = {"gpt": 30, "gpt10m": 8, "gpt85m": 4, "vgg": 6, "unet": 60, "resnet": 30}
+BAR = 0.05  # of step_error
 FIGURES = (
     "step_s", "predicted_step_s", "peak_bytes", "predicted_peak_bytes", "bubble", "predicted_bubble",
 )  # fmt: skip
@@ -240,8 +244,8 @@ def _name(kind: str, stage: int) -> str:
     return kind if stage < 0 else f"{kind}{stage}"
 
 
-def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:
-    """All rounds of one model."""
+def model_line(model: str, ranks: int, a: argparse.Namespace) -> dict[str, Any]:
+    """All rounds of one model on so many ranks."""
     rounds, schedules = [], []
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(model)
@@ -254,19 +258,23 @@ def model_line(model: str, a: argparse.Namespace) -> dict[str, Any]:
         ]  # fmt: skip
         for i in range(a.rounds):
             load_before = os.getloadavg()[0]
-            r = one_round(config, overrides, a.ranks)
+            r = one_round(config, overrides, ranks)
             schedules.append(r.pop("schedule"))
             rounds.append(ratios(r) | r | {"load_before": load_before})
             text = f"predicted {r['predicted_step_s']:.4f} s, measured {r['step_s']:.4f} s a step"
-            print(
-                f"{model} {schedules[-1]} round {i + 1}/{a.rounds}: {text} (load {load_before:.1f})",
-                file=sys.stderr,
-            )
+            where = f"{model} on {counted(ranks, 'rank')} {schedules[-1]} round {i + 1}/{a.rounds}"
+            print(f"{where}: {text} (load {load_before:.1f})", file=sys.stderr)
     left_out = [] if a.start else ["start"]
     if not a.tensors:
         left_out += ["tensor_peak_bytes", "predicted_tensor_peak_bytes", "tensor_ratio"]
     found: dict[str, Any] = medians([{k: v for k, v in r.items() if k not in left_out} for r in rounds])
-    return {"model": model, "schedules": schedules} | found
+    return {"model": model, "ranks": ranks, "schedules": schedules, **judged(found["step_ratio"]), **found}
+
+
+def judged(step_ratio: float) -> dict[str, Any]:
+    """The error of a predicted step, of the measured one."""
+    error = abs(1.0 / step_ratio - 1.0)
+    return {"step_error": error, **at_most(error, BAR)}
 
 
 def medians(rounds: Sequence[Any]) -> Any:
@@ -299,7 +307,7 @@ def main(argv: Sequence[str]) -> None:
         "--models", default=",".join(STEPS), help="names in examples/, or resnet; with commas"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", default="2", help="with commas")
     parser.add_argument(
         "--steps", type=int, help="of a run, the first is not counted; default: as fits the model"
     )
@@ -317,8 +325,8 @@ def main(argv: Sequence[str]) -> None:
         rank_main(a.config, a.overrides, Path(a.out), a.launched)
         return
     os.environ[PROFILED] = "1" if a.tensors else ""
-    for model in a.models.split(","):
-        line = model_line(model, a)
+    for model, ranks in itertools.product(a.models.split(","), a.ranks.split(",")):
+        line = model_line(model, int(ranks), a)
         print(json.dumps(line | {"machine": machine()}), flush=True)
 
 

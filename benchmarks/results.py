@@ -1,10 +1,13 @@
-"""From runs to one JSON line: medians, and every side against ours. No torch."""
+"""From runs to one JSON line: medians, sides against ours, and ours against what is aimed at. No torch."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+from benchmarks.bars import at_most, bars_of
+from benchmarks.peers import ALONE, SCHEDULES, SIDES
 
 Run = dict[str, Any]  # step_s, peak_bytes, losses and the setting; or failed, a reason
 Rounds = Mapping[int, Run]
@@ -13,51 +16,121 @@ VARIANTS = {  # of ours, which are no peers: what they are called, and keys besi
     "mpipipe_1f1b": ("schedule: 1f1b", ("pipeline.schedule=1f1b",)),
     "mpipipe_fast": ("bits: fast", ("train.bits=fast",)),
 }
+ROWS = {"kernels_off": OURS, "kernels_on": "mpipipe_fast"}  # what is compared with peers; the side of ours
+GROUPS: dict[str, Collection[str]] = {  # of peers
+    "peer": SIDES,
+    "pipeline": SCHEDULES,
+    "parallel": [side for side in SIDES if side not in ALONE],
+    "one_process": ALONE,
+}
 
 
-def summary(runs: Mapping[str, Rounds]) -> dict[str, Any]:
+def summary(runs: Mapping[str, Rounds], model: str = "") -> dict[str, Any]:
     """Of one model; `runs` has those of `OURS`, its variants and each peer, by round. The `ratio` of a side
     is its seconds over ours in the same rounds: above 1, ours is faster.
     """
-    ours = {i: run for i, run in runs[OURS].items() if "failed" not in run}
-    sides = {}
+    good = {name: _good(rounds) for name, rounds in runs.items()}
+    sides = dict[str, Any]()
     for name, rounds in runs.items():
-        good = {i: run for i, run in rounds.items() if "failed" not in run}
-        if not good:
+        if not good[name]:
             sides[name] = {"failed": next(iter(rounds.values()))["failed"]}
             continue
-        same = [ours[i] for i in good]
-        figures = _medians(list(good.values()))
-        ratio = figures["step_s"] / statistics.median(run["step_s"] for run in same)
-        by_round = [run["step_s"] / ours[i]["step_s"] for i, run in good.items()]
-        error = max(_loss_error(run, other) for run, other in zip(good.values(), same, strict=True))
-        compared = {"ratio": ratio, "ratio_by_round": by_round, "loss_error": error}
-        sides[name] = figures | (compared if name != OURS else {})
-    ratios = {name: side["ratio"] for name, side in sides.items() if "ratio" in side and name not in VARIANTS}
-    best = min(ratios, key=lambda name: ratios[name], default=None)
-    found: dict[str, Any] = {"ratio_to_best_peer": ratios[best] if best else None, "best_peer": best}
-    if best:
+        sides[name] = _medians([*good[name].values()])
+        sides[name] |= _compared(good[name], good[OURS]) if name != OURS else {}
+    rows = {row: row_of(row, model, good) for row, side in ROWS.items() if good.get(side)}
+    ours = rows["kernels_off"]
+    found = {key: ours[key] for key in ("ratio_to_best_peer", "best_peer")}
+    if best := ours["best_peer"]:
         peaks = {name: max(sides[name]["peak_bytes"]) for name in (best, OURS)}
         found |= {"peak_bytes_ratio_to_best_peer": peaks[best] / peaks[OURS]}
         found |= {"ratio_by_round": sides[best]["ratio_by_round"]}
-    return found | {"sides": sides}
+    return found | {"rows": rows, "sides": sides}
+
+
+def _good(rounds: Rounds) -> Rounds:
+    return {i: run for i, run in rounds.items() if "failed" not in run}
 
 
 def _medians(runs: Sequence[Run]) -> dict[str, Any]:
     last = runs[-1]
     setting = {k: v for k, v in last.items() if k not in {"step_s", "steps_s", "peak_bytes", "losses"}}
-    peaks = [statistics.median(rank) for rank in zip(*(r["peak_bytes"] for r in runs), strict=True)]
     seconds = [r["step_s"] for r in runs]
     return {
         "step_s": statistics.median(seconds),
         "step_s_by_round": seconds,
-        "peak_bytes": list(map(int, peaks)),
+        "peak_bytes": _peaks(runs),
         "first_loss": last["losses"][0],
         "last_loss": last["losses"][-1],
         **setting,
     }
 
 
+def _peaks(runs: Sequence[Run]) -> list[int]:
+    """By rank."""
+    return [int(statistics.median(rank)) for rank in zip(*(r["peak_bytes"] for r in runs), strict=True)]
+
+
+def _compared(rounds: Rounds, ours: Rounds) -> dict[str, Any]:
+    error = max(_loss_error(run, ours[i]) for i, run in rounds.items())
+    by_round = [run["step_s"] / ours[i]["step_s"] for i, run in rounds.items()]
+    return {"ratio": _ratio(rounds, ours), "ratio_by_round": by_round, "loss_error": error}
+
+
+def _ratio(rounds: Rounds, ours: Rounds) -> float:
+    """Medians over the rounds of a side, which ours all has."""
+    theirs, same = ([of[i]["step_s"] for i in rounds] for of in (rounds, ours))
+    return statistics.median(theirs) / statistics.median(same)
+
+
 def _loss_error(run: Run, ours: Run) -> float:
     """The largest relative difference of a step's loss."""
     return max(abs(a - b) / abs(b) for a, b in zip(run["losses"], ours["losses"], strict=True))
+
+
+# -- one row of ours against groups of peers ---------------------------------------------------------
+
+
+def row_of(row: str, model: str, good: Mapping[str, Rounds]) -> dict[str, Any]:
+    """Times, bars and memory of one of `ROWS`. good: runs that did not fail, by side and round."""
+    ours, found = good[ROWS[row]], dict[str, Any]()
+    for group, names in GROUPS.items():
+        ratios = {name: _ratio(good[name], ours) for name in good if name in names and good[name]}
+        best = min(ratios, key=lambda name: ratios[name], default=None)
+        found |= {f"ratio_to_best_{group}": ratios[best] if best else None, f"best_{group}": best}
+    peers = {name: _peaks([*good[name].values()]) for name in good if name in SIDES and good[name]}
+    peaks = _peaks([*ours.values()])
+    return {
+        "side": ROWS[row],
+        **found,
+        "bars": [_bar(group, found, bar) for group, bar in bars_of(model, row).items()],
+        "peak_bytes_of_worst_rank": _against(peaks, peers, max),
+        "peak_bytes_of_all_ranks": _against(peaks, peers, sum),
+    }
+
+
+def _bar(group: str, found: Mapping[str, Any], bar: float) -> dict[str, Any]:
+    ratio = found[f"ratio_to_best_{group}"]
+    times = 1.0 / ratio if ratio else None
+    return {"group": group, "ours_over_best": times, **at_most(times, bar)}
+
+
+def _against(
+    ours: Sequence[int], peers: Mapping[str, Sequence[int]], of_ranks: Callable[[Sequence[int]], int]
+) -> dict[str, Any]:
+    """Beside the peer that needs least."""
+    needs = {name: of_ranks(peaks) for name, peaks in peers.items()}
+    least = min(needs, key=lambda name: needs[name], default=None)
+    found = {"ours": of_ranks(ours), "least_of_peers": needs[least] if least else None, "peer": least}
+    return found | {"ratio": needs[least] / of_ranks(ours) if least else None}
+
+
+def said_of_bars(found: Mapping[str, Any]) -> list[str]:
+    """One line for each bar, for people."""
+    lines = []
+    for row, figures in found["rows"].items():
+        for bar in figures["bars"]:
+            best, times = figures[f"best_{bar['group']}"], bar["ours_over_best"]
+            text = f"{row}: bar {bar['bar']:.2f} of the best {bar['group'].replace('_', ' ')}: "
+            said = "none ran" if best is None else f"{times:.3f} of {best}, "
+            lines.append(text + said + {True: "met", False: "MISSED", None: ""}[bar["met"]])
+    return lines

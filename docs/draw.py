@@ -16,6 +16,7 @@ from pathlib import Path
 from mpipipe.errors import DeadlockError
 from mpipipe.planner import (
     SCHEDULES,
+    forward_only,
     live_micro_batches,
     lower,
     partition,
@@ -24,7 +25,7 @@ from mpipipe.planner import (
     prove,
     simulate,
 )  # fmt: skip
-from mpipipe.planner.schedules import live_stages
+from mpipipe.planner.schedules import PLANNED, live_stages, zb_planned
 from mpipipe.report.draw import draw_png, draw_text
 from mpipipe.values import (
     Cluster,
@@ -44,6 +45,8 @@ MIB = 1 << 20
 BLOCKS = {f"{kind}{i}": ms for i in range(4) for kind, ms in (("attn", 3), ("mlp", 5))}
 MODEL = {"embedding": 1, **BLOCKS, "head": 9}  # group -> milliseconds of its forward
 RANKS, MICRO = 4, 8
+UNLIKE = ((1, 2, 1), (2, 3, 2), (2, 3, 2), (3, 3, 2))  # of each rank, units of F, I and W
+KEPT = 5  # stashes that a rank has memory for, where the order is planned
 
 
 def costs(forward_ms: Sequence[float], messages: bool) -> Costs:
@@ -116,19 +119,51 @@ def order(name: str) -> Schedule:
     return SCHEDULES[name](2 * RANKS if several else RANKS, MICRO)
 
 
-def in_units(schedule: Schedule) -> Timeline:
+def stage_of(fwd: float, bwd_input: float, bwd_weight: float) -> StageCost:
+    """In units; a stash takes one byte, all else nothing."""
+    return StageCost(fwd, bwd_input, bwd_weight, 0.0, 0, 1, 0, 0, 0)
+
+
+def in_units(schedule: Schedule, stages: Sequence[StageCost] = ()) -> Timeline:
     """Forward, input gradient and weight gradient of a rank's layers take 2 units each, which its stages
-    share; links and the update cost nothing."""
+    share, if `stages` does not say otherwise; links and the update cost nothing."""
     share = 2 * RANKS / schedule.n_stages
-    stages = (StageCost(share, share, share, 0.0, 0, 1, 0, 0, 0),) * schedule.n_stages
+    stages = tuple(stages) or (stage_of(share, share, share),) * schedule.n_stages
     ranks = (Device("cpu", 1.0, 1 << 40, 1),) * RANKS
     program = lower(schedule, (), "per_use", receive_window=4, train=False)
     return simulate(program, stages, Cluster(ranks, (0,) * RANKS, {"node": Link(0.0, 1e30)}))
 
 
-def unit_text(name: str) -> str:
+def on_unlike(name: str) -> tuple[Schedule, Timeline]:
+    """A schedule with one stage per rank, on `UNLIKE`; the planned one with memory for `KEPT` stashes."""
+    stages = [stage_of(*units) for units in UNLIKE]
+    made = zb_planned(stages, MICRO, [KEPT] * RANKS) if name == PLANNED else order(name)
+    return made, in_units(made, stages)
+
+
+def unlike_text() -> str:
+    rows = zip(("F", "I", "W"), zip(*UNLIKE, strict=True), strict=True)
+    units = ", ".join(f"{kind} {' '.join(map(str, of_ranks))}" for kind, of_ranks in rows)
+    lines = [f"units by rank: {units}", f"{'':11}  {'step':>4}  {'idle':>5}  stashes, by rank"]
+    for name in ("1f1b", "zb-h1", "zb-h2", PLANNED):
+        made, timeline = on_unlike(name)
+        stashes = " ".join(map(str, live_stages(made)))
+        lines.append(f"{name:11}  {timeline.makespan_s:4.0f}  {timeline.bubble:5.1%}  {stashes}")
+    return "\n".join(lines)
+
+
+def units_drawn() -> dict[str, Timeline]:
+    """What is drawn in units, by name: each schedule, and forwards alone with its stages."""
+    drawn = {name: in_units(order(name)) for name in SCHEDULES}
+    drawn[PLANNED] = on_unlike(PLANNED)[1]
+    for title, name in (("forward", "1f1b"), ("forward, V", "zb-v")):
+        homes = order(name).rank_of_stage
+        drawn[title] = in_units(forward_only(len(homes), MICRO, homes))
+    return drawn
+
+
+def unit_text(timeline: Timeline) -> str:
     """One unit is two columns; all drawings on one scale."""
-    timeline = in_units(order(name))
     return draw_text(timeline, len("r0 |") + round(2 * timeline.makespan_s) + 1)
 
 
@@ -165,7 +200,8 @@ def drawings() -> dict[str, str]:
         "bubble": bubble_text(),
         "memory": memory_text(),
         "schedules": schedules_text(),
-        **{f"units {name}": unit_text(name) for name in SCHEDULES},
+        "unlike": unlike_text(),
+        **{f"units {name}": unit_text(timeline) for name, timeline in units_drawn().items()},
     }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mpipipe.config import parse
 from mpipipe.data import open_dataset
 from mpipipe.data.base import Dataset
+from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import Built, build, cross_entropy
@@ -37,14 +38,14 @@ def made(name: str, settings: str, data: str = "{name: synthetic}") -> tuple[Bui
     return build(config, opened), opened
 
 
-def variants(built: Built, data: Dataset, rows: int, precision: str) -> Variants:
-    source = ModelSource(built.model, tiny.SEED)
-    return Variants(source, built.loss, data.specs, rows, precision, built.metrics)
+def variants(built: Built, data: Dataset, rows: int, precision: str, bits: str = "torch") -> Variants:
+    source, how = ModelSource(built.model, tiny.SEED), Lowering(bits)
+    return Variants(source, built.loss, data.specs, rows, precision, built.metrics, lowering=how)
 
 
 @cache
-def captured(name: str, rows: int, precision: str) -> Variants:
-    return variants(*made(name, TINY[name]), rows, precision)
+def captured(name: str, rows: int, precision: str, bits: str = "torch") -> Variants:
+    return variants(*made(name, TINY[name]), rows, precision, bits)
 
 
 class BuiltInCase(tiny.Case):
@@ -56,7 +57,7 @@ class BuiltInCase(tiny.Case):
 
     @property
     def variants(self) -> Variants:
-        return captured(self.model, self.rows, self.precision)
+        return captured(self.model, self.rows, self.precision, self.bits)
 
 
 # -- lengths that vary --------------------------------------------------------------------------------

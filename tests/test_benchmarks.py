@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_run import made_run
 
+from mpipipe.planner.schedules.registry import BUILT_IN
 from mpipipe.report.trace import read_trace
 from mpipipe.values import Report, from_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPOSITORY))  # the benchmarks are no part of the package
 
-from benchmarks import survive  # noqa: E402
-from benchmarks.bench import competes  # noqa: E402
+from benchmarks import ceiling, prediction, survive  # noqa: E402
+from benchmarks.bars import OF_MODELS, bars_of  # noqa: E402
+from benchmarks.bench import compare, competes  # noqa: E402
 from benchmarks.budget import SIZES, estimate_s  # noqa: E402
 from benchmarks.common import run as start  # noqa: E402
 from benchmarks.hosts import told  # noqa: E402
@@ -39,7 +42,7 @@ from benchmarks.peers.splits import (  # noqa: E402
     splits,
     step_s,
 )
-from benchmarks.results import OURS, VARIANTS, summary  # noqa: E402
+from benchmarks.results import GROUPS, OURS, ROWS, VARIANTS, said_of_bars, summary  # noqa: E402
 from benchmarks.table import README, table, written  # noqa: E402
 
 Launch = Callable[..., Any]
@@ -119,6 +122,106 @@ def test_ratios_are_of_the_same_rounds():
     assert sides["mpipipe_fast"]["ratio"] == 0.75, "which is no peer"
 
 
+def test_each_row_is_compared_with_every_group_of_peers() -> None:
+    rows = summary({**RUNS, "compile": {0: run(2.4)}}, "gpt85m")["rows"]
+    off, on = rows["kernels_off"], rows["kernels_on"]
+    assert (off["side"], on["side"]) == (OURS, "mpipipe_fast")
+    assert (off["best_peer"], off["ratio_to_best_peer"]) == ("compile", 1.2)
+    assert (off["best_pipeline"], off["ratio_to_best_pipeline"]) == ("1f1b", 1.5)
+    assert (off["best_parallel"], off["ratio_to_best_parallel"]) == ("ddp", 1.4)
+    assert (on["best_parallel"], on["ratio_to_best_parallel"]) == ("ddp", pytest.approx(2.8 / 1.5))
+    assert (on["best_one_process"], on["ratio_to_best_one_process"]) == ("compile", pytest.approx(1.6))
+    (bar,) = off["bars"]
+    assert bar == {"group": "pipeline", "ours_over_best": 1 / 1.5, "bar": 0.97, "met": True}
+    assert {b["group"]: (b["bar"], b["ours_over_best"]) for b in on["bars"]} == {
+        "parallel": (0.87, pytest.approx(1.5 / 2.8)),
+        "one_process": (0.97, pytest.approx(1.5 / 2.4)),
+    }
+
+
+def test_a_bar_is_missed_above_it_and_null_where_no_such_peer_ran() -> None:
+    found = summary({OURS: {0: run(2.0)}, "mpipipe_fast": {0: run(1.9)}, "1f1b": {0: run(2.0)}}, "gpt85m")
+    met = {row: {b["group"]: b["met"] for b in figures["bars"]} for row, figures in found["rows"].items()}
+    assert met == {"kernels_off": {"pipeline": False}, "kernels_on": {"parallel": False, "one_process": None}}
+    assert said_of_bars(found) == [
+        "kernels_off: bar 0.97 of the best pipeline: 1.000 of 1f1b, MISSED",
+        "kernels_on: bar 0.87 of the best parallel: 0.950 of 1f1b, MISSED",
+        "kernels_on: bar 0.97 of the best one process: none ran",
+    ]
+
+
+def test_memory_is_beside_the_peer_that_needs_least() -> None:
+    wide, narrow = run(9.0) | {"peak_bytes": [5 << 20]}, run(9.0) | {"peak_bytes": [3 << 20, 3 << 20]}
+    row = summary({OURS: {0: run(2.0)}, "one_process": {0: wide}, "ddp": {0: narrow}})["rows"]["kernels_off"]
+    assert row["peak_bytes_of_worst_rank"] == {
+        "ours": 4 << 20, "least_of_peers": 3 << 20, "peer": "ddp", "ratio": 0.75
+    }  # fmt: skip
+    assert row["peak_bytes_of_all_ranks"] == {
+        "ours": 6 << 20, "least_of_peers": 5 << 20, "peer": "one_process", "ratio": 5 / 6
+    }  # fmt: skip
+
+
+def test_bars_are_of_models_rows_and_groups_that_there_are() -> None:
+    assert OF_MODELS.keys() <= SIZES.keys()
+    assert all(bars_of(model, row).keys() <= GROUPS.keys() for model in SIZES for row in ROWS)
+    assert all("pipeline" in bars_of(model, "kernels_off") for model in SIZES)
+    assert {row for rows in OF_MODELS.values() for row in rows} <= ROWS.keys()
+
+
+def test_bars_of_the_ceiling() -> None:
+    near = {"to_ceiling": 0.96, "to_simulated": 0.98}
+    assert ceiling._bars("zb-planned", near) == {
+        "to_simulated": {"bar": 0.97, "met": True},
+        "to_ceiling": {"bar": 0.97, "met": False},
+    }
+    assert ceiling._bars("gpipe", near) == {"to_simulated": {"bar": 0.97, "met": True}}
+    assert ceiling._bars("2 ranks", near) == ceiling._bars("no_clip", near) == {}
+    assert set(ceiling.SCHEDULES.split(",")) == {*BUILT_IN}
+    sides = {"2 ranks": {"step_s": 2.0}, "4 ranks": {"step_s": 2.2}}
+    assert ceiling._four_to_two(sides) == {"four_to_two": {"ratio": 1.1, "bar": 1.1, "met": True}}
+    assert ceiling._four_to_two({"3 ranks": sides["2 ranks"], "6 ranks": sides["4 ranks"]}) == {}
+
+
+def test_the_line_of_the_ceiling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every run does as many micro-batches; the ceiling is a step alone over the number of ranks."""
+    asked = []
+
+    def one_run(model: str, ranks: int, steps: int, *settings: str) -> tuple[dict[str, float], None]:
+        asked.append((ranks, settings))
+        step_s = {1: 4.0, 2: 2.0 if "train.clip=null" in settings else 2.5, 4: 2.5}[ranks]
+        return {"step_s": step_s, "predicted_step_s": 2.0}, None
+
+    monkeypatch.setattr(ceiling, "one_run", one_run)
+    ceiling.main(["--models", "tiny", "--rounds", "2", "--schedules", "zb-planned"])
+    line = json.loads(capsys.readouterr().out)
+    assert all(settings[0] == "pipeline.micro_batches=8" for _, settings in asked)
+    assert (line["micro_batches"], line["ceiling_s"]) == (8, 2.0)
+    found = line["sides"]["zb-planned"]
+    assert (found["to_ceiling"], found["to_simulated"]) == (0.8, 0.8)
+    assert [bar["met"] for bar in found["bars"].values()] == [False, False]
+    assert line["sides"]["no_clip"]["to_ceiling"] == 1.0
+    assert line["four_to_two"] == {"ratio": 1.0, "bar": 1.1, "met": True}
+
+
+def test_the_line_of_the_bench_has_the_bars_of_its_model() -> None:
+    class Fake:
+        model, ranks, gemm = "vgg", 2, "mkl"
+        prepare = staticmethod(lambda: {"parameters": 7, "splits": {"1f1b": [[1, 1]]}})
+        ours = staticmethod(lambda steps, keys=(): run(1.0 if "train.bits=fast" in keys else 2.0))
+        peer = staticmethod(lambda side, choice, steps: run(2.5))
+
+    found = compare(Fake(), SIZES["vgg"], ["1f1b"], 60.0)  # type: ignore[arg-type]
+    bars = {row: figures["bars"] for row, figures in found["rows"].items()}
+    assert [(bar["bar"], bar["ours_over_best"]) for bar in bars["kernels_off"]] == [(0.97, 0.8)]
+    assert [(bar["bar"], bar["ours_over_best"]) for bar in bars["kernels_on"]] == [(0.95, 0.4)]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_error_of_a_prediction_is_of_what_was_measured() -> None:
+    assert prediction.judged(1.25) == {"step_error": pytest.approx(0.2), "bar": 0.05, "met": False}
+    assert prediction.judged(0.97) == {"step_error": pytest.approx(1 / 0.97 - 1), "bar": 0.05, "met": True}
+
+
 def test_a_slow_or_failed_peer_runs_once():
     first = {name: {0: rounds[0]} for name, rounds in RUNS.items()} | {"compile": {0: run(9.0)}}
     peers = [name for name in first if name not in (OURS, *VARIANTS)]
@@ -173,6 +276,18 @@ def test_the_reason_of_a_failure_is_one_line():
     assert reason(trace) == "ValueError: the reason"
     assert reason("Killed\n") == "Killed"
     assert reason("") == "it said nothing"
+
+
+def commands_of(page: str, mark: str) -> set[str]:
+    """Of `make bench`, in lines that begin with the mark."""
+    lines = [line for line in (REPOSITORY / page).read_text().splitlines() if line.startswith(mark)]
+    return {found for line in lines for found in re.findall(r"make bench(?:-\w+)?(?: BENCH=\w+)?", line)}
+
+
+def test_every_benchmark_that_make_runs_has_its_row_among_the_figures() -> None:
+    known = commands_of("benchmarks/README.md", "make")
+    assert known == commands_of("docs/benchmarks.md", "|")
+    assert len(known) > 10
 
 
 # -- every peer --------------------------------------------------------------------------------

@@ -230,10 +230,11 @@ captured = cache(capture)
 
 
 def full_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Values of a parameter, or tuples of several: some in the fast suite, the others in the full one."""
+    """Values of a parameter, or tuples of several, each once: some in the fast suite, the others in the full
+    one."""
     return [
         v if v in fast else pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.full)
-        for v in values
+        for v in dict.fromkeys(values)
     ]
 
 

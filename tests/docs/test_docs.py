@@ -41,6 +41,7 @@ from mpipipe.config import sections
 from mpipipe.config.read import _kinds
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.pipeline import Pipeline
+from mpipipe.planner.schedules.registry import BUILT_IN
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -131,6 +132,11 @@ def test_python_runs_and_prints_what_is_said(
     following = blocks()[blocks().index(block) + 1 :]
     said = following[0].text if following and following[0].note == "prints" else None
     assert said in (None, printed(block))
+
+
+def test_every_schedule_and_forward_alone_is_drawn_and_every_drawing_is_shown() -> None:
+    assert {f"units {name}" for name in (*BUILT_IN, "forward")} <= drawings().keys()
+    assert {f"drawn: {name}" for name in drawings()} == {b.note for b in blocks() if "drawn: " in b.note}
 
 
 @pytest.mark.parametrize("block", of("text"))

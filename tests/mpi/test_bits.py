@@ -16,11 +16,12 @@ from pathlib import Path
 
 import built_in_tiny
 import hf_tiny
+import kinds
 import pytest
 import tiny
 import torch
-from built_in_tiny import BuiltInCase, tiny_layers, tiny_varying
-from hf_tiny import tiny_moe, tiny_t5
+from built_in_tiny import BuiltInCase
+from kinds import KINDS
 from tiny import BITS, Case, Result, differences
 
 from mpipipe import ops
@@ -44,7 +45,7 @@ Run = Callable[[Communicator], Result]
 
 def key() -> str:
     """Of the package, of torch, of the processor and of the tests themselves."""
-    files = [tiny.__file__, built_in_tiny.__file__, hf_tiny.__file__, __file__]
+    files = [tiny.__file__, built_in_tiny.__file__, hf_tiny.__file__, kinds.__file__, __file__]
     tests = [Path(file).read_text() for file in files]
     parts = [code_version(ops.KERNELS_VERSION), torch.__version__, instruction_set(), *tests]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -71,12 +72,19 @@ def test_the_bits_of_one_rank(comm: MpiCommunicator, case: Case, schedule: str) 
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), schedule == "1f1b")
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-planned", "zb-v", "v-half"])
-@pytest.mark.parametrize(
-    "case",
-    [Case("gpt"), Case("gpt", batch=24, micro_batches=12, tied="eager"), Case("skips", evaluate=True)],
-    ids=str,
-)
+IN_TWO_OR_SEVERAL = ["interleaved", "zb-h1", "zb-h2", "zb-planned", "zb-v", "v-half"]
+CASES_SCHEDULES = [
+    *itertools.product(
+        [Case("gpt"), Case("gpt", batch=24, micro_batches=12, tied="eager"), Case("skips", evaluate=True)],
+        IN_TWO_OR_SEVERAL,
+    ),
+    *itertools.product([Case("conv and norm", evaluate=True)], ["interleaved", "zb-h2", "zb-v"]),
+    *itertools.product([Case("gpt", precision="bf16", tied="eager")], ["zb-planned", "v-half"]),
+    *itertools.product([Case("gpt", bits="fast", batch=7, evaluate=True)], ["interleaved", "zb-h2"]),
+]
+
+
+@pytest.mark.parametrize(("case", "schedule"), CASES_SCHEDULES, ids=str)
 def test_the_bits_of_one_rank_with_backwards_in_two_or_several_stages(
     comm: MpiCommunicator, case: Case, schedule: str
 ) -> None:
@@ -86,17 +94,25 @@ def test_the_bits_of_one_rank_with_backwards_in_two_or_several_stages(
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), keep=False)
 
 
+OF_GPT = Case("gpt", batch=15, micro_batches=8, blocks=4, evaluate=True, steps=2)
+OF_NORMS = Case("conv and norm", batch=11, blocks=4, evaluate=True, steps=2)
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    "case",
+    ("case", "schedule", "recompute"),
     [
-        Case("gpt", batch=15, micro_batches=8, blocks=4, evaluate=True, steps=2),
-        Case("conv and norm", batch=11, blocks=4, evaluate=True, steps=2),
-        Case("thrice", batch=12, micro_batches=6, blocks=6, tied="eager", steps=2),
+        (OF_GPT, "1f1b", ()),
+        (OF_NORMS, "1f1b", ()),
+        (Case("thrice", batch=12, micro_batches=6, blocks=6, tied="eager", steps=2), "1f1b", ()),
+        (OF_GPT, "zb-planned", ("selective", "full")),
+        (OF_NORMS, "zb-h2", ("full", "selective")),
     ],
     ids=str,
 )
-def test_the_bits_of_one_rank_with_replicas(comm: MpiCommunicator, case: Case) -> None:
+def test_the_bits_of_one_rank_with_replicas(
+    comm: MpiCommunicator, case: Case, schedule: str, recompute: Sequence[Recompute]
+) -> None:
     """Two and four, of 4 ranks also two of two stages; three with 6 blocks; and unlike numbers for each
     stage, such as 2+1 and 1+2+1."""
     legal = legal_copies(case.numerics)
@@ -104,7 +120,7 @@ def test_the_bits_of_one_rank_with_replicas(comm: MpiCommunicator, case: Case) -
     unlike = [shape for p in (2, 3) for shape in itertools.product(legal, repeat=p)
               if sum(shape) == comm.size and len({*shape}) > 1]  # fmt: skip
     for copies in (*even, *unlike):
-        got = tiny.train(comm, case, copies=copies)
+        got = tiny.train(comm, case, schedule, copies=copies, recompute=recompute)
         expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
 
 
@@ -138,27 +154,18 @@ def test_the_bits_of_one_rank_with_recomputation(
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), keep=False)
 
 
-MODELS = [  # two steps each; where there is BatchNorm, on ragged micro-batches and with evaluations between
-    BuiltInCase("resnet", batch=7, evaluate=True, steps=2),
-    BuiltInCase("unet", batch=7, evaluate=True, steps=2),
-    BuiltInCase("resnet", bits="fast", batch=7, evaluate=True, steps=2),
-    BuiltInCase("lstm", steps=2),
-    BuiltInCase("dlrm", steps=2),
-    BuiltInCase("llama", steps=2),
-    BuiltInCase("encoder_decoder", steps=2),
-    tiny_varying(steps=2),
-    tiny_layers(batch=10, evaluate=True, steps=2),
-    tiny_t5(steps=2),
-    tiny_moe(steps=2),
-]
+IN_TWO = itertools.cycle(["zb-h1", "zb-h2", "zb-planned"])
+OF_EVERY_KIND = [*itertools.product(KINDS, ["1f1b"]), *zip(KINDS, IN_TWO, strict=False)]
 
 
-@pytest.mark.parametrize("case", MODELS, ids=str)
-def test_the_bits_of_one_rank_for_every_kind_of_model(comm: MpiCommunicator, case: Case) -> None:
+@pytest.mark.parametrize(("case", "schedule"), OF_EVERY_KIND, ids=str)
+def test_the_bits_of_one_rank_for_every_kind_of_model(
+    comm: MpiCommunicator, case: Case, schedule: str
+) -> None:
     if isinstance(case, hf_tiny.HfCase):
         pytest.importorskip("transformers")
-    got = tiny.train(comm, case)
-    expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
+    got = tiny.train(comm, case, schedule)
+    expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), schedule == "1f1b")
 
 
 @pytest.mark.mpi(min_size=2)
