@@ -18,10 +18,11 @@ from benchmarks import step
 from benchmarks.kernels import gpu, linear_cross_entropy, whole_step
 from benchmarks.kernels.__main__ import modules
 from benchmarks.kernels.harness import Case, Skipped, compare
-from benchmarks.kernels.limits import Limits, Seen, by_route, has_bars, route
+from benchmarks.kernels.limits import Limits, Seen, by_route, has_bars, route, true_routes
 from benchmarks.kernels.lines import lines, of_memory, of_skipped, said
 from benchmarks.kernels.memory import Memory, Taken, taken
 from benchmarks.kernels.table import MARKED, PAGE, table
+from mpipipe.runtime.setting import use_gemm_route
 
 
 class Time:
@@ -310,6 +311,22 @@ def test_whole_steps_have_bars_and_bf16_wants_units(
         "gpt85m, fp32": (1.15, False),
         "gpt85m, bf16": (1.2, not units),
     }
+
+
+@pytest.mark.kernels
+def test_torch_as_it_comes_takes_turns_with_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By MKL, while the other sides keep the route that is set."""
+    if "onednn" not in true_routes():
+        pytest.skip("oneDNN rounds to bf16 on this processor")
+    monkeypatch.setitem(step.SIZES, "gpt10m", ((64, 1, 32, 2, 16), 8, 2))
+    steps, routes = step.Steps("gpt10m", "fp32", "onednn"), list[str]()
+    case = steps.case(1.15)
+    case.prepare()  # type: ignore[misc]
+    monkeypatch.setattr(steps.sides["torch"], "step", lambda: routes.append(route()))
+    for call in (case.theirs["torch"], case.stock, case.theirs["torch"]):
+        call()  # type: ignore[misc]
+    assert routes == ["onednn", "mkl", "onednn"]
+    use_gemm_route("mkl")
 
 
 @pytest.mark.kernels
