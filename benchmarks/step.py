@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.harness import Call, Case, compare
+from benchmarks.kernels.limits import by_route
 from mpipipe import OptimizerSettings, Pipeline
 from mpipipe.config import parse
 from mpipipe.data import open_dataset
@@ -50,7 +51,12 @@ class Steps:
             "whole_step", f"{self.name}, {self.precision}", lambda: self.sides["fast"].step(),
             {"torch": lambda: self.sides["torch"].step()}, bar, prepare=self.prepare,
             floor=None if images else self.multiply, floor_times=1 if images else SIZES[self.name][2],
+            stock=by_route("mkl", lambda: self.sides["torch"].step()) if self._routed() else None,
         )  # fmt: skip
+
+    def _routed(self) -> bool:
+        """Whether torch as it comes makes its products in another way."""
+        return self.precision == "fp32" and self.gemm not in ("auto", "mkl")
 
     def prepare(self) -> None:
         self.sides, self.products, gemm = {}, [], self.gemm

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.harness import Case
+from benchmarks.kernels.limits import by_route
 from mpipipe.ops import flash_attention
 
 Tensor = torch.Tensor
@@ -37,27 +38,14 @@ def _pair(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Iterator[Case
     name, flops = f"{b}x{h}x{t}x{e} {str(dtype).removeprefix('torch.')}", 2.0 * b * h * t * t * e
     forward, backward = ([make(f, q, k, v) for f in (ours, theirs)] for make in (_forward, _backward))
     of_forward, of_backward = (4 * q.nbytes, flops), (8 * q.nbytes, 2.5 * flops)
-    if dtype == torch.float32:
+    half = dtype == torch.bfloat16
+    if not half:
         bars = (FORWARD_BAR, BACKWARD_BAR) if e == 64 else (None, None)
-        stock = [{"sdpa": _by_mkl(call)} for _, call in (forward, backward)]
+        stock = [{"sdpa": by_route("mkl", call)} for _, call in (forward, backward)]
         yield Case("flash_attention", f"forward {name}, stock", forward[0], stock[0], bars[0], *of_forward)
         yield Case("flash_attention", f"backward {name}, stock", backward[0], stock[1], bars[1], *of_backward)
-    yield Case("flash_attention", f"forward {name}", forward[0], {"sdpa": forward[1]}, None, *of_forward)
-    yield Case("flash_attention", f"backward {name}", backward[0], {"sdpa": backward[1]}, None, *of_backward)
-
-
-def _by_mkl(call: Callable[[], object]) -> Callable[[], object]:
-    """The call with torch's products as they come, whatever the route of the others is."""
-    matmul = torch.backends.mkldnn.matmul
-
-    def run() -> object:
-        before, matmul.fp32_precision = matmul.fp32_precision, "none"
-        try:
-            return call()
-        finally:
-            matmul.fp32_precision = before
-
-    return run
+    for way, (ours, torchs), of in (("forward", forward, of_forward), ("backward", backward, of_backward)):
+        yield Case("flash_attention", f"{way} {name}", ours, {"sdpa": torchs}, None, *of, bf16=half)
 
 
 def _forward(attend: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Tensor]:

@@ -2,26 +2,31 @@
 
     python -m benchmarks.kernels.gpu [swiglu ...] [--rounds 15]
 
-There is no bar: the cases' own are for processors. Seconds are those between two points at which the GPU has
-nothing left to do.
+Lines as those of the processor, for `benchmarks.kernels.table`; `limit` is that of the GPU. There is no bar:
+that of a case is for processors. Seconds are between two points at which the GPU has nothing left to do.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import datetime
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from benchmarks.common import machine
 from benchmarks.kernels.__main__ import ROUNDS, modules
-from benchmarks.kernels.harness import compare
+from benchmarks.kernels.harness import Case, compare
+from benchmarks.kernels.limits import Clock, Limits, limits
+from benchmarks.kernels.lines import Line, lines, said
 from mpipipe.ops.native import cuda_kernels
 
-ON_CPU_ALONE = {"embedding", "whole_step"}
+# no kernels for GPUs, or nothing that a GPU changes
+ON_CPU_ALONE = {"batch_norm", "calls", "embedding", "whole_step"}
+TRIAD, SIZE = 1 << 27, 8192  # beyond the caches of a GPU; products that fill one
 
 
 def clock() -> float:
@@ -29,10 +34,20 @@ def clock() -> float:
     return time.perf_counter()
 
 
+def measured(names: Sequence[str], rounds: int, device: str, clock: Clock, limit: Limits) -> Iterator[Line]:
+    """Of the cases that compare seconds, with tensors on the device."""
+    found = modules()
+    for name in names:
+        with torch.device(device):  # where the cases make their tensors
+            for case in found[name].cases():
+                if isinstance(case, Case):
+                    yield from lines(case, compare(case, rounds, clock), 1, limit, barred=False)
+
+
 def main(argv: Sequence[str]) -> None:
-    found = {name: module for name, module in modules().items() if name not in ON_CPU_ALONE}
+    names = [name for name in modules() if name not in ON_CPU_ALONE]
     parser = argparse.ArgumentParser(description="the kernels for GPUs against torch")
-    parser.add_argument("kernels", nargs="*", choices=[[], *found], metavar="kernel", help="default: all")
+    parser.add_argument("kernels", nargs="*", choices=[[], *names], metavar="kernel", help="default: all")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     a = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -40,11 +55,18 @@ def main(argv: Sequence[str]) -> None:
     if cuda_kernels is None:
         sys.exit("no kernels for GPUs: build them with `make kernels CUDA=1`")
     torch.manual_seed(0)
-    for name in a.kernels or found:
-        with torch.device("cuda"):  # where the cases make their tensors
-            for case in found[name].cases():
-                line = {"kernel": case.kernel, "case": case.case, "gpu": torch.cuda.get_device_name()}
-                print(json.dumps(line | dataclasses.asdict(compare(case, a.rounds, clock))), flush=True)
+    gpu = torch.cuda.get_device_properties(0)
+    common = {
+        "gemm": "cublas",
+        "kernels": "cuda",
+        "date": datetime.date.today().isoformat(),
+        "machine": machine() | {"processor": gpu.name, "cores": gpu.multi_processor_count},
+    }
+    with torch.device("cuda"):
+        limit = limits(clock, TRIAD, SIZE, units=True)
+    for line in measured(a.kernels or names, a.rounds, "cuda", clock, limit):
+        print(json.dumps(line | common), flush=True)
+        print(said(line), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

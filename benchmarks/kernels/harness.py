@@ -7,7 +7,8 @@ are divided by each other: a disturbance meets both. The ratio is the median ove
     round 1   B  A  ours        compared is the best side: the smallest ratio
 
 A whole step has a floor: what stays of it however fast the kernels are. It takes turns like a side, and
-torch's seconds over it are the most that the ratio could be.
+torch's seconds over it are the most that the ratio could be. It may have torch as it comes beside it, too,
+which does not compete: what is gained over that is what the route of the products gains, times the ratio.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TURN_S = 0.01  # a turn repeats a short call for that long
 WARM_UP = 3  # calls; the first ones allocate, plan and compile
 LONG_S = 1.0  # a call that takes longer is warm after two
 BUDGET_S, LEAST_ROUNDS = 30.0, 3  # of a case: fewer rounds than asked for, where they would take longer
-FLOOR = "floor"  # among the sides
+FLOOR, STOCK = "floor", "torch as it comes"  # among the sides
 HOPELESS = 3.0  # a side that takes so many times the best one's warm-up is not measured
 
 
@@ -36,6 +37,9 @@ class Case:
     bar: the ratio that is aimed at, None for a case of interest only. bytes, flops: what the computation
     must at least move and compute. prepare: called before anything is, with the threads that are set.
     floor: what stays of the computation with whatever kernels, or one of its `floor_times` equal parts.
+    stock: the computation by torch as it comes, where `theirs` have the faster route of the products.
+    call: what is looked at is the cost of a call on next to nothing, and bar the most microseconds of one.
+    bf16: its products could be made by units for bfloat16.
     """
 
     kernel: str
@@ -48,6 +52,30 @@ class Case:
     prepare: Call | None = None
     floor: Call | None = None
     floor_times: int = 1
+    stock: Call | None = None
+    call: bool = False
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A case that cannot be measured on this machine, and why."""
+
+    kernel: str
+    case: str
+    bar: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Of torch as it comes: its seconds over ours, over the best of theirs (what the route alone gains),
+    and over the floor."""
+
+    ratio: float
+    quartiles: tuple[float, float]
+    routing: float
+    at_most: float | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +91,7 @@ class Compared:
     unmeasured: dict[str, str] = field(default_factory=dict)  # side -> reason
     rounds: int = 0
     at_most: float | None = None
+    stock: Stock | None = None
 
 
 def compare(case: Case, rounds: int, clock: Callable[[], float] = time.perf_counter) -> Compared:
@@ -82,19 +111,33 @@ def compare(case: Case, rounds: int, clock: Callable[[], float] = time.perf_coun
     for name in slow:
         unmeasured[name] = f"{first_s.pop(name) / best_s:.1f} times the best one in the warm-up"
     calls = {name: case.theirs[name] if name else case.ours for name in first_s}
-    if case.floor:
-        calls[FLOOR], first_s[FLOOR] = case.floor, _warm_up_s(case.floor, clock)
+    for name, call in ((FLOOR, case.floor), (STOCK, case.stock)):
+        if call:
+            calls[name], first_s[name] = call, _warm_up_s(call, clock)
     rounds = min(rounds, max(LEAST_ROUNDS, int(BUDGET_S / max(sum(first_s.values()), TURN_S))))
     seconds = _take_turns(calls, first_s, rounds, clock)
-    by_round = {name: _ratios(seconds[name], seconds[""]) for name in calls if name not in ("", FLOOR)}
+    by_round = {name: _ratios(seconds[name], seconds[""]) for name in case.theirs if name in calls}
     ratios = {name: statistics.median(r) for name, r in by_round.items()}
-    best, at_most = min(ratios, key=lambda name: ratios[name]), None
-    if case.floor:
-        at_most = statistics.median(_ratios(seconds[best], seconds[FLOOR])) / case.floor_times
+    best = min(ratios, key=lambda name: ratios[name])
+
+    def at_most(side: str) -> float | None:
+        """Of a side's ratio."""
+        return _median(seconds[side], seconds[FLOOR]) / case.floor_times if case.floor else None
+
+    stock = None
+    if case.stock:
+        over_ours = _ratios(seconds[STOCK], seconds[""])
+        routing = _median(seconds[STOCK], seconds[best])
+        stock = Stock(statistics.median(over_ours), _quartiles(over_ours), routing, at_most(STOCK))
     return Compared(
         statistics.median(seconds[""]), best, ratios[best], _quartiles(by_round[best]), ratios, unmeasured,
-        rounds, at_most,
+        rounds, at_most(best), stock,
     )  # fmt: skip
+
+
+def _median(of: list[float], to: list[float]) -> float:
+    """Of their ratios."""
+    return statistics.median(_ratios(of, to))
 
 
 def _ratios(of: list[float], to: list[float]) -> list[float]:

@@ -1,28 +1,42 @@
 """Forward and backward of a language model's head. The weight's gradient is there, as in every
 micro-batch but the first; torch's chunks are the best of those tried.
 
-    python -m benchmarks.kernels.linear_cross_entropy     the memory that each side takes meanwhile (Linux)
-"""
+The memory that both take meanwhile is measured too: of torch's chunks by the smallest, which take least."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
 
 from benchmarks.kernels.harness import Call, Case
+from benchmarks.kernels.memory import OURS, Memory
+from benchmarks.kernels.memory import extra_bytes as extra_bytes_of
 from mpipipe.ops import linear_cross_entropy
 
 MODULE = "benchmarks.kernels.linear_cross_entropy"
 WIDTH = 768
 CHUNKS = (256, 512, 1024)  # tokens
+SHAPES = ((1024, 32_000), (4096, 32_000), (1024, 128_000))  # tokens, entries
+SPEED_BARS, MEMORY_BARS = (1.0, 1.0, None), (3.0, 3.0, None)
 
 
-def cases() -> list[Case]:
-    return [_case(1024, 32_000, 1.0), _case(4096, 32_000, 1.0), _case(1024, 128_000, None)]
+def cases() -> Iterator[Case | Memory]:
+    """One after the other, so that the tensors of one are there at a time."""
+    for (tokens, entries), bar in zip(SHAPES, SPEED_BARS, strict=True):
+        yield _case(tokens, entries, bar)
+    for (tokens, entries), bar in zip(SHAPES, MEMORY_BARS, strict=True):
+        code = f"from {MODULE} import extra_bytes; print(extra_bytes('%s', {tokens}, {entries}))"
+        yield Memory("linear_cross_entropy", f"{_name(tokens, entries)}, memory", code, _chunks()[:1], bar)
+
+
+def _name(tokens: int, entries: int) -> str:
+    return f"{tokens} x {WIDTH}, V {entries}"
+
+
+def _chunks() -> tuple[str, ...]:
+    return tuple(f"chunks of {n}" for n in CHUNKS)
 
 
 def _case(tokens: int, entries: int, bar: float | None) -> Case:
@@ -45,10 +59,10 @@ def _case(tokens: int, entries: int, bar: float | None) -> Case:
         )
 
     whole = step(lambda: functional.cross_entropy(functional.linear(x, weight), labels, reduction="sum"))
-    theirs = {f"chunks of {n}": chunked(n) for n in CHUNKS} | {"all logits": whole}
+    theirs = dict(zip(_chunks(), map(chunked, CHUNKS), strict=True)) | {"all logits": whole}
     return Case(
         "linear_cross_entropy",
-        f"{tokens} x {WIDTH}, V {entries}",
+        _name(tokens, entries),
         step(lambda: linear_cross_entropy(x, weight, labels)),
         theirs,
         bar,
@@ -57,30 +71,11 @@ def _case(tokens: int, entries: int, bar: float | None) -> Case:
     )
 
 
-def extra_bytes(side: str, tokens: int) -> int:
-    """Growth of this process's resident memory during a call, at most; `side` of the case, or "" for ours.
-    A call on a small case comes first, so that libraries are not counted."""
-    for shape in ((64, 4096), (tokens, 32_000)):
-        case = _case(*shape, None)
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest size so far
-        before = _resident_bytes("VmRSS")
-        (case.theirs[side] if side else case.ours)()
-    return _resident_bytes("VmHWM") - before
+def extra_bytes(side: str, tokens: int, entries: int) -> int:
+    """Of this process during forward and backward, by a side of the case."""
+    small, large = (_of(_case(*shape, None), side) for shape in ((64, 4096), (tokens, entries)))
+    return extra_bytes_of(small, large)
 
 
-def _resident_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
-
-
-def main() -> None:
-    """A process for each side: what one frees the next one would find."""
-    for tokens in (1024, 4096):
-        for side in ("", *(f"chunks of {n}" for n in CHUNKS)):
-            code = f"from {MODULE} import extra_bytes; print(extra_bytes({side!r}, {tokens}))"
-            run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-            print(f"{tokens} tokens, {side or 'ours'}: {int(run.stdout) / 1e6:.0f} MB")
-
-
-if __name__ == "__main__":
-    main()
+def _of(case: Case, side: str) -> Call:
+    return case.ours if side == OURS else case.theirs[side]

@@ -32,28 +32,53 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for kernel, case in dict.fromkeys(key[:2] for key in lines):
         found = [lines[kernel, case, n] for n in threads if (kernel, case, n) in lines]
         ratios = [_ratio(lines.get((kernel, case, n))) for n in threads]
-        bar = found[0]["bar"]
-        rows.append([kernel, case, *ratios, "" if bar is None else _bar(bar), _most(found)])
+        rows.append([kernel, case, *ratios, _bar(found), _most(found)])
     text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"{text}\n\n{_measured(results)}\n"
 
 
 def _ratio(found: dict[str, Any] | None) -> str:
+    """Of a call its microseconds."""
     if found is None:
         return ""
-    return f"{found['ratio']:.2f}{' (missed)' if found['met'] is False else ''}"
+    if found["ratio"] is None:
+        return "not measured"
+    said = f"{found['us']:.1f} us" if "us" in found else f"{found['ratio']:.2f}"
+    return f"{said}{' (missed)' if found['met'] is False else ''}"
 
 
-def _bar(bar: float) -> str:
-    """With the digits that it has, one at least."""
+def _bar(found: Sequence[dict[str, Any]]) -> str:
+    """That over torch as it comes differs by the gain of the route in each run."""
+    line = found[0]
+    if line["bar"] is None:
+        return ""
+    if "routing" in line:
+        return f"{_digits(round(line['bar'] / line['routing'], 3))} x the route's"
+    return f"{_digits(line['bar'])}{' us' if 'us' in line else ''}"
+
+
+def _digits(bar: float) -> str:
+    """Those that it has, one at least."""
     return max(f"{bar:.1f}", f"{bar:g}", key=len)
 
 
 def _most(found: Sequence[dict[str, Any]]) -> str:
-    """Of a whole step the largest possible ratio, by number of threads."""
-    if "ratio" in found[-1]["limit"]:
-        return ", ".join(f"{line['limit']['ratio']:.2f}" for line in found)
-    return _share(found[-1])
+    """Of a whole step the largest possible ratio by number of threads; of calls and memory PyTorch's own."""
+    last = found[-1]
+    if last["ratio"] is None:
+        return str(last["reason"])
+    if "us" in last:
+        return f"PyTorch {last['torch_us']:.1f} us"
+    if "ours_bytes" in last:
+        return f"{last['ours_bytes'] / 1e6:.0f} of {last['theirs_bytes'][last['best']] / 1e6:.0f} MB"
+    if "ratio" not in last["limit"]:
+        return _share(last)
+    routing = f"; the route alone {_each(found, 'routing')}" if "routing" in last else ""
+    return f"{_each([line['limit'] for line in found], 'ratio')}{routing}"
+
+
+def _each(found: Sequence[dict[str, Any]], name: str) -> str:
+    return ", ".join(f"{line[name]:.2f}" for line in found)
 
 
 def _share(found: dict[str, Any]) -> str:
@@ -69,7 +94,8 @@ def _measured(results: Sequence[dict[str, Any]]) -> str:
     """One line for each machine, date and route."""
     rounds: dict[str, list[int]] = {}
     for found in results:
-        rounds.setdefault(_said(found), []).append(found["rounds"])
+        if found["rounds"]:  # else nothing was measured
+            rounds.setdefault(_said(found), []).append(found["rounds"])
     return "\n".join(f"{said}, medians of {_range(of)} rounds." for said, of in rounds.items())
 
 

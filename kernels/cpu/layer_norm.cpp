@@ -17,7 +17,7 @@ constexpr size_t kRun = 4096;  // elements summed in float32 before the sum goes
 
 // s = x + residual, rounded.
 template <typename T>
-void add(const T* __restrict x, const T* __restrict residual, T* __restrict s, size_t d) {
+[[gnu::noinline]] void add_row(const T* __restrict x, const T* __restrict residual, T* __restrict s, size_t d) {
 #pragma omp simd
     for (size_t i = 0; i < d; ++i) s[i] = narrow<T>(wide(x[i]) + wide(residual[i]));
 }
@@ -30,8 +30,8 @@ double row_sum(const T* s, float mean, size_t d) {
 }
 
 template <typename T>
-void scale(const T* __restrict s, const T* __restrict weight, const T* __restrict bias, float mean, float rstd,
-           T* __restrict y, size_t d) {
+[[gnu::noinline]] void scale_row(const T* __restrict s, const T* __restrict weight, const T* __restrict bias,
+                                 float mean, float rstd, T* __restrict y, size_t d) {
 #pragma omp simd
     for (size_t i = 0; i < d; ++i)
         y[i] = narrow<T>((wide(s[i]) - mean) * rstd * wide(weight[i]) + wide(bias[i]));
@@ -46,14 +46,14 @@ void forward(const T* x, const T* residual, const T* weight, const T* bias, floa
         for (size_t r = first; r < last; ++r) {
             const T* row = x + r * d;
             if (residual) {
-                add(row, residual + r * d, s + r * d, d);
+                add_row(row, residual + r * d, s + r * d, d);
                 row = s + r * d;
             }
             const float centre = mean ? static_cast<float>(row_sum<false>(row, 0, d) / d) : 0.0f;
             const float scaling = static_cast<float>(1 / std::sqrt(row_sum<true>(row, centre, d) / d + eps));
             if (mean) mean[r] = centre;
             rstd[r] = scaling;
-            scale(row, w.p, b.p, centre, scaling, y + r * d, d);
+            scale_row(row, w.p, b.p, centre, scaling, y + r * d, d);
         }
     });
 }
@@ -95,8 +95,9 @@ RowSums row_sums(const T* dy, const T* s, const T* weight, float mean, float rst
 // dx = rstd * (g - mean(g) - h * mean(g * h)), its last step a subtraction: with `ds` to add, a compiler that fuses
 // multiplications with additions has none left, and the bits are those of an addition made later.
 template <bool add_ds, typename T>
-void row_gradient(const T* __restrict dy, const T* __restrict ds, const T* __restrict s, const T* __restrict weight,
-                  float mean, float rstd, float mean_g, float mean_gh, T* __restrict dx, size_t d) {
+[[gnu::noinline]] void row_gradient(const T* __restrict dy, const T* __restrict ds, const T* __restrict s,
+                                    const T* __restrict weight, float mean, float rstd, float mean_g, float mean_gh,
+                                    T* __restrict dx, size_t d) {
 #pragma omp simd
     for (size_t i = 0; i < d; ++i) {
         const float h = (wide(s[i]) - mean) * rstd, g = wide(dy[i]) * wide(weight[i]);

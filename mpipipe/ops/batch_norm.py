@@ -56,7 +56,7 @@ def batch_norm(
     if traced(x):
         y, mean, variance, _ = torch.ops.mpipipe.batch_norm(x, residual, weight, bias, eps, relu)
     elif wants_gradient(x, residual, weight, bias):
-        y, mean, variance, _ = _BatchNorm.apply(x, residual, weight, bias, eps, relu)
+        y, mean, variance = _BatchNorm.apply(x, residual, weight, bias, eps, relu)
     else:
         y, mean, variance, _ = _forward(x, residual, weight, bias, eps, relu)
     return y, mean, variance
@@ -81,7 +81,7 @@ def _served(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Ten
         return False
     if residual is not None and (residual.dtype is not x.dtype or not residual.is_contiguous()):
         return False
-    return all(t is None or t.dtype is torch.float32 for t in (weight, bias))
+    return (weight is None or weight.dtype is torch.float32) and (bias is None or bias.dtype is torch.float32)
 
 
 def _by_torch(
@@ -106,25 +106,29 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tens
 
 
 class _BatchNorm(torch.autograd.Function):
-    """The kernels in eager code."""
+    """The kernels in eager code: (y, mean, variance)."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _forward(*inputs)
-        _setup(ctx, inputs, output)
-        return output
+        y, mean, variance, rstd = _forward(*inputs)
+        _save(ctx, inputs, y, mean, rstd)
+        ctx.mark_non_differentiable(mean, variance)
+        ctx.set_materialize_grads(False)  # no zeros for the statistics
+        return y, mean, variance
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
+        if dy is None:
+            return (None,) * 6
         given = dy.contiguous(), *ctx.saved_tensors, ctx.relu, _keeps(ctx)
         return _gradients(ctx, dy, _backward(*given))
 
 
 def _sizes(x: Tensor) -> tuple[int, ...]:
     """Batch, channels, places of a channel in a sample, and who computes."""
-    batch, channels = x.shape[:2]
-    return batch, channels, x[0, 0].numel() if batch and channels else 0, *workers(x)
+    batch, channels, *_ = x.shape
+    return batch, channels, x.numel() // (batch * channels) if batch and channels else 0, *workers(x)
 
 
 def _forward(
@@ -134,8 +138,8 @@ def _forward(
 
     Raises ValueError for tensors that are not contiguous, or that do not fit each other."""
     channels = x.shape[1:2]
-    y = torch.empty_like(x)
-    mean, variance, rstd = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(3))
+    y, mean = torch.empty_like(x), x.new_empty(channels, dtype=torch.float32)
+    variance, rstd = torch.empty_like(mean), torch.empty_like(mean)  # sooner than by shape and dtype
     _KERNELS[x.device.type, x.dtype][0](
         pointer("x", x, x.shape, x), pointer("residual", residual, x.shape, x),
         pointer("weight", weight, channels, mean), pointer("bias", bias, channels, mean), eps, relu,
@@ -166,9 +170,13 @@ def _backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, _, ctx.relu = inputs
     y, mean, _, rstd = output
     ctx.mark_non_differentiable(*output[1:])
+    _save(ctx, inputs, y, mean, rstd)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], y: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    x, residual, weight, bias, _, ctx.relu = inputs
     ctx.save_for_backward(x, y if ctx.relu and residual is not None else None, weight, bias, mean, rstd)
 
 

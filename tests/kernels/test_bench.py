@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmarks are no part of the package
 
 from benchmarks import step
-from benchmarks.kernels import whole_step
-from benchmarks.kernels.__main__ import modules, result, said
-from benchmarks.kernels.harness import Case, compare
-from benchmarks.kernels.limits import Limits, has_bars
+from benchmarks.kernels import gpu, linear_cross_entropy, whole_step
+from benchmarks.kernels.__main__ import modules
+from benchmarks.kernels.harness import Case, Skipped, compare
+from benchmarks.kernels.limits import Limits, Seen, by_route, has_bars, route, true_routes
+from benchmarks.kernels.lines import lines, of_memory, of_skipped, said
+from benchmarks.kernels.memory import Memory, Taken, taken
 from benchmarks.kernels.table import MARKED, PAGE, table
+from mpipipe.runtime.setting import use_gemm_route
 
 
 class Time:
@@ -46,6 +50,13 @@ def refused() -> None:
 
 def case(ours: Callable[[], Any], **theirs: Callable[[], Any]) -> Case:
     return Case("norm", "small", ours, theirs, 2.0, 4_000_000_000, 8e9)
+
+
+def routed(t: Time) -> Case:
+    """A whole step whose products go by a faster route than that of torch as it comes."""
+    floor, stock = t.takes(4.0), t.takes(9.0)
+    theirs = {"torch": t.takes(6.0)}
+    return Case("whole_step", "tiny", t.takes(5.0), theirs, 1.15, floor=floor, stock=stock)
 
 
 def test_the_best_way_of_torch_is_compared() -> None:
@@ -88,7 +99,7 @@ def test_what_no_kernel_replaces_limits_the_ratio() -> None:
     assert threads == [torch.get_num_threads()]
     assert (found.ratio, found.at_most, found.ratios) == (1.2, 1.5, {"torch": 1.2})
     assert found.rounds == 3, "of 11.5 s each"
-    line = json.loads(json.dumps(result(of_step, found, 1, Limits(40.0, 200.0), True)))
+    (line,) = json.loads(json.dumps(lines(of_step, found, 1, Limits(40.0, 200.0), True)))
     assert (line["achieved"], line["limit"], line["rounds"]) == ({"ratio": 1.2}, {"ratio": 1.5}, 3)
     assert said(line) == (
         "whole_step, tiny, 1 thread: 1.20 (1.20 to 1.20) times torch, bar 1.15: met; 5e+03 ms, at most 1.50, "
@@ -102,12 +113,103 @@ def test_what_no_kernel_replaces_limits_the_ratio() -> None:
 def test_a_line_has_the_figures(barred: bool, bar: float | None, met: bool | None, text: str) -> None:
     t = Time()
     c = case(t.takes(1.0), torch=t.takes(2.0))
-    line = json.loads(json.dumps(result(c, compare(c, 3, t), 2, Limits(40.0, 200.0), barred)))
+    (line,) = json.loads(json.dumps(lines(c, compare(c, 3, t), 2, Limits(40.0, 200.0), barred)))
     assert {"kernel", "case", "ratio", "bar", "threads", "limit", "achieved"} <= set(line)
     assert (line["bar"], line["met"], line["threads"]) == (bar, met, 2)
     assert line["achieved"] == {"gb_s": 4.0, "gf_s": 8.0}
     assert line["limit"] == {"gb_s": 40.0, "gf_s": 200.0}
     assert text in said(line)
+
+
+def test_torch_as_it_comes_has_a_line_of_its_own() -> None:
+    """The route alone gains 1.5, the kernels 1.2 on top of it."""
+    t = Time()
+    c = Case(
+        "whole_step",
+        "tiny",
+        t.takes(5.0),
+        {"torch": t.takes(6.0)},
+        1.15,
+        floor=t.takes(4.0),
+        stock=t.takes(9.0),
+    )
+    by_us, stock = json.loads(json.dumps(lines(c, compare(c, 3, t), 1, Limits(40.0, 200.0), True)))
+    assert (by_us["ratio"], by_us["best"], by_us["ratios"]) == (1.2, "torch", {"torch": 1.2})
+    assert stock["case"] == "tiny, over torch as it comes"
+    assert (stock["ratio"], stock["routing"], stock["limit"]) == (1.8, 1.5, {"ratio": 2.25})
+    assert stock["bar"] == pytest.approx(1.15 * 1.5)
+    assert stock["met"]
+    assert "1.80 (1.80 to 1.80) times torch as it comes, bar 1.72: met" in said(stock)
+    assert said(stock).endswith(
+        "at most 2.25, as the products alone take 44 % of torch as it comes's seconds, "
+        "1.50 of it by the route alone"
+    )
+    assert lines(c, compare(c, 3, t), 1, Limits(40.0, 200.0), False)[1]["bar"] is None
+
+
+def test_whole_steps_over_torch_as_it_comes_are_measured_where_its_route_is_another() -> None:
+    def stock(precision: str, gemm: str) -> bool:
+        return step.Steps("gpt10m", precision, gemm).case().stock is not None
+
+    assert stock("fp32", "onednn")
+    assert not stock("fp32", "mkl")
+    assert not stock("bf16", "onednn"), "bf16 has one route"
+
+
+def test_a_call_has_its_route_and_no_other_has() -> None:
+    before = route()
+    assert [by_route(name, route)() for name in ("mkl", "onednn")] == ["mkl", "onednn"]
+    assert route() == before
+
+
+def test_what_cannot_be_measured_says_why() -> None:
+    line = json.loads(json.dumps(of_skipped(Skipped("whole_step", "tiny, bf16", 1.2, "no units"), 2, True)))
+    assert (line["ratio"], line["bar"], line["met"]) == (None, 1.2, None)
+    assert said(line) == "whole_step, tiny, bf16, 2 threads: not measured: no units"
+
+
+def test_calls_are_held_to_microseconds() -> None:
+    t = Time()
+    c = Case("calls", "norm, forward", t.takes(8e-6), {"torch": t.takes(4e-6)}, 10.0, call=True)
+    (line,) = lines(c, compare(c, 3, t), 1, Limits(40.0, 200.0), True)
+    assert (line["us"], line["torch_us"], line["met"]) == pytest.approx((8.0, 4.0, True))
+    assert said(line) == "calls, norm, forward, 1 thread: 8.0 us a call, bar 10.00 us: met; torch 4.0 us"
+
+
+def test_limits_are_the_most_that_was_seen() -> None:
+    """A look that other work disturbs lowers nothing; what a kernel achieves asks for another one."""
+    looks = [Limits(30.0, 100.0, 150.0), Limits(40.0, 90.0), Limits(20.0, 80.0), Limits(35.0, 210.0)]
+    seen = Seen(lambda: looks.pop(0))
+    before = torch.get_num_threads()
+    assert seen.again(before) == Limits(30.0, 100.0, 150.0)
+    assert seen.again(before) == Limits(40.0, 100.0, 150.0)
+    assert seen.at_least(before, 140.0, bf16=True).of(True) == {"gb_s": 40.0, "gf_s": 150.0}
+    assert len(looks) == 2, "not asked again"
+    assert seen.at_least(before, 200.0, bf16=False).of(False) == {"gb_s": 40.0, "gf_s": 210.0}
+    assert not looks
+
+
+def test_memory_is_that_of_processes_of_their_own() -> None:
+    case = Memory("head", "tiny, memory", "print({'ours': 2, 'a': 9, 'b': 8}['%s'] * 10**6)", ("a", "b"), 3.0)
+    found = taken(case)
+    assert found == Taken(2_000_000, {"a": 9_000_000, "b": 8_000_000}, "b", 4.0)
+    line = json.loads(json.dumps(of_memory(case, found, 1)))
+    assert (line["ratio"], line["bar"], line["met"]) == (4.0, 3.0, True)
+    assert said(line) == (
+        "head, tiny, memory, 1 thread: 4.00 times less memory than b, bar 3.00: met; 2 MB against 8"
+    )
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a process takes")
+def test_the_head_takes_a_third_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small one, where the gradient of the weight is most of what torch takes."""
+    monkeypatch.setattr(linear_cross_entropy, "SHAPES", ((256, 16_000),))
+    monkeypatch.setattr(linear_cross_entropy, "SPEED_BARS", (None,))
+    monkeypatch.setattr(linear_cross_entropy, "MEMORY_BARS", (3.0,))
+    _, memory = linear_cross_entropy.cases()
+    assert isinstance(memory, Memory)
+    assert taken(memory).ratio > 3
 
 
 def test_bars_are_for_the_processors_that_they_were_set_on() -> None:
@@ -123,10 +225,10 @@ def test_the_table_has_a_row_for_each_case() -> None:
     common |= {"machine": {"processor": "Abacus", "cores": 2, "torch": "2.13.0"}}
     whole = Case("whole_step", "tiny", t.takes(5.0), {"torch": t.takes(5.5)}, 1.15, floor=t.takes(5.0))
     runs = [(c, 3, 1), (c, 3, 2), (c, 3, 1), (whole, 5, 1), (whole, 5, 2)]
-    lines = [result(x, compare(x, n, t), of, Limits(40.0, 80.0), True) | common for x, n, of in runs]
-    lines[-1]["limit"] = {"ratio": 1.23}
-    lines[-2]["rounds"] = 5
-    assert table(lines).splitlines() == [
+    found = [lines(x, compare(x, n, t), of, Limits(40.0, 80.0), True)[0] | common for x, n, of in runs]
+    found[-1]["limit"] = {"ratio": 1.23}
+    found[-2]["rounds"] = 5
+    assert table(found).splitlines() == [
         "| kernel | case | 1 thread | 2 threads | bar | at most |",
         "| --- | --- | ---: | ---: | ---: | --- |",
         "| norm | small | 1.50 (missed) | 1.50 (missed) | 2.0 | 4 of 40 GB/s |",
@@ -137,6 +239,48 @@ def test_the_table_has_a_row_for_each_case() -> None:
     ]
 
 
+def test_the_table_has_rows_of_each_kind() -> None:
+    t = Time()
+    common = {"gemm": "mkl", "kernels": "v3", "date": "2026-01-02"}
+    common |= {"machine": {"processor": "Abacus", "cores": 2, "torch": "2.13.0"}}
+    stock = Case(
+        "whole_step",
+        "tiny",
+        t.takes(5.0),
+        {"torch": t.takes(6.0)},
+        1.15,
+        floor=t.takes(4.0),
+        stock=t.takes(9.0),
+    )
+    call = Case("calls", "norm", t.takes(12e-6), {"torch": t.takes(4e-6)}, 10.0, call=True)
+    found = [line for x in (stock, call) for line in lines(x, compare(x, 3, t), 1, Limits(4.0, 8.0), True)]
+    found.append(of_skipped(Skipped("whole_step", "tiny, bf16", 1.2, "no units"), 1, True))
+    found.append(
+        of_memory(Memory("head", "memory", "", ("a",), 3.0), Taken(10**7, {"a": 10**8}, "a", 10.0), 1)
+    )
+    assert table([line | common for line in found]).splitlines()[2:-2] == [
+        "| whole_step | tiny | 1.20 | 1.15 | 1.50 |",
+        "| whole_step | tiny, over torch as it comes | 1.80 | 1.15 x the route's "
+        "| 2.25; the route alone 1.50 |",
+        "| calls | norm | 12.0 us (missed) | 10.0 us | PyTorch 4.0 us |",
+        "| whole_step | tiny, bf16 | not measured | 1.2 | no units |",
+        "| head | memory | 10.00 | 3.0 | 10 of 100 MB |",
+    ]
+
+
+@pytest.mark.kernels
+def test_lines_of_a_gpu_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor in its place, whose clock and cases are the same."""
+    names = [name for name in modules() if name not in gpu.ON_CPU_ALONE]
+    assert names == sorted(["accumulate", "adamw", "dropout", "flash_attention", "gates", "layer_norm",
+                            "linear_cross_entropy", "norms"])  # fmt: skip
+    common = {"gemm": "cublas", "kernels": "cuda", "date": "2026-01-02"}
+    common |= {"machine": {"processor": "Abacus", "cores": 2, "torch": "2.13.0"}}
+    found = list(gpu.measured(["norms"], 1, "cpu", time.perf_counter, Limits(4000.0, 60_000.0)))
+    assert all(line["bar"] is None for line in found)
+    assert "| norms | 3 layers of GPT-85M |" in table([line | common for line in found])
+
+
 def test_the_page_has_one_place_for_the_table() -> None:
     assert len(MARKED.findall(PAGE.read_text())) == 1
 
@@ -144,18 +288,45 @@ def test_the_page_has_one_place_for_the_table() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("kernel", [name for name in modules() if name != "whole_step"])
 def test_a_case_of_each_kernel_runs(kernel: str) -> None:
-    first = modules()[kernel].cases()[0]
+    first = next(iter(modules()[kernel].cases()))
     assert compare(first, 1).ratio > 0
 
 
+@pytest.mark.kernels
+def test_every_call_runs() -> None:
+    for each in modules()["calls"].cases():
+        each.ours()
+        each.theirs["torch"]()
+
+
 @pytest.mark.parametrize("units", [(), ("avx512_bf16",)])
-def test_whole_steps_have_bars_and_bf16_where_there_are_units(
+def test_whole_steps_have_bars_and_bf16_wants_units(
     monkeypatch: pytest.MonkeyPatch, units: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(whole_step, "bf16_units", lambda: units)
-    found = {c.case: c.bar for c in whole_step.cases()}
-    fp32 = {"gpt10m, fp32": 1.15, "gpt85m, fp32": 1.15}
-    assert found == fp32 | ({"gpt10m, bf16": 1.2, "gpt85m, bf16": 1.2} if units else {})
+    found = {c.case: (c.bar, isinstance(c, Skipped)) for c in whole_step.cases()}
+    assert found == {
+        "gpt10m, fp32": (1.15, False),
+        "gpt10m, bf16": (1.2, not units),
+        "gpt85m, fp32": (1.15, False),
+        "gpt85m, bf16": (1.2, not units),
+    }
+
+
+@pytest.mark.kernels
+def test_torch_as_it_comes_takes_turns_with_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By MKL, while the other sides keep the route that is set."""
+    if "onednn" not in true_routes():
+        pytest.skip("oneDNN rounds to bf16 on this processor")
+    monkeypatch.setitem(step.SIZES, "gpt10m", ((64, 1, 32, 2, 16), 8, 2))
+    steps, routes = step.Steps("gpt10m", "fp32", "onednn"), list[str]()
+    case = steps.case(1.15)
+    case.prepare()  # type: ignore[misc]
+    monkeypatch.setattr(steps.sides["torch"], "step", lambda: routes.append(route()))
+    for call in (case.theirs["torch"], case.stock, case.theirs["torch"]):
+        call()  # type: ignore[misc]
+    assert routes == ["onednn", "mkl", "onednn"]
+    use_gemm_route("mkl")
 
 
 @pytest.mark.kernels

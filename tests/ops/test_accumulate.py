@@ -53,3 +53,16 @@ def test_other_tensors_are_refused():
     for a, b, message in wrong:
         with pytest.raises(ValueError, match=message):
             accumulate(a, b)
+
+
+@pytest.mark.full
+def test_beyond_two_to_the_31_bytes():
+    """2.1 GB of sum, and a gradient of 1.1 GB that is nearly never written."""
+    n = (1 << 29) + 1000
+    total, x = torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
+    total[-1], x[5], x[-3:] = 1.0, 2.0, 3.0
+    accumulate(total, x, zero=True)
+    assert (total[5], total[-3], total[-1]) == (2.0, 3.0, 4.0)
+    assert torch.count_nonzero(total) == 4
+    assert not x[5]
+    assert not x[-3:].any()

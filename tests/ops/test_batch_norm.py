@@ -212,3 +212,20 @@ def test_export_sees_the_operator():
     exported = torch.export.export(Net(), args)
     assert [n.target for n in exported.graph.nodes].count(torch.ops.mpipipe.batch_norm.default) == 1
     assert torch.equal(exported.module()(*args), Net()(*args))
+
+
+def test_a_gradient_that_is_none_stays_none():
+    """As what comes after may hand back: there is nothing to differentiate."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    x = torch.randn(4, 2, 3, requires_grad=True)
+    Nothing.apply(batch_norm(x)[0]).sum().backward()
+    assert x.grad is None or not x.grad.any()

@@ -191,7 +191,16 @@ def test_padding_keeps_what_its_gradient_was():
     assert torch.equal(weight.grad, torch.ones(13, 5))
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("indices", [INDICES, INDICES.view(2, 2)])
+def test_gradients_in_float64(indices):
+    """A table with a row that no index names, one that two name, and one that gets no gradient."""
+    weight = table(dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda w: embedding(indices, w), weight)
+    grad = torch.autograd.grad(embedding(indices, weight, 12).pow(2).sum(), weight)[0]
+    torch.testing.assert_close(grad, torchs(indices, weight, 12, 2 * weight[indices].detach()))
+
+
+@pytest.mark.slow
 def test_operator():
     torch.library.opcheck(torch.ops.mpipipe.embedding.default, (INDICES, table(), 3))
 

@@ -183,13 +183,21 @@ def test_gradients_of_the_plain_form(causal, kind):
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", MASKS)
-def test_operator(kind):
-    inputs = [x.detach().requires_grad_() for x in problem(2, 2, 1, 6, 6, 8)]
+@pytest.mark.parametrize(
+    ("kind", "dtype", "causal"),
+    [
+        *((kind, torch.float32, True) for kind in MASKS),
+        ("none", torch.float32, False),
+        ("none", torch.bfloat16, True),
+        ("mask", torch.bfloat16, False),
+    ],
+)
+def test_operator(kind, dtype, causal):
+    inputs = [x.detach().requires_grad_() for x in problem(2, 2, 1, 6, 6, 8, dtype)]
     masks = hidden(kind, 2, 6)
     torch.library.opcheck(
         torch.ops.mpipipe.flash_attention.default,
-        (*inputs, masks.get("key_lengths"), masks.get("key_mask"), True, 0.5),
+        (*inputs, masks.get("key_lengths"), masks.get("key_mask"), causal, 0.5),
     )
 
 

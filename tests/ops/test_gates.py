@@ -221,6 +221,20 @@ def test_registered_operators(dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+def test_export_sees_one_operator(form):
+    class Model(torch.nn.Module):
+        def forward(self, x, other):
+            return FORMS[form][0](x, other)
+
+    inputs = tuple(drawn(form, (5, 16), torch.float32, 12))
+    program = torch.export.export(Model(), inputs, strict=False)
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert names == [f"mpipipe.{'swiglu' if form == 'swiglu' else 'bias_gelu'}.default"]
+    assert_same_bits(run(program.module(), inputs), run(FORMS[form][0], inputs))
+
+
+@needs_kernels
 @pytest.mark.parametrize(
     ("kernel", "exact", "bound"),
     [

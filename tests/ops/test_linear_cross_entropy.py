@@ -278,3 +278,35 @@ def test_wrong_arguments_are_refused():
     for text, args, options in wrong:
         with pytest.raises(ValueError, match=text):
             linear_cross_entropy(*args, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vocabulary_of_262144_entries(dtype):
+    """In tiles, as large as they come, with labels in the last one and ignored ones."""
+    entries = 1 << 18
+    x, weight, labels, bias = case(10, entries, dtype=dtype, spread=1.0)
+    labels[4], labels[5] = entries - 1, 0
+    exact = by_torch(x, weight, labels, bias, 0.1)
+    torchs = worst(by_torch(x, weight, labels, bias, 0.1, dtype=dtype), exact)
+    sizes = [e.abs().max().item() for e in exact]
+    for ours, theirs, size in zip(
+        worst(by_us(x, weight, labels, bias, 0.1), exact), torchs, sizes, strict=True
+    ):
+        assert ours <= 2 * theirs + torch.finfo(dtype).eps * size
+
+
+@pytest.mark.parametrize(("spread", "scale"), [(1e-30, 1.0), (1.0, 1e-38)])
+def test_denormals(small_tiles, spread, scale):
+    """Logits that are denormal, and gradients that are: neither is taken for 0."""
+    x, weight, labels, bias = case(20, 300, spread=spread)
+    with torch.no_grad():
+        if scale == 1.0:
+            weight *= 1e-10
+        bias.zero_()
+    exact = by_torch(x, weight, labels, bias, 0.1, scale=scale)
+    torchs = worst(by_torch(x, weight, labels, bias, 0.1, dtype=torch.float32, scale=scale), exact)
+    got = by_us(x, weight, labels, bias, 0.1, scale=scale)
+    smallest = 300 * 2.0**-149  # one for each term of a sum
+    for ours, theirs, true in zip(worst(got, exact), torchs, exact, strict=True):
+        assert ours <= 2 * theirs + torch.finfo(torch.float32).eps * true.abs().max().item() + smallest
+    assert all(g.any() for g in got[1:])

@@ -76,3 +76,13 @@ def test_other_layouts_are_refused():
     for arguments, message in wrong:
         with pytest.raises(ValueError, match=message):
             norms(*arguments)
+
+
+@pytest.mark.full
+def test_beyond_two_to_the_31_elements():
+    """4.3 GB, of which nearly all is never written."""
+    n = (1 << 31) + 1000
+    x = torch.zeros(n, dtype=torch.bfloat16)
+    x[5], x[-3:] = 2.0, 3.0
+    found = norms(x, torch.tensor([0, n - 10]), torch.tensor([n - 10, 10]))
+    torch.testing.assert_close(found, torch.tensor([2.0, 27**0.5], dtype=torch.float64))

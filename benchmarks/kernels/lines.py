@@ -1,0 +1,138 @@
+"""What `python -m benchmarks.kernels` says of a case: the line as JSON, and for people.
+
+Every line has kernel, case, threads, ratio, bar and met. By its kind it has more:
+
+    a kernel       bytes, flops; achieved beside limit
+    a whole step   achieved and limit are ratios; over torch as it comes also routing, what that alone gains
+    a call         us, torch_us: microseconds; bar is the most of ours
+    memory         ours_bytes, theirs_bytes
+    not measured   ratio null, reason
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.kernels.harness import Case, Compared, Skipped
+from benchmarks.kernels.limits import Limits
+from benchmarks.kernels.memory import Memory, Taken
+
+Line = dict[str, Any]
+
+
+def lines(case: Case, found: Compared, threads: int, limit: Limits, barred: bool) -> list[Line]:
+    """Of what took turns. A case with a floor is limited by it, any other by the machine."""
+    if case.call:
+        return [_of_call(case, found, threads, barred)]
+    line = _head(case, threads, found.ratio, case.bar if barred else None) | _measured(case, found, limit)
+    return [line, *([_of_stock(case, found, threads, barred)] if found.stock else [])]
+
+
+def of_memory(case: Memory, found: Taken, threads: int) -> Line:
+    """The bar is for any processor: all take the same bytes."""
+    return _head(case, threads, found.ratio, case.bar) | {
+        "best": found.best,
+        "ours_bytes": found.ours_bytes,
+        "theirs_bytes": found.theirs_bytes,
+        "rounds": 1,
+    }
+
+
+def of_skipped(case: Skipped, threads: int, barred: bool) -> Line:
+    return _head(case, threads, None, case.bar if barred else None) | {"reason": case.reason, "rounds": 0}
+
+
+def _head(case: Case | Memory | Skipped, threads: int, ratio: float | None, bar: float | None) -> Line:
+    return {
+        "kernel": case.kernel,
+        "case": case.case,
+        "threads": threads,
+        "ratio": None if ratio is None else round(ratio, 3),
+        "bar": bar,
+        "met": None if bar is None or ratio is None else ratio >= bar,
+    }
+
+
+def _measured(case: Case, found: Compared, limit: Limits) -> Line:
+    if found.at_most is None:
+        rates = Limits(case.bytes / found.ours_s / 1e9, case.flops / found.ours_s / 1e9)
+        sizes = {"bytes": case.bytes, "flops": case.flops}
+        beside = sizes | {"achieved": rates.of(False), "limit": limit.of(case.bf16)}
+    else:
+        beside = _beside(found.ratio, found.at_most)
+    return _turns(found) | beside
+
+
+def _turns(found: Compared) -> Line:
+    return {
+        "quartiles": [round(q, 3) for q in found.quartiles],
+        "ours_s": found.ours_s,
+        "best": found.best,
+        "ratios": {name: round(ratio, 3) for name, ratio in found.ratios.items()},
+        "unmeasured": found.unmeasured,
+        "rounds": found.rounds,
+    }
+
+
+def _beside(ratio: float, at_most: float) -> Line:
+    return {"achieved": {"ratio": round(ratio, 3)}, "limit": {"ratio": round(at_most, 3)}}
+
+
+def _of_stock(case: Case, found: Compared, threads: int, barred: bool) -> Line:
+    """Of torch as it comes, over which the route gains, too: that much higher is the bar."""
+    stock = found.stock
+    assert stock is not None
+    bar = case.bar * stock.routing if barred and case.bar is not None else None
+    line = _head(case, threads, stock.ratio, bar) | _turns(found)
+    line |= {
+        "case": f"{case.case}, over torch as it comes",
+        "quartiles": [round(q, 3) for q in stock.quartiles],
+        "best": "torch as it comes",
+        "ratios": {"torch as it comes": round(stock.ratio, 3)},
+        "routing": round(stock.routing, 3),
+    }
+    return line | (_beside(stock.ratio, stock.at_most) if stock.at_most is not None else {})
+
+
+def _of_call(case: Case, found: Compared, threads: int, barred: bool) -> Line:
+    us = 1e6 * found.ours_s
+    bar = case.bar if barred else None
+    return (
+        _head(case, threads, found.ratio, bar)
+        | {"met": None if bar is None else us <= bar, "us": round(us, 2)}
+        | {"torch_us": round(us * found.ratio, 2)}
+        | _turns(found)
+    )
+
+
+def said(line: Line) -> str:
+    """For people."""
+    threads = f"{line['threads']} thread{'' if line['threads'] == 1 else 's'}"
+    at = f"{line['kernel']}, {line['case']}, {threads}: "
+    if line["ratio"] is None:
+        return f"{at}not measured: {line['reason']}"
+    if "us" in line:
+        return f"{at}{line['us']:.1f} us a call{_bar(line, ' us')}; {line['best']} {line['torch_us']:.1f} us"
+    if "ours_bytes" in line:
+        ours, best = line["ours_bytes"], line["theirs_bytes"][line["best"]]
+        megabytes = f"{ours / 1e6:.0f} MB against {best / 1e6:.0f}"
+        return f"{at}{line['ratio']:.2f} times less memory than {line['best']}{_bar(line)}; {megabytes}"
+    low, high = line["quartiles"]
+    of = f"{line['ratio']:.2f} ({low:.2f} to {high:.2f}) times {line['best']}{_bar(line)}"
+    return f"{at}{of}; {line['ours_s'] * 1e3:.3g} ms, {_most(line)}"
+
+
+def _bar(line: Line, unit: str = "") -> str:
+    if line["bar"] is None:
+        return ""
+    return f", bar {line['bar']:.2f}{unit}: {'met' if line['met'] else 'MISSED'}"
+
+
+def _most(line: Line) -> str:
+    achieved, limit = line["achieved"], line["limit"]
+    if "ratio" not in limit:
+        rates = f"{achieved['gf_s']:.1f} of {limit['gf_s']:.0f} GF/s"
+        return f"{achieved['gb_s']:.1f} of {limit['gb_s']:.0f} GB/s, {rates}"
+    routing = f", {line['routing']:.2f} of it by the route alone" if "routing" in line else ""
+    share = f"{100 / limit['ratio']:.0f} % of {line['best']}'s seconds"
+    return f"at most {limit['ratio']:.2f}, as the products alone take {share}{routing}"

@@ -1,0 +1,88 @@
+"""torch.compile sees each registered operator as one, without a break of the graph: the same values and
+gradients.
+
+By the backend that traces forward and backward and then runs them as they are: a compiler of its own is not
+needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from mpipipe.ops import dropout, embedding, flash_attention, kernels, linear_cross_entropy
+from mpipipe.ops.batch_norm import batch_norm
+from mpipipe.ops.bias_gelu import bias_gelu
+from mpipipe.ops.layer_norm import layer_norm, rms_norm
+from mpipipe.ops.swiglu import swiglu
+
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(kernels is None, reason="the compiled kernels are not built"),
+]
+
+Tensor = torch.Tensor
+LABELS = torch.tensor([1, 0, 3, -100, 2])
+
+
+def head(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return linear_cross_entropy(x, weight, LABELS, bias=bias, label_smoothing=0.1)
+
+
+# operator -> calls of it, with the shapes of their inputs
+CALLS: dict[str, list[tuple[Callable[..., object], list[tuple[int, ...]]]]] = {
+    "batch_norm": [(partial(batch_norm, relu=True), [(4, 3, 5), (3,), (3,)])],
+    "bias_gelu": [
+        (bias_gelu, [(5, 8), (8,)]),
+        (partial(bias_gelu, approximate="tanh"), [(5, 8), (8,)]),
+    ],
+    "dropout": [(partial(dropout, p=0.3, key=(1 << 63) + 5, step=2, micro=3), [(5, 8)])],
+    "embedding": [(lambda weight: embedding(LABELS.clamp(min=0), weight, 3), [(4, 8)])],
+    "flash_attention": [(partial(flash_attention, causal=True), [(2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)])],
+    "linear_cross_entropy": [(head, [(5, 8), (4, 8), (4,)])],
+    "norm": [
+        (lambda x, w, b, r: layer_norm(x, w, b, residual=r), [(5, 8), (8,), (8,), (5, 8)]),
+        (rms_norm, [(5, 8), (8,)]),
+    ],
+    "swiglu": [(swiglu, [(5, 8), (5, 8)])],
+}
+
+
+def registered() -> set[str]:
+    """Those that a model calls; their derivatives come with them."""
+    names = {
+        name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("mpipipe::")
+    }
+    return {name for name in names if not name.endswith("_backward")}
+
+
+def test_every_registered_operator_is_here() -> None:
+    assert set(CALLS) == registered()
+
+
+def results(call: Callable[..., object], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    """Values, and gradients of all inputs."""
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    found = call(*inputs)
+    values = [found] if isinstance(found, Tensor) else list(found)  # type: ignore[call-overload]
+    total = torch.stack([y.square().sum() for y in values if y.requires_grad]).sum()
+    return [*(y.detach() for y in values), *torch.autograd.grad(total, inputs)]
+
+
+@pytest.mark.parametrize(("operator", "nth"), [(name, i) for name in CALLS for i in range(len(CALLS[name]))])
+def test_compiled_as_eager(operator: str, nth: int) -> None:
+    call, shapes = CALLS[operator][nth]
+    seen = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *inputs: call(*inputs), backend=backend, fullgraph=True)
+    for got, expected in zip(results(compiled, shapes), results(call, shapes), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    assert any(operator in name for name in seen), seen
