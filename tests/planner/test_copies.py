@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from fractions import Fraction
 
 import pytest
 from planner_cases import HUGE, cluster, uniform
@@ -220,6 +222,29 @@ def test_most_bytes_go_to_the_nearest_copy() -> None:
         sent = codes[:, 0] == op
         assert codes[sent, 4].tolist() == order
         assert sizes[sent].tolist() == sorted([400, 200, 100], reverse=op == Op.SEND_SHARD)
+
+
+def between_nodes(n: int, per_node: int) -> Fraction:
+    """Of the gradients of one copy, how many times as many bytes all copies send to other nodes."""
+    return sum(
+        (Fraction(len(owners_for(other, copy, n)), n)
+         for copy in range(n) for other in partners(copy, n) if copy // per_node != other // per_node),
+        Fraction(),
+    )  # fmt: skip
+
+
+def test_a_power_of_two_of_copies_on_each_node_adds_up_before_anything_leaves_it() -> None:
+    """Then each node sends what the owners on the others have of its sum, and no reduction sends less."""
+    for k, nodes in itertools.product(range(4), (1, 2, 3, 4, 5, 6)):
+        assert between_nodes(nodes << k, 1 << k) == nodes - 1
+
+
+def test_three_copies_on_a_node_cannot_add_up_before_their_neighbours_in_the_tree() -> None:
+    """Six copies on two nodes, added as ((01)(23))(45): copy 2 belongs to copy 3. Of the tree's sums an owner
+    on the first node needs 3 and (45) from the other one, an owner there (01) and 2."""
+    assert between_nodes(6, 3) == between_nodes(12, 6) == Fraction(7, 3)
+    least, alone = 6 * Fraction(2, 6), 6 - 3
+    assert least < between_nodes(6, 3) < alone
 
 
 @pytest.mark.parametrize("tied", ["per_use", "eager"])
