@@ -8,7 +8,8 @@ halves and leave room for the update between them, as the exchange of the replic
 
 exchange_s: from the last backward of all ranks to the first norm, and from the last update to the end of the
 step. Medians over steps without the first; ratio: the faster way of MPI / exchange_s, above 1 the replicas'
-own exchange is faster. One JSON line.
+own exchange is faster, which is the bar. As in a run, freed memory is kept, and messages move on as this
+transport does best. One JSON line.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from mpi4py import MPI
 from torch import nn
 
 from benchmarks.common import launch, machine
+from mpipipe.cluster import overlap
 from mpipipe.cluster.mpi import MpiCommunicator, connect
 from mpipipe.data.synthetic import SyntheticVectors
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import cross_entropy
 from mpipipe.runtime.optimizer import OptimizerSettings
+from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of, set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.values import Float64, Layout, Op, Plan, Prediction
 
 WIDTH, ROWS = 1024, 2  # of a layer, which has 4 MiB of weights; samples of a micro-batch
+BAR = 1.0  # of the ratio
 
 
 def trainer_of(comm: MpiCommunicator, mib: int, steps: int) -> Trainer:
@@ -65,7 +69,9 @@ def exchange_s(times: Sequence[Float64], codes: Sequence[np.ndarray]) -> float:
 
 def rank_main(mib: int, steps: int) -> None:
     """One rank; rank 0 prints the line."""
+    resident_memory()
     comm = connect()
+    overlap.choose(comm, {})
     mpi = MPI.COMM_WORLD.Dup()
     trainer = trainer_of(comm, mib, steps)
     summed = np.zeros(mib * 2**20 // 4, np.float32)
@@ -89,8 +95,9 @@ def rank_main(mib: int, steps: int) -> None:
             start = time.perf_counter()
             way()
             seconds[name].append(max(comm.allgather_object(time.perf_counter() - start)))
-    found = {name: float(np.median(row[1:])) for name, row in seconds.items()}
+    found: dict[str, float] = {name: float(np.median(row[1:])) for name, row in seconds.items()}
     found["ratio"] = min(found[name] for name in ways) / found["exchange_s"]
+    found |= {"bar": BAR, "met": found["ratio"] >= BAR}
     if comm.rank == 0:
         print(json.dumps({"replicas": comm.size, "mib": mib} | found | {"machine": machine()}), flush=True)
     mpi.Free()

@@ -163,11 +163,10 @@ class NoBuffering {
 
     int32_t waits_for(int32_t rank, int32_t index) const {
         const int32_t op = codes_[rank].op(index);
-        if (!is_message(op)) return -1;
+        if (!is_message(op) || (is_send(op) && op >= SEND_SHARD)) return -1;
         const int32_t peer = codes_[rank].peer(index), other = partner_[rank][index];
         const bool ahead = is_send(op) && codes_[peer].micro(other) >= 0 && other < posted_[peer];
-        const int32_t posted = other - (is_send(op) && op >= SEND_SHARD);  // with the SEND before it
-        return at_[peer] >= posted || ahead ? -1 : peer;
+        return at_[peer] >= other || ahead ? -1 : peer;
     }
 
     void passed(int32_t rank, int32_t index) {

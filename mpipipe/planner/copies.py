@@ -25,6 +25,9 @@ from mpipipe.planner.sizes import counted
 from mpipipe.planner.stages import bounds, in_order, own_bytes, rows_of, stage_costs, stage_ties
 from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost, share_of
 
+BUCKET_BYTES = 4 << 20  # of sums that travel between copies: one message, added while the next one comes
+BUCKETS_AHEAD = 4  # of these that are expected at one time
+
 Order = tuple[int, ...]  # the rank of each stage
 Copies = int | tuple[int, ...]  # of the whole pipeline, or of each stage
 Name = TypeVar("Name", bound=Hashable)
@@ -129,8 +132,9 @@ def partners(copy: int, n_copies: int) -> Iterator[int]:
 
     Recursive halving (Thakur, Rabenseifner and Gropp 2005), the nearest copy first: in round k copies that
     differ in bit k alone send each other the sums that the other one's half of all owners will have, so each
-    message is half of the one before, and most bytes go to ranks that are near. What is added then is
-    beside each other in the tree of the blocks. What is left, an odd number of copies with the same low
+    message is half of the one before, and most bytes go to ranks that are near: a power of two of them on
+    each node adds up before anything leaves it. What is added then is beside each other in the tree of the
+    blocks. What is left, an odd number of copies with the same low
     bits, meets in pairs, each for the shard of one owner."""
     low = halving(n_copies)
     yield from (copy ^ (1 << bit) for bit in range(low.bit_length() - 1))
@@ -154,10 +158,11 @@ def owners_for(partner: int, copy: int, n_copies: int) -> range:
 
 
 def sums_held(n_copies: int) -> int:
-    """How many messages with sums of other copies one copy holds at most while it adds them up: one, or of an
-    odd number that meets in pairs one for each level of the tree and one for each smaller tree."""
+    """How many messages with sums of other copies one copy holds at most until it can add them up, beside the
+    buckets that come in: none, or of an odd number that meets in pairs one for each level of the tree and one
+    for each smaller tree, less the one that comes in."""
     odd = n_copies // halving(n_copies)
-    return max(1, odd.bit_count() + odd.bit_length() - 2)
+    return max(0, odd.bit_count() + odd.bit_length() - 3)
 
 
 def even_blocks(micro_batches: int | None, batch: int, n_ranks: int) -> int:

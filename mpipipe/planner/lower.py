@@ -14,9 +14,17 @@ around W. SEND_GRAD comes before SEND_TIED, it is what the other ranks wait for.
 
 Where there are copies of a stage, each owns some of its parameters. SHARD carries to it the
 gradients that other copies have for them, UPDATE the updated weights back: a stage's copies meet in pairs,
-in the rounds of `partners`, and exchange them (SEND, then RECV). So all ranks go through the same
+in the rounds of `partners`, and exchange them (SEND and RECV). So all ranks go through the same
 rounds, and a copy is given the gradients in an order in which it can add them in their binary tree at once.
 Copy 0 owns the tied parameters: the gradients of their other uses come to it within copy 0.
+
+The first round of a stage begins as soon as it can: SEND_SHARD right behind the last B or W of the stage,
+SEND_UPDATE right behind its STEP. What waits for other copies comes when nothing else is left to do, round by
+round through the stages of a rank:
+
+    .. last B of stage 2  SEND_SHARD  .. last B of stage 0  SEND_SHARD      two stages of a rank, two rounds
+    RECV_SHARD of 0  SEND_SHARD of 0  RECV_SHARD of 2  SEND_SHARD of 2
+    RECV_SHARD of 0  RECV_SHARD of 2
 
 One TIED (and one COPY) message per pair of stages carries every parameter tied between the two:
 the runtime sends them one after the other under the one tag.
@@ -30,7 +38,7 @@ ascend), which MPI never overtakes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -75,7 +83,8 @@ def lower(
     for rank, (actions, stages) in enumerate(zip(schedule.codes, stages_of_ranks(schedule), strict=True)):
         wires = [_Wires(schedule, c, pairs, max(1, receive_window)) for c in schedule.copies_on(rank)]
         last = list(_end_of_step(stages, wires, tied == "per_use")) if train else []
-        codes.append(_written(actions, stages, wires, tied == "eager", last))
+        behind = {s: wires[0].exchange(Op.SEND_SHARD, s)[:1] for s in stages} if train else {}
+        codes.append(_written(actions, stages, wires, tied == "eager", behind, last))
     return Program(
         schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes), schedule.other_copies,
         tied == "eager",
@@ -106,10 +115,12 @@ def max_tag(program: Program) -> int:
 
 
 def _written(
-    actions: Int32, stages: Sequence[int], wires: Sequence[_Wires], eager: bool, last: Sequence[Instr]
-) -> Int32:
+    actions: Int32, stages: Sequence[int], wires: Sequence[_Wires], eager: bool,
+    behind: Mapping[int, Sequence[Instr]], last: Sequence[Instr],
+) -> Int32:  # fmt: skip
     """The instructions of one rank. Around each action of one kind, stage and copy of the pipeline stand the
-    same ones but for the micro-batch: they are made once, and written for all of these actions together."""
+    same ones but for the micro-batch: they are made once, and written for all of these actions together.
+    behind: the last B or W of each stage; last: of all."""
     parts, slots = [], wires[0].slots
     lengths = np.zeros(len(actions), np.int64)
     for of_copy, stage, kind in itertools.product(wires, stages, (Op.F, Op.B, Op.I, Op.W)):
@@ -120,18 +131,28 @@ def _written(
         instrs = list(_with_messages(action, of_copy.n_stages, of_copy, eager)) if len(place) else []
         lengths[place] = len(instrs)
         parts.append((place, instrs))
-    ends = np.cumsum(lengths)
-    codes = np.empty((int(lengths.sum()) + len(last), len(Instr._fields)), np.int32)
+    starts = np.cumsum(lengths) - lengths
+    codes = np.empty((int(lengths.sum()), len(Instr._fields)), np.int32)
     for place, instrs in parts:
         micros = actions[place, 2]
         for offset, instr in enumerate(instrs):
-            rows = ends[place] - len(instrs) + offset
+            rows = starts[place] + offset
             codes[rows] = instr
             codes[rows, 2] = micros
             if instr.tag >= 0:
                 codes[rows, 5] += micros % slots
-    codes[len(codes) - len(last) :] = np.array(last, np.int32).reshape(-1, len(Instr._fields))
-    return codes
+    more = [(_after_weights(codes, stage), instr) for stage, instrs in behind.items() for instr in instrs]
+    more += [(len(codes), instr) for instr in last]
+    rows = np.array([instr for _, instr in more], np.int32).reshape(-1, len(Instr._fields))
+    return np.insert(codes, [place for place, _ in more], rows, axis=0)
+
+
+def _after_weights(codes: Int32, stage: int) -> int:
+    """Behind the last B or W of a stage, and the messages with what it has made."""
+    at = int(np.flatnonzero(np.isin(codes[:, 0], (Op.B, Op.W)) & (codes[:, 1] == stage))[-1]) + 1
+    while at < len(codes) and codes[at, 0] in (Op.SEND_GRAD, Op.SEND_TIED):
+        at += 1
+    return at
 
 
 class _Wires:
@@ -154,16 +175,20 @@ class _Wires:
             tag = self._channel(op, stage, other) * self.slots + max(micro, 0) % self.slots
             yield Instr(op, stage, micro, other, peer, tag)
 
-    def exchange(self, send: Op, stage: int) -> Iterator[Instr]:
-        """With other copies of the stage, in the rounds of the file's head."""
-        recv, channel = Op(send + 1), self._between_copies + stage
+    def exchange(self, send: Op, stage: int) -> list[Instr]:
+        """With other copies of the stage: SEND and RECV of each round."""
+        channel = self._between_copies + stage
         if send == Op.SEND_UPDATE:
             channel += self.n_stages
         holders = self.order.holders(stage)
         found = list(partners(holders.index(self.rank_of_stage[stage]), len(holders)))
-        for other in reversed(found) if send == Op.SEND_UPDATE else found:
-            for op in (send, recv):
-                yield Instr(op, stage, -1, stage, holders[other], channel * self.slots)
+        if send == Op.SEND_UPDATE:
+            found.reverse()
+        return [
+            Instr(op, stage, -1, stage, holders[other], channel * self.slots)
+            for other in found
+            for op in (send, Op(send + 1))
+        ]
 
     def is_first_of(self, stage: int) -> bool:
         """Of the copies of the pipeline that its rank is in, the one in which it is given tied weights."""
@@ -219,21 +244,30 @@ def _end_of_step(stages: Sequence[int], wires: Sequence[_Wires], merge_tied: boo
     that is not done can always go on, so no circle of waits can close. wires: of each copy of the pipeline
     that the rank is in."""
     first = wires[0]
-    for stage in stages:
-        yield from first.exchange(Op.SEND_SHARD, stage)
+    yield from _later_rounds([first.exchange(Op.SEND_SHARD, stage) for stage in stages])
     for user, owner in first.pairs if merge_tied and first.copy == 0 else ():
         if user in stages:
             yield from first.message(Op.SEND_TIED, user, -1, owner)
         if owner in stages:
             yield from first.message(Op.RECV_TIED, owner, -1, user)
     yield Instr(Op.NORM, -1, -1)
-    for stage in stages:
+    updates = [first.exchange(Op.SEND_UPDATE, stage) for stage in stages]
+    for stage, exchange in zip(stages, updates, strict=True):
         yield Instr(Op.STEP, stage, -1)
-    for stage in stages:
-        yield from first.exchange(Op.SEND_UPDATE, stage)
+        yield from exchange[:1]
+    yield from _later_rounds(updates)
     for user, owner in first.pairs:
         for of_copy in wires if owner in stages else ():
             if of_copy.is_first_of(user):
                 yield from of_copy.message(Op.SEND_COPY, owner, -1, user)
         if user in stages:
             yield from first.message(Op.RECV_COPY, user, -1, owner)
+
+
+def _later_rounds(exchanges: Sequence[Sequence[Instr]]) -> Iterator[Instr]:
+    """Of stages with equally many copies, all but their first SEND: RECV of a round, then SEND of the next
+    one, which may carry what the RECV has brought. All ranks go through the pairs of (round, stage) in one
+    order, so the first one that is not done can always go on."""
+    for recv in range(1, max(map(len, exchanges), default=0), 2):
+        for exchange in exchanges:
+            yield from exchange[recv : recv + 2]

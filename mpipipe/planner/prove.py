@@ -5,9 +5,10 @@ The model is the least that MPI promises:
 1. A SEND blocks its rank until the peer has posted the matching RECV.
 2. A rank has posted its next `receive_window` RECVs in program order, and the one it stands at.
    The window moves on when the rank passes a RECV, not earlier. A RECV of once per step (micro -1)
-   is posted when the rank reaches it, because its buffer may be as large as an embedding; one between
-   copies of a stage when it reaches the SEND before it, to the same rank: the two are one exchange.
+   is posted when the rank reaches it, because its buffer may be as large as an embedding.
 3. A RECV blocks until the matching SEND is reached. NORM blocks until every rank is at its NORM.
+4. A SEND between copies of a stage (SHARD, UPDATE) is begun and blocks nothing: that it has left counts at
+   NORM, or at the end of the step, and there its receiver has passed the RECV.
 
 Each rule asks only how far other ranks have come, and ranks never go back: one walk decides for
 all possible timings, and a real MPI, which buffers more, can only do better. Steps may follow each
@@ -24,6 +25,8 @@ from mpipipe.errors import DeadlockError
 from mpipipe.planner.native import compiled
 from mpipipe.planner.walk import Ends, match, place, walk
 from mpipipe.values import RECVS, SENDS, Int32, Op, Program
+
+EXCHANGED = {Op.SEND_SHARD, Op.SEND_UPDATE}
 
 
 def prove(program: Program) -> None:
@@ -54,6 +57,8 @@ class NoBuffering:
     def waits_for(self, rank: int, index: int) -> int:
         ends = self.ends
         op, peer, other = ends.ops[rank][index], ends.peers[rank][index], ends.partner[rank][index]
+        if op in EXCHANGED:
+            return -1
         if op in SENDS:
             return -1 if self._is_posted(peer, other) else peer
         if op in RECVS:
@@ -67,8 +72,6 @@ class NoBuffering:
         pass
 
     def _is_posted(self, rank: int, recv: int) -> bool:
-        if self.ends.ops[rank][recv] in (Op.RECV_SHARD, Op.RECV_UPDATE):
-            return self.at[rank] >= recv - 1
         if self.at[rank] >= recv or self._once[rank][recv]:
             return self.at[rank] >= recv
         return self._ordinals[rank][recv] - self.received[rank] < self.ends.program.receive_window

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import owners_for, sums_held
+from mpipipe.planner.copies import BUCKET_BYTES, BUCKETS_AHEAD, halving, owners_for, sums_held
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
@@ -75,8 +75,8 @@ def rank_memory_bytes(
 ) -> Int64:
     """What a rank holds during each instruction: what is fixed, its receive buffers, the rest of the stash of
     its live micro-batches, or from I to W what waits, what is made again of a stash, gradients from one of
-    its stages to another, the message that it sent last, the largest workspace while it computes, and the
-    sums of other copies while they come in. tensors: by what they need, not by what an allocator keeps."""
+    its stages to another, the message that it sent last, the largest workspace while it computes, and what
+    comes in of the sums of other copies. tensors: by what they need, not by what an allocator keeps."""
     codes, n = program.codes[rank], program.n_stages
     copy = program.copies_on(rank).start
     own = stages[copy * n : (copy + 1) * n]
@@ -97,8 +97,7 @@ def rank_memory_bytes(
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
     workspace = at_work[codes[:, 1]] if tensors else kept
     workspace = workspace + np.where(codes[:, 0] == Op.I, (in_two - at_work)[codes[:, 1]], 0)
-    shards = np.where(codes[:, 0] == Op.RECV_SHARD, sums_held(alike) * sizes[rank], 0)
-    held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + shards
+    held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + _sums_coming(codes, sizes[rank], alike)
     held += np.where(MAKES[codes[:, 0]], remade[codes[:, 1]], 0)
     held += _last_sent(codes, sizes[rank], np.array([stage.kept_bytes for stage in own], np.int64))
     for s in set(mine) & {s - 1 for s in mine}:
@@ -147,6 +146,20 @@ def _last_sent(codes: Int32, nbytes: Int64, kept: Int64) -> Int64:
     left[stage[leaves], micro[leaves]] = leaves
     twice = (ops[last] == Op.SEND_ACT) & (at < left[stage[last], micro[last]])
     return np.where(last >= 0, nbytes[last] - np.where(twice, kept[stage[last]], 0), 0)
+
+
+def _sums_coming(codes: Int32, nbytes: Int64, n_copies: int) -> Int64:
+    """By instruction: the buckets of each exchange from its SEND_SHARD to its RECV_SHARD, and from then on to
+    the stage's last one what cannot be added yet."""
+    found, (ops, stage) = np.zeros(len(codes), np.int64), codes[:, :2].T
+    in_pairs = halving(n_copies).bit_length() - 1  # the first round of those
+    for s in np.unique(stage[ops == Op.RECV_SHARD]):
+        sends, recvs = (np.flatnonzero((ops == op) & (stage == s)) for op in (Op.SEND_SHARD, Op.RECV_SHARD))
+        for send, recv in zip(sends, recvs, strict=True):
+            found[send : recv + 1] += min(int(nbytes[recv]), BUCKETS_AHEAD * BUCKET_BYTES)
+        if in_pairs < len(recvs):
+            found[sends[in_pairs] : recvs[-1] + 1] += sums_held(n_copies) * int(nbytes[recvs[-1]])
+    return found
 
 
 def _gradients_between(codes: Int32, stage: int) -> Int64:

@@ -1,7 +1,8 @@
 """What the copies of a stage exchange in a step: gradients to the owner of a parameter, its new weights back.
 
     last backward   each copy has the sums of its own micro-batches
-    SHARD           a copy sends what its partner collects for owners, and adds what it collects itself
+    SHARD           a copy sends what its partner collects for owners, and adds what it collects itself, in
+                    buckets: while one is added the next one is on its way, and no more memory is needed
     NORM, STEP      of the own shard: norms, update and optimizer state are nowhere else
     UPDATE          the new weights go to the other copies, back along the same ways
 
@@ -15,7 +16,8 @@ statistics of every micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,8 +25,9 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.rewrite import BufferUpdate
-from mpipipe.planner.copies import halving, owners_for, parts_width
+from mpipipe.planner.copies import BUCKET_BYTES, halving, owners_for, parts_width
 from mpipipe.runtime.stage import Stage
+from mpipipe.runtime.transport import Piece, flat
 from mpipipe.runtime.weights import StageWeights, Tree
 from mpipipe.values import Program, share_of
 
@@ -37,49 +40,50 @@ class Copies:
         self.copy, self.n = stage.weights.copy, stage.weights.n_copies
         self._low = halving(self.n)  # copies that halve; an odd number of such groups meets in pairs
         self._updates = updates
-        self._tree = Tree()  # of the groups
+        self._own: dict[int, _Sum] = {}  # by the address of its bucket
 
     # -- gradients and statistics ------------------------------------------------------------------
 
     def begin(self) -> None:
         """The own sums are whole."""
-        self._left = self.n // self._low
+        self._own = {t.data_ptr(): _Sum(t, self.n // self._low) for t in self._buckets([self.copy])}
         if self._low == 1:
-            self._add(self.copy, accumulators(self.weights, [self.copy]))
+            for own in self._own.values():
+                own.add(self.copy, own.bucket)
 
     def part_for(self, other: int, n_micro: int) -> list[Tensor]:
         """What a partner collects of the sums that are here, and of the statistics of their micro-batches."""
         owners = owners_for(other, self.copy, self.n)
-        parts = accumulators(self.weights, owners)
+        parts = list(self._buckets(owners))
         if 0 in owners:
             parts += self.stage.statistics_of(self._micros(self.copy, other, n_micro))
         return parts
 
-    def room_for(self, other: int, n_micro: int) -> list[Tensor]:
-        """For what is collected here from a partner."""
+    def pieces_from(self, other: int, n_micro: int) -> Iterator[Piece]:
+        """Of what is collected here from a partner."""
         owners = owners_for(self.copy, other, self.n)
-        parts = [torch.empty_like(t) for t in accumulators(self.weights, owners)]
-        if 0 in owners:
-            micros = self._micros(other, self.copy, n_micro)
-            parts += [self._empty(update) for _ in micros for update in self._measured]
-        return parts
-
-    def arrived(self, other: int, parts: Sequence[Tensor], n_micro: int) -> None:
-        owners, differ = owners_for(self.copy, other, self.n), self.copy ^ other
-        own = accumulators(self.weights, owners)
-        sums, values = parts[: len(own)], iter(parts[len(own) :])
+        for mine in self._buckets(owners):
+            yield torch.empty_like(mine), partial(self._take, other, mine)
         for micro in self._micros(other, self.copy, n_micro) if 0 in owners else ():
-            self.stage.take_statistics(
-                micro, [(u, None if u.statistic is None else next(values)) for u in self._updates]
-            )
-        if differ >= self._low:
-            self._add(other // self._low, list(sums))
-            return
-        with torch.no_grad():
-            for mine, its in zip(own, sums, strict=True):
-                mine.add_(its)
-        if 2 * differ == self._low:  # the last of these rounds
-            self._add(self.copy // self._low, accumulators(self.weights, [self.copy]))
+            found = [(u, None if u.statistic is None else self._empty(u)) for u in self._updates]
+            self.stage.take_statistics(micro, found)
+            for value in (value for _, value in found if value is not None):
+                yield value, None
+
+    def _buckets(self, owners: Iterable[int]) -> Iterator[Tensor]:
+        for sums in accumulators(self.weights, owners):
+            yield from flat(sums).split(max(1, BUCKET_BYTES // sums.itemsize))
+
+    @torch.no_grad()
+    def _take(self, other: int, mine: Tensor, its: Tensor) -> None:
+        """The sum of a partner's group to that of the own one, which is beside it in the tree, or to a tree
+        of such groups: the last of these rounds begins it, while the bucket is near."""
+        differ, own = self.copy ^ other, self._own.get(mine.data_ptr())
+        if differ < self._low:
+            mine.add_(its)
+            its, other = mine, self.copy
+        if own is not None and 2 * differ >= self._low:
+            own.add(other // self._low, its)
 
     def _micros(self, copy: int, other: int, n_micro: int) -> range:
         """Whose sums a copy has when it meets another one."""
@@ -88,18 +92,8 @@ class Copies:
         last = first + width - 1
         return range(share_of(first, self.n, n_micro).start, share_of(last, self.n, n_micro).stop)
 
-    @property
-    def _measured(self) -> list[BufferUpdate]:
-        return [update for update in self._updates if update.statistic is not None]
-
     def _empty(self, update: BufferUpdate) -> Tensor:
         return torch.empty_like(self.weights.buffer(update.buffer))
-
-    def _add(self, group: int, sums: list[Tensor]) -> None:
-        self._tree.add(group, sums)
-        self._left -= 1
-        if self._left == 0:
-            self._tree.finish(accumulators(self.weights, [self.copy]))
 
     # -- weights -------------------------------------------------------------------------------------
 
@@ -115,6 +109,19 @@ class Copies:
         weights = [group.data.buffer for group in self.weights.groups if group.owner in owners]
         buffers = dict.fromkeys(update.buffer for update in self._updates) if 0 in owners else ()
         return [*weights, *(self.weights.buffer(name) for name in buffers)]
+
+
+class _Sum:
+    """Of all groups, of one bucket of the own shard."""
+
+    def __init__(self, bucket: Tensor, n_groups: int) -> None:
+        self.bucket, self._left, self._tree = bucket, n_groups, Tree()
+
+    def add(self, group: int, sums: Tensor) -> None:
+        self._tree.add(group, [sums])
+        self._left -= 1
+        if self._left == 0:
+            self._tree.finish([self.bucket])
 
 
 def accumulators(weights: StageWeights, owners: Iterable[int]) -> list[Tensor]:

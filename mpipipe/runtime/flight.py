@@ -15,7 +15,7 @@ from mpipipe.cluster.flight import Doing, Pending, Recent
 from mpipipe.cluster.watchdog import Outside, line, stack_of, waiting
 from mpipipe.runtime.interpreter import Interpreter, Outcome
 from mpipipe.runtime.prefetch import THREAD
-from mpipipe.values import COMPUTE, RECVS, SENDS, Instr, Op
+from mpipipe.values import COMPUTE, RECVS, Instr, Op
 
 LAST = 12  # instructions that a record names
 _SENT = {Op.RECV_ACT: Op.F, Op.SEND_ACT: Op.F, Op.RECV_GRAD: Op.B, Op.SEND_GRAD: Op.B}
@@ -80,7 +80,8 @@ class InterpreterView:
         if not begun:
             return self._beginning(waits)
         instr = self._instr(begun - 1) if begun > ended else None
-        if (instr is None or instr.op in SENDS) and waits and (sent := self._of.outbox.pending()):
+        sent = self._of.outbox.pending() if waits else []
+        if sent and (instr is None or (instr.micro < 0 <= sent[0].micro)):  # what waits until these have left
             return f"the receive of {_message(sent[0])}", (sent[0].peer,)
         if instr is None:
             return "the end of the step", ()

@@ -118,8 +118,8 @@ class Interpreter:
             Op.SEND_GRAD: self._send_grad, Op.RECV_GRAD: self._recv_grad,
             Op.SEND_TIED: self._send_tied, Op.RECV_TIED: self._recv_tied,
             Op.SEND_COPY: self._send_copy, Op.RECV_COPY: self._recv_copy,
-            Op.SEND_SHARD: self._exchange, Op.RECV_SHARD: self._recv_shard,
-            Op.SEND_UPDATE: self._exchange, Op.RECV_UPDATE: self._recv_copy,
+            Op.SEND_SHARD: self._send_shard, Op.RECV_SHARD: self._recv_shard,
+            Op.SEND_UPDATE: self._send_update, Op.RECV_UPDATE: self._recv_copy,
         }  # fmt: skip
 
     def run(self, program: Program, job: Job) -> Outcome:
@@ -160,7 +160,7 @@ class Interpreter:
             self.outcome.times[i, 1] = time.perf_counter()
             if instr.op in COMPUTE:  # asking takes 20 us beside cold caches, as long as a small message
                 held = self.resident_bytes()
-                self.comm.poll()
+                self._move_on()
             self.outcome.memory_bytes[i] = held
             if instr.op == Op.NORM and not self.outcome.sound:
                 self._forget_step()
@@ -324,6 +324,7 @@ class Interpreter:
             self.copies[i.stage].begin()
 
     def _norm(self, _: Instr) -> None:
+        self.outbox.start_all()
         if self.numerics.tied == "per_use" and self.copy == 0:  # which owns all tied parameters
             for stage in self.stages.values():
                 self.arrived.update(stage.weights.extra)
@@ -383,11 +384,8 @@ class Interpreter:
                 weights.grad[name] if name in weights.rows else self.pool.take(Form.of(weights.data[name]))
                 for name, _ in self.ties.between(i.other, i.stage)
             ]
-        if i.op in (Op.RECV_SHARD, Op.RECV_UPDATE):
-            copies, other = self.copies[i.stage], self.program.copy_on(i.peer)
-            if i.op == Op.RECV_UPDATE:
-                return copies.updated_by(other)
-            return copies.room_for(other, self.program.n_micro)
+        if i.op == Op.RECV_UPDATE:
+            return self.copies[i.stage].updated_by(self.program.copy_on(i.peer))
         code = self.code(i.stage, i.micro)
         if i.op == Op.RECV_ACT:
             forms = [Form.of(port) for port in code.received]
@@ -405,9 +403,12 @@ class Interpreter:
         self.outbox.drop_sent()  # as a rule the activation that this is the answer to
 
     def _recv_tied(self, i: Instr) -> None:
+        if i.micro < 0:
+            self.outbox.start_all()
         self.arrived.update(zip(self.ties.between(i.other, i.stage), self.mailbox.take(i), strict=True))
 
     def _recv_copy(self, i: Instr) -> None:
+        self.outbox.start_all()
         self.mailbox.take(i)
 
     def _send_act(self, i: Instr) -> None:
@@ -431,19 +432,25 @@ class Interpreter:
         data = self.stages[i.stage].weights.data
         self.outbox.send([data[name] for name in self.ties.params_between(i.other, i.stage)], i)
 
-    def _exchange(self, i: Instr) -> None:
-        """With another copy of the stage, whose message is awaited from now on."""
-        self.mailbox.post(i._replace(op=Op(i.op + 1)))
-        copies, other = self.copies[i.stage], self.program.copy_on(i.peer)
-        if i.op == Op.SEND_UPDATE:
-            parts = copies.updated_for(other)
-        else:
-            parts = copies.part_for(other, self.program.n_micro)
-        self.outbox.send(parts, i)
+    def _send_shard(self, i: Instr) -> None:
+        """To another copy of the stage, whose message is awaited from now on; likewise the next one."""
+        copies, other, n_micro = self.copies[i.stage], self.program.copy_on(i.peer), self.program.n_micro
+        self.mailbox.expect(i._replace(op=Op.RECV_SHARD), copies.pieces_from(other, n_micro))
+        self.outbox.send(copies.part_for(other, n_micro), i)
 
     def _recv_shard(self, i: Instr) -> None:
-        other = self.program.copy_on(i.peer)
-        self.copies[i.stage].arrived(other, self.mailbox.take(i), self.program.n_micro)
+        self.outbox.start_all()
+        self.mailbox.finish(i)
+
+    def _send_update(self, i: Instr) -> None:
+        self.mailbox.post(i._replace(op=Op.RECV_UPDATE))
+        self.outbox.send(self.copies[i.stage].updated_for(self.program.copy_on(i.peer)), i)
+
+    def _move_on(self) -> None:
+        """Messages, while this rank computes."""
+        self.comm.poll()
+        self.mailbox.advance()
+        self.outbox.drop_sent()
 
     def _release(self, key: Key) -> None:
         """Gives received activations back; the messages that show their memory have left by then."""

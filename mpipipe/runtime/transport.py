@@ -1,6 +1,7 @@
 """Tensors over a Communicator: receives posted ahead, sends tracked, buffers used again.
 
     Mailbox   posts the next k receives of a program in its order; `take` waits for one of them
+    Incoming  a large message in pieces, of which a few are expected at a time
     Outbox    keeps a sent tensor alive until its message has left
     Pool      receive buffers by shape, dtype and strides
     Landing   of tensors on an accelerator: the main memory that their messages leave from and arrive in
@@ -11,8 +12,9 @@ A tensor travels as its bytes in memory order (bf16 as bf16), so both ends have 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,10 @@ from mpipipe.cluster.comm import Bytes, Communicator, Request
 from mpipipe.graph.cut import Port
 from mpipipe.graph.program import spec
 from mpipipe.ops.device import CPU, here
+from mpipipe.planner.copies import BUCKETS_AHEAD
 from mpipipe.values import Instr, Op, TensorSpec
+
+Piece = tuple[Tensor, Callable[[Tensor], None] | None]  # room for it, and what is done with it
 
 
 class Form(NamedTuple):
@@ -56,10 +61,14 @@ class Form(NamedTuple):
         return self.empty().copy_(t)
 
 
+def flat(t: Tensor) -> Tensor:
+    """A dense tensor as it lies in memory."""
+    return torch.as_strided(t.detach(), (t.numel(),), (1,))
+
+
 def as_bytes(t: Tensor) -> Bytes:
     """The memory of a dense tensor, without a copy."""
-    flat = torch.as_strided(t.detach(), (t.numel(),), (1,))
-    return flat.view(torch.uint8).numpy()
+    return flat(t).view(torch.uint8).numpy()
 
 
 class Pool:
@@ -103,13 +112,48 @@ class Landing:
             self._pool.give(landing)
 
 
+class Incoming:
+    """A message in pieces, received in their order, all with one tag. At most `BUCKETS_AHEAD` have room at a
+    time: the sender's later ones wait."""
+
+    def __init__(self, comm: Communicator, instr: Instr, pieces: Iterable[Piece], landing: Landing) -> None:
+        self._comm, self._instr, self._landing, self._pieces = comm, instr, landing, iter(pieces)
+        self._posted: deque[tuple[Request, Tensor, Piece]] = deque()
+        for piece in itertools.islice(self._pieces, BUCKETS_AHEAD):
+            self._post(piece)
+
+    def advance(self) -> None:
+        """Takes what has arrived, without waiting."""
+        while self._posted and self._posted[0][0].done():
+            self._take()
+
+    def finish(self) -> None:
+        """Takes all, waiting for it."""
+        while self._posted:
+            self._comm.wait(self._posted[0][0])
+            self._take()
+
+    def _take(self) -> None:
+        _, at, (t, then) = self._posted.popleft()
+        self._landing.arrived(at, t)
+        if then is not None:
+            then(t)
+        if (piece := next(self._pieces, None)) is not None:
+            self._post(piece)
+
+    def _post(self, piece: Piece) -> None:
+        at = self._landing.of(piece[0])
+        request = self._comm.irecv(as_bytes(at), self._instr.peer, self._instr.tag)
+        self._posted.append((request, at, piece))
+
+
 class Mailbox:
     """Receives of one program run. `targets(instr)` gives the tensors that an instruction fills.
 
     A tied gradient, as large as an embedding, is posted ahead like the others, so that it can come during
-    the last backward; the proof assumes less. What else comes once per step is posted when it is taken, or by
-    `post`: copies and updates land in weights, which are read until then, and shards would stand beside the
-    last backward's tensors.
+    the last backward; the proof assumes less. What else comes once per step is posted when it is taken, or
+    before: by `post` updates, which land in weights that nothing reads any more, by `expect` the sums of
+    other copies, of which little is here at a time.
     """
 
     def __init__(
@@ -123,6 +167,7 @@ class Mailbox:
         self._comm, self._window, self._targets, self._landing = comm, max(1, window), targets, landing
         self._waiting = deque(i for i in instrs if i.micro >= 0 or i.op == Op.RECV_TIED)
         self._posted: dict[Instr, list[tuple[Tensor, Tensor, Request]]] = {}  # where it lands, and goes
+        self._incoming: dict[Instr, Incoming] = {}
         self._fill()
 
     def _fill(self) -> None:
@@ -135,9 +180,22 @@ class Mailbox:
             (at, t, self._comm.irecv(as_bytes(at), instr.peer, instr.tag)) for at, t in lands
         ]
 
+    def expect(self, instr: Instr, pieces: Iterable[Piece]) -> None:
+        """From now on; all of it is there after `finish`."""
+        self._incoming[instr] = Incoming(self._comm, instr, pieces, self._landing)
+
+    def advance(self) -> None:
+        """Takes what has arrived of what is expected."""
+        for incoming in self._incoming.values():
+            incoming.advance()
+
+    def finish(self, instr: Instr) -> None:
+        self._incoming[instr].finish()
+        del self._incoming[instr]
+
     def pending(self) -> list[Instr]:
         """Receives that are posted and not taken; may be asked by another thread."""
-        return list(self._posted)
+        return [*list(self._posted), *list(self._incoming)]
 
     def take(self, instr: Instr) -> list[Tensor]:
         """The tensors of a receive, waited for; the next receive is posted in its place."""
@@ -153,41 +211,74 @@ class Mailbox:
 
 
 class Outbox:
+    """What is sent once per step, as large as an embedding, starts when the messages of micro-batches before
+    it have left: on one line it would hold up the last gradient, for which another rank waits."""
+
     def __init__(self, comm: Communicator, landing: Landing) -> None:
         self._comm, self._landing = comm, landing
-        self._sent: deque[tuple[Request, Tensor, Tensor, Callable[[], None] | None, Instr]] = deque()
+        self._sent, self._once = deque[_Sent](), deque[_Sent]()
+        self._later: deque[tuple[Sequence[Tensor], Instr]] = deque()
 
     def send(self, tensors: Sequence[Tensor], instr: Instr, then: Callable[[], None] | None = None) -> None:
-        """Sends without waiting; `then` runs when the last tensor has left. What is sent once per step, as
-        large as an embedding, starts when the messages before it have left: on one line it would hold up the
-        last gradient, for which another rank waits."""
+        """Without waiting; `then` runs when the last tensor has left, of a micro-batch's message."""
         if instr.micro < 0:
-            self.wait_all()
-        for i, t in enumerate(tensors):
-            leaves = self._landing.left(t)
-            request = self._comm.isend(as_bytes(leaves), instr.peer, instr.tag)
-            self._sent.append((request, leaves, t, then if i == len(tensors) - 1 else None, instr))
+            self._later.append((tensors, instr))
+        else:
+            self._sent += self._started(tensors, instr, then)
         self.drop_sent()
 
     def drop_sent(self) -> None:
-        """Lets go of the tensors of messages that have left, in their order."""
-        while self._sent and self._sent[0][0].done():
-            self._leave()
+        """Lets go of the tensors of messages that have left, in their order; starts what waited for that."""
+        for sent in (self._sent, self._once):
+            while sent and sent[0].request.done():
+                self._leave(sent)
+        if not self._sent:
+            self._start_later()
 
     def pending(self) -> list[Instr]:
         """Of the messages that may not have left; may be asked by another thread."""
-        return [instr for *_, instr in list(self._sent)]
+        sent = [*list(self._sent), *list(self._once)]
+        return [*(message.instr for message in sent), *(instr for _, instr in list(self._later))]
+
+    def start_all(self) -> None:
+        """Before this rank waits for what comes once per step."""
+        self._wait(self._sent)
+        self._start_later()
 
     def wait_all(self) -> None:
-        while self._sent:
-            self._comm.wait(self._sent[0][0])
-            self._leave()
+        self.start_all()
+        self._wait(self._once)
 
-    def _leave(self) -> None:
-        _, leaves, t, then, _ = self._sent.popleft()
-        self._landing.give(leaves, t)
-        if then is not None:
-            then()
+    def _start_later(self) -> None:
+        while self._later:
+            self._once += self._started(*self._later.popleft())
+
+    def _started(
+        self, tensors: Sequence[Tensor], instr: Instr, then: Callable[[], None] | None = None
+    ) -> Iterator[_Sent]:
+        for i, t in enumerate(tensors):
+            leaves = self._landing.left(t)
+            request = self._comm.isend(as_bytes(leaves), instr.peer, instr.tag)
+            yield _Sent(request, leaves, t, then if i == len(tensors) - 1 else None, instr)
+
+    def _wait(self, sent: deque[_Sent]) -> None:
+        while sent:
+            self._comm.wait(sent[0].request)
+            self._leave(sent)
+
+    def _leave(self, sent: deque[_Sent]) -> None:
+        left = sent.popleft()
+        self._landing.give(left.leaves, left.tensor)
+        if left.then is not None:
+            left.then()
+
+
+class _Sent(NamedTuple):
+    request: Request
+    leaves: Tensor  # from here
+    tensor: Tensor
+    then: Callable[[], None] | None
+    instr: Instr
 
 
 class Loopback:

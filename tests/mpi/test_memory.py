@@ -9,6 +9,7 @@ import torch
 from tiny import Case, even_cuts, placement, plan_of
 
 from mpipipe.cluster.mpi import MpiCommunicator
+from mpipipe.planner.copies import legal_copies
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
@@ -22,7 +23,14 @@ CASES = [
     ("zb-v", Case("conv and norm", batch=10)),  # BatchNorm, ragged
     ("interleaved", Case("skips", batch=12, micro_batches=12)),  # as many as 1, 2, 3 or 4 ranks divide
     ("zb-h1", Case("gpt", precision="bf16")),
+    ("zb-h2", Case("gpt", evaluate=True)),
+    ("zb-planned", Case("skips", batch=8, evaluate=True)),
+    ("v-half", Case("thrice", batch=12, micro_batches=6)),
+    ("1f1b", Case("conv and norm", batch=17, micro_batches=8, blocks=4, evaluate=True)),  # 2 or 4 replicas
+    ("zb-h1", Case("gpt", batch=15, micro_batches=8, reduce="fast")),  # as many replicas as ranks
 ]
+RECOMPUTED = {"zb-h2": ("selective", "full"), "v-half": ("full", "selective")}
+EVALUATED_STEPS = 5  # from one evaluation to the next
 
 
 def tensors() -> int:
@@ -35,13 +43,17 @@ def held(comm: MpiCommunicator, schedule: str, case: Case, at: tuple[int, ...]) 
     """Tensors and resident bytes of this rank after these steps."""
     memory = resident_memory()
     set_threads(1)
-    order = placement(schedule, comm.size)
+    copies = max(n for n in legal_copies(case.numerics) if comm.size % n == 0)
+    order = placement(schedule, comm.size // copies)
     cuts = even_cuts(case.variants.graph.groups, len(order))
-    plan = plan_of(case, schedule, cuts, order=order)
+    recompute = RECOMPUTED.get(schedule, ())
+    plan = plan_of(case, schedule, cuts, 8, order, copies, recompute)
     trainer = Trainer(comm, case.variants, plan, case.settings, case.dataset)
     found = []
     for step in range(1, max(at) + 1):
         trainer.step(step - 1)
+        if case.evaluate and step % EVALUATED_STEPS == 1:
+            trainer.evaluate(2, case.batch - 1)
         if step in at:
             found.append((tensors(), memory.sample()))
     return found
@@ -53,10 +65,19 @@ def test_no_tensor_outlives_its_step(comm: MpiCommunicator, schedule: str, case:
     assert max(comm.allgather_object(late - early)) <= 0  # fewer: the loader of the case before has ended
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("schedule", "case"), CASES, ids=[f"{s} {c}" for s, c in CASES])
-def test_nothing_grows_over_a_thousand_steps(comm: MpiCommunicator, schedule: str, case: Case) -> None:
-    (early, first), (_, middle), (late, last) = held(comm, schedule, case, (3, 500, 1000))
+@pytest.mark.parametrize(
+    ("schedule", "case", "steps"),
+    [
+        (*CASES[-1], 100),
+        *(pytest.param(s, c, 1000, marks=pytest.mark.full) for s, c in CASES),
+    ],
+    ids=str,
+)
+def test_nothing_grows_over_a_thousand_steps(
+    comm: MpiCommunicator, schedule: str, case: Case, steps: int
+) -> None:
+    """And of replicas over a hundred, in seconds."""
+    (early, first), (_, middle), (late, last) = held(comm, schedule, case, (3, steps // 2, steps))
     grown = comm.allgather_object((late - early, last - first, last - middle))
     print(f"{schedule} {case}: tensors, bytes, bytes of the second half, by rank: {grown}")
     assert max(tensors for tensors, _, _ in grown) <= 0, grown

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from fractions import Fraction
 
 import pytest
 from planner_cases import HUGE, cluster, uniform
@@ -11,6 +13,8 @@ from planner_cases import HUGE, cluster, uniform
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, lower, make_plan, predict, program_for, prove
 from mpipipe.planner.copies import (
+    BUCKET_BYTES,
+    BUCKETS_AHEAD,
     Copies,
     check_copies,
     even_blocks,
@@ -192,7 +196,7 @@ def test_every_owner_gets_the_sum_of_all_copies_in_the_order_of_their_tree(n: in
         for _, part in sorted(trees[copy].items()):
             total = f"({part}{total})" if total else part
         assert total == sum_of_blocks(0, n)
-    assert held_most <= sums_held(n) + 1  # and the own one
+    assert held_most == (sums_held(n) + 1 if n > low else 0)  # and the own one
 
     has = [{copy} for copy in range(n)]
     for turn in reversed(range(low.bit_length() - 1, len(rounds[0]))):  # of the odd number, in any order
@@ -220,6 +224,29 @@ def test_most_bytes_go_to_the_nearest_copy() -> None:
         assert sizes[sent].tolist() == sorted([400, 200, 100], reverse=op == Op.SEND_SHARD)
 
 
+def between_nodes(n: int, per_node: int) -> Fraction:
+    """Of the gradients of one copy, how many times as many bytes all copies send to other nodes."""
+    return sum(
+        (Fraction(len(owners_for(other, copy, n)), n)
+         for copy in range(n) for other in partners(copy, n) if copy // per_node != other // per_node),
+        Fraction(),
+    )  # fmt: skip
+
+
+def test_a_power_of_two_of_copies_on_each_node_adds_up_before_anything_leaves_it() -> None:
+    """Then each node sends what the owners on the others have of its sum, and no reduction sends less."""
+    for k, nodes in itertools.product(range(4), (1, 2, 3, 4, 5, 6)):
+        assert between_nodes(nodes << k, 1 << k) == nodes - 1
+
+
+def test_three_copies_on_a_node_cannot_add_up_before_their_neighbours_in_the_tree() -> None:
+    """Six copies on two nodes, added as ((01)(23))(45): copy 2 belongs to copy 3. Of the tree's sums an owner
+    on the first node needs 3 and (45) from the other one, an owner there (01) and 2."""
+    assert between_nodes(6, 3) == between_nodes(12, 6) == Fraction(7, 3)
+    least, alone = 6 * Fraction(2, 6), 6 - 3
+    assert least < between_nodes(6, 3) < alone
+
+
 @pytest.mark.parametrize("tied", ["per_use", "eager"])
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 @pytest.mark.parametrize("n_copies", [2, 3, 4])
@@ -232,6 +259,36 @@ def test_copies_need_no_buffering(schedule: str, n_copies: int, tied: str) -> No
     meetings = {2: 1, 3: 2, 4: 2}[n_copies]
     assert all(of_rank.count(op) == per_rank * meetings for of_rank in ops
                for op in (Op.SEND_SHARD, Op.RECV_SHARD, Op.SEND_UPDATE, Op.RECV_UPDATE))  # fmt: skip
+
+
+def test_a_stage_begins_its_exchange_behind_its_last_backward_and_its_step() -> None:
+    """Rank 0 holds the stages 0 and 2; each of four copies does two micro-batches, and meets two others."""
+    text = " ".join(map(str, copied("interleaved", 2, 4, 8).instrs(0)))
+    assert text[text.index("2B1") :] == (
+        "2B1 2SEND_GRAD1->r1 2SEND_SHARD->r2 0RECV_GRAD0<-r1 0B0 0RECV_GRAD1<-r1 0B1 0SEND_SHARD->r2 "
+        "0RECV_SHARD<-r2 0SEND_SHARD->r4 2RECV_SHARD<-r2 2SEND_SHARD->r4 0RECV_SHARD<-r4 2RECV_SHARD<-r4 "
+        "0RECV_TIED<-r1 NORM 0STEP 0SEND_UPDATE->r4 2STEP 2SEND_UPDATE->r4 "
+        "0RECV_UPDATE<-r4 0SEND_UPDATE->r2 2RECV_UPDATE<-r4 2SEND_UPDATE->r2 "
+        "0RECV_UPDATE<-r2 2RECV_UPDATE<-r2 0SEND_COPY->r1"
+    )
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "v-half"])
+def test_only_the_stage_that_ends_last_is_waited_for(schedule: str) -> None:
+    """A rank has two stages, whose shards take half a second each: one of them is on its way while the other
+    one's last backward is done, and one's updated weights while the other one's update is."""
+    costs = dataclasses.replace(
+        uniform(8, 4, step_s_per_byte=0.01, param_bytes=50),
+        cluster=cluster([1.0] * 4, [HUGE] * 4, Link(0.0, 100.0)), blocks=2,
+    )  # fmt: skip
+    order = build(schedule, 4, 4, 2).rank_of_stage
+    on = Layout(("g2", "g4", "g6"), tuple((rank, rank + 2) for rank in order), schedule, 16)
+    program = program_for(on, numerics(8, 2), (), names(costs))
+    _, timeline = predict(costs, on, program, names(costs))
+    for codes, times in zip(program.codes, timeline.times, strict=True):
+        ends = {op: times[codes[:, 0] == op, 1].max(initial=0.0) for op in Op}
+        assert ends[Op.RECV_SHARD] - max(ends[Op.B], ends[Op.W]) == pytest.approx(0.5)
+        assert ends[Op.RECV_UPDATE] - ends[Op.STEP] == pytest.approx(0.5)
 
 
 def layout(costs: Costs, n_stages: int, n_copies: int) -> Layout:
@@ -261,6 +318,20 @@ def test_bytes_and_memory_are_those_of_the_closed_formulas() -> None:
         held = stage * (2 + levels + state / n_copies)
         coming = int(math.log2(n_copies)) * stage / n_copies
         assert set(predict(costs, on, program, names(costs))[0].peak_bytes) == {held + coming}
+
+
+def test_of_large_sums_a_few_buckets_are_there_at_a_time() -> None:
+    """And of an odd number of copies one message, that waits for its neighbour in the tree of the sums."""
+    for n_copies, waiting in ((2, 0), (3, 1), (4, 0), (6, 1)):
+        shard = BUCKETS_AHEAD * BUCKET_BYTES * 3
+        costs = dataclasses.replace(uniform(n_copies, n_copies, param_bytes=shard), blocks=n_copies)
+        on = layout(costs, 1, n_copies)
+        program = program_for(on, numerics(n_copies, n_copies), (), names(costs))
+        held = predict(costs, on, program, names(costs))[1].memory_bytes[0]
+        ops = program.codes[0][:, 0].tolist()
+        exchange = held[ops.index(Op.SEND_SHARD) : ops.index(Op.NORM)]
+        assert exchange.max() - held[0] == BUCKETS_AHEAD * BUCKET_BYTES + waiting * shard
+        assert held[ops.index(Op.NORM)] == held[0]
 
 
 def test_the_update_is_shared_and_gradients_take_their_time_on_the_link() -> None:

@@ -130,6 +130,20 @@ def test_no_window_helps_against_a_circle_of_receives():
         prove(program(ranks, 9))
 
 
+def test_what_copies_send_each_other_blocks_nothing_and_what_they_await_does():
+    """Each begins another exchange first, as with unlike shares of the micro-batches."""
+
+    def exchanged(peer: int, *order: tuple[Op, int]) -> list[Instr]:
+        return [Instr(op, stage, -1, stage, peer, stage) for op, stage in order]
+
+    to, of = Op.SEND_SHARD, Op.RECV_SHARD
+    prove(program([exchanged(1, (to, 0), (to, 1), (of, 0), (of, 1)),
+                   exchanged(0, (to, 1), (to, 0), (of, 0), (of, 1))], 0))  # fmt: skip
+    with pytest.raises(DeadlockError, match="to reach its instruction 1"):
+        prove(program([exchanged(1, (of, 1), (to, 0), (to, 1), (of, 0)),
+                       exchanged(0, (of, 0), (to, 1), (to, 0), (of, 1))], 0))  # fmt: skip
+
+
 def test_a_rank_that_never_comes_to_the_norm():
     with pytest.raises(DeadlockError, match=r"waits for ranks \[1\], which are not at NORM"):
         prove(program([[NORM], []], 1))

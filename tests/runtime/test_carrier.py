@@ -31,6 +31,7 @@ from mpipipe.cluster.local import run_local
 from mpipipe.data.synthetic import SyntheticVectors
 from mpipipe.errors import MpipipeError
 from mpipipe.graph.program import Batch
+from mpipipe.runtime import copies as runtime_copies
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.digests import tensor_digest
@@ -125,6 +126,24 @@ def test_copies_of_the_pipeline_give_the_bits_of_one(
     case: Case, schedule: str, ranks: int, copies: int
 ) -> None:
     """With all of its state sharded; the copies' weights are compared, too."""
+    got = train_local(case, ranks, schedule, window=16, copies=copies)
+    assert differences(one_stage(case, 1), got) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule", "ranks", "copies"),
+    [
+        (Case("gpt", batch=8, micro_batches=4, blocks=2), "zb-v", 4, 2),
+        (Case("conv and norm", batch=13, micro_batches=6, blocks=6), "1f1b", 6, 6),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_sums_that_travel_in_many_buckets_have_the_same_bits(
+    case: Case, schedule: str, ranks: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which tensors are no multiple; here one bucket has room for all."""
+    monkeypatch.setattr(runtime_copies, "BUCKET_BYTES", 1000)
     got = train_local(case, ranks, schedule, window=16, copies=copies)
     assert differences(one_stage(case, 1), got) == []
 

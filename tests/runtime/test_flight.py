@@ -152,29 +152,30 @@ def test_before_the_first_instruction_the_last_ranks_of_other_copies_are_waited_
 
 
 def test_what_a_copy_waits_for_is_named_by_what_it_gets(events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = Interpreter._exchange
+    send_update = Interpreter._send_update
 
     def holds(self: Interpreter, i: Instr) -> None:
-        if i.op == Op.SEND_UPDATE:
-            hold_in_step_1(self, events)
-        exchange(self, i)
+        hold_in_step_1(self, events)
+        send_update(self, i)
 
-    monkeypatch.setattr(Interpreter, "_exchange", holds)
+    monkeypatch.setattr(Interpreter, "_send_update", holds)
     found = seen(*events, Case("mlp", blocks=2), copies=2)
     assert (found[0][0].what, found[0][0].waits_for) == ("the updated weights of stage 0", (1,))
     assert found[1][0].waits_for == ()
 
 
-def test_a_send_that_waits_for_earlier_messages_waits_for_who_receives_them() -> None:
-    """As rank 0 of two copies does with its first shard, while its last activations are on the way."""
-    sent = Instr(Op.SEND_UPDATE, 0, -1, 0, 3, 9)
+def test_what_waits_for_earlier_messages_waits_for_who_receives_them() -> None:
+    """As rank 0 of two copies does with its first shard, while its last activation is on the way."""
+    sent = [Instr(Op.SEND_ACT, 0, 5, 1, 3, 9)]
     codes = np.array([Instr(op, 0, -1, 0, 2, 8) for op in (Op.SEND_SHARD, Op.RECV_SHARD)])
     of = SimpleNamespace(
         comm=SimpleNamespace(rank=0, size=4),
         program=SimpleNamespace(codes=[codes]),
-        outbox=SimpleNamespace(pending=lambda: [sent]),
+        outbox=SimpleNamespace(pending=lambda: sent),
     )
     view = InterpreterView(cast("Interpreter", of))
-    assert view._inside(1, 0, True) == ("the receive of the updated weights of stage 0", (3,))
+    assert view._inside(2, 1, True) == ("the receive of 0F5", (3,))
     assert view._inside(1, 0, False) == ("SEND_SHARD of stage 0", ())
+    sent[0] = Instr(Op.SEND_SHARD, 0, -1, 0, 2, 8)  # they have left, and its own one waits for nothing
     assert view._inside(2, 1, True) == ("the gradients of its share of stage 0", (2,))
+    assert view._inside(2, 2, True) == ("the receive of the gradients of its share of stage 0", (2,))

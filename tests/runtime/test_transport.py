@@ -3,6 +3,7 @@ which buffers stay."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.planner.simulate import AHEAD, receive_bytes
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.runtime.transport import Landing, Mailbox, Outbox
+from mpipipe.runtime.transport import Incoming, Landing, Mailbox, Outbox, Piece
 from mpipipe.values import Instr, Op
 
 
@@ -24,10 +25,12 @@ class Noting:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.posted: list[Way] = []
 
     def _post(self, what: str, tag: int) -> Any:
         self.calls.append((what, tag))
-        return Way(tag)
+        self.posted.append(Way(tag))
+        return self.posted[-1]
 
     def isend(self, buf: Any, peer: int, tag: int) -> Any:
         return self._post("send", tag)
@@ -79,7 +82,44 @@ def test_what_is_sent_once_per_step_lets_the_others_go_first() -> None:
     for micro in range(2):
         outbox.send([torch.zeros(1)], instr(Op.SEND_GRAD, micro, micro))
     outbox.send([torch.zeros(1)], instr(Op.SEND_TIED, -1, 7))
+    assert comm.calls == [("send", 0), ("send", 1)]
+    outbox.start_all()
     assert comm.calls == [("send", 0), ("send", 1), ("wait", 0), ("wait", 1), ("send", 7)]
+
+
+def test_a_message_in_pieces_has_room_for_a_few_and_each_is_taken_in_turn() -> None:
+    comm, room, taken = Noting(), list[int](), list[int]()
+
+    def pieces() -> Iterator[Piece]:
+        for i in range(6):
+            room.append(i)
+            yield torch.full((1,), i), lambda t: taken.append(int(t))
+
+    incoming = Incoming(comm, instr(Op.RECV_SHARD, -1, 3), pieces(), Landing())  # type: ignore[arg-type]
+    incoming.advance()
+    assert (room, taken, comm.calls) == ([0, 1, 2, 3], [], [("receive", 3)] * 4)
+    comm.posted[0].arrived = comm.posted[2].arrived = True
+    incoming.advance()  # not the third one before the second
+    assert (room, taken) == ([0, 1, 2, 3, 4], [0])
+    incoming.finish()
+    assert (room, taken, len(comm.posted)) == (list(range(6)), list(range(6)), 6)
+
+
+def test_what_is_sent_once_per_step_starts_when_the_others_have_left_without_being_waited_for() -> None:
+    comm = Noting()
+    outbox = Outbox(comm, Landing())  # type: ignore[arg-type]
+    outbox.send([torch.zeros(1)], instr(Op.SEND_GRAD, 0, 0))
+    outbox.send([torch.zeros(1)], shard := instr(Op.SEND_SHARD, -1, 7))
+    assert comm.calls == [("send", 0)]
+    assert [i.tag for i in outbox.pending()] == [0, 7]
+    comm.posted[0].arrived = True
+    outbox.drop_sent()
+    outbox.send([torch.zeros(1)], instr(Op.SEND_GRAD, 1, 1))  # does not wait for the shard
+    assert comm.calls == [("send", 0), ("send", 7), ("send", 1)]
+    assert shard in outbox.pending()
+    outbox.wait_all()
+    assert comm.calls[3:] == [("wait", 1), ("wait", 7)]
+    assert outbox.pending() == []
 
 
 @pytest.mark.parametrize("window", [2, 8])
