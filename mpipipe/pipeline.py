@@ -193,6 +193,7 @@ class Pipeline(SharedWork):
         )  # fmt: skip
         check_kernels(kernels, bits)
         use_kernels(kernels)
+        self.kernels = kernels
         super().__init__(comm, spares, recover, print if say is None else say)
         use_device(find_device(device, local_rank(comm)))
         self.val_batch, self.mirror_every, self.memory = val_batch or batch, mirror_every, memory_in_use()
@@ -305,7 +306,8 @@ class Pipeline(SharedWork):
         here = Measuring(self.comm, known, self.say, self.working)
         self.messages_why = here.messages()
         self.numerics, self.gemm_why = here.gemm(route, usual, self.numerics)
-        self.numerics, self.ops_why = here.ops(table, usual, self.numerics)
+        self.numerics, ours = here.ops(table, usual, self.numerics)
+        self.ops_why = ours if self.kernels else "kernels: off"
         return here
 
     def _check_model(self, before: Before, copies: Sequence[Copies], unused: str) -> None:

@@ -14,7 +14,9 @@ from mpipipe.cluster.local import run_local
 from mpipipe.config import parse
 from mpipipe.errors import MpipipeError
 from mpipipe.ops import dropout, native
+from mpipipe.report.summary import summary
 from mpipipe.train import train
+from mpipipe.values import Report
 
 CONFIG = """
 model: {name: gpt, vocab: 32, layers: 2, d_model: 32, heads: 2, context: 16, dropout: 0.2}
@@ -26,11 +28,10 @@ sample: {length: 0}
 """
 
 
-def trained(folder: Path, kernels: str) -> str:
-    """sha256 of the weights."""
+def trained(folder: Path, kernels: str) -> Report:
     config = parse(CONFIG, overrides=[f"kernels={kernels}", f"run.dir={folder}"])
     (report,) = run_local(1, lambda comm: train(comm, config))
-    return report.weights_sha256
+    return report
 
 
 def raising(key: Any) -> Callable[..., None]:
@@ -57,7 +58,10 @@ def test_no_compiled_kernel_is_called(
             monkeypatch.setitem(table, key, tuple(raising(key) for _ in functions))
     with pytest.raises(AssertionError, match="is called"):
         trained(tmp_path / "broken", "on")
-    assert trained(tmp_path / "off", "off") == expected
+    off = trained(tmp_path / "off", "off")
+    assert off.weights_sha256 == expected.weights_sha256
+    assert (off.kernels, expected.kernels) == ("kernels: off", "")
+    assert "\nkernels: off\n" in summary(off)
 
 
 @pytest.mark.skipif(native.kernels is None, reason="no compiled kernels")

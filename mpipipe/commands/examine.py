@@ -137,8 +137,8 @@ def _imported() -> Software:
             import torch
         except OSError as error:  # a library of torch that cannot be loaded
             raise ImportError(str(error)) from error
-        from mpipipe.ops.device import seen
         from mpipipe.native import instruction_set as kernel_set
+        from mpipipe.ops.device import seen
         from mpipipe.ops.native import KERNELS_VERSION, cuda_kernels, kernels
         from mpipipe.runtime.setting import instruction_set
     built = KERNELS_VERSION if kernels is not None else ""

@@ -18,8 +18,8 @@ def places(ranks: Ranks, threads: int, section: str) -> Iterator[Finding]:
         forms = _alike(ranks, lambda r: (len(r.binding.usable), _domains(r)))
     for alike in forms[:SHOWN]:
         yield Finding(section, "ok", _told(alike, threads))
-    if rest := sum(forms[SHOWN:], []):
-        yield Finding(section, "ok", f"{counted(len(rest), 'rank')} more, in other ways: --json tells")
+    if rest := sum(map(len, forms[SHOWN:])):
+        yield Finding(section, "ok", f"{counted(rest, 'rank')} more, in other ways: --json tells")
 
 
 def _alike(ranks: Ranks, form: Callable[[RankFacts], Hashable]) -> list[list[RankFacts]]:
