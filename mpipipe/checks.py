@@ -59,6 +59,14 @@ def check_choices(**given: str) -> None:
             raise MpipipeError(f"{name} = {value!r}; expected one of {', '.join(map(repr, CHOICES[name]))}")
 
 
+def check_kernels(kernels: bool, bits: str) -> None:
+    if not kernels and bits == "fast":
+        raise MpipipeError(
+            "kernels = False, and bits = 'fast', which are those of the compiled kernels; give bits='torch', "
+            "or leave kernels out"
+        )
+
+
 def check_given(comm: Communicator, source: ModelSource) -> None:
     """A model that each rank made for itself must be one and the same. Collective."""
     digests = comm.allgather_object(weights_sha256([tensor_digest(n, t) for n, t in source.given.items()]))

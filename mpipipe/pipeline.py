@@ -27,6 +27,7 @@ from mpipipe.checks import (
     check_counts,
     check_device,
     check_given,
+    check_kernels,
     check_metrics,
     check_samples,
     check_trained,
@@ -50,6 +51,7 @@ from mpipipe.measuring import Measuring
 from mpipipe.models.losses import from_mean
 from mpipipe.ops.device import find as find_device
 from mpipipe.ops.device import use as use_device
+from mpipipe.ops.native import use_kernels
 from mpipipe.planner.copies import Copies, ranks_in_each
 from mpipipe.planner.joint import Asked, Replicas, copies_of, counts_of, schedules_of, search
 from mpipipe.planner.mirrors import with_mirrors
@@ -109,6 +111,7 @@ class Pipeline(SharedWork):
                there is one
     gemm       library of fp32 matrix products; "auto": measured at the first start, and then kept by
                checkpoints
+    kernels    whether operators call the compiled kernels; False: torch and NumPy alone, with the same bits
     blocks     equal blocks in which gradients of micro-batches are added up, or "auto": as many as ranks may
                share, decided at the first start, and then kept by checkpoints
     replicas   copies of the pipeline, or (2, 1) of each stage, which share the micro-batches and the
@@ -164,6 +167,7 @@ class Pipeline(SharedWork):
         tied: Literal["per_use", "eager"] = "per_use",
         bits: Literal["torch", "fast"] = "torch",
         gemm: Literal["auto", "mkl", "onednn"] = "auto",
+        kernels: bool = True,
         seed: int = 0,
         unused: Literal["error", "keep"] = "error",
         max_shapes: int = 8,
@@ -187,6 +191,9 @@ class Pipeline(SharedWork):
             precision=precision, tied=tied, gemm=gemm, unused=unused, bits=bits, recover=recover,
             recompute=recompute, reduce=reduce,
         )  # fmt: skip
+        check_kernels(kernels, bits)
+        use_kernels(kernels)
+        self.kernels = kernels
         super().__init__(comm, spares, recover, print if say is None else say)
         use_device(find_device(device, local_rank(comm)))
         self.val_batch, self.mirror_every, self.memory = val_batch or batch, mirror_every, memory_in_use()
@@ -212,6 +219,7 @@ class Pipeline(SharedWork):
             schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
             samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
+            kernels=kernels,
             recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares,
             checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
             plan=before.plan and before.plan.hash,
@@ -298,7 +306,8 @@ class Pipeline(SharedWork):
         here = Measuring(self.comm, known, self.say, self.working)
         self.messages_why = here.messages()
         self.numerics, self.gemm_why = here.gemm(route, usual, self.numerics)
-        self.numerics, self.ops_why = here.ops(table, usual, self.numerics)
+        self.numerics, ours = here.ops(table, usual, self.numerics)
+        self.ops_why = ours if self.kernels else "kernels: off"
         return here
 
     def _check_model(self, before: Before, copies: Sequence[Copies], unused: str) -> None:

@@ -422,6 +422,7 @@ class Run:
             exact_resume=self.data.exact,
             products=f"{PRODUCTS}{pipe.gemm_why}",
             messages=pipe.messages_why,
+            kernels=pipe.ops_why,
             lost_ranks=(*pipe.world.lost, *pipe.lost_spares()),
             replayed_steps=self.replayed,
             spares=tuple(rank for rank in pipe.spares if rank not in pipe.lost_spares()),

@@ -30,6 +30,7 @@ from mpipipe.data import open_dataset, prepare
 from mpipipe.decided import threads_of
 from mpipipe.errors import CheckpointError, MpipipeError
 from mpipipe.models import build
+from mpipipe.ops.native import use_kernels
 from mpipipe.pipeline import Pipeline
 from mpipipe.planner.sizes import counted
 from mpipipe.report.metrics import cut_metrics
@@ -112,6 +113,7 @@ def train(
     check_spares(config.run.spares, comm.size, config.run.recover)
     if config.run.recover == "mpi":
         check_tolerant(comm)
+    use_kernels(config.kernels.compiled)
     resident_memory()  # from here on it counts
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None
@@ -156,7 +158,8 @@ def _train(
             val_batch=c.eval_batch, micro_batches=p.micro_batches, metrics=built.metrics,
             schedule=schedule_name(config), precision=t.precision, threads=threads, blocks=p.blocks,
             replicas=p.replicas, reduce=p.reduce, tied=p.tied, bits=t.bits, gemm=c.kernels.gemm,
-            seed=t.seed, unused=t.unused, max_shapes=c.capture.max_shapes, receive_window=p.receive_window,
+            kernels=c.kernels.compiled, seed=t.seed, unused=t.unused, max_shapes=c.capture.max_shapes,
+            receive_window=p.receive_window,
             device=p.device, memory_bytes=p.memory_bytes, recompute=p.recompute, cost_cache=p.cost_cache,
             recover=c.run.recover, mirror_every=c.run.mirror_every, spares=c.run.spares,
             initial=built.initial, resume=checkpoint, new_numerics=new_numerics, plan=plan, comm=comm,

@@ -761,3 +761,4 @@ class Report(Value):
     spares: tuple[int, ...] = ()  # ranks that had no part in the end, likewise by their first numbers
     products: str = ""  # for people: by which library fp32 matrices were multiplied, and why
     messages: str = ""  # for people: who moved messages on while ranks computed, and why
+    kernels: str = ""  # for people: which operators were our own, and which were torch's, or that none was

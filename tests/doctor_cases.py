@@ -23,7 +23,7 @@ from mpipipe.cluster.doctor.facts import (
 GIB = 1 << 30
 LENGTHS = (8, 1 << 16, 1 << 20, 1 << 24)
 BY_MPIRUN, BY_SRUN = "the mpirun of Open MPI", "srun"
-SOFTWARE = Software("3.12.3", "2.4.6", "2.13.0+cpu", "4.1.2", "0.1.0", "c0de" * 16, "AVX512", "1")
+SOFTWARE = Software("3.12.3", "2.4.6", "2.13.0+cpu", "4.1.2", "0.1.0", "c0de" * 16, "AVX512", "1", "v4")
 MPI = Mpi("Open MPI 5.0.11", "Open MPI 5.0.11", "multiple", "multiple", 2**31 - 1, True)
 LAUNCH = Launch(
     BY_MPIRUN, "python -m mpipipe doctor", False, "/v/bin/mpirun", "Open MPI 5.0.11", "/v/bin/mpirun", (), ""

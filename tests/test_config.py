@@ -201,3 +201,22 @@ def test_other_programs_names_lead_to_keys() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(("word", "on"), [("off", False), ("false", False), ("on", True), ("true", True)])
+def test_kernels_may_be_a_switch(word: str, on: bool) -> None:
+    written, given = parse(f"kernels: {word}").kernels, parse("", overrides=[f"kernels={word}"]).kernels
+    assert written == given
+    assert (written.compiled, written.gemm) == (on, "auto")
+    assert parse("kernels: {gemm: mkl}", overrides=[f"kernels={word}"]).kernels.gemm == "mkl"
+    both = parse(f"kernels: {word}", overrides=["kernels.gemm=mkl"])
+    assert (both.kernels.compiled, both.kernels.gemm) == (on, "mkl")
+    assert parse(to_yaml(both)) == both
+
+
+def test_bits_of_the_kernels_are_refused_without_them() -> None:
+    said = message("train: {bits: fast}", "kernels=off")
+    assert "kernels = off, and train.bits = fast" in said
+    assert "set train.bits to torch" in said
+    assert parse("kernels: on\ntrain: {bits: fast}").train.bits == "fast"
+    assert "kernels = 3 (int); expected keys with values" in message("kernels: 3")

@@ -1,5 +1,6 @@
 """Forward and backward of a language model's head. The weight's gradient is there, as in every
-micro-batch but the first; torch's chunks are the best of those tried.
+micro-batch but the first; torch's chunks are the best of those tried. Ours is as a stage runs it whose loss
+this is, all of it in backward, and as it is elsewhere (`loss first`).
 
 The memory that both take meanwhile is measured too: of torch's chunks by the smallest, which take least."""
 
@@ -26,6 +27,7 @@ def cases() -> Iterator[Case | Memory]:
     """One after the other, so that the tensors of one are there at a time."""
     for (tokens, entries), bar in zip(SHAPES, SPEED_BARS, strict=True):
         yield _case(tokens, entries, bar)
+        yield _case(tokens, entries, None, late=False)
     for (tokens, entries), bar in zip(SHAPES, MEMORY_BARS, strict=True):
         code = f"from {MODULE} import extra_bytes; print(extra_bytes('%s', {tokens}, {entries}))"
         yield Memory("linear_cross_entropy", f"{_name(tokens, entries)}, memory", code, _chunks()[:1], bar)
@@ -39,7 +41,7 @@ def _chunks() -> tuple[str, ...]:
     return tuple(f"chunks of {n}" for n in CHUNKS)
 
 
-def _case(tokens: int, entries: int, bar: float | None) -> Case:
+def _case(tokens: int, entries: int, bar: float | None, late: bool = True) -> Case:
     x = torch.randn(tokens, WIDTH, requires_grad=True)
     weight = (0.02 * torch.randn(entries, WIDTH)).requires_grad_()
     weight.grad = torch.zeros_like(weight)
@@ -62,8 +64,8 @@ def _case(tokens: int, entries: int, bar: float | None) -> Case:
     theirs = dict(zip(_chunks(), map(chunked, CHUNKS), strict=True)) | {"all logits": whole}
     return Case(
         "linear_cross_entropy",
-        _name(tokens, entries),
-        step(lambda: linear_cross_entropy(x, weight, labels)),
+        _name(tokens, entries) + ("" if late else ", loss first"),
+        step(lambda: linear_cross_entropy(x, weight, labels, late=late)),
         theirs,
         bar,
         bytes=4 * 4 * entries * WIDTH,

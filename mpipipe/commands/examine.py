@@ -137,8 +137,9 @@ def _imported() -> Software:
             import torch
         except OSError as error:  # a library of torch that cannot be loaded
             raise ImportError(str(error)) from error
+        from mpipipe.native import instruction_set as kernel_set
         from mpipipe.ops.device import seen
-        from mpipipe.ops.native import KERNELS_VERSION, kernels
+        from mpipipe.ops.native import KERNELS_VERSION, cuda_kernels, kernels
         from mpipipe.runtime.setting import instruction_set
     built = KERNELS_VERSION if kernels is not None else ""
     try:
@@ -154,6 +155,7 @@ def _imported() -> Software:
         code=code_version(built),
         instruction_set=instruction_set(),
         kernels=built,
+        kernel_set=f"{kernel_set()}{'' if cuda_kernels is None else ', cuda'}" if built else "",
         accelerators=seen(),
     )
 

@@ -15,6 +15,7 @@ from mpipipe.errors import PlanError
 from mpipipe.graph.rates import Rates, Roofline, Trials
 from mpipipe.graph.variants import Variants
 from mpipipe.ops.device import find
+from mpipipe.ops.native import use_kernels
 from mpipipe.planner.sizes import size_text
 from mpipipe.runtime.costing import Updates, device_kind, update_times
 from mpipipe.runtime.gemm import Prober
@@ -74,6 +75,7 @@ class Here(Machine):
         self.limit = config.pipeline.memory_bytes
         self.cost_cache = config.pipeline.cost_cache
         set_threads(self.used)
+        use_kernels(config.kernels.compiled)
 
     def gemm(self, variants: Callable[[], Variants], numerics: Numerics) -> tuple[Gemm, str]:
         kept = self._cache(numerics)

@@ -49,7 +49,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse(text: str, source: str = "config", overrides: Sequence[str] = ()) -> Config:
     """As `load`, from the text itself; `source` is what messages call it. Raises ConfigError."""
-    data = read_sections(text, source, "train")
+    data = _spelled_out(read_sections(text, source, "train"))
     changed = {_override(data, item): item for item in overrides}
     # A section that is written but empty ("train:") means its defaults.
     data = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
@@ -100,18 +100,29 @@ def read_yaml(text: str, source: str) -> Any:
 
 def _override(data: dict[str, Any], item: str) -> tuple[str, ...]:
     """Writes "a.b=value" into `data`; the path written."""
-    key, equals, value = item.partition("=")
+    key, equals, text = item.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
         raise ConfigError(f"override '{item}': expected section.key=value, such as train.steps=50")
+    value = read_yaml(text, f"override '{item}'")
+    if isinstance(value, bool) and key.strip() in _SWITCHES:
+        path = (*path, _SWITCHES[key.strip()])
     place = data
     for part in path[:-1]:
         inner = place.get(part) or {}
         if not isinstance(inner, dict):
             raise ConfigError(f"override '{item}': '{part}' is {inner!r}, which has no keys below it")
         place[part] = place = dict(inner)
-    place[path[-1]] = read_yaml(value, f"override '{item}'")
+    place[path[-1]] = value
     return path
+
+
+_SWITCHES = {"kernels": "compiled"}  # sections that may be a switch, and the key that this means
+
+
+def _spelled_out(data: dict[str, Any]) -> dict[str, Any]:
+    """With `kernels: off` as a section."""
+    return {k: {_SWITCHES[k]: v} if k in _SWITCHES and isinstance(v, bool) else v for k, v in data.items()}
 
 
 # -- messages ---------------------------------------------------------------------------------

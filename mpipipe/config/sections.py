@@ -319,6 +319,7 @@ class PipelineConfig(Section):
 
 
 class KernelsConfig(Section):
+    compiled: bool = True  # false, or "kernels: off": torch and NumPy alone, with the same bits
     gemm: Literal["auto", "mkl", "onednn"] = "auto"  # library of fp32 products, or the faster; changes bits
 
 

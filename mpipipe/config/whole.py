@@ -78,6 +78,11 @@ def _misfits(c: Config) -> Iterator[str]:
             f"train.batch = {c.train.batch} is smaller than pipeline.micro_batches = {p.micro_batches}; "
             "a micro-batch needs a sample: raise the one or lower the other"
         )
+    if not c.kernels.compiled and c.train.bits == "fast":
+        yield (
+            f"kernels = off, and train.bits = {c.train.bits}, which are those of the compiled kernels; set "
+            "train.bits to torch, or leave kernels out"
+        )
     if c.run.spares and c.run.recover != "mpi":
         yield (
             f"run.spares = {c.run.spares}, and run.recover = {c.run.recover}: a spare takes over in the same "

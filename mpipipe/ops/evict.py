@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device
+
+_KERNELS = by_device({"": ("evict",)}, ["cpu"])
 
 
 def evict(tensors: Iterable[Tensor]) -> None:
     """Drops contiguous tensors out of every cache; their values stay. Nothing without the compiled kernels,
     on a processor that has no instruction for it, or for tensors of a GPU."""
-    for t in tensors if kernels is not None else ():
+    for t in tensors if _KERNELS else ():
         if t.is_cpu:
-            kernels.evict(t.data_ptr(), t.nbytes)  # type: ignore[union-attr]
+            _KERNELS["cpu", ""][0](t.data_ptr(), t.nbytes)

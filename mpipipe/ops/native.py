@@ -16,7 +16,7 @@ import torch  # first: the kernels' threads are those of the OpenMP runtime that
 from mpipipe.native import instruction_set, load
 
 Key = TypeVar("Key")
-Table = dict[tuple[str, Key], tuple[Callable[..., None], ...]]
+Table = dict[tuple[str, Key], tuple[Callable[..., Any], ...]]
 
 KERNELS_VERSION = "8"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
 CUDA = "_kernels_cuda"
@@ -32,18 +32,35 @@ cuda_kernels = (
     else None
 )
 MODULES: Mapping[str, ModuleType | None] = {"cpu": kernels, "meta": kernels, "cuda": cuda_kernels}
+_TABLES: list[tuple[Table[Any], Table[Any]]] = []  # that the operators look into, and what is out of use
 
 
 def by_device(names: Mapping[Key, tuple[str, ...]], devices: Collection[str] = MODULES.keys()) -> Table[Key]:
     """(type of device, key) -> functions of the compiled modules, for each key of `names` and each of the
     devices whose module is there. The kernels of the processor stand for those of "meta", where none is
-    called."""
-    return {
+    called. Operators call no other compiled function: what is not in their table they compute by torch and
+    numpy, so that `use_kernels` need not ask them."""
+    table = {
         (device, key): tuple(getattr(module, name) for name in of_key)
         for device, module in MODULES.items()
         if module is not None and device in devices
         for key, of_key in names.items()
     }
+    _TABLES.append((table, {}))
+    return table
+
+
+def use_kernels(on: bool) -> None:
+    """Of this process from here on. Off: every operator computes as where the modules are not built."""
+    for table, out_of_use in _TABLES:
+        taken, given = (out_of_use, table) if on else (table, out_of_use)
+        given.update(taken)
+        taken.clear()
+
+
+def version_in_use() -> str:
+    """Of the kernels that operators call; "none" where they call none."""
+    return KERNELS_VERSION if any(table for table, _ in _TABLES) else "none"
 
 
 def workers(x: torch.Tensor) -> tuple[int, ...]:

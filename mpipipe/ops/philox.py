@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpipipe.ops.native import kernels
+from mpipipe.ops.native import by_device
 
 UInt32 = NDArray[np.uint32]
 UInt64 = NDArray[np.uint64]
 
+_KERNELS = by_device({"": ("words",)}, ["cpu"])
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _BLOCKS_AT_ONCE = 1 << 14  # keeps the temporaries of one piece in the second-level cache
@@ -69,11 +70,12 @@ def philox_words(key: int, step: int, micro: int, n: int, start: int = 0) -> UIn
 
 def words(key: int, step: int, micro: int, n: int, start: int = 0) -> UInt32:
     """`philox_words` by the compiled kernel when there is one."""
-    if kernels is None:
+    found = _KERNELS.get(("cpu", ""))
+    if found is None:
         return philox_words(key, step, micro, n, start)
     check_stream(key, step, micro)
     out = np.empty(n, np.uint32)
-    kernels.words(key, step, micro, start, out.ctypes.data, n, torch.get_num_threads())
+    found[0](key, step, micro, start, out.ctypes.data, n, torch.get_num_threads())
     return out
 
 

@@ -22,7 +22,7 @@ from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.node import cores_available
 from mpipipe.graph.profile import Piece, Profiler, Sample
-from mpipipe.ops import KERNELS_VERSION
+from mpipipe.ops.native import version_in_use
 from mpipipe.values import Numerics, digest
 
 CHECK_S = 0.15  # seconds for the groups that a rank times to see whether the rest still holds
@@ -111,7 +111,7 @@ def setting(numerics: Numerics, kind: str, comm: Communicator, on_core: bool, ch
     core; chilled_bytes: as in `Profiler`, to a power of two, as it changes with every shape."""
     n = numerics
     facts = (
-        code_version(KERNELS_VERSION, ("cluster", "graph", "ops")), kind, n.torch, n.instruction_set,
+        code_version(version_in_use(), ("cluster", "graph", "ops")), kind, n.torch, n.instruction_set,
         n.threads, n.precision, n.gemm, n.bits, comm.size, comm.node_of_rank.count(0),
         len(cores_available()), on_core, round(math.log2(max(1, chilled_bytes))),
     )  # fmt: skip

@@ -81,7 +81,7 @@ def in_words(decision: Decision) -> str:
     theirs = sorted({_kind(form) for form, by in decision.table.items() if by == "torch"} - set(ours))
     known = [f"{kind} {decision.gains[kind]:.2f}" if kind in decision.gains else kind for kind in ours]
     how = " times as fast as torch" if decision.gains else ", as before"
-    rest = f"; torch's: {', '.join(theirs)}" if theirs else ""
+    rest = f"; left to torch: {', '.join(theirs)}" if theirs else ""
     return f"kernels: {', '.join(known) + how if ours else 'none'}{rest}"
 
 

@@ -427,7 +427,10 @@ def test_differing_ranks_are_counted_not_listed() -> None:
 
 def test_one_rank_alone_says_nothing_of_idle_cores() -> None:
     """How many will train is not known; of a rank on each of two nodes it is."""
-    assert [f.text for f in cores_of(healthy((0,), job=8), 1)] == ["1 rank x 1 thread on 8 cores"]
+    assert [f.text for f in cores_of(healthy((0,), job=8), 1)] == [
+        "1 rank x 1 thread on 8 cores",
+        "rank 0: 1 thread on cores 0-7, NUMA 0",
+    ]
     (note,) = [f for f in cores_of(healthy((0, 1), job=8), 1) if f.level == "note"]
     assert note.text.startswith("all nodes: 7 of 8 cores are idle")
 
@@ -458,6 +461,49 @@ def test_the_route_that_would_be_taken_is_told_with_its_reason() -> None:
     taken = "kernels.gemm=auto would take oneDNN, 1.70 times as fast as MKL (340 Gflop/s and 200 Gflop/s, "
     assert any(text.startswith(taken) for text in texts)
     assert any(text.startswith("bf16 would be 1.8x faster") for text in texts), "than the route that is taken"
+
+
+def told(ranks: Ranks, threads: int = 1) -> list[str]:
+    """Where ranks compute."""
+    return [f.text for f in cores_of(ranks, threads) if f.level == "ok" and f.text.startswith("rank")]
+
+
+def test_it_is_told_where_each_rank_computes() -> None:
+    assert told(healthy(), 4) == ["ranks 0-1: 4 threads each on cores 0-1, NUMA 0"], "also what is wrong"
+    assert told(healthy(TWO_NODES)) == ["ranks 0-3: 1 thread each on cores 0-1, NUMA 0"]
+    own = bound((0,), (2,), (1,), job=4)
+    assert told(own) == [f"rank {r}: 1 thread on core {c}, NUMA 0" for r, c in enumerate((0, 2, 1))]
+    two_domains = [replace(r, binding=cores(*r.binding.usable, job=4, domains=2)) for r in own]
+    assert told(two_domains)[1] == "rank 1: 1 thread on core 2, NUMA 1"
+    assert told([replace(r, binding=cores(job=4, domains=2)) for r in own]) == [
+        "ranks 0-2: 1 thread each on cores 0-3, NUMA 0-1"
+    ]
+    nowhere = on_all(healthy(), "binding", numa=())
+    assert told(nowhere) == ["ranks 0-1: 1 thread each on cores 0-1"], "the system does not tell"
+
+
+def test_many_ranks_that_are_bound_take_a_line_for_each_domain() -> None:
+    ranks = healthy(tuple(rank // 64 for rank in range(512)))
+    own = [replace(r, binding=cores(r.rank % 64, job=64, domains=2)) for r in ranks]
+    assert told(own) == [
+        "ranks 0-31, 64-95, 128-159, 192-223 and 4 more: 1 thread each on 1 core each of 0-31, NUMA 0",
+        "ranks 32-63, 96-127, 160-191, 224-255 and 4 more: 1 thread each on 1 core each of 32-63, NUMA 1",
+    ]
+    eight = [replace(r, binding=cores(r.rank % 64, job=64, domains=8)) for r in ranks]
+    assert told(eight)[3].endswith("1 thread each on 1 core each of 24-31, NUMA 3")
+    assert "256 ranks more, in other ways: --json tells" in [f.text for f in cores_of(eight, 1)]
+
+
+@pytest.mark.parametrize(
+    ("sets", "text"),
+    [(("v4", "v4"), "kernels 8 (v4)"), (("v4, cuda",) * 2, "(v4, cuda)"), (("v4", "v3"), "(v4, v3)")],
+)
+def test_the_kernels_that_are_loaded_are_told(sets: tuple[str, str], text: str) -> None:
+    ranks = [
+        replace(r, software=replace(r.software, kernels="8", kernel_set=s))
+        for r, s in zip(healthy(), sets, strict=True)
+    ]
+    assert any(f.text.endswith(text) for f in judge(ranks, 1) if f.section == "ranks")
 
 
 def test_openmp_that_binds_unbound_ranks_is_a_problem() -> None:

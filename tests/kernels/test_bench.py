@@ -14,7 +14,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmarks are no part of the package
 
-from benchmarks import step
+from benchmarks import split, step
 from benchmarks.kernels import gpu, linear_cross_entropy, whole_step
 from benchmarks.kernels.__main__ import modules
 from benchmarks.kernels.harness import Case, Skipped, compare
@@ -348,3 +348,24 @@ def test_a_whole_step_is_limited_by_the_products_of_all_its_micro_batches(
     assert [pipe.numerics.gemm for pipe in steps.sides.values()] == ["mkl", "mkl"]
     assert steps.sides["torch"].numerics.micro_batches == steps.case().floor_times == micro_batches
     assert len(steps.products) == 3 * (4 * layers + 1), "forward and two gradients of each linear layer"
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("bits", ["torch", "fast"])
+def test_a_backward_in_two_is_compared_with_a_whole_one(monkeypatch: pytest.MonkeyPatch, bits: str) -> None:
+    monkeypatch.setitem(step.SIZES, "gpt10m", ((64, 2, 32, 2, 16), 8, 4))
+    halves = split.Halves(step.pipeline("gpt10m", "fp32", 1, bits, gemm="mkl"))
+    assert [c[split.WHOLE].deferred for c in halves.codes] == [None, None]
+    assert all(c[split.IN_TWO].deferred for c in halves.codes)
+    gradients = []
+    for way in (split.WHOLE, split.IN_TWO):
+        for s, stage in enumerate(halves.stages):
+            stage.weights.forget()
+            halves.call(s, way)
+        gradients.append([g.clone() for stage in halves.stages for g in stage.weights.accumulators()])
+    assert any(g.any() for g in gradients[0])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), "the same work"
+    t = Time()
+    both = compare(Case("split", "tiny", t.takes(1.0), {"split": t.takes(1.25)}, split.BAR), 3, t)
+    line = json.loads(json.dumps(split.line("gpt10m", bits, "mkl", both, [both, both])))
+    assert (line["ratio"], line["stages"], line["bar"], line["met"]) == (1.25, [1.25, 1.25], 1.03, False)

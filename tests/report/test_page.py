@@ -140,6 +140,13 @@ def test_the_figures_are_those_of_the_summary(run: RunData) -> None:
     assert f"{report.per_s:.0f} tokens/s" in shown
 
 
+def test_by_what_was_computed_is_told(run: RunData) -> None:
+    assert run.report is not None
+    report = replace(run.report, products="fp32 products: MKL", kernels="kernels: bias_gelu, as before")
+    told = Parsed(page(replace(run, report=report))).inside["p"]
+    assert {report.products, report.kernels} <= set(told)
+
+
 def test_ranks_of_several_stages_are_counted_once(run: RunData) -> None:
     assert run.plan is not None
     cuts, ranks = ("blocks.2", "blocks.4", "blocks.6"), ((0,), (1,), (0,), (1,))

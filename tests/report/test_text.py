@@ -59,6 +59,12 @@ def test_summary_fits_the_screen_and_has_colours_only_when_asked(report: Report)
     assert "\x1b" in summary(report, colour=True)
 
 
+def test_summary_says_by_what_was_computed(report: Report) -> None:
+    assert "kernels" not in summary(report)
+    products, kernels = "fp32 products: MKL", "kernels: bias_gelu, as before; left to torch: layer_norm"
+    assert f"\n{products}\n{kernels}\nplan " in summary(replace(report, products=products, kernels=kernels))
+
+
 def of_many(report: Report, n: int) -> Report:
     """Ranks of a large model; the slowest is rank 3, the fullest rank 5."""
     one = RankReport((0,), 12, 1_100_000_000, 98.7654, 101.234, 0.123456, 0.234567, 0.0123456, 123456789)

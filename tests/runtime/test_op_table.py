@@ -48,9 +48,9 @@ def test_what_is_said_of_it() -> None:
     table = {"norm 8": "v4", "norm 16": "v4", "gate 8": "torch"}
     found = Decision(table, gains(table, times))
     assert found.gains == {"norm": 3.0}
-    assert in_words(found) == "kernels: norm 3.00 times as fast as torch; torch's: gate"
-    assert in_words(Decision(table, {})) == "kernels: norm, as before; torch's: gate"
-    assert in_words(Decision({"gate 8": "torch"}, {})) == "kernels: none; torch's: gate"
+    assert in_words(found) == "kernels: norm 3.00 times as fast as torch; left to torch: gate"
+    assert in_words(Decision(table, {})) == "kernels: norm, as before; left to torch: gate"
+    assert in_words(Decision({"gate 8": "torch"}, {})) == "kernels: none; left to torch: gate"
 
 
 def test_the_heaviest_form_comes_first_and_each_has_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:

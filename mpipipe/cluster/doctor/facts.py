@@ -50,6 +50,7 @@ class Software(Value):
     code: str  # sha256 of the sources of mpipipe
     instruction_set: str  # that torch's kernels were dispatched for
     kernels: str  # version of the compiled kernels; empty: not built, or for another version
+    kernel_set: str = ""  # the instruction set of those that are loaded: "v4", or "v4, cuda"
     accelerators: str = ""  # of the node, that torch sees: "4 x NVIDIA H100 (cuda)"; empty: none
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpipipe.cluster.doctor.facts import Cores, Finding, RankFacts, Ranks
+from mpipipe.cluster.doctor.judge.places import places
 from mpipipe.cluster.doctor.judge.words import for_each_node, is_open_mpi, listed, start_line
 from mpipipe.cluster.node import OPENMP_BINDS
 from mpipipe.planner.sizes import counted
@@ -26,6 +27,7 @@ def judge_binding(ranks: Ranks, threads: int) -> Iterator[Finding]:
             yield from _numa(on_node, threads, len(ranks))
 
     yield from for_each_node(ranks, judge)
+    yield from places(ranks, threads, SECTION)
 
 
 def _room(on_node: list[RankFacts]) -> int:

@@ -51,7 +51,9 @@ def _software(ranks: Ranks) -> Iterator[Finding]:
     if not differing:
         s = first.software
         libraries = f"Python {s.python}, PyTorch {s.torch}, numpy {s.numpy}, mpi4py {s.mpi4py}"
-        own = f"mpipipe {s.mpipipe}, kernels {s.kernels or 'missing'}"
+        sets = listed(list(dict.fromkeys(r.software.kernel_set for r in ranks)))
+        kernels = f"{s.kernels} ({sets})" if s.kernels else "missing"
+        own = f"mpipipe {s.mpipipe}, kernels {kernels}"
         yield Finding(SECTION, "ok", f"{libraries}, {own}")
 
 
