@@ -207,7 +207,7 @@ def test_the_head_takes_a_third_of_the_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(linear_cross_entropy, "SHAPES", ((256, 16_000),))
     monkeypatch.setattr(linear_cross_entropy, "SPEED_BARS", (None,))
     monkeypatch.setattr(linear_cross_entropy, "MEMORY_BARS", (3.0,))
-    _, memory = linear_cross_entropy.cases()
+    *_, memory = linear_cross_entropy.cases()
     assert isinstance(memory, Memory)
     assert taken(memory).ratio > 3
 
