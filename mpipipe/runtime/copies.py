@@ -76,8 +76,8 @@ class Copies:
 
     @torch.no_grad()
     def _take(self, other: int, mine: Tensor, its: Tensor) -> None:
-        """The sum of a partner's group to that of the own one, which is beside it in the tree, or to a tree
-        of such groups: the last of these rounds begins it, while the bucket is near."""
+        """While they halve: a partner's sum to the own one, which is beside it in the tree. What is whole
+        then goes into the tree of the groups at once, bucket by bucket, as do the sums of other groups."""
         differ, own = self.copy ^ other, self._own.get(mine.data_ptr())
         if differ < self._low:
             mine.add_(its)
