@@ -142,7 +142,7 @@ def test_torch_as_it_comes_has_a_line_of_its_own() -> None:
     assert "1.80 (1.80 to 1.80) times torch as it comes, bar 1.72: met" in said(stock)
     assert said(stock).endswith(
         "at most 2.25, as the products alone take 44 % of torch as it comes's seconds, "
-        "1.50 of it by the route alone"
+        "1.50 times by the route alone"
     )
     assert lines(c, compare(c, 3, t), 1, Limits(40.0, 200.0), False)[1]["bar"] is None
 
