@@ -119,20 +119,22 @@ def compare(case: Case, rounds: int, clock: Callable[[], float] = time.perf_coun
     by_round = {name: _ratios(seconds[name], seconds[""]) for name in case.theirs if name in calls}
     ratios = {name: statistics.median(r) for name, r in by_round.items()}
     best = min(ratios, key=lambda name: ratios[name])
-
-    def at_most(side: str) -> float | None:
-        """Of a side's ratio."""
-        return _median(seconds[side], seconds[FLOOR]) / case.floor_times if case.floor else None
-
-    stock = None
-    if case.stock:
-        over_ours = _ratios(seconds[STOCK], seconds[""])
-        routing = _median(seconds[STOCK], seconds[best])
-        stock = Stock(statistics.median(over_ours), _quartiles(over_ours), routing, at_most(STOCK))
     return Compared(
         statistics.median(seconds[""]), best, ratios[best], _quartiles(by_round[best]), ratios, unmeasured,
-        rounds, at_most(best), stock,
+        rounds, _at_most(case, seconds, best), _stock(case, seconds, best),
     )  # fmt: skip
+
+
+def _at_most(case: Case, seconds: Mapping[str, list[float]], side: str) -> float | None:
+    """Of a side's ratio."""
+    return _median(seconds[side], seconds[FLOOR]) / case.floor_times if case.floor else None
+
+
+def _stock(case: Case, seconds: Mapping[str, list[float]], best: str) -> Stock | None:
+    if case.stock is None:
+        return None
+    ratios, routing = _ratios(seconds[STOCK], seconds[""]), _median(seconds[STOCK], seconds[best])
+    return Stock(statistics.median(ratios), _quartiles(ratios), routing, _at_most(case, seconds, STOCK))
 
 
 def _median(of: list[float], to: list[float]) -> float:

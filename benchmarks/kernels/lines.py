@@ -133,6 +133,6 @@ def _most(line: Line) -> str:
     if "ratio" not in limit:
         rates = f"{achieved['gf_s']:.1f} of {limit['gf_s']:.0f} GF/s"
         return f"{achieved['gb_s']:.1f} of {limit['gb_s']:.0f} GB/s, {rates}"
-    routing = f", {line['routing']:.2f} of it by the route alone" if "routing" in line else ""
+    routing = f", {line['routing']:.2f} times by the route alone" if "routing" in line else ""
     share = f"{100 / limit['ratio']:.0f} % of {line['best']}'s seconds"
     return f"at most {limit['ratio']:.2f}, as the products alone take {share}{routing}"

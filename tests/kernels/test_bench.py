@@ -142,7 +142,7 @@ def test_torch_as_it_comes_has_a_line_of_its_own() -> None:
     assert "1.80 (1.80 to 1.80) times torch as it comes, bar 1.72: met" in said(stock)
     assert said(stock).endswith(
         "at most 2.25, as the products alone take 44 % of torch as it comes's seconds, "
-        "1.50 of it by the route alone"
+        "1.50 times by the route alone"
     )
     assert lines(c, compare(c, 3, t), 1, Limits(40.0, 200.0), False)[1]["bar"] is None
 
@@ -283,6 +283,15 @@ def test_lines_of_a_gpu_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_page_has_one_place_for_the_table() -> None:
     assert len(MARKED.findall(PAGE.read_text())) == 1
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("module", modules())
+def test_the_table_of_the_page_has_rows_of_each_kernel(module: str) -> None:
+    with torch.device("meta"):  # cases are made, nothing is computed
+        kernels = {case.kernel for case in modules()[module].cases()}
+    (found,) = MARKED.findall(PAGE.read_text())
+    assert kernels <= {row.split(" | ")[0].removeprefix("| ") for row in found.splitlines()}
 
 
 @pytest.mark.kernels
