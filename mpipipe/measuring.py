@@ -33,6 +33,7 @@ class Measuring:
     cache: CostCache
     say: Callable[[str], object]
     working: tuple[int, ...]  # ranks that are planned for; all are timed
+    gemm_s: float = field(init=False, default=0.0)  # that choosing the route took
     cluster: Cluster = field(init=False)  # of all ranks, as they were timed last
 
     def messages(self) -> str:
@@ -56,6 +57,7 @@ class Measuring:
         if given is None:
             choice = prober.choose()
             numerics, reason = replace(numerics, gemm=choice.gemm), choice.why
+            self.gemm_s = choice.seconds
             found = {**found, **choice.found}
         if self.comm.rank == 0:
             self.cache.write(routes=found)

@@ -306,6 +306,7 @@ class Pipeline(SharedWork):
         here = Measuring(self.comm, known, self.say, self.working)
         self.messages_why = here.messages()
         self.numerics, self.gemm_why = here.gemm(route, usual, self.numerics)
+        self.gemm_s = here.gemm_s
         self.numerics, ours = here.ops(table, usual, self.numerics)
         self.ops_why = ours if self.kernels else "kernels: off"
         return here

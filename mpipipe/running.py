@@ -102,7 +102,8 @@ class Run:
         for note in (threads, device.idle() if pipe.rank == 0 else None, self._missing(), self.in_the_way):
             if note:
                 self.log.say(f"note: {note}")
-        self.log.say(f"{PRODUCTS}{pipe.gemm_why}")
+        took = f", measured in {pipe.gemm_s:.1f} s" if pipe.gemm_s else ""
+        self.log.say(f"{PRODUCTS}{pipe.gemm_why}{took}")
         for said in filter(None, (pipe.ops_why, pipe.messages_why, pipe.search_why)):
             self.log.say(said)
         if self.config.run.slow_rank == "replan" and pipe.size > 1:

@@ -35,11 +35,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """why: for people; found: what was measured, by the name under which a later start finds it."""
+    """why: for people; found: what was measured, by the name under which a later start finds it; seconds: of
+    the measurement, 0 where there was none."""
 
     gemm: Gemm
     why: str
     found: Mapping[str, Routes]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,13 @@ class Prober:
 
     def choose(self) -> Choice:
         """The route for kernels.gemm = auto."""
+        started = time.perf_counter()
         name, routes, again = self._routes("fp32", ("mkl", "onednn"))
         if not routes:
             return Choice("mkl", "MKL, as the model has few of them", {name: routes})
         earlier = "" if again else ", as before"
-        return Choice(fastest(routes), f"{why(routes)}{earlier}", {name: routes})
+        took_s = time.perf_counter() - started if again else 0.0
+        return Choice(fastest(routes), f"{why(routes)}{earlier}", {name: routes}, took_s)
 
     def slow_bf16(self) -> tuple[str, Mapping[str, Routes]]:
         """What to say where bf16 is slower than fp32 because a processor has no units for it, else nothing;

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tiny import captured
 from torch import Tensor, nn
 
 from mpipipe.cluster.comm import Communicator
@@ -138,6 +140,45 @@ def test_a_measurement_tells_rates_and_true_errors() -> None:
     assert (mkl.fp32, bf16.fp32) == (True, False)
     assert 1e-3 < bf16.error < 1e-2
     assert mkl.flops_per_s > 0
+
+
+class Counted:
+    """Trials of a real model as on a machine of this rate, on which each product is as large as they come: a
+    call counts as `TRIAL_FLOPS`, twice in float64."""
+
+    def __init__(self, flops_per_s: float) -> None:
+        self.call_s, self.now_s, self.trials = gemm.TRIAL_FLOPS / flops_per_s, 0.0, 0
+
+    def measure(self, trials: list[Trial], names: Any, budget_s: float, clock: object) -> Routes:
+        self.trials = len(trials)
+        return measure([replace(t, call=self._counting(t.call)) for t in trials], names, budget_s, self.now)
+
+    def now(self) -> float:
+        return self.now_s
+
+    def _counting(self, call: Any) -> Any:
+        def counted(*operands: Any) -> Any:
+            wide = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in operands)
+            self.now_s += self.call_s * (2 if wide else 1)
+            return call(*operands)
+
+        return counted
+
+
+@pytest.mark.parametrize(("flops_per_s", "most_s"), [(1e9, 18.1), (2e10, 1.0), (1e11, 0.5), (1e13, 0.2)])
+def test_the_budget_bounds_what_the_choice_takes(
+    monkeypatch: pytest.MonkeyPatch, flops_per_s: float, most_s: float
+) -> None:
+    """Of a GPT, whose linear layers have as many distinct products as are measured. From 20 Gflop/s and
+    thread on it is less than a second; on a slower machine each product has its fewest rounds."""
+    counted = Counted(flops_per_s)
+    monkeypatch.setattr(gemm, "measure", counted.measure)
+    variants = captured("gpt, no dropout", 2)
+    choice = Prober(None, variants, numerics(), {}).choose()
+    assert counted.trials == counting.MOST
+    assert 0.0 < counted.now_s < most_s
+    assert choice.seconds > 0.0
+    assert Prober(None, variants, numerics(), choice.found).choose().seconds == 0.0, "it is known"
 
 
 @pytest.mark.parametrize(
