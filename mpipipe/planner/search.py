@@ -34,8 +34,8 @@ from mpipipe.planner.copies import (
 )
 from mpipipe.planner.lower import lower
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
-from mpipipe.planner.partition import Wish, check_counts, check_stages, partition
-from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
+from mpipipe.planner.partition import Wish, check_counts, check_stages
+from mpipipe.planner.placing import LEAST_GAIN, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
 from mpipipe.planner.recompute import with_least, with_mode
 from mpipipe.planner.schedules import (
@@ -48,15 +48,17 @@ from mpipipe.planner.schedules import (
     from_text,
     grid,
     in_copies,
+    is_of_file,
     stages_on,
+    stashes,
     to_text,
     zb_planned,
 )
 from mpipipe.planner.schedules.orders import is_even, is_in_two, is_plain
-from mpipipe.planner.several import started
 from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import StageTie, bounds, in_order, stage_costs, stage_ties
+from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced, has_one_stage_each
 from mpipipe.values import (
     Cluster,
@@ -139,8 +141,11 @@ class _Making:
         for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
             copies = tuple(tuple(order[rank] for rank in homes) for order in on)
             try:
-                starts = self._starts(copies[0], of_copy, n_micro, wish, explain=not quick)
-                found = self._on(tuple(zip(*copies, strict=True)), starts)
+                cuts = starts(
+                    of_copy, copies[0], n_micro, schedule, self.receive_window, numerics.tied, wish,
+                    not quick, numerics.micro_batch == 1,
+                )  # fmt: skip
+                found = self._on(tuple(zip(*copies, strict=True)), cuts)
             except (PlanError, DeadlockError) as error:  # it may fit in another order
                 first = first or error
                 continue
@@ -164,23 +169,6 @@ class _Making:
         check_stages(n_stages, len(self.costs.groups))
         edges = itertools.pairwise((0, *itertools.accumulate(copies)))
         return self._on(tuple(tuple(range(*edge)) for edge in edges), [balanced(self.costs, copies)[0]])
-
-    def _starts(
-        self, order: Order, of_copy: Costs, n_micro: int, recompute: Wish, explain: bool
-    ) -> Sequence[Cuts]:
-        """Cuts that suit a copy with its stages on these ranks. n_micro: of a copy; explain: as for
-        `partition`."""
-        schedule, window, tied = self.schedule, self.receive_window, self.numerics.tied
-        if len(set(order)) < len(order):
-            return started(of_copy, order, n_micro, schedule, window, tied, recompute)
-        placed, plain = in_order(of_copy, order), PLAIN[0] if schedule == PLANNED else schedule
-        return [
-            partition(
-                placed, n_micro, plain, len(order), window, tied, update, explain,
-                self.numerics.micro_batch == 1, recompute=recompute,
-            ).cuts
-            for update in (False, True)
-        ]  # fmt: skip
 
     def _on(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> tuple[Plan, Program]:
         """With these ranks for each stage, and the best cuts from `starts` on."""
@@ -376,7 +364,11 @@ def predict(
     """What `program` will take. bound_s: `step_bound_s`, where it is known already, as it is the same for
     every cut. Raises PlanError if a rank's memory is too small for it."""
     prediction, timeline = expect(costs, layout, program, group_names, bound_s)
-    _check_memory(timeline, costs.cluster)
+    _check_memory(
+        timeline,
+        costs.cluster,
+        ["let the planner choose the cuts", "use smaller micro-batches", "more ranks"],
+    )
     return prediction, timeline
 
 
@@ -386,7 +378,11 @@ def predict_with(
 ) -> tuple[Layout, Prediction]:  # fmt: skip
     """As `expect_with`; raises PlanError if a rank's memory is too small for it."""
     layout, prediction, timeline = expect_with(wish, costs, layout, program, group_names, bound_s)
-    _check_memory(timeline, costs.cluster)
+    own_order = layout.schedule if is_of_file(layout.schedule) else ""
+    ways_out = ["use smaller micro-batches", "give more memory" if own_order else "more ranks"]
+    if wish not in ("auto", "full"):
+        ways_out.insert(0, "set pipeline.recompute=auto")
+    _check_memory(timeline, costs.cluster, ways_out, own_order)
     return layout, prediction
 
 
@@ -493,18 +489,19 @@ def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:
     return (rank, most) if most > 0 else None
 
 
-def _check_memory(timeline: Timeline, cluster: Cluster) -> None:
-    """Shows where in the order it is too much first."""
+def _check_memory(timeline: Timeline, cluster: Cluster, ways_out: Sequence[str], own_order: str = "") -> None:
+    """Shows where in the order it is too much first. own_order: the file of the user's that it is from."""
     peaks = timeline.peak_bytes
     full = too_full(peaks, cluster)
     if full is not None:
         rank, short = full
         has = cluster.devices[rank].memory_bytes
-        actions = [codes[codes[:, 0] <= Op.W] for codes in timeline.program.codes]
+        actions = [codes[codes[:, 0] <= Op.W, :3] for codes in timeline.program.codes]
         over = int(np.argmax(timeline.memory_bytes[rank] > has))
         before = int((timeline.program.codes[rank][:over, 0] <= Op.W).sum())
+        if own_order and stashes(actions[rank], 1)[before] > 1:
+            ways_out = [f"do a backward of this rank sooner in {own_order}", *ways_out]
         raise PlanError(
             f"rank {rank} needs {size_text(peaks[rank])} and has {size_text(has)}, {size_text(short)} short; "
-            "let the planner choose the cuts, use smaller micro-batches, or more ranks\n"
-            + grid([each[:, :3] for each in actions], {rank: before})
+            f"{', '.join(ways_out[:-1])}, or {ways_out[-1]}\n{grid(actions, {rank: before})}"
         )

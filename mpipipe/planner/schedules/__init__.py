@@ -25,6 +25,7 @@ from mpipipe.planner.schedules.registry import (
     SCHEDULES,
     build,
     check_name,
+    is_of_file,
     register,
     register_text,
     stages_on,
@@ -33,6 +34,7 @@ from mpipipe.planner.schedules.text import from_text, to_text
 
 __all__ = [
     "FILLED", "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only",
-    "from_text", "grid", "in_copies", "kept_micro_batches", "live_micro_batches", "live_stages", "on_ranks",
-    "register", "register_text", "stages_of_ranks", "stages_on", "stashes", "to_text", "zb_planned",
+    "from_text", "grid", "in_copies", "is_of_file", "kept_micro_batches", "live_micro_batches", "live_stages",
+    "on_ranks", "register", "register_text", "stages_of_ranks", "stages_on", "stashes", "to_text",
+    "zb_planned",
 ]  # fmt: skip

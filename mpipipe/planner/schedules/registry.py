@@ -34,6 +34,11 @@ def check_name(name: str) -> None:
         raise PlanError(f"schedule {name!r} is not known; choose one of {', '.join(SCHEDULES)}")
 
 
+def is_of_file(name: str) -> bool:
+    """It is of its own numbers of stages, ranks and micro-batches alone."""
+    return name in _stages_of_text
+
+
 def stages_on(name: str, n_ranks: int) -> int:
     """How many stages it has on so many ranks, where nobody says: two on each for those that have several,
     those of a file as they are in it."""
