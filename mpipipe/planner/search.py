@@ -11,9 +11,10 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
 
 import numpy as np
 
@@ -34,11 +35,13 @@ from mpipipe.planner.copies import (
 )
 from mpipipe.planner.lower import lower
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
+from mpipipe.planner.orders import Actions, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages
 from mpipipe.planner.placing import LEAST_GAIN, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
 from mpipipe.planner.recompute import with_least, with_mode
 from mpipipe.planner.schedules import (
+    BY_HAND,
     PLAIN,
     PLANNED,
     build,
@@ -51,13 +54,11 @@ from mpipipe.planner.schedules import (
     is_of_file,
     stages_on,
     stashes,
-    to_text,
-    zb_planned,
 )
 from mpipipe.planner.schedules.orders import is_even, is_in_two, is_plain
 from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import StageTie, bounds, in_order, stage_costs, stage_ties
+from mpipipe.planner.stages import StageTie, bounds, stage_ties
 from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced, has_one_stage_each
 from mpipipe.values import (
@@ -145,7 +146,10 @@ class _Making:
                     of_copy, copies[0], n_micro, schedule, self.receive_window, numerics.tied, wish,
                     not quick, numerics.micro_batch == 1,
                 )  # fmt: skip
-                found = self._on(tuple(zip(*copies, strict=True)), cuts)
+                ranks = tuple(zip(*copies, strict=True))
+                if schedule == PLANNED:
+                    cuts += self._by_hand(ranks, cuts)
+                found = self._on(ranks, cuts)
             except (PlanError, DeadlockError) as error:  # it may fit in another order
                 first = first or error
                 continue
@@ -155,6 +159,13 @@ class _Making:
             assert first is not None
             raise first
         return best
+
+    def _by_hand(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> list[Cuts]:
+        """The best cuts of the order that zb-planned is never longer than; none where it does not fit."""
+        with suppress(PlanError, DeadlockError):
+            plan, _ = replace(self, schedule=BY_HAND)._on(ranks, starts)
+            return [cut_indices(plan.layout, self.group_names)]
+        return []
 
     def uneven(self, copies: tuple[int, ...]) -> tuple[Plan, Program]:
         """With so many copies of each stage, on ranks that follow each other."""
@@ -175,49 +186,57 @@ class _Making:
         costs, numerics, names = self.costs, self.numerics, self.group_names
         programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
 
-        @cache
-        def laid(cuts: Cuts) -> tuple[Layout, Program]:
+        def laid(cuts: Cuts, actions: Actions = ()) -> tuple[Layout, Program]:
             layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
-            if self.schedule == PLANNED:
-                layout = replace(layout, actions=_planned(costs, layout, cuts, numerics))
-            key = stage_ties(costs.ties, cuts), layout.actions
+            layout = replace(layout, actions=actions)
+            key = stage_ties(costs.ties, cuts), actions
             if key not in programs:
                 programs[key] = with_window(layout, numerics, costs.ties, names)
             known, program = programs[key]
             return replace(layout, receive_window=known.receive_window), program
 
-        def plan(cuts: Cuts) -> Plan:
-            layout, program = laid(cuts)
+        def plan_with(cuts: Cuts, actions: Actions = ()) -> Plan:
+            layout, program = laid(cuts, actions)
             layout, prediction = predict_with(
                 self.recompute, costs, layout, program, names, self._bound_s(program)
             )
             return Plan(numerics, layout, prediction, costs)
 
+        def plan(cuts: Cuts) -> Plan:
+            if self.schedule != PLANNED:
+                return plan_with(cuts)
+            layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
+            return self._planned(Orders(costs, layout, cuts, numerics), partial(plan_with, cuts))
+
         work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
         best = _refine(plan, starts, len(names), work)
-        return best, laid(cut_indices(best.layout, names))[1]
+        return best, laid(cut_indices(best.layout, names), best.layout.actions)[1]
+
+    def _planned(self, orders: Orders, plan: Callable[[Actions], Plan]) -> Plan:
+        """The shortest of the orders; memory is looked at where the one without its limit does not fit, or
+        makes something again for it."""
+        made: list[Plan] = []
+        errors: list[PlanError | DeadlockError] = []
+
+        def attempt(tried: Iterable[Actions]) -> None:
+            for actions in tried:
+                try:
+                    made.append(plan(actions))
+                except (PlanError, DeadlockError) as error:
+                    errors.append(error)
+
+        attempt(orders.without_limit())
+        if errors or any(found.layout.recompute for found in made):
+            attempt(dict.fromkeys(orders.within(self.recompute)))
+        if not made:
+            raise errors[-1]
+        return min(made, key=lambda found: found.prediction.step_s)
 
     def _bound_s(self, program: Program) -> float:
         """Of all cuts and orders of ranks."""
         if (plain := is_plain(program)) not in self.bounds_s:
             self.bounds_s[plain] = least_step_s(self.costs, program)
         return self.bounds_s[plain]
-
-
-def _planned(costs: Costs, layout: Layout, cuts: Cuts, numerics: Numerics) -> tuple[str, ...]:
-    """The order of each rank that suits the costs of copy 0 and the memory of all, as `Layout.actions`."""
-    order, copies, of_copy = layout.order, layout.copies, costs.but(copies=layout.n_copies)
-    stages, cluster = stage_costs(in_order(of_copy, order), cuts), costs.cluster.loaded(*copies)
-    links = [cluster.link(a, b) for a, b in itertools.pairwise(order)]
-    room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
-    free = [min(room[rank] for rank in on) for on in layout.ranks]
-    schedule = zb_planned(
-        stages, largest_share(numerics.micro_batches, layout.n_copies), free,
-        [*(link.seconds(s.act_bytes) for link, s in zip(links, stages[:-1], strict=True)), 0.0],
-        [0.0, *(link.seconds(s.grad_bytes) for link, s in zip(links, stages[1:], strict=True))],
-        layout.receive_window,
-    )  # fmt: skip
-    return tuple(to_text(schedule).splitlines())
 
 
 def with_window(

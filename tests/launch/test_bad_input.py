@@ -188,7 +188,7 @@ ORDERS = {
     "too much memory": (
         f"{','.join([f'0F{i}' for i in range(16)] + [f'0B{i}' for i in range(16)])}\n"
         f"{','.join(f'1F{i},1B{i}' for i in range(16))}\n",
-        ["rank 0 needs ", " and has 18 MiB, ", "do a backward of this rank sooner in orders.csv, set pipeline.rec"],
+        ["rank 0 needs ", " and has 18 MiB, ", "do a backward of this rank sooner in orders.csv, set pip"],
     ),
 }  # fmt: skip
 

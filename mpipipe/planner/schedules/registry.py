@@ -16,6 +16,7 @@ from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.values import Schedule
 
 PLANNED = "zb-planned"  # its order follows from costs: a plan has it as `Layout.actions`
+BY_HAND = "zb-h1"  # what PLANNED is never longer than
 SCHEDULES: dict[str, Build] = {
     "1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved, "zb-h1": zb_h1, "zb-h2": zb_h2,
     PLANNED: zb_planned_even, "zb-v": zb_v, "v-half": v_half,
