@@ -1,4 +1,4 @@
-// The partition of mpipipe/planner/partition.py for many groups and stages: the same cuts, to the bit.
+// The partition of mpipipe/planner/problem.py for many groups and stages: the same cuts, to the bit.
 //
 //   bottleneck   Bisection. Whether stages of at most `limit` seconds cover the groups is one pass over the ends, with
 //                the set of counts of stages that reach each: one bit a count, so that one word answers for 64 stages
@@ -18,7 +18,7 @@ struct Tied {
     int64_t nbytes, rows_bytes;
 };
 
-// What the fields mean: Ranges in stages.py, Problem in partition.py. Pointers are borrowed.
+// What the fields mean: Ranges in stages.py, Problem in problem.py. Pointers are borrowed.
 struct Problem {
     int64_t n_groups = 0;
     const double *fwd_s = nullptr, *bwd_input_s = nullptr, *bwd_weight_s = nullptr;  // (n_groups,), as those below

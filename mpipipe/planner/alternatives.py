@@ -19,6 +19,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import Copies, legal_copies, replicas_text, shape_of
 from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
 from mpipipe.planner.partition import Wish
+from mpipipe.planner.problem import ENDLESS
 from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, cut_indices, expect_with, make_plan, program_for, too_full
 from mpipipe.planner.sizes import counted, size_text
@@ -27,7 +28,6 @@ from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
-_ENDLESS = 2**62  # bytes
 _NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
 MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
 Cuts = tuple[int, ...]
@@ -354,7 +354,7 @@ def why_no_plan(
     `make_plan` does."""
     try:
         cluster = cluster_of(ranks)
-        endless = tuple(replace(d, memory_bytes=_ENDLESS) for d in cluster.devices)
+        endless = tuple(replace(d, memory_bytes=ENDLESS) for d in cluster.devices)
         full = too_full(planned(replace(cluster, devices=endless)).peak_bytes, cluster)
     except (PlanError, DeadlockError):
         full = None

@@ -11,9 +11,10 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
 
 import numpy as np
 
@@ -34,11 +35,13 @@ from mpipipe.planner.copies import (
 )
 from mpipipe.planner.lower import lower
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
-from mpipipe.planner.partition import Wish, check_counts, check_stages, partition
-from mpipipe.planner.placing import LEAST_GAIN, Order, any_order_bound_s, promising
+from mpipipe.planner.orders import Actions, Orders
+from mpipipe.planner.partition import Wish, check_counts, check_stages
+from mpipipe.planner.placing import LEAST_GAIN, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
 from mpipipe.planner.recompute import with_least, with_mode
 from mpipipe.planner.schedules import (
+    BY_HAND,
     PLAIN,
     PLANNED,
     build,
@@ -48,15 +51,15 @@ from mpipipe.planner.schedules import (
     from_text,
     grid,
     in_copies,
+    is_of_file,
     stages_on,
-    to_text,
-    zb_planned,
+    stashes,
 )
 from mpipipe.planner.schedules.orders import is_even, is_plain
-from mpipipe.planner.several import started
 from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import StageTie, bounds, in_order, stage_costs, stage_ties
+from mpipipe.planner.stages import StageTie, bounds, stage_ties
+from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced, has_one_stage_each
 from mpipipe.values import (
     Cluster,
@@ -139,8 +142,14 @@ class _Making:
         for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
             copies = tuple(tuple(order[rank] for rank in homes) for order in on)
             try:
-                starts = self._starts(copies[0], of_copy, n_micro, wish, explain=not quick)
-                found = self._on(tuple(zip(*copies, strict=True)), starts)
+                cuts = starts(
+                    of_copy, copies[0], n_micro, schedule, self.receive_window, numerics.tied, wish,
+                    not quick, numerics.micro_batch == 1,
+                )  # fmt: skip
+                ranks = tuple(zip(*copies, strict=True))
+                if schedule == PLANNED:
+                    cuts += self._by_hand(ranks, cuts)
+                found = self._on(ranks, cuts)
             except (PlanError, DeadlockError) as error:  # it may fit in another order
                 first = first or error
                 continue
@@ -150,6 +159,13 @@ class _Making:
             assert first is not None
             raise first
         return best
+
+    def _by_hand(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> list[Cuts]:
+        """The best cuts of the order that zb-planned is never longer than; none where it does not fit."""
+        with suppress(PlanError, DeadlockError):
+            plan, _ = replace(self, schedule=BY_HAND)._on(ranks, starts)
+            return [cut_indices(plan.layout, self.group_names)]
+        return []
 
     def uneven(self, copies: tuple[int, ...]) -> tuple[Plan, Program]:
         """With so many copies of each stage, on ranks that follow each other."""
@@ -165,71 +181,62 @@ class _Making:
         edges = itertools.pairwise((0, *itertools.accumulate(copies)))
         return self._on(tuple(tuple(range(*edge)) for edge in edges), [balanced(self.costs, copies)[0]])
 
-    def _starts(
-        self, order: Order, of_copy: Costs, n_micro: int, recompute: Wish, explain: bool
-    ) -> Sequence[Cuts]:
-        """Cuts that suit a copy with its stages on these ranks. n_micro: of a copy; explain: as for
-        `partition`."""
-        schedule, window, tied = self.schedule, self.receive_window, self.numerics.tied
-        if len(set(order)) < len(order):
-            return started(of_copy, order, n_micro, schedule, window, tied, recompute)
-        placed, plain = in_order(of_copy, order), PLAIN[0] if schedule == PLANNED else schedule
-        return [
-            partition(
-                placed, n_micro, plain, len(order), window, tied, update, explain,
-                self.numerics.micro_batch == 1, recompute=recompute,
-            ).cuts
-            for update in (False, True)
-        ]  # fmt: skip
-
     def _on(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> tuple[Plan, Program]:
         """With these ranks for each stage, and the best cuts from `starts` on."""
         costs, numerics, names = self.costs, self.numerics, self.group_names
         programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
 
-        @cache
-        def laid(cuts: Cuts) -> tuple[Layout, Program]:
+        def laid(cuts: Cuts, actions: Actions = ()) -> tuple[Layout, Program]:
             layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
-            if self.schedule == PLANNED:
-                layout = replace(layout, actions=_planned(costs, layout, cuts, numerics))
-            key = stage_ties(costs.ties, cuts), layout.actions
+            layout = replace(layout, actions=actions)
+            key = stage_ties(costs.ties, cuts), actions
             if key not in programs:
                 programs[key] = with_window(layout, numerics, costs.ties, names)
             known, program = programs[key]
             return replace(layout, receive_window=known.receive_window), program
 
-        def plan(cuts: Cuts) -> Plan:
-            layout, program = laid(cuts)
+        def plan_with(cuts: Cuts, actions: Actions = ()) -> Plan:
+            layout, program = laid(cuts, actions)
             layout, prediction = predict_with(
                 self.recompute, costs, layout, program, names, self._bound_s(program)
             )
             return Plan(numerics, layout, prediction, costs)
 
+        def plan(cuts: Cuts) -> Plan:
+            if self.schedule != PLANNED:
+                return plan_with(cuts)
+            layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
+            return self._planned(Orders(costs, layout, cuts, numerics), partial(plan_with, cuts))
+
         work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
         best = _refine(plan, starts, len(names), work)
-        return best, laid(cut_indices(best.layout, names))[1]
+        return best, laid(cut_indices(best.layout, names), best.layout.actions)[1]
+
+    def _planned(self, orders: Orders, plan: Callable[[Actions], Plan]) -> Plan:
+        """The shortest of the orders; memory is looked at where the one without its limit does not fit, or
+        makes something again for it."""
+        made: list[Plan] = []
+        errors: list[PlanError | DeadlockError] = []
+
+        def attempt(tried: Iterable[Actions]) -> None:
+            for actions in tried:
+                try:
+                    made.append(plan(actions))
+                except (PlanError, DeadlockError) as error:
+                    errors.append(error)
+
+        attempt(orders.without_limit())
+        if errors or any(found.layout.recompute for found in made):
+            attempt(dict.fromkeys(orders.within(self.recompute)))
+        if not made:
+            raise errors[-1]
+        return min(made, key=lambda found: found.prediction.step_s)
 
     def _bound_s(self, program: Program) -> float:
         """Of all cuts and orders of ranks."""
         if (plain := is_plain(program)) not in self.bounds_s:
             self.bounds_s[plain] = least_step_s(self.costs, program)
         return self.bounds_s[plain]
-
-
-def _planned(costs: Costs, layout: Layout, cuts: Cuts, numerics: Numerics) -> tuple[str, ...]:
-    """The order of each rank that suits the costs of copy 0 and the memory of all, as `Layout.actions`."""
-    order, copies, of_copy = layout.order, layout.copies, costs.but(copies=layout.n_copies)
-    stages, cluster = stage_costs(in_order(of_copy, order), cuts), costs.cluster.loaded(*copies)
-    links = [cluster.link(a, b) for a, b in itertools.pairwise(order)]
-    room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
-    free = [min(room[rank] for rank in on) for on in layout.ranks]
-    schedule = zb_planned(
-        stages, largest_share(numerics.micro_batches, layout.n_copies), free,
-        [*(link.seconds(s.act_bytes) for link, s in zip(links, stages[:-1], strict=True)), 0.0],
-        [0.0, *(link.seconds(s.grad_bytes) for link, s in zip(links, stages[1:], strict=True))],
-        layout.receive_window,
-    )  # fmt: skip
-    return tuple(to_text(schedule).splitlines())
 
 
 def with_window(
@@ -366,7 +373,11 @@ def predict(
     """What `program` will take. bound_s: `step_bound_s`, where it is known already, as it is the same for
     every cut. Raises PlanError if a rank's memory is too small for it."""
     prediction, timeline = expect(costs, layout, program, group_names, bound_s)
-    _check_memory(timeline, costs.cluster)
+    _check_memory(
+        timeline,
+        costs.cluster,
+        ["let the planner choose the cuts", "use smaller micro-batches", "more ranks"],
+    )
     return prediction, timeline
 
 
@@ -376,7 +387,11 @@ def predict_with(
 ) -> tuple[Layout, Prediction]:  # fmt: skip
     """As `expect_with`; raises PlanError if a rank's memory is too small for it."""
     layout, prediction, timeline = expect_with(wish, costs, layout, program, group_names, bound_s)
-    _check_memory(timeline, costs.cluster)
+    own_order = layout.schedule if is_of_file(layout.schedule) else ""
+    ways_out = ["use smaller micro-batches", "give more memory" if own_order else "more ranks"]
+    if wish not in ("auto", "full"):
+        ways_out.insert(0, "set pipeline.recompute=auto")
+    _check_memory(timeline, costs.cluster, ways_out, own_order)
     return layout, prediction
 
 
@@ -483,18 +498,19 @@ def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:
     return (rank, most) if most > 0 else None
 
 
-def _check_memory(timeline: Timeline, cluster: Cluster) -> None:
-    """Shows where in the order it is too much first."""
+def _check_memory(timeline: Timeline, cluster: Cluster, ways_out: Sequence[str], own_order: str = "") -> None:
+    """Shows where in the order it is too much first. own_order: the file of the user's that it is from."""
     peaks = timeline.peak_bytes
     full = too_full(peaks, cluster)
     if full is not None:
         rank, short = full
         has = cluster.devices[rank].memory_bytes
-        actions = [codes[codes[:, 0] <= Op.W] for codes in timeline.program.codes]
+        actions = [codes[codes[:, 0] <= Op.W, :3] for codes in timeline.program.codes]
         over = int(np.argmax(timeline.memory_bytes[rank] > has))
         before = int((timeline.program.codes[rank][:over, 0] <= Op.W).sum())
+        if own_order and stashes(actions[rank], 1)[before] > 1:
+            ways_out = [f"do a backward of this rank sooner in {own_order}", *ways_out]
         raise PlanError(
             f"rank {rank} needs {size_text(peaks[rank])} and has {size_text(has)}, {size_text(short)} short; "
-            "let the planner choose the cuts, use smaller micro-batches, or more ranks\n"
-            + grid([each[:, :3] for each in actions], {rank: before})
+            f"{', '.join(ways_out[:-1])}, or {ways_out[-1]}\n{grid(actions, {rank: before})}"
         )

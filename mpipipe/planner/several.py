@@ -16,10 +16,10 @@ import numpy as np
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.partition import Wish, partition
+from mpipipe.planner.problem import ENDLESS
 from mpipipe.planner.stages import in_order
 from mpipipe.values import Costs, Device, Link
 
-_ENDLESS = 2**62  # bytes
 Cuts = tuple[int, ...]
 
 
@@ -45,7 +45,7 @@ def started(
     """Cuts to begin with. Where none fit as `partition` counts memory, with equal parts of it for the stages
     of a rank, such as do not look at it: whether they fit is then for the simulation to say."""
     placed, n_ranks = shared(costs, rank_of_stage), len(set(rank_of_stage))
-    endless = tuple(replace(device, memory_bytes=_ENDLESS) for device in placed.cluster.devices)
+    endless = tuple(replace(device, memory_bytes=ENDLESS) for device in placed.cluster.devices)
     found: list[Cuts] = []
     error: PlanError | None = None
     for update in (False, True):

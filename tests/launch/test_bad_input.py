@@ -172,6 +172,47 @@ def test_a_memory_limit_names_the_least_number_of_ranks_and_that_many_do(
     assert job.returncode == 0, job.stderr
 
 
+ORDERS = {
+    "lacking": (
+        "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n",
+        ["orders.csv: stage 1, micro-batch 1 has F; it needs F and B", "1F1  [no 1B1]  <-- here"],
+    ),
+    "repeated": (
+        "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1,1B0\n",
+        ["orders.csv: action 1B0 on rank 1 comes twice", "1B1  [1B0]  <-- here"],
+    ),
+    "a deadlock": (
+        "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+        ["orders.csv: the order cannot end, each rank waits: rank 0 for 1B0", "[0B0]  0F1   0B1   <-- here"],
+    ),
+    "too much memory": (
+        f"{','.join([f'0F{i}' for i in range(16)] + [f'0B{i}' for i in range(16)])}\n"
+        f"{','.join(f'1F{i},1B{i}' for i in range(16))}\n",
+        ["rank 0 needs ", " and has 18 MiB, ", "do a backward of this rank sooner in orders.csv, set pip"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(w, marks=() if w == "too much memory" else pytest.mark.full) for w in ORDERS],
+)
+def test_an_order_of_ones_own_is_refused_with_its_place(
+    launch: Launch, folder: Path, tmp_path: Path, what: str
+) -> None:
+    text, parts = ORDERS[what]
+    (folder / "orders.csv").write_text(text)
+    large = "model.hidden=[64, 64, 64, 64]", "train.batch=32768", "pipeline.recompute=none"
+    said = refusal(
+        train(
+            launch, folder, 2, "config.yaml", "pipeline.schedule=orders.csv", f"run.dir={tmp_path}/run",
+            f"pipeline.micro_batches={16 if '0F15' in text else 2}", "pipeline.memory_bytes=18MiB", *large,
+        )
+    )  # fmt: skip
+    assert all(part in said for part in parts), said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "nothing was trained"
+
+
 # -- numbers that are none ----------------------------------------------------------------------------
 
 SPOILS = """

@@ -15,8 +15,9 @@ from planner_cases import HUGE, TIES, cluster, group, on, problems
 from mpipipe.errors import DeadlockError
 from mpipipe.planner import SCHEDULES, live_micro_batches, lower, simulate
 from mpipipe.planner.bounds import bottleneck_bound_s, step_bound_s
+from mpipipe.planner.misfit import least_stages, misfit
 from mpipipe.planner.native import compiled
-from mpipipe.planner.partition import Problem, least_stages, misfit
+from mpipipe.planner.problem import Problem
 from mpipipe.planner.prove import NoBuffering, prove
 from mpipipe.planner.schedules import in_copies, kept_micro_batches
 from mpipipe.planner.simulate import instruction_seconds, message_bytes, walked

@@ -1,5 +1,7 @@
 """A schedule that follows from costs is in the plan, and a plan with another one is refused."""
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,8 @@ from test_search import numerics
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for
+from mpipipe.planner.joint import Asked, search
+from mpipipe.planner.partition import Wish
 from mpipipe.planner.search import plan_of
 from mpipipe.values import Costs, Link, Plan, from_json, to_json
 
@@ -50,3 +54,89 @@ def test_actions_of_another_size_are_refused() -> None:
         program_for(plan.layout, numerics(4), (), NAMES)
     with pytest.raises(PlanError, match=r"layout.actions are of 1 stages"):
         program_for(replace(plan.layout, actions=("0F0",)), numerics(8), (), NAMES)
+
+
+# -- little memory, and recomputation ----------------------------------------------------------------
+
+
+def step_s(costs: Costs, schedule: str, recompute: Wish = "auto") -> float:
+    """Endless where no cut fits."""
+    names, n_ranks = [g.name for g in costs.groups], len(costs.cluster.devices)
+    try:
+        plan, _ = make_plan(costs, numerics(6), schedule, 2, names, n_ranks, recompute=recompute)
+    except PlanError:
+        return math.inf
+    return plan.prediction.step_s
+
+
+def drawn(seed: int, memory: int, n_ranks: int = 3) -> Costs:
+    """Six groups whose stashes are most of what they take."""
+    rng = random.Random(seed)
+    groups = tuple(
+        replace(
+            group(f"g{i}", *(rng.randint(1, 5) for _ in range(3)), param_bytes=1, stash_bytes=8, act_bytes=1,
+                  grad_bytes=1),
+            selective_share=0.25, selective_bytes=rng.randint(0, 4), waiting_bytes=rng.randint(0, 8),
+        )
+        for i in range(6)
+    )  # fmt: skip
+    machine = cluster([1.0] * n_ranks, [memory] * n_ranks)
+    return Costs(groups, machine, (), 2.0, 0.0, "modelled", 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_the_memory_it_is_no_longer_than_zb_h1(seed: int) -> None:
+    lengths = set()
+    for memory in range(24, 120, 8):
+        costs = drawn(seed, memory)
+        planned_s = step_s(costs, "zb-planned")
+        assert planned_s <= step_s(costs, "zb-h1") * (1 + 1e-9)
+        lengths.add(planned_s)
+    assert len(lengths) > 3
+
+
+def test_all_is_made_again_where_that_is_shorter_than_to_wait() -> None:
+    groups = tuple(
+        replace(group(f"g{i}", param_bytes=1, stash_bytes=6, act_bytes=1, grad_bytes=1), waiting_bytes=5)
+        for i in range(8)
+    )
+    costs = Costs(groups, cluster([1.0] * 4, [27] * 4), (), 2.0, 0.0, "modelled", 0.0)
+    assert step_s(costs, "zb-planned") <= step_s(costs, "1f1b", "full") < step_s(costs, "zb-planned", "none")
+
+
+# -- recomputation of any schedule ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_more_memory_never_makes_a_step_longer(schedule: str) -> None:
+    """Where the search is exact."""
+    for seed in range(2):
+        before_s = math.inf
+        for memory in range(24, 120, 12):
+            costs = drawn(seed, memory)
+            asked = Asked(numerics(6), (6,), (schedule,), 2, 3, recompute="auto")
+            try:
+                joint = search(asked, lambda _, costs=costs: costs)
+            except PlanError:
+                assert math.isinf(before_s)
+                continue
+            assert joint.exact
+            assert joint.plan.prediction.step_s <= before_s
+            before_s = joint.plan.prediction.step_s
+
+
+def test_a_cut_that_fits_without_is_not_taken_where_recomputation_is_shorter() -> None:
+    """Without the search over all cuts: more memory let it take slower cuts."""
+    groups = tuple(
+        replace(group(f"g{i}", param_bytes=1, stash_bytes=6, act_bytes=1, grad_bytes=1),
+                selective_share=0.25, selective_bytes=2)
+        for i in range(8)
+    )  # fmt: skip
+    steps = []
+    for memory in (26, 32, 38, 44, 50, 56):
+        costs = Costs(groups, cluster([1.0] * 4, [memory] * 4), (), 2.0, 0.0, "modelled", 0.0)
+        steps.append(make_plan(costs, numerics(8), "1f1b", 2, [g.name for g in groups], 4, 1, "auto")[0])
+    lengths = [plan.prediction.step_s for plan in steps]
+    assert lengths == sorted(lengths, reverse=True)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import TIES, on
 
-from mpipipe.errors import DeadlockError
+from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES, StageTie, forward_only, lower, prove
-from mpipipe.planner.schedules import PLAIN
-from mpipipe.values import RECVS, SENDS, Instr, Op, Program
+from mpipipe.planner.schedules import PLAIN, build, stages_on
+from mpipipe.values import RECVS, SENDS, Instr, Op, Program, Schedule
 
 
 def program(ranks: list[list[Instr]], window: int) -> Program:
@@ -165,6 +165,29 @@ def test_every_schedule_is_free_of_deadlock(name):
     for n_stages, n_micro, window in itertools.product(range(1, 8), range(1, 9), [1, 2, 4]):
         prove(lower(SCHEDULES[name](n_stages, n_micro), (), "per_use", window))
         prove(lower(forward_only(n_stages, n_micro), (), "per_use", window, train=False))
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in PLAIN])
+def test_every_other_schedule_ends_with_its_least_window_and_not_with_less(name):
+    """`least_window` is what the search finds by halving."""
+    for n_ranks, n_micro in itertools.product(range(1, 6), range(1, 9)):
+        try:
+            order = build(name, stages_on(name, n_ranks), n_micro, n_ranks)
+        except PlanError:  # interleaved wants a multiple of the ranks
+            assert name == "interleaved"
+            assert n_micro % n_ranks
+            continue
+        window = next(w for w in range(1, 4 * n_ranks + 5) if proved(order, w))
+        assert all(proved(order, w) for w in range(window, window + 3))
+        assert window <= max(2, 2 * n_ranks - 2)
+
+
+def proved(order: Schedule, window: int) -> bool:
+    try:
+        prove(lower(order, (), "per_use", window))
+    except DeadlockError:
+        return False
+    return True
 
 
 @settings(max_examples=60, deadline=None)

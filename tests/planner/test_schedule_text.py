@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ from mpipipe.config.read import parse
 from mpipipe.configured import schedule_name
 from mpipipe.errors import ConfigError, DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES
+from mpipipe.planner.partition import Wish
 from mpipipe.planner.schedules import from_text, grid, register_text, to_text
-from mpipipe.planner.search import plan_of, predict, program_for
-from mpipipe.values import Cluster, Costs, Device, GroupCost, Layout, Link, Numerics
+from mpipipe.planner.search import make_plan, plan_of, predict, program_for
+from mpipipe.values import Cluster, Costs, Device, GroupCost, Layout, Link, Numerics, Plan
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 NUMBERS = {"interleaved": (4, 4), "zb-v": (4, 5), "v-half": (4, 5)}
@@ -151,6 +153,38 @@ def test_too_much_memory_is_shown_at_its_place(registered):
     with pytest.raises(PlanError, match="rank 0 needs 30 bytes and has 20 bytes") as caught:
         predict(costs, layout, program, names)
     assert "rank 0   0F0   0F1  [0F2]  0B0   0B1   0B2   <-- here" in str(caught.value)
+
+
+def planned(costs: Costs, schedule: str, m: int, recompute: Wish = "none") -> Plan:
+    names = [group.name for group in costs.groups]
+    return make_plan(costs, numerics(m), schedule, 4, names, len(costs.cluster.devices), 1, recompute)[0]
+
+
+def test_a_plan_shows_where_an_order_from_a_file_needs_too_much(registered):
+    """It is for its ranks alone: no other number of them is a way out."""
+    name = "orders.csv"
+    registered(name, "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    assert planned(of_groups(3, 2, memory=30), name, 3).prediction.peak_bytes == (30, 20)
+    with pytest.raises(PlanError) as caught:
+        planned(of_groups(3, 2, memory=29), name, 3)
+    assert str(caught.value) == (
+        "rank 0 needs 30 bytes and has 29 bytes, 1 byte short; do a backward of this rank sooner in "
+        "orders.csv, set pipeline.recompute=auto, use smaller micro-batches, or give more memory\n"
+        "  rank 0   0F0   0F1  [0F2]  0B0   0B1   0B2   <-- here\n"
+        "  rank 1   1F0   1B0   1F1   1B1   1F2   1B2 "
+    )
+
+
+def test_the_place_is_that_of_the_cuts_that_lack_least_even_with_full_recomputation(registered):
+    """The fastest cut would have three groups on rank 0."""
+    registered("orders.csv", GOOD)
+    costs = of_groups(4, 2)
+    groups = tuple(replace(g, fwd_s=1.0 + 8 * (i == 3), param_bytes=10) for i, g in enumerate(costs.groups))
+    costs = replace(costs, groups=groups, cluster=cluster([1.0] * 2, [29] * 2))
+    with pytest.raises(
+        PlanError, match="rank 1 needs 40 bytes and has 29 bytes, 11 bytes short; use smaller"
+    ):
+        planned(costs, "orders.csv", 2, "auto")
 
 
 def test_contention_counts_a_rank_once():

@@ -19,12 +19,14 @@ from mpipipe.planner.schedules.orders import (
 from mpipipe.planner.schedules.plain import forward_only
 from mpipipe.planner.schedules.planned import zb_planned
 from mpipipe.planner.schedules.registry import (
+    BY_HAND,
     FILLED,
     PLAIN,
     PLANNED,
     SCHEDULES,
     build,
     check_name,
+    is_of_file,
     register,
     register_text,
     stages_on,
@@ -32,7 +34,8 @@ from mpipipe.planner.schedules.registry import (
 from mpipipe.planner.schedules.text import from_text, to_text
 
 __all__ = [
-    "FILLED", "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name", "forward_only",
-    "from_text", "grid", "in_copies", "kept_micro_batches", "live_micro_batches", "live_stages", "on_ranks",
-    "register", "register_text", "stages_of_ranks", "stages_on", "stashes", "to_text", "zb_planned",
+    "BY_HAND", "FILLED", "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name",
+    "forward_only", "from_text", "grid", "in_copies", "is_of_file", "kept_micro_batches",
+    "live_micro_batches", "live_stages", "on_ranks", "register", "register_text", "stages_of_ranks",
+    "stages_on", "stashes", "to_text", "zb_planned",
 ]  # fmt: skip

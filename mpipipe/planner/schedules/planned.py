@@ -66,15 +66,16 @@ def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> 
 
 
 def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int) -> int:
-    """Stashes that fit; each may have to hold what is made again of it, or what waits for its W, with the
-    gradient that it was given."""
+    """Stashes that fit; each may have to hold what waits for its W, with the gradient that it was given. What
+    is made again of one is there once."""
     stage, act = stages[rank], stages[rank - 1].act_bytes if rank else 0
     grad = stages[rank + 1].grad_bytes if rank + 1 < len(stages) else 0
     waiting = stage.waiting_bytes + max(0, act - stage.waiting_received_bytes)  # its receive buffer, as well
-    each = max(stage.stash_bytes + stage.remade_bytes, waiting) + grad
+    each = max(stage.stash_bytes, waiting) + grad
     messages = window * (act + grad) + max(stage.act_bytes, stage.grad_bytes)
     in_between = max(0, stage.in_two_bytes - stage.at_work_bytes)
-    left = memory_bytes - stage.fixed_bytes - stage.workspace_bytes - messages - in_between
+    once = stage.workspace_bytes + stage.remade_bytes + messages + in_between
+    left = memory_bytes - stage.fixed_bytes - once
     if left < each:
         least = memory_bytes - left + each
         raise PlanError(

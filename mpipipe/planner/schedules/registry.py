@@ -16,6 +16,7 @@ from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.values import Schedule
 
 PLANNED = "zb-planned"  # its order follows from costs: a plan has it as `Layout.actions`
+BY_HAND = "zb-h1"  # what PLANNED is never longer than
 SCHEDULES: dict[str, Build] = {
     "1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved, "zb-h1": zb_h1, "zb-h2": zb_h2,
     PLANNED: zb_planned_even, "zb-v": zb_v, "v-half": v_half,
@@ -32,6 +33,11 @@ def check_name(name: str) -> None:
     """Raises PlanError for a name that no schedule has."""
     if name not in SCHEDULES:
         raise PlanError(f"schedule {name!r} is not known; choose one of {', '.join(SCHEDULES)}")
+
+
+def is_of_file(name: str) -> bool:
+    """It is of its own numbers of stages, ranks and micro-batches alone."""
+    return name in _stages_of_text
 
 
 def stages_on(name: str, n_ranks: int) -> int:

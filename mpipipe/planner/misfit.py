@@ -1,0 +1,105 @@
+"""Where no cut fits: which stage lacks memory, how much, and what would do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe.errors import PlanError
+from mpipipe.planner.problem import Problem, most_whole
+from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
+from mpipipe.planner.sizes import size_text
+from mpipipe.planner.sweep import sweep
+from mpipipe.values import Int64
+
+
+def no_cut_text(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
+    """Which stage cannot begin or finish, what it lacks at the least, and what would do."""
+    stage, first, end, short = problem.compiled().misfit() if problem.compilable else misfit(problem)
+    names, device = problem.costs.groups, problem.costs.cluster.devices[stage]
+    base = size_text(device.base_bytes)
+    taken = f", of which {base} are taken before any weight" if device.base_bytes else ""
+    what = f"group {first} {names[first].name!r}" + (
+        f" to group {end - 1} {names[end - 1].name!r}" if end - first > 1 else ""
+    )
+    return (
+        f"stage {stage} of {len(problem.live)} (rank {stage}, {size_text(device.memory_bytes)}{taken}) "
+        f"cannot hold {what}: {size_text(short)} short{_though(problem)} with schedule {schedule!r} and "
+        f"{n_micro} micro-batches; {_next_move(problem, schedule, n_micro, finest)}"
+    )
+
+
+def _though(problem: Problem) -> str:
+    return " even with full recomputation" if "full" in problem.modes else ""
+
+
+def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
+    try:
+        enough = _enough_stages(problem, schedule, n_micro)
+    except PlanError:  # a schedule of the user's, which refuses so many stages
+        return f"use more ranks{'' if finest else ' or smaller micro-batches'}, or give more memory"
+    if enough is None:
+        smaller = "" if finest else " or use smaller micro-batches"
+        return f"no number of ranks would do: give more memory{smaller}"
+    least = size_text(int(problem.memory.min()))
+    return (
+        f"start {enough * problem.costs.copies} ranks: that is the least that would do{_though(problem)}, "
+        f"with the {least} each "
+        "that the smallest rank has for a stage"
+    )
+
+
+def misfit(problem: Problem) -> tuple[int, int, int, int]:
+    """The first stage that no cut lets begin and end, and its (first, end) that lacks least bytes."""
+    n_groups, n_stages = len(problem.costs.groups), len(problem.live)
+    best, _ = sweep(n_groups, n_stages, problem.times, np.maximum)
+    usable = np.isfinite(best)  # (n_stages + 1, n_groups + 1): ends, with a group left for each later stage
+    for count in range(n_stages + 1):
+        usable[count, n_groups - (n_stages - count) + 1 :] = False
+    usable[n_stages, :n_groups] = False
+    stage = next(s for s in range(n_stages) if not usable[s + 1].any())
+    later = n_stages - 1 - stage
+    lacks = []
+    for end in [n_groups] if not later else range(stage + 1, n_groups - later + 1):
+        ending = problem.ranges.ending_at(end, mode=problem.modes[-1])
+        memory = ending.memory_bytes(problem.kept[stage])
+        firsts = np.flatnonzero(usable[stage, :end])
+        lacks += [(int(memory[f] - problem.memory[stage]), int(f), end) for f in firsts]
+    short, first, end = min(lacks)
+    return stage, first, end, short
+
+
+def _enough_stages(problem: Problem, schedule: str, n_micro: int) -> int | None:
+    """Smallest number of stages that fits when every rank has the smallest rank's memory.
+
+    Stages are counted from the end, where the live stash does not depend on how many come before
+    (true of the built-in schedules, and tested; for others the answer is an estimate), so that one
+    sweep answers for all counts. Raises PlanError where the schedule refuses as many stages as groups.
+    """
+    n_groups, count = len(problem.costs.groups), len(problem.live)
+    memory, found = int(problem.memory.min()), None
+    while True:
+        count = min(2 * count, n_groups)
+        order = SCHEDULES[schedule](count, n_micro)
+        kept = kept_micro_batches(order)[::-1]
+        if problem.compilable:
+            found = problem.compiled().least_stages(most_whole(kept), memory)
+        else:
+            found = least_stages(problem, kept, memory)
+        if found is not None or count == n_groups:
+            return found
+
+
+def least_stages(problem: Problem, kept: Int64, memory: int) -> int | None:
+    """At most as many as `kept` has; kept[k]: of a stage with k stages after it; memory: of every rank."""
+    n_groups, mode = len(problem.costs.groups), problem.modes[-1]
+    endings = [problem.ranges.ending_at(end, mode=mode) for end in range(1, n_groups + 1)]
+    covered = np.zeros(n_groups + 1, bool)  # [first]: groups first.. fit into `count` stages
+    covered[n_groups] = True
+    for count in range(1, len(kept) + 1):
+        longer = np.zeros(n_groups + 1, bool)
+        for end in np.flatnonzero(covered[1:]) + 1:
+            longer[:end] |= endings[end - 1].memory_bytes(kept[count - 1]) <= memory
+        if longer[0]:
+            return count
+        covered = longer
+    return None
