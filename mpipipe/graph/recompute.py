@@ -48,7 +48,7 @@ def selective(anatomy: Anatomy, code: Code, sent_too: bool = False) -> Code:
     """With `code.selective`; as it is where nothing can be let go. sent_too: what is sent as well, as if it
     stayed on the stage and backward needed it: of a part of one."""
     graph = deepcopy(code.forward.graph)
-    _part_products(graph)
+    part_products(graph)
     module = fx.GraphModule(code.forward, graph)
     seen = _Seen(anatomy, replace(code, forward=module))
     results = next(n for n in graph.nodes if n.op == "output")
@@ -164,7 +164,7 @@ def _fake_arguments(anatomy: Anatomy, code: Code) -> list[Any]:
     return [*received, *rest, *((0, 0) if code.random else ())]
 
 
-def _part_products(graph: fx.Graph) -> None:
+def part_products(graph: fx.Graph) -> None:
     """A product and the activation of it, fused, become two again: the same calls, so the same bits."""
     for node in [n for n in graph.nodes if n.target is fused.linear_gelu]:
         x, weight, bias, approximate, transposed, shape = node.args

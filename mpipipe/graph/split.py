@@ -14,8 +14,10 @@ from dataclasses import replace
 from torch import fx
 
 from mpipipe.graph.cut import Code
+from mpipipe.graph.recompute import part_products
 from mpipipe.graph.regions import Region
 from mpipipe.graph.rewrite import schema_name
+from mpipipe.ops import fused
 from mpipipe.ops.deferred import Deferred
 from mpipipe.ops.embedding import embedding
 from mpipipe.ops.linear import linear
@@ -27,13 +29,14 @@ _DEFERRED = {
         "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
     )
 }  # fmt: skip
-_OWN = (linear, embedding)
+_OWN = (linear, embedding, fused.product_of)
 
 
 def split(code: Code) -> Code:
     """With `code.deferred`: the leaves whose gradients wait. The last argument of `forward` is the `Pending`
     of the micro-batch."""
     graph = deepcopy(code.forward.graph)
+    part_products(graph)
     arguments = [n for n in graph.nodes if n.op == "placeholder"]
     before = len(code.received) + len(code.inputs)
     weights = dict(zip(arguments[before : before + len(code.leaves)], code.leaves, strict=False))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
@@ -87,10 +88,19 @@ class _Deferred(torch.autograd.Function):
             ctx.pending.add(ctx.edge, grad, ctx.leaves)
             inputs = [ctx.inputs[i] for i in places]
             if inputs:
-                grads = torch.autograd.grad([ctx.edge], inputs, [grad], retain_graph=True)
+                grads = _gradients(ctx.edge, inputs, grad)
                 for i, g in zip(places, grads, strict=True):
                     found[i] = g
         return None, None, None, None, *found
+
+
+def _gradients(edge: GradientEdge, inputs: list[GradientEdge], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """As `torch.autograd.grad([edge], inputs, [grad], retain_graph=True)`, whose checks in Python take more
+    than half of a call, once for each operator of a micro-batch."""
+    found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
+        (edge,), (grad,), True, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
 
 
 def _cut_off(t: Tensor, pending: Pending) -> Tensor:

@@ -168,8 +168,8 @@ def test_every_schedule_is_free_of_deadlock(name):
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in PLAIN])
-def test_every_other_schedule_ends_with_its_least_window_and_not_with_less(name):
-    """`least_window` is what the search finds by halving."""
+def test_every_other_schedule_ends_with_some_window_and_all_larger_ones(name):
+    """So that the search may find the least one by halving."""
     for n_ranks, n_micro in itertools.product(range(1, 6), range(1, 9)):
         try:
             order = build(name, stages_on(name, n_ranks), n_micro, n_ranks)
@@ -178,7 +178,7 @@ def test_every_other_schedule_ends_with_its_least_window_and_not_with_less(name)
             assert n_micro % n_ranks
             continue
         window = next(w for w in range(1, 4 * n_ranks + 5) if proved(order, w))
-        assert all(proved(order, w) for w in range(window, window + 3))
+        assert all(proved(order, w) for w in range(window, window + 6))
         assert window <= max(2, 2 * n_ranks - 2)
 
 

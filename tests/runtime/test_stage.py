@@ -8,6 +8,7 @@ from tiny import SHAPES, captured, even_cuts
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.group_costs import group_costs
 from mpipipe.graph.profile import Live, Profiler, pieces
 from mpipipe.planner import stage_costs
@@ -150,6 +151,15 @@ def test_weight_gradients_wait_and_what_is_kept_for_them_is_let_go() -> None:
     for name, g in whole.weights.grad.items():
         assert torch.equal(g, two.weights.grad[name]), name
     assert not two._waiting
+
+
+def test_with_kernels_the_same_weight_gradients_wait_as_without() -> None:
+    """But for that of the head, which is made with the loss, and biases that a kernel adds."""
+    plain = captured("gpt, no dropout", 2)
+    fast = plain.lowered(Lowering("fast"))
+    waiting = [v.training_code(v.first, (), 0, in_two=True).deferred or set() for v in (plain, fast)]
+    matrices = [{name for name, _ in of if name.endswith("weight")} for of in waiting]
+    assert matrices[1] == matrices[0]
 
 
 # counted with each: gradients that two groups keep as one, or parts of a message; all of what a received view
