@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mpipipe import Pipeline
+from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.config import parse
 from mpipipe.errors import MpipipeError
@@ -81,5 +82,9 @@ def test_kernels_come_back(in_use_again: None) -> None:
 
 
 def test_a_pipeline_has_no_bits_of_kernels_without_them() -> None:
+    def made(comm: Communicator) -> Pipeline:
+        model = torch.nn.Linear(1, 1)
+        return Pipeline(model, lambda out, _: out, [], batch=1, bits="fast", kernels=False, comm=comm)
+
     with pytest.raises(MpipipeError, match="kernels = False, and bits = 'fast'"):
-        Pipeline(torch.nn.Linear(1, 1), lambda out, batch: out, [], batch=1, bits="fast", kernels=False)
+        run_local(1, made)

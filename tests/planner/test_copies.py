@@ -388,15 +388,6 @@ def test_the_copies_of_a_stage_come_together_where_that_is_faster() -> None:
         assert plan.layout.ranks == expected
 
 
-def test_backwards_in_two_are_left_out_where_they_have_other_bits() -> None:
-    costs = dataclasses.replace(uniform(8, 2), blocks=2)
-    fast = numerics(8, 2, bits="fast")
-    found = search(Asked(fast, (8,), ("1f1b", "zb-h1"), 4, 2, (1,)), lambda _: costs)
-    why = {t.schedule: t.why for t in found.tried}
-    assert "choose 1f1b" in why["zb-h1"]
-    assert found.plan.layout.schedule == "1f1b"
-
-
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [

@@ -196,13 +196,6 @@ def test_what_takes_long_to_make_is_not_made_only_to_be_compared(monkeypatch):
     assert alone.plan.layout.schedule == "zb-v", "who asks for it waits for it"
 
 
-def test_where_a_backward_in_two_would_change_bits_it_is_left_out():
-    one = dataclasses.replace(asked(2, 8, schedules_of("auto")), counts=(8,))
-    fast = dataclasses.replace(one, numerics=dataclasses.replace(one.numerics, bits="fast", blocks=2))
-    found = search(fast, lambda _: uniform(8, 2))
-    assert {t.schedule for t in found.tried if t.made is not None} == {"1f1b", "gpipe", "interleaved"}
-
-
 def test_gpipe_is_chosen_where_links_are_slow_and_memory_is_there():
     slow = dataclasses.replace(
         uniform(4, 4, act_bytes=8, grad_bytes=8), cluster=cluster([1.0] * 4, [HUGE] * 4, Link(2.0, 8.0))
