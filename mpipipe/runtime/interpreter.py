@@ -104,9 +104,6 @@ class Interpreter:
         self.blocks = {
             s: [BlockSums(sums.tensors) for sums in stage.weights.shares] for s, stage in stages.items()
         }
-        # kernels add to the sum of a block, between I and W perhaps another one: what I makes is added
-        # later, with other bits. So B is such an I and W as well
-        self.always_in_two = numerics.bits == "fast" and numerics.blocks > 1
         updates = {s: variants.code("train", variants.first, cuts, s).updates for s in stages}
         self.copies = {s: Copies(stage, updates[s]) for s, stage in stages.items()}
         # only of what has a gradient, as torch does it: a zero between norms changes how their sum is rounded
@@ -131,13 +128,15 @@ class Interpreter:
         self.rank_of_stage = program.copies[self.served.start]  # the same ones are this one in all of them
         self.trees = {s: Tree() for s in self.stages}
         self.undone = dict.fromkeys(self.stages, len(self.share))  # micro-batches
+        firsts = [self._block_of(program.share(copy).start) for copy in self.served]
+        self.running = {s: list(firsts) for s in self.stages}  # block that each of its shares is summing up
         self.outcome = Outcome(np.zeros((len(instrs), 2)), np.zeros(len(instrs), np.int64))
         self.act: dict[Key, list[Tensor]] = {}
         self.out: dict[Key, list[Tensor]] = {}
         self.grad: dict[Key, list[Tensor]] = {}
         self.back: dict[Key, list[Tensor]] = {}
         self.lent: dict[Key, list[Tensor]] = {}
-        self.in_two = {i.stage for i in instrs if i.op == Op.I or self.always_in_two}  # stages
+        self.in_two = {i.stage for i in instrs if i.op == Op.I}  # stages
         self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
         self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
         self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
@@ -218,11 +217,11 @@ class Interpreter:
         key, stage = (i.stage, i.micro), self.stages[i.stage]
         grads = self.grad.pop(key)
         self._add_apart(i)
-        back = (
-            stage.backward_input(i.micro, grads) if i.stage in self.in_two else stage.backward(i.micro, grads)
-        )
         if i.stage in self.in_two:
+            back = stage.backward_input(i.micro, grads, self._ahead(i))
             stage.backward_weight(i.micro)
+        else:
+            back = stage.backward(i.micro, grads)
         self._free(key, grads)
         self._pass_back(key, back)
         self._weights_done(i)
@@ -231,7 +230,7 @@ class Interpreter:
         key = i.stage, i.micro
         self.lent[key] = self.grad.pop(key)
         self._add_apart(i)
-        self._pass_back(key, self.stages[i.stage].backward_input(i.micro, self.lent[key]))
+        self._pass_back(key, self.stages[i.stage].backward_input(i.micro, self.lent[key], self._ahead(i)))
 
     def _backward_weight(self, i: Instr) -> None:
         key = i.stage, i.micro
@@ -300,6 +299,14 @@ class Interpreter:
     def _add_apart(self, i: Instr) -> None:
         self.stages[i.stage].weights.add_to(self._served_of(i.micro))
 
+    def _block_of(self, micro: int) -> int:
+        return micro * self.numerics.blocks // self.program.n_micro
+
+    def _ahead(self, i: Instr) -> tuple[int, int] | None:
+        """The share and the block of a micro-batch whose share is still summing up an earlier one."""
+        served, block = self._served_of(i.micro), self._block_of(i.micro)
+        return (served, block) if block > self.running[i.stage][served] else None
+
     def _end_of_block(self, i: Instr) -> None:
         n_blocks, done, n_copies = self.numerics.blocks, i.micro + 1, self.stages[i.stage].weights.n_copies
         self.undone[i.stage] -= 1
@@ -314,6 +321,9 @@ class Interpreter:
             blocks.end_of_block()
             if last:
                 blocks.finish()
+            else:
+                self.running[i.stage][served] += 1
+                self.stages[i.stage].begin((served, self.running[i.stage][served]))
             return
         blocks.whole_sub_tree()
         if len(self.served) > 1:
@@ -341,6 +351,7 @@ class Interpreter:
                 all_norms[self.position[name]] = value
         weight = 0.0 if self.copy else self.outcome.weight
         self._agree(self.comm.allgather_array(np.concatenate([[weight, self.job.stop], losses, all_norms])))
+        self.outbox.wait_all()  # received by now: STEP writes where they were sent from
 
     def _agree(self, rows: Float64) -> None:
         """Every rank reads the same loss, norm and wish to stop out of the one collective."""

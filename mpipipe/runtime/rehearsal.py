@@ -83,8 +83,7 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
     """F and B of a micro-batch, or F, I and W: means, as a step adds them up, without the longest fifth and
     of two the shorter. What they add to gradients is taken back."""
     cuts, lets_go = trainer.plan.layout.cuts, stage.recompute == "selective"
-    apart, budget_s = is_in_two(trainer.program), BUDGET_S / len(trainer.interpreter.stages)
-    in_two = apart or trainer.interpreter.always_in_two
+    in_two, budget_s = is_in_two(trainer.program), BUDGET_S / len(trainer.interpreter.stages)
     code = trainer.variants.training_code(trainer.variants.first, cuts, s, in_two, lets_go)
     rows, keys = trainer.plan.numerics.micro_batch, frozenset(code.inputs)
     received = [_filled(Form.of(port)) for port in code.received]
@@ -109,7 +108,6 @@ def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float])
             if in_two:
                 with TRACING:
                     stage.backward_input(0, grads)
-            if apart:
                 ends.append(clock())
             with TRACING:
                 stage.backward_weight(0) if in_two else stage.backward(0, grads)

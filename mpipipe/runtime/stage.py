@@ -14,7 +14,8 @@ as it was sent. With recomputation less is held, and B or I first makes it again
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,15 +50,13 @@ class _Stash:
 
 
 class Stage:
-    """blocks: of additions (`Numerics`), which a weight gradient that comes early must not mix up; recompute:
-    what B or I makes again, for "selective" by the code that forward is given."""
+    """recompute: what B or I makes again, for "selective" by the code that forward is given."""
 
-    def __init__(
-        self, weights: StageWeights, precision: str, blocks: int = 1, recompute: Recompute = "none"
-    ) -> None:
-        self.weights, self.precision, self.blocks, self.recompute = weights, precision, blocks, recompute
+    def __init__(self, weights: StageWeights, precision: str, recompute: Recompute = "none") -> None:
+        self.weights, self.precision, self.recompute = weights, precision, recompute
         self._stash: dict[int, Callable[[], _Stash]] = {}
         self._waiting: dict[int, tuple[Pending, list[tuple[Tensor, Tensor]]]] = {}  # (weight, its gradient)
+        self._begun: dict[Hashable, dict[Tensor, Tensor]] = {}  # by block: weight -> its sum so far
         self._statistics: dict[int, list[_Update]] = {}  # by micro-batch
 
     def forward(
@@ -148,21 +147,43 @@ class Stage:
         _differentiate(stash, grads)
         return _own(stash.inputs, grads)
 
-    def backward_input(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
+    def backward_input(
+        self, micro: int, grads: Sequence[Tensor], block: Hashable | None = None
+    ) -> list[Tensor]:
         """As `backward`, but the gradients of the weights that `code.deferred` names wait for
-        `backward_weight`; until then the caller leaves `grads` as they are. After split code."""
+        `backward_weight`; until then the caller leaves `grads` as they are. After split code. block: of
+        additions that this micro-batch is in, where others of an earlier one wait: what does not wait is
+        summed up beside theirs until `begin`, so that it is added where it is, as in a whole backward."""
         stash = self._taken(micro)
         assert stash.pending is not None, "forward was given the code of a whole backward"
-        apart = [leaf for leaf in stash.others if self.blocks > 1 or leaf.grad is None]
-        sums = [leaf.grad for leaf in apart]
-        for leaf in apart:  # what W adds: no other micro-batch may be in it
+        alone = [leaf for leaf in stash.others if leaf.grad is None]  # of which W adds each micro-batch's
+        with self._beside(block, stash.others):
+            _differentiate(stash, grads, [*stash.inputs, *stash.others, stash.pending.trigger])
+        rest = [(leaf, leaf.grad) for leaf in alone if leaf.grad is not None]
+        for leaf in alone:
             leaf.grad = None
-        _differentiate(stash, grads, [*stash.inputs, *stash.others, stash.pending.trigger])
-        rest = [(leaf, leaf.grad) for leaf in apart if leaf.grad is not None]
-        for leaf, total in zip(apart, sums, strict=True):
-            leaf.grad = total
         self._waiting[micro] = stash.pending, rest
         return _own(stash.inputs, grads)
+
+    @contextmanager
+    def _beside(self, block: Hashable | None, leaves: Sequence[Tensor]) -> Iterator[None]:
+        """Lets backward add to sums of a block that has not begun."""
+        running = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None and block is not None]
+        sums = self._begun.setdefault(block, {}) if running else {}
+        for leaf, total in running:
+            if leaf not in sums:
+                sums[leaf] = torch.zeros_like(total)
+            leaf.grad = sums[leaf]
+        yield
+        for leaf, total in running:
+            leaf.grad = total
+
+    @torch.no_grad()
+    def begin(self, block: Hashable) -> None:
+        """The accumulators are those of a block from now on; they hold zeros."""
+        for leaf, total in self._begun.pop(block, {}).items():
+            assert leaf.grad is not None
+            leaf.grad.copy_(total)
 
     @torch.no_grad()
     def backward_weight(self, micro: int) -> None:

@@ -59,7 +59,7 @@ class Trainer:
                 variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, there,
                 self.copy, len(layout.ranks[s]), n_shares, as_rows,
             )  # fmt: skip
-            stages[s] = Stage(weights, numerics.precision, numerics.blocks, layout.modes[s])
+            stages[s] = Stage(weights, numerics.precision, layout.modes[s])
         ties = Ties(graph, layout.cuts, owner, frozenset(variants.trained))
         self.interpreter = Interpreter(
             comm, variants, layout.cuts, stages, ties, numerics, optimizer, resident_bytes
