@@ -151,16 +151,14 @@ class _Head:
         kernel = KERNELS[self.x.device.type, self.x.dtype][0]
         kernel(*self._arguments(tile, logits), tile.of_rows(state).data_ptr(), *workers(self.x))
 
-    def losses(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss () and log-sum-exp (N,), float32."""
-        log_sum = state[:, 0] + state[:, 1].log()
-        losses = log_sum - (1.0 - self.smoothing) * state[:, 2]
+    def loss(self, state: Tensor) -> Tensor:
+        """(), float32."""
+        losses = _log_sum(state) - (1.0 - self.smoothing) * state[:, 2]
         if self.smoothing:
             losses -= self.smoothing / self.weight.shape[0] * state[:, 3]
         losses.masked_fill_(self.labels == self.ignore_index, 0.0)
         # parts of one size: torch splits a longer sum by threads
-        loss = sum((part.sum() for part in losses.split(_ROWS)), start=losses.new_zeros(()))
-        return loss.float(), log_sum.float()
+        return sum((part.sum() for part in losses.split(_ROWS)), start=losses.new_zeros(())).float()
 
     def to_gradient(self, tile: _Tile, logits: Tensor, log_sum: Tensor, grad: float) -> None:
         """In place."""
@@ -222,7 +220,7 @@ def forward(
     buffer, state = x.new_empty(kept_elements(*head.shape)), head.state()
     for tile in head.tiles():
         head.see(tile, _logits(tile, buffer, head.x, weight), state)
-    return *head.losses(state), buffer if keep else None
+    return head.loss(state), _log_sum(state).float(), buffer if keep else None
 
 
 @torch.no_grad()
@@ -258,11 +256,16 @@ def forward_and_backward(
         logits = [_logits(t, buffer[t.rows * t.first :], head.x, weight) for t in tiles]
         for tile, of_tile in zip(tiles, logits, strict=True):
             head.see(tile, of_tile, state)
-        log_sum = head.losses(state)[1]
+        log_sum = _log_sum(state).float()
         for tile, g in zip(tiles, logits, strict=True):
             head.to_gradient(tile, g, log_sum, scale)
             found.add(tile, g)
-    return head.losses(state)[0], *found.results(bias)
+    return head.loss(state), *found.results(bias)
+
+
+def _log_sum(state: Tensor) -> Tensor:
+    """Log-sum-exp (N,), float64."""
+    return state[:, 0] + state[:, 1].log()
 
 
 def _add(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -152,11 +152,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, late = inputs[0], inputs[6]
-        loss = torch.full((), torch.nan, dtype=torch.float32, device=x.device)
-        output = (loss,) if late else forward(*(*inputs[:6], True))
+        if late:
+            output: tuple[Tensor | None, ...] = (x.new_full((), torch.nan, dtype=torch.float32),)
+        else:
+            output = forward(*(*inputs[:6], True))
         _setup(ctx, inputs, output)
+        loss: Any = output[0]
         ctx.loss = loss.detach() if late else None  # not the result itself, which has this graph
-        return output[0]
+        return loss
 
     backward = staticmethod(_backward)
 

@@ -121,18 +121,15 @@ def test_a_line_has_the_figures(barred: bool, bar: float | None, met: bool | Non
     assert text in said(line)
 
 
-def test_torch_as_it_comes_has_a_line_of_its_own() -> None:
+def whole_step_of(t: Time) -> Case:
     """The route alone gains 1.5, the kernels 1.2 on top of it."""
+    sides = t.takes(5.0), {"torch": t.takes(6.0)}
+    return Case("whole_step", "tiny", *sides, 1.15, floor=t.takes(4.0), stock=t.takes(9.0))
+
+
+def test_torch_as_it_comes_has_a_line_of_its_own() -> None:
     t = Time()
-    c = Case(
-        "whole_step",
-        "tiny",
-        t.takes(5.0),
-        {"torch": t.takes(6.0)},
-        1.15,
-        floor=t.takes(4.0),
-        stock=t.takes(9.0),
-    )
+    c = whole_step_of(t)
     by_us, stock = json.loads(json.dumps(lines(c, compare(c, 3, t), 1, Limits(40.0, 200.0), True)))
     assert (by_us["ratio"], by_us["best"], by_us["ratios"]) == (1.2, "torch", {"torch": 1.2})
     assert stock["case"] == "tiny, over torch as it comes"
@@ -243,15 +240,7 @@ def test_the_table_has_rows_of_each_kind() -> None:
     t = Time()
     common = {"gemm": "mkl", "kernels": "v3", "date": "2026-01-02"}
     common |= {"machine": {"processor": "Abacus", "cores": 2, "torch": "2.13.0"}}
-    stock = Case(
-        "whole_step",
-        "tiny",
-        t.takes(5.0),
-        {"torch": t.takes(6.0)},
-        1.15,
-        floor=t.takes(4.0),
-        stock=t.takes(9.0),
-    )
+    stock = whole_step_of(t)
     call = Case("calls", "norm", t.takes(12e-6), {"torch": t.takes(4e-6)}, 10.0, call=True)
     found = [line for x in (stock, call) for line in lines(x, compare(x, 3, t), 1, Limits(4.0, 8.0), True)]
     found.append(of_skipped(Skipped("whole_step", "tiny, bf16", 1.2, "no units"), 1, True))
