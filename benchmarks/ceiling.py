@@ -1,7 +1,7 @@
 """How near a pipeline comes to what the machine can do at all: one JSON line for each model.
 
     python -m benchmarks.ceiling [--models gpt10m,gpt85m] [--ranks 2] [--rounds 3] [--steps 5]
-                                 [--micro-batches 8] [--schedules zb-planned,1f1b,...]
+                                 [--micro-batches 8] [--schedules v-planned,1f1b,...]
 
 The ceiling: so many processes of one rank each, that know nothing of each other, train the whole model at the
 same time; a step of theirs, divided by their number, is what a pipeline without any bubble, message or
@@ -31,9 +31,9 @@ from benchmarks.common import machine
 from benchmarks.joint import one_run
 from mpipipe.planner.sizes import counted
 
-SCHEDULES = "zb-planned,1f1b,gpipe,interleaved,zb-h1,zb-h2,zb-v,v-half"
+SCHEDULES = "v-planned,zb-planned,interleaved-planned,1f1b,gpipe,interleaved,zb-h1,zb-h2,zb-v,v-half"
 NEAR, FOUR_TO_TWO = 0.97, 1.10  # of the ceiling, and of what is simulated; of the step on two ranks
-OF_CEILING = "zb-planned"  # the schedule that is to be near it
+OF_CEILING = "v-planned"  # the schedule that is to be near it
 
 
 def alone_s(model: str, ranks: int, steps: int, *settings: str) -> float:

@@ -20,6 +20,7 @@ from mpipipe.decided import micro_batches_of
 from mpipipe.errors import ConfigError, DataError, LaunchError, PlanError
 from mpipipe.graph import products
 from mpipipe.graph.profile import Profiler
+from mpipipe.planner.schedules.registry import BUILT_IN
 from mpipipe.runtime import costing, gemm
 from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.digests import tensor_digest
@@ -98,8 +99,7 @@ def test_all_ranks_agree_the_bits_are_those_of_the_number_and_the_plan_keeps_it(
     assert plan.numerics.micro_batches == 2, "calls have a price, and so has a bubble"
     line = next(text for text in said if text.startswith("tried "))
     assert line.startswith(
-        "tried 1f1b, gpipe, interleaved, zb-h1, zb-h2, zb-planned, zb-v, v-half with 1, 2, 4 micro-batches "
-        "(costs of 1, 2 samples in "
+        f"tried {', '.join(BUILT_IN)} with 1, 2, 4 micro-batches (costs of 1, 2 samples in "
     )
     assert "; took 1f1b with 2 micro-batches of 2; next best " in line
     price.update(call=1e-9)

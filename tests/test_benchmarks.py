@@ -170,7 +170,7 @@ def test_bars_are_of_models_rows_and_groups_that_there_are() -> None:
 
 def test_bars_of_the_ceiling() -> None:
     near = {"to_ceiling": 0.96, "to_simulated": 0.98}
-    assert ceiling._bars("zb-planned", near) == {
+    assert ceiling._bars("v-planned", near) == {
         "to_simulated": {"bar": 0.97, "met": True},
         "to_ceiling": {"bar": 0.97, "met": False},
     }
@@ -192,11 +192,11 @@ def test_the_line_of_the_ceiling(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         return {"step_s": step_s, "predicted_step_s": 2.0}, None
 
     monkeypatch.setattr(ceiling, "one_run", one_run)
-    ceiling.main(["--models", "tiny", "--rounds", "2", "--schedules", "zb-planned"])
+    ceiling.main(["--models", "tiny", "--rounds", "2", "--schedules", "v-planned"])
     line = json.loads(capsys.readouterr().out)
     assert all(settings[0] == "pipeline.micro_batches=8" for _, settings in asked)
     assert (line["micro_batches"], line["ceiling_s"]) == (8, 2.0)
-    found = line["sides"]["zb-planned"]
+    found = line["sides"]["v-planned"]
     assert (found["to_ceiling"], found["to_simulated"]) == (0.8, 0.8)
     assert [bar["met"] for bar in found["bars"].values()] == [False, False]
     assert line["sides"]["no_clip"]["to_ceiling"] == 1.0

@@ -118,7 +118,7 @@ def test_bytes_may_be_given_as_a_size(given: str, meant: int) -> None:
         ("pipeline: {memory_bytes: 0 GiB}", [], ["pipeline.memory_bytes = 0 (int)", "equal to 1"]),
         ("pipeline: {memory_bytes: 1.5}", [], ["pipeline.memory_bytes = 1.5 (float)", "integer"]),
         ("pipeline: {threads: all}", [], ["pipeline.threads = 'all'", "integer or 'auto'"]),
-        ("pipeline: {schedule: 2f2b}", [], ["pipeline.schedule = '2f2b'", "'v-half' or 'auto'"]),
+        ("pipeline: {schedule: 2f2b}", [], ["pipeline.schedule = '2f2b'", "'interleaved-planned' or 'auto'"]),
         ("train: {steps: 5}", ["train.lr=-1"], ["override 'train.lr=-1'", "train.lr = -1", "greater than 0"]),
         ("", ["train.steps.x=1"], ["override 'train.steps.x=1'", "train.steps = {'x': 1}"]),
         ("train: {steps: 5}", ["train.steps.x=1"], ["override 'train.steps.x=1'", "'steps' is 5"]),

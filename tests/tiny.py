@@ -30,13 +30,13 @@ from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import GPT, MLP, cross_entropy
 from mpipipe.planner.copies import Copies, ranks_in_each
-from mpipipe.planner.schedules import build
+from mpipipe.planner.schedules import PLANNED, build, stages_on, to_text, zb_planned
 from mpipipe.runtime.feed import split_evenly
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.digests import tensor_digest
-from mpipipe.values import Layout, Numerics, Plan, Prediction, Recompute
+from mpipipe.values import Layout, Numerics, Plan, Prediction, Recompute, StageCost
 
 SEED, STEPS, SIDE, CLASSES = 7, 3, 8, 4
 Result = dict[str, Any]
@@ -244,8 +244,20 @@ def even_cuts(groups: Sequence[str], n_stages: int) -> tuple[str, ...]:
 
 def placement(schedule: str, n_ranks: int) -> tuple[int, ...]:
     """The rank of each stage."""
-    n_stages = 2 * n_ranks if schedule in ("interleaved", "zb-v", "v-half") else n_ranks
-    return build(schedule, n_stages, n_ranks, n_ranks).rank_of_stage
+    return build(schedule, stages_on(schedule, n_ranks), n_ranks, n_ranks).rank_of_stage
+
+
+def planned(case: Case, schedule: str, order: Sequence[int], copies: Copies) -> tuple[str, ...]:
+    """Where the order follows from costs, one from unlike ones: with backwards in one on the first stage."""
+    if schedule not in PLANNED or not isinstance(copies, int) or case.micro_batches % copies:
+        return ()
+    place = {rank: i for i, rank in enumerate(dict.fromkeys(order))}
+    stages = [StageCost(2.0 + s % 2, 3.0, 2.0, 0.0, 0, 1, 0, 0, 0, split_s=0.5) for s in range(len(order))]
+    room = [len(order) + 1] * len(place)
+    made = zb_planned(
+        stages, case.micro_batches // copies, room, rank_of_stage=[place[rank] for rank in order]
+    )
+    return tuple(to_text(made).splitlines())
 
 
 def plan_of(
@@ -262,7 +274,14 @@ def plan_of(
         edges = itertools.pairwise((0, *itertools.accumulate(copies)))
         ranks = tuple(tuple(range(*edge)) for edge in edges)
     modes = tuple(itertools.islice(itertools.cycle(recompute), len(ranks)))
-    layout = Layout(tuple(cuts), ranks, schedule, window, recompute=modes)
+    layout = Layout(
+        tuple(cuts),
+        ranks,
+        schedule,
+        window,
+        recompute=modes,
+        actions=planned(case, schedule, [of[0] for of in ranks], copies),
+    )
     return Plan(case.numerics, layout, Prediction(0.0, 0.0, 0.0, (), 0.0, 0.0))
 
 

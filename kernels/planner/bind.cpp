@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "cuts.h"
+#include "listed.h"
 #include "placement_bind.h"
 #include "walk.h"
 
@@ -81,6 +82,23 @@ py::object simulate_program(const Arrays<int32_t>& arrays, const Arrays<int32_t>
     return ends ? py::object(py::cast(times)) : py::none();
 }
 
+// Of each policy the seconds of its order.
+std::vector<double> listed_seconds(const Work& work, int32_t n_micro, const std::vector<Policy>& policies) {
+    std::vector<double> seconds;
+    for (const Policy& policy : policies) seconds.push_back(listed(work, n_micro, policy).end_s);
+    return seconds;
+}
+
+// By rank, (n, 3) kind, stage and micro-batch.
+Arrays<int32_t> listed_order(const Work& work, int32_t n_micro, const Policy& policy) {
+    Arrays<int32_t> arrays;
+    for (const auto& rows : listed(work, n_micro, policy).order) {
+        arrays.emplace_back(std::vector<py::ssize_t>{static_cast<py::ssize_t>(rows.size()), 3});
+        if (!rows.empty()) std::copy_n(rows.data()->data(), 3 * rows.size(), arrays.back().mutable_data());
+    }
+    return arrays;
+}
+
 // A Cutter with the arrays that it borrows.
 struct Partition {
     std::vector<py::array> arrays;
@@ -135,9 +153,21 @@ py::tuple misfit(Partition& partition) {
 PYBIND11_MODULE(_planner, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.doc() = "Hot loops of mpipipe.planner.";
-    m.attr("version") = "3";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    m.attr("version") = "4";  // of the functions below; mpipipe/planner/native.py asks for the same one
     m.def("match", match_messages);
     m.def("prove", prove_program);
+    using Seconds = std::vector<double>;
+    py::class_<Work>(m, "Work").def(py::init([](std::vector<int32_t> rank_of_stage, Seconds fwd_s, Seconds bwd_input_s,
+                                                Seconds bwd_weight_s, Seconds bwd_s, Seconds act_s, Seconds grad_s) {
+        return Work{std::move(rank_of_stage), std::move(fwd_s), std::move(bwd_input_s), std::move(bwd_weight_s),
+                    std::move(bwd_s), std::move(act_s), std::move(grad_s)};
+    }));
+    py::class_<Policy>(m, "Policy").def(py::init([](bool forwards_first, bool last_backward_first, bool first_whole,
+                                                    double least_gap, std::vector<int32_t> room) {
+        return Policy{forwards_first, last_backward_first, first_whole, least_gap, std::move(room)};
+    }));
+    m.def("listed_seconds", listed_seconds, no_gil);
+    m.def("listed_order", listed_order);
     m.def("simulate", simulate_program);
     py::class_<Partition>(m, "Partition")
         .def(py::init(&partition_of))

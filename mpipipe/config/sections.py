@@ -42,7 +42,10 @@ Sizes = Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1)]
 Patterns = Annotated[tuple[str, ...], Strict(False)]
 Task = Literal["causal", "masked", "seq2seq", "image", "sequence"]
 OrderFile = Annotated[str, Field(pattern=r"\.csv$")]  # one line per rank, as `0F0,0F1,0B0,0B1`
-BuiltIn = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-planned", "zb-v", "v-half", "auto"]
+BuiltIn = Literal[
+    "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-planned", "zb-v", "v-half", "v-planned",
+    "interleaved-planned", "auto",
+]  # fmt: skip
 Watchdog = Annotated[  # YAML reads a bare off as false
     Literal["auto", "off"] | Above0, BeforeValidator(lambda value: "off" if value is False else value)
 ]

@@ -18,6 +18,7 @@ import numpy as np
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import Copies, legal_copies, replicas_text, shape_of
 from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
+from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.problem import ENDLESS
 from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
@@ -169,7 +170,7 @@ class _Asked:
                 yield self._tried(f"schedule {schedule}", found)
             elif self.n_each * count // self.n_copies > most_compared(schedule):
                 yield Alternative(f"schedule {schedule}", None, None, f"{SKIPPED}{schedule}")
-            elif same and schedule != PLANNED:
+            elif same and schedule not in PLANNED:
                 yield self._same_numerics(f"schedule {schedule}", self.cuts, schedule)
             else:
                 yield self._planned_with(f"schedule {schedule}", schedule, self.shape)
@@ -293,6 +294,8 @@ class _Asked:
             old, cuts=tuple(self.names[c] for c in cuts), schedule=schedule or old.schedule,
             actions=old.actions if same_order else (),
         )  # fmt: skip
+        if layout.schedule in PLANNED and not same_order:
+            layout = replace(layout, actions=next(Orders(self.costs, layout, numerics).without_limit(cuts)))
         key = layout.schedule, numerics.micro_batches
         if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts
             self._programs[key] = program_for(layout, numerics, self.costs.ties, self.names)

@@ -47,7 +47,7 @@ class EveryCut:
         on the ranks that `made` has them on."""
         count, n_ranks = self.numerics.micro_batches, self.n_ranks
         several = stages_on(self.schedule, n_ranks) > n_ranks
-        planned = self.schedule == PLANNED  # for each cut another order
+        planned = self.schedule in PLANNED  # for each cut another order
         if several or planned or not 1 <= self.ways <= FEW_CUTS or n_ranks > len(self.costs.cluster.devices):
             return made, False
         norm_s = norm_seconds(self.costs.cluster, n_ranks)

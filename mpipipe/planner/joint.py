@@ -34,14 +34,14 @@ from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import FILLED, PLAIN, PLANNED, SCHEDULES, build, check, check_name, stages_on
-from mpipipe.planner.search import make_plan, norm_seconds
+from mpipipe.planner.search import fullest, leaner, make_plan, norm_seconds
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
 LIKE = 1.01  # a step that is longer by less is as good
 Replicas = Copies | Literal["auto"]  # as a config gives them
 # Ranks times micro-batches up to which a schedule is compared with others: beyond, it takes seconds.
-MOST_PLANNED = 1 << 11  # zb-planned, which is made anew for each cut
+MOST_PLANNED = 1 << 11  # those that are made anew for each cut
 MOST_FILLED = 1 << 14  # the others that are made action by action
 MOST_COMPARED = 1 << 17  # all but 1f1b and zb-h1: programs of so many ranks are large, and kept
 LEAST_COMPARED = (PLAIN[0], "zb-h1")
@@ -101,10 +101,7 @@ class Tried:
     @property
     def full(self) -> float:
         """Of the memory of the rank that has least left; 0 where there is no plan."""
-        if self.made is None or (costs := self.made[0].costs) is None:
-            return 0.0
-        peaks = self.made[0].prediction.peak_bytes
-        return max(p / d.memory_bytes for p, d in zip(peaks, costs.cluster.devices, strict=False))
+        return 0.0 if self.made is None else fullest(self.made[0])
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,7 @@ def schedules_of(name: str) -> tuple[str, ...]:
 
 def most_compared(schedule: str) -> float:
     """Ranks times micro-batches of one copy up to which it is made only to be compared."""
-    if schedule == PLANNED:
+    if schedule in PLANNED:
         return MOST_PLANNED
     if schedule in FILLED:
         return MOST_FILLED
@@ -321,7 +318,16 @@ class _Finder:
         if self.best_s == math.inf:
             raise self._nothing()
         exact = self.exact and not self.was_late
-        return Joint(preferred(self.tried), tuple(self.tried), exact, self.was_late)
+        best = min(self.tried, key=lambda t: t.step_s)
+        tried = tuple(self._leaner(t, best) for t in self.tried)
+        return Joint(preferred(tried), tried, exact, self.was_late)
+
+    def _leaner(self, tried: Tried, best: Tried) -> Tried:
+        """With less memory where that is as good as the best one."""
+        most_s = best.step_s * LIKE
+        if tried.made is None or tried.micro_batches != best.micro_batches or tried.step_s > most_s:
+            return tried
+        return replace(tried, made=leaner(tried.made, most_s, self.asked.receive_window))
 
     def _nothing(self) -> PlanError | DeadlockError:
         if not self.errors:

@@ -1,54 +1,111 @@
-"""Orders that follow from costs (zb-planned), as `Layout.actions`."""
+"""Orders that follow from costs, as `Layout.actions`."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import largest_share
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.problem import ENDLESS
-from mpipipe.planner.schedules import BY_HAND, PLAIN, build, to_text, zb_planned
+from mpipipe.planner.schedules import BY_HAND, build, planned_by_room, policies, to_text, work_of
+from mpipipe.planner.schedules.listed import Policy, listed_seconds
 from mpipipe.planner.stages import in_order, stage_costs
-from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Recompute, Schedule
+from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Recompute, Schedule, StageCost
 
 Actions = tuple[str, ...]
+Cuts = tuple[int, ...]
+Messages = tuple[list[float], list[float]]  # by stage, seconds: to the next one, and to the one before
+_FEW = 24  # policies with which cuts are compared: the best ones of the cuts to begin with
+_LEAST = {"zb-planned": "1f1b", "v-planned": "v-half", "interleaved-planned": "interleaved"}  # of memory
 
 
 class Orders:
-    """For the costs of copy 0 of a layout, with these cuts, and the memory of all copies."""
+    """For the costs of copy 0 of a layout, whatever its cuts, and the memory of all copies."""
 
-    def __init__(self, costs: Costs, layout: Layout, cuts: tuple[int, ...], numerics: Numerics) -> None:
-        self._placed, self._cuts = in_order(costs.but(copies=layout.n_copies), layout.order), cuts
+    def __init__(self, costs: Costs, layout: Layout, numerics: Numerics) -> None:
+        self._placed = in_order(costs.but(copies=layout.n_copies), layout.order)
         self._n_micro, self._window = (
             largest_share(numerics.micro_batches, layout.n_copies),
             layout.receive_window,
         )
         cluster = costs.cluster.loaded(*layout.copies)
         self._links = [cluster.link(a, b) for a, b in itertools.pairwise(layout.order)]
+        place = {rank: i for i, rank in enumerate(dict.fromkeys(layout.order))}
+        self._on, self._schedule = tuple(place[rank] for rank in layout.order), layout.schedule
         room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
-        self._room = [min(room[rank] for rank in on) for on in layout.ranks]
+        of_rank = {self._on[s]: min(room[rank] for rank in on) for s, on in enumerate(layout.ranks)}
+        self._room = [of_rank[rank] for rank in range(len(place))]
+        self._endless = [ENDLESS] * len(place)
 
-    def without_limit(self) -> Iterator[Actions]:
-        """Whether they fit is for the simulation to say. That by hand is among them, as `zb_planned` knows
-        what an action costs by itself, and bounds its memory from above."""
-        yield _text(self._planned("none", [ENDLESS] * len(self._room)))
-        yield _text(build(BY_HAND, len(self._room), self._n_micro))
+    def without_limit(self, cuts: Cuts) -> Iterator[Actions]:
+        """The shortest, and that by hand. Whether they fit is for the simulation to say."""
+        yield _text(self._shortest(cuts, "none", self._endless))
+        yield from self._built(BY_HAND[self._schedule])
 
-    def within(self, wish: Wish) -> Iterator[Actions]:
-        """By the room that each recomputation leaves; and whole backwards, which keep least."""
+    def within(self, cuts: Cuts, wish: Wish) -> Iterator[Actions]:
+        """By the room that each recomputation leaves; and one by hand that keeps little."""
         for mode in RECOMPUTE if wish == "auto" else (wish,):
             with suppress(PlanError):  # no micro-batch fits so
-                yield _text(self._planned(mode, self._room))
-        yield _text(build(PLAIN[0], len(self._room), self._n_micro))
+                yield _text(self._shortest(cuts, mode, self._room))
+        yield from self._built(_LEAST[self._schedule])
 
-    def _planned(self, mode: Recompute, room: list[int]) -> Schedule:
-        stages = stage_costs(self._placed, self._cuts, (mode,) * len(room))
+    def by_room(self, cuts: Cuts) -> Iterator[Actions]:
+        """The shortest for each number of stashes, ascending, without recomputation."""
+        for schedule, _ in self._found(cuts, "none", self._endless):
+            yield _text(schedule)
+
+    def near(self, starts: Sequence[Cuts]) -> Cuts:
+        """From the best of these cuts on, one moved by a group or two at a time, those whose order and update
+        take least. Memory is not looked at."""
+        every = list(policies(self._on, self._n_micro, [len(self._on) * self._n_micro] * len(self._room)))
+        all_s = {cuts: self._seconds(cuts, every) for cuts in starts}
+        cuts = min(starts, key=lambda cuts: min(all_s[cuts]))
+        best = sorted(range(len(every)), key=all_s[cuts].__getitem__)[:_FEW]
+        tried, took_s = [every[i] for i in best], {cuts: min(all_s[cuts])}
+        while True:
+            moved = [
+                (*cuts[:i], cut + by, *cuts[i + 1 :]) for i, cut in enumerate(cuts) for by in (-2, -1, 1, 2)
+            ]
+            for other in moved:
+                if other not in took_s and _inside(other, len(self._placed.groups)):
+                    took_s[other] = min(self._seconds(other, tried))
+            shortest = min(took_s, key=took_s.__getitem__)
+            if took_s[shortest] >= took_s[cuts] * (1 - 1e-9):
+                return cuts
+            cuts = shortest
+
+    def _seconds(self, cuts: Cuts, tried: Sequence[Policy]) -> list[float]:
+        """Of the order by each policy, and the update of the rank that takes longest for it."""
+        stages, messages = self._stages(cuts, "none")
+        update_s = [0.0] * len(self._room)
+        for stage, rank in zip(stages, self._on, strict=True):
+            update_s[rank] += stage.step_s
+        took_s = listed_seconds(self._on, self._n_micro, work_of(stages, *messages), tried)
+        return [seconds + max(update_s) for seconds in took_s]
+
+    def _stages(self, cuts: Cuts, mode: Recompute) -> tuple[tuple[StageCost, ...], Messages]:
+        stages = stage_costs(self._placed, cuts, (mode,) * len(self._on))
         act_s = [link.seconds(s.act_bytes) for link, s in zip(self._links, stages[:-1], strict=True)]
         grad_s = [link.seconds(s.grad_bytes) for link, s in zip(self._links, stages[1:], strict=True)]
-        return zb_planned(stages, self._n_micro, room, [*act_s, 0.0], [0.0, *grad_s], self._window)
+        return stages, ([*act_s, 0.0], [0.0, *grad_s])
+
+    def _built(self, name: str) -> Iterator[Actions]:
+        with suppress(PlanError):  # not for so many micro-batches
+            yield _text(build(name, len(self._on), self._n_micro, len(self._room)))
+
+    def _shortest(self, cuts: Cuts, mode: Recompute, room: list[int]) -> Schedule:
+        return min(self._found(cuts, mode, room), key=lambda found: found[1])[0]
+
+    def _found(self, cuts: Cuts, mode: Recompute, room: list[int]) -> list[tuple[Schedule, float]]:
+        stages, messages = self._stages(cuts, mode)
+        return planned_by_room(stages, self._n_micro, room, *messages, self._window, self._on)
+
+
+def _inside(cuts: Cuts, n_groups: int) -> bool:
+    return all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
 
 
 def _text(schedule: Schedule) -> Actions:

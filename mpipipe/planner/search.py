@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 
@@ -123,9 +122,9 @@ class _Making:
         """With so many copies of the pipeline, in the best of the orders of ranks."""
         costs, numerics, schedule = self.costs, self.numerics, self.schedule
         n_micro, n_each = largest_share(numerics.micro_batches, n_copies), n_ranks // n_copies
-        if schedule == PLANNED and numerics.micro_batches % n_copies:
+        if schedule in PLANNED and numerics.micro_batches % n_copies:
             raise PlanError(
-                f"{PLANNED} with {replicas_text(n_copies)}: all have one order, so {numerics.micro_batches} "
+                f"{schedule} with {replicas_text(n_copies)}: all have one order, so {numerics.micro_batches} "
                 f"micro-batches would have to be a multiple of {n_copies}; choose another schedule"
             )
         of_copy = costs.but(copies=n_copies)
@@ -147,7 +146,7 @@ class _Making:
                     not quick, numerics.micro_batch == 1,
                 )  # fmt: skip
                 ranks = tuple(zip(*copies, strict=True))
-                if schedule == PLANNED:
+                if schedule in PLANNED:
                     cuts += self._by_hand(ranks, cuts)
                 found = self._on(ranks, cuts)
             except (PlanError, DeadlockError) as error:  # it may fit in another order
@@ -161,9 +160,9 @@ class _Making:
         return best
 
     def _by_hand(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> list[Cuts]:
-        """The best cuts of the order that zb-planned is never longer than; none where it does not fit."""
+        """The best cuts of the order by hand that is never shorter; none where it does not fit."""
         with suppress(PlanError, DeadlockError):
-            plan, _ = replace(self, schedule=BY_HAND)._on(ranks, starts)
+            plan, _ = replace(self, schedule=BY_HAND[self.schedule])._on(ranks, starts)
             return [cut_indices(plan.layout, self.group_names)]
         return []
 
@@ -202,35 +201,46 @@ class _Making:
             )
             return Plan(numerics, layout, prediction, costs)
 
-        def plan(cuts: Cuts) -> Plan:
-            if self.schedule != PLANNED:
-                return plan_with(cuts)
-            layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
-            return self._planned(Orders(costs, layout, cuts, numerics), partial(plan_with, cuts))
-
         work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
-        best = _refine(plan, starts, len(names), work)
+        if self.schedule in PLANNED:
+            orders = Orders(costs, Layout((), ranks, self.schedule, self.receive_window), numerics)
+            if work <= REFINE_WORK:
+                starts = [*starts, orders.near(starts)]
+            best = self._planned(orders, starts, plan_with, work)
+        else:
+            best = _refine(plan_with, starts, len(names), work)
         return best, laid(cut_indices(best.layout, names), best.layout.actions)[1]
 
-    def _planned(self, orders: Orders, plan: Callable[[Actions], Plan]) -> Plan:
-        """The shortest of the orders; memory is looked at where the one without its limit does not fit, or
-        makes something again for it."""
-        made: list[Plan] = []
-        errors: list[PlanError | DeadlockError] = []
+    def _planned(
+        self, orders: Orders, starts: Sequence[Cuts], plan_with: Callable[[Cuts, Actions], Plan], work: int
+    ) -> Plan:
+        """With the shortest of the orders for each of the cuts. Memory is looked at where the one without its
+        limit does not fit, or makes something again for it: then the cuts next to these may, too."""
+        short = False
 
-        def attempt(tried: Iterable[Actions]) -> None:
-            for actions in tried:
-                try:
-                    made.append(plan(actions))
-                except (PlanError, DeadlockError) as error:
-                    errors.append(error)
+        def plan(cuts: Cuts) -> Plan:
+            nonlocal short
+            made: list[Plan] = []
+            errors: list[PlanError | DeadlockError] = []
 
-        attempt(orders.without_limit())
-        if errors or any(found.layout.recompute for found in made):
-            attempt(dict.fromkeys(orders.within(self.recompute)))
-        if not made:
-            raise errors[-1]
-        return min(made, key=lambda found: found.prediction.step_s)
+            def attempt(tried: Iterable[Actions]) -> None:
+                for actions in tried:
+                    try:
+                        made.append(plan_with(cuts, actions))
+                    except (PlanError, DeadlockError) as error:
+                        errors.append(error)
+
+            attempt(orders.without_limit(cuts))
+            if errors or any(found.layout.recompute for found in made):
+                short = True
+                attempt(dict.fromkeys(orders.within(cuts, self.recompute)))
+            if not made:
+                raise errors[-1]
+            return min(made, key=lambda found: found.prediction.step_s)
+
+        n_groups = len(self.group_names)
+        best = _refine(plan, starts, n_groups, REFINE_WORK + 1)
+        return _refine(plan, [cut_indices(best.layout, self.group_names)], n_groups, work) if short else best
 
     def _bound_s(self, program: Program) -> float:
         """Of all cuts and orders of ranks."""
@@ -277,6 +287,30 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Seque
     `predict` do."""
     program = program_for(layout, numerics, costs.ties, group_names)
     return Plan(numerics, layout, predict(costs, layout, program, group_names)[0], costs)
+
+
+def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:
+    """Of a plan whose order follows from costs, that with the same cuts whose fullest rank needs least, among
+    those whose step takes so long at most; any other plan as it is."""
+    (plan, _), names = made, [group.name for group in made[0].costs.groups] if made[0].costs else []
+    layout, numerics, costs = plan.layout, plan.numerics, plan.costs
+    if layout.schedule not in PLANNED or layout.recompute or costs is None:
+        return made
+    for actions in Orders(costs, layout, numerics).by_room(cut_indices(layout, names)):
+        with suppress(PlanError, DeadlockError):
+            wished = replace(layout, actions=actions, receive_window=receive_window)
+            other, program = with_window(wished, numerics, costs.ties, names)
+            found = Plan(numerics, other, predict(costs, other, program, names)[0], costs)
+            if found.prediction.step_s <= most_s and fullest(found) < fullest(made[0]):
+                made = found, program
+    return made
+
+
+def fullest(plan: Plan) -> float:
+    """Of the memory of the rank that has least left, the share that is needed."""
+    devices = plan.costs.cluster.devices if plan.costs else ()
+    peaks = zip(plan.prediction.peak_bytes, devices, strict=False)
+    return max((peak / device.memory_bytes for peak, device in peaks), default=0.0)
 
 
 def _refine(plan: Callable[[Cuts], Plan], starts: Sequence[Cuts], n_groups: int, work: int) -> Plan:

@@ -27,7 +27,7 @@ def starts(
     shown where it is too much."""
     if len(set(order)) < len(order):
         return started(costs, order, n_micro, schedule, receive_window, tied, recompute)
-    placed, plain = in_order(costs, order), PLAIN[0] if schedule == PLANNED else schedule
+    placed, plain = in_order(costs, order), PLAIN[0] if schedule in PLANNED else schedule
     how = placed, n_micro, plain, len(order), receive_window, tied
     own = is_of_file(schedule)
 

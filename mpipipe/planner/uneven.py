@@ -28,7 +28,7 @@ Shape = tuple[int, ...]  # copies of each stage
 
 def has_one_stage_each(schedule: str, n_stages: int) -> bool:
     """What unlike numbers of copies need: one stage on each rank, in an order that is the same for all."""
-    return schedule != PLANNED and stages_on(schedule, n_stages) == n_stages
+    return schedule not in PLANNED and stages_on(schedule, n_stages) == n_stages
 
 
 def balanced(costs: Costs, copies: Shape) -> tuple[Cuts, float]:

@@ -72,7 +72,7 @@ def test_the_bits_of_one_rank(comm: MpiCommunicator, case: Case, schedule: str) 
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), schedule == "1f1b")
 
 
-IN_TWO_OR_SEVERAL = ["interleaved", "zb-h1", "zb-h2", "zb-planned", "zb-v", "v-half"]
+IN_TWO_OR_SEVERAL = ["interleaved", "zb-h1", "zb-h2", "zb-planned", "zb-v", "v-half", "v-planned"]
 CASES_SCHEDULES = [
     *itertools.product(
         [Case("gpt"), Case("gpt", batch=24, micro_batches=12, tied="eager"), Case("skips", evaluate=True)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 
 import numpy as np
@@ -19,7 +20,10 @@ from mpipipe.planner.misfit import least_stages, misfit
 from mpipipe.planner.native import compiled
 from mpipipe.planner.problem import Problem
 from mpipipe.planner.prove import NoBuffering, prove
-from mpipipe.planner.schedules import in_copies, kept_micro_batches
+from mpipipe.planner.schedules import in_copies, kept_micro_batches, policies
+from mpipipe.planner.schedules.fill import Work
+from mpipipe.planner.schedules.listed import _Lister, listed, listed_seconds
+from mpipipe.planner.schedules.orders import v_shaped, wrapped
 from mpipipe.planner.simulate import instruction_seconds, message_bytes, walked
 from mpipipe.planner.stages import Ranges
 from mpipipe.planner.sweep import sweep_near
@@ -27,6 +31,7 @@ from mpipipe.planner.walk import match, matched, walk
 from mpipipe.values import Costs, Float64, Link, Program, StageCost, Tie
 
 SCHEDULE = st.sampled_from(["1f1b", "gpipe"])
+FEW_SECONDS = st.sampled_from([0.0, 0.25, 1.0, 1.5, 3.0])
 TIED = st.sampled_from(["per_use", "eager"])
 
 
@@ -194,3 +199,26 @@ def test_the_same_fault_is_found(made, rng):
     with pytest.raises(DeadlockError) as found:
         prove(wrong)
     assert str(found.value) == str(expected.value)
+
+
+# -- orders from costs -------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from(["one", "v", "wrapped"]),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 9),
+    st.data(),
+)
+@settings(max_examples=40)
+def test_lists_are_the_same(placed, p, m, most, data):
+    on = {"one": range(p), "v": v_shaped(p), "wrapped": wrapped(2 * p, p)}[placed]
+    seconds = [tuple(data.draw(FEW_SECONDS) for _ in on) for _ in range(6)]
+    work = Work(*seconds)
+    for policy in policies(on, m, [most + rank % 2 for rank in range(p)]):
+        order, took_s = _Lister(on, m, work, policy).run()
+        assert listed_seconds(on, m, work, [policy]) == [took_s]
+        if math.isfinite(took_s):
+            again = listed(on, m, work, policy)
+            assert [list(again.actions(rank)) for rank in range(p)] == order

@@ -10,7 +10,7 @@ from test_search import numerics
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for
-from mpipipe.planner.joint import Asked, search
+from mpipipe.planner.joint import LIKE, Asked, search
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.search import plan_of
 from mpipipe.values import Costs, Link, Plan, from_json, to_json
@@ -38,6 +38,31 @@ def test_the_plan_has_the_order_in_it_and_is_no_longer_than_by_hand() -> None:
         again.layout.actions[2].split(",")
     )
     assert plan_of(COSTS, plan.numerics, plan.layout, NAMES).prediction.step_s == plan.prediction.step_s
+
+
+@pytest.mark.parametrize(
+    ("schedule", "hand"), [("v-planned", "zb-v"), ("interleaved-planned", "interleaved")]
+)
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_on_two_stages_each_it_is_no_longer_than_by_hand(schedule: str, hand: str, n_ranks: int) -> None:
+    costs = replace(COSTS, cluster=cluster([1.0, 0.5, 1.0][:n_ranks], [HUGE] * n_ranks, Link(0.5, 16.0)))
+    ours, theirs = (make_plan(costs, numerics(9 if n_ranks == 3 else 8), name, 4, NAMES, n_ranks)[0]
+                    for name in (schedule, hand))  # fmt: skip
+    assert ours.prediction.step_s <= theirs.prediction.step_s
+    assert plan_of(costs, ours.numerics, from_json(Plan, to_json(ours)).layout, NAMES) == ours
+
+
+def test_of_orders_that_are_as_good_that_with_least_memory_is_taken() -> None:
+    less = 0
+    for seed in range(5):
+        costs, n = drawn(seed, HUGE, 2), numerics(16)
+        names = [g.name for g in costs.groups]
+        shortest = make_plan(costs, n, "v-planned", 4, names, 2)[0].prediction
+        taken = search(Asked(n, (16,), ("v-planned",), 4, 2), lambda _, costs=costs: costs).plan.prediction
+        assert taken.step_s <= LIKE * shortest.step_s
+        assert max(taken.peak_bytes) <= max(shortest.peak_bytes)
+        less += max(taken.peak_bytes) < max(shortest.peak_bytes)
+    assert less
 
 
 def test_little_memory_gives_another_order() -> None:

@@ -16,7 +16,7 @@ from mpipipe.planner.schedules.fill import Work, seconds
 from mpipipe.planner.schedules.orders import by_rank
 from mpipipe.values import Action, Op, Schedule, StageCost
 
-WORST = {(2, 3): 0.0, (3, 2): 0.0304}  # gap that was seen, by ranks and micro-batches
+WORST = {(2, 3): 0.0, (3, 2): 0.0}  # gap that was seen, by ranks and micro-batches
 
 
 def rows(stage: int, n_micro: int, row: tuple[Action, ...] = ()) -> Iterator[tuple[Action, ...]]:
@@ -52,7 +52,8 @@ def gaps(seed: int, n_ranks: int, n_micro: int) -> tuple[float, float]:
     ]
     act_s, grad_s = (tuple(rng.choice([0.0, 1.0]) for _ in stages) for _ in range(2))
     names = ("fwd_s", "bwd_input_s", "bwd_weight_s")
-    work = Work(*(tuple(getattr(s, name) for s in stages) for name in names), act_s, grad_s)
+    bwd_s = tuple(s.bwd_input_s + s.bwd_weight_s for s in stages)
+    work = Work(*(tuple(getattr(s, name) for s in stages) for name in names), bwd_s, act_s, grad_s)
     room = [rng.randint(1, n_micro) for _ in stages]
     made = zb_planned(stages, n_micro, [10 * n for n in room], act_s, grad_s)
     assert np.all(np.array(live_stages(made)) <= room)

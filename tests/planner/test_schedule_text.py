@@ -19,7 +19,8 @@ from mpipipe.planner.search import make_plan, plan_of, predict, program_for
 from mpipipe.values import Cluster, Costs, Device, GroupCost, Layout, Link, Numerics, Plan
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-NUMBERS = {"interleaved": (4, 4), "zb-v": (4, 5), "v-half": (4, 5)}
+NUMBERS = {"interleaved": (4, 4), "zb-v": (4, 5), "v-half": (4, 5), "v-planned": (4, 5),
+           "interleaved-planned": (4, 5)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

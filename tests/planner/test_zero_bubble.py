@@ -15,6 +15,7 @@ from planner_cases import FREE, HUGE, cluster
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES, StageTie, check, forward_only, lower, prove, simulate
 from mpipipe.planner.schedules import (
+    PLANNED,
     build,
     check_ends,
     live_micro_batches,
@@ -38,6 +39,8 @@ PER_RANK = {
     "zb-planned": 1,
     "zb-v": 2,
     "v-half": 2,
+    "v-planned": 2,
+    "interleaved-planned": 2,
 }
 ENOUGH = 64  # receives posted ahead, more than any of these sizes needs
 
@@ -61,6 +64,11 @@ def text(schedule: Schedule) -> str:
     return "\n".join(" ".join(map(str, schedule.actions(rank))) for rank in ranks)
 
 
+def in_two(action: Action) -> list[Action]:
+    whole = action.kind == Op.B and action.stage == 0
+    return [action._replace(kind=kind) for kind in (Op.I, Op.W)] if whole else [action]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(RANKS, MICROS)
 @settings(max_examples=10)
@@ -70,6 +78,8 @@ def test_every_action_is_there_once_in_an_order_that_ends(name, n_ranks, n_micro
     check_ends(schedule)
     prove(lower(schedule, (), "per_use", ENOUGH))
     found = [action for rank in range(n_ranks) for action in schedule.actions(rank)]
+    if name in PLANNED:  # of the first stage, backwards are in one where they may be
+        found = [other for action in found for other in in_two(action)]
     kinds = "FB" if name in ("1f1b", "gpipe", "interleaved") else "FIW"
     wanted = {
         Action(Op[k], s, m) for k in kinds for s in range(schedule.n_stages) for m in range(schedule.n_micro)
@@ -272,15 +282,22 @@ def test_the_planned_one_keeps_to_its_memory_and_is_no_longer_than_those_made_by
 BYTES = st.sampled_from([0, 1, 10, 100])
 
 
+PLACED = {"one": lambda n: range(n), "v": lambda n: v_shaped(n // 2), "wrapped": lambda n: wrapped(n, n // 2)}
+
+
+@pytest.mark.parametrize("placed", PLACED)
 @given(
-    st.lists(st.tuples(BYTES, BYTES, BYTES, BYTES, BYTES), min_size=1, max_size=6), MICROS,
+    st.lists(st.tuples(BYTES, BYTES, BYTES, BYTES, BYTES), min_size=2, max_size=6), MICROS,
     st.integers(500, 2500), st.sampled_from([1, 4]),
 )  # fmt: skip
 @example([(100, 10, 0, 100, 0)] * 6, 16, 1100, 1)  # a receive buffer that waits, though nothing needs it
-@settings(max_examples=50)
-def test_the_planned_one_fits_into_the_memory_that_the_simulation_counts(sizes, m, limit, window):
+@settings(max_examples=30)
+def test_the_planned_one_fits_into_the_memory_that_the_simulation_counts(placed, sizes, m, limit, window):
     """Whatever is received and whatever waits for its W."""
-    p, acts = len(sizes), [act for act, *_ in sizes[:-1]]
+    sizes = sizes[: len(sizes) // 2 * 2]
+    n, acts = len(sizes), [act for act, *_ in sizes[:-1]]
+    on = tuple(PLACED[placed](n))
+    p = max(on) + 1
     stages = []
     for s, (_, grad, stash, waiting, received) in enumerate(sizes):
         act_in = acts[s - 1] if s else 0
@@ -292,9 +309,10 @@ def test_the_planned_one_fits_into_the_memory_that_the_simulation_counts(sizes, 
             )
         )  # fmt: skip
     try:
-        planned = zb_planned(stages, m, [limit] * p, receive_window=window)
+        planned = zb_planned(stages, m, [limit] * p, receive_window=window, rank_of_stage=on)
     except PlanError:
         assume(False)
+    check(planned)
     timeline = simulate(lower(planned, (), "per_use", window), stages, cluster([1.0] * p, [HUGE] * p))
     assert max(timeline.peak_bytes) <= limit
 
@@ -309,11 +327,38 @@ def test_at_unit_costs_the_planned_one_has_the_idle_time_of_the_papers(p, m):
         assert timed(planned, tuple(stages)).makespan_s == 3 * m + p - 1
 
 
+@pytest.mark.parametrize("placed", ["v", "wrapped"])
+@given(
+    st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=2, max_size=8), st.integers(1, 10),
+    st.integers(2, 20), st.sampled_from([0.0, 0.3]),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_two_stages_on_each_rank_keep_to_their_room_and_end(placed, costs, m, most, split):
+    stages = [dataclasses.replace(stage, split_s=split) for stage in of_costs(costs[: len(costs) // 2 * 2])]
+    on = tuple(PLACED[placed](len(stages)))
+    p = max(on) + 1
+    planned = zb_planned(stages, m, [205 + 10 * most] * p, rank_of_stage=on)
+    check(planned)
+    check_ends(planned)
+    assert planned.rank_of_stage == on
+    assert max(live_stages(planned)) <= most
+    work = np.bincount(on, [sum(seconds) for seconds in costs[: len(on)]])
+    assert timed(planned, tuple(stages)).makespan_s >= m * max(work) - 1e-9
+
+
+@given(RANKS, MICROS)
+@settings(max_examples=10)
+def test_at_unit_costs_the_v_is_as_long_as_by_hand_with_its_memory(p, m):
+    planned = made("v-planned", p, m)
+    assert max(live_stages(planned)) <= 2 * p
+    assert timed(planned).makespan_s <= timed(made("zb-v", p, m)).makespan_s
+
+
 def test_the_planned_one_counts_messages_and_refuses_what_holds_no_micro_batch():
     stages = of_costs([(1.0, 1.0, 1.0)] * 2)
     far = zb_planned(stages, 8, [1000, 1000], act_s=[3.0, 0.0], grad_s=[0.0, 3.0])
-    ahead = [action.kind for action in far.actions(0)].index(Op.I)
-    assert ahead == 8  # 1 + 3 + 1 + 1 + 3 units until the first gradient is there
+    kinds = [action.kind for action in far.actions(0)]
+    assert kinds[:8] == [Op.F] * 8  # 1 + 3 + 1 + 1 + 3 units until the first gradient is there
     with pytest.raises(PlanError, match="rank 1 has 114 bytes, and needs 115 bytes for one micro-batch"):
         zb_planned(stages, 8, [1000, 114])
 
@@ -326,7 +371,7 @@ def test_seconds_are_those_of_the_simulation():
 def test_filling_needs_room_for_the_order():
     skeleton = [[Action(Op.F, 0, 0), Action(Op.F, 0, 1), Action(Op.I, 0, 0), Action(Op.I, 0, 1)]]
     with pytest.raises(PlanError, match="rank 0 has room for 1 stashes, which is too little"):
-        filled((0,), 2, skeleton, [1], Work((1.0,), (1.0,), (1.0,), (0.0,), (0.0,)))
+        filled((0,), 2, skeleton, [1], Work((1.0,), (1.0,), (1.0,), (2.0,), (0.0,), (0.0,)))
 
 
 # -- how many stages -----------------------------------------------------------------------------------

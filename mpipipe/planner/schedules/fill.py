@@ -29,6 +29,7 @@ class Work:
     fwd_s: tuple[float, ...]
     bwd_input_s: tuple[float, ...]
     bwd_weight_s: tuple[float, ...]
+    bwd_s: tuple[float, ...]  # in one: less than both together
     act_s: tuple[float, ...]  # to the next stage
     grad_s: tuple[float, ...]  # to the one before
 
@@ -36,7 +37,7 @@ class Work:
 def units(n_stages: int) -> Work:
     """The papers' costs: F, I and W take one unit each, messages nothing."""
     ones, zeros = (1.0,) * n_stages, (0.0,) * n_stages
-    return Work(ones, ones, ones, zeros, zeros)
+    return Work(ones, ones, ones, (2.0,) * n_stages, zeros, zeros)
 
 
 def filled(
@@ -88,7 +89,7 @@ def filled_in(
 
 
 def seconds(schedule: Schedule, work: Work) -> float:
-    """Until the last action of an order of F, I and W has ended."""
+    """Until the last action of an order has ended."""
     clock = _Clock(work, schedule.n_stages, 1.0)
     rows = [iter(list(schedule.actions(rank))) for rank in range(len(schedule.codes))]
     ready = [(0.0, rank, next(row, None)) for rank, row in enumerate(rows)]
@@ -103,8 +104,9 @@ def seconds(schedule: Schedule, work: Work) -> float:
                 waiting[clock.need(action)] = now_s, rank, action
                 break
             now_s = clock.passes(action, max(now_s, start_s))
-            if action in waiting:
-                ready.append(waiting.pop(action))
+            done = action._replace(kind=Op.I) if action.kind == Op.B else action
+            if done in waiting:
+                ready.append(waiting.pop(done))
             action = next(rows[rank], None)
     return clock.end_s
 
@@ -148,7 +150,9 @@ class _Clock:
         self.end_s = 0.0
         self._work, self._least_gap, self._last = work, least_gap, n_stages - 1
         self._ends_s: dict[Action, float] = {}
-        self._seconds = {Op.F: work.fwd_s, Op.I: work.bwd_input_s, Op.W: work.bwd_weight_s}
+        self._seconds = {
+            Op.F: work.fwd_s, Op.I: work.bwd_input_s, Op.W: work.bwd_weight_s, Op.B: work.bwd_s,
+        }  # fmt: skip
 
     def need(self, action: Action) -> Action:
         """What it waits for; itself where there is nothing."""
@@ -187,6 +191,7 @@ class _Clock:
 
     def passes(self, action: Action, now_s: float) -> float:
         """Its end, when it begins now."""
-        self._ends_s[action] = end_s = now_s + self._seconds[action.kind][action.stage]
+        end_s = now_s + self._seconds[action.kind][action.stage]
+        self._ends_s[action._replace(kind=Op.I) if action.kind == Op.B else action] = end_s
         self.end_s = max(self.end_s, end_s)
         return end_s

@@ -30,8 +30,19 @@ def one_each(name: str, n_stages: int, n_ranks: int | None) -> None:
     if n_ranks not in (None, n_stages):
         raise PlanError(
             f"schedule {name!r} has one stage per rank, not {n_stages} stages on {n_ranks} ranks; choose "
-            "interleaved, zb-v or v-half"
+            "interleaved, zb-v, v-half, v-planned or interleaved-planned"
         )
+
+
+def two_each(name: str, n_stages: int, n_ranks: int | None) -> int:
+    """The ranks of a schedule of two stages on each; raises PlanError where another number is asked for."""
+    if n_stages % 2 or n_ranks not in (None, n_stages // 2):
+        where = "" if n_ranks is None else f" on {n_ranks} ranks"
+        raise PlanError(
+            f"schedule {name!r} has two stages per rank, not {n_stages} stages{where}; use "
+            f"{2 * (n_ranks or (n_stages + 1) // 2)} stages"
+        )
+    return n_stages // 2
 
 
 # -- placements --------------------------------------------------------------------------------

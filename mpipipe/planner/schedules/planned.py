@@ -1,10 +1,9 @@
-"""A zero-bubble schedule for real costs and a memory limit (Qi et al. 2023, section 3.1).
+"""Zero-bubble schedules for real costs and a memory limit (Qi et al. 2023, section 3.1), on any placement.
 
-One stage per rank. The hand-made ones are right where F, I and W take equally long. Here the number of
-forwards ahead follows from the times: a stage works until its first gradient is back, as far as its memory
-goes, then takes turns of I and F, and W fills in (`filled`). Where a wait is shorter than a W it is not plain
-what is better: each of `GAPS` is tried, with forwards ahead rounded down, up, and as in zb-h1, zb-h2. The
-shortest of these, and of zb-h1 and zb-h2 where they fit, is the answer; that none is shorter is not claimed.
+The hand-made ones are right where F, I and W take equally long. Here the order follows from the times of the
+stages, by list scheduling (`listed`): all of `policies` are played through with these times. The first stage
+does its backward in one where that is shorter: nobody waits for its gradient. The shortest of these, and of
+those by hand that fit, is the answer; that none is shorter is not claimed.
 """
 
 from __future__ import annotations
@@ -14,13 +13,17 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.schedules.fill import Work, filled_in, seconds
-from mpipipe.planner.schedules.orders import live_stages
+from mpipipe.planner.schedules.fill import Work, seconds
+from mpipipe.planner.schedules.listed import Policy, listed, listed_seconds
+from mpipipe.planner.schedules.orders import live_stages, two_each, v_shaped, wrapped
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.planner.sizes import size_text
-from mpipipe.values import Action, Op, Schedule, StageCost
+from mpipipe.values import Schedule, StageCost
 
 GAPS = (0.0, 0.5, 1.0)  # of a W; a wait that is shorter is left empty
+# Of as many stashes as there are stages, those of zb-h1 and zb-v. Slow messages want many.
+_SHARES = (0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
+Found = tuple[Schedule, float]
 
 
 def zb_planned(
@@ -30,28 +33,108 @@ def zb_planned(
     act_s: Sequence[float] = (),
     grad_s: Sequence[float] = (),
     receive_window: int = 4,
+    rank_of_stage: Sequence[int] = (),
 ) -> Schedule:
-    """Stage s on rank s, for costs of each stage.
+    """The shortest for costs of each stage.
 
     memory_bytes: of each rank, for all that `StageCost` counts and the receive buffers. act_s, grad_s:
-    seconds of one message from each stage to the next one, and to the one before; () = nothing. Raises
-    PlanError where a rank cannot hold one micro-batch.
+    seconds of one message from each stage to the next one, and to the one before; () = nothing.
+    rank_of_stage: () = stage s on rank s. Raises PlanError where a rank cannot hold one micro-batch of each
+    of its stages.
     """
-    n_stages = len(stages)
-    none = (0.0,) * n_stages
-    work = Work(
+    found = planned_by_room(stages, n_micro, memory_bytes, act_s, grad_s, receive_window, rank_of_stage)
+    return min(found, key=lambda found: (found[1], sum(live_stages(found[0]))))[0]
+
+
+def planned_by_room(
+    stages: Sequence[StageCost],
+    n_micro: int,
+    memory_bytes: Sequence[int],
+    act_s: Sequence[float] = (),
+    grad_s: Sequence[float] = (),
+    receive_window: int = 4,
+    rank_of_stage: Sequence[int] = (),
+) -> list[Found]:
+    """As `zb_planned`, the shortest for each room for stashes, ascending, and its seconds; and those by hand,
+    where there is one stage per rank."""
+    on = tuple(rank_of_stage) or tuple(range(len(stages)))
+    work, most = work_of(stages, act_s, grad_s), _room(on, stages, memory_bytes, receive_window)
+    found = list[Found]()
+    for _, alike in itertools.groupby(policies(on, n_micro, most), key=lambda policy: policy.room):
+        tried = list(alike)
+        took_s = listed_seconds(on, n_micro, work, tried)
+        best = min(range(len(tried)), key=took_s.__getitem__)
+        if took_s[best] < math.inf:
+            found.append((listed(on, n_micro, work, tried[best]), took_s[best]))
+    if len(set(on)) == len(on):
+        for made in (zb_h1(len(on), n_micro), zb_h2(len(on), n_micro)):
+            if all(live <= has for live, has in zip(live_stages(made), most, strict=True)):
+                found.append((made, seconds(made, work)))
+    return found
+
+
+def work_of(stages: Sequence[StageCost], act_s: Sequence[float] = (), grad_s: Sequence[float] = ()) -> Work:
+    """What the actions of these stages take."""
+    none = (0.0,) * len(stages)
+    return Work(
         tuple(s.fwd_s for s in stages), tuple(s.bwd_input_s for s in stages),
-        tuple(s.bwd_weight_s + s.split_s for s in stages), tuple(act_s) or none, tuple(grad_s) or none,
+        tuple(s.bwd_weight_s + s.split_s for s in stages),
+        tuple(s.bwd_input_s + s.bwd_weight_s for s in stages), tuple(act_s) or none, tuple(grad_s) or none,
     )  # fmt: skip
-    room = [min(n_micro, _room(rank, stages, memory_bytes[rank], receive_window)) for rank in range(n_stages)]
-    tried = [
-        filled_in(range(n_stages), n_micro, _skeleton(ahead, n_micro), room, work, gap)
-        for ahead, gap in itertools.product(dict.fromkeys(_forwards_ahead(work, room)), GAPS)
+
+
+def policies(on: Sequence[int], n_micro: int, most: Sequence[int]) -> Iterator[Policy]:
+    """All that are tried, by room, ascending. most: stashes that each rank can keep."""
+    for room in _rooms(on, n_micro, most):
+        for forwards, last, whole, gap in itertools.product(
+            (True, False), (True, False), (False, True), GAPS
+        ):
+            yield Policy(forwards, last, whole, gap, room)
+
+
+def _rooms(on: Sequence[int], n_micro: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Stashes that each rank may keep, ascending: all of them equally many, as far as they go."""
+    n_stages, each = len(on), len(on) // len(most)
+    all_of_them = each * n_micro
+    shares = {math.ceil(share * n_stages) for share in _SHARES} | {n_stages + 1, n_stages + 2, all_of_them}
+    wished = sorted({min(max(share, each), all_of_them) for share in shares})
+    yield from dict.fromkeys(tuple(min(has, wish) for has in most) for wish in wished)
+
+
+def _room(
+    rank_of_stage: Sequence[int], stages: Sequence[StageCost], memory_bytes: Sequence[int], window: int
+) -> list[int]:
+    """By rank, stashes that fit; each as large as that of the rank's largest stage."""
+    return [
+        _room_of(rank, [s for s, on in enumerate(rank_of_stage) if on == rank], stages, has, window)
+        for rank, has in enumerate(memory_bytes[: max(rank_of_stage) + 1])
     ]
-    for made in (zb_h1(n_stages, n_micro), zb_h2(n_stages, n_micro)):
-        if all(live <= most for live, most in zip(live_stages(made), room, strict=True)):
-            tried.append((made, seconds(made, work)))
-    return min(tried, key=lambda found: (found[1], sum(live_stages(found[0]))))[0]
+
+
+def _room_of(rank: int, own: Sequence[int], stages: Sequence[StageCost], has: int, window: int) -> int:
+    """Each stash may have to hold what waits for its W, with the gradient that it was given. What is made
+    again of one is there once."""
+    each = fixed = messages = workspace = in_two = remade = 0
+    for s in own:
+        stage, act = stages[s], stages[s - 1].act_bytes if s else 0
+        grad = stages[s + 1].grad_bytes if s + 1 < len(stages) else 0
+        waiting = stage.waiting_bytes + max(0, act - stage.waiting_received_bytes)  # and its buffer
+        each = max(each, max(stage.stash_bytes, waiting) + grad)
+        fixed += stage.fixed_bytes
+        messages += window * (act + grad) + max(stage.act_bytes, stage.grad_bytes)
+        workspace, remade = max(workspace, stage.workspace_bytes), max(remade, stage.remade_bytes)
+        in_two = max(in_two, stage.in_two_bytes - stage.at_work_bytes)
+    left = has - fixed - workspace - remade - messages - in_two
+    if left < each * len(own):
+        least = has - left + each * len(own)
+        raise PlanError(
+            f"rank {rank} has {size_text(has)}, and needs {size_text(least)} for one micro-batch; "
+            "use smaller micro-batches, or more ranks"
+        )
+    return left // each if each else 2 * len(stages)
+
+
+# -- by name -------------------------------------------------------------------------------------
 
 
 def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
@@ -59,62 +142,24 @@ def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> 
     memory for as many stashes as zb-h1 keeps. Raises PlanError for several stages per rank."""
     if n_ranks not in (None, n_stages):
         raise PlanError(
-            f"schedule 'zb-planned' has one stage per rank, not {n_stages} on {n_ranks}; choose zb-v"
+            f"schedule 'zb-planned' has one stage per rank, not {n_stages} on {n_ranks}; choose v-planned or "
+            "interleaved-planned"
         )
+    return _even(range(n_stages), n_micro)
+
+
+def v_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
+    """Likewise, two stages per rank in a V, as zb-v has them, and as many stashes."""
+    return _even(v_shaped(two_each("v-planned", n_stages, n_ranks)), n_micro)
+
+
+def interleaved_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
+    """Likewise, two stages per rank, round after round, as interleaved has them."""
+    ranks = two_each("interleaved-planned", n_stages, n_ranks)
+    return _even(wrapped(n_stages, ranks), n_micro)
+
+
+def _even(rank_of_stage: Sequence[int], n_micro: int) -> Schedule:
     even = StageCost(1.0, 1.0, 1.0, 0.0, 0, 1, 0, 0, 0)
-    return zb_planned([even] * n_stages, n_micro, [n_stages] * n_stages)
-
-
-def _room(rank: int, stages: Sequence[StageCost], memory_bytes: int, window: int) -> int:
-    """Stashes that fit; each may have to hold what waits for its W, with the gradient that it was given. What
-    is made again of one is there once."""
-    stage, act = stages[rank], stages[rank - 1].act_bytes if rank else 0
-    grad = stages[rank + 1].grad_bytes if rank + 1 < len(stages) else 0
-    waiting = stage.waiting_bytes + max(0, act - stage.waiting_received_bytes)  # its receive buffer, as well
-    each = max(stage.stash_bytes, waiting) + grad
-    messages = window * (act + grad) + max(stage.act_bytes, stage.grad_bytes)
-    in_between = max(0, stage.in_two_bytes - stage.at_work_bytes)
-    once = stage.workspace_bytes + stage.remade_bytes + messages + in_between
-    left = memory_bytes - stage.fixed_bytes - once
-    if left < each:
-        least = memory_bytes - left + each
-        raise PlanError(
-            f"rank {rank} has {size_text(memory_bytes)}, and needs {size_text(least)} for one micro-batch; "
-            "use smaller micro-batches, or more ranks"
-        )
-    return left // each if each else 2 * len(stages)
-
-
-def _forwards_ahead(work: Work, room: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """By rank, forwards before the first I; never more than on the rank before, which could not go on."""
-    n = len(room)
-    idle = [max(1.0, wait) for wait in _until_gradient(work)]
-    for wished in (
-        [n - s for s in range(n)],
-        [2 * (n - s) - 1 for s in range(n)],
-        [math.floor(x + 1e-9) for x in idle],
-        [math.ceil(x - 1e-9) for x in idle],
-    ):
-        later = [max(wished[s:]) for s in range(n)]
-        yield tuple(itertools.accumulate(map(min, later, room), min))
-
-
-def _until_gradient(work: Work) -> Iterator[float]:
-    """Forwards that a rank has time for until the first gradient is there."""
-    n = len(work.fwd_s)
-    for s, fwd_s in enumerate(work.fwd_s):
-        there_s = sum(work.fwd_s[s:]) + sum(work.act_s[s : n - 1])
-        back_s = sum(work.bwd_input_s[s + 1 :]) + sum(work.grad_s[s + 1 :])
-        yield (there_s + back_s) / fwd_s if fwd_s else 1.0
-
-
-def _skeleton(ahead: Sequence[int], n_micro: int) -> list[list[Action]]:
-    """F and I of each rank."""
-    ranks = []
-    for stage, first in enumerate(ahead):
-        actions = [Action(Op.F, stage, micro) for micro in range(min(first, n_micro))]
-        for micro in range(n_micro):
-            actions.append(Action(Op.I, stage, micro))
-            actions += [Action(Op.F, stage, first + micro)] * (first + micro < n_micro)
-        ranks.append(actions)
-    return ranks
+    n_stages, n_ranks = len(rank_of_stage), max(rank_of_stage) + 1
+    return zb_planned([even] * n_stages, n_micro, [n_stages] * n_ranks, rank_of_stage=rank_of_stage)

@@ -9,23 +9,29 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.interleaved import STAGES_PER_RANK, interleaved
 from mpipipe.planner.schedules.orders import Build
 from mpipipe.planner.schedules.plain import gpipe, one_f_one_b
-from mpipipe.planner.schedules.planned import zb_planned_even
+from mpipipe.planner.schedules.planned import (
+    interleaved_planned_even,
+    v_planned_even,
+    zb_planned_even,
+)
 from mpipipe.planner.schedules.text import from_lines, from_text
 from mpipipe.planner.schedules.v_shape import v_half, zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.values import Schedule
 
-PLANNED = "zb-planned"  # its order follows from costs: a plan has it as `Layout.actions`
-BY_HAND = "zb-h1"  # what PLANNED is never longer than
+# Their order follows from costs: a plan has it as `Layout.actions`. Each is no longer than the one by hand.
+BY_HAND = {"zb-planned": "zb-h1", "v-planned": "zb-v", "interleaved-planned": "interleaved"}
+PLANNED = tuple(BY_HAND)
 SCHEDULES: dict[str, Build] = {
     "1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved, "zb-h1": zb_h1, "zb-h2": zb_h2,
-    PLANNED: zb_planned_even, "zb-v": zb_v, "v-half": v_half,
+    "zb-planned": zb_planned_even, "zb-v": zb_v, "v-half": v_half, "v-planned": v_planned_even,
+    "interleaved-planned": interleaved_planned_even,
 }  # fmt: skip
 BUILT_IN = tuple(SCHEDULES)
 
-FILLED = (PLANNED, "zb-v", "v-half")  # action by action: of many they take seconds
+FILLED = ("zb-v", "v-half")  # action by action: of many they take seconds
 PLAIN = ("1f1b", "gpipe")  # with one stage per rank and whole backwards
-_TWO_STAGES = ("interleaved", "zb-v", "v-half")
+_TWO_STAGES = ("interleaved", "zb-v", "v-half", "v-planned", "interleaved-planned")
 _stages_of_text: dict[str, tuple[int, int]] = {}  # of those from a file: stages and ranks
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.fill import filled, units
-from mpipipe.planner.schedules.orders import v_shaped
+from mpipipe.planner.schedules.orders import two_each, v_shaped
 from mpipipe.values import Action, Op, Schedule
 
 _PERIOD = 6  # units of one micro-batch on a rank: F, I and W of two stages
@@ -22,7 +21,7 @@ _PERIOD = 6  # units of one micro-batch on a rank: F, I and W of two stages
 
 def zb_v(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
     """Each rank keeps 2p stashes of half a rank's layers: those of p micro-batches."""
-    ranks = _ranks("zb-v", n_stages, n_ranks)
+    ranks = two_each("zb-v", n_stages, n_ranks)
     skeleton = [list(_zb_v_rank(rank, ranks, n_micro)) for rank in range(ranks)]
     return filled(v_shaped(ranks), n_micro, skeleton, [2 * ranks] * ranks, units(n_stages))
 
@@ -52,7 +51,7 @@ def v_half(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
     each following one is six units later. The turns at both ends are put off until no rank has two things to
     do in one unit, whichever micro-batches they belong to.
     """
-    ranks = _ranks("v-half", n_stages, n_ranks)
+    ranks = two_each("v-half", n_stages, n_ranks)
     times = _without_clashes(ranks)
     skeleton = [[action for _, action in sorted(_block(times, rank, n_micro))] for rank in range(ranks)]
     room = ranks + 2 - ranks % 2
@@ -82,13 +81,3 @@ def _block(times: Times, rank: int, n_micro: int) -> Iterator[tuple[int, Action]
         range(n_micro), zip(times[rank], kinds, strict=True)
     ):
         yield time + _PERIOD * micro, Action(kind, stage, micro)
-
-
-def _ranks(name: str, n_stages: int, n_ranks: int | None) -> int:
-    if n_stages % 2 or n_ranks not in (None, n_stages // 2):
-        where = "" if n_ranks is None else f" on {n_ranks} ranks"
-        raise PlanError(
-            f"schedule {name!r} has two stages per rank, not {n_stages} stages{where}; use "
-            f"{2 * (n_ranks or (n_stages + 1) // 2)} stages"
-        )
-    return n_stages // 2

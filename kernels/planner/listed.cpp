@@ -1,0 +1,154 @@
+#include "listed.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace mpipipe::planner {
+namespace {
+
+enum Kind : int32_t { F = 0, B = 1, I = 2, W = 3 };  // values.py: Op
+constexpr double never = std::numeric_limits<double>::infinity();
+
+struct Next {
+    double start_s = never;
+    Kind kind = F;
+    int32_t stage = 0;
+};
+
+class Lister {
+  public:
+    Lister(const Work& work, int32_t n_micro, const Policy& policy)
+        : work_(work), policy_(policy), n_stages_(static_cast<int32_t>(work.fwd_s.size())), n_micro_(n_micro),
+          ranks_(policy.room.size()), forwards_(n_stages_, 0), backwards_(n_stages_, 0),
+          forward_end_(int64_t{n_stages_} * n_micro, never), backward_end_(forward_end_) {
+        for (int32_t stage = 0; stage < n_stages_; ++stage) ranks_[work.rank_of_stage[stage]].stages.push_back(stage);
+        for (Rank& rank : ranks_) prefer(rank);
+        for (size_t rank = 0; rank < ranks_.size(); ++rank) decide(rank);
+    }
+
+    Listed run() {
+        Listed found{0.0, std::vector<std::vector<Row>>(ranks_.size())};
+        for (;;) {
+            size_t rank = 0;
+            for (size_t r = 1; r < ranks_.size(); ++r) {
+                if (ranks_[r].next.start_s < ranks_[rank].next.start_s) rank = r;
+            }
+            if (ranks_[rank].next.start_s == never) break;
+            found.order[rank].push_back(act(rank));
+            found.end_s = std::max(found.end_s, ranks_[rank].clock_s);
+        }
+        for (const int32_t done : backwards_) {
+            if (done < n_micro_) found.end_s = never;
+        }
+        return found;
+    }
+
+  private:
+    struct Rank {
+        std::vector<int32_t> stages;                      // ascending
+        std::vector<std::pair<Kind, int32_t>> preferred;  // of F and I, the first that is ready is done
+        std::vector<std::pair<int32_t, int32_t>> owed;    // stage and micro-batch of each W, those done too
+        size_t paid = 0;
+        int32_t held = 0;
+        double clock_s = 0.0;
+        Next next;
+    };
+
+    void prefer(Rank& rank) const {
+        const auto add = [&rank](Kind kind, bool last_first) {
+            for (size_t i = 0; i < rank.stages.size(); ++i) {
+                rank.preferred.emplace_back(kind, rank.stages[last_first ? rank.stages.size() - 1 - i : i]);
+            }
+        };
+        if (policy_.forwards_first) add(F, true);
+        add(I, policy_.last_backward_first);
+        if (!policy_.forwards_first) add(F, true);
+    }
+
+    double end_of(const std::vector<double>& ends, int32_t stage, int32_t micro) const {
+        return ends[int64_t{stage} * n_micro_ + micro];
+    }
+
+    // When the next F of a stage can begin; never: nobody knows yet, or there is none, or no room for it.
+    double forward_s(size_t r, int32_t stage) const {
+        const Rank& rank = ranks_[r];
+        const int32_t micro = forwards_[stage];
+        if (micro == n_micro_) return never;
+        int32_t kept = 0;  // for forwards that are due on later stages of the rank
+        for (const int32_t other : rank.stages) kept += other > stage && forwards_[other] < micro;
+        if (rank.held + kept >= policy_.room[r]) return never;
+        return stage ? end_of(forward_end_, stage - 1, micro) + work_.act_s[stage - 1] : 0.0;
+    }
+
+    double backward_s(int32_t stage) const {
+        const int32_t micro = backwards_[stage];
+        if (micro == n_micro_ || micro >= forwards_[stage]) return never;
+        const double own_s = end_of(forward_end_, stage, micro);
+        if (stage == n_stages_ - 1) return own_s;
+        return std::max(own_s, end_of(backward_end_, stage + 1, micro) + work_.grad_s[stage + 1]);
+    }
+
+    void decide(size_t r) {
+        Rank& rank = ranks_[r];
+        Next first;
+        for (const auto& [kind, stage] : rank.preferred) {
+            const double ready_s = kind == F ? forward_s(r, stage) : backward_s(stage);
+            if (ready_s <= rank.clock_s) {
+                rank.next = {rank.clock_s, kind, stage};
+                return;
+            }
+            if (ready_s < first.start_s) first = {ready_s, kind, stage};
+        }
+        if (rank.paid < rank.owed.size()) {
+            const int32_t stage = rank.owed[rank.paid].first;
+            if (first.start_s - rank.clock_s >= policy_.least_gap * work_.bwd_weight_s[stage]) {
+                first = {rank.clock_s, W, stage};
+            }
+        }
+        rank.next = first;
+    }
+
+    Row act(size_t r) {
+        Rank& rank = ranks_[r];
+        const auto [start_s, kind, stage] = rank.next;
+        Row row{kind, stage, 0};
+        if (kind == F) {
+            row[2] = forwards_[stage]++;
+            ++rank.held;
+            rank.clock_s = start_s + work_.fwd_s[stage];
+            forward_end_[int64_t{stage} * n_micro_ + row[2]] = rank.clock_s;
+        } else if (kind == W) {
+            row[2] = rank.owed[rank.paid++].second;
+            --rank.held;
+            rank.clock_s = start_s + work_.bwd_weight_s[stage];
+        } else {
+            row[2] = backwards_[stage]++;
+            const bool whole = stage == 0 && policy_.first_whole;
+            if (whole) {
+                row[0] = B;
+                --rank.held;
+            } else {
+                rank.owed.emplace_back(stage, row[2]);
+            }
+            rank.clock_s = start_s + (whole ? work_.bwd_s : work_.bwd_input_s)[stage];
+            backward_end_[int64_t{stage} * n_micro_ + row[2]] = rank.clock_s;
+        }
+        decide(r);
+        const int32_t told = kind == F ? stage + 1 : kind == I ? stage - 1 : -1;
+        if (told >= 0 && told < n_stages_) decide(work_.rank_of_stage[told]);
+        return row;
+    }
+
+    const Work& work_;
+    const Policy& policy_;
+    const int32_t n_stages_, n_micro_;
+    std::vector<Rank> ranks_;
+    std::vector<int32_t> forwards_, backwards_;  // by stage, how many are done
+    std::vector<double> forward_end_, backward_end_;
+};
+
+}  // namespace
+
+Listed listed(const Work& work, int32_t n_micro, const Policy& policy) { return Lister(work, n_micro, policy).run(); }
+
+}  // namespace mpipipe::planner

@@ -1,0 +1,34 @@
+// Orders of forwards and backwards by list scheduling: what mpipipe/planner/schedules/listed.py says in Python, with the
+// same orders and the same seconds, to the bit.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace mpipipe::planner {
+
+// Seconds by stage, and the rank of each (listed.py: Work).
+struct Work {
+    std::vector<int32_t> rank_of_stage;
+    std::vector<double> fwd_s, bwd_input_s, bwd_weight_s, bwd_s, act_s, grad_s;
+};
+
+// listed.py: Policy.
+struct Policy {
+    bool forwards_first, last_backward_first, first_whole;
+    double least_gap;
+    std::vector<int32_t> room;
+};
+
+// Rows of kind, stage and micro-batch, as values.py numbers them.
+using Row = std::array<int32_t, 3>;
+
+struct Listed {
+    double end_s;  // infinite: no order, for lack of room
+    std::vector<std::vector<Row>> order;  // by rank
+};
+
+Listed listed(const Work& work, int32_t n_micro, const Policy& policy);
+
+}  // namespace mpipipe::planner
