@@ -135,27 +135,33 @@ def in_units(schedule: Schedule, stages: Sequence[StageCost] = ()) -> Timeline:
 
 
 def on_unlike(name: str) -> tuple[Schedule, Timeline]:
-    """A schedule with one stage per rank, on `UNLIKE`; the planned one with memory for `KEPT` stashes."""
-    stages = [stage_of(*units) for units in UNLIKE]
-    made = zb_planned(stages, MICRO, [KEPT] * RANKS) if name == PLANNED else order(name)
+    """A schedule on ranks that are `UNLIKE`, whose stages share what a rank has; those that are planned with
+    memory for `KEPT` stashes of a whole rank."""
+    homes = order(name).rank_of_stage
+    each = len(homes) // RANKS
+    stages = [stage_of(*(units / each for units in UNLIKE[rank])) for rank in homes]
+    made = order(name)
+    if name in PLANNED:
+        made = zb_planned(stages, MICRO, [KEPT * each] * RANKS, rank_of_stage=homes)
     return made, in_units(made, stages)
 
 
 def unlike_text() -> str:
     rows = zip(("F", "I", "W"), zip(*UNLIKE, strict=True), strict=True)
     units = ", ".join(f"{kind} {' '.join(map(str, of_ranks))}" for kind, of_ranks in rows)
-    lines = [f"units by rank: {units}", f"{'':11}  {'step':>4}  {'idle':>5}  stashes, by rank"]
-    for name in ("1f1b", "zb-h1", "zb-h2", PLANNED):
+    lines = [f"units by rank: {units}", f"{'':19}  {'step':>4}  {'idle':>5}  stashes, by rank"]
+    for name in SCHEDULES:
         made, timeline = on_unlike(name)
-        stashes = " ".join(map(str, live_stages(made)))
-        lines.append(f"{name:11}  {timeline.makespan_s:4.0f}  {timeline.bubble:5.1%}  {stashes}")
+        each = made.n_stages // RANKS
+        stashes = " ".join(f"{live / each:g}" for live in live_stages(made))
+        lines.append(f"{name:19}  {timeline.makespan_s:4.0f}  {timeline.bubble:5.1%}  {stashes}")
     return "\n".join(lines)
 
 
 def units_drawn() -> dict[str, Timeline]:
     """What is drawn in units, by name: each schedule, and forwards alone with its stages."""
     drawn = {name: in_units(order(name)) for name in SCHEDULES}
-    drawn[PLANNED] = on_unlike(PLANNED)[1]
+    drawn |= {name: on_unlike(name)[1] for name in PLANNED}
     for title, name in (("forward", "1f1b"), ("forward, V", "zb-v")):
         homes = order(name).rank_of_stage
         drawn[title] = in_units(forward_only(len(homes), MICRO, homes))
@@ -179,13 +185,13 @@ def least_window(schedule: Schedule) -> int:
 
 
 def schedules_text() -> str:
-    lines = [f"{'':11}  {'step':>4}  {'idle':>5}  {'idle, own span':>14}  {'stashes, by rank':20}  window"]
+    lines = [f"{'':19}  {'step':>4}  {'idle':>5}  {'idle, own span':>14}  {'stashes, by rank':20}  window"]
     for name in SCHEDULES:
         schedule = order(name)
         timeline, share = in_units(schedule), schedule.n_stages // RANKS
         stashes = " ".join(f"{live / share:g}" for live in live_stages(schedule))
         lines.append(
-            f"{name:11}  {timeline.makespan_s:4.0f}  {timeline.bubble:5.1%}  {timeline.bubble_rank:14.1%}  "
+            f"{name:19}  {timeline.makespan_s:4.0f}  {timeline.bubble:5.1%}  {timeline.bubble_rank:14.1%}  "
             f"{stashes:20}  {least_window(schedule):6}"
         )
     return "\n".join(lines)
