@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from tiny import Case
+from torch import Tensor
 
 from mpipipe.data.base import Dataset, DatasetBase, Split, draws
 from mpipipe.data.synthetic import SyntheticTokens
+from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import hf
@@ -75,6 +77,32 @@ class Images(DatasetBase):
         return {key: t for key, t in {"x": x, "y": y}.items() if key in keys}
 
 
+def with_holes(labels: Tensor, start: int) -> Tensor:
+    """Some labels of each sample count for nothing; of samples 2 and 3, a whole micro-batch, none does."""
+    labels = labels.clone()
+    for row, sample in zip(labels, range(start, start + len(labels)), strict=True):
+        row[: sample % 5] = -100
+        if sample in (2, 3):
+            row[:] = -100
+    return labels
+
+
+class Holes(DatasetBase):
+    def __init__(self, inner: Dataset) -> None:
+        self.inner = inner
+
+    def specs(self, rows: int) -> dict[str, TensorSpec]:
+        return self.inner.specs(rows)
+
+    def batch(
+        self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]
+    ) -> dict[str, Tensor]:
+        made = self.inner.batch(split, step, start, stop, keys)
+        if "labels" in made and made["labels"].dim() > 1:
+            made["labels"] = with_holes(made["labels"], start)
+        return made
+
+
 def write_config(name: str, folder: Path, **changes: Any) -> Path:
     """A config.json of one of `CONFIGS`, with keys changed or (None) left out."""
     config = {k: v for k, v in {**CONFIGS[name], **changes}.items() if v is not None}
@@ -96,14 +124,15 @@ def dataset(model: hf.HfModel) -> Dataset:
     return hf.adapt(data, model, SEED)
 
 
-def variants(model: hf.HfModel, rows: int = 2, precision: str = "fp32") -> Variants:
+def variants(model: hf.HfModel, rows: int = 2, precision: str = "fp32", bits: str = "torch") -> Variants:
     source = ModelSource(model.factory, SEED, model.initial)
-    return Variants(source, model.loss, dataset(model).specs, rows, precision, model.metrics)
+    specs, lowering = dataset(model).specs, Lowering(bits)
+    return Variants(source, model.loss, specs, rows, precision, model.metrics, lowering=lowering)
 
 
 @cache
-def _captured(model: str, rows: int, precision: str) -> Variants:
-    return variants(built(model), rows, precision)
+def captured(model: str, rows: int, precision: str = "fp32", bits: str = "torch") -> Variants:
+    return variants(built(model), rows, precision, bits)
 
 
 class HfCase(Case):
@@ -115,7 +144,15 @@ class HfCase(Case):
 
     @property
     def variants(self) -> Variants:
-        return _captured(self.model, self.rows, self.precision)
+        return captured(self.model, self.rows, self.precision, self.bits)
+
+
+class HolesCase(HfCase):
+    """Unlike numbers of labels that count, in one micro-batch none."""
+
+    @property
+    def dataset(self) -> Dataset:
+        return Holes(super().dataset)
 
 
 def tiny_t5(**how: Any) -> HfCase:

@@ -6,7 +6,7 @@ Where there is BatchNorm, on ragged micro-batches and with evaluations between.
 from __future__ import annotations
 
 from built_in_tiny import BuiltInCase, tiny_layers, tiny_varying
-from hf_tiny import tiny_moe, tiny_t5
+from hf_tiny import HolesCase, tiny_moe, tiny_t5
 from tiny import Case
 
 KINDS: list[Case] = [
@@ -21,4 +21,5 @@ KINDS: list[Case] = [
     tiny_layers(batch=10, evaluate=True, steps=2),
     tiny_t5(steps=2),
     tiny_moe(steps=2),
+    HolesCase("gpt2", bits="fast", batch=7, evaluate=True, steps=2),
 ]

@@ -44,16 +44,16 @@ def _is_weight(divisor: object, weight: object) -> bool:
     """Whether both are one tensor, or one number: no small one, which may be meant otherwise."""
     if isinstance(divisor, int | float):
         return divisor == weight and divisor >= _COUNT
-    return _equal(divisor, weight)
+    return equal(divisor, weight)
 
 
-def _equal(a: object, b: object) -> bool:
+def equal(a: object, b: object) -> bool:
     """The same node, number or list; or the same operator on equal ones."""
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         same = a.op == b.op == "call_function" and (a.target, a.kwargs) == (b.target, b.kwargs)
-        return a is b or (same and _equal(a.args, b.args))
+        return a is b or (same and equal(a.args, b.args))
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(equal, a, b))
     return a == b
 
 

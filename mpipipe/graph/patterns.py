@@ -5,7 +5,7 @@
     silu * up                            -> swiglu
     layer_norm, rms_norm, and the latter written out; with the residual add before it
     batch_norm in training, on its own; with the ReLU after it, or a residual add and then that
-    linear + reshape + cross_entropy     -> linear_cross_entropy
+    linear + reshape + cross_entropy     -> linear_cross_entropy; with what multiplies the output
     linear                               -> the same, adding its weight's gradient in place
     embedding                            -> likewise, with the bits of torch: used whatever they are to be
 
@@ -17,13 +17,14 @@ fused form has the bits of the parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import fx
 
+from mpipipe.graph.means import equal
 from mpipipe.graph.regions import Region
 from mpipipe.graph.rewrite import arguments_of, item, schema_name
 from mpipipe.ops import fused
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _MASK_ELEMENTS = 1 << 26  # of a constant mask that is made to see what it is
 _VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::alias", "aten::flatten"}
 _CAST = "aten::to"
+_FILL = "aten::masked_fill"
+_SCALES = ("aten::mul", "aten::div", _FILL)
 _FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -63,7 +66,9 @@ class Match:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        return [a for a in self.args if isinstance(a, fx.Node)]
+        found: dict[fx.Node, None] = {}
+        fx.node.map_arg(self.args, lambda n: found.setdefault(n))
+        return list(found)
 
 
 def matches(anatomy: Anatomy) -> tuple[Match, ...]:
@@ -110,7 +115,7 @@ class _Finder:
             return None
         g, chain = arguments_of(node), [node]
         x = g["self"]
-        while _is(x, *_VIEWS, _CAST):
+        while _is(x, *_VIEWS, _CAST, _FILL):
             chain.append(x)
             x = x.args[0]
         matrix = _product(x)
@@ -126,10 +131,33 @@ class _Finder:
             return None
         values, weight, bias, _ = matrix
         form = f"linear_cross_entropy {_val(values).shape[-1]}x{width} {_dtype(x)}"
-        late = self.training and node in self.outputs and len(node.users) == 1  # read after backward only
-        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1, late)
+        output = self._scaled_output(node)
+        after, then = output or ((), ())
+        masks, zero = ([n.args[1] for n in some if _is(n, _FILL)] for some in (chain, after))
+        if not all(mask in self.anatomy.free and any(equal(mask, z) for z in zero) for mask in masks):
+            return None  # where one of them is true, these logits count for nothing, and no others may
+        late = self.training and output is not None  # read after backward only
+        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1, late, then)
         args = (values, weight, bias, labels, *settings)
-        return Match(fused.head_loss, form, (x, *reversed(chain)), (node,), args)
+        nodes = (x, *reversed(chain), *after)
+        return Match(fused.head_loss, form, nodes, nodes[-1:], args)
+
+    def _scaled_output(self, loss: fx.Node) -> tuple[Sequence[fx.Node], Sequence[tuple[Any, ...]]] | None:
+        """The operators between a loss and the output, and each with the other arguments as `head_loss` takes
+        them, where all they do is to multiply by numbers that need no gradient; or None."""
+        nodes, then, last = list[fx.Node](), list[tuple[Any, ...]](), loss
+        while not (last in self.outputs and len(last.users) == 1):
+            user = _only_user(last)
+            if user is None or not _is(user, *_VIEWS, _CAST, *_SCALES) or _form(user) != _form(last):
+                return None
+            if not _is(user, *_VIEWS, _CAST):
+                others = _others(user, last)
+                if others is None:
+                    return None
+                then.append((user.target, *others))
+            nodes.append(user)
+            last = user
+        return nodes, tuple(then)
 
     def linear_gelu(self, node: fx.Node) -> Match | None:
         if schema_name(node) != "aten::gelu":
@@ -345,6 +373,14 @@ class _Finder:
 # -- looking at nodes ----------------------------------------------------------------------------
 
 
+def _others(node: fx.Node, value: fx.Node) -> tuple[Any, ...] | None:
+    """The arguments of one of `_SCALES` but `value`, where it multiplies that by what has no gradient."""
+    first, *others = node.args[::-1] if node.args[0] is not value and _is(node, "aten::mul") else node.args
+    filled = not _is(node, _FILL) or others[1:] == [0]
+    known = all(not isinstance(a, fx.Node) or not _val(a).requires_grad for a in others)
+    return tuple(others) if first is value and filled and known and not node.kwargs else None
+
+
 class _Shape:
     """A piece of a graph to look for: operators of operators; `any` is whatever stands there, the same
     wherever it is used again. mul and add take their two operands in either order."""
@@ -400,6 +436,10 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 def _val(node: fx.Node) -> Any:
     return node.meta["val"]
+
+
+def _form(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(_val(node).shape), _val(node).dtype
 
 
 def _dtype(node: fx.Node) -> str:

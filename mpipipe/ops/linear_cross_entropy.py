@@ -28,31 +28,39 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     late: bool = False,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels): a scalar in float32 or float64.
+    """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels), times `scale` if it is given: a
+    scalar in float32 or float64.
 
     x (N, d), weight (V, d), bias (V,) floating point of one dtype; labels (N,) int64, each in [0, V) or
     ignore_index. Under autocast the products are made in its dtype. label_smoothing as
     torch.nn.functional.cross_entropy has it. late: for who reads the loss after backward only; where a
-    gradient is wanted, it may be NaN until backward puts its value there, with nearly a product less. Raises
-    ValueError for other shapes, dtypes and devices and for a label out of range."""
+    gradient is wanted, it may be NaN until backward puts its value there, with nearly a product less. scale:
+    (), such as one over the number of labels; it gets no gradient. Raises ValueError for other shapes, dtypes
+    and devices and for a label out of range."""
     given = (x, weight, labels, bias)
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))  # of weight only tiles are converted
         _check(*given, label_smoothing, weight.dtype)
     else:
         _check(*given, label_smoothing, x.dtype)
+    _check_scale(scale)
     device = x.device.type
     if (device, x.dtype) not in KERNELS or (device, weight.dtype) not in KERNELS:
-        return _by_torch(*given, ignore_index, label_smoothing)
+        return _scaled(_by_torch(*given, ignore_index, label_smoothing), scale)
     if traced(x, weight, labels, bias):
         op = torch.ops.mpipipe.linear_cross_entropy
-        return op(x, weight, labels, bias, ignore_index, label_smoothing, late)[0]
+        return _scaled(op(*given, ignore_index, label_smoothing, late)[0], scale)
     _check_labels(labels, weight.shape[0], ignore_index)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if not differentiable:
-        return forward(x, weight, labels, bias, ignore_index, label_smoothing, keep=False)[0]
-    return _LinearCrossEntropy.apply(x, weight, labels, bias, ignore_index, label_smoothing, late)
+        return _scaled(forward(*given, ignore_index, label_smoothing, keep=False)[0], scale)
+    return _LinearCrossEntropy.apply(*given, ignore_index, label_smoothing, late, scale)
+
+
+def _scaled(total: Tensor, scale: Tensor | None) -> Tensor:
+    return total if scale is None else total * scale.to(total.dtype)
 
 
 def _check(
@@ -81,6 +89,14 @@ def _check(
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"linear_cross_entropy: label_smoothing={label_smoothing} must be between 0 and 1")
+
+
+def _check_scale(scale: Tensor | None) -> None:
+    if scale is not None and (scale.shape or not scale.is_floating_point() or scale.requires_grad):
+        raise ValueError(
+            f"linear_cross_entropy: scale is {tuple(scale.shape)} {scale.dtype}, requires_grad="
+            f"{scale.requires_grad}: it must be one floating-point number, (), that needs no gradient"
+        )
 
 
 def _check_labels(labels: Tensor, entries: int, ignore_index: int) -> None:
@@ -115,7 +131,7 @@ def _by_torch(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     *tensors, ctx.ignore_index, ctx.smoothing, ctx.late = inputs
-    ctx.first, ctx.loss = True, None
+    ctx.first, ctx.loss, ctx.scale = True, None, None
     ctx.save_for_backward(*tensors, *(() if ctx.late else output[1:]))
 
 
@@ -127,7 +143,7 @@ def _gradients(ctx: Any, grad: Tensor, into: Tensor | None) -> tuple[Tensor | No
     if ctx.late:
         loss, dx, dw, db = forward_and_backward(*given, *settings, want, into)
         if ctx.loss is not None:
-            ctx.loss.copy_(loss)
+            ctx.loss.copy_(_scaled(loss, ctx.scale))
     else:
         log_sum, kept = (*of_forward, None)[:2]
         # a second backward through this graph finds the tile used up; `.data`: writing counts as no change
@@ -139,6 +155,7 @@ def _gradients(ctx: Any, grad: Tensor, into: Tensor | None) -> tuple[Tensor | No
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 7
+    grad = _scaled(grad, ctx.scale)
     if has_data(grad):
         return _gradients(ctx, grad, destination(ctx, 1))
     want = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
@@ -151,17 +168,20 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, late = inputs[0], inputs[6]
+        x, late, scale = inputs[0], inputs[6], inputs[7]
         if late:
-            output: tuple[Tensor | None, ...] = (x.new_full((), torch.nan, dtype=torch.float32),)
+            output: tuple[Any, ...] = (x.new_full((), torch.nan, dtype=torch.float32),)
         else:
             output = forward(*(*inputs[:6], True))
-        _setup(ctx, inputs, output)
-        loss: Any = output[0]
+        _setup(ctx, inputs[:7], output)
+        loss: Tensor = output[0] if late else _scaled(output[0], scale)
         ctx.loss = loss.detach() if late else None  # not the result itself, which has this graph
+        ctx.scale = scale
         return loss
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, grad), None
 
 
 def _without_tile(*inputs: Any) -> tuple[Tensor, Tensor]:

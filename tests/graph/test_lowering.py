@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import math
 from collections import Counter
 
 import built_in_tiny
@@ -10,15 +12,21 @@ import by_hand
 import hf_tiny
 import pytest
 import tiny
+import torch
 from by_hand import every_cut, staged
 from torch import Tensor
 from torch.nn import functional
 
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.groups import group_of
+from mpipipe.graph.program import Batch, Loss, Mode
+from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
+from mpipipe.models.losses import from_mean
+from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.embedding import embedding
+from mpipipe.ops.native import kernels
 
 
 def lowered(variants: Variants, mode: str = "train") -> Counter[str]:
@@ -68,7 +76,7 @@ def test_what_is_found_in_models_of_transformers(name: str) -> None:
     """The norms and activations that it writes out, and a causal mask that it makes of indices; not the
     attention with dropout of GPT-2 and BERT, but without it, in evaluation."""
     pytest.importorskip("transformers")
-    variants = hf_tiny._captured(name, 2, "fp32")
+    variants = hf_tiny.captured(name, 2)
     assert lowered(variants) == {**OF_HF[name], "linear_cross_entropy": 1}
     assert lowered(variants, "eval")["flash_attention"] == 2
 
@@ -117,6 +125,128 @@ def test_results_have_the_forms_that_torch_gives(precision: str) -> None:
                 ), n  # fmt: skip
 
 
+# -- a loss that is made in backward ---------------------------------------------------------------------
+
+
+def total(logits: Tensor, batch: Batch, reduction: str = "sum") -> Tensor:
+    labels = batch["labels"].flatten()
+    return functional.cross_entropy(logits.flatten(0, 1), labels, reduction=reduction, label_smoothing=0.1)
+
+
+def mean(logits: Tensor, batch: Batch) -> Tensor:
+    return total(logits, batch, "mean")
+
+
+def count(batch: Batch) -> Tensor:
+    return (batch["labels"] != -100).sum()
+
+
+def cut_off(logits: Tensor, batch: Batch) -> Tensor:
+    """As of a model that computes its mean itself."""
+    return mean(logits, batch).masked_fill(count(batch) == 0, 0.0).reshape(())
+
+
+LATE: dict[str, Loss] = {
+    "the sum": lambda y, batch: (total(y, batch), count(batch)),
+    "the mean": lambda y, batch: (mean(y, batch), 1.0),
+    "a mean times the count": from_mean(mean, count),
+    "a mean cut off twice": from_mean(cut_off, count),
+    "a mean times a number": from_mean(mean, lambda batch: batch["labels"].numel()),
+    "a mean times what depends on the batch": lambda y, batch: (
+        batch["tokens"].float().mean() * mean(y, batch) / 3,
+        batch["tokens"].float().mean(),
+    ),
+    "a sum over a number": lambda y, batch: (total(y, batch) / len(y) * 2.0, 1.0),
+}
+EARLY: dict[str, Loss] = {  # made where it is read
+    "a root": lambda y, batch: (total(y, batch).sqrt(), 1.0),
+    "a square": lambda y, batch: (squared(total(y, batch)), 1.0),
+    "what it is itself": lambda y, batch: (weighed(total(y, batch)), 1.0),
+    "more than one number": lambda y, batch: (total(y, batch).view(1), 1.0),
+    "an addition": lambda y, batch: (mean(y, batch) * 2.0 + 1.0, 1.0),
+    "a number over it": lambda y, batch: (2.0 / mean(y, batch), 1.0),
+    "another value than 0": lambda y, batch: (mean(y, batch).masked_fill(count(batch) == 0, 1.0), 1.0),
+}
+APART: dict[str, Loss] = {  # logits that are cut off where the loss is not
+    "logits alone": lambda y, batch: (total(y.masked_fill(count(batch) == 0, 0.0), batch), 1.0),
+    "another mask": lambda y, batch: (
+        mean(y.masked_fill(count(batch) == 1, 0.0), batch).masked_fill(count(batch) == 0, 0.0),
+        1.0,
+    ),
+}
+
+
+def squared(loss: Tensor) -> Tensor:
+    return loss * loss
+
+
+def weighed(loss: Tensor) -> Tensor:
+    return loss * loss.detach()
+
+
+def of_loss(loss: Loss) -> Variants:
+    factory, data = tiny.MODELS["gpt, untied, no dropout"]
+    return Variants(ModelSource(factory, tiny.SEED), loss, data.specs, 2, "fp32", lowering=Lowering("fast"))
+
+
+def heads(variants: Variants, mode: Mode = "train") -> list[bool]:
+    """Of each head that is one with its loss, whether that is made in backward."""
+    anatomy = variants.anatomy(mode, variants.first)
+    found = (m.args for m in anatomy.lowered(anatomy.order) if m.op is fused.head_loss)
+    return [late for _, _, _, _, _, _, _, late, _ in found]
+
+
+def holes(share: float) -> Batch:
+    """A batch without this share of its labels."""
+    batch, draw = gpt_batch(), torch.Generator().manual_seed(0)
+    batch["labels"][torch.rand(batch["labels"].shape, generator=draw) < share] = -100
+    return batch
+
+
+def error(got: by_hand.Result, true: by_hand.Result) -> float:
+    return sum(float((got[n].double() - t).norm() / t.norm()) for n, t in true.items())
+
+
+@pytest.mark.parametrize("name", [*LATE, *EARLY, *APART])
+@pytest.mark.slow
+def test_a_loss_that_is_only_multiplied_is_made_in_backward(name: str) -> None:
+    """With the values of the loss as it is written, in float64, and the bits of none with any cut."""
+    loss = {**LATE, **EARLY, **APART}[name]
+    variants, batch = of_loss(loss), holes(0.4)
+    assert heads(variants) == ([] if name in APART else [name in LATE])
+    assert heads(variants, "eval") == ([] if name in APART else [False])
+    got = staged(variants, (), batch)
+    true, torchs = (exact(variants, batch, kind) for kind in (torch.float64, torch.float32))
+    assert error(got, true) <= 2.0 * error(torchs, true)
+    for cuts in every_cut(variants, 2)[1:]:
+        assert by_hand.differences(got, staged(variants, cuts, batch)) == [], cuts
+
+
+@pytest.mark.parametrize("name", ["a mean times the count", "a mean cut off twice"])
+@pytest.mark.slow
+def test_a_mean_over_no_label_is_no_loss_and_no_gradient(name: str) -> None:
+    got = staged(of_loss(LATE[name]), (), holes(1.1))
+    assert len(got) > 10
+    assert not any(t.any() for t in got.values())
+
+
+@pytest.mark.skipif(kernels is None, reason="the kernels are not built")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.slow
+def test_models_of_transformers_make_their_loss_in_backward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    module = importlib.import_module("mpipipe.ops.linear_cross_entropy")
+    made, late = [], module.forward_and_backward
+    monkeypatch.setattr(module, "forward", lambda *args, **kwargs: pytest.fail("made in forward"))
+    monkeypatch.setattr(module, "forward_and_backward", lambda *args: made.append(1) or late(*args))
+    case = hf_tiny.HolesCase(name, bits="fast", steps=2)
+    result = tiny.train_local(case, 1)
+    assert len(made) == case.steps * case.micro_batches
+    assert all(math.isfinite(float.fromhex(loss)) for loss in result["losses"])
+
+
 # -- what they compute -----------------------------------------------------------------------------------
 
 
@@ -152,15 +282,13 @@ def test_any_cut_of_a_model_with_batch_norm_gives_the_bits_of_none(name: str, pr
         assert by_hand.differences(expected, staged(variants, (group,), batch)) == [], group
 
 
-def exact(variants: Variants) -> by_hand.Result:
-    """Forward and backward in float64."""
-    source, batch = variants.source, gpt_batch()
+def exact(variants: Variants, batch: Batch, dtype: torch.dtype = torch.float64) -> by_hand.Result:
+    """Forward and backward in eager torch."""
+    source = variants.source
     first = source.materialise([*source.params, *source.buffers])
-    model = tiny.gpt(tied=False, dropout=0.0)().double()
-    model.load_state_dict({n: first[c].double() for n, c in source.alias.items()})
-    loss = functional.cross_entropy(
-        model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-    )
+    model = tiny.gpt(tied=False, dropout=0.0)().to(dtype)
+    model.load_state_dict({n: first[c].to(dtype) for n, c in source.alias.items()})
+    loss, _ = variants.loss(model(batch["tokens"]), batch)
     loss.backward()
     return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
@@ -168,10 +296,6 @@ def exact(variants: Variants) -> by_hand.Result:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_error_is_at_most_twice_that_of_torch(precision: str) -> None:
     plain = tiny.captured("gpt, untied, no dropout", 2, precision)
-    true = exact(plain)
-
-    def error(bits: str) -> float:
-        found = staged(plain.lowered(Lowering(bits)), (), gpt_batch())
-        return sum(float((found[n].double() - t).norm() / t.norm()) for n, t in true.items())
-
-    assert error("fast") <= 2.0 * error("torch")
+    true = exact(plain, gpt_batch())
+    ours, torchs = (staged(plain.lowered(Lowering(bits)), (), gpt_batch()) for bits in ("fast", "torch"))
+    assert error(ours, true) <= 2.0 * error(torchs, true)

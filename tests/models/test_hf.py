@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.config import parse
 from mpipipe.data import open_dataset
-from mpipipe.data.base import Dataset, DatasetBase, Split
+from mpipipe.data.base import DatasetBase, Split
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.errors import CheckpointError, ConfigError, DataError
 from mpipipe.graph.source import ModelSource
@@ -55,32 +56,6 @@ def real(model: hf.HfModel) -> Any:
     for name, t in [*module.named_parameters(), *module.named_buffers()]:
         t.data = made[name]
     return module.eval()
-
-
-def with_holes(labels: Tensor, start: int) -> Tensor:
-    """Some labels of each sample count for nothing; of samples 2 and 3, a whole micro-batch, none does."""
-    labels = labels.clone()
-    for row, sample in zip(labels, range(start, start + len(labels)), strict=True):
-        row[: sample % 5] = -100
-        if sample in (2, 3):
-            row[:] = -100
-    return labels
-
-
-class Holes(DatasetBase):
-    def __init__(self, inner: Dataset) -> None:
-        self.inner = inner
-
-    def specs(self, rows: int) -> dict[str, TensorSpec]:
-        return self.inner.specs(rows)
-
-    def batch(
-        self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]
-    ) -> dict[str, Tensor]:
-        made = self.inner.batch(split, step, start, stop, keys)
-        if "labels" in made and made["labels"].dim() > 1:
-            made["labels"] = with_holes(made["labels"], start)
-        return made
 
 
 # -- bits and loss --------------------------------------------------------------------------------------
@@ -124,12 +99,16 @@ PLAIN: dict[str, dict[str, Any]] = {  # without dropout, and without the balance
 }
 
 
-@pytest.mark.parametrize("name", all_but_one_full("mixtral"))
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    tiny.full_but([("mixtral", "torch"), ("llama", "fast")], itertools.product(CONFIGS, ("torch", "fast"))),
+)
 @pytest.mark.slow
-def test_loss_and_gradients_are_the_library_s_own_over_one_big_batch(name: str) -> None:
+def test_loss_and_gradients_are_the_library_s_own_over_one_big_batch(name: str, bits: str) -> None:
     """Four micro-batches of two samples, one of them without a label that counts, on two ranks."""
     model = built(name, **PLAIN.get(name, {}))
-    data, case, variants = Holes(hf_tiny.dataset(model)), HfCase(name), hf_tiny.variants(model)
+    data, case = hf_tiny.Holes(hf_tiny.dataset(model)), HfCase(name, bits=bits)
+    variants = hf_tiny.variants(model, bits=bits)
     assert variants.graph.groups
     for mode in ("train", "eval"):
         variants.weight(mode, data.specs(2))  # type: ignore[arg-type]

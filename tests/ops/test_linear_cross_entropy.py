@@ -100,6 +100,24 @@ def test_a_gradient_that_is_there_is_added_to(small_tiles):
     torch.testing.assert_close(x.grad.double(), 2 * exact[1], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.tensor(0.0), torch.tensor(-2.0).double()])
+def test_what_the_sum_is_multiplied_by(small_tiles, late, scale):
+    """Loss and gradients, whether it is made in forward, in backward, traced or without gradients."""
+    x, weight, labels, bias = case(50, 300)
+    total, *gradients = (float(scale) * t for t in by_torch(x, weight, labels, bias))
+    loss = linear_cross_entropy(x, weight, labels, bias=bias, late=late, scale=scale)
+    got = torch.autograd.grad(2.0 * loss, [x, weight, bias])
+    for g, exact in zip(got, gradients, strict=True):
+        torch.testing.assert_close(g.double(), 2.0 * exact, rtol=1e-5, atol=1e-5)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.detach().double(), total, rtol=1e-6, atol=0)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(x, weight, labels, bias=bias, scale=scale), loss.detach())
+    wide = linear_cross_entropy(*(t.double() for t in (x, weight)), labels, bias=bias.double(), scale=scale)
+    torch.testing.assert_close(wide.detach(), total, rtol=1e-12, atol=0)
+
+
 @needs_kernels
 def test_late_it_is_backward_that_makes_the_loss(small_tiles):
     x, weight, labels, bias = case(50, 300)
@@ -274,6 +292,9 @@ def test_wrong_arguments_are_refused():
         ("float64", (x, weight.double(), labels), {}),
         (r"bias is \(3,\).*\(11, 8\)", (x, weight, labels), {"bias": bias[:3]}),
         ("label_smoothing=2", (x, weight, labels), {"label_smoothing": 2.0}),
+        (r"scale is \(1,\)", (x, weight, labels), {"scale": torch.ones(1)}),
+        ("scale is .*int64", (x, weight, labels), {"scale": torch.tensor(2)}),
+        ("requires_grad=True", (x, weight, labels), {"scale": torch.ones((), requires_grad=True)}),
     ]
     for text, args, options in wrong:
         with pytest.raises(ValueError, match=text):

@@ -8,12 +8,13 @@ precision, few micro-batches, unlike numbers of replicas.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import cache
 
 import pytest
-from hf_tiny import HfCase
+from hf_tiny import HfCase, HolesCase
 from kinds import KINDS
 from tiny import Case, differences, full_but, train_local
 
@@ -113,3 +114,26 @@ def test_backwards_in_two_give_the_bits_of_one_rank_for_every_kind_of_model(
     if isinstance(case, HfCase):
         pytest.importorskip("transformers")
     assert differences(one_stage(case, 1), train_local(case, 2, schedule, window=16)) == []
+
+
+OF_MEAN = HolesCase("llama", bits="fast", batch=15, micro_batches=8, blocks=4, evaluate=True, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "copies", "recompute"),
+    full_but(
+        [("1f1b", 2, MIXED), ("zb-v", 1, ()), ("interleaved", 1, MIXED)],
+        itertools.product(SCHEDULES, (1, 2, 4), MODES),
+    ),
+    ids=str,
+)
+@pytest.mark.slow
+def test_a_mean_over_unlike_numbers_of_labels_has_the_bits_of_one_rank(
+    schedule: str, copies: int, recompute: tuple[Recompute, ...]
+) -> None:
+    """Made in backward, by kernels of our own; one micro-batch has no label that counts."""
+    pytest.importorskip("transformers")
+    expected = one_stage(OF_MEAN, 1)
+    assert all(math.isfinite(float.fromhex(loss)) for loss in expected["losses"])
+    got = train_local(OF_MEAN, 2 * copies, schedule, window=16, copies=copies, recompute=recompute)
+    assert differences(expected, got) == []
