@@ -33,7 +33,17 @@ from mpipipe.planner.copies import (
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.schedules import FILLED, PLAIN, PLANNED, SCHEDULES, build, check, check_name, stages_on
+from mpipipe.planner.schedules import (
+    BY_HAND,
+    FILLED,
+    PLAIN,
+    PLANNED,
+    SCHEDULES,
+    build,
+    check,
+    check_name,
+    stages_on,
+)
 from mpipipe.planner.search import fullest, leaner, make_plan, norm_seconds
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
@@ -282,7 +292,15 @@ class _Finder:
             return
         try:
             quick = schedule != asked.schedules[0] and len(names) * asked.n_ranks > MOST_SWEPT
-            made = make_plan(costs, numerics, schedule, asked.receive_window, *how, quick)
+            made = make_plan(
+                costs,
+                numerics,
+                schedule,
+                asked.receive_window,
+                *how,
+                quick,
+                self._by_hand(schedule, count, copies),
+            )
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
         exact = False
@@ -295,6 +313,12 @@ class _Finder:
         else:
             self._note(count, schedule, copies, made, made[0].prediction.lower_bound_s, "")
         self.best_s = min(self.best_s, step_s(made))
+
+    def _by_hand(self, schedule: str, count: int, copies: Copies) -> Plan | None:
+        """What was made of the order by hand that is never shorter than this one."""
+        hand = BY_HAND.get(schedule), count, copies
+        found = (t.made[0] for t in self.tried if t.made and (t.schedule, t.micro_batches, t.copies) == hand)
+        return next(found, None)
 
     def _why_not(self, schedule: str, numerics: Numerics, copies: Copies) -> str:
         """Why there is no such order; "" where there is."""

@@ -52,10 +52,13 @@ class Orders:
                 yield _text(self._shortest(cuts, mode, self._room))
         yield from self._built(_LEAST[self._schedule])
 
-    def by_room(self, cuts: Cuts) -> Iterator[Actions]:
-        """The shortest for each number of stashes, ascending, without recomputation."""
-        for schedule, _ in self._found(cuts, "none", self._endless):
-            yield _text(schedule)
+    def by_room(self, cuts: Cuts, most_s: float) -> Iterator[Actions]:
+        """The shortest for each number of stashes, ascending, without recomputation, of those that may do
+        with so many seconds."""
+        update_s = self._update_s(self._stages(cuts, "none")[0])
+        for schedule, took_s in self._found(cuts, "none", self._endless):
+            if took_s + update_s <= most_s:
+                yield _text(schedule)
 
     def near(self, starts: Sequence[Cuts]) -> Cuts:
         """From the best of these cuts on, one moved by a group or two at a time, those whose order and update
@@ -67,7 +70,9 @@ class Orders:
         tried, took_s = [every[i] for i in best], {cuts: min(all_s[cuts])}
         while True:
             moved = [
-                (*cuts[:i], cut + by, *cuts[i + 1 :]) for i, cut in enumerate(cuts) for by in (-2, -1, 1, 2)
+                (*cuts[:i], *(cut + by for cut in cuts[i:j]), *cuts[j:])
+                for i, j in itertools.combinations(range(len(cuts) + 1), 2)
+                for by in (-2, -1, 1, 2)
             ]
             for other in moved:
                 if other not in took_s and _inside(other, len(self._placed.groups)):
@@ -78,13 +83,18 @@ class Orders:
             cuts = shortest
 
     def _seconds(self, cuts: Cuts, tried: Sequence[Policy]) -> list[float]:
-        """Of the order by each policy, and the update of the rank that takes longest for it."""
+        """Of the order by each policy, and the update."""
         stages, messages = self._stages(cuts, "none")
-        update_s = [0.0] * len(self._room)
-        for stage, rank in zip(stages, self._on, strict=True):
-            update_s[rank] += stage.step_s
         took_s = listed_seconds(self._on, self._n_micro, work_of(stages, *messages), tried)
-        return [seconds + max(update_s) for seconds in took_s]
+        update_s = self._update_s(stages)
+        return [seconds + update_s for seconds in took_s]
+
+    def _update_s(self, stages: Sequence[StageCost]) -> float:
+        """Of the rank that takes longest for it."""
+        each = [0.0] * len(self._room)
+        for stage, rank in zip(stages, self._on, strict=True):
+            each[rank] += stage.step_s
+        return max(each)
 
     def _stages(self, cuts: Cuts, mode: Recompute) -> tuple[tuple[StageCost, ...], Messages]:
         stages = stage_costs(self._placed, cuts, (mode,) * len(self._on))

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -90,6 +91,7 @@ def make_plan(
     n_copies: Copies = 1,
     recompute: Wish = "none",
     quick: bool = False,
+    by_hand: Plan | None = None,
 ) -> tuple[Plan, Program]:
     """Plan as many stages as the schedule has on `n_ranks` / `n_copies`, in the best of the orders of ranks
     that are promising: the next ones are taken only where they gain something. Raises PlanError if no cut
@@ -98,9 +100,9 @@ def make_plan(
     receive_window: at least; more where a schedule needs it. n_copies: of the pipeline, or of each stage.
     recompute: "auto" = that of least time, for each cut that is looked at; they begin with those that fit
     without, where there are any. quick: they end there, and where nothing fits nobody asks what is
-    missing."""
+    missing. by_hand: a plan with the order of `BY_HAND`, where there is one already."""
     check_copies(n_copies, n_ranks, numerics)
-    making = _Making(costs, numerics, schedule, receive_window, group_names, recompute)
+    making = _Making(costs, numerics, schedule, receive_window, group_names, recompute, by_hand)
     if isinstance(n_copies, int):
         return making.even(n_ranks, n_copies, quick)
     return making.uneven(n_copies)
@@ -116,6 +118,7 @@ class _Making:
     receive_window: int
     group_names: Sequence[str]
     recompute: Wish
+    by_hand: Plan | None
     bounds_s: dict[bool, float] = field(default_factory=dict)  # of plain programs, and of others
 
     def even(self, n_ranks: int, n_copies: int, quick: bool) -> tuple[Plan, Program]:
@@ -162,7 +165,7 @@ class _Making:
     def _by_hand(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> list[Cuts]:
         """The best cuts of the order by hand that is never shorter; none where it does not fit."""
         with suppress(PlanError, DeadlockError):
-            plan, _ = replace(self, schedule=BY_HAND[self.schedule])._on(ranks, starts)
+            plan = self.by_hand or replace(self, schedule=BY_HAND[self.schedule])._on(ranks, starts)[0]
             return [cut_indices(plan.layout, self.group_names)]
         return []
 
@@ -290,19 +293,19 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Seque
 
 
 def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:
-    """Of a plan whose order follows from costs, that with the same cuts whose fullest rank needs least, among
-    those whose step takes so long at most; any other plan as it is."""
+    """Of a plan whose order follows from costs, that with the same cuts and the fewest stashes whose step
+    takes so long at most, and whose fullest rank needs less; any other plan as it is."""
     (plan, _), names = made, [group.name for group in made[0].costs.groups] if made[0].costs else []
     layout, numerics, costs = plan.layout, plan.numerics, plan.costs
     if layout.schedule not in PLANNED or layout.recompute or costs is None:
         return made
-    for actions in Orders(costs, layout, numerics).by_room(cut_indices(layout, names)):
+    for actions in Orders(costs, layout, numerics).by_room(cut_indices(layout, names), most_s):
         with suppress(PlanError, DeadlockError):
             wished = replace(layout, actions=actions, receive_window=receive_window)
             other, program = with_window(wished, numerics, costs.ties, names)
             found = Plan(numerics, other, predict(costs, other, program, names)[0], costs)
-            if found.prediction.step_s <= most_s and fullest(found) < fullest(made[0]):
-                made = found, program
+            if found.prediction.step_s <= most_s and fullest(found) < fullest(plan):
+                return found, program
     return made
 
 
@@ -390,8 +393,13 @@ def _order(layout: Layout, n_micro: int, train: bool) -> Schedule:
     return in_copies([known[count] for count in shares], layout.copies)
 
 
+@lru_cache(maxsize=8)  # the same ones again and again, for another receive window or another tie
+def _read(actions: tuple[str, ...]) -> Schedule:
+    return from_text("\n".join(actions), "layout.actions")
+
+
 def _given_actions(layout: Layout, n_micro: int) -> Schedule:
-    schedule = from_text("\n".join(layout.actions), "layout.actions")
+    schedule = _read(layout.actions)
     has, asked = (schedule.n_stages, schedule.n_micro), (layout.n_stages, n_micro)
     if has != asked:
         raise PlanError(
