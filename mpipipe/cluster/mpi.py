@@ -296,8 +296,8 @@ class MpiCommunicator:
         if self._live and not self._helping:
             self._comm.Iprobe()
 
-    def wait(self, request: Request) -> None:
-        spin_until(request.done, self.oversubscribed)
+    def wait(self, *requests: Request) -> None:
+        spin_until(lambda: any(request.done() for request in requests), self.oversubscribed)
 
     def _is_busy(self) -> bool:
         return self._helping and bool(self._live)
