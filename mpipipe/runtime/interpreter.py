@@ -416,9 +416,12 @@ class Interpreter:
         self.outbox.drop_sent()  # as a rule the activation that this is the answer to
 
     def _recv_tied(self, i: Instr) -> None:
+        if i.micro < 0:
+            self.outbox.start_all()
         self.arrived.update(zip(self.ties.between(i.other, i.stage), self.mailbox.take(i), strict=True))
 
     def _recv_copy(self, i: Instr) -> None:
+        self.outbox.start_all()
         self.mailbox.take(i)
 
     def _send_act(self, i: Instr) -> None:

@@ -224,12 +224,14 @@ class Mailbox:
 
     def _wait(self, request: Request) -> None:
         """One piece is added at a time: then what is waited for may be there, and comes first."""
-        while not request.done():
+        expected = self._incoming.values()
+        while others := [*self._outbox.first(), *itertools.chain(*(i.first() for i in expected))]:
+            self._comm.wait(request, *others)
+            if request.done():
+                return
             self._outbox.drop_sent()
-            expected = self._incoming.values()
-            if not any(incoming.take_next() for incoming in expected):
-                others = (incoming.first() for incoming in expected)
-                self._comm.wait(request, *itertools.chain(*others, self._outbox.first()))
+            any(incoming.take_next() for incoming in expected)
+        self._comm.wait(request)
 
 
 class Outbox:
@@ -258,8 +260,8 @@ class Outbox:
             self._start_later()
 
     def first(self) -> list[Request]:
-        """Of the message of a micro-batch that leaves next, if there is one."""
-        return [sent.request for sent in itertools.islice(self._sent, 1)]
+        """Of the message that leaves next, where others are held back until then."""
+        return [self._sent[0].request] if self._later else []
 
     def pending(self) -> list[Instr]:
         """Of the messages that may not have left; may be asked by another thread."""
@@ -267,7 +269,7 @@ class Outbox:
         return [*(message.instr for message in sent), *(instr for _, instr in list(self._later))]
 
     def start_all(self) -> None:
-        """Before this rank waits for all others."""
+        """Before this rank waits for what comes once per step."""
         self._wait(self._sent)
         self._start_later()
 
