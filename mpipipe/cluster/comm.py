@@ -126,8 +126,8 @@ class Communicator(Protocol):
         """Moves messages on, where no helper does; never blocks."""
         ...
 
-    def wait(self, request: Request) -> None:
-        """Return when `request.done()`; all other messages move on meanwhile."""
+    def wait(self, *requests: Request) -> None:
+        """Return when one of them is `done()`; all other messages move on meanwhile."""
         ...
 
     def send_object(self, x: object, peer: int) -> None:

@@ -316,10 +316,11 @@ class LocalCommunicator:
     def poll(self) -> None:
         pass
 
-    def wait(self, request: Request) -> None:
-        assert isinstance(request, _Message)
-        self._world.wait_for(self.rank, lambda: request.arrived, request.what, {request.peer})
-        request.done()  # raises what went wrong
+    def wait(self, *requests: Request) -> None:
+        messages = [request for request in requests if isinstance(request, _Message)]
+        what, peers = " or ".join(message.what for message in messages), {m.peer for m in messages}
+        self._world.wait_for(self.rank, lambda: any(message.arrived for message in messages), what, peers)
+        any(message.done() for message in messages)  # raises what went wrong
 
     def send_object(self, x: object, peer: int) -> None:
         data = np.frombuffer(pickle.dumps(x), np.uint8)

@@ -296,8 +296,9 @@ class MpiCommunicator:
         if self._live and not self._helping:
             self._comm.Iprobe()
 
-    def wait(self, request: Request) -> None:
-        spin_until(request.done, self.oversubscribed)
+    def wait(self, *requests: Request) -> None:
+        one = requests[0].done if len(requests) == 1 else None  # no more than this in each turn
+        spin_until(one or (lambda: any(request.done() for request in requests)), self.oversubscribed)
 
     def _is_busy(self) -> bool:
         return self._helping and bool(self._live)

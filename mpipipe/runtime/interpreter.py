@@ -143,7 +143,9 @@ class Interpreter:
         self.losses: dict[int, Tensor] = {}  # which backward may have to put there
         self.factor: float | None = None
         receives = [i for i in instrs if i.op in RECVS]
-        self.mailbox = Mailbox(self.comm, receives, program.receive_window, self._targets, self.landing)
+        self.mailbox = Mailbox(
+            self.comm, receives, program.receive_window, self._targets, self.landing, self.outbox
+        )
         self._start_weights()
         held = self.resident_bytes()
         for i, instr in enumerate(instrs):
@@ -450,7 +452,6 @@ class Interpreter:
         self.outbox.send(copies.part_for(other, n_micro), i)
 
     def _recv_shard(self, i: Instr) -> None:
-        self.outbox.start_all()
         self.mailbox.finish(i)
 
     def _send_update(self, i: Instr) -> None:

@@ -1,6 +1,7 @@
 """Tensors over a Communicator: receives posted ahead, sends tracked, buffers used again.
 
-    Mailbox   posts the next k receives of a program in its order; `take` waits for one of them
+    Mailbox   posts the next k receives of a program in its order; `take` waits for one of them, and what is
+              large and comes once per step goes on meanwhile
     Incoming  a large message in pieces, of which a few are expected at a time
     Outbox    keeps a sent tensor alive until its message has left
     Pool      receive buffers by shape, dtype and strides
@@ -122,24 +123,29 @@ class Incoming:
         for piece in itertools.islice(self._pieces, BUCKETS_AHEAD):
             self._post(piece)
 
+    def first(self) -> list[Request]:
+        """Of the piece that is taken next; empty after the last one."""
+        return [request for request, _, _ in itertools.islice(self._posted, 1)]
+
     def advance(self) -> None:
         """Takes what has arrived, without waiting."""
-        while self._posted and self._posted[0][0].done():
-            self._take()
+        while self.take_next():
+            pass
 
-    def finish(self) -> None:
-        """Takes all, waiting for it."""
-        while self._posted:
-            self._comm.wait(self._posted[0][0])
-            self._take()
+    def take_next(self) -> bool:
+        """Takes the next piece if it has arrived; whether it had."""
+        if not self._posted or not self._posted[0][0].done():
+            return False
+        self._use(*self._posted.popleft())  # and lets go of it: the next one may have its memory
+        if (piece := next(self._pieces, None)) is not None:
+            self._post(piece)
+        return True
 
-    def _take(self) -> None:
-        _, at, (t, then) = self._posted.popleft()
+    def _use(self, _: Request, at: Tensor, piece: Piece) -> None:
+        t, then = piece
         self._landing.arrived(at, t)
         if then is not None:
             then(t)
-        if (piece := next(self._pieces, None)) is not None:
-            self._post(piece)
 
     def _post(self, piece: Piece) -> None:
         at = self._landing.of(piece[0])
@@ -154,6 +160,8 @@ class Mailbox:
     the last backward; the proof assumes less. What else comes once per step is posted when it is taken, or
     before: by `post` updates, which land in weights that nothing reads any more, by `expect` the sums of
     other copies, of which little is here at a time.
+
+    Whatever is waited for, what is expected comes in meanwhile, and what `outbox` holds back leaves.
     """
 
     def __init__(
@@ -163,8 +171,10 @@ class Mailbox:
         window: int,
         targets: Callable[[Instr], list[Tensor]],
         landing: Landing,
+        outbox: Outbox,
     ) -> None:
         self._comm, self._window, self._targets, self._landing = comm, max(1, window), targets, landing
+        self._outbox = outbox
         self._waiting = deque(i for i in instrs if i.micro >= 0 or i.op == Op.RECV_TIED)
         self._posted: dict[Instr, list[tuple[Tensor, Tensor, Request]]] = {}  # where it lands, and goes
         self._incoming: dict[Instr, Incoming] = {}
@@ -190,7 +200,10 @@ class Mailbox:
             incoming.advance()
 
     def finish(self, instr: Instr) -> None:
-        self._incoming[instr].finish()
+        incoming = self._incoming[instr]
+        while incoming.first():
+            self._wait(*incoming.first())
+            incoming.take_next()
         del self._incoming[instr]
 
     def pending(self) -> list[Instr]:
@@ -202,12 +215,23 @@ class Mailbox:
         if instr not in self._posted:
             self.post(instr)
         for _, _, request in self._posted[instr]:
-            self._comm.wait(request)
+            self._wait(request)
         arrived = self._posted.pop(instr)
         for at, t, _ in arrived:
             self._landing.arrived(at, t)
         self._fill()
         return [t for _, t, _ in arrived]
+
+    def _wait(self, request: Request) -> None:
+        """One piece is added at a time: then what is waited for may be there, and comes first."""
+        expected = self._incoming.values()
+        while others := [*self._outbox.first(), *itertools.chain(*(i.first() for i in expected))]:
+            self._comm.wait(request, *others)
+            if request.done():
+                return
+            self._outbox.drop_sent()
+            any(incoming.take_next() for incoming in expected)
+        self._comm.wait(request)
 
 
 class Outbox:
@@ -234,6 +258,10 @@ class Outbox:
                 self._leave(sent)
         if not self._sent:
             self._start_later()
+
+    def first(self) -> list[Request]:
+        """Of the message that leaves next, where others are held back until then."""
+        return [self._sent[0].request] if self._later else []
 
     def pending(self) -> list[Instr]:
         """Of the messages that may not have left; may be asked by another thread."""
@@ -288,7 +316,7 @@ class Loopback:
         self._to, landing = Instr(Op.SEND_ACT, 0, 0, 0, comm.rank, 0), Landing()
         self._tensors, self._pool = [torch.zeros(1, device=here()) for _ in range(n_tensors)], Pool()
         self._outbox = Outbox(comm, landing)
-        self._mailbox = Mailbox(comm, [], 1, self._targets, landing)
+        self._mailbox = Mailbox(comm, [], 1, self._targets, landing, self._outbox)
 
     def _targets(self, _: Instr) -> list[Tensor]:
         return [self._pool.take(Form.of(t)) for t in self._tensors]

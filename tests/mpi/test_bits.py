@@ -32,6 +32,7 @@ from mpipipe.cluster.local import run_local
 from mpipipe.cluster.mpi import MpiCommunicator
 from mpipipe.config import Config, parse
 from mpipipe.planner.copies import legal_copies
+from mpipipe.runtime import copies as runtime_copies
 from mpipipe.runtime.setting import instruction_set
 from mpipipe.state.checkpoint import load
 from mpipipe.state.digests import tensor_digest
@@ -121,6 +122,27 @@ def test_the_bits_of_one_rank_with_replicas(
               if sum(shape) == comm.size and len({*shape}) > 1]  # fmt: skip
     for copies in (*even, *unlike):
         got = tiny.train(comm, case, schedule, copies=copies, recompute=recompute)
+        expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("bucket_bytes", [1000, runtime_copies.BUCKET_BYTES])
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [
+        (OF_GPT, "interleaved"),
+        (OF_NORMS, "zb-v"),
+        (Case("gpt", batch=8, micro_batches=4, blocks=4, tied="eager", steps=2), "v-half"),
+    ],
+    ids=str,
+)
+def test_the_bits_of_one_rank_with_replicas_of_several_stages_on_a_rank(
+    comm: MpiCommunicator, case: Case, schedule: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of one stage travel, in one bucket or many, while its rank waits for messages of another."""
+    monkeypatch.setattr(runtime_copies, "BUCKET_BYTES", bucket_bytes)
+    for copies in (n for n in legal_copies(case.numerics) if n > 1 and comm.size % n == 0):
+        got = tiny.train(comm, case, schedule, window=16, copies=copies)
         expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
 
 

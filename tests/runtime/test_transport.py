@@ -3,17 +3,20 @@ which buffers stay."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from exchanging import AWAITED, BUCKETS, sums_that_come_during_a_wait, sums_that_leave_during_a_wait
 from tiny import Case, even_cuts, placement, plan_of, warm
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
+from mpipipe.planner.copies import BUCKETS_AHEAD
 from mpipipe.planner.simulate import AHEAD, receive_bytes
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Incoming, Landing, Mailbox, Outbox, Piece
@@ -38,10 +41,10 @@ class Noting:
     def irecv(self, buf: Any, peer: int, tag: int) -> Any:
         return self._post("receive", tag)
 
-    def wait(self, request: Any) -> None:
-        if not request.arrived:
-            request.arrived = True
-            self.calls.append(("wait", request.tag))
+    def wait(self, *requests: Any) -> None:
+        if not any(request.arrived for request in requests):
+            requests[0].arrived = True
+            self.calls.append(("wait", requests[0].tag))
 
 
 class Way:
@@ -60,11 +63,16 @@ def one(_: Instr) -> list[Tensor]:
     return [torch.zeros(1)]
 
 
+def mailbox_of(comm: Noting, receives: list[Instr], window: int) -> Mailbox:
+    outbox = Outbox(comm, Landing())  # type: ignore[arg-type]
+    return Mailbox(comm, receives, window, one, Landing(), outbox)  # type: ignore[arg-type]
+
+
 def test_a_tied_gradient_is_expected_with_the_last_receives_and_a_copy_when_it_is_taken() -> None:
     comm = Noting()
     grads = [instr(Op.RECV_GRAD, micro, micro) for micro in range(3)]
     tied, copy = instr(Op.RECV_TIED, -1, 7), instr(Op.RECV_COPY, -1, 8)
-    mailbox = Mailbox(comm, [*grads, tied, copy], 2, one, Landing())  # type: ignore[arg-type]
+    mailbox = mailbox_of(comm, [*grads, tied, copy], 2)
     for receive in (*grads, tied, copy):
         mailbox.take(receive)
     assert comm.calls == [
@@ -101,8 +109,60 @@ def test_a_message_in_pieces_has_room_for_a_few_and_each_is_taken_in_turn() -> N
     comm.posted[0].arrived = comm.posted[2].arrived = True
     incoming.advance()  # not the third one before the second
     assert (room, taken) == ([0, 1, 2, 3, 4], [0])
-    incoming.finish()
-    assert (room, taken, len(comm.posted)) == (list(range(6)), list(range(6)), 6)
+    comm.posted[1].arrived = True
+    assert incoming.take_next()
+    assert (room, taken) == (list(range(6)), [0, 1])  # and not the third one, which has arrived as well
+    while incoming.first():
+        incoming.first()[0].arrived = True  # type: ignore[attr-defined]
+        incoming.advance()
+    assert (taken, len(comm.posted), incoming.take_next()) == (list(range(6)), 6, False)
+
+
+@pytest.mark.parametrize("awaited", AWAITED, ids=str)
+def test_while_a_rank_waits_the_sums_of_others_come_in_and_its_own_leave(awaited: Instr) -> None:
+    """A message leaves when its receive is posted, so the last buckets may arrive as the wait ends."""
+    during, added = run_local(3, lambda comm: sums_that_come_during_a_wait(comm, awaited, 1))[0]
+    assert during >= BUCKETS - BUCKETS_AHEAD
+    assert added == list(range(BUCKETS))
+    run_local(3, lambda comm: sums_that_leave_during_a_wait(comm, awaited, 1))
+
+
+def test_a_rank_that_waits_adds_one_bucket_and_then_looks_for_what_it_waits_for() -> None:
+    """Here that has come meanwhile."""
+    comm, added = Noting(), list[int]()
+    grad, sums = instr(Op.RECV_GRAD, 0, 1), instr(Op.RECV_SHARD, -1, 2)
+    mailbox = mailbox_of(comm, [grad], 1)
+
+    def add(i: int) -> None:
+        added.append(i)
+        comm.posted[0].arrived = True
+
+    mailbox.expect(sums, ((torch.zeros(1), lambda _, i=i: add(i)) for i in range(6)))
+    for way in comm.posted[1:]:
+        way.arrived = True
+    mailbox.take(grad)
+    assert added == [0]
+    mailbox.finish(sums)
+    assert added == list(range(6))
+    assert [tag for what, tag in comm.calls if what == "wait"] == [2, 2]  # for the two that had no room
+
+
+def test_no_more_buckets_have_memory_than_are_expected_at_a_time() -> None:
+    comm, room, alive = Noting(), list["weakref.ref[Tensor]"](), list[int]()
+    mailbox, sums = mailbox_of(comm, [], 1), instr(Op.RECV_SHARD, -1, 2)
+
+    def pieces() -> Iterator[Piece]:
+        for _ in range(BUCKETS):
+            alive.append(sum(t() is not None for t in room))
+            made = torch.zeros(1)
+            room.append(weakref.ref(made))
+            yield made, None
+            del made
+
+    mailbox.expect(sums, pieces())
+    mailbox.finish(sums)
+    assert len(alive) == BUCKETS
+    assert max(alive) < BUCKETS_AHEAD, "and then one more is made"
 
 
 def test_what_is_sent_once_per_step_starts_when_the_others_have_left_without_being_waited_for() -> None:
