@@ -257,7 +257,7 @@ def with_window(
 ) -> tuple[Layout, Program]:
     """The layout with the least receive window, from its own on, with which the program can run, and that.
     Raises DeadlockError where none will do."""
-    # 2p - 2 is what the built-in ones need without ties, and as many for each copy that a rank serves
+    # 2p - 2 is what those by hand need without ties, and as many for each copy that a rank serves
     most = (4 * len(layout.cuts) + 4) * max(layout.turns)
 
     def proved(window: int) -> tuple[Layout, Program]:
