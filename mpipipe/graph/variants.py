@@ -206,7 +206,8 @@ class Variants:
                 indices, table, _ = match.args
                 use = param[table], self.uses[name[match.first]]
                 rows, weight = numerics.micro_batches * indices.meta["val"].numel(), table.meta["val"]
-                if use in first and reads[use] == 1 and sums_by_row(weight):
+                # Its device is not asked: "meta" while another thread runs an operator in its fake mode.
+                if use in first and reads[use] == 1 and sums_by_row("cpu", weight.dtype):
                     found[use[0]] = rows * (weight.shape[1] * weight.itemsize + torch.int64.itemsize)
         return found
 

@@ -76,7 +76,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
     (indices,) = ctx.saved_tensors
     # elsewhere index_add_ is atomic additions in any order; of shorter floats it rounds a sum once, not each
-    exact = sums_by_row(dy) and has_data(dy)
+    exact = sums_by_row(dy.device.type, dy.dtype) and has_data(dy)
     kept = getattr(leaf_of(ctx, 1), _KEPT, None) if exact else None
     if kept is not None:
         kept.add(*row_sums(dy, indices, ctx.padding))
@@ -92,9 +92,9 @@ def _dense(dy: Tensor, indices: Tensor, entries: int, padding: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(dy, indices, entries, padding, False)
 
 
-def sums_by_row(table: Tensor) -> bool:
-    """Whether a table like this one, or its gradient, gets the bits of torch row by row."""
-    return table.device.type == "cpu" and table.dtype in (torch.float32, torch.float64)
+def sums_by_row(device: str, dtype: torch.dtype) -> bool:
+    """Whether such a table, or its gradient, gets the bits of torch row by row."""
+    return device == "cpu" and dtype in (torch.float32, torch.float64)
 
 
 def row_sums(dy: Tensor, indices: Tensor, padding: int = -1) -> tuple[Tensor, Tensor]:

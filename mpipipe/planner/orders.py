@@ -39,6 +39,8 @@ class Orders:
         of_rank = {self._on[s]: min(room[rank] for rank in on) for s, on in enumerate(layout.ranks)}
         self._room = [of_rank[rank] for rank in range(len(place))]
         self._endless = [ENDLESS] * len(place)
+        # With uses on one rank, each gradient of another use comes before that of the first stage's own.
+        self._first_whole = not (numerics.tied == "eager" and costs.ties and len(place) < len(self._on))
 
     def without_limit(self, cuts: Cuts) -> Iterator[Actions]:
         """The shortest, and that by hand. Whether they fit is for the simulation to say."""
@@ -63,7 +65,8 @@ class Orders:
     def near(self, starts: Sequence[Cuts]) -> Cuts:
         """From the best of these cuts on, one moved by a group or two at a time, those whose order and update
         take least. Memory is not looked at."""
-        every = list(policies(self._on, self._n_micro, [len(self._on) * self._n_micro] * len(self._room)))
+        most = [len(self._on) * self._n_micro] * len(self._room)
+        every = list(policies(self._on, self._n_micro, most, self._first_whole))
         all_s = {cuts: self._seconds(cuts, every) for cuts in starts}
         cuts = min(starts, key=lambda cuts: min(all_s[cuts]))
         best = sorted(range(len(every)), key=all_s[cuts].__getitem__)[:_FEW]
@@ -111,7 +114,9 @@ class Orders:
 
     def _found(self, cuts: Cuts, mode: Recompute, room: list[int]) -> list[tuple[Schedule, float]]:
         stages, messages = self._stages(cuts, mode)
-        return planned_by_room(stages, self._n_micro, room, *messages, self._window, self._on)
+        return planned_by_room(
+            stages, self._n_micro, room, *messages, self._window, self._on, self._first_whole
+        )
 
 
 def _inside(cuts: Cuts, n_groups: int) -> bool:

@@ -13,7 +13,7 @@ from mpipipe.planner import make_plan, program_for
 from mpipipe.planner.joint import LIKE, Asked, search
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.search import plan_of
-from mpipipe.values import Costs, Link, Plan, from_json, to_json
+from mpipipe.values import Costs, Link, Plan, Tie, from_json, to_json
 
 NAMES = [f"g{i}" for i in range(6)]
 COSTS = Costs(
@@ -50,6 +50,22 @@ def test_on_two_stages_each_it_is_no_longer_than_by_hand(schedule: str, hand: st
                     for name in (schedule, hand))  # fmt: skip
     assert ours.prediction.step_s <= theirs.prediction.step_s
     assert plan_of(costs, ours.numerics, from_json(Plan, to_json(ours)).layout, NAMES) == ours
+
+
+def test_uses_of_a_tied_parameter_on_one_rank_come_in_order() -> None:
+    """With `eager` a backward in one of the first stage would come before what the last one still owes."""
+    slow_to_split = tuple(
+        replace(g, split_s=1.0) for g in COSTS.groups
+    )  # so that backwards in one are shorter
+    tie, machine = Tie("wte.weight", 1, (0, len(NAMES) - 1)), cluster([1.0] * 2, [HUGE] * 2)
+    costs = replace(COSTS, groups=slow_to_split, cluster=machine, ties=(tie,))
+    eager, per_use = (
+        make_plan(costs, replace(numerics(8), tied=tied), "v-planned", 4, NAMES, 2)[0]
+        for tied in ("eager", "per_use")
+    )
+    assert "0B0" in per_use.layout.actions[0]
+    assert "0B0" not in eager.layout.actions[0]
+    assert eager.prediction.step_s >= per_use.prediction.step_s
 
 
 def test_of_orders_that_are_as_good_that_with_least_memory_is_taken() -> None:

@@ -34,15 +34,19 @@ def zb_planned(
     grad_s: Sequence[float] = (),
     receive_window: int = 4,
     rank_of_stage: Sequence[int] = (),
+    first_whole: bool = True,
 ) -> Schedule:
     """The shortest for costs of each stage.
 
     memory_bytes: of each rank, for all that `StageCost` counts and the receive buffers. act_s, grad_s:
     seconds of one message from each stage to the next one, and to the one before; () = nothing.
-    rank_of_stage: () = stage s on rank s. Raises PlanError where a rank cannot hold one micro-batch of each
-    of its stages.
+    rank_of_stage: () = stage s on rank s. first_whole: the first stage may do its backward in one, which
+    then comes before what its rank owes of other stages. Raises PlanError where a rank cannot hold one
+    micro-batch of each of its stages.
     """
-    found = planned_by_room(stages, n_micro, memory_bytes, act_s, grad_s, receive_window, rank_of_stage)
+    found = planned_by_room(
+        stages, n_micro, memory_bytes, act_s, grad_s, receive_window, rank_of_stage, first_whole
+    )
     return min(found, key=lambda found: (found[1], sum(live_stages(found[0]))))[0]
 
 
@@ -54,13 +58,14 @@ def planned_by_room(
     grad_s: Sequence[float] = (),
     receive_window: int = 4,
     rank_of_stage: Sequence[int] = (),
+    first_whole: bool = True,
 ) -> list[Found]:
     """As `zb_planned`, the shortest for each room for stashes, ascending, and its seconds; and those by hand,
     where there is one stage per rank."""
     on = tuple(rank_of_stage) or tuple(range(len(stages)))
     work, most = work_of(stages, act_s, grad_s), _room(on, stages, memory_bytes, receive_window)
     found = list[Found]()
-    for _, alike in itertools.groupby(policies(on, n_micro, most), key=lambda policy: policy.room):
+    for _, alike in itertools.groupby(policies(on, n_micro, most, first_whole), key=lambda of: of.room):
         tried = list(alike)
         took_s = listed_seconds(on, n_micro, work, tried)
         best = min(range(len(tried)), key=took_s.__getitem__)
@@ -83,11 +88,13 @@ def work_of(stages: Sequence[StageCost], act_s: Sequence[float] = (), grad_s: Se
     )  # fmt: skip
 
 
-def policies(on: Sequence[int], n_micro: int, most: Sequence[int]) -> Iterator[Policy]:
+def policies(
+    on: Sequence[int], n_micro: int, most: Sequence[int], first_whole: bool = True
+) -> Iterator[Policy]:
     """All that are tried, by room, ascending. most: stashes that each rank can keep."""
     for room in _rooms(on, n_micro, most):
         for forwards, last, whole, gap in itertools.product(
-            (True, False), (True, False), (False, True), GAPS
+            (True, False), (True, False), (False, True)[: 1 + first_whole], GAPS
         ):
             yield Policy(forwards, last, whole, gap, room)
 
