@@ -13,9 +13,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.schedules.fill import Work, seconds
+from mpipipe.planner.schedules.fill import Work, seconds, units
 from mpipipe.planner.schedules.listed import Policy, listed, listed_seconds
 from mpipipe.planner.schedules.orders import live_stages, two_each, v_shaped, wrapped
+from mpipipe.planner.schedules.v_shape import zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.planner.sizes import size_text
 from mpipipe.values import Schedule, StageCost
@@ -157,7 +158,8 @@ def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> 
 
 def v_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
     """Likewise, two stages per rank in a V, as zb-v has them, and as many stashes."""
-    return _even(v_shaped(two_each("v-planned", n_stages, n_ranks)), n_micro)
+    planned = _even(v_shaped(two_each("v-planned", n_stages, n_ranks)), n_micro)
+    return min(planned, zb_v(n_stages, n_micro, n_ranks), key=lambda made: seconds(made, units(n_stages)))
 
 
 def interleaved_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
