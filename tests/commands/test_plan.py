@@ -382,7 +382,7 @@ def test_a_searched_number_of_micro_batches_keeps_the_batch_across_rows(run: Pla
     assert made.batch == 16
     line = next(line for line in out.splitlines() if line.startswith("tried "))
     assert line.startswith("tried 1f1b, gpipe, interleaved, zb-h1, ")
-    assert "v-half with 1, 2, 3, 4, 6, 8, 16 micro-batches (costs of " in line
+    assert "interleaved-planned with 1, 2, 3, 4, 6, 8, 16 micro-batches (costs of " in line
     took = rf"; took \S+ with {made.micro_batches} micro-batches of {made.micro_batch}; next best "
     assert re.search(took, line)
     assert ", batch " not in out
