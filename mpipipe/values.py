@@ -341,7 +341,15 @@ class Costs(Value):
         """With other fields and the same groups, whose columns need not be made again."""
         other = replace(self, **changed)
         other.__dict__["columns"] = self.columns
+        if changed.keys() <= {"cluster"}:
+            other.__dict__["stages"] = self.stages
         return other
+
+    @cached_property
+    def stages(self) -> dict[tuple[int, int, Recompute, float], StageCost]:
+        """Those that `planner.stages.stage_costs` has made, by first group, end, recomputation and speed: a
+        search for cuts asks for most of them again. Costs on another cluster have them, too."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -652,6 +660,11 @@ class Program(Placed):
 
     def instrs(self, rank: int) -> list[Instr]:
         return [Instr(Op(row[0]), *row[1:]) for row in self.codes[rank].tolist()]
+
+    @cached_property
+    def memory(self) -> dict[Any, Int64]:
+        """What `planner.simulate` has found that ranks hold, for cuts that leave a rank as it was."""
+        return {}
 
     @property
     def hash(self) -> str:

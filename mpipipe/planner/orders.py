@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -79,7 +80,8 @@ class Orders:
             ]
             for other in moved:
                 if other not in took_s and _inside(other, len(self._placed.groups)):
-                    took_s[other] = min(self._seconds(other, tried))
+                    shorter = self._least_s(other) < took_s[cuts]
+                    took_s[other] = min(self._seconds(other, tried)) if shorter else math.inf
             shortest = min(took_s, key=took_s.__getitem__)
             if took_s[shortest] >= took_s[cuts] * (1 - 1e-9):
                 return cuts
@@ -91,6 +93,17 @@ class Orders:
         took_s = listed_seconds(self._on, self._n_micro, work_of(stages, *messages), tried)
         update_s = self._update_s(stages)
         return [seconds + update_s for seconds in took_s]
+
+    def _least_s(self, cuts: Cuts) -> float:
+        """No order of these takes less: a rank waits for its first input, then does its work."""
+        stages, (act_s, _) = self._stages(cuts, "none")
+        comes_s = itertools.accumulate(
+            (stage.fwd_s + sent_s for stage, sent_s in zip(stages, act_s, strict=True)), initial=0.0
+        )
+        ends_s = dict[int, float]()
+        for stage, rank, start_s in zip(stages, self._on, comes_s, strict=False):
+            ends_s[rank] = ends_s.get(rank, start_s) + self._n_micro * stage.seconds
+        return max(ends_s.values()) + self._update_s(stages)
 
     def _update_s(self, stages: Sequence[StageCost]) -> float:
         """Of the rank that takes longest for it."""

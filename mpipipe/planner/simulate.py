@@ -77,10 +77,20 @@ def rank_memory_bytes(
     its live micro-batches, or from I to W what waits, what is made again of a stash, gradients from one of
     its stages to another, the message that it sent last, the largest workspace while it computes, and what
     comes in of the sums of other copies. tensors: by what they need, not by what an allocator keeps."""
-    codes, n = program.codes[rank], program.n_stages
-    copy = program.copies_on(rank).start
+    n, copy = program.n_stages, program.copies_on(rank).start
     own = stages[copy * n : (copy + 1) * n]
     mine = [s for s, on in enumerate(program.copies[copy]) if on == rank]
+    near = tuple(own[s] for at in mine for s in (at - 1, at, at + 1) if 0 <= s < n)
+    key = rank, tensors, near, sizes[rank].tobytes()
+    if key not in program.memory:  # else neighbouring cuts differ on other ranks
+        program.memory[key] = _rank_memory_bytes(program, own, mine, sizes[rank], rank, tensors)
+    return program.memory[key]
+
+
+def _rank_memory_bytes(
+    program: Program, own: Sequence[StageCost], mine: Sequence[int], nbytes: Int64, rank: int, tensors: bool
+) -> Int64:
+    codes, n = program.codes[rank], program.n_stages
     alike = max((len(program.holders(s)) for s in mine), default=1)  # copies, of each of them
     stash, waiting, remade, at_work, in_two = np.zeros((5, n), np.int64)
     for s in mine:
@@ -93,13 +103,13 @@ def rank_memory_bytes(
     parts = {(int(Op.RECV_ACT), s + 1): own[s].act_parts for s in range(n) if own[s].act_parts}
     parts |= {(int(Op.RECV_GRAD), s - 1): own[s].grad_parts for s in range(n) if own[s].grad_parts}
     fixed = sum(own[s].fixed_bytes for s in mine)
-    fixed += receive_bytes(codes, sizes[rank], program.receive_window, parts)
+    fixed += receive_bytes(codes, nbytes, program.receive_window, parts)
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
     workspace = at_work[codes[:, 1]] if tensors else kept
     workspace = workspace + np.where(codes[:, 0] == Op.I, (in_two - at_work)[codes[:, 1]], 0)
-    held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + _sums_coming(codes, sizes[rank], alike)
+    held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + _sums_coming(codes, nbytes, alike)
     held += np.where(MAKES[codes[:, 0]], remade[codes[:, 1]], 0)
-    held += _last_sent(codes, sizes[rank], np.array([stage.kept_bytes for stage in own], np.int64))
+    held += _last_sent(codes, nbytes, np.array([stage.kept_bytes for stage in own], np.int64))
     for s in set(mine) & {s - 1 for s in mine}:
         held += own[s + 1].grad_bytes * _gradients_between(codes, s)
     return np.asarray(fixed + held + np.where(WORKS[codes[:, 0]], workspace, 0), np.int64)

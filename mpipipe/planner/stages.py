@@ -276,35 +276,38 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
     parameter (an upper bound in mode "eager"), or its rows (`kept_rows`); its users have no optimizer state.
     `stash_bytes` includes the received activation. Raises PlanError on bad cuts.
     """
-    ranges, groups = Ranges(costs), costs.groups
     out = []
-    for stage, (first, end) in enumerate(bounds(len(groups), cuts)):
-        mode: Recompute = modes[stage] if modes else "none"
-        e, speed = ranges.ending_at(end, first, mode), costs.cluster.devices[stage].speed
-        out.append(
-            StageCost(
-                fwd_s=float(e.fwd_s[0]) / speed,
-                bwd_input_s=float(e.bwd_input_s[0]) / speed,
-                bwd_weight_s=float(e.bwd_weight_s[0]) / speed,
-                step_s=float(e.step_s[0]) / speed,
-                fixed_bytes=int(e.fixed_bytes[0]),
-                stash_bytes=int(e.stash_bytes[0]),
-                workspace_bytes=int(e.workspace_bytes[0]),
-                at_work_bytes=int(e.at_work_bytes[0]),
-                waiting_bytes=int(e.waiting_bytes[0]),
-                waiting_received_bytes=int(e.waiting_received_bytes[0]),
-                in_two_bytes=int(e.in_two_bytes[0]),
-                act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
-                grad_bytes=groups[first - 1].grad_bytes if first else 0,
-                remade_bytes=int(e.remade_bytes[0]),
-                split_s=float(costs.columns["split_s"][first:end].sum()) / speed,
-                call_s=costs.call_s / speed,
-                kept_bytes=groups[end - 1].kept_bytes if end < len(groups) and mode == "none" else 0,
-                act_parts=groups[end - 1].act_parts if end < len(groups) else (),
-                grad_parts=groups[first - 1].grad_parts if first else (),
-            )
-        )
+    for stage, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
+        key = first, end, modes[stage] if modes else "none", costs.cluster.devices[stage].speed
+        if key not in costs.stages:
+            costs.stages[key] = _stage_cost(costs, *key)
+        out.append(costs.stages[key])
     return tuple(out)
+
+
+def _stage_cost(costs: Costs, first: int, end: int, mode: Recompute, speed: float) -> StageCost:
+    groups, e = costs.groups, Ranges(costs).ending_at(end, first, mode)
+    return StageCost(
+        fwd_s=float(e.fwd_s[0]) / speed,
+        bwd_input_s=float(e.bwd_input_s[0]) / speed,
+        bwd_weight_s=float(e.bwd_weight_s[0]) / speed,
+        step_s=float(e.step_s[0]) / speed,
+        fixed_bytes=int(e.fixed_bytes[0]),
+        stash_bytes=int(e.stash_bytes[0]),
+        workspace_bytes=int(e.workspace_bytes[0]),
+        at_work_bytes=int(e.at_work_bytes[0]),
+        waiting_bytes=int(e.waiting_bytes[0]),
+        waiting_received_bytes=int(e.waiting_received_bytes[0]),
+        in_two_bytes=int(e.in_two_bytes[0]),
+        act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
+        grad_bytes=groups[first - 1].grad_bytes if first else 0,
+        remade_bytes=int(e.remade_bytes[0]),
+        split_s=float(costs.columns["split_s"][first:end].sum()) / speed,
+        call_s=costs.call_s / speed,
+        kept_bytes=groups[end - 1].kept_bytes if end < len(groups) and mode == "none" else 0,
+        act_parts=groups[end - 1].act_parts if end < len(groups) else (),
+        grad_parts=groups[first - 1].grad_parts if first else (),
+    )
 
 
 def stage_ties(
