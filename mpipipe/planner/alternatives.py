@@ -295,7 +295,7 @@ class _Asked:
             actions=old.actions if same_order else (),
         )  # fmt: skip
         if layout.schedule in PLANNED and not same_order:
-            layout = replace(layout, actions=next(Orders(self.costs, layout, numerics).without_limit(cuts)))
+            layout = replace(layout, actions=next(Orders(self.costs, layout, numerics).shortest(cuts)))
         key = layout.schedule, numerics.micro_batches
         if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts
             self._programs[key] = program_for(layout, numerics, self.costs.ties, self.names)

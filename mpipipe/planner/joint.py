@@ -154,10 +154,10 @@ def least_s(tried: Tried) -> float:
     return tried.step_s if tried.made or tried.bound_s is None else tried.bound_s
 
 
-def preferred(tried: Collection[Tried]) -> Tried:
-    """The one with the shortest step; of those of its number of micro-batches that are as fast, but for
-    `LIKE`: that with the fewest copies; then 1f1b, else what needs least memory, else the first."""
-    best = min(tried, key=lambda t: t.step_s)
+def preferred(tried: Collection[Tried], best: Tried | None = None) -> Tried:
+    """The one with the shortest step, or `best`; of those of its number of micro-batches that are as fast,
+    but for `LIKE`: that with the fewest copies; then 1f1b, else what needs least memory, else the first."""
+    best = best or min(tried, key=lambda t: t.step_s)
     alike = (t for t in tried if t.micro_batches == best.micro_batches and t.step_s <= best.step_s * LIKE)
     return min(alike, key=lambda t: (most_copies(t.copies), t.schedule != PLAIN[0], t.full))
 
@@ -344,7 +344,7 @@ class _Finder:
         exact = self.exact and not self.was_late
         best = min(self.tried, key=lambda t: t.step_s)
         tried = tuple(self._leaner(t, best) for t in self.tried)
-        return Joint(preferred(tried), tried, exact, self.was_late)
+        return Joint(preferred(tried, best), tried, exact, self.was_late)
 
     def _leaner(self, tried: Tried, best: Tried) -> Tried:
         """With less memory where that is as good as the best one."""

@@ -9,12 +9,18 @@ from contextlib import suppress
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import largest_share
-from mpipipe.planner.partition import Wish
-from mpipipe.planner.problem import ENDLESS
-from mpipipe.planner.schedules import BY_HAND, build, planned_by_room, policies, to_text, work_of
+from mpipipe.planner.schedules import (
+    BY_HAND,
+    build,
+    planned_by_room,
+    policies,
+    room_for,
+    to_text,
+    work_of,
+)
 from mpipipe.planner.schedules.listed import Policy, listed_seconds
 from mpipipe.planner.stages import in_order, stage_costs
-from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Recompute, Schedule, StageCost
+from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost
 
 Actions = tuple[str, ...]
 Cuts = tuple[int, ...]
@@ -27,7 +33,8 @@ class Orders:
     """For the costs of copy 0 of a layout, whatever its cuts, and the memory of all copies."""
 
     def __init__(self, costs: Costs, layout: Layout, numerics: Numerics) -> None:
-        self._placed = in_order(costs.but(copies=layout.n_copies), layout.order)
+        of_copy = costs if costs.copies == layout.n_copies else costs.but(copies=layout.n_copies)
+        self._placed = in_order(of_copy, layout.order)
         self._n_micro, self._window = (
             largest_share(numerics.micro_batches, layout.n_copies),
             layout.receive_window,
@@ -39,20 +46,29 @@ class Orders:
         room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
         of_rank = {self._on[s]: min(room[rank] for rank in on) for s, on in enumerate(layout.ranks)}
         self._room = [of_rank[rank] for rank in range(len(place))]
-        self._endless = [ENDLESS] * len(place)
+        self._endless = [len(self._on) * self._n_micro] * len(place)  # stashes
         # With uses on one rank, each gradient of another use comes before that of the first stage's own.
         self._first_whole = not (numerics.tied == "eager" and costs.ties and len(place) < len(self._on))
 
-    def without_limit(self, cuts: Cuts) -> Iterator[Actions]:
-        """The shortest, and that by hand. Whether they fit is for the simulation to say."""
-        yield _text(self._shortest(cuts, "none", self._endless))
+    def shortest(self, cuts: Cuts) -> Iterator[Actions]:
+        """Of each number of stashes, those first that should take least; without recomputation. Whether they
+        fit, and how long they take, is for the simulation to say."""
+        yield from self._by_seconds(cuts, "none", self._endless)
+
+    def within(self, cuts: Cuts, mode: Recompute) -> Iterator[Actions]:
+        """Likewise, of the numbers that this recomputation leaves room for."""
+        stages, _ = self._stages(cuts, mode)
+        try:
+            room = room_for(self._on, stages, self._n_micro, self._room, self._window)
+        except PlanError:  # it may fit all the same
+            room = [self._on.count(rank) for rank in range(len(self._room))]
+        yield from self._by_seconds(cuts, mode, room)
+
+    def by_hand(self) -> Iterator[Actions]:
         yield from self._built(BY_HAND[self._schedule])
 
-    def within(self, cuts: Cuts, wish: Wish) -> Iterator[Actions]:
-        """By the room that each recomputation leaves; and one by hand that keeps little."""
-        for mode in RECOMPUTE if wish == "auto" else (wish,):
-            with suppress(PlanError):  # no micro-batch fits so
-                yield _text(self._shortest(cuts, mode, self._room))
+    def leanest(self) -> Iterator[Actions]:
+        """One by hand that keeps little."""
         yield from self._built(_LEAST[self._schedule])
 
     def by_room(self, cuts: Cuts, most_s: float) -> Iterator[Actions]:
@@ -66,8 +82,7 @@ class Orders:
     def near(self, starts: Sequence[Cuts]) -> Cuts:
         """From the best of these cuts on, one moved by a group or two at a time, those whose order and update
         take least. Memory is not looked at."""
-        most = [len(self._on) * self._n_micro] * len(self._room)
-        every = list(policies(self._on, self._n_micro, most, self._first_whole))
+        every = list(policies(self._on, self._n_micro, self._endless, self._first_whole))
         all_s = {cuts: self._seconds(cuts, every) for cuts in starts}
         cuts = min(starts, key=lambda cuts: min(all_s[cuts]))
         best = sorted(range(len(every)), key=all_s[cuts].__getitem__)[:_FEW]
@@ -90,7 +105,7 @@ class Orders:
     def _seconds(self, cuts: Cuts, tried: Sequence[Policy]) -> list[float]:
         """Of the order by each policy, and the update."""
         stages, messages = self._stages(cuts, "none")
-        took_s = listed_seconds(self._on, self._n_micro, work_of(stages, *messages), tried)
+        took_s = listed_seconds(self._on, self._n_micro, work_of(self._on, stages, *messages), tried)
         update_s = self._update_s(stages)
         return [seconds + update_s for seconds in took_s]
 
@@ -122,14 +137,15 @@ class Orders:
         with suppress(PlanError):  # not for so many micro-batches
             yield _text(build(name, len(self._on), self._n_micro, len(self._room)))
 
-    def _shortest(self, cuts: Cuts, mode: Recompute, room: list[int]) -> Schedule:
-        return min(self._found(cuts, mode, room), key=lambda found: found[1])[0]
+    def _by_seconds(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> Iterator[Actions]:
+        found = sorted(self._found(cuts, mode, most), key=lambda found: found[1])
+        yield from dict.fromkeys(_text(schedule) for schedule, _ in found)
 
-    def _found(self, cuts: Cuts, mode: Recompute, room: list[int]) -> list[tuple[Schedule, float]]:
+    def _found(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> list[tuple[Schedule, float]]:
+        """most: stashes of each rank."""
         stages, messages = self._stages(cuts, mode)
-        return planned_by_room(
-            stages, self._n_micro, room, *messages, self._window, self._on, self._first_whole
-        )
+        work = work_of(self._on, stages, *messages)
+        return planned_by_room(self._on, self._n_micro, work, most, self._first_whole)
 
 
 def _inside(cuts: Cuts, n_groups: int) -> bool:

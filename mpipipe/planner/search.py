@@ -11,10 +11,11 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -62,6 +63,7 @@ from mpipipe.planner.stages import StageTie, bounds, stage_ties
 from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced, has_one_stage_each
 from mpipipe.values import (
+    RECOMPUTE,
     Cluster,
     Costs,
     Int64,
@@ -217,11 +219,13 @@ class _Making:
     def _planned(
         self, orders: Orders, starts: Sequence[Cuts], plan_with: Callable[[Cuts, Actions], Plan], work: int
     ) -> Plan:
-        """With the shortest of the orders for each of the cuts. Memory is looked at where the one without its
-        limit does not fit, or makes something again for it: then the cuts next to these may, too."""
-        short = False
+        """With the shortest of the orders for each of the cuts; of a large program, the first that will do of
+        those that should be. Memory is looked at where the first one does not fit, or makes something again
+        for it: then the cuts next to these may, too."""
+        short, small = False, work <= REFINE_WORK
+        modes = RECOMPUTE if self.recompute == "auto" else (self.recompute,)
 
-        def plan(cuts: Cuts) -> Plan:
+        def plan(every: bool, cuts: Cuts) -> Plan:
             nonlocal short
             made: list[Plan] = []
             errors: list[PlanError | DeadlockError] = []
@@ -232,18 +236,31 @@ class _Making:
                         made.append(plan_with(cuts, actions))
                     except (PlanError, DeadlockError) as error:
                         errors.append(error)
+                    else:
+                        if not every:
+                            return
 
-            attempt(orders.without_limit(cuts))
-            if errors or any(found.layout.recompute for found in made):
+            shortest = orders.shortest(cuts)
+            attempt([next(shortest)])
+            fits = not errors and not made[0].layout.recompute
+            if every or not made:
+                attempt(shortest)
+            attempt(orders.by_hand())
+            if not fits:
                 short = True
-                attempt(dict.fromkeys(orders.within(cuts, self.recompute)))
+                for mode in modes:
+                    attempt(orders.within(cuts, mode))
+                attempt(orders.leanest())
             if not made:
                 raise errors[-1]
             return min(made, key=lambda found: found.prediction.step_s)
 
         n_groups = len(self.group_names)
-        best = _refine(plan, starts, n_groups, REFINE_WORK + 1)
-        return _refine(plan, [cut_indices(best.layout, self.group_names)], n_groups, work) if short else best
+        best = _refine(partial(plan, small), starts, n_groups, REFINE_WORK + 1)
+        if not short or not small:
+            return best
+        near = _refine(partial(plan, False), [cut_indices(best.layout, self.group_names)], n_groups, work)
+        return min(best, near, key=lambda found: found.prediction.step_s)
 
     def _bound_s(self, program: Program) -> float:
         """Of all cuts and orders of ranks."""
@@ -257,8 +274,9 @@ def with_window(
 ) -> tuple[Layout, Program]:
     """The layout with the least receive window, from its own on, with which the program can run, and that.
     Raises DeadlockError where none will do."""
-    # 2p - 2 is what those by hand need without ties, and as many for each copy that a rank serves
-    most = (4 * len(layout.cuts) + 4) * max(layout.turns)
+    # 2p - 2 is what those by hand need without ties, and as many for each copy that a rank serves; one that
+    # follows from costs may do all forwards first
+    most = max((4 * len(layout.cuts) + 4) * max(layout.turns), _received(layout, numerics))
 
     def proved(window: int) -> tuple[Layout, Program]:
         wider = replace(layout, receive_window=window)
@@ -283,6 +301,11 @@ def with_window(
         except DeadlockError:
             fails = middle
     return found
+
+
+def _received(layout: Layout, numerics: Numerics) -> int:
+    """The most activations and gradients of a step that come to a rank of a plan with its own order."""
+    return 2 * numerics.micro_batches * max(Counter(layout.order).values()) if layout.actions else 0
 
 
 def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Sequence[str]) -> Plan:

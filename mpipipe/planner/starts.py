@@ -24,7 +24,7 @@ def starts(
 ) -> list[Cuts]:  # fmt: skip
     """For stages on these ranks; arguments as for `partition`, which says what is raised where none fits. An
     order from a file is for its number of ranks alone: then those that come nearest, for the place to be
-    shown where it is too much."""
+    shown where it is too much; and one that follows from costs may keep less than 1f1b does."""
     if len(set(order)) < len(order):
         return started(costs, order, n_micro, schedule, receive_window, tied, recompute)
     placed, plain = in_order(costs, order), PLAIN[0] if schedule in PLANNED else schedule
@@ -37,7 +37,7 @@ def starts(
     try:
         return [cuts for update in (False, True) for cuts in with_plain(partial(fastest, update), recompute)]
     except PlanError:
-        if not own:
+        if not own and schedule not in PLANNED:
             raise
         return [nearest(*how, recompute)]
 

@@ -30,7 +30,7 @@ pipeline: {{micro_batches: 4}}
 """
 
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys, time
 from mpipipe import train
 from mpipipe.runtime.trainer import Trainer
 
@@ -38,6 +38,10 @@ step = Trainer.step
 
 def is_killed(self, number, **rest):
     if number == 5 and self.comm.rank == 1:
+        written = pathlib.Path("killed/checkpoints/step-00000003/run.json")
+        until = time.monotonic() + 60.0  # for a thread of a busy machine
+        while not written.exists() and time.monotonic() < until:
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, number, **rest)
 

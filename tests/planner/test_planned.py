@@ -10,9 +10,10 @@ from test_search import numerics
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for
-from mpipipe.planner.joint import LIKE, Asked, search
+from mpipipe.planner.joint import LIKE, Asked, schedules_of, search
+from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
-from mpipipe.planner.search import plan_of
+from mpipipe.planner.search import cut_indices, plan_of, with_window
 from mpipipe.values import Costs, Link, Plan, Tie, from_json, to_json
 
 NAMES = [f"g{i}" for i in range(6)]
@@ -66,6 +67,54 @@ def test_uses_of_a_tied_parameter_on_one_rank_come_in_order() -> None:
     assert "0B0" in per_use.layout.actions[0]
     assert "0B0" not in eager.layout.actions[0]
     assert eager.prediction.step_s >= per_use.prediction.step_s
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n_ranks", "link", "call_s"),
+    [("zb-planned", 3, Link(10.0, 1.0), 0.0), ("zb-planned", 3, Link(2.0, 4.0), 0.0),
+     ("zb-planned", 3, None, 0.2), ("v-planned", 2, None, 0.0)],
+)  # fmt: skip
+def test_no_other_number_of_stashes_is_shorter(
+    schedule: str, n_ranks: int, link: Link | None, call_s: float
+) -> None:
+    """As it is simulated: with messages that wait for each other, calls, and the receive window it needs."""
+    made, n = drawn(1, HUGE, n_ranks), numerics(96)
+    machine = cluster([1.0] * n_ranks, [HUGE] * n_ranks, link) if link else made.cluster
+    costs, names = replace(made, cluster=machine, call_s=call_s), [g.name for g in made.groups]
+    plan = make_plan(costs, n, schedule, 4, names, n_ranks)[0]
+    others = []
+    for actions in Orders(costs, plan.layout, n).by_room(cut_indices(plan.layout, names), math.inf):
+        layout = with_window(replace(plan.layout, actions=actions, receive_window=4), n, (), names)[0]
+        others.append(plan_of(costs, n, layout, names).prediction.step_s)
+    assert len(others) > 3
+    assert plan.prediction.step_s <= min(others)
+
+
+def test_memory_that_messages_of_ties_take_is_left_for_them() -> None:
+    """Little of it: a gradient of the table for each use comes into a buffer."""
+    ends = tuple(
+        group(name, 2, 3, 1, param_bytes=0, stash_bytes=400, act_bytes=1, grad_bytes=1) for name in "ab"
+    )
+    tie = Tie("wte.weight", 1000, (0, 1))
+    costs = Costs(ends, cluster([1.0] * 2, [5400] * 2), (tie,), 2.0, 0.0, "modelled", 0.0)
+    for tied in ("eager", "per_use"):
+        made = make_plan(costs, replace(numerics(6), tied=tied), "zb-planned", 2, ["a", "b"], 2)[0]
+        assert max(made.prediction.peak_bytes) <= 5400
+
+
+def test_as_good_is_held_against_the_shortest_of_all() -> None:
+    """Not against one that was made leaner, and so longer, before."""
+    for seed, n_ranks in ((8, 2), (39, 3)):
+        costs = drawn(seed, HUGE, n_ranks)
+        found = search(
+            Asked(numerics(8), (8,), schedules_of("auto"), 4, n_ranks), lambda _, costs=costs: costs
+        )
+        names = [g.name for g in costs.groups]
+        shortest = min(
+            make_plan(costs, numerics(8), name, 4, names, n_ranks)[0].prediction.step_s
+            for name in ("interleaved-planned", "zb-planned")
+        )
+        assert found.best.step_s <= LIKE * shortest
 
 
 def test_of_orders_that_are_as_good_that_with_least_memory_is_taken() -> None:

@@ -364,6 +364,17 @@ def test_the_planned_one_counts_messages_and_refuses_what_holds_no_micro_batch()
         zb_planned(stages, 8, [1000, 114])
 
 
+def test_the_planned_one_is_for_any_placement_and_counts_no_message_that_is_not():
+    stages = [dataclasses.replace(stage, act_bytes=50, grad_bytes=50) for stage in of_costs([(1.0,) * 3] * 4)]
+    for on in ((0, 0, 1, 0), (0, 0, 0, 1), (0, 1, 0, 0)):
+        check_ends(zb_planned(stages, 1, [10_000] * 2, rank_of_stage=on))
+    roomy = [dataclasses.replace(stage, stash_bytes=0, act_bytes=0, grad_bytes=0) for stage in stages[:2]]
+    far = zb_planned(roomy, 64, [1000, 1000], act_s=[30.0, 0.0], grad_s=[0.0, 30.0])
+    assert live_stages(far)[0] >= 62  # those on their way there and back: no bytes are no limit
+    one = zb_planned(stages[:2], 1, [105 + 10 + 200] * 2)  # a buffer for one message, not for four
+    check_ends(one)
+
+
 def test_seconds_are_those_of_the_simulation():
     schedule = made("zb-v", 3, 5)
     assert seconds(schedule, units(6)) == timed(schedule).makespan_s

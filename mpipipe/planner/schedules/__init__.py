@@ -17,7 +17,13 @@ from mpipipe.planner.schedules.orders import (
     stashes,
 )
 from mpipipe.planner.schedules.plain import forward_only
-from mpipipe.planner.schedules.planned import planned_by_room, policies, work_of, zb_planned
+from mpipipe.planner.schedules.planned import (
+    planned_by_room,
+    policies,
+    room_for,
+    work_of,
+    zb_planned,
+)
 from mpipipe.planner.schedules.registry import (
     BY_HAND,
     FILLED,
@@ -37,5 +43,6 @@ __all__ = [
     "BY_HAND", "FILLED", "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name",
     "forward_only", "from_text", "grid", "in_copies", "is_of_file", "kept_micro_batches",
     "live_micro_batches", "live_stages", "on_ranks", "planned_by_room", "policies", "register",
-    "register_text", "stages_of_ranks", "stages_on", "stashes", "to_text", "work_of", "zb_planned",
+    "register_text", "room_for", "stages_of_ranks", "stages_on", "stashes", "to_text", "work_of",
+    "zb_planned",
 ]  # fmt: skip

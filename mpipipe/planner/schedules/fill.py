@@ -1,4 +1,4 @@
-"""Weight gradients where a rank would wait: the step that all split schedules share (Qi et al. 2023).
+"""Weight gradients where a rank would wait (Qi et al. 2023): how zb-v and v-half are completed.
 
 Given is for each rank the order of its F and I, and how many stashes it has room for; a stash lives from F
 through W. The ranks are taken in the order of their clocks. One whose next F or I is not there yet, or whose
@@ -46,27 +46,11 @@ def filled(
     skeleton: Skeleton,
     room: Sequence[int],
     work: Work,
-    least_gap: float = 1.0,
 ) -> Schedule:
-    """The order with its W.
-
-    room: by rank, stashes of its stages at once. least_gap: a W is done where the wait is at least so many
-    times as long as the W. Raises PlanError where there is no room for the order of F and I.
-    """
-    return filled_in(rank_of_stage, n_micro, skeleton, room, work, least_gap)[0]
-
-
-def filled_in(
-    rank_of_stage: Sequence[int],
-    n_micro: int,
-    skeleton: Skeleton,
-    room: Sequence[int],
-    work: Work,
-    least_gap: float,
-) -> tuple[Schedule, float]:
-    """`filled`, and the seconds that it takes."""
+    """The order with its W. room: by rank, stashes of its stages at once. Raises PlanError where there is no
+    room for the order of F and I."""
     ranks = [_Rank(list(actions), room[rank]) for rank, actions in enumerate(skeleton)]
-    clock = _Clock(work, len(rank_of_stage), least_gap)
+    clock = _Clock(work, len(rank_of_stage))
     turns = [(0.0, rank) for rank in range(len(ranks))]
     waiting: dict[Action, int] = {}  # what a rank without other work needs -> that rank
     while turns:
@@ -85,12 +69,12 @@ def filled_in(
             f"rank {short} has room for {room[short]} stashes, which is too little for its order of forwards "
             "and backwards; give it more memory, or choose a schedule that keeps less"
         )
-    return by_rank(rank_of_stage, n_micro, (each.order for each in ranks)), clock.end_s
+    return by_rank(rank_of_stage, n_micro, (each.order for each in ranks))
 
 
 def seconds(schedule: Schedule, work: Work) -> float:
     """Until the last action of an order has ended."""
-    clock = _Clock(work, schedule.n_stages, 1.0)
+    clock = _Clock(work, schedule.n_stages)
     rows = [iter(list(schedule.actions(rank))) for rank in range(len(schedule.codes))]
     ready = [(0.0, rank, next(row, None)) for rank, row in enumerate(rows)]
     waiting: dict[
@@ -146,9 +130,9 @@ class _Rank:
 class _Clock:
     """When what is done, of those that have had their turn."""
 
-    def __init__(self, work: Work, n_stages: int, least_gap: float) -> None:
+    def __init__(self, work: Work, n_stages: int) -> None:
         self.end_s = 0.0
-        self._work, self._least_gap, self._last = work, least_gap, n_stages - 1
+        self._work, self._last = work, n_stages - 1
         self._ends_s: dict[Action, float] = {}
         self._seconds = {
             Op.F: work.fwd_s, Op.I: work.bwd_input_s, Op.W: work.bwd_weight_s, Op.B: work.bwd_s,
@@ -180,8 +164,7 @@ class _Clock:
             return self._do(rank, rank.next, now_s)
         if rank.owed:
             weight = rank.owed[0]
-            gap_s = self._least_gap * self._seconds[Op.W][weight.stage]
-            if rank.full or ready_s - now_s >= gap_s:
+            if rank.full or ready_s - now_s >= self._seconds[Op.W][weight.stage]:
                 return self._do(rank, weight, now_s)
         return None, math.inf if rank.full else ready_s
 

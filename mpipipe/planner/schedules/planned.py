@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.fill import Work, seconds, units
@@ -19,11 +20,12 @@ from mpipipe.planner.schedules.orders import live_stages, two_each, v_shaped, wr
 from mpipipe.planner.schedules.v_shape import zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.planner.sizes import size_text
+from mpipipe.planner.stages import calls
 from mpipipe.values import Schedule, StageCost
 
 GAPS = (0.0, 0.5, 1.0)  # of a W; a wait that is shorter is left empty
 # Of as many stashes as there are stages, those of zb-h1 and zb-v. Slow messages want many.
-_SHARES = (0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
+_SHARES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
 Found = tuple[Schedule, float]
 
 
@@ -45,26 +47,17 @@ def zb_planned(
     then comes before what its rank owes of other stages. Raises PlanError where a rank cannot hold one
     micro-batch of each of its stages.
     """
-    found = planned_by_room(
-        stages, n_micro, memory_bytes, act_s, grad_s, receive_window, rank_of_stage, first_whole
-    )
+    on = tuple(rank_of_stage) or tuple(range(len(stages)))
+    most = room_for(on, stages, n_micro, memory_bytes, receive_window)
+    found = planned_by_room(on, n_micro, work_of(on, stages, act_s, grad_s), most, first_whole)
     return min(found, key=lambda found: (found[1], sum(live_stages(found[0]))))[0]
 
 
 def planned_by_room(
-    stages: Sequence[StageCost],
-    n_micro: int,
-    memory_bytes: Sequence[int],
-    act_s: Sequence[float] = (),
-    grad_s: Sequence[float] = (),
-    receive_window: int = 4,
-    rank_of_stage: Sequence[int] = (),
-    first_whole: bool = True,
+    on: Sequence[int], n_micro: int, work: Work, most: Sequence[int], first_whole: bool = True
 ) -> list[Found]:
     """As `zb_planned`, the shortest for each room for stashes, ascending, and its seconds; and those by hand,
-    where there is one stage per rank."""
-    on = tuple(rank_of_stage) or tuple(range(len(stages)))
-    work, most = work_of(stages, act_s, grad_s), _room(on, stages, memory_bytes, receive_window)
+    where there is one stage per rank. on: the rank of each stage; most: stashes that each rank can keep."""
     found = list[Found]()
     for _, alike in itertools.groupby(policies(on, n_micro, most, first_whole), key=lambda of: of.room):
         tried = list(alike)
@@ -79,13 +72,19 @@ def planned_by_room(
     return found
 
 
-def work_of(stages: Sequence[StageCost], act_s: Sequence[float] = (), grad_s: Sequence[float] = ()) -> Work:
-    """What the actions of these stages take."""
-    none = (0.0,) * len(stages)
+def work_of(
+    on: Sequence[int], stages: Sequence[StageCost], act_s: Sequence[float] = (), grad_s: Sequence[float] = ()
+) -> Work:
+    """What the actions of these stages take, with the calls that they and their messages are."""
+    none, call_s = (0.0,) * len(stages), [n * s.call_s for n, s in zip(calls(on), stages, strict=True)]
+
+    def taken(of: Callable[[StageCost], float], more_s: Sequence[float]) -> tuple[float, ...]:
+        return tuple(of(stage) + more for stage, more in zip(stages, more_s, strict=True))
+
     return Work(
-        tuple(s.fwd_s for s in stages), tuple(s.bwd_input_s for s in stages),
-        tuple(s.bwd_weight_s + s.split_s for s in stages),
-        tuple(s.bwd_input_s + s.bwd_weight_s for s in stages), tuple(act_s) or none, tuple(grad_s) or none,
+        taken(lambda s: s.fwd_s, call_s), taken(lambda s: s.bwd_input_s, call_s),
+        taken(lambda s: s.bwd_weight_s + s.split_s + s.call_s, none),
+        taken(lambda s: s.bwd_input_s + s.bwd_weight_s, call_s), tuple(act_s) or none, tuple(grad_s) or none,
     )  # fmt: skip
 
 
@@ -102,34 +101,41 @@ def policies(
 
 def _rooms(on: Sequence[int], n_micro: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Stashes that each rank may keep, ascending: all of them equally many, as far as they go."""
-    n_stages, each = len(on), len(on) // len(most)
+    n_stages, each = len(on), max(Counter(on).values())
     all_of_them = each * n_micro
     shares = {math.ceil(share * n_stages) for share in _SHARES} | {n_stages + 1, n_stages + 2, all_of_them}
     wished = sorted({min(max(share, each), all_of_them) for share in shares})
     yield from dict.fromkeys(tuple(min(has, wish) for has in most) for wish in wished)
 
 
-def _room(
-    rank_of_stage: Sequence[int], stages: Sequence[StageCost], memory_bytes: Sequence[int], window: int
-) -> list[int]:
-    """By rank, stashes that fit; each as large as that of the rank's largest stage."""
+def room_for(
+    on: Sequence[int], stages: Sequence[StageCost], n_micro: int, memory_bytes: Sequence[int],
+    receive_window: int,
+) -> list[int]:  # fmt: skip
+    """By rank, stashes that fit for certain; each as large as that of the rank's largest stage. Raises
+    PlanError where that is not one of each of its stages."""
+    ahead = min(receive_window, n_micro)
     return [
-        _room_of(rank, [s for s, on in enumerate(rank_of_stage) if on == rank], stages, has, window)
-        for rank, has in enumerate(memory_bytes[: max(rank_of_stage) + 1])
+        _room_of(rank, on, stages, n_micro, has, ahead)
+        for rank, has in enumerate(memory_bytes[: max(on) + 1])
     ]
 
 
-def _room_of(rank: int, own: Sequence[int], stages: Sequence[StageCost], has: int, window: int) -> int:
+def _room_of(
+    rank: int, on: Sequence[int], stages: Sequence[StageCost], n_micro: int, has: int, ahead: int
+) -> int:
     """Each stash may have to hold what waits for its W, with the gradient that it was given. What is made
     again of one is there once."""
     each = fixed = messages = workspace = in_two = remade = 0
+    own = [s for s, where in enumerate(on) if where == rank]
     for s in own:
         stage, act = stages[s], stages[s - 1].act_bytes if s else 0
         grad = stages[s + 1].grad_bytes if s + 1 < len(stages) else 0
         waiting = stage.waiting_bytes + max(0, act - stage.waiting_received_bytes)  # and its buffer
         each = max(each, max(stage.stash_bytes, waiting) + grad)
         fixed += stage.fixed_bytes
-        messages += window * (act + grad) + max(stage.act_bytes, stage.grad_bytes)
+        received = act * (s - 1 not in own) + grad * (s + 1 not in own)
+        messages += ahead * received + max(stage.act_bytes, stage.grad_bytes)
         workspace, remade = max(workspace, stage.workspace_bytes), max(remade, stage.remade_bytes)
         in_two = max(in_two, stage.in_two_bytes - stage.at_work_bytes)
     left = has - fixed - workspace - remade - messages - in_two
@@ -139,7 +145,7 @@ def _room_of(rank: int, own: Sequence[int], stages: Sequence[StageCost], has: in
             f"rank {rank} has {size_text(has)}, and needs {size_text(least)} for one micro-batch; "
             "use smaller micro-batches, or more ranks"
         )
-    return left // each if each else 2 * len(stages)
+    return left // each if each else n_micro * len(own)
 
 
 # -- by name -------------------------------------------------------------------------------------
