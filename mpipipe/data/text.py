@@ -27,7 +27,8 @@ class Text(Windows):
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str | None:
-        return bytes(ids).decode(errors="replace")
+        """With the sign for what is no text in place of ids that are no bytes, which a model may have."""
+        return bytes(i if i < VOCAB else 0xFF for i in ids).decode(errors="replace")
 
 
 def _map(path: Path) -> NDArray[np.uint8]:

@@ -22,6 +22,7 @@ import hashlib
 import sysconfig
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,8 +113,11 @@ class ModelSource:
         if isinstance(model, nn.Module) or not callable(model):
             return _checked(model)
         try:
-            with TRACING, self.fake_mode, self._tape, self._tape.whole_initialisers():
-                return _checked(model())
+            with warnings.catch_warnings():
+                # a constructor that copies layers, as nn.TransformerEncoder does, is told of a bug of its own
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+                with TRACING, self.fake_mode, self._tape, self._tape.whole_initialisers():
+                    return _checked(model())
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(
                 f"{user_frame(error)}\n  reads the values of random weights while the model is made, and "

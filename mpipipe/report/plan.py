@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.copies import replicas_text, shape_of, shape_text, stages_in
-from mpipipe.planner.joint import Joint, Tried, least_s
+from mpipipe.planner.joint import LIKE, Joint, Tried, least_s
 from mpipipe.planner.noise import WORTH, Noise
 from mpipipe.planner.search import cut_indices
 from mpipipe.report.progress import MIB, number
@@ -184,6 +184,8 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
         return f"{line}; nothing else fits{end}"
     second = min(others, key=least_s)
     loss = least_s(second) / best.step_s - 1.0
+    if loss < 0:  # see `mpipipe.planner.joint.preferred`
+        end = f", as good within {LIKE - 1.0:.0%}: the simpler one or that with less memory is taken{end}"
     return f"{line}; next best {_called(second)}: {'' if second.made else 'at least '}{loss:+.1%}{end}"
 
 

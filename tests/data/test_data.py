@@ -216,6 +216,7 @@ def test_the_standard_library_is_the_default_text(tmp_path: Path) -> None:
 def test_text_is_encoded_and_decoded_and_vectors_are_not(letters: Path) -> None:
     tokens, vectors, text = all_sets(letters)
     assert text.decode(text.encode("naïve")) == "naïve"
+    assert text.decode([97, 256, 98]) == "a\ufffdb"  # of a model with more ids than there are bytes
     assert text.decode([255]) == "\ufffd"
     assert [d.encode("a") for d in (tokens, vectors)] == [None, None]
     assert [d.decode([1]) for d in (tokens, vectors)] == [None, None]

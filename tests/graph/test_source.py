@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import threading
+import warnings
 
 import pytest
 import torch
@@ -152,6 +153,16 @@ def test_weights_made_from_a_tensor_of_outside_are_its_values() -> None:
     outside = torch.arange(3.0)
     made = ModelSource(lambda: Foreign(outside), 0).materialise(["weight"])
     assert torch.equal(made["weight"], outside)
+
+
+def test_layers_that_a_constructor_copies_are_made_without_a_warning() -> None:
+    def made() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "layers.1.norm1.weight" in ModelSource(made, 0).params
 
 
 def test_a_tensor_that_is_neither_parameter_nor_buffer_has_its_values() -> None:

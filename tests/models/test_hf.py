@@ -29,6 +29,7 @@ from mpipipe.config import parse
 from mpipipe.data import open_dataset
 from mpipipe.data.base import DatasetBase, Split
 from mpipipe.data.synthetic import SyntheticTokens
+from mpipipe.data.text import Text
 from mpipipe.errors import CheckpointError, ConfigError, DataError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
@@ -392,7 +393,7 @@ Change = Callable[[Path], Any]
         ),
         (
             lambda p: hf_tiny.dataset(hf.build(hf_tiny.write_config("bert", p, vocab_size=VOCAB))),
-            "needs a mask token, and its 32 ids are all in use",
+            "needs a mask token, and its 32 ids are all in use by the data; set vocab_size to 33",
         ),
         (
             lambda p: hf_tiny.dataset(hf.build(hf_tiny.write_config("vit", p, num_channels=3))),
@@ -455,6 +456,17 @@ def test_data_is_put_in_the_model_s_words() -> None:
     assert (as_values.whole, as_values.varying) == (images.whole, images.varying)
     assert (causal.vocab, causal.tokens_per_sample, causal.exact) == (VOCAB, CONTEXT, True)
     assert causal.unigram_entropy == tokens.unigram_entropy
+
+
+def test_only_a_causal_model_goes_on_with_a_text(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("some letters " * 100)
+    text = Text(tmp_path / "corpus.txt", CONTEXT, 0.1, 2, 1, SEED)
+    goes_on = {
+        name: hf.adapt(text, hf.build(hf_tiny.write_config(name, tmp_path / name, vocab_size=257)), SEED)
+        for name in ("gpt2", "bert")
+    }
+    assert goes_on["gpt2"].encode("a") == [97]
+    assert goes_on["bert"].encode("a") is None
 
 
 class ReadOnce(DatasetBase):

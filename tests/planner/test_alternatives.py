@@ -48,6 +48,14 @@ def test_each_is_simulated_with_the_same_costs():
     assert rows["schedule gpipe"].loss == pytest.approx(0.0)
 
 
+def test_other_numbers_of_micro_batches_have_the_window_that_their_order_needs():
+    """One that follows from costs is another order for each number."""
+    costs = dataclasses.replace(uniform(8, 2), call_s=0.1)
+    rows = [row for name, row in found(costs, 2, 8, schedule="v-planned").items() if "micro-batches" in name]
+    assert rows
+    assert all(row.step_s is not None and "deadlock" not in row.why for row in rows), rows
+
+
 def test_memory_that_differs_by_nothing_is_left_out():
     """Of groups that keep nothing, gpipe holds as much as 1f1b; where they do, more."""
     bare = uniform(8, 2)

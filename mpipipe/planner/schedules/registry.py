@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -38,7 +39,9 @@ _stages_of_text: dict[str, tuple[int, int]] = {}  # of those from a file: stages
 def check_name(name: str) -> None:
     """Raises PlanError for a name that no schedule has."""
     if name not in SCHEDULES:
-        raise PlanError(f"schedule {name!r} is not known; choose one of {', '.join(SCHEDULES)}")
+        near = difflib.get_close_matches(name, SCHEDULES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PlanError(f"schedule {name!r} is not known; choose one of {', '.join(SCHEDULES)}{hint}")
 
 
 def is_of_file(name: str) -> bool:
