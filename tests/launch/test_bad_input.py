@@ -231,7 +231,8 @@ Trainer.step = spoils
 
 def test_a_loss_that_is_not_finite(launch: Launch, folder: Path, tmp_path: Path) -> None:
     by, run = patched(folder, "spoils.py", after=SPOILS), tmp_path / "run"
-    said = refusal(train(launch, folder, 2, "config.yaml", f"run.dir={run}", by=by))
+    two_stages = "pipeline.schedule=1f1b"
+    said = refusal(train(launch, folder, 2, "config.yaml", two_stages, f"run.dir={run}", by=by))
     assert re.match(r"step 3: the loss is (nan|inf): '.*/linear.0' makes (nan|inf) of finite values", said), (
         said
     )
