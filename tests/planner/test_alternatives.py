@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from planner_cases import HUGE, cluster, group, uniform
+from test_planned import drawn
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner import make_plan
@@ -50,8 +51,8 @@ def test_each_is_simulated_with_the_same_costs():
 
 def test_other_numbers_of_micro_batches_have_the_window_that_their_order_needs():
     """One that follows from costs is another order for each number."""
-    costs = dataclasses.replace(uniform(8, 2), call_s=0.1)
-    rows = [row for name, row in found(costs, 2, 8, schedule="v-planned").items() if "micro-batches" in name]
+    plans = found(drawn(0, HUGE), 3, 4, schedule="v-planned")  # 8 need a larger one than 4
+    rows = [row for name, row in plans.items() if "micro-batches" in name]
     assert rows
     assert all(row.step_s is not None and "deadlock" not in row.why for row in rows), rows
 

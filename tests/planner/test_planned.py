@@ -55,9 +55,7 @@ def test_on_two_stages_each_it_is_no_longer_than_by_hand(schedule: str, hand: st
 
 def test_uses_of_a_tied_parameter_on_one_rank_come_in_order() -> None:
     """With `eager` a backward in one of the first stage would come before what the last one still owes."""
-    slow_to_split = tuple(
-        replace(g, split_s=1.0) for g in COSTS.groups
-    )  # so that backwards in one are shorter
+    slow_to_split = tuple(replace(g, split_s=1.0) for g in COSTS.groups)  # backwards in one are shorter
     tie, machine = Tie("wte.weight", 1, (0, len(NAMES) - 1)), cluster([1.0] * 2, [HUGE] * 2)
     costs = replace(COSTS, groups=slow_to_split, cluster=machine, ties=(tie,))
     eager, per_use = (
@@ -66,6 +64,9 @@ def test_uses_of_a_tied_parameter_on_one_rank_come_in_order() -> None:
     )
     assert "0B0" in per_use.layout.actions[0]
     assert "0B0" not in eager.layout.actions[0]
+    for actions in Orders(costs, eager.layout, eager.numerics).shortest(cut_indices(eager.layout, NAMES)):
+        wider = replace(eager.layout, actions=actions, receive_window=40)
+        program_for(wider, eager.numerics, costs.ties, NAMES)  # which refuses those
     assert eager.prediction.step_s >= per_use.prediction.step_s
 
 
@@ -90,16 +91,17 @@ def test_no_other_number_of_stashes_is_shorter(
     assert plan.prediction.step_s <= min(others)
 
 
-def test_memory_that_messages_of_ties_take_is_left_for_them() -> None:
+@pytest.mark.parametrize(("tied", "memory"), [("eager", 5400), ("per_use", 3700)])
+def test_memory_that_messages_of_ties_take_is_left_for_them(tied: str, memory: int) -> None:
     """Little of it: a gradient of the table for each use comes into a buffer."""
     ends = tuple(
-        group(name, 2, 3, 1, param_bytes=0, stash_bytes=400, act_bytes=1, grad_bytes=1) for name in "ab"
+        group(name, *seconds, param_bytes=1000, stash_bytes=400, act_bytes=1, grad_bytes=1)
+        for name, seconds in (("a", (1, 2, 1)), ("b", (2, 1, 2)))
     )
-    tie = Tie("wte.weight", 1000, (0, 1))
-    costs = Costs(ends, cluster([1.0] * 2, [5400] * 2), (tie,), 2.0, 0.0, "modelled", 0.0)
-    for tied in ("eager", "per_use"):
-        made = make_plan(costs, replace(numerics(6), tied=tied), "zb-planned", 2, ["a", "b"], 2)[0]
-        assert max(made.prediction.peak_bytes) <= 5400
+    tie, machine = Tie("wte.weight", 1000, (0, 1)), cluster([1.0] * 2, [memory] * 2)
+    costs = Costs(ends, machine, (tie,), 2.0, 0.0, "modelled", 0.0)
+    made = make_plan(costs, replace(numerics(8), tied=tied), "zb-planned", 2, ["a", "b"], 2)[0]
+    assert max(made.prediction.peak_bytes) <= memory
 
 
 def test_as_good_is_held_against_the_shortest_of_all() -> None:
