@@ -341,7 +341,7 @@ class Costs(Value):
         """With other fields and the same groups, whose columns need not be made again."""
         other = replace(self, **changed)
         other.__dict__["columns"] = self.columns
-        if changed.keys() <= {"cluster"}:
+        if all(name == "cluster" or value == getattr(self, name) for name, value in changed.items()):
             other.__dict__["stages"] = self.stages
         return other
 

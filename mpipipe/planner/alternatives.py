@@ -26,7 +26,7 @@ from mpipipe.planner.search import REFINE_WORK, cut_indices, expect_with, make_p
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
-from mpipipe.values import RECOMPUTE, Cluster, Costs, Layout, Numerics, Plan, Prediction, Program, Value
+from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
@@ -67,7 +67,7 @@ class _Asked:
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
         self.n_copies, self.n_each = plan.layout.n_copies, plan.layout.ranks_per_copy
         self.shape = shape_of(plan.layout)
-        self._programs: dict[tuple[str, int], tuple[Layout, Program]] = {}
+        self._programs: dict[tuple[str, int], Program] = {}
 
     def all(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
         if self.n_each > 1:
@@ -298,9 +298,9 @@ class _Asked:
             layout = replace(layout, actions=next(Orders(self.costs, layout, numerics).shortest(cuts)))
         key = layout.schedule, numerics.micro_batches
         if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts
-            self._programs[key] = with_window(layout, numerics, self.costs.ties, self.names)
-        known, program = self._programs[key]
-        layout = replace(layout, receive_window=known.receive_window)
+            self._programs[key] = with_window(layout, numerics, self.costs.ties, self.names)[1]
+        program = self._programs[key]
+        layout = replace(layout, receive_window=program.receive_window)
         bound_s = self.plan.prediction.lower_bound_s
         return expect_with(recompute, self.costs, layout, program, self.names, bound_s)[1]
 

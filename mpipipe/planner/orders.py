@@ -33,8 +33,7 @@ class Orders:
     """For the costs of copy 0 of a layout, whatever its cuts, and the memory of all copies."""
 
     def __init__(self, costs: Costs, layout: Layout, numerics: Numerics) -> None:
-        of_copy = costs if costs.copies == layout.n_copies else costs.but(copies=layout.n_copies)
-        self._placed = in_order(of_copy, layout.order)
+        self._placed = in_order(costs.but(copies=layout.n_copies), layout.order)
         self._n_micro, self._window = (
             largest_share(numerics.micro_batches, layout.n_copies),
             layout.receive_window,
@@ -138,8 +137,11 @@ class Orders:
             yield _text(build(name, len(self._on), self._n_micro, len(self._room)))
 
     def _by_seconds(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> Iterator[Actions]:
-        found = sorted(self._found(cuts, mode, most), key=lambda found: found[1])
-        yield from dict.fromkeys(_text(schedule) for schedule, _ in found)
+        seen = set[Actions]()
+        for schedule, _ in sorted(self._found(cuts, mode, most), key=lambda found: found[1]):
+            if (actions := _text(schedule)) not in seen:  # written where it is asked for: often one will do
+                seen.add(actions)
+                yield actions
 
     def _found(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> list[tuple[Schedule, float]]:
         """most: stashes of each rank."""

@@ -188,16 +188,16 @@ class _Making:
     def _on(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> tuple[Plan, Program]:
         """With these ranks for each stage, and the best cuts from `starts` on."""
         costs, numerics, names = self.costs, self.numerics, self.group_names
-        programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], tuple[Layout, Program]] = {}
+        programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], Program] = {}
 
         def laid(cuts: Cuts, actions: Actions = ()) -> tuple[Layout, Program]:
             layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
             layout = replace(layout, actions=actions)
             key = stage_ties(costs.ties, cuts), actions
             if key not in programs:
-                programs[key] = with_window(layout, numerics, costs.ties, names)
-            known, program = programs[key]
-            return replace(layout, receive_window=known.receive_window), program
+                programs[key] = with_window(layout, numerics, costs.ties, names)[1]
+            program = programs[key]
+            return replace(layout, receive_window=program.receive_window), program
 
         def plan_with(cuts: Cuts, actions: Actions = ()) -> Plan:
             layout, program = laid(cuts, actions)

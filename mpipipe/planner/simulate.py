@@ -19,8 +19,8 @@ from mpipipe.planner.copies import BUCKET_BYTES, BUCKETS_AHEAD, halving, owners_
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import stashes
-from mpipipe.planner.stages import StageTie, calls
+from mpipipe.planner.schedules import stashes, work_of
+from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
 
@@ -82,7 +82,7 @@ def rank_memory_bytes(
     mine = [s for s, on in enumerate(program.copies[copy]) if on == rank]
     near = tuple(own[s] for at in mine for s in (at - 1, at, at + 1) if 0 <= s < n)
     key = rank, tensors, near, sizes[rank].tobytes()
-    if key not in program.memory:  # else neighbouring cuts differ on other ranks
+    if key not in program.memory:  # neighbouring cuts leave most ranks as they were
         program.memory[key] = _rank_memory_bytes(program, own, mine, sizes[rank], rank, tensors)
     return program.memory[key]
 
@@ -266,11 +266,9 @@ def instruction_seconds(
 def _table(ranks: Sequence[int], stages: Sequence[StageCost], cluster: Cluster) -> Float64:
     """Of one copy of the pipeline, by op and stage."""
     table = np.zeros((len(Op), len(stages)))
-    for s, (stage, n) in enumerate(zip(stages, calls(ranks), strict=True)):
-        into_s = stage.bwd_input_s + n * stage.call_s
-        table[Op.F, s], table[Op.STEP, s] = stage.fwd_s + n * stage.call_s, stage.step_s
-        table[Op.I, s], table[Op.B, s] = into_s, into_s + stage.bwd_weight_s
-        table[Op.W, s] = stage.bwd_weight_s + stage.split_s + stage.call_s
+    work = work_of(ranks, stages)
+    table[Op.F], table[Op.STEP] = work.fwd_s, [stage.step_s for stage in stages]
+    table[Op.I], table[Op.W], table[Op.B] = work.bwd_input_s, work.bwd_weight_s, work.bwd_s
     for s, (stage, after) in enumerate(itertools.pairwise(stages)):
         table[Op.SEND_ACT, s] = cluster.link(ranks[s], ranks[s + 1]).seconds(stage.act_bytes)
         table[Op.SEND_GRAD, s + 1] = cluster.link(ranks[s + 1], ranks[s]).seconds(after.grad_bytes)

@@ -276,17 +276,21 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
     parameter (an upper bound in mode "eager"), or its rows (`kept_rows`); its users have no optimizer state.
     `stash_bytes` includes the received activation. Raises PlanError on bad cuts.
     """
-    out = []
-    for stage, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
-        key = first, end, modes[stage] if modes else "none", costs.cluster.devices[stage].speed
-        if key not in costs.stages:
-            costs.stages[key] = _stage_cost(costs, *key)
-        out.append(costs.stages[key])
-    return tuple(out)
+    devices = costs.cluster.devices
+    keys: list[tuple[int, int, Recompute, float]] = [
+        (first, end, modes[stage] if modes else "none", devices[stage].speed)
+        for stage, (first, end) in enumerate(bounds(len(costs.groups), cuts))
+    ]
+    if missing := [key for key in keys if key not in costs.stages]:
+        ranges = Ranges(costs)
+        costs.stages.update((key, _stage_cost(costs, ranges, *key)) for key in missing)
+    return tuple(costs.stages[key] for key in keys)
 
 
-def _stage_cost(costs: Costs, first: int, end: int, mode: Recompute, speed: float) -> StageCost:
-    groups, e = costs.groups, Ranges(costs).ending_at(end, first, mode)
+def _stage_cost(
+    costs: Costs, ranges: Ranges, first: int, end: int, mode: Recompute, speed: float
+) -> StageCost:
+    groups, e = costs.groups, ranges.ending_at(end, first, mode)
     return StageCost(
         fwd_s=float(e.fwd_s[0]) / speed,
         bwd_input_s=float(e.bwd_input_s[0]) / speed,

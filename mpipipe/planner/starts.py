@@ -29,15 +29,15 @@ def starts(
         return started(costs, order, n_micro, schedule, receive_window, tied, recompute)
     placed, plain = in_order(costs, order), PLAIN[0] if schedule in PLANNED else schedule
     how = placed, n_micro, plain, len(order), receive_window, tied
-    own = is_of_file(schedule)
+    may_not_fit = is_of_file(schedule) or schedule in PLANNED  # as `partition` counts memory
 
     def fastest(update: bool, wish: Wish) -> Partition:
-        return partition(*how, update, explain and not own, finest, recompute=wish)
+        return partition(*how, update, explain and not may_not_fit, finest, recompute=wish)
 
     try:
         return [cuts for update in (False, True) for cuts in with_plain(partial(fastest, update), recompute)]
     except PlanError:
-        if not own and schedule not in PLANNED:
+        if not may_not_fit:
             raise
         return [nearest(*how, recompute)]
 

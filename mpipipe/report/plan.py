@@ -184,7 +184,7 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
         return f"{line}; nothing else fits{end}"
     second = min(others, key=least_s)
     loss = least_s(second) / best.step_s - 1.0
-    if loss < 0:  # see `mpipipe.planner.joint.preferred`
+    if second.made and loss < 0:  # see `mpipipe.planner.joint.preferred`
         end = f", as good within {LIKE - 1.0:.0%}: the simpler one or that with less memory is taken{end}"
     return f"{line}; next best {_called(second)}: {'' if second.made else 'at least '}{loss:+.1%}{end}"
 

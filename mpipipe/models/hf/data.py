@@ -84,8 +84,8 @@ class _Adapted(DatasetBase):
         if m.kind == "masked" and self._mask is None:
             raise ConfigError(
                 f"the model needs a mask token, and its {m.vocab} ids are all in use by the data; set "
-                f"vocab_size to {self.vocab + 1 if self.vocab else 'one more'} in its config.json, the last "
-                "of which then is the mask, or bring its tokenizer along"
+                f"{f'vocab_size to {self.vocab + 1}' if self.vocab else 'mask_token_id'} in its config.json, "
+                "or bring its tokenizer along"
             )
         if m.kind == "sequence" and len(specs.get(self._label, specs[wanted]).shape) != 1:
             raise DataError("a model of kind sequence needs one label per sample; choose other data")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.fill import Work, seconds, units
@@ -76,16 +76,15 @@ def work_of(
     on: Sequence[int], stages: Sequence[StageCost], act_s: Sequence[float] = (), grad_s: Sequence[float] = ()
 ) -> Work:
     """What the actions of these stages take, with the calls that they and their messages are."""
-    none, call_s = (0.0,) * len(stages), [n * s.call_s for n, s in zip(calls(on), stages, strict=True)]
-
-    def taken(of: Callable[[StageCost], float], more_s: Sequence[float]) -> tuple[float, ...]:
-        return tuple(of(stage) + more for stage, more in zip(stages, more_s, strict=True))
-
+    each, none = list(zip(stages, calls(on), strict=True)), (0.0,) * len(stages)
     return Work(
-        taken(lambda s: s.fwd_s, call_s), taken(lambda s: s.bwd_input_s, call_s),
-        taken(lambda s: s.bwd_weight_s + s.split_s + s.call_s, none),
-        taken(lambda s: s.bwd_input_s + s.bwd_weight_s, call_s), tuple(act_s) or none, tuple(grad_s) or none,
-    )  # fmt: skip
+        fwd_s=tuple(s.fwd_s + n * s.call_s for s, n in each),
+        bwd_input_s=tuple(s.bwd_input_s + n * s.call_s for s, n in each),
+        bwd_weight_s=tuple(s.bwd_weight_s + s.split_s + s.call_s for s in stages),
+        bwd_s=tuple(s.bwd_input_s + n * s.call_s + s.bwd_weight_s for s, n in each),
+        act_s=tuple(act_s) or none,
+        grad_s=tuple(grad_s) or none,
+    )
 
 
 def policies(
