@@ -58,7 +58,7 @@ def train(model: str, saves: int, folder: Path) -> None:
     from mpipipe.state.mirrors import Mirrors
     from mpipipe.state.snapshot import needed_bytes
 
-    pipe = pipeline(model, "fp32", 1, "torch", print)
+    pipe = pipeline(model, "fp32", 1, "torch")
     state = pipe.trainer.tensors()
     pipe.saver.reserve(needed_bytes({name: spec(t) for name, t in state.items()}))
 
@@ -96,7 +96,8 @@ def train(model: str, saves: int, folder: Path) -> None:
         "mirror_every": every,
         "mirror_share": round(mirror / every, 5) if every else 0.0,
     }
-    pipe.say(json.dumps({"step_s": round(step_s, 4), **figures, "writing_steps": len(writing) / saves}))
+    if pipe.rank == 0:
+        print(json.dumps({"step_s": round(step_s, 4), **figures, "writing_steps": len(writing) / saves}))
 
 
 def verified(folder: Path) -> dict[str, Any]:

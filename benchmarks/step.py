@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,13 +85,12 @@ def products(pipe: Pipeline) -> list[Call]:
 
 
 def pipeline(
-    name: str, precision: str, threads: int, bits: str, say: Callable[[str], object] = lambda line: None,
-    gemm: str = "auto",
+    name: str, precision: str, threads: int, bits: str, gemm: str = "auto"
 ) -> Pipeline:  # fmt: skip
     model, loss, data, batch, micro_batches = _images(name) if name in IMAGES else _text(name)
     return Pipeline(
         model, loss, data, OptimizerSettings(), batch=batch, micro_batches=micro_batches,
-        precision=precision, threads=threads, bits=bits, gemm=gemm, say=say,  # type: ignore[arg-type]
+        precision=precision, threads=threads, bits=bits, gemm=gemm, say=lambda line: None,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+
+from mpipipe.errors import did_you_mean, nearest
 
 COMMANDS = {
     "train": ("mpipipe.train", "train as a config says; under mpirun, on as many ranks as it starts"),
@@ -33,11 +34,8 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         lines = [f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()]
         if argv and argv[0] not in ("-h", "--help"):
-            near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-            print(
-                f"mpipipe: {argv[0]!r} is no command" + (f"; did you mean {near[0]!r}?" if near else ""),
-                file=sys.stderr,
-            )
+            meant = did_you_mean(nearest(argv[0], COMMANDS))
+            print(f"mpipipe: {argv[0]!r} is no command{meant}", file=sys.stderr)
         print("usage: python -m mpipipe <command> ...\n" + "\n".join(lines), file=sys.stderr)
         return 2
     code: int = importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])

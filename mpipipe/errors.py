@@ -7,6 +7,9 @@ any other exception is a defect and keeps its traceback.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class MpipipeError(Exception):
     """Base of every error that is the user's to mend, but for those that another start may mend."""
@@ -60,3 +63,19 @@ class UnreadableError(CheckpointError):
 
 class ReportError(MpipipeError):
     """What a run has left behind is missing, damaged or of another version."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Which of the known names is most like one that is not known; None where none is like it."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def did_you_mean(meant: str | None) -> str:
+    """What a message adds to a name that is not known, such as `nearest` gives it.
+
+    >>> "'trian' is no command" + did_you_mean(nearest("trian", ["train", "plan"]))
+    "'trian' is no command; did you mean 'train'?"
+    >>> did_you_mean(nearest("xyz", ["train", "plan"]))
+    ''
+    """
+    return "" if meant is None else f"; did you mean {meant!r}?"

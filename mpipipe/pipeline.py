@@ -58,7 +58,7 @@ from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish, check_stages
 from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
-from mpipipe.report.plan import chosen
+from mpipipe.report.plan import chosen, headline
 from mpipipe.runtime.costing import Measured, device_kind
 from mpipipe.runtime.foreign import Factory, optimizer_of
 from mpipipe.runtime.interpreter import Outcome
@@ -135,7 +135,7 @@ class Pipeline(SharedWork):
                as loses the least time; 0 = none, then a recovery begins at the start
     spares     so many ranks hold no stage, wait, and replace those that are lost, for "mpi"; with the others
                they make each call, and get what it comes to
-    say        takes the lines that are meant for people, on rank 0
+    say        takes the lines that are meant for people, on rank 0: None = print; lambda text: None = silence
 
     Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
     """
@@ -197,6 +197,7 @@ class Pipeline(SharedWork):
         super().__init__(comm, spares, recover, print if say is None else say)
         use_device(find_device(device, local_rank(comm)))
         self.val_batch, self.mirror_every, self.memory = val_batch or batch, mirror_every, memory_in_use()
+        self._said: Plan | None = None
 
         # what decides the bits
         before = Before.given(comm, resume, plan, new_numerics)
@@ -401,12 +402,20 @@ class Pipeline(SharedWork):
         return self.trainer.program
 
     def step(self, stop: bool = False) -> Step:
-        """One optimizer step on the next batch. `stop`: this rank was asked to stop, say so to all.
+        """One optimizer step on the next batch. The first one says the plan in a line. `stop`: this rank was
+        asked to stop, say so to all.
 
         Raises MpipipeError on every rank when the loss or a gradient is not finite, EndOfData where the data
         has ended, and CheckpointError when a save in the background has failed.
         """
-        return self.shared(lambda: self.timed_step(stop)[0])
+
+        def work() -> Step:
+            if self.plan is not self._said:  # at first, and where another one was made since
+                self._said = self.plan
+                self.say(headline(self.plan))
+            return self.timed_step(stop)[0]
+
+        return self.shared(work)
 
     def timed_step(self, stop: bool = False) -> tuple[Step, Outcome]:
         """As `step`, with the times of this rank's instructions; of the working ranks alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from mpipipe.cluster.ending import TimeLimit
 from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.cluster.spares import listed
+from mpipipe.cluster.started import started
 from mpipipe.cluster.watchdog import Outside, Watchdog
 from mpipipe.config import Config
 from mpipipe.errors import EndOfData
@@ -456,11 +458,10 @@ class Run:
             self.log.say(f"to go on: {self._resume()}")
 
     def _resume(self) -> str:
-        """The command line that goes on from here."""
-        ranks = self.pipe.size + self.config.run.spares
-        launcher = ["mpirun", "-n", str(ranks)] if ranks > 1 else []
+        """The command line that goes on from here, by the launcher of this start and on as many ranks."""
+        launcher = started(self.pipe.size + self.config.run.spares, os.environ)
         place = [str(self.run_dir / CONFIG), f"run.dir={self.run_dir}"]
-        return shlex.join([*launcher, "python", "-m", "mpipipe.train", *place, "--resume"])
+        return shlex.join([*launcher, sys.orig_argv[0], "-m", "mpipipe.train", *place, "--resume"])
 
 
 def _added(peaks: tuple[int, ...], copies: tuple[int, ...]) -> tuple[int, ...]:

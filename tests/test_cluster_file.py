@@ -123,7 +123,7 @@ def test_a_level_that_is_used_must_be_given(tmp_path, levels, n_ranks, words):
         (f"ranks_per_node: 0\nlinks: {{node: {LINK}}}\n", "line 2: ranks_per_node = 0; expected greater"),
         (
             f"links: {{socket: {LINK}}}\n",
-            "'links.socket' is not a key; .*valid here: core, numa, node, switch",
+            "'links.socket' is not a key.*valid here: core, numa, node, switch",
         ),
     ],
 )

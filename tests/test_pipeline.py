@@ -235,7 +235,7 @@ def test_what_is_timed_leaves_no_message_behind(monkeypatch: pytest.MonkeyPatch)
 
 def test_more_ranks_than_groups_are_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpipipe.measuring.measure", lambda *_: pytest.fail("timed"))
-    with pytest.raises(PlanError, match=r"3 stages but only 1 group.* start at most 1 rank"):
+    with pytest.raises(PlanError, match=r"3 stages, and .* 1 part at most.* start at most 1 rank,"):
         run_local(3, lambda comm: pipeline(comm, lambda: nn.Linear(FEATURES, CLASSES)))
 
 
@@ -706,6 +706,36 @@ def test_new_numerics_go_on_from_the_weights_and_the_state(saved: Path) -> None:
     assert alone(body) == 3
 
 
+def test_the_first_step_of_a_plan_says_it_in_a_line_on_rank_0() -> None:
+    def body(comm: Communicator) -> list[str]:
+        said: list[str] = []
+        pipe = pipeline(comm, schedule="1f1b", say=said.append)
+        pipe.fit(2)
+        pipe.plan = replace(pipe.plan)  # as after a recovery
+        pipe.fit(4)
+        return said
+
+    first, second = run_local(2, body)
+    line, again = first
+    assert line.startswith("plan: 1f1b, 4 micro-batches of 2, 2 stages, cut before "), line
+    assert "; predicted step " in line
+    assert (again, second) == (line, [])
+
+
+def test_say_is_called_as_print_is(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+
+    def body(comm: Communicator) -> None:
+        pipeline(comm, say=said.append).say("loss", 1.5, None)
+        printing = pipeline(comm, say=None)
+        printing.say("a", 2, sep="-")
+        printing.say()
+
+    run_local(2, body)
+    assert said == ["loss 1.5 None"]
+    assert capsys.readouterr().out == "a-2\n\n"
+
+
 def test_a_resume_that_is_not_exact_says_so(tmp_path: Path) -> None:
     def body(comm: Communicator, **how: Any) -> list[str]:
         said: list[str] = []
@@ -716,9 +746,12 @@ def test_a_resume_that_is_not_exact_says_so(tmp_path: Path) -> None:
             pipe.save(tmp_path / "saved")
         return said
 
-    assert run_local(2, body) == [[], []]
+    def notes(said: list[str]) -> list[str]:
+        return [line for line in said if not line.startswith("plan: ")]
+
+    assert [notes(said) for said in run_local(2, body)] == [[], []]
     first, second = run_local(2, lambda comm: body(comm, resume=tmp_path / "saved"))
-    assert ["not exact" in line for line in first] == [True]
+    assert ["not exact" in line for line in notes(first)] == [True]
     assert second == [], "one rank speaks"
 
 

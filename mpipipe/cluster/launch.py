@@ -44,6 +44,15 @@ SRUN = Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 LAUNCHERS = (PRTE, HYDRA, MVAPICH, SRUN)
 
 
+def launched_by(environ: Mapping[str, str]) -> tuple[Launcher, int] | None:
+    """What started this process, and how many; None: no launcher that is known."""
+    started = [(x, int(environ[x.size])) for x in LAUNCHERS if environ.get(x.size, "").isdigit()]
+    if not started:
+        return None
+    (first, n), last = started[0], started[-1]
+    return last if first == HYDRA and last == (SRUN, n) else started[0]  # srun --mpi=pmi2 speaks for Hydra
+
+
 def check_world(comm_size: int, environ: Mapping[str, str], library: str = "") -> None:
     """Raise LaunchError when this process is alone in its world but its launcher started several.
 
@@ -53,12 +62,10 @@ def check_world(comm_size: int, environ: Mapping[str, str], library: str = "") -
     """
     if comm_size != 1:
         return
-    started = [(x, int(environ[x.size])) for x in LAUNCHERS if environ.get(x.size, "").isdigit()]
-    if not started or started[0][1] <= 1:
+    found = launched_by(environ)
+    if found is None or found[1] <= 1:
         return
-    launcher, n = started[0]
-    if started[-1] == (SRUN, n) and launcher == HYDRA:  # srun --mpi=pmi2 speaks for Hydra
-        launcher = SRUN
+    launcher, n = found
     mpi = " ".join(library.split()[:3]).strip(" ,") or "unknown"
     raise LaunchError(
         f"{launcher.name} started {n} processes ({launcher.size}={n}), but each is alone in an MPI world of "

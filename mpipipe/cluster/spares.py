@@ -127,10 +127,11 @@ class SharedWork:
         """This rank is a spare; its `rank` is `size` or more."""
         return self.rank >= self.size
 
-    def say(self, text: str) -> None:
-        """For people: one rank speaks."""
+    def say(self, *values: object, sep: str = " ") -> None:
+        """For people: one rank speaks. Called as `print` is: several values are one text, with `sep` between
+        them."""
         if self.rank == 0:
-            self._say(text)
+            self._say(sep.join(map(str, values)))
 
     def say_by(self, say: Callable[[str], object]) -> None:
         """What takes the lines from here on."""

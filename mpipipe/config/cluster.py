@@ -6,7 +6,6 @@ Keys mean what they mean in `values.Cluster`; `examples/cluster.yaml` is one wit
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -18,7 +17,7 @@ from pydantic import Field, Strict, ValidationError, model_validator
 from mpipipe.config.read import lines_of, read_sections, read_text
 from mpipipe.config.sections import Above0, Count, Positive, Section, Size
 from mpipipe.config.whole import Config
-from mpipipe.errors import ConfigError, PlanError
+from mpipipe.errors import ConfigError, PlanError, did_you_mean, nearest
 from mpipipe.values import LEVELS, Cluster, Device, Gemm, Link
 
 
@@ -197,9 +196,8 @@ def _messages(error: ValidationError, source: str, lines: dict[tuple[str, ...], 
         key = ".".join(path)
         if detail["type"] == "extra_forbidden":
             valid = _valid_keys(detail["loc"])
-            near = difflib.get_close_matches(path[-1], valid, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            yield f"{place}: '{key}' is not a key; {hint}valid here: {', '.join(valid)}"
+            meant = did_you_mean(nearest(path[-1], valid))
+            yield f"{place}: '{key}' is not a key{meant} (valid here: {', '.join(valid)})"
         elif detail["type"] == "missing":
             yield f"{place}: '{key}' is missing; write it"
         elif detail["type"] == "value_error":

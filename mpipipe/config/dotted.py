@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import Any
 
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ConfigError, did_you_mean, nearest
 
 
 def resolve(key: str, dotted: str) -> Any:
@@ -25,6 +24,5 @@ def resolve(key: str, dotted: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError as error:
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "name a function or class that it defines"
-        raise ConfigError(f"{key} = {dotted}: {module.__file__} has no {name!r}; {hint}") from error
+        hint = did_you_mean(nearest(name, vars(module))) or "; name a function or class that it defines"
+        raise ConfigError(f"{key} = {dotted}: {module.__file__} has no {name!r}{hint}") from error

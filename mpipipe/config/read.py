@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mpipipe.config.whole import Config
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ConfigError, did_you_mean, nearest
 
 
 class _Loader(yaml.SafeLoader):
@@ -211,11 +210,11 @@ def _complaint(key: str, path: tuple[str, ...], details: list[ErrorDetails]) -> 
     first = details[0]
     if first["type"] == "extra_forbidden":
         valid = _valid_keys(first["loc"])
-        near = [".".join((*path[:-1], k)) for k in difflib.get_close_matches(path[-1], valid, n=1)]
-        other = [f"{s}.{path[-1]}" for s, kind in _sections().items() if path[-1] in kind.model_fields]
-        meant = [_ELSEWHERE[path[-1]]] if path[-1] in _ELSEWHERE else other + near
-        hint = f"did you mean '{meant[0]}'? " if meant else ""
-        return f"'{key}' is not a key; {hint}valid here: {', '.join(valid)}"
+        near, name = nearest(path[-1], valid), path[-1]
+        other = [f"{s}.{name}" for s, kind in _sections().items() if name in kind.model_fields]
+        here = [".".join((*path[:-1], near))] if near else []
+        meant = next(iter([_ELSEWHERE[name]] if name in _ELSEWHERE else other + here), None)
+        return f"'{key}' is not a key{did_you_mean(meant)} (valid here: {', '.join(valid)})"
     if first["type"] == "union_tag_invalid":
         ctx = first["ctx"]
         return f"{key} = {ctx['tag']!r}; expected one of {ctx['expected_tags']}"
@@ -225,9 +224,8 @@ def _complaint(key: str, path: tuple[str, ...], details: list[ErrorDetails]) -> 
         return str(first["ctx"]["error"])
     wanted = " or ".join(map(_wanted, details))
     names = [name for d in details if d["type"] == "literal_error" for name in _LITERALS.findall(_wanted(d))]
-    near = difflib.get_close_matches(str(first["input"]).lower(), names, n=1)
-    wanted += f"; did you mean {near[0]!r}?" if near else ""
-    return f"{key} = {first['input']!r} ({type(first['input']).__name__}); expected {wanted}"
+    meant = did_you_mean(nearest(str(first["input"]).lower(), names))
+    return f"{key} = {first['input']!r} ({type(first['input']).__name__}); expected {wanted}{meant}"
 
 
 def _wanted(detail: ErrorDetails) -> str:

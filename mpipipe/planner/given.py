@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import fields
 
-from mpipipe.errors import PlanError
+from mpipipe.errors import PlanError, did_you_mean, nearest
 from mpipipe.planner.copies import check_order
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import cut_indices
@@ -48,8 +47,7 @@ def check_given(
     check_ranks(layout, n_ranks, where)
     notes = list(_differences(plan.numerics, numerics, where))
     if layout.schedule not in SCHEDULES:
-        near = difflib.get_close_matches(layout.schedule, SCHEDULES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(nearest(layout.schedule, SCHEDULES))
         raise PlanError(
             f"{where} has layout.schedule = {layout.schedule!r}; expected one of {', '.join(SCHEDULES)}{hint}"
         )

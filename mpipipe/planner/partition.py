@@ -90,11 +90,15 @@ def check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> No
         raise PlanError(f"{n_stages} stages but only {n_ranks} ranks; plan at most {n_ranks} stages")
 
 
-def check_stages(n_stages: int, n_groups: int, n_copies: int = 1) -> None:
-    """Raises PlanError where a stage would have no group. n_copies: of the pipeline."""
+def check_stages(n_stages: int, n_groups: int, n_copies: int = 1, per_rank: int = 1) -> None:
+    """Raises PlanError where a stage would have no group. n_copies: of the pipeline; per_rank: stages."""
     if n_stages > n_groups:
-        each = f", {n_groups} for each replica" if n_copies > 1 else ""
+        most = n_groups // per_rank
+        each = f", {most} for each replica" if n_copies > 1 else ""
+        moves = [f"start at most {counted(most * n_copies, 'rank')}{each}"] if most else []
+        moves += ["choose a schedule with one stage on each rank"] if per_rank > 1 else []
         raise PlanError(
-            f"{n_stages} stages but only {counted(n_groups, 'group')} to cut between; start at most "
-            f"{counted(n_groups * n_copies, 'rank')}{each}"
+            f"{n_stages} stages, and this model can be cut into {counted(n_groups, 'part')} at most; an "
+            "operator is never cut, nor parted from those that belong to it, such as a linear layer from its "
+            f"activation; {', or '.join([*moves, 'train a model of more layers'])}"
         )

@@ -8,7 +8,6 @@ the result is the shortest step is not claimed, `gap` bounds what is missing.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections import Counter
@@ -19,7 +18,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.errors import DeadlockError, PlanError, did_you_mean, nearest
 from mpipipe.planner.bounds import uneven_bound_s, work_bound_s
 from mpipipe.planner.copies import (
     Copies,
@@ -135,7 +134,7 @@ class _Making:
         of_copy = costs.but(copies=n_copies)
         check_counts(of_copy, n_micro, schedule, n_each)
         n_stages = stages_on(schedule, n_each)
-        check_stages(n_stages, len(costs.groups), n_copies)
+        check_stages(n_stages, len(costs.groups), n_copies, n_stages // n_each)
         homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
         one_each = schedule if n_stages == n_each else PLAIN[0]
         levels = len(costs.cluster.in_order(range(min(n_ranks, len(costs.cluster.devices)))).spanned)
@@ -539,9 +538,9 @@ def cut_indices(layout: Layout, group_names: Sequence[str]) -> tuple[int, ...]:
     place = {name: index for index, name in enumerate(group_names)}
     for name in layout.cuts:
         if name not in place:
-            near = difflib.get_close_matches(name, group_names, n=1) or list(group_names[:1])
+            meant = nearest(name, group_names) or group_names[0]
             raise PlanError(
-                f"layout.cuts names {name!r}, which is no group of this model; did you mean {near[0]!r}?"
+                f"layout.cuts names {name!r}, which is no group of this model{did_you_mean(meant)}"
             )
     cuts = tuple(place[name] for name in layout.cuts)
     bounds(len(group_names), cuts)

@@ -41,6 +41,7 @@ _FOLDED = 16  # ranks shown at either end of a text drawing
 _ROWS_INCHES = 20.0  # all rows of a picture together
 _SECONDS_FROM_S = 10.0  # a longer drawing is in seconds
 _TICK_COLUMNS = 12  # between two marks of the time axis of a text drawing
+_SQUEEZED = 0.5  # of the longest drawing: a shorter one beside it would be hard to read
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -67,16 +68,20 @@ def draw_text(timeline: Timeline, width: int = 100, span_s: float | None = None)
 
 
 def draw_texts(timelines: Mapping[str, Timeline], width: int = 100) -> str:
-    """One under the other, each with its name, on one time axis; and what the signs mean."""
-    span_s = max((t.makespan_s for t in timelines.values()), default=0.0)
-    unit, per_s = _unit(span_s)
-    parts = [
-        f"{name}: {number(t.makespan_s * per_s)} {unit}, idle {t.bubble:.1%}\n{draw_text(t, width, span_s)}"
-        for name, t in timelines.items()
-    ]
-    for first in list(timelines.values())[:1]:
-        parts.append(" " * len(_head(first, 0)) + _axis(span_s, _columns(first, width)))
-    return "\n".join([*parts, textwrap.fill(_legend(timelines.values()), width)])
+    """One under the other, each with its name, and what the signs mean. On one time axis; each on its own,
+    as wide as the others, where one would be too narrow to be read."""
+    spans_s = [t.makespan_s for t in timelines.values()]
+    longest_s, parts = max(spans_s, default=0.0), list[str]()
+    apart = min(spans_s, default=0.0) < _SQUEEZED * longest_s
+    for i, (name, t) in enumerate(timelines.items(), 1):
+        span_s = t.makespan_s if apart else longest_s
+        unit, per_s = _unit(span_s)
+        parts.append(f"{name}: {number(t.makespan_s * per_s)} {unit}, idle {t.bubble:.1%}")
+        parts.append(draw_text(t, width, span_s))
+        if apart or i == len(timelines):
+            parts.append(" " * len(_head(t, 0)) + _axis(span_s, _columns(t, width)))
+    legend = _legend(timelines.values()) + ("; each drawing has a scale of its own" if apart else "")
+    return "\n".join([*parts, textwrap.fill(legend, width)])
 
 
 def _legend(timelines: Collection[Timeline]) -> str:

@@ -14,17 +14,30 @@ from mpipipe.planner.noise import WORTH, Noise
 from mpipipe.planner.search import cut_indices
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
-from mpipipe.values import Costs, Layout, Plan, Timeline
+from mpipipe.values import Costs, Plan, Timeline
 
 if TYPE_CHECKING:  # it imports scipy, which no run needs
     from mpipipe.planner.whole import Order
 
 _MOST_LISTED = 8  # numbers
+_MOST_CUTS = 3  # in a line
 _MOST_ROWS = 24  # of stages; more do not fit on a screen
 _HEADERS = ("stage", "from", "groups", "parameters", "F+B ms", "step ms", "send MiB")
 _NAMES = (0, 1)  # columns of text: stages, and the group that is their first
 _GIB_FROM = 10 << 30  # bytes, from where on memory is said in GiB
 _LIKE = 0.005  # relative: stages whose numbers differ by less are shown as one row
+
+
+def headline(plan: Plan) -> str:
+    """One line: what was decided, and what it should take."""
+    cuts, p = plan.layout.cuts, plan.prediction
+    unit, more = _unit(max(p.peak_bytes)), len(cuts) - _MOST_CUTS
+    before = ", ".join([*cuts[:_MOST_CUTS], *([f"{more} more"] if more > 0 else [])])
+    stages = f"{plan.layout.n_stages} stages, cut before {before}" if cuts else "one stage"
+    return (
+        f"plan: {_decided(plan)}{stages}; predicted step {_seconds(p.step_s)}, memory "
+        f"{_memory(max(p.peak_bytes), unit)} {unit} per rank at most"
+    )
 
 
 def describe(
@@ -44,13 +57,12 @@ def describe(
         row = (f"{ms:.2f}", f"{send:.2f}", memory)
         rows.append((f"{s}", names[starts[s]], f"{end - starts[s]}", *row))
     headers = ("stage", "from", "groups", "F+B ms", "send MiB", f"memory {unit}")
-    p, n = plan.prediction, plan.numerics
+    p = plan.prediction
     source: str = costs.source
     if timed is not None and timed[0] < timed[1]:
         source = f"cached, {timed[1] - timed[0]} of {timed[1]} hold,"
     return (
-        f"plan ({plan.layout.schedule}, {n.split}, {_replicas(plan.layout)}"
-        f"costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
+        f"plan ({_decided(plan)}costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
         f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}{_recomputed(plan, costs)}"
         f"predicted step {_seconds(p.step_s)}, bubble {p.bubble:.1%}; no cut is faster than "
         f"{_seconds(p.lower_bound_s)} (gap {p.gap:.1%})"
@@ -72,8 +84,11 @@ def _on_ranks(plan: Plan) -> str:
     return "".join([*lines, *more])
 
 
-def _replicas(layout: Layout) -> str:
-    return f"{replicas_text(shape_of(layout))}, " if layout.n_copies > 1 else ""
+def _decided(plan: Plan) -> str:
+    """Schedule, micro-batches, and replicas where there are some; what follows is listed behind."""
+    layout = plan.layout
+    replicas = f"{replicas_text(shape_of(layout))}, " if layout.n_copies > 1 else ""
+    return f"{layout.schedule}, {plan.numerics.split}, {replicas}"
 
 
 def _recomputed(plan: Plan, costs: Costs) -> str:
@@ -136,7 +151,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
 def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: int = 120) -> str:
     """The cut, and what a step should take. per_step: tokens or samples (`unit`) of a step."""
     folded, left_out = _folded(rows)
-    p, n = plan.prediction, plan.numerics
+    p = plan.prediction
     memory = _unit(max(p.peak_bytes))
     table = text_table((*_HEADERS, f"memory {memory}", "idle"), _with_gaps(folded, memory), width, _NAMES)
     fullest = max(range(len(p.peak_bytes)), key=p.peak_bytes.__getitem__)
@@ -144,8 +159,8 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
     return (
         f"{table}\n{more}{_on_ranks(plan)}{recomputed}\n"
-        f"step {_seconds(p.step_s)}: {number(per_step / p.step_s)} {unit}/s; {plan.layout.schedule}, "
-        f"{n.split}, {_replicas(plan.layout)}bubble {p.bubble:.1%}\n"
+        f"step {_seconds(p.step_s)}: {number(per_step / p.step_s)} {unit}/s; {_decided(plan)}"
+        f"bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
         f"most memory: rank {fullest}, {_memory(p.peak_bytes[fullest], memory)} {memory}"
     )

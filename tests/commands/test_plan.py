@@ -87,7 +87,7 @@ def test_several_levels_of_ranks_are_a_curve_on_the_same_costs(run: Plan) -> Non
     curve = from_json(Curve, Path("c.json").read_text())
     assert [level.ranks for level in curve.levels] == [1, 2, 4]
     assert [(m.ranks, m.why) for m in curve.misfits] == [
-        (n, f"{n} stages but only 7 groups to cut between") for n in (8, 16)
+        (n, f"{n} stages, and this model can be cut into 7 parts at most") for n in (8, 16)
     ]
     assert (curve.steps, curve.epoch) == (64 / 16, True)
     assert len([line for line in lines if re.match(r" +\d+  ", line)]) == 5
@@ -335,7 +335,7 @@ def test_where_only_files_tell_the_shapes_they_must_be_there(run: Plan) -> None:
         ("1 GiB", "3.8.4 GiB", r"line 1: device.memory = '3.8.4 GiB'; expected bytes, or a size"),
         (CLUSTER, "- 3\n", r"cluster.yaml: holds a list; expected sections such as 'device:'"),
         ("fp32: 1.0e+9", "fp32: fast", r"line 1: device.flops_per_s.fp32 = 'fast'; expected a valid number"),
-        ("ranks_per_node: 2", "ranks: 2", r"line 2: 'ranks' is not a key; .*valid here: device, devices"),
+        ("ranks_per_node: 2", "ranks: 2", r"line 2: 'ranks' is not a key.*valid here: device, devices"),
         ("latency_s: 1.0e-5, ", "", r"line 3: 'links.switch.latency_s' is missing"),
         ("device: {", "device: {{", r"cluster.yaml: not valid YAML"),
     ],

@@ -288,7 +288,9 @@ def test_programs_print_the_same_on_one_rank_and_on_two(launch: Launch, tmp_path
             (folder / "script.py").write_text("\n".join(b.text for b in parts))
         done = launch(ranks, "-c", EACH, *folders, cwd=tmp_path, timeout_s=300)
         assert done.returncode == 0, done.stderr
-        said.append([line for line in done.stdout.splitlines() if not line.startswith("-- ")])
+        lines = done.stdout.splitlines()
+        assert any(line.startswith("plan: ") for line in lines)
+        said.append([line for line in lines if not line.startswith(("-- ", "plan: "))])
         printed = re.split(r"^-- .*\n", done.stdout, flags=re.MULTILINE)
         assert sum(bool(text.strip()) for text in printed) >= len(folders), done.stdout
     assert said[0] == said[1]

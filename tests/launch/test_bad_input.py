@@ -154,7 +154,9 @@ def test_a_model_of_tokens_without_a_tokenizer_says_why_it_writes_nothing(
 
 def test_more_ranks_than_the_model_has_cuts(launch: Launch, folder: Path, tmp_path: Path) -> None:
     job = train(launch, folder, 2, "config.yaml", "model.hidden=[]", f"run.dir={tmp_path}/run")
-    assert "2 stages but only 1 group to cut between; start at most 1 rank" in refusal(job)
+    said = refusal(job)
+    assert "2 stages, and this model can be cut into 1 part at most; an operator is never cut" in said
+    assert "; start at most 1 rank, or train a model of more layers" in said
 
 
 def test_a_memory_limit_names_the_least_number_of_ranks_and_that_many_do(

@@ -119,10 +119,29 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch: Launch, fold
     assert job.returncode == 0, job.stderr
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 5)
-    resume = "mpirun -n 2 python -m mpipipe.train run/config.yaml run.dir=run --resume"
-    assert f"\nto go on: {resume}\n" in job.stdout
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 5
     assert len(load(folder / "run" / "checkpoint")) == 8  # weight and bias of four layers
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_line_that_goes_on_does_so_as_it_is_also_for_root_and_with_more_ranks_than_cores(
+    launch: Launch, folder: Path, ranks: int
+) -> None:
+    flags = {"MPIRUN_FLAGS": "-x MARK=as-typed"} if ranks > 1 else {}
+    stops = script(folder, IS_STOPPED.replace("self.comm.rank == 1", "self.comm.rank == 0"))
+    job = launch(ranks, stops, "config.yaml", cwd=folder, env=flags)
+    assert job.returncode == 0, job.stderr
+    line = job.stdout.partition("\nto go on: ")[2].partition("\n")[0]
+    assert line.endswith(" -m mpipipe.train run/config.yaml run.dir=run --resume")
+    assert ("-x MARK=as-typed" in line) == (ranks > 1), line
+    bare = {name: x for name, x in os.environ.items() if not name.startswith(("OMPI_", "PRTE_", "MPIRUN"))}
+    bare |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    again = subprocess.run(
+        line, shell=True, cwd=folder, env=bare, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert f"mpipipe: {ranks} rank{'s' * (ranks > 1)} x 1 thread" in again.stdout
+    assert "resuming run after 5 steps" in again.stdout
 
 
 def test_a_sigterm_to_the_launch_script_ends_cleanly(launch: Launch, folder: Path) -> None:

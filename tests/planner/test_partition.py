@@ -134,7 +134,7 @@ def test_a_schedule_that_refuses_other_numbers_of_stages_hides_the_least(monkeyp
 
 def test_counts_that_cannot_work_are_refused():
     for args, words in [
-        ((8, "1f1b", 4), "4 stages but only 3 groups"),
+        ((8, "1f1b", 4), "4 stages, and this model can be cut into 3 parts at most"),
         ((8, "1f1b", 3), "3 stages but only 2 ranks"),
         ((0, "1f1b", 2), "0 micro-batches"),
         ((8, "1f2b", 2), "'1f2b' is not known"),

@@ -37,6 +37,19 @@ def planned(costs: Costs, n_ranks: int, n_micro: int, schedule: str = "1f1b", ti
     return make_plan(costs, numerics(n_micro, tied), schedule, 4, names(costs), n_ranks)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "groups", "moves"),
+    [
+        ("1f1b", 4, 3, "; start at most 3 ranks, or train a model of more layers"),
+        ("zb-v", 2, 3, "; start at most 1 rank, or choose a schedule with one stage on each rank, or train"),
+        ("zb-v", 1, 1, "; choose a schedule with one stage on each rank, or train a model of more layers"),
+    ],
+)
+def test_more_stages_than_parts_of_the_model_are_refused_with_moves_that_help(schedule, ranks, groups, moves):
+    with pytest.raises(PlanError, match=f"this model can be cut into {groups} part.*{moves}"):
+        planned(uniform(groups, ranks), ranks, 8, schedule)
+
+
 @settings(max_examples=30, deadline=None)
 @given(problems(), st.sampled_from(PLAIN), st.sampled_from(["per_use", "eager"]))
 @pytest.mark.slow

@@ -93,6 +93,23 @@ def test_several_timelines_have_one_axis_and_a_legend(timeline: Timeline) -> Non
     ]
 
 
+def test_a_timeline_that_would_be_squeezed_beside_another_has_a_scale_of_its_own(timeline: Timeline) -> None:
+    short = replace(timeline, times=tuple((t - 10) / 1100 for t in timeline.times))
+    lines = draw_texts({"predicted": short, "measured": timeline}, width=4 + 44 + 1).splitlines()
+    assert lines == [
+        "predicted: 10 ms, idle 36.4%",
+        *PICTURE.splitlines(),
+        "    0 ms                  5",
+        "measured: 11 s, idle 36.4%",
+        *PICTURE.splitlines(),
+        "    0 s                 5                   10",
+        "0--- forward, 0=== backward, 0~~~ input gradient,",
+        "0::: weight gradient, S update, N gradient norm,",
+        "blank waiting; the numbers are micro-batches;",
+        "each drawing has a scale of its own",
+    ]
+
+
 @pytest.mark.parametrize(
     ("span_s", "marks"),
     [(0.0123, [0, 2, 4, 6, 8, 10, 12]), (1.0, [0, 200, 400, 600, 800, 1000]), (9.0, range(0, 9001, 2000))],

@@ -14,7 +14,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan
 from mpipipe.planner.alternatives import Alternative
 from mpipipe.planner.noise import Noise
-from mpipipe.report.plan import Row, against, describe, outlook, steadiness
+from mpipipe.report.plan import Row, against, describe, headline, outlook, steadiness
 from mpipipe.report.plan_file import plan_text, read_plan
 from mpipipe.values import Cluster, Costs, Device, GroupCost, Link, Numerics, Plan, Tie, from_json
 
@@ -42,6 +42,18 @@ def test_a_file_is_read_back_and_has_a_line_per_group():
     ]  # fmt: skip
     assert sum('"name": "g' in line for line in lines) == 4
     assert '      "g2"' in lines, "a cut is a line of its own"
+
+
+def test_one_line_says_what_was_decided_and_what_it_takes():
+    made = plan(2)
+    step_s, most = made.prediction.step_s, max(made.prediction.peak_bytes) / 2**20
+    assert headline(made) == (
+        "plan: 1f1b, 4 micro-batches of 4, 2 stages, cut before g2; "
+        f"predicted step {step_s:.4g} s, memory {most:.0f} MiB per rank at most"
+    )
+    whole = dataclasses.replace(made.layout, cuts=(), ranks=((0,),))
+    assert "4 micro-batches of 4, one stage; predicted" in headline(dataclasses.replace(made, layout=whole))
+    assert "6 stages, cut before g2, g4, g6, 2 more; predicted" in headline(plan(6))
 
 
 def test_a_line_says_which_stages_recompute_and_what_it_costs():

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpipipe.cluster.doctor.facts import Launch
-from mpipipe.cluster.launch import HYDRA, LAUNCHERS, SRUN, launcher_rank
+from mpipipe.cluster.launch import launched_by, launcher_rank
 from mpipipe.cluster.node import OPENMP_BINDS
 
 ASK_S = 10.0
@@ -56,9 +56,7 @@ def family(name: str) -> str:
 
 def launch(environ: Mapping[str, str]) -> Launch:
     """Before MPI starts, since it starts a process of its own (a fork beside MPI may hang)."""
-    started = [x for x in LAUNCHERS if environ.get(x.size, "").isdigit()]
-    if started == [HYDRA, SRUN] and environ[HYDRA.size] == environ[SRUN.size]:  # srun --mpi=pmi2
-        started = [SRUN]
+    started = launched_by(environ)
     mpirun = first_in(environ.get("PATH", ""))
     ask = bool(mpirun) and launcher_rank(environ) == 0
     return Launch(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from mpipipe.errors import PlanError
+from mpipipe.errors import PlanError, did_you_mean, nearest
 from mpipipe.planner.schedules.interleaved import STAGES_PER_RANK, interleaved
 from mpipipe.planner.schedules.orders import Build
 from mpipipe.planner.schedules.plain import gpipe, one_f_one_b
@@ -39,8 +38,7 @@ _stages_of_text: dict[str, tuple[int, int]] = {}  # of those from a file: stages
 def check_name(name: str) -> None:
     """Raises PlanError for a name that no schedule has."""
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(nearest(name, SCHEDULES))
         raise PlanError(f"schedule {name!r} is not known; choose one of {', '.join(SCHEDULES)}{hint}")
 
 
