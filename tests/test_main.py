@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 
 import pytest
 
-from mpipipe import __main__, train
+from mpipipe import __main__, errors, train
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,7 @@ def test_an_unknown_command_is_named(argv: list[str], says: str, capsys: pytest.
 def test_a_bad_option_is_named(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(argv) == 1
     assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_name_that_is_like_none_is_not_guessed() -> None:
+    assert doctest.testmod(errors) == (0, 2)
