@@ -248,16 +248,16 @@ def placement(schedule: str, n_ranks: int) -> tuple[int, ...]:
 
 
 def planned(case: Case, schedule: str, order: Sequence[int], copies: Copies) -> tuple[str, ...]:
-    """Where the order follows from costs, one from unlike ones: with backwards in one on the first stage,
-    where ties allow that."""
+    """Where the order follows from costs, one from unlike ones: with backwards in one on the first stage.
+    Uses of parameters that meet in each micro-batch: as if each stage had some of all before it."""
     if schedule not in PLANNED or not isinstance(copies, int) or case.micro_batches % copies:
         return ()
     place = {rank: i for i, rank in enumerate(dict.fromkeys(order))}
     stages = [StageCost(2.0 + s % 2, 3.0, 2.0, 0.0, 0, 1, 0, 0, 0, split_s=0.5) for s in range(len(order))]
-    room = [len(order) + 1] * len(place)
+    room, pairs = [len(order) + 1] * len(place), itertools.combinations(range(len(order)), 2)
     made = zb_planned(
         stages, case.micro_batches // copies, room, rank_of_stage=[place[rank] for rank in order],
-        first_whole=case.tied == "per_use",
+        tied=[(user, owner, 0.0) for owner, user in pairs if case.tied == "eager"],
     )  # fmt: skip
     return tuple(to_text(made).splitlines())
 

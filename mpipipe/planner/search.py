@@ -34,7 +34,7 @@ from mpipipe.planner.copies import (
     shape_text,
     stages_in,
 )
-from mpipipe.planner.lower import lower
+from mpipipe.planner.lower import lower, tied_pairs
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
 from mpipipe.planner.orders import Actions, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages
@@ -276,7 +276,10 @@ def with_window(
     Raises DeadlockError where none will do."""
     # 2p - 2 is what those by hand need without ties, and as many for each copy that a rank serves; one that
     # follows from costs may do all forwards first
-    most = max((4 * len(layout.cuts) + 4) * max(layout.turns), _received(layout, numerics))
+    most = max(
+        (4 * len(layout.cuts) + 4) * max(layout.turns),
+        _received(layout, numerics, stage_ties(ties, cut_indices(layout, group_names))),
+    )
 
     def proved(window: int) -> tuple[Layout, Program]:
         wider = replace(layout, receive_window=window)
@@ -303,9 +306,12 @@ def with_window(
     return found
 
 
-def _received(layout: Layout, numerics: Numerics) -> int:
+def _received(layout: Layout, numerics: Numerics, ties: Sequence[StageTie]) -> int:
     """The most activations and gradients of a step that come to a rank of a plan with its own order."""
-    return 2 * numerics.micro_batches * max(Counter(layout.order).values()) if layout.actions else 0
+    if not layout.actions:
+        return 0
+    of_ties = len(tied_pairs(ties)) if numerics.tied == "eager" else 0
+    return numerics.micro_batches * (2 * max(Counter(layout.order).values()) + of_ties)
 
 
 def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Sequence[str]) -> Plan:
