@@ -271,6 +271,7 @@ class GroupCost(Value):
     waiting_bytes: int = -1  # kept from I to W of a backward in two; -1: the whole stash
     waiting_received_bytes: int = 0  # of waiting_bytes: what earlier groups have made, and not kept so long
     waiting_grad_bytes: int = 0  # of waiting_bytes: gradients that came to the group, in all their memory
+    at_once_bytes: int = 0  # of param_bytes: trained, and their gradients come with I of a backward in two
 
     def __post_init__(self) -> None:
         if self.waiting_bytes < 0:
@@ -285,7 +286,9 @@ class GroupCost(Value):
 # what changes with the samples of a micro-batch; `act_parts` and `grad_parts` are shares of two of them
 OF_SAMPLES_S = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
 OF_SAMPLES_BYTES = tuple(
-    f.name for f in fields(GroupCost) if f.name.endswith("_bytes") and f.name != "param_bytes"
+    f.name
+    for f in fields(GroupCost)
+    if f.name.endswith("_bytes") and f.name not in ("param_bytes", "at_once_bytes")
 )
 
 
@@ -376,6 +379,8 @@ class StageCost(Value):
     waiting_bytes: int = -1  # kept from I to W, but for gradients that the stage is given; -1: the stash
     waiting_received_bytes: int = 0  # of it the received inputs
     in_two_bytes: int = 0  # as at_work_bytes, while I has the one in place of the other
+    at_once_bytes: int = 0  # of each block that I is ahead of W in: sums of gradients that do not wait
+    blocks: int = 1  # of additions, of the micro-batches of its rank
 
     def __post_init__(self) -> None:
         if self.waiting_bytes < 0:

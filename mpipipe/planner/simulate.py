@@ -74,9 +74,10 @@ def rank_memory_bytes(
     program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int, tensors: bool = False
 ) -> Int64:
     """What a rank holds during each instruction: what is fixed, its receive buffers, the rest of the stash of
-    its live micro-batches, or from I to W what waits, what is made again of a stash, gradients from one of
-    its stages to another, the message that it sent last, the largest workspace while it computes, and what
-    comes in of the sums of other copies. tensors: by what they need, not by what an allocator keeps."""
+    its live micro-batches, or from I to W what waits, what is made again of a stash, sums of blocks that I is
+    ahead in, gradients from one of its stages to another, the message that it sent last, the largest
+    workspace while it computes, and what comes in of the sums of other copies. tensors: by what they need,
+    not by what an allocator keeps."""
     n, copy = program.n_stages, program.copies_on(rank).start
     own = stages[copy * n : (copy + 1) * n]
     mine = [s for s, on in enumerate(program.copies[copy]) if on == rank]
@@ -109,6 +110,8 @@ def _rank_memory_bytes(
     workspace = workspace + np.where(codes[:, 0] == Op.I, (in_two - at_work)[codes[:, 1]], 0)
     held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + _sums_coming(codes, nbytes, alike)
     held += np.where(MAKES[codes[:, 0]], remade[codes[:, 1]], 0)
+    for s in (s for s in mine if own[s].at_once_bytes):
+        held += own[s].at_once_bytes * _blocks_ahead(codes, s, _block_starts(program, rank, own[s].blocks))
     held += _last_sent(codes, nbytes, np.array([stage.kept_bytes for stage in own], np.int64))
     for s in set(mine) & {s - 1 for s in mine}:
         held += own[s + 1].grad_bytes * _gradients_between(codes, s)
@@ -170,6 +173,26 @@ def _sums_coming(codes: Int32, nbytes: Int64, n_copies: int) -> Int64:
         if in_pairs < len(recvs):
             found[sends[in_pairs] : recvs[-1] + 1] += sums_held(n_copies) * int(nbytes[recvs[-1]])
     return found
+
+
+def _block_starts(program: Program, rank: int, blocks: int) -> list[int]:
+    """Of so many blocks of a rank, the first micro-batch of each that follows another one of its share."""
+    share, served = program.share_on(rank), program.copies_on(rank)
+    alone = {program.share(copy).start for copy in served}
+    starts = (
+        share[i] for i in range(1, len(share)) if i * blocks // len(share) > (i - 1) * blocks // len(share)
+    )
+    return [micro for micro in starts if micro not in alone]
+
+
+def _blocks_ahead(codes: Int32, stage: int, starts: Sequence[int]) -> Int64:
+    """By instruction, the blocks that I has begun before the last W of the block before: sums apart."""
+    ops, at, micro = codes[:, :3].T
+    begun, ended = np.full((2, micro.max() + 1), len(codes))
+    begins, ends = (np.flatnonzero((at == stage) & of) for of in (ops == Op.I, LEAVES[ops]))
+    begun[micro[begins]], ended[micro[ends]] = begins, ends + 1
+    ahead = [start for start in starts if begun[start] < ended[start - 1]]
+    return _between(begun[ahead], ended[[start - 1 for start in ahead]], len(codes))[:-1]
 
 
 def _gradients_between(codes: Int32, stage: int) -> Int64:

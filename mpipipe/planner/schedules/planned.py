@@ -20,7 +20,7 @@ from mpipipe.planner.schedules.orders import live_stages, two_each, v_shaped, wr
 from mpipipe.planner.schedules.v_shape import zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import calls
+from mpipipe.planner.stages import blocks_ahead, calls
 from mpipipe.values import Schedule, StageCost
 
 GAPS = (0.0, 0.5, 1.0)  # of a W; a wait that is shorter is left empty
@@ -138,13 +138,24 @@ def _room_of(
         workspace, remade = max(workspace, stage.workspace_bytes), max(remade, stage.remade_bytes)
         in_two = max(in_two, stage.in_two_bytes - stage.at_work_bytes)
     left = has - fixed - workspace - remade - messages - in_two
-    if left < each * len(own):
-        least = has - left + each * len(own)
+
+    def needs(room: int) -> int:
+        of_blocks = (
+            int(blocks_ahead(room - 1, n_micro, stages[s].blocks)) * stages[s].at_once_bytes for s in own
+        )
+        return room * each + sum(of_blocks)
+
+    if left < needs(len(own)):
+        least = has - left + needs(len(own))
         raise PlanError(
             f"rank {rank} has {size_text(has)}, and needs {size_text(least)} for one micro-batch; "
             "use smaller micro-batches, or more ranks"
         )
-    return left // each if each else n_micro * len(own)
+    room = n_micro * len(own)
+    room = min(room, left // each) if each else room
+    while needs(room) > left:
+        room -= 1
+    return room
 
 
 # -- by name -------------------------------------------------------------------------------------
