@@ -447,6 +447,7 @@ class Layout(Value):
     recompute: tuple[Recompute, ...] = ()  # by stage; () = none anywhere
     actions: tuple[str, ...] = ()  # by rank of copy 0, where the order follows from costs: "0F0,0F1,0I0,0W0"
     mirror_every: Annotated[int, Field(ge=0)] = 0  # steps between two copies on other ranks; 0 = none
+    nodes: tuple[int, ...] = ()  # of each rank, where sums of copies are added node by node; decides bits
 
     @property
     def n_stages(self) -> int:
@@ -594,6 +595,7 @@ class Placed:
     rank_of_stage: tuple[int, ...]  # in copy 0
     other_copies: tuple[tuple[int, ...], ...]  # likewise
     n_micro: int
+    nodes: tuple[int, ...]  # as of `Layout`
 
     @property
     def n_stages(self) -> int:
@@ -633,6 +635,10 @@ class Placed:
         """The ranks of its copies."""
         return tuple(dict.fromkeys(ranks[stage] for ranks in self.copies))
 
+    def nodes_of(self, stage: int) -> tuple[int, ...]:
+        """Of its copies; those of which nothing is said count as one."""
+        return tuple(self.nodes[rank] if self.nodes else 0 for rank in self.holders(stage))
+
     def chain_of(self, micro: int) -> tuple[int, ...]:
         """The rank of each stage for a micro-batch."""
         return next(ranks for c, ranks in enumerate(self.copies) if micro in self.share(c))
@@ -646,6 +652,7 @@ class Schedule(Placed):
     n_micro: int
     codes: tuple[Int32, ...]
     other_copies: tuple[tuple[int, ...], ...] = ()
+    nodes: tuple[int, ...] = ()
 
     def actions(self, rank: int) -> Iterator[Action]:
         return (Action(Op(k), s, m) for k, s, m in self.codes[rank].tolist())
@@ -662,6 +669,7 @@ class Program(Placed):
     codes: tuple[Int32, ...]
     other_copies: tuple[tuple[int, ...], ...] = ()
     eager: bool = False
+    nodes: tuple[int, ...] = ()
 
     def instrs(self, rank: int) -> list[Instr]:
         return [Instr(Op(row[0]), *row[1:]) for row in self.codes[rank].tolist()]

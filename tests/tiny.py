@@ -264,7 +264,7 @@ def planned(case: Case, schedule: str, order: Sequence[int], copies: Copies) -> 
 
 def plan_of(
     case: Case, schedule: str, cuts: Sequence[str], window: int = 3, order: Sequence[int] = (),
-    copies: Copies = 1, recompute: Sequence[Recompute] = (),
+    copies: Copies = 1, recompute: Sequence[Recompute] = (), nodes: tuple[int, ...] = (),
 ) -> Plan:  # fmt: skip
     """order: the rank of each stage in copy 0, its number if not given; further copies on further ranks.
     copies: of all stages, or of each, and then on ranks that follow each other. recompute: by stage, again
@@ -282,6 +282,7 @@ def plan_of(
         schedule,
         window,
         recompute=modes,
+        nodes=nodes,
         actions=planned(case, schedule, [of[0] for of in ranks], copies),
     )
     return Plan(case.numerics, layout, Prediction(0.0, 0.0, 0.0, (), 0.0, 0.0))
@@ -290,7 +291,7 @@ def plan_of(
 def train(
     comm: Communicator, case: Case, schedule: str = "1f1b", cuts: Sequence[str] | None = None,
     variants: Variants | None = None, window: int = 3, order: Sequence[int] = (), copies: Copies = 1,
-    recompute: Sequence[Recompute] = (),
+    recompute: Sequence[Recompute] = (), nodes: tuple[int, ...] = (),
 ) -> Result:  # fmt: skip
     """A few steps; the same result on every rank. `cuts` are even ones if not given, for as many stages as
     `order` has, or the schedule on the ranks of a copy. Collective."""
@@ -299,7 +300,7 @@ def train(
     order = order or placement(schedule, ranks_in_each(copies, comm.size))
     if cuts is None:
         cuts = even_cuts(variants.graph.groups, len(order))
-    plan = plan_of(case, schedule, cuts, window, order, copies, recompute)
+    plan = plan_of(case, schedule, cuts, window, order, copies, recompute, nodes)
     trainer = Trainer(comm, variants, plan, case.settings, case.dataset)
     outcomes, validation = [], []
     for step in range(case.steps):

@@ -24,10 +24,12 @@ from mpipipe.planner.bounds import uneven_bound_s, work_bound_s
 from mpipipe.planner.copies import (
     Copies,
     check_copies,
+    check_nodes,
     check_order,
     fastest_copy,
     largest_share,
     loaded,
+    nodes_for,
     placements,
     replicas_text,
     shape_of,
@@ -189,10 +191,11 @@ class _Making:
         """With these ranks for each stage, and the best cuts from `starts` on."""
         costs, numerics, names = self.costs, self.numerics, self.group_names
         programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], Program] = {}
+        nodes = nodes_for(costs.cluster, ranks, numerics)
 
         def laid(cuts: Cuts, actions: Actions = ()) -> tuple[Layout, Program]:
             layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
-            layout = replace(layout, actions=actions)
+            layout = replace(layout, actions=actions, nodes=nodes)
             key = stage_ties(costs.ties, cuts), actions
             if key not in programs:
                 programs[key] = with_window(layout, numerics, costs.ties, names)[1]
@@ -397,7 +400,8 @@ def program_for(
     cuts = cut_indices(layout, group_names)
     if train:
         check_copies(shape_of(layout), layout.n_ranks, numerics)
-    schedule = _order(layout, n_micro or numerics.micro_batches, train)
+    check_nodes(layout, numerics)
+    schedule = replace(_order(layout, n_micro or numerics.micro_batches, train), nodes=layout.nodes)
     program = lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
     prove(program)
     return program

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import BUCKET_BYTES, BUCKETS_AHEAD, halving, owners_for, sums_held
+from mpipipe.planner.copies import BUCKET_BYTES, BUCKETS_AHEAD, Exchange, exchange_of, halving
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
@@ -92,7 +92,7 @@ def _rank_memory_bytes(
     program: Program, own: Sequence[StageCost], mine: Sequence[int], nbytes: Int64, rank: int, tensors: bool
 ) -> Int64:
     codes, n = program.codes[rank], program.n_stages
-    alike = max((len(program.holders(s)) for s in mine), default=1)  # copies, of each of them
+    exchange = exchange_of(program.nodes_of(mine[0]) if mine else (0,))  # of each of them: they are alike
     stash, waiting, remade, at_work, in_two = np.zeros((5, n), np.int64)
     for s in mine:
         stash[s], waiting[s], remade[s] = own[s].stash_bytes, own[s].waiting_bytes, own[s].remade_bytes
@@ -108,7 +108,7 @@ def _rank_memory_bytes(
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
     workspace = at_work[codes[:, 1]] if tensors else kept
     workspace = workspace + np.where(codes[:, 0] == Op.I, (in_two - at_work)[codes[:, 1]], 0)
-    held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + _sums_coming(codes, nbytes, alike)
+    held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + _sums_coming(codes, nbytes, exchange)
     held += np.where(MAKES[codes[:, 0]], remade[codes[:, 1]], 0)
     for s in (s for s in mine if own[s].at_once_bytes):
         held += own[s].at_once_bytes * _blocks_ahead(codes, s, _block_starts(program, rank, own[s].blocks))
@@ -161,17 +161,17 @@ def _last_sent(codes: Int32, nbytes: Int64, kept: Int64) -> Int64:
     return np.where(last >= 0, nbytes[last] - np.where(twice, kept[stage[last]], 0), 0)
 
 
-def _sums_coming(codes: Int32, nbytes: Int64, n_copies: int) -> Int64:
+def _sums_coming(codes: Int32, nbytes: Int64, exchange: Exchange) -> Int64:
     """By instruction: the buckets of each exchange from its SEND_SHARD to its RECV_SHARD, and from then on to
     the stage's last one what cannot be added yet."""
     found, (ops, stage) = np.zeros(len(codes), np.int64), codes[:, :2].T
-    in_pairs = halving(n_copies).bit_length() - 1  # the first round of those
+    in_pairs = halving(exchange.n).bit_length() - 1  # the first round of those
     for s in np.unique(stage[ops == Op.RECV_SHARD]):
         sends, recvs = (np.flatnonzero((ops == op) & (stage == s)) for op in (Op.SEND_SHARD, Op.RECV_SHARD))
         for send, recv in zip(sends, recvs, strict=True):
             found[send : recv + 1] += min(int(nbytes[recv]), BUCKETS_AHEAD * BUCKET_BYTES)
         if in_pairs < len(recvs):
-            found[sends[in_pairs] : recvs[-1] + 1] += sums_held(n_copies) * int(nbytes[recvs[-1]])
+            found[sends[in_pairs] : recvs[-1] + 1] += exchange.sums_held * int(nbytes[recvs[-1]])
     return found
 
 
@@ -249,12 +249,12 @@ def _add_shards(program: Program, sizes: Sequence[Int64], shards: Int64) -> None
             nbytes[i] = sum(owned[codes[i, 1]][owner] for owner in _owners(program, rank, codes[i]))
 
 
-def _owners(program: Program, rank: int, instr: Int32) -> range:
+def _owners(program: Program, rank: int, instr: Int32) -> Sequence[int]:
     """The copies of a stage whose shards are in a message between two of them."""
     op, stage, peer = instr[[0, 1, 4]].tolist()
-    here, there, n = program.copy_on(rank), program.copy_on(peer), len(program.holders(stage))
-    to_peer = op in (Op.SEND_SHARD, Op.RECV_UPDATE)
-    return owners_for(there, here, n) if to_peer else owners_for(here, there, n)
+    here, there = program.copy_on(rank), program.copy_on(peer)
+    to_peer, exchange = op in (Op.SEND_SHARD, Op.RECV_UPDATE), exchange_of(program.nodes_of(stage))
+    return exchange.owners_for(there, here) if to_peer else exchange.owners_for(here, there)
 
 
 def _add_uses(program: Program, sizes: Sequence[Int64], ties: Sequence[StageTie]) -> None:
