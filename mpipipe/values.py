@@ -271,6 +271,7 @@ class GroupCost(Value):
     waiting_bytes: int = -1  # kept from I to W of a backward in two; -1: the whole stash
     waiting_received_bytes: int = 0  # of waiting_bytes: what earlier groups have made, and not kept so long
     waiting_grad_bytes: int = 0  # of waiting_bytes: gradients that came to the group, in all their memory
+    at_once_bytes: int = 0  # of param_bytes: trained, and their gradients come with I of a backward in two
 
     def __post_init__(self) -> None:
         if self.waiting_bytes < 0:
@@ -285,7 +286,9 @@ class GroupCost(Value):
 # what changes with the samples of a micro-batch; `act_parts` and `grad_parts` are shares of two of them
 OF_SAMPLES_S = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
 OF_SAMPLES_BYTES = tuple(
-    f.name for f in fields(GroupCost) if f.name.endswith("_bytes") and f.name != "param_bytes"
+    f.name
+    for f in fields(GroupCost)
+    if f.name.endswith("_bytes") and f.name not in ("param_bytes", "at_once_bytes")
 )
 
 
@@ -376,6 +379,8 @@ class StageCost(Value):
     waiting_bytes: int = -1  # kept from I to W, but for gradients that the stage is given; -1: the stash
     waiting_received_bytes: int = 0  # of it the received inputs
     in_two_bytes: int = 0  # as at_work_bytes, while I has the one in place of the other
+    at_once_bytes: int = 0  # of each block that I is ahead of W in: sums of gradients that do not wait
+    blocks: int = 1  # of additions, of the micro-batches of its rank
 
     def __post_init__(self) -> None:
         if self.waiting_bytes < 0:
@@ -442,6 +447,7 @@ class Layout(Value):
     recompute: tuple[Recompute, ...] = ()  # by stage; () = none anywhere
     actions: tuple[str, ...] = ()  # by rank of copy 0, where the order follows from costs: "0F0,0F1,0I0,0W0"
     mirror_every: Annotated[int, Field(ge=0)] = 0  # steps between two copies on other ranks; 0 = none
+    nodes: tuple[int, ...] = ()  # of each rank, where sums of copies are added node by node; decides bits
 
     @property
     def n_stages(self) -> int:
@@ -589,6 +595,7 @@ class Placed:
     rank_of_stage: tuple[int, ...]  # in copy 0
     other_copies: tuple[tuple[int, ...], ...]  # likewise
     n_micro: int
+    nodes: tuple[int, ...]  # as of `Layout`
 
     @property
     def n_stages(self) -> int:
@@ -628,6 +635,10 @@ class Placed:
         """The ranks of its copies."""
         return tuple(dict.fromkeys(ranks[stage] for ranks in self.copies))
 
+    def nodes_of(self, stage: int) -> tuple[int, ...]:
+        """Of its copies; those of which nothing is said count as one."""
+        return tuple(self.nodes[rank] if self.nodes else 0 for rank in self.holders(stage))
+
     def chain_of(self, micro: int) -> tuple[int, ...]:
         """The rank of each stage for a micro-batch."""
         return next(ranks for c, ranks in enumerate(self.copies) if micro in self.share(c))
@@ -641,6 +652,7 @@ class Schedule(Placed):
     n_micro: int
     codes: tuple[Int32, ...]
     other_copies: tuple[tuple[int, ...], ...] = ()
+    nodes: tuple[int, ...] = ()
 
     def actions(self, rank: int) -> Iterator[Action]:
         return (Action(Op(k), s, m) for k, s, m in self.codes[rank].tolist())
@@ -657,6 +669,7 @@ class Program(Placed):
     codes: tuple[Int32, ...]
     other_copies: tuple[tuple[int, ...], ...] = ()
     eager: bool = False
+    nodes: tuple[int, ...] = ()
 
     def instrs(self, rank: int) -> list[Instr]:
         return [Instr(Op(row[0]), *row[1:]) for row in self.codes[rank].tolist()]

@@ -1,5 +1,8 @@
-"""Three ranks: rank 0 waits for a message of rank 2, which sends it only when what ranks 0 and 1 have to do
-with each other is over. If that does not go on while rank 0 waits, all three wait for ever."""
+"""What replicas exchange: who waits for it, and what comes of it.
+
+Three ranks: rank 0 waits for a message of rank 2, which sends it only when what ranks 0 and 1 have to do with
+each other is over. If that does not go on while rank 0 waits, all three wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from tiny import Case, plan_of
+from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.planner.copies import BUCKETS_AHEAD
+from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Landing, Mailbox, Outbox, Piece, as_bytes
 from mpipipe.values import Instr, Op
 
@@ -58,6 +64,38 @@ def sums_that_leave_during_a_wait(comm: Communicator, awaited: Instr, numel: int
         comm.wait(comm.irecv(as_bytes(torch.zeros(numel)), 0, act.tag))
         _hear(comm, 1)
         comm.wait(comm.isend(as_bytes(torch.zeros(1)), 0, awaited.tag))
+
+
+def sums_of_a_step(
+    comm: Communicator, case: Case, nodes: tuple[int, ...]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of replicas on these nodes, one on each rank, on the owner of each parameter: its gradient before the
+    norm, and the sum of all that they had added up, in double precision."""
+    trainer = Trainer(
+        comm,
+        case.variants,
+        plan_of(case, "1f1b", (), copies=comm.size, nodes=nodes),
+        case.settings,
+        case.dataset,
+    )
+    interpreter, own, found = trainer.interpreter, dict[str, Tensor](), dict[str, Tensor]()
+    (stage,) = interpreter.stages.values()
+    norm, last = interpreter._handlers[Op.NORM], interpreter._handlers[Op.SEND_SHARD]
+
+    def first_shard(instr: Instr) -> None:
+        own.update({name: t.double() for name, t in stage.weights.grad.items() if name not in own})
+        last(instr)
+
+    def before_norm(instr: Instr) -> None:
+        found.update(
+            {n: t.clone() for group in stage.weights.own_groups for n, t in group.grad.views.items()}
+        )
+        norm(instr)
+
+    interpreter._handlers |= {Op.SEND_SHARD: first_shard, Op.NORM: before_norm}
+    trainer.step(0)
+    every = comm.allgather_object(own)
+    return {name: (t, sum(of[name] for of in every)) for name, t in found.items()}
 
 
 def _wait(mailbox: Mailbox, awaited: Instr) -> None:

@@ -248,23 +248,23 @@ def placement(schedule: str, n_ranks: int) -> tuple[int, ...]:
 
 
 def planned(case: Case, schedule: str, order: Sequence[int], copies: Copies) -> tuple[str, ...]:
-    """Where the order follows from costs, one from unlike ones: with backwards in one on the first stage,
-    where ties allow that."""
+    """Where the order follows from costs, one from unlike ones: with backwards in one on the first stage.
+    Uses of parameters that meet in each micro-batch: as if each stage had some of all before it."""
     if schedule not in PLANNED or not isinstance(copies, int) or case.micro_batches % copies:
         return ()
     place = {rank: i for i, rank in enumerate(dict.fromkeys(order))}
     stages = [StageCost(2.0 + s % 2, 3.0, 2.0, 0.0, 0, 1, 0, 0, 0, split_s=0.5) for s in range(len(order))]
-    room = [len(order) + 1] * len(place)
+    room, pairs = [len(order) + 1] * len(place), itertools.combinations(range(len(order)), 2)
     made = zb_planned(
         stages, case.micro_batches // copies, room, rank_of_stage=[place[rank] for rank in order],
-        first_whole=case.tied == "per_use",
+        tied=[(user, owner, 0.0) for owner, user in pairs if case.tied == "eager"],
     )  # fmt: skip
     return tuple(to_text(made).splitlines())
 
 
 def plan_of(
     case: Case, schedule: str, cuts: Sequence[str], window: int = 3, order: Sequence[int] = (),
-    copies: Copies = 1, recompute: Sequence[Recompute] = (),
+    copies: Copies = 1, recompute: Sequence[Recompute] = (), nodes: tuple[int, ...] = (),
 ) -> Plan:  # fmt: skip
     """order: the rank of each stage in copy 0, its number if not given; further copies on further ranks.
     copies: of all stages, or of each, and then on ranks that follow each other. recompute: by stage, again
@@ -282,6 +282,7 @@ def plan_of(
         schedule,
         window,
         recompute=modes,
+        nodes=nodes,
         actions=planned(case, schedule, [of[0] for of in ranks], copies),
     )
     return Plan(case.numerics, layout, Prediction(0.0, 0.0, 0.0, (), 0.0, 0.0))
@@ -290,7 +291,7 @@ def plan_of(
 def train(
     comm: Communicator, case: Case, schedule: str = "1f1b", cuts: Sequence[str] | None = None,
     variants: Variants | None = None, window: int = 3, order: Sequence[int] = (), copies: Copies = 1,
-    recompute: Sequence[Recompute] = (),
+    recompute: Sequence[Recompute] = (), nodes: tuple[int, ...] = (),
 ) -> Result:  # fmt: skip
     """A few steps; the same result on every rank. `cuts` are even ones if not given, for as many stages as
     `order` has, or the schedule on the ranks of a copy. Collective."""
@@ -299,7 +300,7 @@ def train(
     order = order or placement(schedule, ranks_in_each(copies, comm.size))
     if cuts is None:
         cuts = even_cuts(variants.graph.groups, len(order))
-    plan = plan_of(case, schedule, cuts, window, order, copies, recompute)
+    plan = plan_of(case, schedule, cuts, window, order, copies, recompute, nodes)
     trainer = Trainer(comm, variants, plan, case.settings, case.dataset)
     outcomes, validation = [], []
     for step in range(case.steps):

@@ -153,14 +153,15 @@ py::tuple misfit(Partition& partition) {
 PYBIND11_MODULE(_planner, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.doc() = "Hot loops of mpipipe.planner.";
-    m.attr("version") = "4";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    m.attr("version") = "5";  // of the functions below; mpipipe/planner/native.py asks for the same one
     m.def("match", match_messages);
     m.def("prove", prove_program);
     using Seconds = std::vector<double>;
     py::class_<Work>(m, "Work").def(py::init([](std::vector<int32_t> rank_of_stage, Seconds fwd_s, Seconds bwd_input_s,
-                                                Seconds bwd_weight_s, Seconds bwd_s, Seconds act_s, Seconds grad_s) {
+                                                Seconds bwd_weight_s, Seconds bwd_s, Seconds act_s, Seconds grad_s,
+                                                std::vector<Use> tied) {
         return Work{std::move(rank_of_stage), std::move(fwd_s), std::move(bwd_input_s), std::move(bwd_weight_s),
-                    std::move(bwd_s), std::move(act_s), std::move(grad_s)};
+                    std::move(bwd_s), std::move(act_s), std::move(grad_s), std::move(tied)};
     }));
     py::class_<Policy>(m, "Policy").def(py::init([](bool forwards_first, bool last_backward_first, bool first_whole,
                                                     double least_gap, std::vector<int32_t> room) {

@@ -20,7 +20,7 @@ class Lister {
     Lister(const Work& work, int32_t n_micro, const Policy& policy)
         : work_(work), policy_(policy), n_stages_(static_cast<int32_t>(work.fwd_s.size())), n_micro_(n_micro),
           ranks_(policy.room.size()), forwards_(n_stages_, 0), backwards_(n_stages_, 0),
-          forward_end_(int64_t{n_stages_} * n_micro, never), backward_end_(forward_end_) {
+          forward_end_(int64_t{n_stages_} * n_micro, never), backward_end_(forward_end_), weight_end_(forward_end_) {
         for (int32_t stage = 0; stage < n_stages_; ++stage) ranks_[work.rank_of_stage[stage]].stages.push_back(stage);
         for (Rank& rank : ranks_) prefer(rank);
         for (size_t rank = 0; rank < ranks_.size(); ++rank) decide(rank);
@@ -85,7 +85,19 @@ class Lister {
         if (micro == n_micro_ || micro >= forwards_[stage]) return never;
         const double own_s = end_of(forward_end_, stage, micro);
         if (stage == n_stages_ - 1) return own_s;
-        return std::max(own_s, end_of(backward_end_, stage + 1, micro) + work_.grad_s[stage + 1]);
+        const double after_s = end_of(backward_end_, stage + 1, micro) + work_.grad_s[stage + 1];
+        return std::max({own_s, after_s, is_whole(stage) ? uses_s(stage, micro) : 0.0});
+    }
+
+    bool is_whole(int32_t stage) const { return stage == 0 && policy_.first_whole; }
+
+    // When the gradients of other uses of what a stage owns are there.
+    double uses_s(int32_t stage, int32_t micro) const {
+        double last_s = 0.0;
+        for (const auto& [user, owner, sent_s] : work_.tied) {
+            if (owner == stage) last_s = std::max(last_s, end_of(weight_end_, user, micro) + sent_s);
+        }
+        return last_s;
     }
 
     void decide(size_t r) {
@@ -100,9 +112,10 @@ class Lister {
             if (ready_s < first.start_s) first = {ready_s, kind, stage};
         }
         if (rank.paid < rank.owed.size()) {
-            const int32_t stage = rank.owed[rank.paid].first;
-            if (first.start_s - rank.clock_s >= policy_.least_gap * work_.bwd_weight_s[stage]) {
-                first = {rank.clock_s, W, stage};
+            const auto [stage, micro] = rank.owed[rank.paid];
+            const double start_s = std::max(rank.clock_s, uses_s(stage, micro));
+            if (start_s < never && first.start_s - start_s >= policy_.least_gap * work_.bwd_weight_s[stage]) {
+                first = {start_s, W, stage};
             }
         }
         rank.next = first;
@@ -121,20 +134,26 @@ class Lister {
             row[2] = rank.owed[rank.paid++].second;
             --rank.held;
             rank.clock_s = start_s + work_.bwd_weight_s[stage];
+            weight_end_[int64_t{stage} * n_micro_ + row[2]] = rank.clock_s;
         } else {
             row[2] = backwards_[stage]++;
-            const bool whole = stage == 0 && policy_.first_whole;
-            if (whole) {
+            if (is_whole(stage)) {
                 row[0] = B;
                 --rank.held;
             } else {
                 rank.owed.emplace_back(stage, row[2]);
             }
-            rank.clock_s = start_s + (whole ? work_.bwd_s : work_.bwd_input_s)[stage];
+            rank.clock_s = start_s + (is_whole(stage) ? work_.bwd_s : work_.bwd_input_s)[stage];
             backward_end_[int64_t{stage} * n_micro_ + row[2]] = rank.clock_s;
         }
         decide(r);
-        const int32_t told = kind == F ? stage + 1 : kind == I ? stage - 1 : -1;
+        if (kind == W) {
+            for (const auto& [user, owner, sent_s] : work_.tied) {
+                if (user == stage) decide(work_.rank_of_stage[owner]);
+            }
+            return row;
+        }
+        const int32_t told = kind == F ? stage + 1 : stage - 1;
         if (told >= 0 && told < n_stages_) decide(work_.rank_of_stage[told]);
         return row;
     }
@@ -144,7 +163,7 @@ class Lister {
     const int32_t n_stages_, n_micro_;
     std::vector<Rank> ranks_;
     std::vector<int32_t> forwards_, backwards_;  // by stage, how many are done
-    std::vector<double> forward_end_, backward_end_;
+    std::vector<double> forward_end_, backward_end_, weight_end_;
 };
 
 }  // namespace

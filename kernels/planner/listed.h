@@ -4,14 +4,19 @@
 
 #include <array>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 namespace mpipipe::planner {
 
-// Seconds by stage, and the rank of each (listed.py: Work).
+// The stage of a user, that of its owner, seconds of its message (fill.py: Use).
+using Use = std::tuple<int32_t, int32_t, double>;
+
+// Seconds by stage, and the rank of each (fill.py: Work).
 struct Work {
     std::vector<int32_t> rank_of_stage;
     std::vector<double> fwd_s, bwd_input_s, bwd_weight_s, bwd_s, act_s, grad_s;
+    std::vector<Use> tied;
 };
 
 // listed.py: Policy.

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mpipipe.graph.anatomy import Anatomy, output_specs
+from mpipipe.graph.anatomy import Anatomy, needs_grad, output_specs, spec_of
 from mpipipe.graph.groups import group_of
 from mpipipe.graph.profile import Piece, Remade, Sample
+from mpipipe.graph.split import split
 from mpipipe.values import GroupCost
 
 
@@ -36,7 +37,7 @@ def group_costs(
     seen: set[fx.Node] = set()
     waiting: set[fx.Node] = set()  # of all groups so far, for their weight gradients
     again, remade = _remade(anatomy, parts, samples)
-    beside = _beside(parts, samples)
+    beside, at_once = _beside(parts, samples), _at_once(anatomy, parts)
     out = []
     for piece, position in zip(parts, ends, strict=True):
         s = samples[piece.key].times(fill)
@@ -63,7 +64,7 @@ def group_costs(
                 sum(b for n, b in sizes.items() if anatomy.root(n) in seen),
                 tuple(sizes.values()) if len(sizes) > 1 else (), tuple(grads) if len(grads) > 1 else (),
                 waits.own_bytes + sum(late.values()) + late_grads,
-                sum(b for r, b in late.items() if r in from_before), late_grads,
+                sum(b for r, b in late.items() if r in from_before), late_grads, at_once[piece.key],
             )
         )  # fmt: skip
     return tuple(out)
@@ -102,6 +103,17 @@ def _beside(parts: Sequence[Piece], samples: dict[str, Sample]) -> Counter[fx.No
             if waiting:
                 last = max(waiting, key=late.__getitem__)
                 found[last] += nbytes - _nbytes(last)
+    return found
+
+
+def _at_once(anatomy: Anatomy, parts: Sequence[Piece]) -> dict[str, int]:
+    """By key, bytes of the trained weights whose gradients do not wait for W."""
+    found = dict[str, int]()
+    for piece in parts:
+        if piece.key not in found:
+            late = split(piece.code).deferred or frozenset()
+            nodes = [anatomy.node_of_param[leaf[0]] for leaf in piece.code.leaves if leaf not in late]
+            found[piece.key] = sum(spec_of(n).nbytes for n in nodes if needs_grad(n))
     return found
 
 

@@ -14,7 +14,7 @@ around W. SEND_GRAD comes before SEND_TIED, it is what the other ranks wait for.
 
 Where there are copies of a stage, each owns some of its parameters. SHARD carries to it the
 gradients that other copies have for them, UPDATE the updated weights back: a stage's copies meet in pairs,
-in the rounds of `partners`, and exchange them (SEND and RECV). So all ranks go through the same
+in the rounds of `Exchange.partners`, and exchange them (SEND and RECV). So all ranks go through the same
 rounds, and a copy is given the gradients in an order in which it can add them in their binary tree at once.
 Copy 0 owns the tied parameters: the gradients of their other uses come to it within copy 0.
 
@@ -43,7 +43,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.copies import partners
+from mpipipe.planner.copies import exchange_of
 from mpipipe.planner.schedules import stages_of_ranks
 from mpipipe.planner.stages import StageTie
 from mpipipe.values import Action, Instr, Int32, Op, Program, Schedule
@@ -87,7 +87,7 @@ def lower(
         codes.append(_written(actions, stages, wires, tied == "eager", behind, last))
     return Program(
         schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes), schedule.other_copies,
-        tied == "eager",
+        tied == "eager", schedule.nodes,
     )  # fmt: skip
 
 
@@ -181,7 +181,8 @@ class _Wires:
         if send == Op.SEND_UPDATE:
             channel += self.n_stages
         holders = self.order.holders(stage)
-        found = list(partners(holders.index(self.rank_of_stage[stage]), len(holders)))
+        copy = holders.index(self.rank_of_stage[stage])
+        found = list(exchange_of(self.order.nodes_of(stage)).partners(copy))
         if send == Op.SEND_UPDATE:
             found.reverse()
         return [

@@ -29,7 +29,7 @@ class Many:
     def __init__(self, plan: Plan, costs: Costs, factors: Float64) -> None:
         layout, n_micro = plan.layout, plan.numerics.micro_batches
         ranks = tuple((stage,) for stage in range(layout.n_stages))
-        self.plan = replace(plan, layout=replace(layout, ranks=ranks))
+        self.plan = replace(plan, layout=replace(layout, ranks=ranks, nodes=()))
         self.costs, self.factors = in_order(costs, layout.order), factors
         self._ranges = Ranges(costs, layout.receive_window, n_micro, plan.numerics.tied)
         order = SCHEDULES[layout.schedule](layout.n_stages, n_micro)

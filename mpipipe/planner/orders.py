@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import largest_share
+from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.schedules import (
     BY_HAND,
     build,
@@ -18,13 +19,15 @@ from mpipipe.planner.schedules import (
     to_text,
     work_of,
 )
+from mpipipe.planner.schedules.fill import Use
 from mpipipe.planner.schedules.listed import Policy, listed_seconds
-from mpipipe.planner.stages import in_order, stage_costs
+from mpipipe.planner.stages import in_order, stage_costs, stage_ties
 from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost
 
 Actions = tuple[str, ...]
 Cuts = tuple[int, ...]
-Messages = tuple[list[float], list[float]]  # by stage, seconds: to the next one, and to the one before
+# Seconds by stage, to the next one and to the one before; and those of tied parameters.
+Messages = tuple[list[float], list[float], list[Use]]
 _FEW = 24  # policies with which cuts are compared: the best ones of the cuts to begin with
 _LEAST = {"zb-planned": "1f1b", "v-planned": "v-half", "interleaved-planned": "interleaved"}  # of memory
 
@@ -46,8 +49,8 @@ class Orders:
         of_rank = {self._on[s]: min(room[rank] for rank in on) for s, on in enumerate(layout.ranks)}
         self._room = [of_rank[rank] for rank in range(len(place))]
         self._endless = [len(self._on) * self._n_micro] * len(place)  # stashes
-        # With uses on one rank, each gradient of another use comes before that of the first stage's own.
-        self._first_whole = not (numerics.tied == "eager" and costs.ties and len(place) < len(self._on))
+        self._cluster, self._order = cluster, layout.order
+        self._ties = costs.ties if numerics.tied == "eager" else ()  # which meet in each micro-batch
 
     def shortest(self, cuts: Cuts) -> Iterator[Actions]:
         """Of each number of stashes, those first that should take least; without recomputation. Whether they
@@ -81,7 +84,7 @@ class Orders:
     def near(self, starts: Sequence[Cuts]) -> Cuts:
         """From the best of these cuts on, one moved by a group or two at a time, those whose order and update
         take least. Memory is not looked at."""
-        every = list(policies(self._on, self._n_micro, self._endless, self._first_whole))
+        every = list(policies(self._on, self._n_micro, self._endless))
         all_s = {cuts: self._seconds(cuts, every) for cuts in starts}
         cuts = min(starts, key=lambda cuts: min(all_s[cuts]))
         best = sorted(range(len(every)), key=all_s[cuts].__getitem__)[:_FEW]
@@ -110,7 +113,7 @@ class Orders:
 
     def _least_s(self, cuts: Cuts) -> float:
         """No order of these takes less: a rank waits for its first input, then does its work."""
-        stages, (act_s, _) = self._stages(cuts, "none")
+        stages, (act_s, *_) = self._stages(cuts, "none")
         comes_s = itertools.accumulate(
             (stage.fwd_s + sent_s for stage, sent_s in zip(stages, act_s, strict=True)), initial=0.0
         )
@@ -130,7 +133,11 @@ class Orders:
         stages = stage_costs(self._placed, cuts, (mode,) * len(self._on))
         act_s = [link.seconds(s.act_bytes) for link, s in zip(self._links, stages[:-1], strict=True)]
         grad_s = [link.seconds(s.grad_bytes) for link, s in zip(self._links, stages[1:], strict=True)]
-        return stages, ([*act_s, 0.0], [0.0, *grad_s])
+        tied = [
+            (user, owner, self._cluster.link(self._order[user], self._order[owner]).seconds(nbytes))
+            for (user, owner), nbytes in tied_pairs(stage_ties(self._ties, cuts)).items()
+        ]
+        return stages, ([*act_s, 0.0], [0.0, *grad_s], tied)
 
     def _built(self, name: str) -> Iterator[Actions]:
         with suppress(PlanError):  # not for so many micro-batches
@@ -147,7 +154,7 @@ class Orders:
         """most: stashes of each rank."""
         stages, messages = self._stages(cuts, mode)
         work = work_of(self._on, stages, *messages)
-        return planned_by_room(self._on, self._n_micro, work, most, self._first_whole)
+        return planned_by_room(self._on, self._n_micro, work, most)
 
 
 def _inside(cuts: Cuts, n_groups: int) -> bool:

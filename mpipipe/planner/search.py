@@ -23,17 +23,19 @@ from mpipipe.planner.bounds import uneven_bound_s, work_bound_s
 from mpipipe.planner.copies import (
     Copies,
     check_copies,
+    check_nodes,
     check_order,
     fastest_copy,
     largest_share,
     loaded,
+    nodes_for,
     placements,
     replicas_text,
     shape_of,
     shape_text,
     stages_in,
 )
-from mpipipe.planner.lower import lower
+from mpipipe.planner.lower import lower, tied_pairs
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
 from mpipipe.planner.orders import Actions, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages
@@ -188,10 +190,11 @@ class _Making:
         """With these ranks for each stage, and the best cuts from `starts` on."""
         costs, numerics, names = self.costs, self.numerics, self.group_names
         programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], Program] = {}
+        nodes = nodes_for(costs.cluster, ranks, numerics)
 
         def laid(cuts: Cuts, actions: Actions = ()) -> tuple[Layout, Program]:
             layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
-            layout = replace(layout, actions=actions)
+            layout = replace(layout, actions=actions, nodes=nodes)
             key = stage_ties(costs.ties, cuts), actions
             if key not in programs:
                 programs[key] = with_window(layout, numerics, costs.ties, names)[1]
@@ -275,7 +278,10 @@ def with_window(
     Raises DeadlockError where none will do."""
     # 2p - 2 is what those by hand need without ties, and as many for each copy that a rank serves; one that
     # follows from costs may do all forwards first
-    most = max((4 * len(layout.cuts) + 4) * max(layout.turns), _received(layout, numerics))
+    most = max(
+        (4 * len(layout.cuts) + 4) * max(layout.turns),
+        _received(layout, numerics, stage_ties(ties, cut_indices(layout, group_names))),
+    )
 
     def proved(window: int) -> tuple[Layout, Program]:
         wider = replace(layout, receive_window=window)
@@ -302,9 +308,12 @@ def with_window(
     return found
 
 
-def _received(layout: Layout, numerics: Numerics) -> int:
+def _received(layout: Layout, numerics: Numerics, ties: Sequence[StageTie]) -> int:
     """The most activations and gradients of a step that come to a rank of a plan with its own order."""
-    return 2 * numerics.micro_batches * max(Counter(layout.order).values()) if layout.actions else 0
+    if not layout.actions:
+        return 0
+    of_ties = len(tied_pairs(ties)) if numerics.tied == "eager" else 0
+    return numerics.micro_batches * (2 * max(Counter(layout.order).values()) + of_ties)
 
 
 def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Sequence[str]) -> Plan:
@@ -390,7 +399,8 @@ def program_for(
     cuts = cut_indices(layout, group_names)
     if train:
         check_copies(shape_of(layout), layout.n_ranks, numerics)
-    schedule = _order(layout, n_micro or numerics.micro_batches, train)
+    check_nodes(layout, numerics)
+    schedule = replace(_order(layout, n_micro or numerics.micro_batches, train), nodes=layout.nodes)
     program = lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
     prove(program)
     return program

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import BUCKET_BYTES, BUCKETS_AHEAD, halving, owners_for, sums_held
+from mpipipe.planner.copies import BUCKET_BYTES, BUCKETS_AHEAD, Exchange, exchange_of, halving
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.prove import prove
@@ -74,9 +74,10 @@ def rank_memory_bytes(
     program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64], rank: int, tensors: bool = False
 ) -> Int64:
     """What a rank holds during each instruction: what is fixed, its receive buffers, the rest of the stash of
-    its live micro-batches, or from I to W what waits, what is made again of a stash, gradients from one of
-    its stages to another, the message that it sent last, the largest workspace while it computes, and what
-    comes in of the sums of other copies. tensors: by what they need, not by what an allocator keeps."""
+    its live micro-batches, or from I to W what waits, what is made again of a stash, sums of blocks that I is
+    ahead in, gradients from one of its stages to another, the message that it sent last, the largest
+    workspace while it computes, and what comes in of the sums of other copies. tensors: by what they need,
+    not by what an allocator keeps."""
     n, copy = program.n_stages, program.copies_on(rank).start
     own = stages[copy * n : (copy + 1) * n]
     mine = [s for s, on in enumerate(program.copies[copy]) if on == rank]
@@ -91,7 +92,7 @@ def _rank_memory_bytes(
     program: Program, own: Sequence[StageCost], mine: Sequence[int], nbytes: Int64, rank: int, tensors: bool
 ) -> Int64:
     codes, n = program.codes[rank], program.n_stages
-    alike = max((len(program.holders(s)) for s in mine), default=1)  # copies, of each of them
+    exchange = exchange_of(program.nodes_of(mine[0]) if mine else (0,))  # of each of them: they are alike
     stash, waiting, remade, at_work, in_two = np.zeros((5, n), np.int64)
     for s in mine:
         stash[s], waiting[s], remade[s] = own[s].stash_bytes, own[s].waiting_bytes, own[s].remade_bytes
@@ -107,8 +108,10 @@ def _rank_memory_bytes(
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
     workspace = at_work[codes[:, 1]] if tensors else kept
     workspace = workspace + np.where(codes[:, 0] == Op.I, (in_two - at_work)[codes[:, 1]], 0)
-    held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + _sums_coming(codes, nbytes, alike)
+    held = stashes(codes, stash[codes[:, 1]], waiting[codes[:, 1]]) + _sums_coming(codes, nbytes, exchange)
     held += np.where(MAKES[codes[:, 0]], remade[codes[:, 1]], 0)
+    for s in (s for s in mine if own[s].at_once_bytes):
+        held += own[s].at_once_bytes * _blocks_ahead(codes, s, _block_starts(program, rank, own[s].blocks))
     held += _last_sent(codes, nbytes, np.array([stage.kept_bytes for stage in own], np.int64))
     for s in set(mine) & {s - 1 for s in mine}:
         held += own[s + 1].grad_bytes * _gradients_between(codes, s)
@@ -158,18 +161,38 @@ def _last_sent(codes: Int32, nbytes: Int64, kept: Int64) -> Int64:
     return np.where(last >= 0, nbytes[last] - np.where(twice, kept[stage[last]], 0), 0)
 
 
-def _sums_coming(codes: Int32, nbytes: Int64, n_copies: int) -> Int64:
+def _sums_coming(codes: Int32, nbytes: Int64, exchange: Exchange) -> Int64:
     """By instruction: the buckets of each exchange from its SEND_SHARD to its RECV_SHARD, and from then on to
     the stage's last one what cannot be added yet."""
     found, (ops, stage) = np.zeros(len(codes), np.int64), codes[:, :2].T
-    in_pairs = halving(n_copies).bit_length() - 1  # the first round of those
+    in_pairs = halving(exchange.n).bit_length() - 1  # the first round of those
     for s in np.unique(stage[ops == Op.RECV_SHARD]):
         sends, recvs = (np.flatnonzero((ops == op) & (stage == s)) for op in (Op.SEND_SHARD, Op.RECV_SHARD))
         for send, recv in zip(sends, recvs, strict=True):
             found[send : recv + 1] += min(int(nbytes[recv]), BUCKETS_AHEAD * BUCKET_BYTES)
         if in_pairs < len(recvs):
-            found[sends[in_pairs] : recvs[-1] + 1] += sums_held(n_copies) * int(nbytes[recvs[-1]])
+            found[sends[in_pairs] : recvs[-1] + 1] += exchange.sums_held * int(nbytes[recvs[-1]])
     return found
+
+
+def _block_starts(program: Program, rank: int, blocks: int) -> list[int]:
+    """Of so many blocks of a rank, the first micro-batch of each that follows another one of its share."""
+    share, served = program.share_on(rank), program.copies_on(rank)
+    alone = {program.share(copy).start for copy in served}
+    starts = (
+        share[i] for i in range(1, len(share)) if i * blocks // len(share) > (i - 1) * blocks // len(share)
+    )
+    return [micro for micro in starts if micro not in alone]
+
+
+def _blocks_ahead(codes: Int32, stage: int, starts: Sequence[int]) -> Int64:
+    """By instruction, the blocks that I has begun before the last W of the block before: sums apart."""
+    ops, at, micro = codes[:, :3].T
+    begun, ended = np.full((2, micro.max() + 1), len(codes))
+    begins, ends = (np.flatnonzero((at == stage) & of) for of in (ops == Op.I, LEAVES[ops]))
+    begun[micro[begins]], ended[micro[ends]] = begins, ends + 1
+    ahead = [start for start in starts if begun[start] < ended[start - 1]]
+    return _between(begun[ahead], ended[[start - 1 for start in ahead]], len(codes))[:-1]
 
 
 def _gradients_between(codes: Int32, stage: int) -> Int64:
@@ -226,12 +249,12 @@ def _add_shards(program: Program, sizes: Sequence[Int64], shards: Int64) -> None
             nbytes[i] = sum(owned[codes[i, 1]][owner] for owner in _owners(program, rank, codes[i]))
 
 
-def _owners(program: Program, rank: int, instr: Int32) -> range:
+def _owners(program: Program, rank: int, instr: Int32) -> Sequence[int]:
     """The copies of a stage whose shards are in a message between two of them."""
     op, stage, peer = instr[[0, 1, 4]].tolist()
-    here, there, n = program.copy_on(rank), program.copy_on(peer), len(program.holders(stage))
-    to_peer = op in (Op.SEND_SHARD, Op.RECV_UPDATE)
-    return owners_for(there, here, n) if to_peer else owners_for(here, there, n)
+    here, there = program.copy_on(rank), program.copy_on(peer)
+    to_peer, exchange = op in (Op.SEND_SHARD, Op.RECV_UPDATE), exchange_of(program.nodes_of(stage))
+    return exchange.owners_for(there, here) if to_peer else exchange.owners_for(here, there)
 
 
 def _add_uses(program: Program, sizes: Sequence[Int64], ties: Sequence[StageTie]) -> None:

@@ -18,8 +18,10 @@ workspace, with the gradients that come to the group and those that pass it by, 
 gradients that come to the last group are messages.
 
 `whole` and `late` are the micro-batches whose stash the schedule keeps, and those that I has left and whose
-weight gradients wait for W, at the same time. With recomputation a part of the stash, `remade`, is let go
-after F, and made again in B, or I. That takes the seconds of `remade_s` on top of those of the backward.
+weight gradients wait for W, at the same time. Those that come with I cannot be added to the sums of a
+block while others still wait for those of the one before: each block that I is ahead in has its own, of
+`at_once_bytes`. With recomputation a part of the stash, `remade`, is let go after F, and made again in B, or
+I. That takes the seconds of `remade_s` on top of those of the backward.
 """
 
 from __future__ import annotations
@@ -69,8 +71,11 @@ class Ending:
     waiting_bytes: Int64
     waiting_received_bytes: Int64
     in_two_bytes: Int64
+    at_once_bytes: Int64
     act_bytes: Int64  # that it receives
     grad_bytes: int  # that it receives
+    n_micro: int
+    blocks: int  # of these micro-batches
 
     @property
     def seconds(self) -> Float64:
@@ -85,6 +90,7 @@ class Ending:
         held += (whole + late).max(axis=-2) * self.act_bytes + late.max(axis=-2) * self.grad_bytes  # buffers
         in_two = np.where(late.any(axis=-2), np.maximum(0, self.in_two_bytes - self.at_work_bytes), 0)
         once = self.remade_bytes + self.grad_bytes + self.workspace_bytes + self.message_bytes + in_two
+        once += blocks_ahead(late.max(axis=-2), self.n_micro, self.blocks) * self.at_once_bytes
         return np.asarray(self.fixed_bytes + held + once, np.int64)
 
 
@@ -113,6 +119,7 @@ class Ranges:
         self.window = min(receive_window, n_micro)
         self.tied_window = receive_window
         self.tied_repeats = n_micro if tied == "eager" else 1
+        self.n_micro, self.blocks = n_micro, max(1, costs.blocks // costs.copies)
         c = costs.columns
         self.fwd_s, self.bwd_input_s = c["fwd_s"], c["bwd_input_s"]
         self.bwd_weight_s = c["bwd_weight_s"]
@@ -128,7 +135,7 @@ class Ranges:
         self.workspace_bytes, self._at_work_bytes = c["workspace_bytes"], c["at_work_bytes"]
         self._stashed = np.cumsum(self.stash_bytes)  # after each group
         self._waiting_bytes, self._late_grads = c["waiting_bytes"], c["waiting_grad_bytes"]
-        self._waiting = np.cumsum(self._waiting_bytes)
+        self._waiting, self._at_once_bytes = np.cumsum(self._waiting_bytes), c["at_once_bytes"]
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
         self.grad_in = np.concatenate([c["grad_bytes"][:-1], [0]])
         self._received = np.minimum(c["received_bytes"], self.act_in)  # by the first group, kept by it
@@ -173,8 +180,11 @@ class Ranges:
             waiting_bytes=waiting,
             waiting_received_bytes=self._late_received[low:end],
             in_two_bytes=_most_from(in_two),
+            at_once_bytes=_sums(self._at_once_bytes[low:end]) * (self.blocks > 1),
             act_bytes=act_in,
             grad_bytes=grad_in,
+            n_micro=self.n_micro,
+            blocks=self.blocks,
         )
 
     def _parameters(self, end: int, low: int) -> tuple[Int64, Int64, Int64, Int64]:
@@ -215,6 +225,12 @@ class Ranges:
                 most = min(self.tied_window + outside, outside * self.tied_repeats)
                 buffers[: owner + 1 - low] += most * tie.nbytes
         return buffers
+
+
+def blocks_ahead(late: Int64 | int, n_micro: int, blocks: int) -> Int64:
+    """In how many blocks of its micro-batches I can be ahead of W at most, with the one at work, while that
+    many others wait for W."""
+    return np.asarray(np.minimum(-(-late * blocks // n_micro), blocks - 1), np.int64)
 
 
 def remade_s(columns: Mapping[str, NDArray[Any]], mode: Recompute) -> Float64:
@@ -273,8 +289,8 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
 
     cuts: index of the first group of stages 1 .. S-1. `fixed_bytes` counts weight, gradient and
     optimizer state of every parameter once, plus one gradient for each further use of a tied
-    parameter (an upper bound in mode "eager"), or its rows (`kept_rows`); its users have no optimizer state.
-    `stash_bytes` includes the received activation. Raises PlanError on bad cuts.
+    parameter (an upper bound in mode "eager", as is `at_once_bytes`), or its rows (`kept_rows`); its users
+    have no optimizer state. `stash_bytes` includes the received activation. Raises PlanError on bad cuts.
     """
     devices = costs.cluster.devices
     keys: list[tuple[int, int, Recompute, float]] = [
@@ -303,6 +319,8 @@ def _stage_cost(
         waiting_bytes=int(e.waiting_bytes[0]),
         waiting_received_bytes=int(e.waiting_received_bytes[0]),
         in_two_bytes=int(e.in_two_bytes[0]),
+        at_once_bytes=int(e.at_once_bytes[0]),
+        blocks=e.blocks,
         act_bytes=groups[end - 1].act_bytes if end < len(groups) else 0,
         grad_bytes=groups[first - 1].grad_bytes if first else 0,
         remade_bytes=int(e.remade_bytes[0]),

@@ -2,7 +2,7 @@
 
     {"version": 1,
      "programs": [{"rank_of_stage": [..], "n_micro": .., "receive_window": .., "codes": [[..], ..],
-                   "other_copies": [[..], ..], "eager": false}],
+                   "other_copies": [[..], ..], "eager": false, "nodes": [..]}],
      "timelines": {"measured": {"program": 0, "times_ns": [[..], ..], "memory_bytes": [[..], ..]}},
      "resident_bytes": [[..], ..], "steps": [..]}
 
@@ -51,6 +51,7 @@ class _Program(Value):
     codes: Rows
     other_copies: tuple[tuple[int, ...], ...] = ()
     eager: bool = False
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ def write_trace(path: str | Path, trace: Trace) -> None:
     file = _File(
         version=VERSION,
         programs=tuple(
-            _Program(p.rank_of_stage, p.n_micro, p.receive_window, _rows(p.codes), p.other_copies, p.eager)
+            _Program(
+                p.rank_of_stage, p.n_micro, p.receive_window, _rows(p.codes), p.other_copies, p.eager, p.nodes
+            )
             for p in programs.values()
         ),
         timelines={
@@ -112,6 +115,7 @@ def _trace(file: _File) -> Trace:
             _arrays(p.codes, np.int32, len(Instr._fields)),
             p.other_copies,
             p.eager,
+            p.nodes,
         )
         for p in file.programs
     ]

@@ -7,8 +7,9 @@
     UPDATE          the new weights go to the other copies, back along the same ways
 
 Optimizer state sharded by whole parameters (ZeRO-1, Rajbhandari et al. 2020). The sums of the copies are
-added in the binary tree of the blocks, continued: so the bits are those of one copy. Who meets whom, and for
-which owners, is in `mpipipe.planner.copies`.
+added in the binary tree of the blocks, continued: so the bits are those of one copy. Fast ones that meet node
+by node are added where they are, as they come. Who meets whom, and for which owners, is in
+`mpipipe.planner.copies`.
 
 Copy 0 owns the tied parameters, the sums of their uses on other stages, and the buffers: it is given the
 statistics of every micro-batch.
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.rewrite import BufferUpdate
-from mpipipe.planner.copies import BUCKET_BYTES, halving, owners_for, parts_width
+from mpipipe.planner.copies import BUCKET_BYTES, exchange_of, halving
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.transport import Piece, flat
 from mpipipe.runtime.weights import StageWeights, Tree
@@ -33,11 +34,12 @@ from mpipipe.values import Program, share_of
 
 
 class Copies:
-    """Of one stage on this rank. updates: of its buffers, in every training micro-batch."""
+    """Of one stage on this rank. updates: of its buffers, in every training micro-batch; nodes: as of
+    `Exchange`."""
 
-    def __init__(self, stage: Stage, updates: Sequence[BufferUpdate]) -> None:
+    def __init__(self, stage: Stage, updates: Sequence[BufferUpdate], nodes: tuple[int, ...]) -> None:
         self.stage, self.weights = stage, stage.weights
-        self.copy, self.n = stage.weights.copy, stage.weights.n_copies
+        self.copy, self.n, self._exchange = stage.weights.copy, stage.weights.n_copies, exchange_of(nodes)
         self._low = halving(self.n)  # copies that halve; an odd number of such groups meets in pairs
         self._updates = updates
         self._own: dict[int, _Sum] = {}  # by the address of its bucket
@@ -46,6 +48,8 @@ class Copies:
 
     def begin(self) -> None:
         """The own sums are whole."""
+        if self._exchange.by_node:
+            return
         self._own = {t.data_ptr(): _Sum(t, self.n // self._low) for t in self._buckets([self.copy])}
         if self._low == 1:
             for own in self._own.values():
@@ -53,7 +57,7 @@ class Copies:
 
     def part_for(self, other: int, n_micro: int) -> list[Tensor]:
         """What a partner collects of the sums that are here, and of the statistics of their micro-batches."""
-        owners = owners_for(other, self.copy, self.n)
+        owners = self._exchange.owners_for(other, self.copy)
         parts = list(self._buckets(owners))
         if 0 in owners:
             parts += self.stage.statistics_of(self._micros(self.copy, other, n_micro))
@@ -61,7 +65,7 @@ class Copies:
 
     def pieces_from(self, other: int, n_micro: int) -> Iterator[Piece]:
         """Of what is collected here from a partner."""
-        owners = owners_for(self.copy, other, self.n)
+        owners = self._exchange.owners_for(self.copy, other)
         for mine in self._buckets(owners):
             yield torch.empty_like(mine), partial(self._take, other, mine)
         for micro in self._micros(other, self.copy, n_micro) if 0 in owners else ():
@@ -77,20 +81,20 @@ class Copies:
     @torch.no_grad()
     def _take(self, other: int, mine: Tensor, its: Tensor) -> None:
         """While they halve: a partner's sum to the own one, which is beside it in the tree. What is whole
-        then goes into the tree of the groups at once, bucket by bucket, as do the sums of other groups."""
+        then goes into the tree of the groups at once, bucket by bucket, as do the sums of other groups. Node
+        by node all are added to the own ones."""
         differ, own = self.copy ^ other, self._own.get(mine.data_ptr())
-        if differ < self._low:
+        if differ < self._low or self._exchange.by_node:
             mine.add_(its)
             its, other = mine, self.copy
         if own is not None and 2 * differ >= self._low:
             own.add(other // self._low, its)
 
-    def _micros(self, copy: int, other: int, n_micro: int) -> range:
+    def _micros(self, copy: int, other: int, n_micro: int) -> list[int]:
         """Whose sums a copy has when it meets another one."""
-        width = parts_width(copy, other, self.n)
-        first = copy - copy % width
-        last = first + width - 1
-        return range(share_of(first, self.n, n_micro).start, share_of(last, self.n, n_micro).stop)
+        return [
+            micro for part in self._exchange.parts(copy, other) for micro in share_of(part, self.n, n_micro)
+        ]
 
     def _empty(self, update: BufferUpdate) -> Tensor:
         return torch.empty_like(self.weights.buffer(update.buffer))
@@ -99,13 +103,13 @@ class Copies:
 
     def updated_for(self, other: int) -> list[Tensor]:
         """What a partner is given: weights that are new here, and buffers that training changes."""
-        return self._updated(owners_for(self.copy, other, self.n))
+        return self._updated(self._exchange.owners_for(self.copy, other))
 
     def updated_by(self, other: int) -> list[Tensor]:
         """Likewise what it gives."""
-        return self._updated(owners_for(other, self.copy, self.n))
+        return self._updated(self._exchange.owners_for(other, self.copy))
 
-    def _updated(self, owners: range) -> list[Tensor]:
+    def _updated(self, owners: Sequence[int]) -> list[Tensor]:
         weights = [group.data.buffer for group in self.weights.groups if group.owner in owners]
         buffers = dict.fromkeys(update.buffer for update in self._updates) if 0 in owners else ()
         return [*weights, *(self.weights.buffer(name) for name in buffers)]

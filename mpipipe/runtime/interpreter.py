@@ -104,8 +104,7 @@ class Interpreter:
         self.blocks = {
             s: [BlockSums(sums.tensors) for sums in stage.weights.shares] for s, stage in stages.items()
         }
-        updates = {s: variants.code("train", variants.first, cuts, s).updates for s in stages}
-        self.copies = {s: Copies(stage, updates[s]) for s, stage in stages.items()}
+        self.updates = {s: variants.code("train", variants.first, cuts, s).updates for s in stages}
         # only of what has a gradient, as torch does it: a zero between norms changes how their sum is rounded
         self.position = {name: i for i, name in enumerate(variants.trained)}
         self._handlers = {
@@ -126,6 +125,7 @@ class Interpreter:
         self.copy, self.served = program.copy_on(self.comm.rank), program.copies_on(self.comm.rank)
         self.share = program.share_on(self.comm.rank)
         self.rank_of_stage = program.copies[self.served.start]  # the same ones are this one in all of them
+        self.copies = {s: Copies(at, self.updates[s], program.nodes_of(s)) for s, at in self.stages.items()}
         self.trees = {s: Tree() for s in self.stages}
         self.undone = dict.fromkeys(self.stages, len(self.share))  # micro-batches
         firsts = [self._block_of(program.share(copy).start) for copy in self.served]

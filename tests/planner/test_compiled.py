@@ -215,7 +215,9 @@ def test_the_same_fault_is_found(made, rng):
 def test_lists_are_the_same(placed, p, m, most, data):
     on = {"one": range(p), "v": v_shaped(p), "wrapped": wrapped(2 * p, p)}[placed]
     seconds = [tuple(data.draw(FEW_SECONDS) for _ in on) for _ in range(6)]
-    work = Work(*seconds)
+    pairs = list(itertools.combinations(range(len(on)), 2))
+    ties = data.draw(st.lists(st.sampled_from(pairs), max_size=3, unique=True)) if pairs else []
+    work = Work(*seconds, tuple((user, owner, data.draw(FEW_SECONDS)) for owner, user in ties))
     for policy in policies(on, m, [most + rank % 2 for rank in range(p)]):
         order, took_s = _Lister(on, m, work, policy).run()
         assert listed_seconds(on, m, work, [policy]) == [took_s]

@@ -5,9 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from planner_cases import HUGE, cluster, uniform
 
 from mpipipe.errors import PlanError
@@ -18,6 +24,7 @@ from mpipipe.planner.copies import (
     Copies,
     check_copies,
     even_blocks,
+    exchange_of,
     legal_copies,
     owners_for,
     partners,
@@ -28,7 +35,7 @@ from mpipipe.planner.copies import (
 )
 from mpipipe.planner.joint import Asked, copies_of, search
 from mpipipe.planner.schedules import SCHEDULES, build, in_copies, stages_on
-from mpipipe.planner.search import sizes_of_messages
+from mpipipe.planner.search import plan_of, sizes_of_messages
 from mpipipe.planner.walk import match
 from mpipipe.values import Costs, Layout, Link, Numerics, Op, Program, Tie, share_of
 
@@ -47,10 +54,14 @@ def names(costs: Costs) -> list[str]:
     return [g.name for g in costs.groups]
 
 
-def copied(schedule: str, n_ranks: int, n_copies: int, n_micro: int, tied: str = "per_use") -> Program:
+def copied(
+    schedule: str, n_ranks: int, n_copies: int, n_micro: int, tied: str = "per_use",
+    nodes: tuple[int, ...] = (),
+) -> Program:  # fmt: skip
     one = build(schedule, stages_on(schedule, n_ranks), n_micro // n_copies, n_ranks)
     copies = [[rank + copy * n_ranks for rank in one.rank_of_stage] for copy in range(n_copies)]
-    return lower(in_copies([one] * n_copies, copies), TIE if one.n_stages > 1 else (), tied, 16)
+    order = dataclasses.replace(in_copies([one] * n_copies, copies), nodes=nodes)
+    return lower(order, TIE if one.n_stages > 1 else (), tied, 16)
 
 
 # -- which there may be ------------------------------------------------------------------------------------
@@ -245,6 +256,123 @@ def test_three_copies_on_a_node_cannot_add_up_before_their_neighbours_in_the_tre
     assert between_nodes(6, 3) == between_nodes(12, 6) == Fraction(7, 3)
     least, alone = 6 * Fraction(2, 6), 6 - 3
     assert least < between_nodes(6, 3) < alone
+
+
+NODES = st.lists(st.integers(0, 3), min_size=1, max_size=9).map(tuple)
+
+
+@given(NODES)
+@example((0, 0, 1))
+@example((0, 0, 0, 1, 1, 1))
+@example((0, 1, 0, 2, 1, 0))
+@example((0, 0, 0, 0, 1, 1, 2))
+def test_node_by_node_every_owner_gets_the_sum_of_all_copies_once(nodes: tuple[int, ...]) -> None:
+    """Played with the numbers of the copies for their sums; then the owners' weights go back to all."""
+    n, exchange = len(nodes), exchange_of(nodes)
+    sums = [[Counter([copy]) for _ in range(n)] for copy in range(n)]  # by copy and owner
+    has, between = [{copy} for copy in range(n)], list[int]()
+
+    def shards(copy: int, other: int) -> dict[int, Counter[int]]:
+        found = {owner: Counter(sums[copy][owner]) for owner in exchange.owners_for(other, copy)}
+        assert all({*of} == {*exchange.parts(copy, other)} for of in found.values())
+        between.append(len(found) * (nodes[copy] != nodes[other]))
+        return found
+
+    def add(copy: int, found: dict[int, Counter[int]]) -> None:
+        for owner, of in found.items():
+            sums[copy][owner].update(of)
+
+    def weights(copy: int, other: int) -> set[int]:
+        owners = {*exchange.owners_for(copy, other)}
+        assert owners <= has[copy], "what it gives it has"
+        return owners
+
+    rounds = [list(exchange.partners(copy)) for copy in range(n)]
+    assert all(copy in rounds[other] for copy in range(n) for other in rounds[copy])
+    assert all(len({*of}) == len(of) for of in rounds), "a pair meets once"
+    play(rounds, shards, add)
+    assert all(sums[owner][owner] == Counter(range(n)) for owner in range(n))
+    assert sum(between) == n * (len({*nodes}) - 1), "no reduction sends less"
+    play([of[::-1] for of in rounds], weights, lambda copy, owners: has[copy].update(owners))
+    assert all(of == {*range(n)} for of in has)
+
+
+def play(rounds: list[list[int]], send: Callable[[int, int], Any], take: Callable[[int, Any], None]) -> None:
+    """Each copy sends to its next partner, and waits for what that sends before it goes on."""
+    sent, left = dict[tuple[int, int], Any](), [of[::-1] for of in rounds]
+    moved = True
+    while moved:
+        moved = False
+        for copy, to_come in enumerate(left):
+            while to_come:
+                other = to_come[-1]
+                if (copy, other) not in sent:
+                    sent[copy, other], moved = send(copy, other), True
+                if (other, copy) not in sent:
+                    break
+                take(copy, sent[other, copy])
+                to_come.pop()
+    assert not any(left), "nobody waits for ever"
+
+
+def test_where_halving_is_by_node_nothing_else_is_done() -> None:
+    """So the bits are those of blocks."""
+    for nodes in ((0,) * 6, (3, 1, 2), (0, 0, 1, 1, 2, 2), (0,) * 4 + (1,) * 4):
+        exchange, n = exchange_of(nodes), len(nodes)
+        assert not exchange.by_node
+        assert [list(exchange.partners(c)) for c in range(n)] == [list(partners(c, n)) for c in range(n)]
+        assert exchange.sums_held == sums_held(n)
+    assert all(exchange_of(nodes).by_node for nodes in ((0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 2)))
+
+
+def on_two_nodes(n: int, first: int, far: Link) -> Costs:
+    """As many ranks, so many of them on the first of two nodes."""
+    costs = uniform(n, n, param_bytes=600, step_s_per_byte=0.0)
+    near = dataclasses.replace(
+        cluster([1.0] * n, [HUGE] * n, Link(0.0, 1e6), far), node_of_rank=(0,) * first + (1,) * (n - first)
+    )
+    return dataclasses.replace(costs, cluster=near)
+
+
+@pytest.mark.parametrize(("n", "first"), [(3, 2), (6, 3), (5, 3), (7, 4)])
+def test_fast_copies_add_up_node_by_node(n: int, first: int) -> None:
+    """Between nodes go the bytes that must. Where both nodes have several copies a step is shorter than by
+    halving, with links that pairs of ranks do not share; else as long, but for what goes within a node."""
+    costs = on_two_nodes(n, first, Link(0.0, 100.0))
+    plan, program = make_plan(costs, fast(2 * n), "1f1b", 4, names(costs), n, n)
+    nodes = costs.cluster.node_of_rank
+    assert plan.layout.nodes == program.nodes == nodes
+    sizes = sizes_of_messages(costs, plan.layout, program, names(costs))
+    for op in (Op.SEND_SHARD, Op.SEND_UPDATE):
+        away = [int(nbytes[(codes[:, 0] == op) & (np.array(nodes)[codes[:, 4]] != nodes[rank])].sum())
+                for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True))]  # fmt: skip
+        assert sum(away) == 600 * n  # of all weights, once
+    halved = plan_of(costs, plan.numerics, dataclasses.replace(plan.layout, nodes=()), names(costs))
+    within_s = 0.01
+    assert plan.prediction.step_s < halved.prediction.step_s + (within_s if n - first == 1 else 0.0)
+    assert max(plan.prediction.peak_bytes) <= max(halved.prediction.peak_bytes)
+
+
+def test_exact_copies_and_those_of_one_node_say_nothing_of_nodes() -> None:
+    costs = dataclasses.replace(on_two_nodes(6, 3, Link(0.0, 100.0)), blocks=6)
+    assert make_plan(costs, numerics(12, 6), "1f1b", 4, names(costs), 6, 6)[0].layout.nodes == ()
+    alone = on_two_nodes(6, 6, Link(0.0, 100.0))
+    plan = make_plan(alone, fast(12), "1f1b", 4, names(alone), 6, 6)[0]
+    assert plan.layout.nodes == ()
+    given = dataclasses.replace(plan.layout, nodes=(0, 0, 0, 1, 1, 1))
+    with pytest.raises(PlanError, match=r"layout.nodes is \[0, 0, 0, 1, 1, 1\] with pipeline.reduce = exact"):
+        program_for(given, numerics(12, 6), (), names(alone))
+    with pytest.raises(PlanError, match=r"layout.nodes has 2 numbers, but the plan 6 ranks"):
+        program_for(dataclasses.replace(given, nodes=(0, 1)), fast(12), (), names(alone))
+
+
+@pytest.mark.parametrize("tied", ["per_use", "eager"])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("nodes", [(0, 0, 1), (0, 1, 0, 2)])
+def test_node_by_node_copies_need_no_buffering(schedule: str, nodes: tuple[int, ...], tied: str) -> None:
+    """Of two ranks each, with one stage or two."""
+    of_rank = tuple(node for node in nodes for _ in range(2))
+    prove(copied(schedule, 2, len(nodes), 4 * len(nodes), tied, of_rank))
 
 
 @pytest.mark.parametrize("tied", ["per_use", "eager"])

@@ -9,12 +9,13 @@ from planner_cases import HUGE, cluster, group
 from test_search import numerics
 
 from mpipipe.errors import PlanError
-from mpipipe.planner import make_plan, program_for
+from mpipipe.planner import StageTie, lower, make_plan, program_for, simulate
 from mpipipe.planner.joint import LIKE, Asked, schedules_of, search
 from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
+from mpipipe.planner.schedules import planned_by_room, work_of
 from mpipipe.planner.search import cut_indices, plan_of, with_window
-from mpipipe.values import Costs, Link, Plan, Tie, from_json, to_json
+from mpipipe.values import Costs, Layout, Link, Op, Plan, StageCost, Tie, from_json, to_json
 
 NAMES = [f"g{i}" for i in range(6)]
 COSTS = Costs(
@@ -53,21 +54,55 @@ def test_on_two_stages_each_it_is_no_longer_than_by_hand(schedule: str, hand: st
     assert plan_of(costs, ours.numerics, from_json(Plan, to_json(ours)).layout, NAMES) == ours
 
 
-def test_uses_of_a_tied_parameter_on_one_rank_come_in_order() -> None:
-    """With `eager` a backward in one of the first stage would come before what the last one still owes."""
-    slow_to_split = tuple(replace(g, split_s=1.0) for g in COSTS.groups)  # backwards in one are shorter
-    tie, machine = Tie("wte.weight", 1, (0, len(NAMES) - 1)), cluster([1.0] * 2, [HUGE] * 2)
-    costs = replace(COSTS, groups=slow_to_split, cluster=machine, ties=(tie,))
-    eager, per_use = (
-        make_plan(costs, replace(numerics(8), tied=tied), "v-planned", 4, NAMES, 2)[0]
-        for tied in ("eager", "per_use")
-    )
-    assert "0B0" in per_use.layout.actions[0]
-    assert "0B0" not in eager.layout.actions[0]
-    for actions in Orders(costs, eager.layout, eager.numerics).shortest(cut_indices(eager.layout, NAMES)):
-        wider = replace(eager.layout, actions=actions, receive_window=40)
-        program_for(wider, eager.numerics, costs.ties, NAMES)  # which refuses those
-    assert eager.prediction.step_s >= per_use.prediction.step_s
+def tied(n_ranks: int, seed: int = 0) -> Costs:
+    """Of a parameter that the first group owns, and the last one uses, too; backwards in one are shorter."""
+    costs = drawn(seed, HUGE, n_ranks)
+    groups = tuple(replace(g, split_s=0.25) for g in costs.groups)
+    machine = cluster([1.0] * n_ranks, [HUGE] * n_ranks, Link(0.25, 16.0))
+    return replace(costs, groups=groups, cluster=machine, ties=(Tie("wte.weight", 1, (0, 5)),))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [("zb-planned", [0, 1]), ("zb-planned", [0, 1, 2]), ("v-planned", [0, 1, 1, 0]),
+     ("interleaved-planned", [0, 1, 0, 1])],
+)  # fmt: skip
+def test_every_order_has_the_uses_of_a_tied_parameter_as_they_come(schedule: str, ranks: list[int]) -> None:
+    """With `eager` the owner waits for its users in each micro-batch. Orders that did not know it waited in a
+    circle: the owner for a weight gradient that comes behind a forward that needs what the owner does next;
+    on one rank they were refused."""
+    costs, n = tied(max(ranks) + 1), replace(numerics(8), tied="eager")
+    cuts = {2: (3,), 3: (2, 4), 4: (1, 3, 4)}[len(ranks)]
+    layout = Layout(tuple(NAMES[cut] for cut in cuts), tuple((rank,) for rank in ranks), schedule, 4)
+    orders = list(Orders(costs, layout, n).shortest(cuts))
+    assert len(orders) > 3
+    for actions in orders:
+        with_window(replace(layout, actions=actions), n, costs.ties, NAMES)  # which proves it
+
+
+def test_an_order_that_knows_of_its_ties_is_shorter() -> None:
+    """Than 1f1b, which does the gradient of a head at once; those that did not were longer."""
+    n = replace(numerics(8), tied="eager")
+    for seed in (0, 1, 3):
+        ours, theirs = (make_plan(tied(2, seed), n, name, 4, NAMES, 2)[0] for name in ("zb-planned", "1f1b"))
+        assert ours.prediction.step_s < theirs.prediction.step_s
+
+
+@pytest.mark.parametrize("on", [(0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1)])
+def test_an_order_takes_what_its_simulation_says(on: tuple[int, ...]) -> None:
+    """With and without ties of the first stage and all others, whose messages alone take time."""
+    rng, users = random.Random(len(on)), range(1, len(on))
+    stages = [StageCost(*(rng.randint(1, 5) for _ in range(3)), 0.0, 0, 10, 0, 0, 0) for _ in on]
+    machine = cluster([1.0] * 3, [HUGE] * 3, Link(0.5, math.inf), Link(0.5, math.inf))
+    tied = [(user, 0, 0.5 * (on[user] != on[0])) for user in users]
+    for ties, wires in (([], []), ([StageTie(0, tuple(users), 8)], tied)):
+        found = planned_by_room(on, 6, work_of(on, stages, tied=wires), [12] * (max(on) + 1))
+        assert len(found) > 3
+        for order, took_s in found:
+            program = lower(order, ties, "eager", 100)
+            times = simulate(program, stages, machine, ties=ties).times
+            ends_s = [t[c[:, 0] <= Op.W, 1].max() for c, t in zip(program.codes, times, strict=True)]
+            assert max(ends_s) == took_s
 
 
 @pytest.mark.parametrize(

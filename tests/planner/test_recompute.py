@@ -176,7 +176,7 @@ def test_the_partitioner_counts_no_less_than_the_simulation(
     costs, n_stages, _ = found
     size, groups = st.sampled_from([0, 1, 10, 100]), []
     for g in costs.groups:
-        stash, act, grad, waiting, given = (data.draw(size) for _ in range(5))
+        stash, act, grad, waiting, given, at_once = (data.draw(size) for _ in range(6))
         groups.append(
             replace(
                 g,
@@ -189,9 +189,11 @@ def test_the_partitioner_counts_no_less_than_the_simulation(
                 waiting_bytes=waiting + given,
                 waiting_received_bytes=waiting // 2,
                 waiting_grad_bytes=given,
+                at_once_bytes=at_once,
             )
         )
-    costs = replace(costs, groups=tuple(groups), ties=(), rows_bytes={})
+    blocks = data.draw(st.sampled_from([n for n in range(1, n_micro + 1) if n_micro % n == 0]))
+    costs = replace(costs, groups=tuple(groups), ties=(), rows_bytes={}, blocks=blocks)
     order, ranges = build(n_stages, n_micro), Ranges(costs, window, n_micro)
     cuts = data.draw(st.sampled_from(list(all_cuts(len(groups), n_stages))))
     program = lower(order, (), "per_use", window)

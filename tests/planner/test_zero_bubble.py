@@ -288,12 +288,16 @@ PLACED = {"one": lambda n: range(n), "v": lambda n: v_shaped(n // 2), "wrapped":
 @pytest.mark.parametrize("placed", PLACED)
 @given(
     st.lists(st.tuples(BYTES, BYTES, BYTES, BYTES, BYTES), min_size=2, max_size=6), MICROS,
-    st.integers(500, 2500), st.sampled_from([1, 4]),
+    st.integers(500, 2500), st.sampled_from([1, 4]), BYTES, st.sampled_from([1, 2, 8]),
 )  # fmt: skip
-@example([(100, 10, 0, 100, 0)] * 6, 16, 1100, 1)  # a receive buffer that waits, though nothing needs it
+@example(
+    [(100, 10, 0, 100, 0)] * 6, 16, 1100, 1, 0, 1
+)  # a receive buffer that waits, though nothing needs it
 @settings(max_examples=30)
-def test_the_planned_one_fits_into_the_memory_that_the_simulation_counts(placed, sizes, m, limit, window):
-    """Whatever is received and whatever waits for its W."""
+def test_the_planned_one_fits_into_the_memory_that_the_simulation_counts(
+    placed, sizes, m, limit, window, at_once, blocks
+):
+    """Whatever is received, whatever waits for its W, and whatever I begins of a later block."""
     sizes = sizes[: len(sizes) // 2 * 2]
     n, acts = len(sizes), [act for act, *_ in sizes[:-1]]
     on = tuple(PLACED[placed](n))
@@ -306,6 +310,7 @@ def test_the_planned_one_fits_into_the_memory_that_the_simulation_counts(placed,
             StageCost(
                 1.0, 1.0, 1.0, 0.0, 100, act_in + stash, 5, [*acts, 0][s], grad if s else 0,
                 waiting_bytes=waiting + of_act, waiting_received_bytes=of_act, in_two_bytes=waiting,
+                at_once_bytes=at_once, blocks=blocks,
             )
         )  # fmt: skip
     try:

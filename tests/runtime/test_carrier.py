@@ -220,6 +220,45 @@ def test_fast_copies_of_any_number_train_as_one_but_for_rounding(
         assert found == pytest.approx(expected, rel=1e-4), name
 
 
+BY_NODE = [  # (case, schedule, copies of each stage, or of the one, nodes of the ranks)
+    (
+        Case("conv and norm", batch=13, micro_batches=6, evaluate=True, reduce="fast"),
+        "1f1b",
+        (5,),
+        (0, 0, 0, 1, 1),
+    ),
+    (Case("gpt", batch=15, micro_batches=8, evaluate=True, reduce="fast"), "zb-h1", (3, 1), (0, 1, 1, 1)),
+]
+ALL_BY_NODE = [
+    *BY_NODE,
+    (
+        Case("gpt", batch=14, micro_batches=7, tied="eager", reduce="fast"),
+        "1f1b",
+        (7,),
+        (0, 0, 0, 1, 1, 2, 0),
+    ),
+    (
+        Case("conv and norm", batch=12, micro_batches=6, steps=2, reduce="fast"),
+        "zb-h1",
+        (3, 6),
+        (0, 1, 0, 1, 1, 1, 0, 0, 0),
+    ),
+    (Case("gpt", batch=12, micro_batches=6, reduce="fast"), "zb-v", (3,), (0, 0, 0, 0, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("case", "schedule", "copies", "nodes"), full_but(BY_NODE, ALL_BY_NODE), ids=str)
+@pytest.mark.slow
+def test_fast_copies_node_by_node_train_as_one_but_for_rounding(
+    case: Case, schedule: str, copies: tuple[int, ...], nodes: tuple[int, ...]
+) -> None:
+    how = copies[0] if len(copies) == 1 else copies
+    got = train_local(case, len(nodes), schedule, window=16, copies=how, nodes=nodes)
+    for name in ("losses", "norms", *(["validation"] if case.evaluate else [])):
+        found, expected = ([float.fromhex(x) for x in r[name]] for r in (got, one_stage(case, 1)))
+        assert found == pytest.approx(expected, rel=1e-4), name
+
+
 def test_optimizer_state_is_on_one_copy_each() -> None:
     case = Case("thrice", blocks=2)
     warm(case)

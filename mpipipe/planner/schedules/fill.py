@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mpipipe.errors import PlanError
@@ -20,6 +20,7 @@ from mpipipe.planner.schedules.orders import by_rank
 from mpipipe.values import Action, Op, Schedule
 
 Skeleton = Sequence[Sequence[Action]]  # by rank, F and I alone
+Use = tuple[int, int, float]  # stage of a user, stage of its owner, seconds of its message
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Work:
     bwd_s: tuple[float, ...]  # in one: less than both together
     act_s: tuple[float, ...]  # to the next stage
     grad_s: tuple[float, ...]  # to the one before
+    tied: tuple[Use, ...] = ()  # where an owner's weight gradient of a micro-batch needs its user's
 
 
 def units(n_stages: int) -> Work:
@@ -73,26 +75,28 @@ def filled(
 
 
 def seconds(schedule: Schedule, work: Work) -> float:
-    """Until the last action of an order has ended."""
+    """Until the last action of an order has ended; endless where its actions wait in a circle."""
     clock = _Clock(work, schedule.n_stages)
     rows = [iter(list(schedule.actions(rank))) for rank in range(len(schedule.codes))]
     ready = [(0.0, rank, next(row, None)) for rank, row in enumerate(rows)]
-    waiting: dict[
-        Action, tuple[float, int, Action]
-    ] = {}  # by what is needed: clock, rank and its next action
+    waiting: dict[Action, list[tuple[float, int, Action]]] = {}  # by need: clock, rank and its next action
     while ready:
         now_s, rank, action = ready.pop()
         while action is not None:
-            start_s = 0.0 if action.kind == Op.W else clock.ready_s(action)
+            start_s = clock.ready_s(action)
             if start_s == math.inf:
-                waiting[clock.need(action)] = now_s, rank, action
+                waiting.setdefault(clock.need(action), []).append((now_s, rank, action))
                 break
             now_s = clock.passes(action, max(now_s, start_s))
-            done = action._replace(kind=Op.I) if action.kind == Op.B else action
-            if done in waiting:
-                ready.append(waiting.pop(done))
+            for done in _parts(action):
+                ready += waiting.pop(done, [])
             action = next(rows[rank], None)
-    return clock.end_s
+    return math.inf if waiting else clock.end_s
+
+
+def _parts(action: Action) -> list[Action]:
+    """What has ended with it: both halves of a backward in one."""
+    return [action._replace(kind=kind) for kind in ((Op.I, Op.W) if action.kind == Op.B else (action.kind,))]
 
 
 class _Rank:
@@ -139,21 +143,30 @@ class _Clock:
         }  # fmt: skip
 
     def need(self, action: Action) -> Action:
-        """What it waits for; itself where there is nothing."""
-        kind, stage, micro = action
-        if kind == Op.F:
-            return Action(Op.F, stage - 1, micro) if stage else action
-        return Action(Op.I, stage + 1, micro) if stage < self._last else Action(Op.F, stage, micro)
+        """What it still waits for; itself where there is nothing."""
+        return next((need for need, _ in self._needs(action) if need not in self._ends_s), action)
 
     def ready_s(self, action: Action) -> float:
-        """When an F or I can begin; endless where that is not known yet."""
-        need = self.need(action)
-        if need is action:
-            return 0.0
-        end_s = self._ends_s.get(need, math.inf)
-        if need.stage == action.stage:
-            return end_s
-        return end_s + (self._work.act_s if need.kind == Op.F else self._work.grad_s)[need.stage]
+        """When it can begin; endless where that is not known yet."""
+        return max(
+            (self._ends_s.get(need, math.inf) + sent_s for need, sent_s in self._needs(action)), default=0.0
+        )
+
+    def _needs(self, action: Action) -> Iterator[tuple[Action, float]]:
+        """And how long the message with it takes."""
+        kind, stage, micro = action
+        if kind == Op.F and stage:
+            yield Action(Op.F, stage - 1, micro), self._work.act_s[stage - 1]
+        if kind in (Op.I, Op.B) and stage < self._last:
+            yield Action(Op.I, stage + 1, micro), self._work.grad_s[stage + 1]
+        elif kind in (Op.I, Op.B):
+            yield Action(Op.F, stage, micro), 0.0
+        if kind in (Op.W, Op.B):
+            yield from (
+                (Action(Op.W, user, micro), sent_s)
+                for user, owner, sent_s in self._work.tied
+                if owner == stage
+            )
 
     def turn(self, rank: _Rank, now_s: float) -> tuple[Action | None, float]:
         """What the rank does now, and when its next turn is; endless: when what it needs is done, if ever."""
@@ -175,6 +188,6 @@ class _Clock:
     def passes(self, action: Action, now_s: float) -> float:
         """Its end, when it begins now."""
         end_s = now_s + self._seconds[action.kind][action.stage]
-        self._ends_s[action._replace(kind=Op.I) if action.kind == Op.B else action] = end_s
+        self._ends_s |= dict.fromkeys(_parts(action), end_s)
         self.end_s = max(self.end_s, end_s)
         return end_s

@@ -2,7 +2,9 @@
 
 A `Policy` says what it prefers, and how many stashes it has room for; a stash lives from F through W, or B.
 Of forwards that of the rank's last stage comes first: it is what frees the others. Where nothing can begin,
-the rank does the oldest W that it owes, unless the wait is too short for it. Where a rank has several stages,
+the rank does the oldest W that it owes, unless the wait is too short for it. A weight gradient that needs
+that of another use of its parameter (`Work.tied`) waits for it: as W are done in the order of their I, and
+the I of a later stage come first, such waits close no circle. Where a rank has several stages,
 room is kept for the forwards that are due on the later ones: else it fills up with what nobody can finish.
 
 Compiled where it can be (kernels/planner/listed.h), with the same results; what is here is what they mean.
@@ -62,7 +64,7 @@ def _fields(policy: Policy) -> tuple[bool, bool, bool, float, tuple[int, ...]]:
 def _compiled_work(rank_of_stage: Sequence[int], w: Work) -> object:
     assert compiled is not None
     seconds = w.fwd_s, w.bwd_input_s, w.bwd_weight_s, w.bwd_s, w.act_s, w.grad_s
-    return compiled.Work(list(rank_of_stage), *seconds)
+    return compiled.Work(list(rank_of_stage), *seconds, w.tied)
 
 
 @dataclass
@@ -113,9 +115,12 @@ class _Lister:
             if ready_s < soonest_s:
                 soonest_s, soonest = ready_s, action
         if rank.owed:
-            least_s = self._policy.least_gap * self._work.bwd_weight_s[rank.owed[0].stage]
-            if soonest_s - rank.clock_s >= least_s:
-                return rank.clock_s, rank.owed[0]
+            _, stage, micro = weight = rank.owed[0]
+            start_s = max(rank.clock_s, self._uses_s(stage, micro))
+            if start_s < math.inf and (
+                soonest_s - start_s >= self._policy.least_gap * self._work.bwd_weight_s[stage]
+            ):
+                return start_s, weight
         return soonest_s, soonest
 
     def _ready_s(self, rank: _Rank, kind: Op, stage: int) -> float:
@@ -134,7 +139,16 @@ class _Lister:
         if stage == len(self._work.fwd_s) - 1:
             return own_s
         after_s = self._ends_s.get((Op.I, stage + 1, micro), math.inf) + self._work.grad_s[stage + 1]
-        return max(own_s, after_s)
+        uses_s = self._uses_s(stage, micro) if self._is_whole(stage) else 0.0
+        return max(own_s, after_s, uses_s)
+
+    def _is_whole(self, stage: int) -> bool:
+        return stage == 0 and self._policy.first_whole
+
+    def _uses_s(self, stage: int, micro: int) -> float:
+        """When the gradients of other uses of what a stage owns are there."""
+        uses = ((user, sent_s) for user, owner, sent_s in self._work.tied if owner == stage)
+        return max((self._ends_s.get((Op.W, use, micro), math.inf) + s for use, s in uses), default=0.0)
 
     def _do(self, rank: _Rank, action: Action, start_s: float) -> None:
         kind, stage, micro = action
@@ -144,16 +158,15 @@ class _Lister:
             rank.clock_s = start_s + self._work.bwd_weight_s[stage]
         else:
             self._done[kind][stage] += 1
-            whole = kind == Op.I and stage == 0 and self._policy.first_whole
             if kind == Op.F:
                 rank.held += 1
                 rank.clock_s = start_s + self._work.fwd_s[stage]
-            elif whole:
+            elif self._is_whole(stage):
                 rank.held -= 1
                 rank.clock_s = start_s + self._work.bwd_s[stage]
                 action = Action(Op.B, stage, micro)
             else:
                 rank.owed.append(Action(Op.W, stage, micro))
                 rank.clock_s = start_s + self._work.bwd_input_s[stage]
-            self._ends_s[kind, stage, micro] = rank.clock_s
+        self._ends_s[kind, stage, micro] = rank.clock_s
         rank.order.append(action)

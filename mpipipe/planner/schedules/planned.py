@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.schedules.fill import Work, seconds, units
+from mpipipe.planner.schedules.fill import Use, Work, seconds, units
 from mpipipe.planner.schedules.listed import Policy, listed, listed_seconds
 from mpipipe.planner.schedules.orders import live_stages, two_each, v_shaped, wrapped
 from mpipipe.planner.schedules.v_shape import zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import calls
+from mpipipe.planner.stages import blocks_ahead, calls
 from mpipipe.values import Schedule, StageCost
 
 GAPS = (0.0, 0.5, 1.0)  # of a W; a wait that is shorter is left empty
@@ -37,29 +37,27 @@ def zb_planned(
     grad_s: Sequence[float] = (),
     receive_window: int = 4,
     rank_of_stage: Sequence[int] = (),
-    first_whole: bool = True,
+    tied: Sequence[Use] = (),
 ) -> Schedule:
     """The shortest for costs of each stage.
 
     memory_bytes: of each rank, for all that `StageCost` counts and the receive buffers. act_s, grad_s:
     seconds of one message from each stage to the next one, and to the one before; () = nothing.
-    rank_of_stage: () = stage s on rank s. first_whole: the first stage may do its backward in one, which
-    then comes before what its rank owes of other stages. Raises PlanError where a rank cannot hold one
-    micro-batch of each of its stages.
+    rank_of_stage: () = stage s on rank s. tied: of uses of a parameter whose gradients meet in each
+    micro-batch, stage of a user, stage of its owner, seconds of one message. Raises PlanError where a rank
+    cannot hold one micro-batch of each of its stages.
     """
     on = tuple(rank_of_stage) or tuple(range(len(stages)))
     most = room_for(on, stages, n_micro, memory_bytes, receive_window)
-    found = planned_by_room(on, n_micro, work_of(on, stages, act_s, grad_s), most, first_whole)
+    found = planned_by_room(on, n_micro, work_of(on, stages, act_s, grad_s, tied), most)
     return min(found, key=lambda found: (found[1], sum(live_stages(found[0]))))[0]
 
 
-def planned_by_room(
-    on: Sequence[int], n_micro: int, work: Work, most: Sequence[int], first_whole: bool = True
-) -> list[Found]:
+def planned_by_room(on: Sequence[int], n_micro: int, work: Work, most: Sequence[int]) -> list[Found]:
     """As `zb_planned`, the shortest for each room for stashes, ascending, and its seconds; and those by hand,
     where there is one stage per rank. on: the rank of each stage; most: stashes that each rank can keep."""
     found = list[Found]()
-    for _, alike in itertools.groupby(policies(on, n_micro, most, first_whole), key=lambda of: of.room):
+    for _, alike in itertools.groupby(policies(on, n_micro, most), key=lambda of: of.room):
         tried = list(alike)
         took_s = listed_seconds(on, n_micro, work, tried)
         best = min(range(len(tried)), key=took_s.__getitem__)
@@ -67,15 +65,18 @@ def planned_by_room(
             found.append((listed(on, n_micro, work, tried[best]), took_s[best]))
     if len(set(on)) == len(on):
         for made in (zb_h1(len(on), n_micro), zb_h2(len(on), n_micro)):
-            if all(live <= has for live, has in zip(live_stages(made), most, strict=True)):
-                found.append((made, seconds(made, work)))
+            fits = all(live <= has for live, has in zip(live_stages(made), most, strict=True))
+            if fits and (whole_s := seconds(made, work)) < math.inf:
+                found.append((made, whole_s))
     return found
 
 
 def work_of(
-    on: Sequence[int], stages: Sequence[StageCost], act_s: Sequence[float] = (), grad_s: Sequence[float] = ()
-) -> Work:
-    """What the actions of these stages take, with the calls that they and their messages are."""
+    on: Sequence[int], stages: Sequence[StageCost], act_s: Sequence[float] = (),
+    grad_s: Sequence[float] = (), tied: Sequence[Use] = (),
+) -> Work:  # fmt: skip
+    """What the actions of these stages take, with the calls that they and their messages are. tied: as of
+    `zb_planned`."""
     each, none = list(zip(stages, calls(on), strict=True)), (0.0,) * len(stages)
     return Work(
         fwd_s=tuple(s.fwd_s + n * s.call_s for s, n in each),
@@ -84,16 +85,15 @@ def work_of(
         bwd_s=tuple(s.bwd_input_s + n * s.call_s + s.bwd_weight_s for s, n in each),
         act_s=tuple(act_s) or none,
         grad_s=tuple(grad_s) or none,
+        tied=tuple(tied),
     )
 
 
-def policies(
-    on: Sequence[int], n_micro: int, most: Sequence[int], first_whole: bool = True
-) -> Iterator[Policy]:
+def policies(on: Sequence[int], n_micro: int, most: Sequence[int]) -> Iterator[Policy]:
     """All that are tried, by room, ascending. most: stashes that each rank can keep."""
     for room in _rooms(on, n_micro, most):
         for forwards, last, whole, gap in itertools.product(
-            (True, False), (True, False), (False, True)[: 1 + first_whole], GAPS
+            (True, False), (True, False), (False, True), GAPS
         ):
             yield Policy(forwards, last, whole, gap, room)
 
@@ -138,13 +138,24 @@ def _room_of(
         workspace, remade = max(workspace, stage.workspace_bytes), max(remade, stage.remade_bytes)
         in_two = max(in_two, stage.in_two_bytes - stage.at_work_bytes)
     left = has - fixed - workspace - remade - messages - in_two
-    if left < each * len(own):
-        least = has - left + each * len(own)
+
+    def needs(room: int) -> int:
+        of_blocks = (
+            int(blocks_ahead(room - 1, n_micro, stages[s].blocks)) * stages[s].at_once_bytes for s in own
+        )
+        return room * each + sum(of_blocks)
+
+    if left < needs(len(own)):
+        least = has - left + needs(len(own))
         raise PlanError(
             f"rank {rank} has {size_text(has)}, and needs {size_text(least)} for one micro-batch; "
             "use smaller micro-batches, or more ranks"
         )
-    return left // each if each else n_micro * len(own)
+    room = n_micro * len(own)
+    room = min(room, left // each) if each else room
+    while needs(room) > left:
+        room -= 1
+    return room
 
 
 # -- by name -------------------------------------------------------------------------------------
