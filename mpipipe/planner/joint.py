@@ -24,6 +24,7 @@ from mpipipe.planner.bounds import bottleneck_bound_s, uneven_bound_s, work_boun
 from mpipipe.planner.copies import (
     Copies,
     check_copies,
+    even_blocks,
     fastest_copy,
     largest_share,
     legal_copies,
@@ -31,7 +32,7 @@ from mpipipe.planner.copies import (
     ranks_in_each,
 )
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
-from mpipipe.planner.partition import Wish
+from mpipipe.planner.partition import Wish, check_stages
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import (
     BY_HAND,
@@ -45,6 +46,7 @@ from mpipipe.planner.schedules import (
     stages_on,
 )
 from mpipipe.planner.search import fullest, leaner, make_plan, norm_seconds
+from mpipipe.planner.sizes import counted
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
@@ -191,6 +193,30 @@ def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Cop
     return (replicas,)
 
 
+def check_groups(asked: Asked, n_groups: int) -> None:
+    """Raises PlanError where a stage would have no group with any of the numbers of copies."""
+    fewest = min(ranks_in_each(copies, asked.n_ranks) for copies in asked.copies)
+    if fewest <= n_groups or isinstance(asked.copies[0], tuple):
+        check_stages(fewest, n_groups)
+        return
+    numerics, n_ranks = asked.numerics, asked.n_ranks
+    legal = legal_copies(numerics) if asked.uneven else asked.copies[:1]
+    fit = [n * min(n_groups, (n_ranks - 1) // n) for n in legal]
+    more = [n * (n_ranks // n + 1) for n in legal if n_ranks // n < n_groups]
+    start = f"{max(fit)} or {min(more)} ranks" if more else f"at most {counted(max(fit), 'rank')}"
+    blocks = even_blocks(numerics.micro_batches if len(asked.counts) == 1 else None, numerics.batch, n_ranks)
+    others = legal_copies(replace(numerics, blocks=blocks)) if asked.uneven else ()
+    helps = any(n_ranks % n == 0 and n_ranks // n <= n_groups for n in others)
+    more_blocks = (
+        f", as pipeline.blocks = {numerics.blocks} allows {counted(legal[-1], 'replica')} at most; or, "
+        f"before the first step of a run, set pipeline.blocks=auto and pipeline.max_ranks={n_ranks}"
+    )
+    raise PlanError(
+        f"{fewest} stages but only {counted(n_groups, 'group')} to cut between; start {start}"
+        f"{more_blocks if helps else ''}"
+    )
+
+
 def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:
     """For each size of a micro-batch the least number that makes up the batch: those that differ in what a
     micro-batch costs. Multiples of `blocks`, descending. Raises PlanError where there is none."""
@@ -218,6 +244,7 @@ def search(
     before anything is found; DeadlockError where the only schedule cannot run.
     """
     costs = {count: costs_of(count) for count in asked.counts}
+    check_groups(asked, len(costs[asked.counts[0]].groups))
     slowest = {count: _bottleneck_s(costs[count], asked.n_ranks) for count in asked.counts}
 
     def promise(count: int) -> tuple[bool, float]:
