@@ -29,14 +29,15 @@ from mpipipe.values import BatchBytes, Cluster, Costs, Gemm, Prediction
 
 class Costing:
     """at: by the size of a micro-batch, the model and its samples; base_bytes: taken on each rank before any
-    weight; seconds: of taking costs; asked: for the ranks that were named first, but for copies."""
+    weight; seconds: of taking costs; asked: for the ranks that were named first, but for copies; max_ranks:
+    that may come, for plans from now on."""
 
     def __init__(
         self, config: Config, machine: Machine, n_ranks: int, variants_of: Callable[[int], Variants]
     ) -> None:
         p, t = config.pipeline, config.train
         self._pipeline = p
-        self._spares = config.run.spares
+        self.max_ranks, self._spares = p.max_ranks, config.run.spares
         blocks, self.counts, self.blocks_why = self._blocks_on(n_ranks, t.batch)
         asked = config.kernels.gemm
         numerics = numerics_of(
@@ -61,7 +62,7 @@ class Costing:
     def _blocks_on(self, n_ranks: int, batch: int) -> tuple[int, tuple[int, ...], str]:
         """Blocks of additions, the numbers of micro-batches to choose from, and why so many blocks."""
         p, there = self._pipeline, n_ranks + self._spares
-        blocks, why = blocks_of(p.blocks, p.micro_batches, batch, there, p.max_ranks, None, p.reduce)
+        blocks, why = blocks_of(p.blocks, p.micro_batches, batch, there, self.max_ranks, None, p.reduce)
         return blocks, counts_of(batch, blocks) if p.micro_batches == "auto" else (p.micro_batches,), why
 
     def asked_on(self, n_ranks: int) -> Asked:

@@ -58,10 +58,10 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
         if n_copies not in legal:
             raise PlanError(
                 f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a "
-                f"whole sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}. Before the first "
-                f"step of a run: or as many blocks as {n_copies} or a power of two times that, which must "
-                f"divide micro_batches = {numerics.micro_batches} (auto: a power of two, as many as "
-                "pipeline.max_ranks allows); or pipeline.reduce=fast, where any number will do"
+                f"whole sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}; or, before the "
+                f"first step of a run, as many blocks as {n_copies} or a power of two times that, which must "
+                f"divide micro_batches = {numerics.micro_batches} (or auto, and pipeline.max_ranks for it to "
+                "go by), or pipeline.reduce=fast, where any number will do"
             )
         if most % n_copies:
             raise PlanError(

@@ -196,11 +196,12 @@ def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Cop
 def check_groups(asked: Asked, n_groups: int) -> None:
     """Raises PlanError where a stage would have no group with any of the numbers of copies."""
     fewest = min(ranks_in_each(copies, asked.n_ranks) for copies in asked.copies)
-    if fewest <= n_groups or isinstance(asked.copies[0], tuple):
+    even = tuple(copies for copies in asked.copies if isinstance(copies, int))
+    if fewest <= n_groups or not even:
         check_stages(fewest, n_groups)
         return
     numerics, n_ranks = asked.numerics, asked.n_ranks
-    legal = legal_copies(numerics) if asked.uneven else asked.copies[:1]
+    legal = legal_copies(numerics) if asked.uneven else even
     fit = [n * min(n_groups, (n_ranks - 1) // n) for n in legal]
     more = [n * (n_ranks // n + 1) for n in legal if n_ranks // n < n_groups]
     start = f"{max(fit)} or {min(more)} ranks" if more else f"at most {counted(max(fit), 'rank')}"
