@@ -60,8 +60,8 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
                 f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a "
                 f"whole sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}; or, before the "
                 f"first step of a run, as many blocks as {n_copies} or a power of two times that, which must "
-                f"divide micro_batches = {numerics.micro_batches} (or auto, and pipeline.max_ranks for it to "
-                "go by), or pipeline.reduce=fast, where any number will do"
+                f"divide micro_batches = {numerics.micro_batches} (pipeline.blocks=auto picks them for "
+                "pipeline.max_ranks), or pipeline.reduce=fast, where any number will do"
             )
         if most % n_copies:
             raise PlanError(

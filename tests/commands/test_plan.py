@@ -149,8 +149,8 @@ def test_a_plan_says_which_blocks_it_has_and_what_they_take(run: Plan) -> None:
     assert (found.numerics.blocks, found.costs is not None) == (4, True)
     weights = sum(group.param_bytes for group in found.costs.groups) if found.costs else 0
     assert (
-        "\nblocks: 4, for 6 ranks at most, as pipeline.max_ranks says; 4 exact replicas at most; sums of blocks "
-        f"take {size_text(3 * weights)} on the fullest rank\n"  # log2(4) + 1 of them
+        "\nblocks: 4, for 6 ranks at most, as pipeline.max_ranks says; 4 exact replicas at most; sums of "
+        f"blocks take {size_text(3 * weights)} on the fullest rank\n"  # log2(4) + 1 of them
     ) in out
 
 
