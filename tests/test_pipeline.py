@@ -646,9 +646,7 @@ def test_replicas_read_what_is_theirs(
 
 
 def test_replicas_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1; or, .* blocks"
-    ):
+    with pytest.raises(PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1; or, .* blocks"):
         run_local(2, lambda comm: pipeline(comm, replicas=2))
     with pytest.raises(PlanError, match=r"replicas 2\+1 are on 3 ranks, not 2; start 3"):
         run_local(2, lambda comm: pipeline(comm, replicas=(2, 1), blocks=2))

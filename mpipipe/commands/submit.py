@@ -7,6 +7,7 @@ with what was decided, then sbatch.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe.cluster.doctor.machine import binding
+from mpipipe.cluster.launch import load_advice
 from mpipipe.cluster.partition import ASK_S, Partition, minutes, partition, seconds
 from mpipipe.cluster.slurm import cores_here, domains_here
 from mpipipe.cluster.spares import check_spares
@@ -195,18 +197,20 @@ def _ways(
         return "as --cluster says", _of_files(a.cluster, config, least, may_come)
     if threads == "auto" and cores <= mine:
         found = splits(cores, domains_here(here))
-        return "pipeline.threads=auto", by_split(config, found, least, node_bytes, may_come)
-    why = f"pipeline.threads={threads}; auto weighs ranks x threads"
-    if threads == "auto":
-        threads = max(1, cores // domains_here(here))
+        busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
+        why = f"each number was timed here (pipeline.threads=auto){f'. Note: {busy}' if busy else ''}"
+        return why, by_split(config, found, least, node_bytes, may_come)
+    each, why = threads, f"pipeline.threads={threads}; auto weighs ranks x threads"
+    if each == "auto":
+        each = max(1, cores // domains_here(here))
         why = (
             "the cores of a NUMA domain (pipeline.threads=auto). Others were not weighed, as those nodes "
             f"have {counted(cores, 'core')}, and this one {mine}: submit from one of them, or measure each "
             "way by calibrate, and give its file by --cluster"
         )
-    planned = Planned(config.with_pipeline(threads=threads), least, node_bytes, None, may_come)
-    per_node = _per_node(planned, numbers, max(1, cores // threads))
-    return why, iter([(Split(per_node, threads), planned)])
+    planned = Planned(config.with_pipeline(threads=each), least, node_bytes, None, may_come)
+    per_node = _per_node(planned, numbers, max(1, cores // each))
+    return why, iter([(Split(per_node, each), planned)])
 
 
 def _of_files(
