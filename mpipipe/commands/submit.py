@@ -200,9 +200,9 @@ def _ways(
         busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
         why = f"each number was timed here (pipeline.threads=auto){f'. Note: {busy}' if busy else ''}"
         return why, by_split(config, found, least, node_bytes, may_come)
-    each, why = threads, f"pipeline.threads={threads}; auto weighs ranks x threads"
-    if each == "auto":
-        each = max(1, cores // domains_here(here))
+    each = max(1, cores // domains_here(here)) if threads == "auto" else threads
+    why = f"pipeline.threads={threads}; auto weighs ranks x threads"
+    if threads == "auto":
         why = (
             "the cores of a NUMA domain (pipeline.threads=auto). Others were not weighed, as those nodes "
             f"have {counted(cores, 'core')}, and this one {mine}: submit from one of them, or measure each "
