@@ -13,7 +13,7 @@ simulated or ruled out by a bound, in the order of ranks that `make_plan` chose.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -194,28 +194,40 @@ def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Cop
 
 
 def check_groups(asked: Asked, n_groups: int) -> None:
-    """Raises PlanError where a stage would have no group with any of the numbers of copies."""
-    fewest = min(ranks_in_each(copies, asked.n_ranks) for copies in asked.copies)
-    even = tuple(copies for copies in asked.copies if isinstance(copies, int))
-    if fewest <= n_groups or not even:
-        check_stages(fewest, n_groups)
+    """Raises PlanError where a stage would have no group, however the ranks are shared by replicas."""
+    n_ranks, numerics = asked.n_ranks, asked.numerics
+    if not asked.uneven:
+        for copies in asked.copies:
+            check_stages(ranks_in_each(copies, n_ranks), n_groups, copies if isinstance(copies, int) else 1)
         return
-    numerics, n_ranks = asked.numerics, asked.n_ranks
-    legal = legal_copies(numerics) if asked.uneven else even
-    fit = [n * min(n_groups, (n_ranks - 1) // n) for n in legal]
-    more = [n * (n_ranks // n + 1) for n in legal if n_ranks // n < n_groups]
-    start = f"{max(fit)} or {min(more)} ranks" if more else f"at most {counted(max(fit), 'rank')}"
+    legal = legal_copies(numerics)
+    fewest = _fewest_stages(n_ranks, legal)
+    if fewest <= n_groups:
+        return
+    most = n_groups * legal[-1]
+    start = f"at most {counted(most, 'rank')}"
+    if most > n_ranks:
+        fit = [n for n in range(1, most + 1) if _fewest_stages(n, legal) <= n_groups]
+        start = f"{max(n for n in fit if n < n_ranks)} or {min(n for n in fit if n > n_ranks)} ranks"
     blocks = even_blocks(numerics.micro_batches if len(asked.counts) == 1 else None, numerics.batch, n_ranks)
-    others = legal_copies(replace(numerics, blocks=blocks)) if asked.uneven else ()
-    helps = any(n_ranks % n == 0 and n_ranks // n <= n_groups for n in others)
     more_blocks = (
         f", as pipeline.blocks = {numerics.blocks} allows {counted(legal[-1], 'replica')} at most; or, "
         f"before the first step of a run, set pipeline.blocks=auto and pipeline.max_ranks={n_ranks}"
     )
+    helps = _fewest_stages(n_ranks, legal_copies(replace(numerics, blocks=blocks))) <= n_groups
     raise PlanError(
         f"{fewest} stages but only {counted(n_groups, 'group')} to cut between; start {start}"
         f"{more_blocks if helps else ''}"
     )
+
+
+def _fewest_stages(n_ranks: int, legal: Sequence[int]) -> int:
+    """With legal numbers of copies that are all the ranks: the largest first is best, as of two the smaller
+    one divides the larger one."""
+    found = 0
+    for copies in reversed(legal):
+        found, n_ranks = found + n_ranks // copies, n_ranks % copies
+    return found
 
 
 def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:

@@ -150,9 +150,9 @@ def test_sums_of_blocks_are_what_the_memory_model_holds(blocks: int) -> None:
     [
         ("auto", 4, 16, r"4 stages but only 3 groups .* start at most 12 ranks, as pipeline\.blocks = 4 "
                         r"allows 4 replicas at most; or, .* pipeline\.blocks=auto and .*\.max_ranks=16"),
-        ("auto", 4, 7, r"7 stages but only 3 groups to cut between; start 6 or 8 ranks$"),
-        ("auto", 1, 5, r"5 stages but only 3 groups to cut between; start at most 3 ranks$"),
-        (2, 4, 8, r"4 stages but only 3 groups to cut between; start at most 6 ranks$"),
+        ("auto", 4, 11, r"4 stages but only 3 groups to cut between; start 10 or 12 ranks"),
+        ("auto", 1, 5, r"5 stages but only 3 groups to cut between; start at most 3 ranks, as .*max_ranks=5$"),
+        (2, 4, 8, r"4 stages but only 3 groups to cut between; start at most 6 ranks, 3 for each replica$"),
         ((1, 1, 1, 1), 4, 4, r"4 stages but only 3 groups to cut between"),
     ],
 )  # fmt: skip
@@ -164,6 +164,14 @@ def test_a_number_of_ranks_that_cannot_be_shared_names_those_that_can(
     with pytest.raises(PlanError, match=words):
         check_groups(asked, 3)
     check_groups(asked, 16)
+
+
+def test_unlike_numbers_of_copies_share_ranks_that_equal_ones_cannot() -> None:
+    """7 = 4 + 2 + 1, on three stages."""
+    asked = Asked(numerics(16, 4), (16,), ("1f1b",), 4, 7, (1,), uneven=True)
+    check_groups(asked, 3)
+    with pytest.raises(PlanError, match=r"3 stages but only 2 groups .* start 6 or 8 ranks"):
+        check_groups(asked, 2)
 
 
 def test_blocks_are_picked_for_the_ranks_that_may_come() -> None:
