@@ -10,8 +10,10 @@ from typing import Literal
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import default_threads
 from mpipipe.cluster.node import cores_available
+from mpipipe.errors import PlanError
 from mpipipe.planner.copies import even_blocks
 from mpipipe.planner.given import check_given, check_ranks
+from mpipipe.planner.sizes import counted
 from mpipipe.report.plan_file import read_plan
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
@@ -107,13 +109,25 @@ def micro_batches_of(
 
 def blocks_of(
     given: int | Literal["auto"], micro_batches: int | Literal["auto"], batch: int, n_ranks: int,
-    decided: Numerics | None, reduce: Literal["exact", "fast"],
-) -> int:  # fmt: skip
-    """As `micro_batches_of`."""
+    max_ranks: int | None, decided: Numerics | None, reduce: Literal["exact", "fast"],
+    new_numerics: bool = False,
+) -> tuple[int, str]:  # fmt: skip
+    """As `micro_batches_of`, and for people why; "" where it was given, or there are no blocks. n_ranks: that
+    are there, with spares; max_ranks: that may come, None = no more. Raises PlanError where more are there
+    than may come."""
     if given != "auto":
-        return given
+        return given, ""
     if reduce == "fast":
-        return 1
-    if decided is not None:
-        return decided.blocks
-    return even_blocks(None if micro_batches == "auto" else micro_batches, batch, n_ranks)
+        return 1, ""
+    if decided is not None and not (new_numerics and max_ranks):
+        return decided.blocks, "those of the checkpoint or plan, as they decide bits"
+    if max_ranks is not None and max_ranks < n_ranks:
+        raise PlanError(
+            f"pipeline.max_ranks = {max_ranks}, and there are {n_ranks} ranks: set {n_ranks} at least, or "
+            "leave it out"
+        )
+    most, count = max_ranks or n_ranks, None if micro_batches == "auto" else micro_batches
+    blocks = even_blocks(count, batch, most)
+    who = "as pipeline.max_ranks says" if max_ranks else "those of the start"
+    few = f"; {f'{count} micro-batches allow' if count else f'a batch of {batch} allows'} no more"
+    return blocks, f"for {counted(most, 'rank')} at most, {who}{few if 2 * blocks <= most else ''}"

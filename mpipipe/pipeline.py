@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -52,10 +52,17 @@ from mpipipe.models.losses import from_mean
 from mpipipe.ops.device import find as find_device
 from mpipipe.ops.device import use as use_device
 from mpipipe.ops.native import use_kernels
-from mpipipe.planner.copies import Copies, ranks_in_each
-from mpipipe.planner.joint import Asked, Replicas, copies_of, counts_of, schedules_of, search
+from mpipipe.planner.joint import (
+    Asked,
+    Replicas,
+    check_groups,
+    copies_of,
+    counts_of,
+    schedules_of,
+    search,
+)
 from mpipipe.planner.mirrors import with_mirrors
-from mpipipe.planner.partition import Wish, check_stages
+from mpipipe.planner.partition import Wish
 from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen, headline
@@ -112,8 +119,9 @@ class Pipeline(SharedWork):
     gemm       library of fp32 matrix products; "auto": measured at the first start, and then kept by
                checkpoints
     kernels    whether operators call the compiled kernels; False: torch and NumPy alone, with the same bits
-    blocks     equal blocks in which gradients of micro-batches are added up, or "auto": as many as ranks may
-               share, decided at the first start, and then kept by checkpoints
+    blocks     equal blocks in which gradients of micro-batches are added up, or "auto": as many as
+               `max_ranks` may share, decided at the first start, and then kept by checkpoints
+    max_ranks  how many ranks may ever come, for blocks="auto"; None = as many as there are at the first start
     replicas   copies of the pipeline, or (2, 1) of each stage, which share the micro-batches and the
                optimizer's state; as the blocks allow. "auto": those whose simulated step is the shortest
     reduce     sums of replicas: "exact", with the bits of one; "fast", of any number of replicas
@@ -162,6 +170,7 @@ class Pipeline(SharedWork):
         threads: int | Literal["auto"] = 1,
         device: str = "cpu",
         blocks: int | Literal["auto"] = 1,
+        max_ranks: int | None = None,
         replicas: Replicas = "auto",
         reduce: Literal["exact", "fast"] = "exact",
         tied: Literal["per_use", "eager"] = "per_use",
@@ -202,7 +211,9 @@ class Pipeline(SharedWork):
         # what decides the bits
         before = Before.given(comm, resume, plan, new_numerics)
         decided = before.numerics
-        blocks = blocks_of(blocks, micro_batches, batch, self.size, decided, reduce)
+        blocks, self.blocks_why = blocks_of(
+            blocks, micro_batches, batch, comm.size, max_ranks, decided, reduce, new_numerics
+        )
         replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
         check_counts(batch, micro_batches, blocks, receive_window, replicas, reduce)
         count = micro_batches_of(micro_batches, batch, blocks, decided, new_numerics)
@@ -254,7 +265,7 @@ class Pipeline(SharedWork):
             self.variants = lowered(self.numerics.micro_batch)
         else:
             self.numerics, self.variants = settled.numerics, settled.variants
-        self._check_model(before, asked.copies, unused)
+        self._check_model(before, asked, unused)
 
         # costs -> plan -> program, on the ranks that work
         self._plan_at_first(asked, before.plan, settled, timing)
@@ -312,15 +323,14 @@ class Pipeline(SharedWork):
         self.ops_why = ours if self.kernels else "kernels: off"
         return here
 
-    def _check_model(self, before: Before, copies: Sequence[Copies], unused: str) -> None:
+    def _check_model(self, before: Before, asked: Asked, unused: str) -> None:
         """What can be refused before anything is timed for a plan."""
         check_trained(self.variants, unused)
         check_device(self.variants)
         for note in before.check_graph(self.variants.graph, self.numerics, self.size):
             self.say(f"note: {note}")
         if before.plan is None:
-            fewest = min(ranks_in_each(n, self.size) for n in copies)
-            check_stages(fewest, len(self.variants.graph.groups))
+            check_groups(asked, len(self.variants.graph.groups))
 
     def _plan_at_first(
         self, asked: Asked, given: Plan | None, settled: Settled | None, timing: Callable[..., Measured]

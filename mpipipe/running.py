@@ -36,7 +36,7 @@ from mpipipe.report.account import rank_reports
 from mpipipe.report.draw import draw_png, draw_texts
 from mpipipe.report.metrics import Metrics, cut_metrics, last_step
 from mpipipe.report.perfetto import PERFETTO, write_perfetto
-from mpipipe.report.plan import describe
+from mpipipe.report.plan import blocks_text, describe
 from mpipipe.report.plan_file import plan_text
 from mpipipe.report.progress import Progress, Silent
 from mpipipe.report.scalars import FOLDER, Scalars
@@ -105,8 +105,9 @@ class Run:
             if note:
                 self.log.say(f"note: {note}")
         took = f", measured in {pipe.gemm_s:.1f} s" if pipe.gemm_s else ""
+        blocks = blocks_text(pipe.blocks_why, pipe.plan, pipe.costs)
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}{took}")
-        for said in filter(None, (pipe.ops_why, pipe.messages_why, pipe.search_why)):
+        for said in filter(None, (pipe.ops_why, pipe.messages_why, pipe.search_why, blocks)):
             self.log.say(said)
         if self.config.run.slow_rank == "replan" and pipe.size > 1:
             self.log.say(f"a rank that is slow for {WINDOW * WINDOWS} steps is planned around: run.slow_rank")
@@ -424,6 +425,7 @@ class Run:
             stopped_by=stopped_by,
             exact_resume=self.data.exact,
             products=f"{PRODUCTS}{pipe.gemm_why}",
+            blocks=blocks_text(pipe.blocks_why, pipe.plan, pipe.costs),
             messages=pipe.messages_why,
             kernels=pipe.ops_why,
             lost_ranks=(*pipe.world.lost, *pipe.lost_spares()),

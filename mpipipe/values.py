@@ -786,5 +786,6 @@ class Report(Value):
     replayed_steps: int = 0  # done again after these losses, in all
     spares: tuple[int, ...] = ()  # ranks that had no part in the end, likewise by their first numbers
     products: str = ""  # for people: by which library fp32 matrices were multiplied, and why
+    blocks: str = ""  # for people: in how many blocks gradients were added, and why, where that was chosen
     messages: str = ""  # for people: who moved messages on while ranks computed, and why
     kernels: str = ""  # for people: which operators were our own, and which were torch's, or that none was

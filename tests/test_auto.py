@@ -16,7 +16,7 @@ from mpipipe import Pipeline
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.cluster.routes import Route
-from mpipipe.decided import micro_batches_of
+from mpipipe.decided import blocks_of, micro_batches_of
 from mpipipe.errors import ConfigError, DataError, LaunchError, PlanError
 from mpipipe.graph import products
 from mpipipe.graph.profile import Profiler
@@ -152,6 +152,44 @@ def test_what_was_decided_holds_as_long_as_the_batch_does(
         tied="per_use", seed=0,
     )  # fmt: skip
     assert micro_batches_of(given, batch, 1, of_8 if decided else None, new_numerics) == count
+
+
+def of_blocks(blocks: int) -> Numerics:
+    return numerics_of(
+        batch=16, micro_batches=16, blocks=blocks, threads=1, gemm="mkl", precision="fp32", tied="per_use",
+        seed=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "micro", "max_ranks", "kept", "new_numerics", "blocks", "why"),
+    [
+        (2, 8, 16, None, False, 2, ""),
+        ("auto", 16, None, None, False, 4, "for 4 ranks at most, those of the start"),
+        ("auto", 16, 9, None, False, 8, "for 9 ranks at most, as pipeline.max_ranks says"),
+        ("auto", 12, 16, None, False, 4, "as pipeline.max_ranks says; 12 micro-batches allow no more"),
+        ("auto", "auto", 64, None, False, 16, "a batch of 16 allows no more"),
+        ("auto", 16, None, 2, False, 2, "those of the checkpoint or plan"),
+        ("auto", 16, 16, 2, False, 2, "those of the checkpoint or plan"),
+        ("auto", 16, None, 2, True, 2, "those of the checkpoint or plan"),
+        ("auto", 16, 16, 2, True, 16, "for 16 ranks at most"),
+    ],
+)
+def test_blocks_are_those_of_the_ranks_that_may_come_and_then_stay(
+    given: Any, micro: Any, max_ranks: int | None, kept: int | None, new_numerics: bool, blocks: int, why: str
+) -> None:
+    decided = None if kept is None else of_blocks(kept)
+    found = blocks_of(given, micro, 16, 4, max_ranks, decided, "exact", new_numerics)
+    assert found[0] == blocks
+    assert why in found[1]
+    assert bool(why) == bool(found[1])
+    assert blocks_of("auto", micro, 16, 4, max_ranks, decided, "fast") == (1, "")
+
+
+def test_more_ranks_than_may_come_are_refused_before_the_first_step_only() -> None:
+    with pytest.raises(PlanError, match=r"max_ranks = 2, and there are 4 ranks: set 4 at least"):
+        blocks_of("auto", 8, 16, 4, 2, None, "exact")
+    assert blocks_of("auto", 16, 16, 4, 2, of_blocks(2), "exact")[0] == 2
 
 
 def test_a_batch_norm_never_gets_a_single_sample(price: dict[str, float]) -> None:

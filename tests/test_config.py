@@ -145,6 +145,7 @@ def test_messages_name_the_place_the_value_and_what_is_expected(
         (["train.batch=4"], ["train.batch = 4", "8"]),
         (["pipeline.blocks=3"], ["blocks = 3", "micro_batches = 8"]),
         (["pipeline.blocks=4", "pipeline.reduce=fast"], ["adds up in no blocks", "blocks = 4"]),
+        (["pipeline.max_ranks=8"], ["max_ranks = 8", "pipeline.blocks = 1; set it to auto"]),
         (["train.save_every=10", "train.keep_every=25"], ["keep_every = 25", "save_every = 10"]),
         (["train.keep_every=25"], ["keep_every = 25", "save_every = 0"]),
     ],

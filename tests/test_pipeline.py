@@ -586,6 +586,28 @@ def test_a_run_goes_on_with_any_number_of_replicas(
         assert sum(n > 0 for n in sizes) > ranks_in_each(replicas, ranks) or replicas == 1
 
 
+@pytest.mark.slow
+def test_blocks_for_ranks_that_may_come_let_a_run_of_one_rank_go_on_as_replicas(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"blocks": "auto", "loss": masked}
+
+    def first(comm: Communicator) -> tuple[str, Result]:
+        pipe = pipeline(comm, max_ranks=4, **how)
+        pipe.step()
+        pipe.save(tmp_path / "1")
+        return pipe.blocks_why, result(pipe, 1)
+
+    def goes_on(comm: Communicator, replicas: int = 4) -> tuple[int, str, Copies, Result]:
+        pipe = pipeline(comm, replicas=replicas, resume=tmp_path / "1", **how)
+        return pipe.numerics.blocks, pipe.blocks_why, shape_of(pipe.plan.layout), result(pipe, 1)
+
+    why, expected = run_local(1, first)[0]
+    assert why == "for 4 ranks at most, as pipeline.max_ranks says"
+    kept = "those of the checkpoint or plan, as they decide bits"
+    assert run_local(4, goes_on)[0] == (4, kept, 4, expected)
+    with pytest.raises(PlanError, match=r"3 replicas with .*blocks = 4: .* use 1 or 2 or 4; .*max_ranks"):
+        run_local(3, lambda comm: goes_on(comm, 3))
+
+
 A_STREAM: dict[str, Any] = {"data": lambda: Epochs(Samples(5 * BATCH))}
 AUTO: dict[str, Any] = {"loss": masked, "micro_batches": "auto", "blocks": "auto"}
 
@@ -624,7 +646,7 @@ def test_replicas_read_what_is_theirs(
 
 
 def test_replicas_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1, or as many blocks"):
+    with pytest.raises(PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1; or, .* blocks"):
         run_local(2, lambda comm: pipeline(comm, replicas=2))
     with pytest.raises(PlanError, match=r"replicas 2\+1 are on 3 ranks, not 2; start 3"):
         run_local(2, lambda comm: pipeline(comm, replicas=(2, 1), blocks=2))

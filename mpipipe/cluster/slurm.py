@@ -86,7 +86,7 @@ def cores_per_node(given: Allocation, here: Binding) -> int:
     """That the ranks of any node can have to themselves; hyperthreads are no cores. here: of the batch
     script, to which Slurm leaves all that the job has on the first node."""
     hyperthreads = max(1, len(here.usable) // len(here.siblings))
-    return max(1, min(here.quota, len(here.siblings), min(given.cores) // hyperthreads))
+    return max(1, min(cores_here(here), min(given.cores) // hyperthreads))
 
 
 def spread(ranks: int, nodes: int) -> tuple[int, ...]:
@@ -99,10 +99,14 @@ def most_threads(given: Allocation, cores: int) -> int:
     return given.cores_per_task or max(1, cores // max(given.tasks))
 
 
-def threads_of_a_domain(cores: int, here: Binding) -> int:
-    """Those of a rank that has a NUMA domain to itself, as far as this node tells."""
-    domains = sum(not set(domain).isdisjoint(here.usable) for domain in here.numa)
-    return max(1, cores // max(1, domains))
+def cores_here(here: Binding) -> int:
+    """That ranks of this node can have to themselves; hyperthreads are no cores."""
+    return max(1, min(here.quota, len(here.siblings)))
+
+
+def domains_here(here: Binding) -> int:
+    """NUMA domains that this process may use."""
+    return max(1, sum(not set(domain).isdisjoint(here.usable) for domain in here.numa))
 
 
 def assign(given: Allocation, per_node: Sequence[int], threads: int, cores: int) -> Assignment:

@@ -17,16 +17,17 @@ from mpipipe.cluster.slurm import (
     allocation,
     assign,
     cores_per_node,
+    domains_here,
     most_threads,
     spread,
-    threads_of_a_domain,
     told,
 )
 from mpipipe.commands import run
 from mpipipe.commands.job import JobRun, add_arguments, run_of_job
 from mpipipe.commands.output import check_folder, write_output, writing
 from mpipipe.config import load
-from mpipipe.errors import PlanError
+from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.per_node import Split, splits
 from mpipipe.report.plan_file import read_plan
 from mpipipe.values import to_json
 
@@ -56,8 +57,14 @@ def assignment(a: argparse.Namespace) -> tuple[Assignment, list[str]]:
     """With a line each for people. a: see `job.add_arguments`. Raises LaunchError outside a Slurm job."""
     given, here, job = allocation(os.environ), binding(), run_of_job(a, os.environ)
     cores = cores_per_node(given, here)
-    threads, threads_why = _threads(job, given, cores, here)
-    per_node, ranks_why = _ranks(a, job, given, cores, threads)
+    per_node: Sequence[int]
+    if job.config.pipeline.threads == "auto" and job.threads is None and not given.tasks and not a.plan:
+        split, threads_why = _weighed(job, given.nodes, splits(cores, domains_here(here)))
+        threads, per_node = split.threads, (split.per_node,) * given.nodes
+        ranks_why = "with their threads all cores of a node"
+    else:
+        threads, threads_why = _threads(job, given, cores, here)
+        per_node, ranks_why = _ranks(a, job, given, cores, threads)
     found = assign(given, per_node, threads, cores)
     return found, list(told(given, found, cores, ranks_why, threads_why))
 
@@ -70,7 +77,26 @@ def _threads(job: JobRun, given: Allocation, cores: int, here: Binding) -> tuple
         return saved, "as the run has had them before: they decide its bits"
     if given.tasks:
         return most_threads(given, cores), "all cores of a task (pipeline.threads=auto)"
-    return threads_of_a_domain(cores, here), "the cores of a NUMA domain (pipeline.threads=auto)"
+    return max(1, cores // domains_here(here)), "the cores of a NUMA domain (pipeline.threads=auto)"
+
+
+def _weighed(job: JobRun, nodes: int, found: Sequence[Split]) -> tuple[Split, str]:
+    """The one with the shortest predicted step, and why. Raises the error of the first where none has a
+    plan."""
+    from mpipipe.commands.nodes import by_split  # torch, where it is needed
+
+    step_s, failed = dict[Split, float](), list[PlanError | DeadlockError]()
+    for split, planned in by_split(job.config, found, nodes):
+        try:
+            step_s[split] = planned.prediction(nodes, split.per_node).step_s
+        except (PlanError, DeadlockError) as error:
+            failed.append(error)
+    if not step_s:
+        raise failed[0]
+    best = min(step_s, key=step_s.__getitem__)  # of equal ones that with the fewest ranks
+    tried = ", ".join(f"{split.text} {s:.3g} s" for split, s in step_s.items())
+    one = "one rank with all cores of a node is best; " * (best.per_node == 1 and len(found) > 1)
+    return best, f"{one}predicted steps: {tried} (pipeline.threads=auto)"
 
 
 def _ranks(

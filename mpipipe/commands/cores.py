@@ -18,12 +18,12 @@ from mpipipe.config import Config
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.alternatives import first_sentence
+from mpipipe.planner.per_node import ALIKE
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.report.progress import number
 from mpipipe.report.table import text_table
 from mpipipe.values import Plan
 
-ALIKE = 0.03  # relative: what two ways differ by less is noise
 _HEADS = ("ranks", "threads each", "step, ms", "samples/s", "idle", "memory per rank", "")
 
 
@@ -73,8 +73,7 @@ def shares(config: Config, cores: int, variants_of: Callable[[int], Variants]) -
 
 
 def _planned(config: Config, ranks: int, threads: int, variants_of: Callable[[int], Variants]) -> Share:
-    pipeline = config.pipeline.model_copy(update={"threads": threads})
-    own = config.model_copy(update={"pipeline": pipeline})
+    own = config.with_pipeline(threads=threads)
     try:
         joint = Costing(own, Here(own, ranks), ranks, variants_of).search()
     except (PlanError, DeadlockError) as error:

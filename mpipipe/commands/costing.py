@@ -29,14 +29,16 @@ from mpipipe.values import BatchBytes, Cluster, Costs, Gemm, Prediction
 
 class Costing:
     """at: by the size of a micro-batch, the model and its samples; base_bytes: taken on each rank before any
-    weight; seconds: of taking costs; asked: for the ranks that were named first, but for copies."""
+    weight; seconds: of taking costs; asked: for the ranks that were named first, but for copies; max_ranks:
+    that may come, for plans from now on."""
 
     def __init__(
         self, config: Config, machine: Machine, n_ranks: int, variants_of: Callable[[int], Variants]
     ) -> None:
         p, t = config.pipeline, config.train
         self._pipeline = p
-        blocks, self.counts = self._blocks_on(n_ranks, t.batch)
+        self.max_ranks, self._spares = p.max_ranks, config.run.spares
+        blocks, self.counts, self.blocks_why = self._blocks_on(n_ranks, t.batch)
         asked = config.kernels.gemm
         numerics = numerics_of(
             batch=t.batch, micro_batches=self.counts[0], blocks=blocks, threads=machine.threads,
@@ -57,16 +59,16 @@ class Costing:
         self._on_processors = config.pipeline.device == "cpu"  # there may be an accelerator for `auto`
         self._update_s = Updates(0.0, 0.0, 0.0)
 
-    def _blocks_on(self, n_ranks: int, batch: int) -> tuple[int, tuple[int, ...]]:
-        """Blocks of additions, and the numbers of micro-batches to choose from."""
-        p = self._pipeline
-        blocks = blocks_of(p.blocks, p.micro_batches, batch, n_ranks, None, p.reduce)
-        return blocks, counts_of(batch, blocks) if p.micro_batches == "auto" else (p.micro_batches,)
+    def _blocks_on(self, n_ranks: int, batch: int) -> tuple[int, tuple[int, ...], str]:
+        """Blocks of additions, the numbers of micro-batches to choose from, and why so many blocks."""
+        p, there = self._pipeline, n_ranks + self._spares
+        blocks, why = blocks_of(p.blocks, p.micro_batches, batch, there, self.max_ranks, None, p.reduce)
+        return blocks, counts_of(batch, blocks) if p.micro_batches == "auto" else (p.micro_batches,), why
 
     def asked_on(self, n_ranks: int) -> Asked:
         """What is searched for so many ranks, by which blocks and copies are settled. Raises PlanError where
         `pipeline.replicas` does not fit them."""
-        blocks, counts = self._blocks_on(n_ranks, self.asked.numerics.batch)
+        blocks, counts, _ = self._blocks_on(n_ranks, self.asked.numerics.batch)
         asked = replace(self.asked, counts=counts, n_ranks=n_ranks)
         numerics = replace(asked.of(counts[0]), blocks=blocks)
         copies = copies_of(self._pipeline.replicas, numerics, n_ranks)

@@ -42,7 +42,15 @@ from mpipipe.planner.noise import noise
 from mpipipe.planner.search import cut_indices, predict
 from mpipipe.planner.sizes import counted
 from mpipipe.planner.whole import any_order
-from mpipipe.report.plan import against, beside_any_order, chosen, outlook, stage_rows, steadiness
+from mpipipe.report.plan import (
+    against,
+    beside_any_order,
+    blocks_text,
+    chosen,
+    outlook,
+    stage_rows,
+    steadiness,
+)
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.costing import Found
 from mpipipe.state.rundir import CONFIG
@@ -145,8 +153,9 @@ def _plan(a: argparse.Namespace) -> None:
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
     if len(joint.tried) > 1:
         print(chosen(joint, sizes, costing.seconds))
+    blocks = [text] if (text := blocks_text(costing.blocks_why, plan, costs)) else []
     order = beside_any_order(any_order(graph, plan, costs))
-    print(*order, *mirrors, *steadiness(noise(plan, costs)), "", against(others), sep="\n")
+    print(*blocks, *order, *mirrors, *steadiness(noise(plan, costs)), "", against(others), sep="\n")
     if a.output:
         with writing(a.output):
             write_output(Path(a.output), plan_text(plan))

@@ -7,30 +7,37 @@ with what was decided, then sbatch.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe.cluster.doctor.machine import binding
+from mpipipe.cluster.launch import load_advice
 from mpipipe.cluster.partition import ASK_S, Partition, minutes, partition, seconds
-from mpipipe.cluster.slurm import threads_of_a_domain
+from mpipipe.cluster.slurm import cores_here, domains_here
 from mpipipe.cluster.spares import check_spares
 from mpipipe.commands import run
 from mpipipe.commands.levels import levels, show
-from mpipipe.commands.nodes import Planned, fastest
+from mpipipe.commands.nodes import Planned, by_split, fastest
 from mpipipe.config import Config, load
 from mpipipe.config.cluster import load_cluster
-from mpipipe.errors import DeadlockError, LaunchError, PlanError
+from mpipipe.errors import DeadlockError, LaunchError, MpipipeError, PlanError
+from mpipipe.planner.alternatives import first_sentence
 from mpipipe.planner.curve import Curve, Level, resource_curve
+from mpipipe.planner.per_node import Split, best_split, splits
 from mpipipe.planner.sizes import counted
+from mpipipe.report.curve import splits_table
 from mpipipe.report.progress import number
 from mpipipe.state.files import write_text
-from mpipipe.state.rundir import claim_new, run_name
+from mpipipe.state.resume import newest, read_state
+from mpipipe.state.rundir import CONFIG, claim_new, run_name
+from mpipipe.values import Numerics
 
 TRAIN = Path(__file__).resolve().parents[2] / "slurm" / "train.sh"
 MOST_NODES = 16
@@ -48,7 +55,11 @@ def main(argv: Sequence[str]) -> int:
     add("--nodes", type=_range, metavar="A-B", help="how many to choose from, such as 4 or 1-16")
     add("--time", type=_time, metavar="TIME", help="limit of the job, as sbatch takes it; else as predicted")
     add("--partition", metavar="NAME", help="of Slurm; without it, the default one")
-    add("--cluster", metavar="FILE", help="its nodes, measured by calibrate; else with processors like this")
+    add(
+        "--cluster", metavar="FILE", action="append", default=[],
+        help="its nodes, measured by calibrate; else with processors like this. Several, each with other "
+        "ranks x threads on a node: the best of them",
+    )  # fmt: skip
     add("--dry-run", action="store_true", help="write the batch script, but do not submit it")
     a = parser.parse_intermixed_args(list(argv))
     a.words = argv
@@ -74,9 +85,9 @@ def _time(text: str) -> float:
 class Choice:
     level: Level  # of the ranks that are no spares
     nodes: int
-    per_node: int
-    threads: int
+    split: Split
     steps: int
+    max_ranks: int | None  # that may come later; None: the config, or nobody, says so
 
     @property
     def seconds(self) -> float:
@@ -104,6 +115,8 @@ def _submit(a: argparse.Namespace) -> None:
     show(curve, a.config, None)
     limit_s = a.time or min(SLACK * choice.seconds + START_S, there.limit_s if there else 1e9)
     print(f"\n{choice.told()}")
+    if choice.max_ranks is not None:
+        print(f"blocks: for the {choice.max_ranks} ranks that may come (pipeline.max_ranks), as --nodes says")
     if limit_s < choice.seconds:
         print(f"note: the job ends after {minutes(limit_s)}; it saves before, and queues itself again")
     folder = _folder(config)
@@ -120,31 +133,100 @@ def _submit(a: argparse.Namespace) -> None:
 
 
 def _choose(a: argparse.Namespace, config: Config, there: Partition | None) -> tuple[Curve, Choice]:
-    """The knee of plans for 1, 2, 4 ... nodes."""
+    """The knee of plans for 1, 2, 4 ... nodes, with the split of their cores that is best there."""
     least, most = a.nodes or (1, MOST_NODES)
     most = max(least, min(most, there.nodes)) if there and not a.cluster else most
-    here, file = binding(), load_cluster(a.cluster) if a.cluster else None
-    cores = there.cores if there else here.quota
-    threads = config.pipeline.threads
-    if threads == "auto":
-        threads = file.first.threads if file else threads_of_a_domain(cores, here)
-    settled = load(a.config, [*a.overrides, f"pipeline.threads={threads}"])
-    numbers = levels(f"{least}..{most}")
-    spares = config.run.spares
-    planned = Planned(settled, least, there.node_bytes if there else None, file)
-    per_node = file.ranks_per_node if file else _per_node(planned, numbers, max(1, cores // threads))
-    check_spares(spares, numbers[-1] * per_node, config.run.recover)
-    curve = resource_curve(
-        planned.costing.prediction_on, config.train.batch,
-        [n * per_node - spares for n in numbers if n * per_node > spares],
-        planned.cluster_with(per_node), planned.data.train_samples,
-    )  # fmt: skip
+    numbers, spares, asked = levels(f"{least}..{most}"), config.run.spares, config.pipeline
+    begun, saved = _begun(config)
+    if saved is not None:
+        config = config.with_pipeline(threads=saved.threads, blocks=saved.blocks, max_ranks=None)
+    may_come = most if a.nodes and begun is None else None  # else nobody has said that more would
+    curves, assumed, failed = dict[Split, Curve](), dict[Split, Sequence[str]](), dict[str, MpipipeError]()
+    why, ways = _ways(a, config, there, numbers, may_come)
+    for split, planned in ways:
+        try:
+            check_spares(spares, most * split.per_node, config.run.recover)
+            ranks = [n * split.per_node - spares for n in numbers]
+            cluster_of = planned.cluster_with(split.per_node)
+            curve = resource_curve(
+                planned.costing.prediction_on, config.train.batch, [n for n in ranks if n > 0], cluster_of,
+                planned.data.train_samples,
+            )  # fmt: skip
+        except (PlanError, DeadlockError, LaunchError) as error:
+            failed[split.text] = error
+        else:
+            curves[split] = curve
+            assumed[split] = planned.machine.assumed(cluster_of(curve.levels[-1].ranks))
+    if not curves:
+        raise next(iter(failed.values()))
+    best = best_split(curves)
     beside = f"; {spares} of them all in reserve (run.spares)" if spares else ""
-    each = f"{per_node} ranks x {threads} threads on each node{beside}"
-    print(f"{a.config}: {each}", *_lines(planned, curve), sep="\n")
-    knee = next(level for level in curve.levels if level.ranks == curve.knee)
-    nodes = (knee.ranks + spares) // per_node if spares else knee.nodes
-    return curve, Choice(knee, nodes, per_node, threads, config.train.steps)
+    print(f"{a.config}: {best.text} on each node{beside}", *assumed[best], sep="\n")
+    print(f"threads: {'those of the run, as they decide its bits' if saved else why}")
+    if len(curves) + len(failed) > 1:
+        print("", *_weighed(curves, failed, numbers, spares, best), sep="\n")
+    print()
+    knee = curves[best].at_knee
+    nodes = (knee.ranks + spares) // best.per_node if spares else knee.nodes
+    more = most * best.per_node if may_come and most > nodes else None
+    if begun is not None:
+        more = begun.pipeline.max_ranks
+    by_ranks = asked.blocks == "auto" and asked.max_ranks is None
+    return curves[best], Choice(knee, nodes, best, config.train.steps, more if by_ranks else None)
+
+
+def _begun(config: Config) -> tuple[Config | None, Numerics | None]:
+    """The settings of the run that is in `run.dir`, and what decides its bits, once it has a checkpoint."""
+    folder = Path(config.run.dir or "")
+    if config.run.dir is None or not (folder / CONFIG).is_file():
+        return None, None
+    checkpoint = newest(folder)
+    return load(folder / CONFIG), None if checkpoint is None else read_state(checkpoint).numerics
+
+
+def _ways(
+    a: argparse.Namespace, config: Config, there: Partition | None, numbers: Sequence[int],
+    may_come: int | None,
+) -> tuple[str, Iterator[tuple[Split, Planned]]]:  # fmt: skip
+    """The splits of a node's cores to choose from, and why these. What is planned is good until the next
+    one."""
+    here, threads, least = binding(), config.pipeline.threads, numbers[0]
+    mine = cores_here(here)
+    cores, node_bytes = (there.cores, there.node_bytes) if there else (mine, None)
+    if a.cluster:
+        return "as --cluster says", _of_files(a.cluster, config, least, may_come)
+    if threads == "auto" and cores <= mine:
+        found = splits(cores, domains_here(here))
+        busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
+        why = f"each number was timed here (pipeline.threads=auto){f'. Note: {busy}' if busy else ''}"
+        return why, by_split(config, found, least, node_bytes, may_come)
+    each = max(1, cores // domains_here(here)) if threads == "auto" else threads
+    why = f"pipeline.threads={threads}; auto weighs ranks x threads"
+    if threads == "auto":
+        why = (
+            "the cores of a NUMA domain (pipeline.threads=auto). Others were not weighed, as those nodes "
+            f"have {counted(cores, 'core')}, and this one {mine}: submit from one of them, or measure each "
+            "way by calibrate, and give its file by --cluster"
+        )
+    planned = Planned(config.with_pipeline(threads=each), least, node_bytes, None, may_come)
+    per_node = _per_node(planned, numbers, max(1, cores // each))
+    return why, iter([(Split(per_node, each), planned)])
+
+
+def _of_files(
+    names: Sequence[str], config: Config, ranks: int, may_come: int | None
+) -> Iterator[tuple[Split, Planned]]:
+    """Of each cluster file the ranks x threads that it was measured with."""
+    file_of = dict[Split, str]()
+    for name in names:
+        file, threads = load_cluster(name), config.pipeline.threads
+        split = Split(file.ranks_per_node, file.first.threads if threads == "auto" else threads)
+        if split in file_of:
+            raise PlanError(
+                f"--cluster {name}: {split.text} on each node, as in {file_of[split]}; leave one of them out"
+            )
+        file_of[split] = name
+        yield split, Planned(config.with_pipeline(threads=split.threads), ranks, None, file, may_come)
 
 
 def _per_node(planned: Planned, numbers: Sequence[int], most: int) -> int:
@@ -158,9 +240,15 @@ def _per_node(planned: Planned, numbers: Sequence[int], most: int) -> int:
     raise AssertionError("there is a number")
 
 
-def _lines(planned: Planned, curve: Curve) -> list[str]:
-    most = planned.machine.cluster(curve.levels[-1].ranks, planned.costing.base_bytes)
-    return [*planned.machine.assumed(most), ""]
+def _weighed(
+    curves: Mapping[Split, Curve], failed: Mapping[str, MpipipeError], numbers: Sequence[int], spares: int,
+    best: Split,
+) -> Iterator[str]:  # fmt: skip
+    yield "one step on each number of nodes, ms, by ranks x threads on a node:"
+    yield splits_table(curves, numbers, spares)
+    yield from (f"no plan for {text}: {first_sentence(error)}" for text, error in failed.items())
+    if best.per_node == 1:
+        yield f"one rank with all {counted(best.threads, 'thread')} is best for the cores of a node"
 
 
 def _folder(config: Config) -> Path:
@@ -174,13 +262,14 @@ def _folder(config: Config) -> Path:
 def _script(a: argparse.Namespace, choice: Choice, limit_s: float, folder: Path, name: str) -> str:
     """slurm/train.sh with the resources, the environment and the arguments that were decided."""
     resources = {
-        "job-name": name, "nodes": choice.nodes, "ntasks-per-node": choice.per_node,
-        "cpus-per-task": choice.threads, "time": minutes(limit_s), "partition": a.partition,
+        "job-name": name, "nodes": choice.nodes, "ntasks-per-node": choice.split.per_node,
+        "cpus-per-task": choice.split.threads, "time": minutes(limit_s), "partition": a.partition,
         "output": f'"{folder.absolute()}/slurm-%j.out"',  # sbatch splits a line at blanks
     }  # fmt: skip
     kept = [line for line in TRAIN.read_text(encoding="utf-8").splitlines() if not _decided(line, resources)]
     end = max(i for i, line in enumerate(kept) if line.startswith("#SBATCH")) + 1
-    arguments = [str(Path(a.config).absolute()), *a.overrides, f"run.dir={folder.absolute()}"]
+    more = [] if choice.max_ranks is None else [f"pipeline.max_ranks={choice.max_ranks}"]
+    arguments = [str(Path(a.config).absolute()), *a.overrides, *more, f"run.dir={folder.absolute()}"]
     return "\n".join([
         kept[0],
         f"# Written by: python -m mpipipe submit {shlex.join(a.words)}",

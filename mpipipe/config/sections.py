@@ -299,7 +299,8 @@ class CaptureConfig(Section):
 class PipelineConfig(Section):
     schedule: BuiltIn | Dotted | OrderFile = "auto"  # the fastest that fits; or one of these, or your own
     micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
-    blocks: Positive | Literal["auto"] = 1  # equal blocks of additions, which replicas share; auto = by ranks
+    blocks: Positive | Literal["auto"] = 1  # equal blocks of additions, for replicas; auto = by max_ranks
+    max_ranks: Positive | None = None  # that may ever come, as blocks: auto needs; null = those of the start
     replicas: Positive | Sizes | Literal["auto"] = "auto"  # of all stages, or of each; auto = fastest
     reduce: Literal["exact", "fast"] = "exact"  # sums of replicas: the bits of one, or any number of replicas
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
@@ -319,6 +320,11 @@ class PipelineConfig(Section):
             )
         if self.reduce == "fast" and blocks not in ("auto", 1):
             yield f"pipeline.reduce = fast adds up in no blocks, but pipeline.blocks = {blocks}; leave it out"
+        if self.max_ranks is not None and blocks != "auto":
+            yield (
+                f"pipeline.max_ranks = {self.max_ranks} is what pipeline.blocks=auto goes by, but "
+                f"pipeline.blocks = {blocks}; set it to auto, or leave max_ranks out"
+            )
 
 
 class KernelsConfig(Section):

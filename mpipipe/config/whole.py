@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import model_validator
 
@@ -39,6 +40,10 @@ class Config(Section):
     kernels: KernelsConfig = KernelsConfig()
     run: RunConfig = RunConfig()
     sample: SampleConfig = SampleConfig()
+
+    def with_pipeline(self, **changed: Any) -> Config:
+        """With other values of these keys of `pipeline`, which are not checked."""
+        return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=changed)})
 
     @property
     def micro_batch(self) -> int | None:

@@ -60,9 +60,10 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
         if n_copies not in legal:
             raise PlanError(
                 f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a "
-                f"whole sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}, or as many blocks "
-                f"as {n_copies} or a power of two times that, which must divide micro_batches = "
-                f"{numerics.micro_batches}; or pipeline.reduce=fast, where any number will do"
+                f"whole sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}; or, before the "
+                f"first step of a run, as many blocks as {n_copies} or a power of two times that, which must "
+                f"divide micro_batches = {numerics.micro_batches} (pipeline.blocks=auto picks them for "
+                "pipeline.max_ranks), or pipeline.reduce=fast, where any number will do"
             )
         if most % n_copies:
             raise PlanError(
@@ -255,11 +256,11 @@ def nodes_for(cluster: Cluster, ranks: Sequence[Sequence[int]], numerics: Numeri
     return nodes[: 1 + max(rank for on in ranks for rank in on)]
 
 
-def even_blocks(micro_batches: int | None, batch: int, n_ranks: int) -> int:
-    """`blocks: auto`: the largest power of two up to the number of ranks that divides the micro-batches, or,
-    where their number is searched, that the batch has samples for."""
+def even_blocks(micro_batches: int | None, batch: int, max_ranks: int) -> int:
+    """`blocks: auto`: the largest power of two up to the number of ranks that may come that divides the
+    micro-batches, or, where their number is searched, that the batch has samples for."""
     blocks = 1
-    while 2 * blocks <= min(n_ranks, batch) and (micro_batches or 2 * blocks) % (2 * blocks) == 0:
+    while 2 * blocks <= min(max_ranks, batch) and (micro_batches or 2 * blocks) % (2 * blocks) == 0:
         blocks *= 2
     return blocks
 
@@ -343,13 +344,29 @@ def _stages_apart(costs: Costs, layout: Layout, cuts: Sequence[int]) -> Sequence
     return found
 
 
-def _sums_apart(blocks: int, n_copies: int, of_stage: int) -> int:
-    """How many sums of gradients a rank holds beyond those of `Costs.held_per_param_byte`, where it adds up
-    the micro-batches of several copies of the pipeline apart."""
-    if of_stage == n_copies or blocks == 1:
+def block_sums(blocks: int, n_copies: int, of_stage: int) -> int:
+    """How many sums of gradients a rank of a stage with so many copies holds beside its gradients, n_copies:
+    of the pipeline. Where it serves several of these, it adds up the micro-batches of each apart."""
+    if blocks == 1:
         return 0
-    counted_ones = blocks.bit_length() if of_stage == 1 else (blocks // of_stage).bit_length() - 1
-    return n_copies // of_stage * (blocks // n_copies).bit_length() - 1 - counted_ones
+    if of_stage == n_copies == 1:
+        return blocks.bit_length()
+    return n_copies // of_stage * (blocks // n_copies).bit_length() - 1
+
+
+def _sums_apart(blocks: int, n_copies: int, of_stage: int) -> int:
+    """Those of `block_sums` beyond the ones that `Costs.held_per_param_byte` counts."""
+    return block_sums(blocks, n_copies, of_stage) - block_sums(blocks, of_stage, of_stage)
+
+
+def block_sums_bytes(costs: Costs, layout: Layout, cuts: Sequence[int]) -> int:
+    """Of all `block_sums` of the rank that holds most of them."""
+    held = dict.fromkeys(range(layout.n_ranks), 0)
+    for on, (first, end) in zip(layout.ranks, bounds(len(costs.groups), cuts), strict=True):
+        weights = sum(group.param_bytes for group in costs.groups[first:end])
+        for rank in on:
+            held[rank] += weights * block_sums(costs.blocks, layout.n_copies, len(on))
+    return max(held.values())
 
 
 def _shards(costs: Costs, first: int, end: int) -> list[int]:

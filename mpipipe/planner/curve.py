@@ -48,6 +48,10 @@ class Curve(Value):
     knee: int  # ranks
     end: str  # why the cluster has no more ranks than the largest level; "": it has, or nobody has asked
 
+    @property
+    def at_knee(self) -> Level:
+        return next(level for level in self.levels if level.ranks == self.knee)
+
 
 def resource_curve(
     planned: Callable[[Cluster], Prediction],

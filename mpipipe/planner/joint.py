@@ -13,7 +13,7 @@ simulated or ruled out by a bound, in the order of ranks that `make_plan` chose.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,6 +24,7 @@ from mpipipe.planner.bounds import bottleneck_bound_s, uneven_bound_s, work_boun
 from mpipipe.planner.copies import (
     Copies,
     check_copies,
+    even_blocks,
     fastest_copy,
     largest_share,
     legal_copies,
@@ -31,7 +32,7 @@ from mpipipe.planner.copies import (
     ranks_in_each,
 )
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
-from mpipipe.planner.partition import Wish
+from mpipipe.planner.partition import Wish, check_stages, too_many
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.schedules import (
     BY_HAND,
@@ -45,6 +46,7 @@ from mpipipe.planner.schedules import (
     stages_on,
 )
 from mpipipe.planner.search import fullest, leaner, make_plan, norm_seconds
+from mpipipe.planner.sizes import counted
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
@@ -191,6 +193,40 @@ def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Cop
     return (replicas,)
 
 
+def check_groups(asked: Asked, n_groups: int) -> None:
+    """Raises PlanError where a stage would have no group, however the ranks are shared by replicas."""
+    n_ranks, numerics = asked.n_ranks, asked.numerics
+    if not asked.uneven:
+        for copies in asked.copies:
+            check_stages(ranks_in_each(copies, n_ranks), n_groups, copies if isinstance(copies, int) else 1)
+        return
+    legal = legal_copies(numerics)
+    fewest = _fewest_stages(n_ranks, legal)
+    if fewest <= n_groups:
+        return
+    most = n_groups * legal[-1]
+    start = f"at most {counted(most, 'rank')}"
+    if most > n_ranks:
+        fit = [n for n in range(1, most + 1) if _fewest_stages(n, legal) <= n_groups]
+        start = f"{max(n for n in fit if n < n_ranks)} or {min(n for n in fit if n > n_ranks)} ranks"
+    blocks = even_blocks(numerics.micro_batches if len(asked.counts) == 1 else None, numerics.batch, n_ranks)
+    more_blocks = (
+        f", as pipeline.blocks = {numerics.blocks} allows {counted(legal[-1], 'replica')} at most; or, "
+        f"before the first step of a run, set pipeline.blocks=auto and pipeline.max_ranks={n_ranks}"
+    )
+    helps = _fewest_stages(n_ranks, legal_copies(replace(numerics, blocks=blocks))) <= n_groups
+    raise too_many(fewest, n_groups, f"start {start}{more_blocks if helps else ''}")
+
+
+def _fewest_stages(n_ranks: int, legal: Sequence[int]) -> int:
+    """With legal numbers of copies that are all the ranks: the largest first is best, as of two the smaller
+    one divides the larger one."""
+    found = 0
+    for copies in reversed(legal):
+        found, n_ranks = found + n_ranks // copies, n_ranks % copies
+    return found
+
+
 def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:
     """For each size of a micro-batch the least number that makes up the batch: those that differ in what a
     micro-batch costs. Multiples of `blocks`, descending. Raises PlanError where there is none."""
@@ -218,6 +254,7 @@ def search(
     before anything is found; DeadlockError where the only schedule cannot run.
     """
     costs = {count: costs_of(count) for count in asked.counts}
+    check_groups(asked, len(costs[asked.counts[0]].groups))
     slowest = {count: _bottleneck_s(costs[count], asked.n_ranks) for count in asked.counts}
 
     def promise(count: int) -> tuple[bool, float]:

@@ -97,8 +97,13 @@ def check_stages(n_stages: int, n_groups: int, n_copies: int = 1, per_rank: int 
         each = f", {most} for each replica" if n_copies > 1 else ""
         moves = [f"start at most {counted(most * n_copies, 'rank')}{each}"] if most else []
         moves += ["choose a schedule with one stage on each rank"] if per_rank > 1 else []
-        raise PlanError(
-            f"{n_stages} stages, and this model can be cut into {counted(n_groups, 'part')} at most; an "
-            "operator is never cut, nor parted from those that belong to it, such as a linear layer from its "
-            f"activation; {', or '.join([*moves, 'train a model of more layers'])}"
-        )
+        raise too_many(n_stages, n_groups, ", or ".join([*moves, "train a model of more layers"]))
+
+
+def too_many(n_stages: int, n_groups: int, moves: str) -> PlanError:
+    """Of stages for so many groups. moves: what to do."""
+    return PlanError(
+        f"{n_stages} stages, and this model can be cut into {counted(n_groups, 'part')} at most; an operator "
+        "is never cut, nor parted from those that belong to it, such as a linear layer from its activation; "
+        f"{moves}"
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpipipe.planner.curve import Curve, Level, Misfit
+from mpipipe.planner.per_node import ALIKE, Split
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.report.progress import number
 from mpipipe.report.table import text_table
@@ -32,8 +33,8 @@ def curve_table(curve: Curve, width: int = 128) -> str:
 
 def advice(curve: Curve) -> str:
     """How many nodes to ask for, in one sentence."""
-    at = next(i for i, level in enumerate(curve.levels) if level.ranks == curve.knee)
-    knee, rest = curve.levels[at], curve.levels[at + 1 :]
+    knee = curve.at_knee
+    rest = [level for level in curve.levels if level.ranks > knee.ranks]
     text = (
         f"ask for {_nodes(knee)}: {number(knee.samples_per_s)} samples/s at {knee.efficiency:.0%} efficiency "
         f"and {number(knee.node_hours)} node-hours per {_span(curve)}"
@@ -47,6 +48,40 @@ def advice(curve: Curve) -> str:
     if why := next((m.why for m in curve.misfits if m.ranks > knee.ranks), curve.end):
         return f"{text}; larger levels could not be planned: {why}"
     return f"{text}; that is the largest level that was planned, and larger ones may be worth it as well"
+
+
+def splits_table(
+    curves: Mapping[Split, Curve], nodes: Sequence[int], spares: int = 0, width: int = 128
+) -> str:
+    """The predicted step for each number of nodes and each way to share out their cores, in ms; `<` marks the
+    shortest. At the end the next best. spares: ranks that are in no level."""
+    heads = ("nodes", *map(_short, curves), "next best")
+    rows = []
+    for n in nodes:
+        steps = {split: _step_s(curve, n * split.per_node - spares) for split, curve in curves.items()}
+        order = sorted((split for split, s in steps.items() if s), key=lambda split: steps[split])
+        cells = [
+            f"{'< ' * (split in order[:1])}{number(s * 1e3)}" if s else "-" for split, s in steps.items()
+        ]
+        rows.append((str(n), *cells, _next_best(order, steps)))
+    return text_table(heads, rows, width, (len(heads) - 1,), (len(heads) - 1,), gap=2)
+
+
+def _next_best(order: Sequence[Split], steps: Mapping[Split, float]) -> str:
+    if len(order) < 2:
+        return ""
+    best, second = order[:2]
+    slower = steps[second] / steps[best] - 1.0
+    return f"{_short(second)} {f'takes {slower:.0%} longer' if slower >= ALIKE else 'is as good'}"
+
+
+def _short(split: Split) -> str:
+    return f"{split.per_node} x {split.threads}"
+
+
+def _step_s(curve: Curve, ranks: int) -> float:
+    """0 where there is no plan."""
+    return next((level.step_s for level in curve.levels if level.ranks == ranks), 0.0)
 
 
 def beyond_proportion(curve: Curve) -> list[str]:

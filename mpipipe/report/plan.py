@@ -8,10 +8,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpipipe.planner.alternatives import Alternative
-from mpipipe.planner.copies import replicas_text, shape_of, shape_text, stages_in
+from mpipipe.planner.copies import (
+    block_sums_bytes,
+    legal_copies,
+    replicas_text,
+    shape_of,
+    shape_text,
+    stages_in,
+)
 from mpipipe.planner.joint import LIKE, Joint, Tried, least_s
 from mpipipe.planner.noise import WORTH, Noise
 from mpipipe.planner.search import cut_indices
+from mpipipe.planner.sizes import counted, size_text
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
@@ -202,6 +210,17 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
     if second.made and loss < 0:  # see `mpipipe.planner.joint.preferred`
         end = f", as good within {LIKE - 1.0:.0%}: the simpler one or that with less memory is taken{end}"
     return f"{line}; next best {_called(second)}: {'' if second.made else 'at least '}{loss:+.1%}{end}"
+
+
+def blocks_text(why: str, plan: Plan, costs: Costs) -> str:
+    """One line: how many blocks `pipeline.blocks: auto` has taken, `why`, and what they take; none where that
+    was not asked."""
+    if not why:
+        return ""
+    n, cuts = plan.numerics, cut_indices(plan.layout, [group.name for group in costs.groups])
+    replicas = counted(legal_copies(n)[-1], "exact replica")
+    taken = size_text(block_sums_bytes(costs, plan.layout, cuts))
+    return f"blocks: {n.blocks}, {why}; {replicas} at most; sums of blocks take {taken} on the fullest rank"
 
 
 def _called(t: Tried) -> str:

@@ -90,7 +90,7 @@ def _lines(r: Report) -> list[str]:
                      f"{', '.join(map(str, r.spares))}")  # fmt: skip
     if not r.exact_resume:
         lines.append("a resume of this run is not exact: its data is a plain iterable, read from the start")
-    lines += filter(None, (r.products, r.kernels))
+    lines += filter(None, (r.products, r.kernels, r.blocks))
     return [*lines, f"plan {r.plan_hash}", f"weights {r.weights_sha256}"]
 
 

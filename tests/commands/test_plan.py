@@ -25,6 +25,7 @@ from mpipipe.errors import PlanError
 from mpipipe.graph.profile import Profiler, Sample
 from mpipipe.planner.curve import Curve
 from mpipipe.planner.schedules import SCHEDULES
+from mpipipe.planner.sizes import size_text
 from mpipipe.report.plan_file import read_plan
 from mpipipe.runtime import costing, modelling
 from mpipipe.runtime.process import resident_memory
@@ -128,10 +129,29 @@ def test_blocks_and_copies_are_settled_for_each_number_of_ranks() -> None:
     machine, variants_of = There(config, load_cluster("cluster.yaml")), model_of(config)[0]
     of_one, of_four = (Costing(config, machine, n, variants_of) for n in (1, 4))
     assert [of_one.asked_on(n).numerics.blocks for n in (1, 2, 4)] == [1, 2, 4]
+    of_one.max_ranks = 4
+    assert [of_one.asked_on(n).numerics.blocks for n in (1, 2, 4)] == [4, 4, 4]
+    with pytest.raises(PlanError, match="max_ranks = 4, and there are 8 ranks"):
+        of_one.asked_on(8)
+    of_one.max_ranks = None
     for n in (1, 2, 4):
         assert of_one.asked_on(n).copies == of_four.asked_on(n).copies
         cluster = machine.cluster(n, 0)
         assert of_one.prediction_on(cluster) == of_four.prediction_on(cluster), "time and memory"
+
+
+def test_a_plan_says_which_blocks_it_has_and_what_they_take(run: Plan) -> None:
+    given = ("--ranks", "1", "--cluster", "cluster.yaml", "train.batch=8", "pipeline.micro_batches=8")
+    assert "\nblocks: " not in run(MLP, *given)[1]
+    code, out, _ = run(MLP, *given, "pipeline.blocks=auto", "pipeline.max_ranks=6", "-o", "p.json")
+    assert code == 0
+    found = read_plan("p.json")
+    assert (found.numerics.blocks, found.costs is not None) == (4, True)
+    weights = sum(group.param_bytes for group in found.costs.groups) if found.costs else 0
+    assert (
+        "\nblocks: 4, for 6 ranks at most, as pipeline.max_ranks says; 4 exact replicas at most; sums of "
+        f"blocks take {size_text(3 * weights)} on the fullest rank\n"  # log2(4) + 1 of them
+    ) in out
 
 
 def test_a_plan_is_not_written_as_a_picture(run: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

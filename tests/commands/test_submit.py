@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
+import torch
 from made_run import made_plan, made_report
 
+from mpipipe.cluster.partition import Partition
 from mpipipe.commands import allocation, launch, submit
 from mpipipe.commands.job import run_of_job
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError, PlanError
-from mpipipe.planner.per_node import by_ranks_per_node
+from mpipipe.graph.profile import Profiler
+from mpipipe.planner.per_node import Split, by_ranks_per_node
 from mpipipe.state import rundir
 from mpipipe.values import Prediction, to_json
 
@@ -158,13 +162,13 @@ def test_without_tasks_the_ranks_are_those_of_the_shortest_predicted_step(
             assert (config.pipeline.threads, ranks) == (1, 2)
 
         def by_ranks_per_node(self, nodes: int, most: int) -> dict[int, Prediction]:
-            def planned(cluster: int) -> Prediction:
-                if cluster == 4:
+            def planned(per_node: int) -> Prediction:
+                if per_node == 4:
                     raise PlanError("8 stages but only 4 groups")
-                return replace(prediction, step_s=1.0 / cluster)
+                return replace(prediction, step_s=1.0 / per_node)
 
             assert (nodes, most) == (2, 4)
-            return by_ranks_per_node(planned, lambda per_node: per_node, most)  # type: ignore[arg-type]
+            return by_ranks_per_node(planned, most)
 
     monkeypatch.setattr("mpipipe.commands.nodes.Planned", Planned)
     assert allocation.main(["c.yaml"]) == 0
@@ -173,6 +177,148 @@ def test_without_tasks_the_ranks_are_those_of_the_shortest_predicted_step(
         "ranks: 4, 2(x2) by node, the shortest predicted step: 1 per node 1 s, 2 per node 0.5 s",
         "threads: 1 per rank, as pipeline.threads says",
     ]
+
+
+def test_without_tasks_and_threads_an_allocation_weighs_ranks_x_threads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_NTASKS")
+    monkeypatch.setattr(allocation, "cores_per_node", lambda given, here: 4)
+    monkeypatch.setattr(allocation, "domains_here", lambda here: 1)
+    seconds, prediction = {1: 0.5, 2: 0.8, 4: 0.0}, made_plan()[0].prediction
+
+    class Planned:
+        def prediction(self, nodes: int, per_node: int) -> Prediction:
+            if per_node == 4:
+                raise PlanError("8 stages but only 4 groups")
+            assert nodes == 2
+            return replace(prediction, step_s=seconds[per_node])
+
+    def by_split(config: Config, found: list[Split], ranks: int) -> Iterator[tuple[Split, Planned]]:
+        assert ranks == 2
+        yield from ((split, Planned()) for split in found)
+
+    monkeypatch.setattr("mpipipe.commands.nodes.by_split", by_split)
+    assert allocation.main(["c.yaml", "pipeline.threads=auto"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:3] == [
+        "ranks: 2, 1(x2) by node, with their threads all cores of a node",
+        "threads: 4 per rank, one rank with all cores of a node is best; predicted steps: 1 rank x 4 threads "
+        "0.5 s, 2 ranks x 2 threads 0.8 s (pipeline.threads=auto)",
+    ]
+    seconds[2] = 0.4
+    assert allocation.main(["c.yaml", "pipeline.threads=auto"]) == 0
+    assert "\nranks: 4, 2(x2) by node" in (out := capsys.readouterr().out)
+    assert "\nthreads: 2 per rank, predicted steps: " in out
+
+
+def test_of_ways_that_are_measured_submit_takes_the_fastest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on a node, as calibrated, or one whose threads are half as fast together."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    text = CLUSTER.read_text()
+    one = text.replace("ranks_per_node: 2", "ranks_per_node: 1").replace("threads: 96\n", "threads: 192\n")
+    Path("two.yaml").write_text(text)
+    Path("one.yaml").write_text(one)
+    Path("same.yaml").write_text(text)
+    given = ["c.yaml", "run.dir=r", "--dry-run", "pipeline.threads=auto", "--nodes", "1"]
+    assert submit.main([*given, "--cluster", "two.yaml", "--cluster", "one.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("c.yaml: ")
+    heads = out.split("by ranks x threads on a node:\n")[1].partition("\n")[0]
+    assert heads.split("  ") == ["nodes", "2 x 96", " 1 x 192", "next best"]
+    best = 1 if "c.yaml: 1 rank x 192 threads on each node" in out else 2
+    assert ("one rank with all 192 threads is best for the cores of a node" in out) == (best == 1)
+    script = Path("r/submit.sh").read_text()
+    assert f"#SBATCH --ntasks-per-node={best}\n#SBATCH --cpus-per-task={192 // best}\n" in script
+    assert submit.main([*given, "--cluster", "two.yaml", "--cluster", "same.yaml"]) == 1
+    err = capsys.readouterr().err
+    assert "same.yaml: 2 ranks x 96 threads on each node, as in two.yaml; leave one" in err
+
+
+@pytest.mark.parametrize(("nodes", "blocks", "more"), [("1-4", "auto", 8), ("1", "auto", 0), ("1-4", "1", 0)])
+def test_the_most_nodes_that_submit_is_told_are_the_ranks_that_may_come(
+    nodes: str, blocks: str, more: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    given = ["c.yaml", "run.dir=r", "--dry-run", f"pipeline.blocks={blocks}", "--cluster", str(CLUSTER)]
+    assert submit.main([*given, "--nodes", nodes]) == 0
+    script = Path("r/submit.sh").read_text()
+    assert ("pipeline.max_ranks=8 " in script) == bool(more)
+    assert ("blocks: for the 8 ranks that may come" in capsys.readouterr().out) == bool(more)
+
+
+def test_a_run_that_is_begun_keeps_its_threads_and_the_ranks_that_may_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    Path("r").mkdir()
+    Path("r/config.yaml").write_text(
+        to_yaml(load("c.yaml", ["run.dir=r", "pipeline.blocks=auto", "pipeline.max_ranks=6"]))
+    )
+    state = argparse.Namespace(numerics=replace(made_plan()[0].numerics, threads=48, blocks=2))
+    monkeypatch.setattr(submit, "newest", lambda folder: folder / "checkpoint")
+    monkeypatch.setattr(submit, "read_state", lambda folder: state)
+    given = ["c.yaml", "run.dir=r", "--dry-run", "pipeline.blocks=auto", "pipeline.threads=auto"]
+    assert submit.main([*given, "--cluster", str(CLUSTER), "--nodes", "1-4"]) == 0
+    assert "threads: those of the run, as they decide its bits\n" in capsys.readouterr().out
+    script = Path("r/submit.sh").read_text()
+    assert "#SBATCH --cpus-per-task=48\n" in script
+    assert " pipeline.max_ranks=6 " in script
+
+
+def test_threads_that_cannot_be_timed_here_are_not_weighed_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submit, "Planned", lambda config, *_: config)
+    monkeypatch.setattr(submit, "by_split", lambda config, found, *_: iter([(s, config) for s in found]))
+    monkeypatch.setattr(submit, "_per_node", lambda planned, numbers, most: most)
+    monkeypatch.setattr(submit, "cores_here", lambda here: 8)
+    monkeypatch.setattr(submit, "domains_here", lambda here: 2)
+    auto, asked = load("c.yaml", ["pipeline.threads=auto"]), argparse.Namespace(cluster=[])
+
+    def ways(config: Config, cores: int) -> tuple[str, list[Split]]:
+        why, found = submit._ways(asked, config, Partition("main", 4, cores, 1 << 40, 1e9), [1], None)
+        return why, [split for split, _ in found]
+
+    monkeypatch.setattr(submit, "load_advice", lambda *_: None)
+    timed = "each number was timed here (pipeline.threads=auto)"
+    assert ways(auto, 8) == (timed, [Split(1, 8), Split(2, 4), Split(4, 2), Split(8, 1)])
+    monkeypatch.setattr(submit, "load_advice", lambda *_: "others use this machine too")
+    assert ways(auto, 8)[0] == f"{timed}. Note: others use this machine too"
+    why, found = ways(auto, 96)
+    assert found == [Split(2, 48)]
+    assert "were not weighed, as those nodes have 96 cores, and this one 8: submit from one of them" in why
+    why, found = ways(load("c.yaml", ["pipeline.threads=3"]), 96)
+    assert (why, found) == ("pipeline.threads=3; auto weighs ranks x threads", [Split(32, 3)])
+
+
+@pytest.mark.usefixtures("made_up_times")
+@pytest.mark.slow
+def test_submit_times_each_number_of_threads_of_a_node_like_this_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two threads are four times as fast as one here, and then a tenth faster."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(submit, "cores_here", lambda here: 2)
+    monkeypatch.setattr(submit, "domains_here", lambda here: 1)
+    monkeypatch.setattr("mpipipe.commands.machines.cores_available", lambda: frozenset((0, 1)))
+    faster = {1: 1.0, 2: 4.0}
+    monkeypatch.setattr(
+        Profiler, "_once", lambda *_: (1e-1 / faster[n := torch.get_num_threads()], 2e-1 / faster[n])
+    )
+    given = ["c.yaml", "run.dir=r", "--dry-run", "--nodes", "1", "pipeline.threads=auto"]
+    assert submit.main(given) == 0
+    out = capsys.readouterr().out
+    assert "1 rank x 2 threads on each node" in out
+    assert "2 x 1 takes " in out
+    assert "one rank with all 2 threads is best for the cores of a node" in out
+    assert "#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=2\n" in Path("r/submit.sh").read_text()
+    faster[2] = 1.1
+    assert submit.main(given) == 0
+    assert "2 ranks x 1 thread on each node" in (out := capsys.readouterr().out)
+    assert "1 x 2 takes " in out
+    assert "#SBATCH --ntasks-per-node=2\n#SBATCH --cpus-per-task=1\n" in Path("r/submit.sh").read_text()
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ from mpipipe.planner.copies import (
     BUCKET_BYTES,
     BUCKETS_AHEAD,
     Copies,
+    block_sums,
+    block_sums_bytes,
     check_copies,
     even_blocks,
     exchange_of,
@@ -33,7 +35,7 @@ from mpipipe.planner.copies import (
     stages_in,
     sums_held,
 )
-from mpipipe.planner.joint import Asked, copies_of, search
+from mpipipe.planner.joint import Asked, Replicas, check_groups, copies_of, search
 from mpipipe.planner.schedules import SCHEDULES, build, in_copies, stages_on
 from mpipipe.planner.search import plan_of, sizes_of_messages
 from mpipipe.planner.walk import match
@@ -99,8 +101,8 @@ def test_legal_copies_are_those_whose_sums_are_whole_sub_trees() -> None:
 @pytest.mark.parametrize(
     ("n_copies", "n_ranks", "words"),
     [
-        (2, 2, "2 replicas with pipeline.blocks = 1: .* use 1,"),
-        (3, 6, "3 replicas with pipeline.blocks = 4: .* use 1 or 2 or 4,"),
+        (2, 2, "2 replicas with pipeline.blocks = 1: .* use 1;"),
+        (3, 6, "3 replicas with pipeline.blocks = 4: .* use 1 or 2 or 4;"),
         (2, 3, "2 replicas on 3 ranks: each has equally many; start 2 or 4 ranks"),
         (4, 2, "4 replicas on 2 ranks: .* start 4 ranks"),
     ],
@@ -136,6 +138,51 @@ def test_copies_with_unlike_shares_take_as_long_as_the_largest_one() -> None:
     assert plan.prediction.lower_bound_s <= plan.prediction.step_s
     with pytest.raises(PlanError, match="8 micro-batches would have to be a multiple of 3"):
         make_plan(costs, fast(8), "zb-planned", 4, names(costs), 3, 3)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 8, 12])
+def test_sums_of_blocks_are_what_the_memory_model_holds(blocks: int) -> None:
+    """Beside a weight and a gradient; without optimizer state."""
+    levels = blocks.bit_length() if blocks > 1 else 0
+    plain = uniform(4, 2, param_bytes=100)
+    costs = dataclasses.replace(plain, bytes_per_param_byte=2.0 + levels, blocks=blocks)
+    for n in legal_copies(numerics(24, blocks)):
+        assert costs.but(copies=n).held_per_param_byte == 2.0 + block_sums(blocks, n, n)
+    one = Layout(("g3",), ((0,), (1,)), "1f1b", 4)
+    assert block_sums_bytes(costs, one, (3,)) == 300 * levels
+    if 2 in legal_copies(numerics(24, blocks)):
+        two = Layout(("g3",), ((0, 1), (2,)), "1f1b", 4)
+        apart = 2 * (blocks // 2).bit_length() - 1  # of the stage that serves both copies
+        assert block_sums_bytes(costs, two, (3,)) == max(300 * block_sums(blocks, 2, 2), 100 * apart)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "blocks", "n_ranks", "words"),
+    [
+        ("auto", 4, 16, r"4 stages but only 3 groups .* start at most 12 ranks, as pipeline\.blocks = 4 "
+                        r"allows 4 replicas at most; or, .* pipeline\.blocks=auto and .*\.max_ranks=16"),
+        ("auto", 4, 11, r"4 stages, .* cut into 3 parts at most; .*; start 10 or 12 ranks"),
+        ("auto", 1, 5, r"5 stages, .* cut into 3 parts at most; .*; start at most 3 ranks, .*max_ranks=5$"),
+        (2, 4, 8, r"4 stages, .* cut into 3 parts at most; .*; start at most 6 ranks, 3 for each replica$"),
+        ((1, 1, 1, 1), 4, 4, r"4 stages, .* cut into 3 parts at most"),
+    ],
+)  # fmt: skip
+def test_a_number_of_ranks_that_cannot_be_shared_names_those_that_can(
+    replicas: Replicas, blocks: int, n_ranks: int, words: str
+) -> None:
+    copies = copies_of(replicas, numerics(16, blocks), n_ranks)
+    asked = Asked(numerics(16, blocks), (16,), ("1f1b",), 4, n_ranks, copies, uneven=replicas == "auto")
+    with pytest.raises(PlanError, match=words):
+        check_groups(asked, 3)
+    check_groups(asked, 16)
+
+
+def test_unlike_numbers_of_copies_share_ranks_that_equal_ones_cannot() -> None:
+    """7 = 4 + 2 + 1, on three stages."""
+    asked = Asked(numerics(16, 4), (16,), ("1f1b",), 4, 7, (1,), uneven=True)
+    check_groups(asked, 3)
+    with pytest.raises(PlanError, match=r"3 stages but only 2 groups .* start 6 or 8 ranks"):
+        check_groups(asked, 2)
 
 
 def test_blocks_are_picked_for_the_ranks_that_may_come() -> None:

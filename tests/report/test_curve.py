@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipipe.planner.curve import Curve, Level, Misfit
-from mpipipe.report.curve import advice, beyond_proportion, curve_table
+from mpipipe.planner.per_node import Split
+from mpipipe.report.curve import advice, beyond_proportion, curve_table, splits_table
 
 CURVE = Curve(
     levels=(
@@ -26,6 +27,21 @@ def test_a_row_for_each_level_those_that_do_not_fit_included() -> None:
     assert rows[2] == ["2", "1", "4", "100.0%", "10.0%", "3", "GiB", "20"]
     assert rows[3] == ["4", "2", "6.4", "80.0%", "25.0%", "2", "GiB", "25", "<", "knee"]
     assert rows[4] == ["8", "4", "8", "50.0%", "50.0%", "1", "GiB", "40"]
+
+
+def test_of_the_ways_to_share_out_cores_the_fastest_and_the_next_are_told() -> None:
+    """Two nodes: 4 ranks of the curve with two on each, or 2 with one."""
+    slower = replace(CURVE, levels=(Level(2, 2, 2.52, 6.3, 1.0, 0.0, 1 << 30, 1.0),), knee=2)
+    rows = splits_table({Split(1, 8): slower, Split(2, 4): CURVE}, [1, 2, 4]).splitlines()
+    assert rows[0].split() == ["nodes", "1", "x", "8", "2", "x", "4", "next", "best"]
+    assert rows[1].split() == ["1", "-", "<", "4000"]
+    assert rows[2].split() == ["2", "2520", "<", "2500", "1", "x", "8", "is", "as", "good"]
+    assert rows[3].split() == ["4", "-", "<", "2000"]
+    slow = replace(slower, levels=(replace(slower.levels[0], step_s=5.0),))
+    (_, row) = splits_table({Split(1, 8): slow, Split(3, 2): CURVE}, [2], spares=2).splitlines()
+    assert row.split() == ["2", "-", "<", "2500"], "4 of 6 ranks work"
+    (_, row) = splits_table({Split(1, 8): slow, Split(2, 4): CURVE}, [2]).splitlines()
+    assert row.endswith("1 x 8 takes 100% longer")
 
 
 def test_it_says_how_many_nodes_to_ask_for() -> None:

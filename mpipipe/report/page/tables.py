@@ -24,7 +24,8 @@ def ranks(run: RunData) -> Html:
 
 
 def details(run: RunData) -> Html:
-    told = (run.report.products, run.report.kernels) if run.report is not None else ()
+    report = run.report
+    told = (report.products, report.kernels, report.blocks) if report is not None else ()
     parts = [tag("p", line) for line in told if line]
     if run.plan is not None:
         parts += [
