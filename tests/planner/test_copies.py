@@ -159,7 +159,7 @@ def test_sums_of_blocks_are_what_the_memory_model_holds(blocks: int) -> None:
 @pytest.mark.parametrize(
     ("replicas", "blocks", "n_ranks", "words"),
     [
-        ("auto", 4, 16, r"4 stages but only 3 groups .* start at most 12 ranks, as pipeline\.blocks = 4 "
+        ("auto", 4, 16, r"4 stages, .* start at most 12 ranks, as pipeline\.blocks = 4 "
                         r"allows 4 replicas at most; or, .* pipeline\.blocks=auto and .*\.max_ranks=16"),
         ("auto", 4, 11, r"4 stages, .* cut into 3 parts at most; .*; start 10 or 12 ranks"),
         ("auto", 1, 5, r"5 stages, .* cut into 3 parts at most; .*; start at most 3 ranks, .*max_ranks=5$"),
