@@ -181,7 +181,7 @@ def test_unlike_numbers_of_copies_share_ranks_that_equal_ones_cannot() -> None:
     """7 = 4 + 2 + 1, on three stages."""
     asked = Asked(numerics(16, 4), (16,), ("1f1b",), 4, 7, (1,), uneven=True)
     check_groups(asked, 3)
-    with pytest.raises(PlanError, match=r"3 stages but only 2 groups .* start 6 or 8 ranks"):
+    with pytest.raises(PlanError, match=r"3 stages, .* cut into 2 parts at most; .*; start 6 or 8 ranks"):
         check_groups(asked, 2)
 
 
