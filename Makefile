@@ -77,7 +77,7 @@ test-kernels: setup ## each kernel against float64 and its reference, under sani
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal -m "kernels and not full" $(K)
 
 test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of how its jobs end
-	$(PY) -m pytest -m "jobs$(if $(FULL),, and not full)" $(K)
+	$(PY) -m pytest -n 2 --dist loadfile -m "jobs$(if $(FULL),, and not full)" $(K) # while one job waits, another computes
 	@for n in $(MPI_SIZES); do \
 		OMP_NUM_THREADS=1 .ci/launch $$n timeout -k 10 $(MPI_TIMEOUT) $(PY) -m pytest \
 			tests/mpi --with-mpi -m "mpi$(if $(FULL),, and not full)" $(K) </dev/null || \

@@ -1,6 +1,7 @@
 """Rules that hold for every test: markers, hypothesis, no network, and pytest as one of many MPI ranks.
 
-mpi     runs under `mpirun -n 1..4` (make test-mpi): collected and run by every rank in one order
+mpi     runs under `mpirun -n 1..4` (make test-mpi): collected and run by every rank in one order;
+        mpi(fast_up_to=2): on more ranks it is one of `full`, as more of them than cores take turns
 jobs    starts ranks, or other processes that take seconds, by itself (make test-mpi)
 browser needs Chromium and its driver (make test-browser)
 slurm   needs the test bed that MPIPIPE_TESTBED names; with it a skip counts as a failure
@@ -122,6 +123,13 @@ class Ranks:
         self.failed: list[tuple[str, str]] = []  # of this rank: test, text
         if self.world.rank:
             config.pluginmanager.set_blocked("terminalreporter")
+
+    @pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            most = [m.kwargs["fast_up_to"] for m in item.iter_markers("mpi") if "fast_up_to" in m.kwargs]
+            if most and self.world.size > min(most):
+                item.add_marker(pytest.mark.full)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:

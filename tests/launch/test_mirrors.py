@@ -88,7 +88,9 @@ def summary(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "kills", "from_mirrors"),
     [
-        (4, [(1, "update", 10, 9), (3, "update", 10, 9), (0, "sent", 12, 9)], True),
+        pytest.param(
+            4, [(1, "update", 10, 9), (3, "update", 10, 9), (0, "sent", 12, 9)], True, marks=pytest.mark.full
+        ),
         (4, [(0, "save", 6, 9), (3, "backward", 10, 9), (1, "recovery", 8, 9)], True),
         (3, [(1, "backward", 10, 9), (2, "recovery", 8, 9)], False),
         pytest.param(4, [(2, "transfer", 8, 9), (1, "sent", 12, 9)], True, marks=pytest.mark.full),
