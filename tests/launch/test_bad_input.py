@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import mpipipe
+from mpipipe.commands.plan import main as plan
 from mpipipe.state.resume import newest, step_folder, survey
 
 pytestmark = pytest.mark.jobs
@@ -319,22 +320,21 @@ def flip(path: Path) -> None:
     path.write_bytes(bits)
 
 
+@pytest.mark.full  # test_resume.py goes on past two of them each time
 @pytest.mark.parametrize(
     ("kind", "change", "what"),
     [
         pytest.param(
-            "model", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}",
-            id="a flipped bit", marks=pytest.mark.full,
+            "model", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}", id="a flipped bit"
         ),
         pytest.param(
-            "optimizer", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}",
-            id="of the optimizer", marks=pytest.mark.full,
+            "optimizer", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}", id="of the optimizer"
         ),
         pytest.param(
             "model", Path.unlink, r"cannot be read \(No such file or directory\)", id="a missing shard"
         ),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     launch: Launch, folder: Path, tmp_path: Path, whole: Path, kind: str, change: Callable[[Path], None],
     what: str,
@@ -390,7 +390,7 @@ DIFFERENT = {
         ["agree on: the first samples (1 of 2", "put the data where every node sees it"],
     ),
     "another plan": (
-        "sys.argv += ['--plan', 'whole/plan.json']",
+        "sys.argv += ['--plan', 'plan.json']",
         "from dataclasses import replace\nfrom mpipipe import decided\nread = decided.read_plan\n"
         "def edited(path):\n"
         "    plan = read(path)\n"
@@ -407,9 +407,13 @@ EACH_TIME = ("other code", "other data", "another plan")  # the three places whe
 @pytest.mark.parametrize(
     "what", [pytest.param(w, marks=() if w in EACH_TIME else pytest.mark.full) for w in DIFFERENT]
 )
-@pytest.mark.usefixtures("whole")
-def test_ranks_that_differ(launch: Launch, folder: Path, tmp_path: Path, what: str) -> None:
+def test_ranks_that_differ(
+    launch: Launch, folder: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, after, parts = DIFFERENT[what]
+    if what == "another plan":
+        monkeypatch.chdir(folder)
+        assert plan(["config.yaml", "--ranks", "2", "-o", "plan.json"]) == 0
     if what == "other code" and not (folder / "other").exists():
         shutil.copytree(mpipipe.__path__[0], folder / "other" / "mpipipe")
         errors = folder / "other" / "mpipipe" / "errors.py"
