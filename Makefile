@@ -76,8 +76,10 @@ test-slow: setup ## the other tests without MPI, each of which takes seconds
 test-kernels: setup ## each kernel against float64 and its reference, under sanitizers; each benchmark once
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal -m "kernels and not full" $(K)
 
+TWO_JOBS = -n 2 --dist loadfile# what one of them waits for, the other computes; full ones measure what ranks take
+
 test-mpi: setup ## tests on each of MPI_SIZES ranks, under a real MPI, and of how its jobs end
-	$(PY) -m pytest -m "jobs$(if $(FULL),, and not full)" $(K)
+	$(PY) -m pytest $(if $(FULL),,$(TWO_JOBS)) -m "jobs$(if $(FULL),, and not full)" $(K)
 	@for n in $(MPI_SIZES); do \
 		OMP_NUM_THREADS=1 .ci/launch $$n timeout -k 10 $(MPI_TIMEOUT) $(PY) -m pytest \
 			tests/mpi --with-mpi -m "mpi$(if $(FULL),, and not full)" $(K) </dev/null || \
@@ -94,7 +96,7 @@ test-browser: setup ## tests of the page of a run in a headless Chromium, where 
 test-torch: setup ## capture and bits on the oldest and newest torch that is allowed, where they can be had
 	@.ci/torch-range $(foreach c,$(filter-out TORCH,$(CHOICES)),$(c)='$(strip $($(c)))')
 
-test-full: setup lint ## everything, and what takes minutes too
+test-full: setup lint ## everything: more cases of each promise, and what takes minutes too
 	$(PY) -m pytest -m "not mpi and not jobs and not slurm" $(K)
 	$(MAKE) test-slurm test-mpi FULL=1
 

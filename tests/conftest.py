@@ -1,10 +1,12 @@
 """Rules that hold for every test: markers, hypothesis, no network, and pytest as one of many MPI ranks.
 
-mpi     runs under `mpirun -n 1..4` (make test-mpi): collected and run by every rank in one order
-jobs    starts ranks, or other processes that take seconds, by itself (make test-mpi)
+mpi     runs under `mpirun -n 1..4` (make test-mpi): collected and run by every rank in one order;
+        mpi(fast_up_to=2): on more ranks it is one of `full`, as more of them than cores take turns
+jobs    starts ranks, or other processes that take seconds, by itself (make test-mpi); two at a time, so none
+        may count on a core of its own
 browser needs Chromium and its driver (make test-browser)
 slurm   needs the test bed that MPIPIPE_TESTBED names; with it a skip counts as a failure
-full    takes minutes (make test-full)
+full    takes minutes, or says again what another test says, with other parameters (make test-full)
 """
 
 from __future__ import annotations
@@ -122,6 +124,13 @@ class Ranks:
         self.failed: list[tuple[str, str]] = []  # of this rank: test, text
         if self.world.rank:
             config.pluginmanager.set_blocked("terminalreporter")
+
+    @pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            most = [m.kwargs["fast_up_to"] for m in item.iter_markers("mpi") if "fast_up_to" in m.kwargs]
+            if most and self.world.size > min(most):
+                item.add_marker(pytest.mark.full)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -255,7 +264,11 @@ def launch() -> Launch:
     and returns exit code, stdout and stderr. On timeout the whole job is ended and the test fails."""
 
     def run(
-        n: int, *args: str, timeout_s: float = 60.0, cwd: Path = REPOSITORY, env: dict[str, str] | None = None
+        n: int,
+        *args: str,
+        timeout_s: float = 180.0,
+        cwd: Path = REPOSITORY,
+        env: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         command = [str(REPOSITORY / ".ci" / "launch"), str(n), sys.executable, *map(str, args)]
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

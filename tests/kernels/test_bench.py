@@ -276,7 +276,8 @@ def test_the_page_has_one_place_for_the_table() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("kernel", [name for name in modules() if name != "whole_step"])
-def test_a_case_of_each_kernel_runs(kernel: str) -> None:
+def test_a_case_of_each_kernel_runs(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "SHAPES", ((256, 4096),) * 3)  # a real head takes half a minute
     first = next(iter(modules()[kernel].cases()))
     assert compare(first, 1).ratio > 0
 

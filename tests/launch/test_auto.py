@@ -45,7 +45,7 @@ def test_ranks_search_together_and_a_resumed_run_keeps_what_they_found(
     again = newest(tmp_path / "searched")
     assert again is not None
     assert read_state(again).numerics == kept
-    train(2, "given", 4, f"pipeline.micro_batches={kept.micro_batches}")
+    train(1, "given", 4, f"pipeline.micro_batches={kept.micro_batches}")
     hashes = [
         json.loads((tmp_path / name / "summary.json").read_text())["weights_sha256"]
         for name in ("searched", "given")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import mpipipe
+from mpipipe.commands.plan import main as plan
 from mpipipe.state.resume import newest, step_folder, survey
 
 pytestmark = pytest.mark.jobs
@@ -159,18 +160,25 @@ def test_more_ranks_than_the_model_has_cuts(launch: Launch, folder: Path, tmp_pa
     assert "; start at most 1 rank, or train a model of more layers" in said
 
 
-def test_a_memory_limit_names_the_least_number_of_ranks_and_that_many_do(
-    launch: Launch, folder: Path, tmp_path: Path
-) -> None:
-    """Three matrices of 1024 * 1024, 4 bytes each, times 4 for gradient and optimizer: two on one rank take
-    33.6 MB and what they compute, one takes 16.8."""
-    hidden, limit = "model.hidden=[1024, 1024, 1024, 1024]", "pipeline.memory_bytes=38000000"
-    args = ["config.yaml", hidden, limit, "train.steps=1"]
-    said = refusal(train(launch, folder, 2, *args, f"run.dir={tmp_path}/a"))
+# Three matrices of 1024 * 1024, 4 bytes each, times 4 for gradient and optimizer: two on one rank take
+# 33.6 MB and what they compute, one takes 16.8.
+SHORT_OF_MEMORY = (
+    "config.yaml", "model.hidden=[1024, 1024, 1024, 1024]", "pipeline.memory_bytes=38000000", "train.steps=1"
+)  # fmt: skip
+
+
+def test_a_memory_limit_names_the_least_number_of_ranks(launch: Launch, folder: Path, tmp_path: Path) -> None:
+    said = refusal(train(launch, folder, 2, *SHORT_OF_MEMORY, f"run.dir={tmp_path}/run"))
     size = r"\S+ (MiB|KiB|bytes)"
     assert re.search(rf"stage [01] of 2 \(rank [01], {size}.*\) cannot hold .*: {size} short", said), said
     assert "start 3 ranks: that is the least that would do" in said
-    job = train(launch, folder, 3, *args, f"run.dir={tmp_path}/b")
+
+
+@pytest.mark.full  # the number itself is checked in tests/planner
+def test_the_least_number_of_ranks_for_a_memory_limit_does(
+    launch: Launch, folder: Path, tmp_path: Path
+) -> None:
+    job = train(launch, folder, 3, *SHORT_OF_MEMORY, f"run.dir={tmp_path}/run")
     assert job.returncode == 0, job.stderr
 
 
@@ -314,22 +322,21 @@ def flip(path: Path) -> None:
     path.write_bytes(bits)
 
 
+@pytest.mark.full  # test_resume.py goes on past two of them each time
 @pytest.mark.parametrize(
     ("kind", "change", "what"),
     [
         pytest.param(
-            "model", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}",
-            id="a flipped bit", marks=pytest.mark.full,
+            "model", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}", id="a flipped bit"
         ),
         pytest.param(
-            "optimizer", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}",
-            id="of the optimizer", marks=pytest.mark.full,
+            "optimizer", flip, r"sha256 is [0-9a-f]{12}, run.json says [0-9a-f]{12}", id="of the optimizer"
         ),
         pytest.param(
             "model", Path.unlink, r"cannot be read \(No such file or directory\)", id="a missing shard"
         ),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     launch: Launch, folder: Path, tmp_path: Path, whole: Path, kind: str, change: Callable[[Path], None],
     what: str,
@@ -385,7 +392,7 @@ DIFFERENT = {
         ["agree on: the first samples (1 of 2", "put the data where every node sees it"],
     ),
     "another plan": (
-        "sys.argv += ['--plan', 'whole/plan.json']",
+        "sys.argv += ['--plan', 'plan.json']",
         "from dataclasses import replace\nfrom mpipipe import decided\nread = decided.read_plan\n"
         "def edited(path):\n"
         "    plan = read(path)\n"
@@ -402,9 +409,13 @@ EACH_TIME = ("other code", "other data", "another plan")  # the three places whe
 @pytest.mark.parametrize(
     "what", [pytest.param(w, marks=() if w in EACH_TIME else pytest.mark.full) for w in DIFFERENT]
 )
-@pytest.mark.usefixtures("whole")
-def test_ranks_that_differ(launch: Launch, folder: Path, tmp_path: Path, what: str) -> None:
+def test_ranks_that_differ(
+    launch: Launch, folder: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, after, parts = DIFFERENT[what]
+    if what == "another plan":
+        monkeypatch.chdir(folder)
+        assert plan(["config.yaml", "--ranks", "2", "-o", "plan.json"]) == 0
     if what == "other code" and not (folder / "other").exists():
         shutil.copytree(mpipipe.__path__[0], folder / "other" / "mpipipe")
         errors = folder / "other" / "mpipipe" / "errors.py"

@@ -25,7 +25,7 @@ model: {{name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}}
 data: {{name: synthetic, samples: 64}}
 train: {{steps: 18, batch: 8, warmup: 1, save_every: 6}}
 eval: {{every: 0, batches: 1}}
-pipeline: {{micro_batches: 4}}
+pipeline: {{micro_batches: 4, schedule: 1f1b}}  # whose backward, where ranks are killed, is one instruction
 run: {{dir: run, recover: mpi, mirror_every: {EVERY}}}
 """
 
@@ -88,7 +88,9 @@ def summary(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "kills", "from_mirrors"),
     [
-        (4, [(1, "update", 10, 9), (3, "update", 10, 9), (0, "sent", 12, 9)], True),
+        pytest.param(
+            4, [(1, "update", 10, 9), (3, "update", 10, 9), (0, "sent", 12, 9)], True, marks=pytest.mark.full
+        ),
         (4, [(0, "save", 6, 9), (3, "backward", 10, 9), (1, "recovery", 8, 9)], True),
         (3, [(1, "backward", 10, 9), (2, "recovery", 8, 9)], False),
         pytest.param(4, [(2, "transfer", 8, 9), (1, "sent", 12, 9)], True, marks=pytest.mark.full),
@@ -131,7 +133,8 @@ def test_killed_ranks_change_no_bits(
             "lost rank 0; rank 2 in its place; 2 ranks and no", id="rank 0, then the one in its place",
         ),
         pytest.param(
-            [(2, "wait", 0, 9)], 0, "lost rank 2, which was a spare; no spare left", id="the spare",
+            [(2, "wait", 0, 9)], 0, "lost rank 2, which was a spare; no spare left",
+            id="the spare", marks=pytest.mark.full,
         ),
         pytest.param(
             [], 0, "2 ranks and 1 spare (rank 2) x 1 thread", id="none", marks=pytest.mark.full,

@@ -190,7 +190,7 @@ def test_other_numerics_are_refused_until_they_are_asked_for(
     assert "--new-numerics" in job.stderr
     assert contents(run) == before, "nothing has changed"
 
-    job = train(launch, folder, 2, "other", "--resume", "train.seed=5", "--new-numerics")
+    job = train(launch, folder, 1, "other", "--resume", "train.seed=5", "--new-numerics")
     assert job.returncode == 0, job.stderr
     found = told(run)
     assert found["steps"][:3] == undisturbed["steps"][:3]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import built_in_tiny
 import hf_tiny
@@ -65,8 +66,27 @@ def expect_bits_of_one_rank(comm: Communicator, name: str, got: Result, run: Run
     assert differences(comm.bcast_object(expected), got) == []
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("case", BITS, ids=str)
+UP_TO_TWO = pytest.mark.mpi(fast_up_to=2)
+
+
+def up_to_two_but(often: Collection[Any], values: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Tuples of parameters: some on every number of ranks, the others on three and four in the full suite."""
+    return [v if v in often else pytest.param(*v, marks=UP_TO_TWO) for v in values]
+
+
+BY_GPIPE = [
+    Case("gpt", tied="eager"),
+    Case("gpt", batch=4, micro_batches=2),
+    Case("gpt", batch=16, micro_batches=8, blocks=4, tied="eager"),
+    Case("conv and norm", evaluate=True),
+    Case("gpt", bits="fast", batch=7, evaluate=True),
+]
+OFTEN = [*itertools.product(BITS, ["1f1b"]), *itertools.product(BY_GPIPE, ["gpipe"])]
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"), up_to_two_but(OFTEN, itertools.product(BITS, ["1f1b", "gpipe"])), ids=str
+)
 def test_the_bits_of_one_rank(comm: MpiCommunicator, case: Case, schedule: str) -> None:
     """The cuts are even; with one rank, both schedules must agree."""
     got = tiny.train(comm, case, schedule)
@@ -74,10 +94,12 @@ def test_the_bits_of_one_rank(comm: MpiCommunicator, case: Case, schedule: str) 
 
 
 IN_TWO_OR_SEVERAL = ["interleaved", "zb-h1", "zb-h2", "zb-planned", "zb-v", "v-half", "v-planned"]
+MANY_MICRO_BATCHES = Case("gpt", batch=24, micro_batches=12, tied="eager")
 CASES_SCHEDULES = [
-    *itertools.product(
-        [Case("gpt"), Case("gpt", batch=24, micro_batches=12, tied="eager"), Case("skips", evaluate=True)],
-        IN_TWO_OR_SEVERAL,
+    *itertools.product([Case("gpt"), Case("skips", evaluate=True)], IN_TWO_OR_SEVERAL),
+    *up_to_two_but(
+        [(MANY_MICRO_BATCHES, "interleaved"), (MANY_MICRO_BATCHES, "v-planned")],
+        itertools.product([MANY_MICRO_BATCHES], IN_TWO_OR_SEVERAL),
     ),
     *itertools.product([Case("conv and norm", evaluate=True)], ["interleaved", "zb-h2", "zb-v"]),
     *itertools.product([Case("gpt", precision="bf16", tied="eager")], ["zb-planned", "v-half"]),
@@ -163,9 +185,9 @@ def test_fast_replicas_of_equal_shares_give_the_bits_of_as_many_blocks(comm: Mpi
         Case("gpt", precision="bf16", tied="eager"),
         Case("gpt", bits="fast", batch=7, evaluate=True),
         Case("conv and norm", evaluate=True),
-        BuiltInCase("resnet", batch=7, evaluate=True, steps=2),
-        BuiltInCase("resnet", bits="fast", batch=7, evaluate=True, steps=2),
-        BuiltInCase("lstm", steps=2),
+        pytest.param(BuiltInCase("resnet", batch=7, evaluate=True, steps=2), marks=UP_TO_TWO),
+        pytest.param(BuiltInCase("resnet", bits="fast", batch=7, evaluate=True, steps=2), marks=UP_TO_TWO),
+        pytest.param(BuiltInCase("lstm", steps=2), marks=UP_TO_TWO),
     ],
     ids=str,
 )
@@ -178,9 +200,10 @@ def test_the_bits_of_one_rank_with_recomputation(
 
 IN_TWO = itertools.cycle(["zb-h1", "zb-h2", "zb-planned"])
 OF_EVERY_KIND = [*itertools.product(KINDS, ["1f1b"]), *zip(KINDS, IN_TWO, strict=False)]
+TIED_THRICE = hf_tiny.tiny_t5(steps=2)
 
 
-@pytest.mark.parametrize(("case", "schedule"), OF_EVERY_KIND, ids=str)
+@pytest.mark.parametrize(("case", "schedule"), up_to_two_but([(TIED_THRICE, "1f1b")], OF_EVERY_KIND), ids=str)
 def test_the_bits_of_one_rank_for_every_kind_of_model(
     comm: MpiCommunicator, case: Case, schedule: str
 ) -> None:

@@ -31,6 +31,8 @@ CASES = [
 ]
 RECOMPUTED = {"zb-h2": ("selective", "full"), "v-half": ("full", "selective")}
 EVALUATED_STEPS = 5  # from one evaluation to the next
+UP_TO_TWO = pytest.mark.mpi(fast_up_to=2)
+OFTEN = (*CASES[2:4], *CASES[-2:])  # several stages on a rank, and replicas: on every number of ranks
 
 
 def tensors() -> int:
@@ -59,7 +61,13 @@ def held(comm: MpiCommunicator, schedule: str, case: Case, at: tuple[int, ...]) 
     return found
 
 
-@pytest.mark.parametrize(("schedule", "case"), CASES, ids=[f"{s} {c}" for s, c in CASES])
+@pytest.mark.parametrize(
+    ("schedule", "case"),
+    [
+        pytest.param(*case, marks=() if case in OFTEN else UP_TO_TWO, id=" ".join(map(str, case)))
+        for case in CASES
+    ],
+)
 def test_no_tensor_outlives_its_step(comm: MpiCommunicator, schedule: str, case: Case) -> None:
     (early, _), (late, _) = held(comm, schedule, case, (3, 8))
     assert max(comm.allgather_object(late - early)) <= 0  # fewer: the loader of the case before has ended
@@ -68,7 +76,7 @@ def test_no_tensor_outlives_its_step(comm: MpiCommunicator, schedule: str, case:
 @pytest.mark.parametrize(
     ("schedule", "case", "steps"),
     [
-        (*CASES[-1], 100),
+        pytest.param(*CASES[-1], 100, marks=UP_TO_TWO),
         *(pytest.param(s, c, 1000, marks=pytest.mark.full) for s, c in CASES),
     ],
     ids=str,

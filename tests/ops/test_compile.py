@@ -19,7 +19,7 @@ from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.swiglu import swiglu
 
 pytestmark = [
-    pytest.mark.kernels,
+    pytest.mark.slow,
     pytest.mark.skipif(kernels is None, reason="the compiled kernels are not built"),
 ]
 

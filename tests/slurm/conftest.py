@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from slurm_jobs import CONFIG, SLOW, TESTBED, command, sha_of
+from slurm_jobs import CONFIG, JOB_S, SLOW, TESTBED, sha_of
 
 NODES = 3
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +29,10 @@ def slurm() -> Iterator[Callable[[], None]]:
 
 
 @pytest.fixture(scope="session")
-def whole_sha(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the weights that the training ends with on one rank that nobody disturbs."""
+def whole_sha(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> str:
+    """Of the weights that the training ends with under plain mpirun, where nobody disturbs it."""
     folder = prepared(tmp_path_factory.mktemp("whole"))
-    plain = command(sys.executable, "-m", "mpipipe.train", "config.yaml", "run.dir=run", cwd=folder)
+    plain = launch(2, "-m", "mpipipe.train", "config.yaml", "run.dir=run", cwd=folder, timeout_s=JOB_S)
     assert plain.returncode == 0, plain.stderr
     return sha_of(folder / "run")
 

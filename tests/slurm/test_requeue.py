@@ -21,7 +21,7 @@ def slow(folder: Path) -> Path:
 
 
 def test_usr1_saves_and_queues_again_with_the_same_final_bits(
-    folder: Path, slow: Path, whole_sha: str, kill: Callable[[str], None]
+    folder: Path, slow: Path, whole_sha: str
 ) -> None:
     job = Job(folder, "asked", "-N", "2", *ONE_EACH, site="ethernet")
     job.trains()
@@ -34,6 +34,7 @@ def test_usr1_saves_and_queues_again_with_the_same_final_bits(
     assert f"mpipipe: resuming {job.run_dir} after" in job.output
 
 
+@pytest.mark.full  # a limit is whole minutes; the signal is the one above
 def test_the_time_limit_of_the_job_saves_and_queues_again(folder: Path, slow: Path, whole_sha: str) -> None:
     job = Job(folder, "limited", "-N", "2", *ONE_EACH, "-t", "10", "--signal=B:USR1@60")
     job.trains()

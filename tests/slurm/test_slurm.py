@@ -6,26 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_jobs import JOB_S, REPOSITORY, command, sha_of
+from slurm_jobs import REPOSITORY, command, sha_of
 
 pytestmark = pytest.mark.slurm
-Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def weights_sha256(folder: Path, launch: Launch) -> str:
-    """Of the same training under plain mpirun."""
-    plain = launch(2, "-m", "mpipipe.train", "config.yaml", "run.dir=plain", cwd=folder, timeout_s=JOB_S)
-    assert plain.returncode == 0, plain.stderr
-    return sha_of(folder / "plain")
 
 
 def test_a_job_trains_to_the_bits_of_mpirun_with_either_launcher(
-    slurm: None, folder: Path, weights_sha256: str
+    slurm: None, folder: Path, whole_sha: str
 ) -> None:
     for run, launcher in (("by_mpirun", ""), ("by_srun", "srun --mpi=pmix")):
         job = command(
@@ -40,7 +30,7 @@ def test_a_job_trains_to_the_bits_of_mpirun_with_either_launcher(
         assert "ExitCode=0:0" in state
         assert "ranks: 2, 1(x2) by node, the tasks of the job" in output
         assert f"launcher: {launcher or f'{sys.prefix}/bin/mpirun'} --" in output
-        assert sha_of(folder / run) == weights_sha256
+        assert sha_of(folder / run) == whole_sha
 
 
 def test_a_failing_job_is_a_failed_job(slurm: None, folder: Path) -> None:
