@@ -677,6 +677,13 @@ class Program(Placed):
 # -- what happened -----------------------------------------------------------------------------
 
 
+def makespan_s(times: Sequence[Float64]) -> float:
+    """times: as of `Timeline`."""
+    ends = [t[:, 1].max() for t in times if len(t)]
+    starts = [t[:, 0].min() for t in times if len(t)]
+    return float(max(ends) - min(starts)) if ends else 0.0
+
+
 class Span(NamedTuple):
     rank: int
     instr: Instr
@@ -705,9 +712,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        ends = [t[:, 1].max() for t in self.times if len(t)]
-        starts = [t[:, 0].min() for t in self.times if len(t)]
-        return float(max(ends) - min(starts)) if ends else 0.0
+        return makespan_s(self.times)
 
     def busy_s(self, rank: int) -> float:
         """Seconds of compute (F, B, I, W, STEP) of one rank."""

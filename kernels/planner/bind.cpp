@@ -89,6 +89,17 @@ std::vector<double> listed_seconds(const Work& work, int32_t n_micro, const std:
     return seconds;
 }
 
+// The first of the shortest, and its seconds.
+std::pair<size_t, double> listed_shortest(const Work& work, int32_t n_micro, const std::vector<Policy>& policies,
+                                          double most_s) {
+    std::pair<size_t, double> best{0, std::numeric_limits<double>::infinity()};
+    for (size_t i = 0; i < policies.size(); ++i) {
+        const double end_s = listed(work, n_micro, policies[i], std::min(most_s, best.second)).end_s;
+        if (end_s < best.second) best = {i, end_s};
+    }
+    return best;
+}
+
 // By rank, (n, 3) kind, stage and micro-batch.
 Arrays<int32_t> listed_order(const Work& work, int32_t n_micro, const Policy& policy) {
     Arrays<int32_t> arrays;
@@ -195,6 +206,7 @@ PYBIND11_MODULE(_planner, m) {
         return Policy{forwards_first, last_backward_first, first_whole, least_gap, std::move(room)};
     }));
     m.def("listed_seconds", listed_seconds, no_gil);
+    m.def("listed_shortest", listed_shortest, no_gil);
     m.def("listed_order", listed_order);
     m.def("simulate", simulate_program);
     py::class_<Partition>(m, "Partition")

@@ -53,7 +53,7 @@ def misfit(problem: Problem) -> tuple[int, int, int, int]:
     usable = np.isfinite(
         problem.sweep()
     )  # (n_stages + 1, n_groups + 1): ends, with a group left for each later stage
-    for count in range(n_stages + 1):
+    for count in range(n_stages + 1):  # ends, with a group left for each later stage
         usable[count, n_groups - (n_stages - count) + 1 :] = False
     usable[n_stages, :n_groups] = False
     stage = next(s for s in range(n_stages) if not usable[s + 1].any())

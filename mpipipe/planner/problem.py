@@ -7,9 +7,9 @@ Dynamic programming as in PipeDream (Narayanan et al. 2019) and Alpa (Zheng et a
 communication, the schedule's stage-dependent memory and unequal speeds. A second sweep picks, among
 all cuts with that bottleneck, the smallest sum of squared stage times: the others are even too.
 
-Both sweeps are in numpy here, and compiled, with the same cuts: as they are here (kernels/planner/sweeps.cpp),
-and for many groups and stages, without recomputation, as a bisection (kernels/planner/cuts.cpp). Where that
-would take more than `MOST_WORK` steps (seconds) for the second one, it leaves cuts that have the exact
+Both sweeps are in numpy here, and compiled, with the same cuts: as they are (kernels/planner/sweeps.cpp), and
+without recomputation, for many groups and stages, as a bisection (kernels/planner/cuts.cpp). Where that would
+take more than `MOST_WORK` steps (seconds) for the second one, it leaves cuts that have the exact
 bottleneck and are even, but perhaps not the evenest.
 """
 

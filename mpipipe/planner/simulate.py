@@ -49,6 +49,14 @@ def simulate(
 
     Raises PlanError if stages or ranks do not fit the program, DeadlockError if it cannot end.
     """
+    times, sizes = times_of(program, stages, cluster, norm_s, ties)
+    return Timeline(program, times, memory_bytes(program, stages, sizes))
+
+
+def times_of(
+    program: Program, stages: Sequence[StageCost], cluster: Cluster, norm_s: float, ties: Sequence[StageTie]
+) -> tuple[tuple[Float64, ...], tuple[Int64, ...]]:
+    """`Timeline.times`, and `message_bytes`. Arguments, and what is raised, as for `simulate`."""
     n_stages = program.n_stages * len(program.copies)
     if len(stages) != n_stages or len(program.codes) > len(cluster.devices):
         raise PlanError(
@@ -62,7 +70,7 @@ def simulate(
     )  # fmt: skip
     if times is None:
         raise DeadlockError("the program cannot end even with endless buffers; call prove() for the place")
-    return Timeline(program, tuple(times), memory_bytes(program, stages, sizes))
+    return tuple(times), sizes
 
 
 def memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:

@@ -94,7 +94,8 @@ def _with_remade(draw: st.DrawFn, g: GroupCost) -> GroupCost:
         g, selective_share=draw(st.sampled_from([0.0, 0.25, 0.5])),
         selective_bytes=draw(st.integers(0, g.stash_bytes)),
         at_work_bytes=draw(st.integers(0, g.workspace_bytes)), waiting_bytes=waiting,
-        waiting_received_bytes=draw(st.integers(0, waiting)), waiting_grad_bytes=draw(st.integers(0, waiting)),
+        waiting_received_bytes=draw(st.integers(0, waiting)),
+        waiting_grad_bytes=draw(st.integers(0, waiting)),
     )  # fmt: skip
 
 

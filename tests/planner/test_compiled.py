@@ -105,8 +105,8 @@ def test_the_cuts_are_those_of_the_sweeps(problem, schedule, window, tied, updat
 
 @settings(max_examples=100, deadline=None)
 @given(
-    problems(memory="tight", remakes=True), st.sampled_from(["1f1b", "zb-h1", "zb-h2"]), st.integers(0, 5), TIED,
-    st.booleans(), st.sampled_from([RECOMPUTE, *((mode,) for mode in RECOMPUTE)]),
+    problems(memory="tight", remakes=True), st.sampled_from(["1f1b", "zb-h1", "zb-h2"]), st.integers(0, 5),
+    TIED, st.booleans(), st.sampled_from([RECOMPUTE, *((mode,) for mode in RECOMPUTE)]),
 )  # fmt: skip
 def test_sweeps_with_recomputation_and_backwards_in_two_are_the_same(
     problem, schedule, window, tied, update, modes
