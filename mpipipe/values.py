@@ -666,6 +666,11 @@ class Program(Placed):
         """What `planner.simulate` has found that ranks hold, for cuts that leave a rank as it was."""
         return {}
 
+    @cached_property
+    def received(self) -> dict[Any, int]:
+        """Likewise, of their receive buffers."""
+        return {}
+
     @property
     def hash(self) -> str:
         h = hashlib.sha256(repr((self.copies, self.n_micro, self.receive_window)).encode())

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -82,6 +83,7 @@ from mpipipe.values import (
 
 REFINE_WORK = 512  # stages x micro-batches up to which neighbouring cuts are simulated
 Cuts = tuple[int, ...]
+Failure = TypeVar("Failure", PlanError, DeadlockError)
 
 
 def make_plan(
@@ -156,7 +158,7 @@ class _Making:
                     cuts += self._by_hand(ranks, cuts)
                 found = self._on(ranks, cuts)
             except (PlanError, DeadlockError) as error:  # it may fit in another order
-                first = first or error
+                first = first or _alone(error)
                 continue
             if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
                 best = found
@@ -191,26 +193,28 @@ class _Making:
         costs, numerics, names = self.costs, self.numerics, self.group_names
         programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], Program] = {}
 
-        def laid(cuts: Cuts, order: Order | None = None) -> tuple[Layout, Program]:
-            layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
-            layout = replace(layout, actions=order.actions if order else ())
-            key = stage_ties(costs.ties, cuts), layout.actions
-            if key not in programs:
-                made = order.schedule if order else None
-                programs[key] = with_window(layout, numerics, costs.ties, names, made)[1]
-            program = programs[key]
-            return replace(layout, receive_window=program.receive_window), program
-
         def plan_with(cuts: Cuts, most_s: float = math.inf, order: Order | None = None) -> Plan | None:
             """None where its step would take more than `most_s`."""
             if order and order.least_s > most_s:
                 return None
-            layout, program = laid(cuts, order)
+            layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
+            layout = replace(layout, actions=order.actions if order else ())
+            key = stage_ties(costs.ties, cuts), layout.actions
+            program = programs.get(key)
+            if program is None:
+                made = order.schedule if order else None
+                program = with_window(layout, numerics, costs.ties, names, made)[1]
+            if (
+                order is None
+            ):  # one for all cuts; of those that follow from costs only what may be taken is kept
+                programs[key] = program
+            layout = replace(layout, receive_window=program.receive_window)
             if most_s < math.inf and least_of(costs, layout, cuts, program) > most_s:
                 return None
             layout, prediction = predict_with(
                 self.recompute, costs, layout, program, names, self._bound_s(program)
             )
+            programs[key] = program
             return Plan(numerics, layout, prediction, costs)
 
         work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
@@ -245,7 +249,7 @@ class _Making:
                             cuts, min([most_s, *(plan.prediction.step_s for plan in made)]), order
                         )
                     except (PlanError, DeadlockError) as error:
-                        errors.append(error)
+                        errors.append(_alone(error))
                         continue
                     if found is not None:
                         made.append(found)
@@ -306,7 +310,7 @@ def with_window(
     except DeadlockError as error:
         if least >= most:
             raise
-        first = error
+        first = _alone(error)
     try:
         found = proved(most)
     except DeadlockError:
@@ -319,6 +323,12 @@ def with_window(
         except DeadlockError:
             fails = middle
     return found
+
+
+def _alone(error: Failure) -> Failure:
+    """Without the frames that it went through: kept in one of them, it would keep all that they hold, large
+    programs among it, until somebody looks for circles."""
+    return error.with_traceback(None)
 
 
 def _received(layout: Layout, numerics: Numerics) -> int:
@@ -377,7 +387,7 @@ def _refine(
             try:
                 found = tried[cuts] = plan(cuts, least_s)
             except (PlanError, DeadlockError) as error:  # it does not fit into memory, say
-                errors.append(error)
+                errors.append(_alone(error))
                 return None
             if found is not None:
                 least_s = min(least_s, found.prediction.step_s)

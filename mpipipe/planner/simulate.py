@@ -111,7 +111,10 @@ def _rank_memory_bytes(
     parts = {(int(Op.RECV_ACT), s + 1): own[s].act_parts for s in range(n) if own[s].act_parts}
     parts |= {(int(Op.RECV_GRAD), s - 1): own[s].grad_parts for s in range(n) if own[s].grad_parts}
     fixed = sum(own[s].fixed_bytes for s in mine)
-    fixed += receive_bytes(codes, nbytes, program.receive_window, parts)
+    received = rank, tuple(parts.items()), nbytes.tobytes()  # of any recomputation
+    if received not in program.received:
+        program.received[received] = receive_bytes(codes, nbytes, program.receive_window, parts)
+    fixed += program.received[received]
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
     workspace = at_work[codes[:, 1]] if tensors else kept
     workspace = workspace + np.where(codes[:, 0] == Op.I, (in_two - at_work)[codes[:, 1]], 0)

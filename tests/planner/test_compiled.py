@@ -22,7 +22,7 @@ from mpipipe.planner.problem import Problem
 from mpipipe.planner.prove import NoBuffering, prove
 from mpipipe.planner.schedules import in_copies, kept_micro_batches, policies
 from mpipipe.planner.schedules.fill import Work
-from mpipipe.planner.schedules.listed import _Lister, listed, listed_seconds
+from mpipipe.planner.schedules.listed import _Lister, listed, listed_seconds, listed_shortest
 from mpipipe.planner.schedules.orders import v_shaped, wrapped
 from mpipipe.planner.simulate import instruction_seconds, message_bytes, walked
 from mpipipe.planner.stages import Ranges
@@ -237,7 +237,13 @@ def test_lists_are_the_same(placed, p, m, most, data):
     on = {"one": range(p), "v": v_shaped(p), "wrapped": wrapped(2 * p, p)}[placed]
     seconds = [tuple(data.draw(FEW_SECONDS) for _ in on) for _ in range(6)]
     work = Work(*seconds)
-    for policy in policies(on, m, [most + rank % 2 for rank in range(p)]):
+    tried = list(policies(on, m, [most + rank % 2 for rank in range(p)]))
+    every_s = listed_seconds(on, m, work, tried)
+    shortest = every_s.index(min(every_s))
+    assert listed_shortest(on, m, work, tried) == (shortest, every_s[shortest])
+    assert listed_shortest(on, m, work, tried, every_s[shortest])[1] == every_s[shortest]
+    assert listed_shortest(on, m, work, tried, every_s[shortest] - 0.125)[1] == math.inf
+    for policy in tried:
         order, took_s = _Lister(on, m, work, policy).run()
         assert listed_seconds(on, m, work, [policy]) == [took_s]
         if math.isfinite(took_s):

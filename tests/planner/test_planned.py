@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -64,8 +65,8 @@ def test_uses_of_a_tied_parameter_on_one_rank_come_in_order() -> None:
     )
     assert "0B0" in per_use.layout.actions[0]
     assert "0B0" not in eager.layout.actions[0]
-    for actions in Orders(costs, eager.layout, eager.numerics).shortest(cut_indices(eager.layout, NAMES)):
-        wider = replace(eager.layout, actions=actions, receive_window=40)
+    for order in Orders(costs, eager.layout, eager.numerics).shortest(cut_indices(eager.layout, NAMES)):
+        wider = replace(eager.layout, actions=order.actions, receive_window=40)
         program_for(wider, eager.numerics, costs.ties, NAMES)  # which refuses those
     assert eager.prediction.step_s >= per_use.prediction.step_s
 
@@ -84,11 +85,36 @@ def test_no_other_number_of_stashes_is_shorter(
     costs, names = replace(made, cluster=machine, call_s=call_s), [g.name for g in made.groups]
     plan = make_plan(costs, n, schedule, 4, names, n_ranks)[0]
     others = []
-    for actions in Orders(costs, plan.layout, n).by_room(cut_indices(plan.layout, names), math.inf):
-        layout = with_window(replace(plan.layout, actions=actions, receive_window=4), n, (), names)[0]
+    for order in Orders(costs, plan.layout, n).by_room(cut_indices(plan.layout, names), math.inf):
+        wished = replace(plan.layout, actions=order.actions, receive_window=4)
+        layout = with_window(wished, n, (), names)[0]
         others.append(plan_of(costs, n, layout, names).prediction.step_s)
     assert len(others) > 3
     assert plan.prediction.step_s <= min(others)
+
+
+@pytest.mark.parametrize("schedule", ["zb-planned", "v-planned", "interleaved-planned"])
+@pytest.mark.parametrize("memory", [36, 44, 60, HUGE])
+def test_what_is_ruled_out_would_not_be_taken(
+    schedule: str, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orders and cuts, by their bounds and by the times without recomputation."""
+
+    def made(seed: int) -> Plan | None:
+        costs = drawn(seed, memory, 2)
+        with suppress(PlanError):
+            return make_plan(
+                costs, numerics(24), schedule, 4, [g.name for g in costs.groups], 2, recompute="auto"
+            )[0]
+        return None
+
+    found = [made(seed) for seed in range(4)]
+    asked = list[float]()
+    monkeypatch.setattr("mpipipe.planner.search.least_of", lambda *_: asked.append(0.0) or 0.0)
+    monkeypatch.setattr("mpipipe.planner.orders._ROUNDING", 0.0)
+    assert [made(seed) for seed in range(4)] == found
+    assert asked, "nothing was looked at twice"
+    assert any(plan is not None for plan in found)
 
 
 @pytest.mark.parametrize(("tied", "memory"), [("eager", 5400), ("per_use", 3700)])
