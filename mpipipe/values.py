@@ -679,6 +679,11 @@ class Program(Placed):
         """What `planner.simulate` has found that ranks hold, for cuts that leave a rank as it was."""
         return {}
 
+    @cached_property
+    def received(self) -> dict[Any, int]:
+        """Likewise, of their receive buffers."""
+        return {}
+
     @property
     def hash(self) -> str:
         h = hashlib.sha256(repr((self.copies, self.n_micro, self.receive_window)).encode())
@@ -688,6 +693,13 @@ class Program(Placed):
 
 
 # -- what happened -----------------------------------------------------------------------------
+
+
+def makespan_s(times: Sequence[Float64]) -> float:
+    """times: as of `Timeline`."""
+    ends = [t[:, 1].max() for t in times if len(t)]
+    starts = [t[:, 0].min() for t in times if len(t)]
+    return float(max(ends) - min(starts)) if ends else 0.0
 
 
 class Span(NamedTuple):
@@ -718,9 +730,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        ends = [t[:, 1].max() for t in self.times if len(t)]
-        starts = [t[:, 0].min() for t in self.times if len(t)]
-        return float(max(ends) - min(starts)) if ends else 0.0
+        return makespan_s(self.times)
 
     def busy_s(self, rank: int) -> float:
         """Seconds of compute (F, B, I, W, STEP) of one rank."""

@@ -89,6 +89,17 @@ std::vector<double> listed_seconds(const Work& work, int32_t n_micro, const std:
     return seconds;
 }
 
+// The first of the shortest, and its seconds.
+std::pair<size_t, double> listed_shortest(const Work& work, int32_t n_micro, const std::vector<Policy>& policies,
+                                          double most_s) {
+    std::pair<size_t, double> best{0, std::numeric_limits<double>::infinity()};
+    for (size_t i = 0; i < policies.size(); ++i) {
+        const double end_s = listed(work, n_micro, policies[i], std::min(most_s, best.second)).end_s;
+        if (end_s < best.second) best = {i, end_s};
+    }
+    return best;
+}
+
 // By rank, (n, 3) kind, stage and micro-batch.
 Arrays<int32_t> listed_order(const Work& work, int32_t n_micro, const Policy& policy) {
     Arrays<int32_t> arrays;
@@ -113,7 +124,13 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
                        std::vector<int32_t> link_in, std::vector<int32_t> link_out,
                        const std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t>>& ties, int64_t window,
                        int64_t tied_window, int64_t tied_repeats, double bytes_per_param_byte,
-                       double state_per_param_byte, int64_t batch_of_first, int64_t batch_of_last) {
+                       double state_per_param_byte, int64_t batch_of_first, int64_t batch_of_last,
+                       const std::vector<std::tuple<Array<double>, Array<int64_t>, Array<int64_t>, Array<int64_t>>>&
+                           modes,
+                       const Array<int64_t>& at_work_bytes, const Array<int64_t>& waiting_bytes,
+                       const Array<int64_t>& waiting_grads, const Array<int64_t>& waiting_received,
+                       const Array<int64_t>& at_once_bytes, std::vector<int64_t> blocks_ahead,
+                       const Array<int64_t>& kept) {
     Problem p;
     p.n_groups = fwd_s.size();
     p.fwd_s = fwd_s.data(), p.bwd_input_s = bwd_input_s.data(), p.bwd_weight_s = bwd_weight_s.data();
@@ -127,9 +144,21 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
     p.window = window, p.tied_window = tied_window, p.tied_repeats = tied_repeats;
     p.bytes_per_param_byte = bytes_per_param_byte, p.state_per_param_byte = state_per_param_byte;
     p.batch_of_first = batch_of_first, p.batch_of_last = batch_of_last;
-    return {{fwd_s, bwd_input_s, bwd_weight_s, param_bytes, stash_bytes, workspace_bytes, act_in, held_in, grad_in,
-             crossing_s},
-            Cutter(std::move(p))};
+    std::vector<py::array> arrays{fwd_s, bwd_input_s, bwd_weight_s, param_bytes, stash_bytes, workspace_bytes, act_in,
+                                  held_in, grad_in, crossing_s, at_work_bytes, waiting_bytes, waiting_grads,
+                                  waiting_received, at_once_bytes};
+    for (const auto& [into_s, remade, held, received] : modes) {
+        p.modes.push_back({into_s.data(), remade.data(), held.data(), received.data()});
+        arrays.insert(arrays.end(), {into_s, remade, held, received});
+    }
+    p.at_work_bytes = at_work_bytes.data(), p.waiting_bytes = waiting_bytes.data();
+    p.waiting_grads = waiting_grads.data(), p.waiting_received = waiting_received.data();
+    p.at_once_bytes = at_once_bytes.data(), p.blocks_ahead = std::move(blocks_ahead);
+    for (py::ssize_t stage = 0; stage < kept.shape(0); ++stage) {  // (stages, mixes, 2)
+        auto& mixes = p.kept.emplace_back();
+        for (py::ssize_t i = 0; i < kept.shape(1); ++i) mixes.push_back({kept.at(stage, i, 0), kept.at(stage, i, 1)});
+    }
+    return {std::move(arrays), Cutter(std::move(p))};
 }
 
 // (bottleneck_s, cuts, whether they are of least squares), or None where nothing fits
@@ -140,6 +169,18 @@ py::object best_cuts(Partition& partition, double guess, int64_t most_work) {
         found = partition.cutter.best(guess, most_work);
     }
     return found ? py::object(py::make_tuple(found->bottleneck_s, found->cuts, found->least_squares)) : py::none();
+}
+
+// (best, by end and count of stages; cuts)
+py::tuple sweep(Partition& partition, const std::vector<int64_t>& lows, std::optional<double> most_s) {
+    Swept found;
+    {
+        py::gil_scoped_release no_gil;
+        found = partition.cutter.sweep(lows, most_s);
+    }
+    const auto ends = static_cast<py::ssize_t>(lows.size() + 1);
+    const py::ssize_t counts = static_cast<py::ssize_t>(found.best.size()) / ends;
+    return py::make_tuple(py::array_t<double>({ends, counts}, found.best.data()), found.cuts);
 }
 
 // (stage, first, end, bytes that are missing)
@@ -153,7 +194,7 @@ py::tuple misfit(Partition& partition) {
 PYBIND11_MODULE(_planner, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.doc() = "Hot loops of mpipipe.planner.";
-    m.attr("version") = "5";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    m.attr("version") = "6";  // of the functions below; mpipipe/planner/native.py asks for the same one
     m.def("match", match_messages);
     m.def("prove", prove_program);
     using Seconds = std::vector<double>;
@@ -168,11 +209,13 @@ PYBIND11_MODULE(_planner, m) {
         return Policy{forwards_first, last_backward_first, first_whole, least_gap, std::move(room)};
     }));
     m.def("listed_seconds", listed_seconds, no_gil);
+    m.def("listed_shortest", listed_shortest, no_gil);
     m.def("listed_order", listed_order);
     m.def("simulate", simulate_program);
     py::class_<Partition>(m, "Partition")
         .def(py::init(&partition_of))
         .def("best", best_cuts)
+        .def("sweep", sweep)
         .def("misfit", misfit)
         .def("least_stages", [](const Partition& p, const std::vector<int64_t>& live_from_end, int64_t memory) {
             return p.cutter.least_stages(live_from_end, memory);

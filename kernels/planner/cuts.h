@@ -5,6 +5,8 @@
 //                that are alike. Only counts between what the seconds before and behind an end ask for are looked at.
 //   squares      Dynamic programming over (end, count), without the states that no cut can have that is as even as one
 //                found by walking back: t stages that share w seconds have squares of at least w * w / t.
+//
+// Both without recomputation and for whole backwards. With these, sweeps.cpp has the sweeps themselves.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +18,17 @@ namespace mpipipe::planner {
 struct Tied {
     std::vector<int64_t> groups;  // one per use, ascending
     int64_t nbytes, rows_bytes;
+};
+
+// Of recomputation; (n_groups,) each: seconds with what is made again, what that is, what counts of the received, and
+// how much of that the first group makes again itself.
+struct Mode {
+    const double* bwd_input_s;
+    const int64_t *remade_bytes, *held_in, *received;
+};
+
+struct Kept {
+    int64_t whole, late;  // micro-batches
 };
 
 // What the fields mean: Ranges in stages.py, Problem in problem.py. Pointers are borrowed.
@@ -32,12 +45,24 @@ struct Problem {
     int64_t window = 0, tied_window = 0, tied_repeats = 1;
     double bytes_per_param_byte = 0.0, state_per_param_byte = 0.0;
     int64_t batch_of_first = 0, batch_of_last = 0;
+    // Of the sweeps alone:
+    std::vector<Mode> modes;
+    const int64_t *at_work_bytes = nullptr, *waiting_bytes = nullptr, *waiting_grads = nullptr;  // (n_groups,)
+    const int64_t *waiting_received = nullptr, *at_once_bytes = nullptr;
+    std::vector<int64_t> blocks_ahead;  // by stage
+    std::vector<std::vector<Kept>> kept;  // by stage: all mixes that no other one exceeds
 };
 
 struct Cuts {
     double bottleneck_s;
     std::vector<int64_t> cuts;
     bool least_squares;  // false: finding them takes more than `most_work` steps; these are even, not the evenest
+};
+
+// best: (n_groups + 1, stages + 1), of the first stages up to each end. cuts: of its last corner.
+struct Swept {
+    std::vector<double> best;
+    std::vector<int64_t> cuts;
 };
 
 struct Misfit {
@@ -51,6 +76,10 @@ class Cutter {
     // guess: no bottleneck is below it. Nothing where no cut fits into memory.
     std::optional<Cuts> best(double guess, int64_t most_work);
 
+    // `sweep` in sweep.py: of the slowest stage, or of the squares of stages of at most `most_s`. No stage that ends at
+    // `end` begins before lows[end - 1].
+    Swept sweep(const std::vector<int64_t>& lows, std::optional<double> most_s) const;
+
     // The first stage that no cut lets begin and end, and its groups that lack least bytes (then the first of these).
     // To be asked where `best` finds nothing.
     Misfit misfit();
@@ -61,6 +90,7 @@ class Cutter {
 
   private:
     class Scan;
+    class ModeScan;
     using Word = uint64_t;
 
     int64_t n_stages() const { return static_cast<int64_t>(problem_.speed.size()); }

@@ -7,6 +7,7 @@ namespace mpipipe::planner {
 namespace {
 
 enum Kind : int32_t { F = 0, B = 1, I = 2, W = 3 };  // values.py: Op
+constexpr double kSlack = 1e-9;  // relative: of sums that are taken in another order
 constexpr double never = std::numeric_limits<double>::infinity();
 
 struct Next {
@@ -17,11 +18,17 @@ struct Next {
 
 class Lister {
   public:
-    Lister(const Work& work, int32_t n_micro, const Policy& policy)
-        : work_(work), policy_(policy), n_stages_(static_cast<int32_t>(work.fwd_s.size())), n_micro_(n_micro),
-          ranks_(policy.room.size()), forwards_(n_stages_, 0), backwards_(n_stages_, 0),
-          forward_end_(int64_t{n_stages_} * n_micro, never), backward_end_(forward_end_), weight_end_(forward_end_) {
-        for (int32_t stage = 0; stage < n_stages_; ++stage) ranks_[work.rank_of_stage[stage]].stages.push_back(stage);
+    Lister(const Work& work, int32_t n_micro, const Policy& policy, double most_s)
+        : work_(work), policy_(policy), most_s_(most_s * (1.0 + kSlack)),
+          n_stages_(static_cast<int32_t>(work.fwd_s.size())), n_micro_(n_micro), ranks_(policy.room.size()),
+          forwards_(n_stages_, 0), backwards_(n_stages_, 0), forward_end_(int64_t{n_stages_} * n_micro, never),
+          backward_end_(forward_end_), weight_end_(forward_end_) {
+        for (int32_t stage = 0; stage < n_stages_; ++stage) {
+            Rank& rank = ranks_[work.rank_of_stage[stage]];
+            rank.stages.push_back(stage);
+            const double backward_s = work.bwd_input_s[stage] + work.bwd_weight_s[stage];
+            rank.left_s += n_micro * (work.fwd_s[stage] + (is_whole(stage) ? work.bwd_s[stage] : backward_s));
+        }
         for (Rank& rank : ranks_) prefer(rank);
         for (size_t rank = 0; rank < ranks_.size(); ++rank) decide(rank);
     }
@@ -36,6 +43,7 @@ class Lister {
             if (ranks_[rank].next.start_s == never) break;
             found.order[rank].push_back(act(rank));
             found.end_s = std::max(found.end_s, ranks_[rank].clock_s);
+            if (ranks_[rank].clock_s + ranks_[rank].left_s > most_s_) return {never, {}};
         }
         for (const int32_t done : backwards_) {
             if (done < n_micro_) found.end_s = never;
@@ -50,9 +58,11 @@ class Lister {
         std::vector<std::pair<int32_t, int32_t>> owed;    // stage and micro-batch of each W, those done too
         size_t paid = 0;
         int32_t held = 0;
-        double clock_s = 0.0;
+        double clock_s = 0.0, left_s = 0.0;  // of all that it has yet to do
         Next next;
     };
+
+    bool is_whole(int32_t stage) const { return stage == 0 && policy_.first_whole; }
 
     void prefer(Rank& rank) const {
         const auto add = [&rank](Kind kind, bool last_first) {
@@ -89,8 +99,6 @@ class Lister {
         return std::max({own_s, after_s, is_whole(stage) ? uses_s(stage, micro) : 0.0});
     }
 
-    bool is_whole(int32_t stage) const { return stage == 0 && policy_.first_whole; }
-
     // When the gradients of other uses of what a stage owns are there.
     double uses_s(int32_t stage, int32_t micro) const {
         double last_s = 0.0;
@@ -125,16 +133,16 @@ class Lister {
         Rank& rank = ranks_[r];
         const auto [start_s, kind, stage] = rank.next;
         Row row{kind, stage, 0};
+        double took_s = work_.bwd_weight_s[stage];
         if (kind == F) {
             row[2] = forwards_[stage]++;
             ++rank.held;
-            rank.clock_s = start_s + work_.fwd_s[stage];
-            forward_end_[int64_t{stage} * n_micro_ + row[2]] = rank.clock_s;
+            took_s = work_.fwd_s[stage];
+            forward_end_[int64_t{stage} * n_micro_ + row[2]] = start_s + took_s;
         } else if (kind == W) {
             row[2] = rank.owed[rank.paid++].second;
             --rank.held;
-            rank.clock_s = start_s + work_.bwd_weight_s[stage];
-            weight_end_[int64_t{stage} * n_micro_ + row[2]] = rank.clock_s;
+            weight_end_[int64_t{stage} * n_micro_ + row[2]] = start_s + took_s;
         } else {
             row[2] = backwards_[stage]++;
             if (is_whole(stage)) {
@@ -143,9 +151,11 @@ class Lister {
             } else {
                 rank.owed.emplace_back(stage, row[2]);
             }
-            rank.clock_s = start_s + (is_whole(stage) ? work_.bwd_s : work_.bwd_input_s)[stage];
-            backward_end_[int64_t{stage} * n_micro_ + row[2]] = rank.clock_s;
+            took_s = (is_whole(stage) ? work_.bwd_s : work_.bwd_input_s)[stage];
+            backward_end_[int64_t{stage} * n_micro_ + row[2]] = start_s + took_s;
         }
+        rank.clock_s = start_s + took_s;
+        rank.left_s -= took_s;
         decide(r);
         if (kind == W) {
             for (const auto& [user, owner, sent_s] : work_.tied) {
@@ -160,6 +170,7 @@ class Lister {
 
     const Work& work_;
     const Policy& policy_;
+    const double most_s_;
     const int32_t n_stages_, n_micro_;
     std::vector<Rank> ranks_;
     std::vector<int32_t> forwards_, backwards_;  // by stage, how many are done
@@ -168,6 +179,8 @@ class Lister {
 
 }  // namespace
 
-Listed listed(const Work& work, int32_t n_micro, const Policy& policy) { return Lister(work, n_micro, policy).run(); }
+Listed listed(const Work& work, int32_t n_micro, const Policy& policy, double most_s) {
+    return Lister(work, n_micro, policy, most_s).run();
+}
 
 }  // namespace mpipipe::planner

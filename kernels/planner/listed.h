@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -30,10 +31,12 @@ struct Policy {
 using Row = std::array<int32_t, 3>;
 
 struct Listed {
-    double end_s;  // infinite: no order, for lack of room
+    double end_s;  // infinite: no order, for lack of room, or it takes more than `most_s`
     std::vector<std::vector<Row>> order;  // by rank
 };
 
-Listed listed(const Work& work, int32_t n_micro, const Policy& policy);
+// Ends early where some rank cannot be done by `most_s`.
+Listed listed(const Work& work, int32_t n_micro, const Policy& policy,
+              double most_s = std::numeric_limits<double>::infinity());
 
 }  // namespace mpipipe::planner

@@ -295,7 +295,9 @@ class _Asked:
             actions=old.actions if same_order else (),
         )  # fmt: skip
         if layout.schedule in PLANNED and not same_order:
-            layout = replace(layout, actions=next(Orders(self.costs, layout, numerics).shortest(cuts)))
+            layout = replace(
+                layout, actions=next(Orders(self.costs, layout, numerics).shortest(cuts)).actions
+            )
         key = layout.schedule, numerics.micro_batches
         if self.costs.ties or key not in self._programs:  # by ties alone the order depends on cuts
             self._programs[key] = with_window(layout, numerics, self.costs.ties, self.names)[1]

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -89,6 +90,18 @@ def lower(
         schedule.rank_of_stage, schedule.n_micro, receive_window, tuple(codes), schedule.other_copies,
         tied == "eager", schedule.nodes,
     )  # fmt: skip
+
+
+def at_window(program: Program, receive_window: int) -> Program:
+    """As if it had been lowered with this window."""
+    if receive_window == program.receive_window:
+        return program
+    before, now = max(1, program.receive_window), max(1, receive_window)
+    codes = tuple(codes.copy() for codes in program.codes)
+    for of_rank in codes:
+        micro, tag = np.maximum(of_rank[:, 2], 0), of_rank[:, 5]
+        of_rank[:, 5] = np.where(tag < 0, tag, tag // before * now + micro % now)
+    return replace(program, receive_window=receive_window, codes=codes)
 
 
 def _check_local_ties(schedule: Schedule, pairs: Iterable[Pair]) -> None:

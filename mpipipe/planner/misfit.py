@@ -8,7 +8,6 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.problem import Problem, most_whole
 from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.sweep import sweep
 from mpipipe.values import Int64
 
 
@@ -51,9 +50,10 @@ def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> s
 def misfit(problem: Problem) -> tuple[int, int, int, int]:
     """The first stage that no cut lets begin and end, and its (first, end) that lacks least bytes."""
     n_groups, n_stages = len(problem.costs.groups), len(problem.live)
-    best, _ = sweep(n_groups, n_stages, problem.times, np.maximum)
-    usable = np.isfinite(best)  # (n_stages + 1, n_groups + 1): ends, with a group left for each later stage
-    for count in range(n_stages + 1):
+    usable = np.isfinite(
+        problem.sweep()
+    )  # (n_stages + 1, n_groups + 1): ends, with a group left for each later stage
+    for count in range(n_stages + 1):  # ends, with a group left for each later stage
         usable[count, n_groups - (n_stages - count) + 1 :] = False
     usable[n_stages, :n_groups] = False
     stage = next(s for s in range(n_stages) if not usable[s + 1].any())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import largest_share
@@ -16,11 +18,11 @@ from mpipipe.planner.schedules import (
     planned_by_room,
     policies,
     room_for,
-    to_text,
+    to_lines,
     work_of,
 )
 from mpipipe.planner.schedules.fill import Use
-from mpipipe.planner.schedules.listed import Policy, listed_seconds
+from mpipipe.planner.schedules.listed import Policy, listed_seconds, listed_shortest
 from mpipipe.planner.stages import in_order, stage_costs, stage_ties
 from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost
 
@@ -28,8 +30,19 @@ Actions = tuple[str, ...]
 Cuts = tuple[int, ...]
 # Seconds by stage, to the next one and to the one before; and those of tied parameters.
 Messages = tuple[list[float], list[float], list[Use]]
-_FEW = 24  # policies with which cuts are compared: the best ones of the cuts to begin with
+_FEW = (
+    12  # policies for each stage of a rank with which cuts are compared: the best of the cuts to begin with
+)
+_ROUNDING = 1.0 - 1e-9  # of sums that are taken in another order
 _LEAST = {"zb-planned": "1f1b", "v-planned": "v-half", "interleaved-planned": "interleaved"}  # of memory
+
+
+class Order(NamedTuple):
+    """actions: of it, as `Layout.actions`. least_s: no step with it is shorter."""
+
+    actions: Actions
+    schedule: Schedule
+    least_s: float = 0.0
 
 
 class Orders:
@@ -48,16 +61,17 @@ class Orders:
         room = [device.memory_bytes - device.base_bytes for device in costs.cluster.devices]
         of_rank = {self._on[s]: min(room[rank] for rank in on) for s, on in enumerate(layout.ranks)}
         self._room = [of_rank[rank] for rank in range(len(place))]
+        self._each = max(Counter(self._on).values())  # stages of a rank
         self._endless = [len(self._on) * self._n_micro] * len(place)  # stashes
         self._cluster, self._order = cluster, layout.order
         self._ties = costs.ties if numerics.tied == "eager" else ()  # which meet in each micro-batch
 
-    def shortest(self, cuts: Cuts) -> Iterator[Actions]:
+    def shortest(self, cuts: Cuts) -> Iterator[Order]:
         """Of each number of stashes, those first that should take least; without recomputation. Whether they
         fit, and how long they take, is for the simulation to say."""
         yield from self._by_seconds(cuts, "none", self._endless)
 
-    def within(self, cuts: Cuts, mode: Recompute) -> Iterator[Actions]:
+    def within(self, cuts: Cuts, mode: Recompute) -> Iterator[Order]:
         """Likewise, of the numbers that this recomputation leaves room for."""
         stages, _ = self._stages(cuts, mode)
         try:
@@ -66,20 +80,20 @@ class Orders:
             room = [self._on.count(rank) for rank in range(len(self._room))]
         yield from self._by_seconds(cuts, mode, room)
 
-    def by_hand(self) -> Iterator[Actions]:
+    def by_hand(self) -> Iterator[Order]:
         yield from self._built(BY_HAND[self._schedule])
 
-    def leanest(self) -> Iterator[Actions]:
+    def leanest(self) -> Iterator[Order]:
         """One by hand that keeps little."""
         yield from self._built(_LEAST[self._schedule])
 
-    def by_room(self, cuts: Cuts, most_s: float) -> Iterator[Actions]:
+    def by_room(self, cuts: Cuts, most_s: float) -> Iterator[Order]:
         """The shortest for each number of stashes, ascending, without recomputation, of those that may do
         with so many seconds."""
         update_s = self._update_s(self._stages(cuts, "none")[0])
         for schedule, took_s in self._found(cuts, "none", self._endless):
             if took_s + update_s <= most_s:
-                yield _text(schedule)
+                yield Order(to_lines(schedule), schedule)
 
     def near(self, starts: Sequence[Cuts]) -> Cuts:
         """From the best of these cuts on, one moved by a group or two at a time, those whose order and update
@@ -87,9 +101,10 @@ class Orders:
         every = list(policies(self._on, self._n_micro, self._endless))
         all_s = {cuts: self._seconds(cuts, every) for cuts in starts}
         cuts = min(starts, key=lambda cuts: min(all_s[cuts]))
-        best = sorted(range(len(every)), key=all_s[cuts].__getitem__)[:_FEW]
+        best = sorted(range(len(every)), key=all_s[cuts].__getitem__)[: _FEW * self._each]
         tried, took_s = [every[i] for i in best], {cuts: min(all_s[cuts])}
         while True:
+            least_s = took_s[cuts]
             moved = [
                 (*cuts[:i], *(cut + by for cut in cuts[i:j]), *cuts[j:])
                 for i, j in itertools.combinations(range(len(cuts) + 1), 2)
@@ -97,8 +112,8 @@ class Orders:
             ]
             for other in moved:
                 if other not in took_s and _inside(other, len(self._placed.groups)):
-                    shorter = self._least_s(other) < took_s[cuts]
-                    took_s[other] = min(self._seconds(other, tried)) if shorter else math.inf
+                    took_s[other] = self._shortest_s(other, tried, least_s)
+                    least_s = min(least_s, took_s[other])
             shortest = min(took_s, key=took_s.__getitem__)
             if took_s[shortest] >= took_s[cuts] * (1 - 1e-9):
                 return cuts
@@ -111,9 +126,17 @@ class Orders:
         update_s = self._update_s(stages)
         return [seconds + update_s for seconds in took_s]
 
-    def _least_s(self, cuts: Cuts) -> float:
+    def _shortest_s(self, cuts: Cuts, tried: Sequence[Policy], most_s: float) -> float:
+        """The least of `_seconds`; endless where that is more than `most_s`."""
+        stages, messages = self._stages(cuts, "none")
+        if self._least_s(stages, messages[0]) >= most_s:
+            return math.inf
+        update_s = self._update_s(stages)
+        work = work_of(self._on, stages, *messages)
+        return listed_shortest(self._on, self._n_micro, work, tried, most_s - update_s)[1] + update_s
+
+    def _least_s(self, stages: Sequence[StageCost], act_s: Sequence[float]) -> float:
         """No order of these takes less: a rank waits for its first input, then does its work."""
-        stages, (act_s, *_) = self._stages(cuts, "none")
         comes_s = itertools.accumulate(
             (stage.fwd_s + sent_s for stage, sent_s in zip(stages, act_s, strict=True)), initial=0.0
         )
@@ -139,16 +162,18 @@ class Orders:
         ]
         return stages, ([*act_s, 0.0], [0.0, *grad_s], tied)
 
-    def _built(self, name: str) -> Iterator[Actions]:
+    def _built(self, name: str) -> Iterator[Order]:
         with suppress(PlanError):  # not for so many micro-batches
-            yield _text(build(name, len(self._on), self._n_micro, len(self._room)))
+            made = build(name, len(self._on), self._n_micro, len(self._room))
+            yield Order(to_lines(made), made)
 
-    def _by_seconds(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> Iterator[Actions]:
-        seen = set[Actions]()
-        for schedule, _ in sorted(self._found(cuts, mode, most), key=lambda found: found[1]):
-            if (actions := _text(schedule)) not in seen:  # written where it is asked for: often one will do
-                seen.add(actions)
-                yield actions
+    def _by_seconds(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> Iterator[Order]:
+        seen, update_s = set[Actions](), self._update_s(self._stages(cuts, "none")[0])
+        for schedule, took_s in sorted(self._found(cuts, mode, most), key=lambda found: found[1]):
+            actions = to_lines(schedule)  # written where it is asked for: often one will do
+            if actions not in seen:
+                seen.add(actions)  # what recomputes may not have to on all stages: its seconds are no bound
+                yield Order(actions, schedule, (took_s + update_s) * _ROUNDING if mode == "none" else 0.0)
 
     def _found(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> list[tuple[Schedule, float]]:
         """most: stashes of each rank."""
@@ -159,7 +184,3 @@ class Orders:
 
 def _inside(cuts: Cuts, n_groups: int) -> bool:
     return all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
-
-
-def _text(schedule: Schedule) -> Actions:
-    return tuple(to_text(schedule).splitlines())

@@ -7,22 +7,24 @@ Dynamic programming as in PipeDream (Narayanan et al. 2019) and Alpa (Zheng et a
 communication, the schedule's stage-dependent memory and unequal speeds. A second sweep picks, among
 all cuts with that bottleneck, the smallest sum of squared stage times: the others are even too.
 
-Both sweeps are in numpy here and, for many groups and stages, compiled (kernels/planner/cuts.h), with the
-same cuts. Where the second one would take the compiled code more than `MOST_WORK` steps (seconds), it leaves
-cuts that have the exact bottleneck and are even, but perhaps not the evenest.
+Both sweeps are in numpy here, and compiled, with the same cuts: as they are (kernels/planner/sweeps.cpp), and
+without recomputation, for many groups and stages, as a bisection (kernels/planner/cuts.cpp). Where that would
+take more than `MOST_WORK` steps (seconds) for the second one, it leaves cuts that have the exact
+bottleneck and are even, but perhaps not the evenest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpipipe.planner.native import compiled
-from mpipipe.planner.stages import Ranges, bounds, crossing_s
-from mpipipe.planner.sweep import low_for, sweep, sweep_near
+from mpipipe.planner.stages import Ranges, blocks_ahead, bounds, crossing_s
+from mpipipe.planner.sweep import Low, Swept, low_for, sweep, sweep_near
 from mpipipe.values import Costs, Float64, Int64, Recompute
 
 ENDLESS = 2**62  # bytes
@@ -63,7 +65,7 @@ class Problem:
 
     @property
     def compilable(self) -> bool:
-        """The compiled code knows neither recomputation nor a backward in two."""
+        """The compiled bisection knows neither recomputation nor a backward in two."""
         return compiled is not None and self.modes == ("none",) and not self.kept[..., 1].any()
 
     def best(self, lower_bound_s: float) -> tuple[float, Cuts] | None:
@@ -108,21 +110,34 @@ class Problem:
 
         return sweep(len(self.costs.groups), len(self.live), lacking, np.maximum)[1]
 
-    def swept(self, lower_bound_s: float) -> tuple[float, Cuts] | None:
+    def swept(self, lower_bound_s: float, in_numpy: bool = compiled is None) -> tuple[float, Cuts] | None:
         """The bottleneck and the cuts by both sweeps; None where nothing fits."""
-        n_groups, n_stages = len(self.costs.groups), len(self.live)
+        by = self.swept_in_numpy if in_numpy else self.swept_compiled
         fastest = self.ranges.seconds / self.speed.max()
-        best, cuts = sweep_near(n_groups, n_stages, self.times, fastest, lower_bound_s)
-        bottleneck = float(best[n_stages, -1])
+        bottleneck = float(sweep_near(by, fastest, lower_bound_s)[0][-1, -1])
         if not np.isfinite(bottleneck):
             return None
+        return bottleneck, by(low_for(fastest, bottleneck), bottleneck)[1]
 
-        def squares(before: Float64, time: Float64) -> Float64:
-            sums: Float64 = before + np.where(time <= bottleneck, time, np.inf) ** 2
+    def sweep(self) -> Float64:
+        """The least time of the slowest of the first s stages covering the first r groups, (S+1, N+1)."""
+        return (self.swept_in_numpy if compiled is None else self.swept_compiled)(lambda _: 0)[0]
+
+    def swept_in_numpy(self, low: Low, most_s: float | None = None) -> Swept:
+        """By the slowest stage, or by the sum of the squares of stages of at most `most_s`."""
+
+        def squares(most_s: float, before: Float64, time: Float64) -> Float64:
+            sums: Float64 = before + np.where(time <= most_s, time, np.inf) ** 2
             return sums
 
-        _, cuts = sweep(n_groups, n_stages, self.times, squares, low_for(fastest, bottleneck))
-        return bottleneck, cuts
+        combine = np.maximum if most_s is None else partial(squares, most_s)
+        return sweep(len(self.costs.groups), len(self.live), self.times, combine, low)
+
+    def swept_compiled(self, low: Low, most_s: float | None = None) -> Swept:
+        """Likewise."""
+        ends = range(1, len(self.costs.groups) + 1)
+        best, cuts = self.compiled().sweep([low(end) for end in ends], most_s)
+        return best.T, tuple(cuts)
 
     def searched(self, lower_bound_s: float, most_work: int = MOST_WORK) -> tuple[float, Cuts] | None:
         """As `swept`, by compiled code."""
@@ -130,7 +145,7 @@ class Problem:
         return None if found is None else (found[0], tuple(found[1]))
 
     def compiled(self) -> Any:
-        """What kernels/planner/cuts.h makes of it."""
+        """What kernels/planner/cuts.h knows of it."""
         assert compiled is not None
         r = self.ranges
         ties = [(tie.groups, tie.nbytes, r.kept_rows.get(tie.param, 0)) for tie in self.costs.ties]
@@ -139,6 +154,9 @@ class Problem:
             r.act_in, r.held_in, r.grad_in, self._crossing_s, self.speed, self.memory, self.live, self._in,
             self._out, ties, r.window, r.tied_window, r.tied_repeats, self.costs.held_per_param_byte,
             r.state_per_param_byte, self.costs.batch_bytes.first, self.costs.batch_bytes.of_last,
+            [r.again[mode] for mode in self.modes], r.at_work_bytes, r.waiting_bytes, r.late_grads,
+            r.late_received, r.at_once_bytes,
+            blocks_ahead(self.kept[..., 1].max(axis=-1), r.n_micro, r.blocks).tolist(), self.kept,
         )  # fmt: skip
 
 

@@ -35,9 +35,9 @@ from mpipipe.planner.copies import (
     shape_text,
     stages_in,
 )
-from mpipipe.planner.lower import lower, tied_pairs
+from mpipipe.planner.lower import at_window, lower, tied_pairs
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
-from mpipipe.planner.orders import Actions, Orders
+from mpipipe.planner.orders import Order, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages
 from mpipipe.planner.placing import LEAST_GAIN, any_order_bound_s, promising
 from mpipipe.planner.prove import prove
@@ -58,7 +58,7 @@ from mpipipe.planner.schedules import (
     stashes,
 )
 from mpipipe.planner.schedules.orders import is_even, is_plain
-from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate
+from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate, times_of
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import StageTie, bounds, stage_ties
 from mpipipe.planner.starts import starts
@@ -77,6 +77,7 @@ from mpipipe.values import (
     Schedule,
     Tie,
     Timeline,
+    makespan_s,
     share_of,
 )
 
@@ -156,7 +157,7 @@ class _Making:
                     cuts += self._by_hand(ranks, cuts)
                 found = self._on(ranks, cuts)
             except (PlanError, DeadlockError) as error:  # it may fit in another order
-                first = first or error
+                first = first or _alone(error)
                 continue
             if best is None or found[0].prediction.step_s < (1 - LEAST_GAIN) * best[0].prediction.step_s:
                 best = found
@@ -192,20 +193,28 @@ class _Making:
         programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], Program] = {}
         nodes = nodes_for(costs.cluster, ranks, numerics)
 
-        def laid(cuts: Cuts, actions: Actions = ()) -> tuple[Layout, Program]:
+        def plan_with(cuts: Cuts, most_s: float = math.inf, order: Order | None = None) -> Plan | None:
+            """None where its step would take more than `most_s`."""
+            if order and order.least_s > most_s:
+                return None
             layout = Layout(tuple(names[cut] for cut in cuts), ranks, self.schedule, self.receive_window)
-            layout = replace(layout, actions=actions, nodes=nodes)
-            key = stage_ties(costs.ties, cuts), actions
-            if key not in programs:
-                programs[key] = with_window(layout, numerics, costs.ties, names)[1]
-            program = programs[key]
-            return replace(layout, receive_window=program.receive_window), program
-
-        def plan_with(cuts: Cuts, actions: Actions = ()) -> Plan:
-            layout, program = laid(cuts, actions)
+            layout = replace(layout, actions=order.actions if order else (), nodes=nodes)
+            key = stage_ties(costs.ties, cuts), layout.actions
+            program = programs.get(key)
+            if program is None:
+                made = order.schedule if order else None
+                program = with_window(layout, numerics, costs.ties, names, made)[1]
+            if (
+                order is None
+            ):  # one for all cuts; of those that follow from costs only what may be taken is kept
+                programs[key] = program
+            layout = replace(layout, receive_window=program.receive_window)
+            if most_s < math.inf and least_of(costs, layout, cuts, program) > most_s:
+                return None
             layout, prediction = predict_with(
                 self.recompute, costs, layout, program, names, self._bound_s(program)
             )
+            programs[key] = program
             return Plan(numerics, layout, prediction, costs)
 
         work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
@@ -216,34 +225,39 @@ class _Making:
             best = self._planned(orders, starts, plan_with, work)
         else:
             best = _refine(plan_with, starts, len(names), work)
-        return best, laid(cut_indices(best.layout, names), best.layout.actions)[1]
+        return best, programs[stage_ties(costs.ties, cut_indices(best.layout, names)), best.layout.actions]
 
     def _planned(
-        self, orders: Orders, starts: Sequence[Cuts], plan_with: Callable[[Cuts, Actions], Plan], work: int
-    ) -> Plan:
+        self, orders: Orders, starts: Sequence[Cuts], plan_with: Callable[[Cuts, float, Order], Plan | None],
+        work: int,
+    ) -> Plan:  # fmt: skip
         """With the shortest of the orders for each of the cuts; of a large program, the first that will do of
         those that should be. Memory is looked at where the first one does not fit, or makes something again
         for it: then the cuts next to these may, too."""
         short, small = False, work <= REFINE_WORK
         modes = RECOMPUTE if self.recompute == "auto" else (self.recompute,)
 
-        def plan(every: bool, cuts: Cuts) -> Plan:
+        def plan(every: bool, cuts: Cuts, most_s: float) -> Plan | None:
             nonlocal short
             made: list[Plan] = []
             errors: list[PlanError | DeadlockError] = []
 
-            def attempt(tried: Iterable[Actions]) -> None:
-                for actions in tried:
+            def attempt(tried: Iterable[Order], most_s: float = most_s) -> None:
+                for order in tried:
                     try:
-                        made.append(plan_with(cuts, actions))
+                        found = plan_with(
+                            cuts, min([most_s, *(plan.prediction.step_s for plan in made)]), order
+                        )
                     except (PlanError, DeadlockError) as error:
-                        errors.append(error)
-                    else:
+                        errors.append(_alone(error))
+                        continue
+                    if found is not None:
+                        made.append(found)
                         if not every:
                             return
 
             shortest = orders.shortest(cuts)
-            attempt([next(shortest)])
+            attempt([next(shortest)], math.inf)
             fits = not errors and not made[0].layout.recompute
             if every or not made:
                 attempt(shortest)
@@ -253,9 +267,9 @@ class _Making:
                 for mode in modes:
                     attempt(orders.within(cuts, mode))
                 attempt(orders.leanest())
-            if not made:
+            if not made and most_s == math.inf:
                 raise errors[-1]
-            return min(made, key=lambda found: found.prediction.step_s)
+            return min(made, key=lambda found: found.prediction.step_s, default=None)
 
         n_groups = len(self.group_names)
         best = _refine(partial(plan, small), starts, n_groups, REFINE_WORK + 1)
@@ -272,20 +286,26 @@ class _Making:
 
 
 def with_window(
-    layout: Layout, numerics: Numerics, ties: Sequence[Tie], group_names: Sequence[str]
+    layout: Layout,
+    numerics: Numerics,
+    ties: Sequence[Tie],
+    group_names: Sequence[str],
+    order: Schedule | None = None,
 ) -> tuple[Layout, Program]:
     """The layout with the least receive window, from its own on, with which the program can run, and that.
-    Raises DeadlockError where none will do."""
+    order: of `layout.actions`, where it need not be read. Raises DeadlockError where none will do."""
     # 2p - 2 is what those by hand need without ties, and as many for each copy that a rank serves; one that
     # follows from costs may do all forwards first
     most = max(
         (4 * len(layout.cuts) + 4) * max(layout.turns),
         _received(layout, numerics, stage_ties(ties, cut_indices(layout, group_names))),
     )
+    lowered = _lowered(layout, numerics, ties, group_names, order=order)
 
     def proved(window: int) -> tuple[Layout, Program]:
-        wider = replace(layout, receive_window=window)
-        return wider, program_for(wider, numerics, ties, group_names)
+        program = at_window(lowered, window)
+        prove(program)
+        return replace(layout, receive_window=window), program
 
     least = layout.receive_window
     try:
@@ -293,7 +313,7 @@ def with_window(
     except DeadlockError as error:
         if least >= most:
             raise
-        first = error
+        first = _alone(error)
     try:
         found = proved(most)
     except DeadlockError:
@@ -306,6 +326,12 @@ def with_window(
         except DeadlockError:
             fails = middle
     return found
+
+
+def _alone(error: PlanError | DeadlockError) -> PlanError | DeadlockError:
+    """Without the frames that it went through: kept in one of them, it would keep all that they hold, large
+    programs among it, until somebody looks for circles."""
+    return error.with_traceback(None)
 
 
 def _received(layout: Layout, numerics: Numerics, ties: Sequence[StageTie]) -> int:
@@ -330,10 +356,10 @@ def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tu
     layout, numerics, costs = plan.layout, plan.numerics, plan.costs
     if layout.schedule not in PLANNED or layout.recompute or costs is None:
         return made
-    for actions in Orders(costs, layout, numerics).by_room(cut_indices(layout, names), most_s):
+    for order in Orders(costs, layout, numerics).by_room(cut_indices(layout, names), most_s):
         with suppress(PlanError, DeadlockError):
-            wished = replace(layout, actions=actions, receive_window=receive_window)
-            other, program = with_window(wished, numerics, costs.ties, names)
+            wished = replace(layout, actions=order.actions, receive_window=receive_window)
+            other, program = with_window(wished, numerics, costs.ties, names, order.schedule)
             found = Plan(numerics, other, predict(costs, other, program, names)[0], costs)
             if found.prediction.step_s <= most_s and fullest(found) < fullest(plan):
                 return found, program
@@ -347,39 +373,45 @@ def fullest(plan: Plan) -> float:
     return max((peak / device.memory_bytes for peak, device in peaks), default=0.0)
 
 
-def _refine(plan: Callable[[Cuts], Plan], starts: Sequence[Cuts], n_groups: int, work: int) -> Plan:
+def _refine(
+    plan: Callable[[Cuts, float], Plan | None], starts: Sequence[Cuts], n_groups: int, work: int
+) -> Plan:
     """The best of some cuts by simulated step, then better ones one group away while there are any.
 
-    The bottleneck leaves out how a pipeline fills and the update; a simulation does not. `work`:
-    stages x micro-batches; a large program keeps the best start.
+    The bottleneck leaves out how a pipeline fills and the update; a simulation does not. plan: None where a
+    step would take more than so many seconds. `work`: stages x micro-batches; a large program keeps the best
+    start.
     """
-    tried: dict[Cuts, Plan] = {}
+    tried: dict[Cuts, Plan | None] = {}
     errors: list[PlanError | DeadlockError] = []
+    least_s = math.inf
 
     def attempt(cuts: Cuts) -> Plan | None:
+        nonlocal least_s
         inside = all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
         if inside and cuts not in tried:
             try:
-                tried[cuts] = plan(cuts)
+                found = tried[cuts] = plan(cuts, least_s)
             except (PlanError, DeadlockError) as error:  # it does not fit into memory, say
-                errors.append(error)
+                errors.append(_alone(error))
                 return None
+            if found is not None:
+                least_s = min(least_s, found.prediction.step_s)
         return tried.get(cuts)
 
-    for cuts in dict.fromkeys(starts):
-        attempt(cuts)
-    if not tried:
+    every = [found for cuts in dict.fromkeys(starts) if (found := attempt(cuts)) is not None]
+    if not every:
         raise errors[0]
 
-    best = min(tried, key=lambda cuts: tried[cuts].prediction.step_s)
-    chosen = tried[best]
+    chosen = min(every, key=lambda found: found.prediction.step_s)
+    best = next(cuts for cuts, found in tried.items() if found is chosen)
     while work <= REFINE_WORK:
         near = [(*best[:i], best[i] + d, *best[i + 1 :]) for i in range(len(best)) for d in (-1, 1)]
-        found = [(p.prediction.step_s, cuts) for cuts in near if (p := attempt(cuts)) is not None]
-        if not found or min(found)[0] >= chosen.prediction.step_s * (1 - 1e-9):
+        made = [(p.prediction.step_s, cuts, p) for cuts in near if (p := attempt(cuts)) is not None]
+        shortest = min(made, key=lambda each: each[:2], default=None)
+        if shortest is None or shortest[0] >= chosen.prediction.step_s * (1 - 1e-9):
             break
-        best = min(found)[1]
-        chosen = tried[best]
+        _, best, chosen = shortest
     return chosen
 
 
@@ -396,33 +428,41 @@ def program_for(
     n_micro: micro-batches, by default those of `numerics`. Raises PlanError if the layout does not
     fit the groups, DeadlockError if the program cannot run without buffering.
     """
-    cuts = cut_indices(layout, group_names)
-    if train:
-        check_copies(shape_of(layout), layout.n_ranks, numerics)
-    check_nodes(layout, numerics)
-    schedule = replace(_order(layout, n_micro or numerics.micro_batches, train), nodes=layout.nodes)
-    program = lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
+    program = _lowered(layout, numerics, ties, group_names, train, n_micro)
     prove(program)
     return program
 
 
-def _order(layout: Layout, n_micro: int, train: bool) -> Schedule:
-    """Its schedule, on its ranks; checked."""
+def _lowered(
+    layout: Layout, numerics: Numerics, ties: Sequence[Tie], group_names: Sequence[str], train: bool = True,
+    n_micro: int | None = None, order: Schedule | None = None,
+) -> Program:  # fmt: skip
+    """As `program_for`, without a proof."""
+    cuts = cut_indices(layout, group_names)
+    if train:
+        check_copies(shape_of(layout), layout.n_ranks, numerics)
+    check_nodes(layout, numerics)
+    schedule = replace(_order(layout, n_micro or numerics.micro_batches, train, order), nodes=layout.nodes)
+    return lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
+
+
+def _order(layout: Layout, n_micro: int, train: bool, known: Schedule | None = None) -> Schedule:
+    """Its schedule, on its ranks; checked. known: of its actions."""
     check_name(layout.schedule)
     place = {rank: i for i, rank in enumerate(dict.fromkeys(layout.order))}
 
     def made(count: int) -> Schedule:
         if not train:
             return forward_only(layout.n_stages, count, [place[rank] for rank in layout.order])
-        if layout.actions:
+        if layout.actions and known is None:
             return _given_actions(layout, count)
-        schedule = build(layout.schedule, layout.n_stages, count, len(place))
+        schedule = known or build(layout.schedule, layout.n_stages, count, len(place))
         check(schedule)
         return schedule
 
     shares = [len(share_of(copy, layout.n_copies, n_micro)) for copy in range(layout.n_copies)]
-    known = {count: made(count) for count in set(shares)}
-    return in_copies([known[count] for count in shares], layout.copies)
+    of_count = {count: made(count) for count in set(shares)}
+    return in_copies([of_count[count] for count in shares], layout.copies)
 
 
 @lru_cache(maxsize=8)  # the same ones again and again, for another receive window or another tie
@@ -520,6 +560,13 @@ def expect(
         gap=step / bound - 1.0 if bound else 0.0,
     )
     return prediction, timeline
+
+
+def least_of(costs: Costs, layout: Layout, cuts: Cuts, program: Program) -> float:
+    """Seconds of the step without recomputation, which only makes it longer."""
+    cluster, norm_s = loaded(costs.cluster, layout), norm_seconds(costs.cluster, layout.n_ranks)
+    stages = stages_in(costs, layout, cuts)
+    return makespan_s(times_of(program, stages, cluster, norm_s, stage_ties(costs.ties, cuts))[0])
 
 
 def sizes_of_messages(

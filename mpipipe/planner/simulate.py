@@ -49,6 +49,14 @@ def simulate(
 
     Raises PlanError if stages or ranks do not fit the program, DeadlockError if it cannot end.
     """
+    times, sizes = times_of(program, stages, cluster, norm_s, ties)
+    return Timeline(program, times, memory_bytes(program, stages, sizes))
+
+
+def times_of(
+    program: Program, stages: Sequence[StageCost], cluster: Cluster, norm_s: float, ties: Sequence[StageTie]
+) -> tuple[tuple[Float64, ...], tuple[Int64, ...]]:
+    """`Timeline.times`, and `message_bytes`. Arguments, and what is raised, as for `simulate`."""
     n_stages = program.n_stages * len(program.copies)
     if len(stages) != n_stages or len(program.codes) > len(cluster.devices):
         raise PlanError(
@@ -62,7 +70,7 @@ def simulate(
     )  # fmt: skip
     if times is None:
         raise DeadlockError("the program cannot end even with endless buffers; call prove() for the place")
-    return Timeline(program, tuple(times), memory_bytes(program, stages, sizes))
+    return tuple(times), sizes
 
 
 def memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:
@@ -104,7 +112,10 @@ def _rank_memory_bytes(
     parts = {(int(Op.RECV_ACT), s + 1): own[s].act_parts for s in range(n) if own[s].act_parts}
     parts |= {(int(Op.RECV_GRAD), s - 1): own[s].grad_parts for s in range(n) if own[s].grad_parts}
     fixed = sum(own[s].fixed_bytes for s in mine)
-    fixed += receive_bytes(codes, nbytes, program.receive_window, parts)
+    received = rank, tuple(parts.items()), nbytes.tobytes()  # of any recomputation
+    if received not in program.received:
+        program.received[received] = receive_bytes(codes, nbytes, program.receive_window, parts)
+    fixed += program.received[received]
     kept = max((own[s].workspace_bytes for s in mine), default=0)  # by the allocator, for all of them
     workspace = at_work[codes[:, 1]] if tensors else kept
     workspace = workspace + np.where(codes[:, 0] == Op.I, (in_two - at_work)[codes[:, 1]], 0)

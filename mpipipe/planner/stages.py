@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,15 @@ class StageTie:
     users: tuple[int, ...]  # ascending, each once, the owner not among them
     nbytes: int  # of the parameter = of its gradient = of one message
     in_place: bool = False  # whether its user adds to the owner's gradient, or sends its own into that
+
+
+class Again(NamedTuple):
+    """What a mode of recomputation changes, by group."""
+
+    bwd_input_s: Float64  # with what is made again
+    remade: Int64
+    held_in: Int64  # as `Ranges.held_in`
+    received: Int64  # by the first group: what `remade` need not hold, as it is received
 
 
 @dataclass(frozen=True)
@@ -128,19 +137,27 @@ class Ranges:
         if with_update:
             update_s = self._update_s_per_byte * c["param_bytes"] + self._update_s
             self.bwd_weight_s = self.bwd_weight_s + update_s / n_micro
-        self._remade_s = {mode: remade_s(c, mode) for mode in RECOMPUTE}
         self.param_bytes, self.stash_bytes = c["param_bytes"], c["stash_bytes"]
-        nothing = np.zeros_like(self.stash_bytes)
-        self._remade = {"none": nothing, "selective": c["selective_bytes"], "full": self.stash_bytes}
-        self.workspace_bytes, self._at_work_bytes = c["workspace_bytes"], c["at_work_bytes"]
+        self.workspace_bytes, self.at_work_bytes = c["workspace_bytes"], c["at_work_bytes"]
         self._stashed = np.cumsum(self.stash_bytes)  # after each group
-        self._waiting_bytes, self._late_grads = c["waiting_bytes"], c["waiting_grad_bytes"]
-        self._waiting, self._at_once_bytes = np.cumsum(self._waiting_bytes), c["at_once_bytes"]
+        self.waiting_bytes, self.late_grads = c["waiting_bytes"], c["waiting_grad_bytes"]
+        self._waiting, self.at_once_bytes = np.cumsum(self.waiting_bytes), c["at_once_bytes"]
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
         self.grad_in = np.concatenate([c["grad_bytes"][:-1], [0]])
-        self._received = np.minimum(c["received_bytes"], self.act_in)  # by the first group, kept by it
-        self._late_received = np.minimum(c["waiting_received_bytes"], self.act_in)
-        self.held_in = self.act_in - self._received  # of what is received, what is in no stash of here
+        received = np.minimum(c["received_bytes"], self.act_in)  # by the first group, kept by it
+        self.late_received = np.minimum(c["waiting_received_bytes"], self.act_in)
+        self.held_in = self.act_in - received  # of what is received, what is in no stash of here
+        nothing = np.zeros_like(self.stash_bytes)
+        remade = {"none": nothing, "selective": c["selective_bytes"], "full": self.stash_bytes}
+        self.again = {
+            mode: Again(
+                bwd_input_s=self.bwd_input_s + remade_s(c, mode),
+                remade=remade[mode],
+                held_in=self.held_in if mode == "none" else self.act_in,  # else perhaps counted in `remade`
+                received=received if mode == "full" else nothing,
+            )
+            for mode in RECOMPUTE
+        }
 
     @property
     def seconds(self) -> Float64:
@@ -149,38 +166,37 @@ class Ranges:
 
     def ending_at(self, end: int, low: int = 0, mode: Recompute = "none") -> Ending:
         """Every stage [first, end), first = low .. end - 1, with that recomputation."""
-        into_s, remade = self.bwd_input_s + self._remade_s[mode], self._remade[mode]
+        again = self.again[mode]
         act_in = self.act_in[low:end]
-        held_in = self.held_in[low:end] if mode == "none" else act_in  # else perhaps counted in `remade`
         held, stepped, elsewhere, accumulators = self._parameters(end, low)
         rate, state = self._costs.held_per_param_byte, self.state_per_param_byte
         grad_in = int(self.grad_in[end - 1])
         received = self.window * (act_in + grad_in)
         act_out = self.act_in[end] if end < len(self.act_in) else 0
         sent = np.maximum(act_out, np.concatenate([[0], self.grad_in])[low:end])
-        with_stash = (self._stashed + self._at_work_bytes + self.grad_in)[low:end] - self._stashed[end - 1]
+        with_stash = (self._stashed + self.at_work_bytes + self.grad_in)[low:end] - self._stashed[end - 1]
         with_stash[-1] -= grad_in
-        late_grads = self._late_grads[end - 1]  # messages
+        late_grads = self.late_grads[end - 1]  # messages
         in_two = with_stash + self._waiting[end - 1] - self._waiting[low:end] - late_grads
         in_two[-1] += late_grads
-        waiting = _sums(self._waiting_bytes[low:end]) - late_grads
+        waiting = _sums(self.waiting_bytes[low:end]) - late_grads
         return Ending(
             fwd_s=_sums(self.fwd_s[low:end]),
-            bwd_input_s=_sums(into_s[low:end]),
+            bwd_input_s=_sums(again.bwd_input_s[low:end]),
             bwd_weight_s=_sums(self.bwd_weight_s[low:end]),
             step_s=stepped * self._update_s_per_byte + _sums(self._update_s[low:end]),
             fixed_bytes=(np.ceil(held * rate) - np.ceil(elsewhere * state)).astype(np.int64)
             + accumulators
             + self._batch(end, low),
-            stash_bytes=_sums((self.stash_bytes - remade)[low:end]) + held_in,
+            stash_bytes=_sums((self.stash_bytes - again.remade)[low:end]) + again.held_in[low:end],
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             at_work_bytes=_most_from(with_stash),
             message_bytes=received + sent + self._tied_receives(end, low),
-            remade_bytes=_sums(remade[low:end]) - (self._received[low:end] if mode == "full" else 0),
+            remade_bytes=_sums(again.remade[low:end]) - again.received[low:end],
             waiting_bytes=waiting,
-            waiting_received_bytes=self._late_received[low:end],
+            waiting_received_bytes=self.late_received[low:end],
             in_two_bytes=_most_from(in_two),
-            at_once_bytes=_sums(self._at_once_bytes[low:end]) * (self.blocks > 1),
+            at_once_bytes=_sums(self.at_once_bytes[low:end]) * (self.blocks > 1),
             act_bytes=act_in,
             grad_bytes=grad_in,
             n_micro=self.n_micro,

@@ -18,17 +18,14 @@ from mpipipe.values import Float64
 
 Column = Callable[[int, int], Float64]  # (low, end) -> cost (n_stages, end - low) by first group; inf = no
 Combine = Callable[[Float64, Float64], Float64]  # (best of the stages before, cost of this one)
+Low = Callable[[int], int]  # end -> no stage that ends there begins earlier
+Swept = tuple[Float64, tuple[int, ...]]
 _ROUNDING = 1.0 + 1e-9  # of sums that are taken in another order
 
 
-def sweep(
-    n_groups: int, n_stages: int, column: Column, combine: Combine, low: Callable[[int], int] = lambda _: 0
-) -> tuple[Float64, tuple[int, ...]]:
+def sweep(n_groups: int, n_stages: int, column: Column, combine: Combine, low: Low = lambda _: 0) -> Swept:
     """Table of the best value of the first s stages covering the first r groups, (S+1, N+1), and
-    the cuts that reach its last corner (meaningless where that is inf).
-
-    low(end): no stage that ends there begins earlier.
-    """
+    the cuts that reach its last corner (meaningless where that is inf)."""
     best = np.full((n_stages + 1, n_groups + 1), np.inf)
     best[0, 0] = 0.0
     first = np.zeros((n_stages, n_groups + 1), np.int64)
@@ -44,28 +41,27 @@ def sweep(
     return best, tuple(reversed(cuts))
 
 
-def low_for(seconds: Float64, limit: float) -> Callable[[int], int]:
+def low_for(seconds: Float64, limit: float) -> Low:
     """For `sweep`: stages of at most `limit`, where one takes at least the sum of its groups' `seconds`."""
     before = np.concatenate([[0.0], np.cumsum(seconds)])
     lows = np.searchsorted(before * _ROUNDING, before - limit * _ROUNDING)
     return lambda end: min(int(lows[end]), end - 1)
 
 
-def sweep_near(
-    n_groups: int, n_stages: int, column: Column, seconds: Float64, guess: float
-) -> tuple[Float64, tuple[int, ...]]:
+def sweep_near(swept: Callable[[Low], Swept], seconds: Float64, guess: float) -> Swept:
     """`sweep` with the greatest of the costs, exact: no stage of the best cut costs more than its value. So
     stages of up to twice the guess are enough if a value below that is found; else they are doubled.
 
-    seconds: by group, such that no stage costs less than their sum. guess: near the value, from below.
+    swept: `sweep`, but for `low`; seconds: by group, such that no stage costs less than their sum; guess:
+    near the value, from below.
     """
     limit, whole = 2.0 * guess, float(seconds.sum()) * _ROUNDING
     while limit < whole:
-        best, cuts = sweep(n_groups, n_stages, column, np.maximum, low_for(seconds, limit))
-        if best[n_stages, n_groups] <= limit:
+        best, cuts = swept(low_for(seconds, limit))
+        if best[-1, -1] <= limit:
             return best, cuts
         limit *= 2.0
-    return sweep(n_groups, n_stages, column, np.maximum)
+    return swept(lambda _: 0)
 
 
 def least(guess: float, attempt: Callable[[float], float]) -> float:

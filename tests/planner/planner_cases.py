@@ -6,6 +6,7 @@ ties between cuts are ties for both sides.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -41,15 +42,19 @@ def uniform(n_groups: int, n_ranks: int, step_s_per_byte: float = 0.0, **nbytes:
 
 
 @st.composite
-def problems(draw: st.DrawFn, memory: str = "mixed", max_groups: int = 7) -> tuple[Costs, int, int]:
+def problems(
+    draw: st.DrawFn, memory: str = "mixed", max_groups: int = 7, remakes: bool = False
+) -> tuple[Costs, int, int]:
     """(costs, n_stages, n_micro). memory: "mixed" (some do not fit), "tight" (one small size for
-    all ranks) or "huge"."""
+    all ranks) or "huge". remakes: groups can make something again, and let go of something at I."""
     n_groups = draw(st.integers(1, max_groups))
     n_stages = draw(st.integers(1, min(4, n_groups)))
     small = st.integers(0, 9)
     ties = tuple(draw(_tie(name, n_groups)) for name in "vw"[: draw(st.integers(0, 2))])
     rows_bytes = {tie.param: draw(st.integers(1, 3)) for tie in ties if len(tie.groups) == 2}
     groups = tuple(_with_ties(draw, f"g{i}", i, ties, small) for i in range(n_groups))
+    if remakes:
+        groups = tuple(_with_remade(draw, g) for g in groups)
     sizes = {
         "huge": st.just(HUGE),
         "mixed": st.one_of(st.just(HUGE), st.integers(50, 600)),
@@ -80,6 +85,17 @@ def _with_ties(draw: st.DrawFn, name: str, index: int, ties: tuple[Tie, ...], sm
     return GroupCost(
         name, 1 + draw(small), draw(small), draw(small), param, stash, *(draw(small) for _ in range(3)),
         received_bytes=draw(st.integers(0, stash)),
+    )  # fmt: skip
+
+
+def _with_remade(draw: st.DrawFn, g: GroupCost) -> GroupCost:
+    waiting = draw(st.integers(0, g.stash_bytes))
+    return dataclasses.replace(
+        g, selective_share=draw(st.sampled_from([0.0, 0.25, 0.5])),
+        selective_bytes=draw(st.integers(0, g.stash_bytes)),
+        at_work_bytes=draw(st.integers(0, g.workspace_bytes)), waiting_bytes=waiting,
+        waiting_received_bytes=draw(st.integers(0, waiting)),
+        waiting_grad_bytes=draw(st.integers(0, waiting)),
     )  # fmt: skip
 
 

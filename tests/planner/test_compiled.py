@@ -22,13 +22,13 @@ from mpipipe.planner.problem import Problem
 from mpipipe.planner.prove import NoBuffering, prove
 from mpipipe.planner.schedules import in_copies, kept_micro_batches, policies
 from mpipipe.planner.schedules.fill import Work
-from mpipipe.planner.schedules.listed import _Lister, listed, listed_seconds
+from mpipipe.planner.schedules.listed import _Lister, listed, listed_seconds, listed_shortest
 from mpipipe.planner.schedules.orders import v_shaped, wrapped
 from mpipipe.planner.simulate import instruction_seconds, message_bytes, walked
 from mpipipe.planner.stages import Ranges
-from mpipipe.planner.sweep import sweep_near
+from mpipipe.planner.sweep import low_for, sweep, sweep_near
 from mpipipe.planner.walk import match, matched, walk
-from mpipipe.values import Costs, Float64, Link, Program, StageCost, Tie
+from mpipipe.values import RECOMPUTE, Costs, Float64, Link, Program, Recompute, StageCost, Tie
 
 SCHEDULE = st.sampled_from(["1f1b", "gpipe"])
 FEW_SECONDS = st.sampled_from([0.0, 0.25, 1.0, 1.5, 3.0])
@@ -40,10 +40,11 @@ def test_the_planner_is_built():
 
 
 def problem_of(
-    costs: Costs, n_stages: int, n_micro: int, schedule: str, window: int, tied: str, update: bool
-) -> Problem:
+    costs: Costs, n_stages: int, n_micro: int, schedule: str, window: int, tied: str, update: bool,
+    modes: tuple[Recompute, ...] = ("none",),
+) -> Problem:  # fmt: skip
     kept = kept_micro_batches(SCHEDULES[schedule](n_stages, n_micro))
-    return Problem(costs, Ranges(costs, window, n_micro, tied, update), kept)
+    return Problem(costs, Ranges(costs, window, n_micro, tied, update), kept, modes)
 
 
 def large(seed: int) -> Problem:
@@ -81,7 +82,7 @@ def large(seed: int) -> Problem:
 def same_cuts(problem: Problem) -> bool:
     """Whether there are any."""
     guess = bottleneck_bound_s(problem.ranges.seconds, problem.speed)
-    swept, searched = problem.swept(guess), problem.searched(guess)
+    swept, searched = problem.swept(guess, in_numpy=True), problem.searched(guess)
     assert searched == swept
     if swept is None:
         assert problem.compiled().misfit() == misfit(problem)
@@ -100,6 +101,24 @@ def same_cuts(problem: Problem) -> bool:
 def test_the_cuts_are_those_of_the_sweeps(problem, schedule, window, tied, update):
     costs, n_stages, n_micro = problem
     same_cuts(problem_of(costs, n_stages, n_micro, schedule, window, tied, update))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    problems(memory="tight", remakes=True), st.sampled_from(["1f1b", "zb-h1", "zb-h2"]), st.integers(0, 5),
+    TIED, st.booleans(), st.sampled_from([RECOMPUTE, *((mode,) for mode in RECOMPUTE)]),
+)  # fmt: skip
+def test_sweeps_with_recomputation_and_backwards_in_two_are_the_same(
+    problem, schedule, window, tied, update, modes
+):
+    costs, n_stages, n_micro = problem
+    p = problem_of(costs, n_stages, n_micro, schedule, window, tied, update, modes)
+    guess = bottleneck_bound_s(p.ranges.seconds, p.speed)
+    assert p.swept(guess, in_numpy=False) == p.swept(guess, in_numpy=True)
+    whole = p.swept_compiled(lambda _: 0)[0]
+    assert np.array_equal(whole, p.swept_in_numpy(lambda _: 0)[0])
+    near = low_for(p.ranges.seconds / p.speed.max(), 1.5 * guess)
+    assert np.array_equal(p.swept_compiled(near, 1.5 * guess)[0], p.swept_in_numpy(near, 1.5 * guess)[0])
 
 
 @pytest.mark.slow
@@ -133,7 +152,9 @@ def test_the_bound_is_that_of_a_sweep_also_with_unequal_speeds(problem):
 
     n_groups, fastest = len(costs.groups), n_micro * ranges.seconds / speed.max()
     best, _ = sweep_near(
-        n_groups, n_stages, reach, fastest, n_micro * bottleneck_bound_s(ranges.seconds, speed)
+        lambda low: sweep(n_groups, n_stages, reach, np.maximum, low),
+        fastest,
+        n_micro * bottleneck_bound_s(ranges.seconds, speed),
     )
     update_s = float(ranges.ending_at(n_groups).step_s[0]) / speed.sum()
     assert step_bound_s(costs, n_micro, n_stages) == pytest.approx(
@@ -218,7 +239,13 @@ def test_lists_are_the_same(placed, p, m, most, data):
     pairs = list(itertools.combinations(range(len(on)), 2))
     ties = data.draw(st.lists(st.sampled_from(pairs), max_size=3, unique=True)) if pairs else []
     work = Work(*seconds, tuple((user, owner, data.draw(FEW_SECONDS)) for owner, user in ties))
-    for policy in policies(on, m, [most + rank % 2 for rank in range(p)]):
+    tried = list(policies(on, m, [most + rank % 2 for rank in range(p)]))
+    every_s = listed_seconds(on, m, work, tried)
+    shortest = every_s.index(min(every_s))
+    assert listed_shortest(on, m, work, tried) == (shortest, every_s[shortest])
+    assert listed_shortest(on, m, work, tried, every_s[shortest])[1] == every_s[shortest]
+    assert listed_shortest(on, m, work, tried, every_s[shortest] - 0.125)[1] == math.inf
+    for policy in tried:
         order, took_s = _Lister(on, m, work, policy).run()
         assert listed_seconds(on, m, work, [policy]) == [took_s]
         if math.isfinite(took_s):

@@ -10,7 +10,8 @@ from planner_cases import TIES, on
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import SCHEDULES, StageTie, forward_only, lower, max_tag
-from mpipipe.planner.schedules import PLAIN
+from mpipipe.planner.lower import at_window
+from mpipipe.planner.schedules import PLAIN, in_copies
 from mpipipe.values import RECVS, SENDS, Op, Program, Schedule
 
 TIE = (StageTie(0, (2,), 100),)
@@ -44,6 +45,19 @@ def test_eager_looks_like_this():
         "2RECV_ACT0<-r1 2F0 2RECV_ACT1<-r1 2F1 2B0 2SEND_GRAD0->r1 2SEND_TIED0->r0 "
         "2B1 2SEND_GRAD1->r1 2SEND_TIED1->r0 NORM 2STEP 2RECV_COPY<-r0"
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["1f1b", "zb-h1"]), st.integers(1, 4), st.integers(1, 6), st.integers(0, 7),
+    st.integers(0, 7), st.data(),
+)  # fmt: skip
+def test_another_window_is_as_if_lowered_with_it(schedule, p, m, window, other, data):
+    ties, tied = on(p, data.draw(TIES)), data.draw(st.sampled_from(["per_use", "eager"]))
+    two = in_copies([SCHEDULES[schedule](p, m)] * 2, [range(p), range(p, 2 * p)])
+    found, wished = at_window(lower(two, ties, tied, window), other), lower(two, ties, tied, other)
+    assert found.hash == wished.hash
+    assert found.eager == wished.eager
 
 
 def test_a_split_backward_sends_its_gradient_before_its_weights():

@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -76,8 +77,8 @@ def test_every_order_has_the_uses_of_a_tied_parameter_as_they_come(schedule: str
     layout = Layout(tuple(NAMES[cut] for cut in cuts), tuple((rank,) for rank in ranks), schedule, 4)
     orders = list(Orders(costs, layout, n).shortest(cuts))
     assert len(orders) > 3
-    for actions in orders:
-        with_window(replace(layout, actions=actions), n, costs.ties, NAMES)  # which proves it
+    for order in orders:
+        with_window(replace(layout, actions=order.actions), n, costs.ties, NAMES)  # which proves it
 
 
 def test_an_order_that_knows_of_its_ties_is_shorter() -> None:
@@ -119,11 +120,36 @@ def test_no_other_number_of_stashes_is_shorter(
     costs, names = replace(made, cluster=machine, call_s=call_s), [g.name for g in made.groups]
     plan = make_plan(costs, n, schedule, 4, names, n_ranks)[0]
     others = []
-    for actions in Orders(costs, plan.layout, n).by_room(cut_indices(plan.layout, names), math.inf):
-        layout = with_window(replace(plan.layout, actions=actions, receive_window=4), n, (), names)[0]
+    for order in Orders(costs, plan.layout, n).by_room(cut_indices(plan.layout, names), math.inf):
+        wished = replace(plan.layout, actions=order.actions, receive_window=4)
+        layout = with_window(wished, n, (), names)[0]
         others.append(plan_of(costs, n, layout, names).prediction.step_s)
     assert len(others) > 3
     assert plan.prediction.step_s <= min(others)
+
+
+@pytest.mark.parametrize("schedule", ["zb-planned", "v-planned", "interleaved-planned"])
+@pytest.mark.parametrize("memory", [36, 44, 60, HUGE])
+def test_what_is_ruled_out_would_not_be_taken(
+    schedule: str, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orders and cuts, by their bounds and by the times without recomputation."""
+
+    def made(seed: int) -> Plan | None:
+        costs = drawn(seed, memory, 2)
+        with suppress(PlanError):
+            return make_plan(
+                costs, numerics(24), schedule, 4, [g.name for g in costs.groups], 2, recompute="auto"
+            )[0]
+        return None
+
+    found = [made(seed) for seed in range(4)]
+    asked = list[float]()
+    monkeypatch.setattr("mpipipe.planner.search.least_of", lambda *_: asked.append(0.0) or 0.0)
+    monkeypatch.setattr("mpipipe.planner.orders._ROUNDING", 0.0)
+    assert [made(seed) for seed in range(4)] == found
+    assert asked, "nothing was looked at twice"
+    assert any(plan is not None for plan in found)
 
 
 @pytest.mark.parametrize(("tied", "memory"), [("eager", 5400), ("per_use", 3700)])

@@ -37,12 +37,12 @@ from mpipipe.planner.schedules.registry import (
     register_text,
     stages_on,
 )
-from mpipipe.planner.schedules.text import from_text, to_text
+from mpipipe.planner.schedules.text import from_text, to_lines, to_text
 
 __all__ = [
     "BY_HAND", "FILLED", "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name",
     "forward_only", "from_text", "grid", "in_copies", "is_of_file", "kept_micro_batches",
     "live_micro_batches", "live_stages", "on_ranks", "planned_by_room", "policies", "register",
-    "register_text", "room_for", "stages_of_ranks", "stages_on", "stashes", "to_text", "work_of",
-    "zb_planned",
+    "register_text", "room_for", "stages_of_ranks", "stages_on", "stashes", "to_lines", "to_text",
+    "work_of", "zb_planned",
 ]  # fmt: skip

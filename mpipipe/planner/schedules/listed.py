@@ -47,6 +47,26 @@ def listed_seconds(
     return found
 
 
+def listed_shortest(
+    rank_of_stage: Sequence[int],
+    n_micro: int,
+    work: Work,
+    policies: Sequence[Policy],
+    most_s: float = math.inf,
+) -> tuple[int, float]:
+    """The first of the policies whose order is shortest, and its seconds; endless where that is more than
+    `most_s`."""
+    if compiled is None:
+        took_s = listed_seconds(rank_of_stage, n_micro, work, policies)
+        best = min(range(len(took_s)), key=took_s.__getitem__)
+        return best, took_s[best] if took_s[best] <= most_s else math.inf
+    of = [compiled.Policy(*_fields(policy)) for policy in policies]
+    found: tuple[int, float] = compiled.listed_shortest(
+        _compiled_work(rank_of_stage, work), n_micro, of, most_s
+    )
+    return found if found[1] <= most_s else (found[0], math.inf)
+
+
 def listed(rank_of_stage: Sequence[int], n_micro: int, work: Work, policy: Policy) -> Schedule:
     """The order of a policy that has one."""
     if compiled is None:

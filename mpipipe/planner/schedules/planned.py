@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.fill import Use, Work, seconds, units
-from mpipipe.planner.schedules.listed import Policy, listed, listed_seconds
+from mpipipe.planner.schedules.listed import Policy, listed, listed_shortest
 from mpipipe.planner.schedules.orders import live_stages, two_each, v_shaped, wrapped
 from mpipipe.planner.schedules.v_shape import zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
@@ -59,10 +59,9 @@ def planned_by_room(on: Sequence[int], n_micro: int, work: Work, most: Sequence[
     found = list[Found]()
     for _, alike in itertools.groupby(policies(on, n_micro, most), key=lambda of: of.room):
         tried = list(alike)
-        took_s = listed_seconds(on, n_micro, work, tried)
-        best = min(range(len(tried)), key=took_s.__getitem__)
-        if took_s[best] < math.inf:
-            found.append((listed(on, n_micro, work, tried[best]), took_s[best]))
+        best, took_s = listed_shortest(on, n_micro, work, tried)
+        if took_s < math.inf:
+            found.append((listed(on, n_micro, work, tried[best]), took_s))
     if len(set(on)) == len(on):
         for made in (zb_h1(len(on), n_micro), zb_h2(len(on), n_micro)):
             fits = all(live <= has for live, has in zip(live_stages(made), most, strict=True))
@@ -91,9 +90,10 @@ def work_of(
 
 def policies(on: Sequence[int], n_micro: int, most: Sequence[int]) -> Iterator[Policy]:
     """All that are tried, by room, ascending. most: stashes that each rank can keep."""
+    each = max(Counter(on).values())
     for room in _rooms(on, n_micro, most):
         for forwards, last, whole, gap in itertools.product(
-            (True, False), (True, False), (False, True), GAPS
+            (True, False), (True, False)[:each], (False, True), GAPS
         ):
             yield Policy(forwards, last, whole, gap, room)
 

@@ -19,7 +19,16 @@ _ACTION = re.compile(r"(\d*)([FBIW])(\d+)")
 
 def to_text(schedule: Schedule) -> str:
     """One line per rank, with a line break behind each."""
-    return "".join(",".join(map(str, schedule.actions(r))) + "\n" for r in range(len(schedule.codes)))
+    return "".join(f"{line}\n" for line in to_lines(schedule))
+
+
+def to_lines(schedule: Schedule) -> tuple[str, ...]:
+    """One line per rank."""
+    kinds = [op.name for op in Op]
+    return tuple(
+        ",".join(f"{stage}{kinds[kind]}{micro}" for kind, stage, micro in codes.tolist())
+        for codes in schedule.codes
+    )
 
 
 def from_text(text: str, name: str = "the schedule") -> Schedule:
