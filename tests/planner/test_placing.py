@@ -205,7 +205,7 @@ def test_more_stages_than_there_can_be_are_refused():
     costs = two_nodes(1e9, 8.0, (1.0, 2.0, 1.0, 1.0))
     with pytest.raises(PlanError, match="5 stages but only 4 ranks"):
         planned(costs, 5)
-    with pytest.raises(PlanError, match="4 stages, .* cut into 3 parts at most"):
+    with pytest.raises(PlanError, match=r"4 stages, .* cut into 3 parts at most"):
         planned(replace(costs, groups=costs.groups[:3]), 4)
 
 
