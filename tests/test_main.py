@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import runpy
+import sys
 
 import pytest
 
 from mpipipe import __main__, train
+from mpipipe.runtime import process
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,21 @@ def test_an_unknown_command_is_named(argv: list[str], says: str, capsys: pytest.
 def test_a_bad_option_is_named(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(argv) == 1
     assert re.search(says, capsys.readouterr().err)
+
+
+def test_garbage_is_looked_for_when_all_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the program alone: whoever imports it keeps a collector that runs."""
+    monkeypatch.setattr(sys, "argv", ["train", "--help"])
+    monkeypatch.delitem(sys.modules, "mpipipe.train")
+    while_tracer_is_imported = []
+    monkeypatch.setattr(process, "warm_up_tracer", lambda: while_tracer_is_imported.append(gc.isenabled()))
+    assert gc.isenabled()
+    try:
+        with pytest.raises(SystemExit):
+            runpy.run_module("mpipipe.train", run_name="__main__")
+        assert not gc.isenabled()
+        process.imports_are_done()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+    assert while_tracer_is_imported == [False]
