@@ -8,7 +8,12 @@ ends all.
 
 from __future__ import annotations
 
+import gc
 import sys
+
+if __name__ == "__main__":
+    gc.disable()  # until `imports_are_done`: there is much to look through, and no garbage
+
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import re
+import runpy
+import sys
 
 import pytest
 
 from mpipipe import __main__, errors, train
+from mpipipe.runtime import process
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,21 @@ def test_a_bad_option_is_named(argv: list[str], says: str, capsys: pytest.Captur
 
 def test_a_name_that_is_like_none_is_not_guessed() -> None:
     assert doctest.testmod(errors) == (0, 2)
+
+
+def test_garbage_is_looked_for_when_all_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the program alone: whoever imports it keeps a collector that runs."""
+    monkeypatch.setattr(sys, "argv", ["train", "--help"])
+    monkeypatch.delitem(sys.modules, "mpipipe.train")
+    while_tracer_is_imported = []
+    monkeypatch.setattr(process, "warm_up_tracer", lambda: while_tracer_is_imported.append(gc.isenabled()))
+    assert gc.isenabled()
+    try:
+        with pytest.raises(SystemExit):
+            runpy.run_module("mpipipe.train", run_name="__main__")
+        assert not gc.isenabled()
+        process.imports_are_done()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+    assert while_tracer_is_imported == [False]

@@ -24,8 +24,9 @@ SHORT = ("train.steps=10", "train.warmup=2", "eval.every=0", "eval.batches=1", "
 
 digits = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn: mpipipe[digits]")
 hf = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: mpipipe[transformers]")
-# gpt: the README's commands run it each time (tests/docs); digits: python_api.py learns them each time
-MARKS = {"digits": (digits, pytest.mark.full), "gpt": (pytest.mark.full,)}
+# gpt: the README's commands run it each time (tests/docs); digits: python_api.py learns them each time;
+# unet: its model is trained in tests/mpi
+MARKS = {"digits": (digits, pytest.mark.full), "gpt": (pytest.mark.full,), "unet": (pytest.mark.full,)}
 
 
 def train(launch: Launch, ranks: int, example: str, folder: Path, *overrides: str) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def test_an_example_learns(launch: Launch, tmp_path: Path, example: str) -> None
 @pytest.mark.jobs
 def test_what_was_pretrained_is_fine_tuned_and_opens_in_transformers(launch: Launch, tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
-    small = (*SHORT, "train.batch=4", "pipeline.micro_batches=2")
+    small = (*SHORT, "train.steps=2", "train.warmup=1", "train.batch=4", "pipeline.micro_batches=2")
     train(launch, 2, "pretrain", before, *small)
     train(launch, 2, "finetune", after, *small, f"model.name=hf:{before}/checkpoint")
     old, new = load(before / "checkpoint"), load(after / "checkpoint")

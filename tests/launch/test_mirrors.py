@@ -221,6 +221,7 @@ int PMIx_Fence_nb(const void *who, size_t n, const void *info, size_t m, release
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_starts_late_is_not_lost(launch: Launch, folder: Path, undisturbed: str) -> None:
     """Rank 1 leaves each fence of MPI_Init 50 ms after the others, whose heartbeats come meanwhile. The job
     ends, too, with every rank there, which MPI's own end does not see to beside the detector."""

@@ -16,9 +16,9 @@ from mpipipe.cluster.job import kill_all, remains
 pytestmark = pytest.mark.jobs
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAVE_EVERY, LIMIT_S = 3, 5  # the second is of the watchdog
-FAULTS = ("kill", "launcher", "stop", "sleep")  # the last one leaves the records of the watchdog
-FAILS_AT = (7, 10, 13, 16)  # the steps, counted from 0, whose data meet them
-STEPS = 18
+FAULTS = ("kill", "launcher", "stop", "save", "sleep")  # the last one leaves the records of the watchdog
+FAILS_AT = (7, 10, 13, 16, 22)  # the steps, counted from 0, whose data meet them; a save comes after
+STEPS = 24
 
 CONFIG = f"""\
 model: {{name: mlp, inputs: 8, hidden: [16, 16, 16], classes: 4, dropout: 0.1}}
@@ -31,6 +31,7 @@ DATA = rf"""
 import os, pathlib, signal, subprocess, sys, time
 import torch
 from mpipipe.errors import DataError
+from mpipipe.pipeline import Pipeline
 from mpipipe.runtime import slowness
 
 slowness.WINDOW = 10
@@ -61,11 +62,23 @@ class Data:
                 os.sched_setaffinity(thread, {{max(os.sched_getaffinity(0))}})
             self.others = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(3)]
             return
+        if fault == "save":
+            self.die_in_a_save()
+            return
         if fault == "error":
             raise DataError("the data are of the wrong year; fetch them anew")
         signals = {{"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "launcher": signal.SIGKILL}}
         os.kill(os.getppid() if fault == "launcher" else os.getpid(), signals[fault])
         time.sleep(2)  # ranks that outlive their launcher for a moment do not come to the next fault
+
+    def die_in_a_save(self):
+        begin = Pipeline.begin_save
+
+        def dies(*args, **how):
+            begin(*args, **how)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Pipeline.begin_save = dies
 """
 
 
@@ -114,6 +127,7 @@ DIED = {
     "kill": "rank 1 on {host} was ended by SIGKILL",
     "launcher": "the launcher was ended by SIGKILL",
     "stop": "rank 1 ({host}, pid ",
+    "save": "rank 1 on {host} was ended by SIGKILL",
     "sleep": "rank 1 ({host}) is in ",
 }
 

@@ -14,7 +14,7 @@ sys.path.append(str(REPOSITORY))  # the benchmarks are no part of the package
 
 from benchmarks import survive  # noqa: E402
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.full]  # test_survival.py has a kill in each place, too
 
 
 class Chosen(random.Random):
@@ -28,11 +28,10 @@ class Chosen(random.Random):
         return self.choices.pop(0) if self.choices else super().choice(seq)
 
 
-@pytest.mark.parametrize("places", [("save",), pytest.param(("STEP", "save"), marks=pytest.mark.full)])
+@pytest.mark.parametrize("places", [("save",), ("STEP", "save")])
 def test_kills_inside_step_and_a_save_leave_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...]
 ) -> None:
-    """Within a step: also in test_survival.py."""
     chosen = Chosen(*(word for place in places for word in (place, signal.SIGKILL)))
     monkeypatch.setattr(survive.random, "Random", lambda seed: chosen)
     monkeypatch.setattr(survive, "STEPS", 16)
