@@ -126,10 +126,10 @@ class Problem:
         """By the slowest stage, or by the sum of the squares of stages of at most `most_s`."""
 
         def squares(before: Float64, time: Float64) -> Float64:
-            sums: Float64 = before + np.where(time <= most_s, time, np.inf) ** 2
+            sums: Float64 = before + np.where(time <= limit, time, np.inf) ** 2
             return sums
 
-        combine = np.maximum if most_s is None else squares
+        limit, combine = (np.inf, np.maximum) if most_s is None else (most_s, squares)
         return sweep(len(self.costs.groups), len(self.live), self.times, combine, low)
 
     def swept_compiled(self, low: Low, most_s: float | None = None) -> Swept:

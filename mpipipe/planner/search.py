@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -83,7 +82,7 @@ from mpipipe.values import (
 
 REFINE_WORK = 512  # stages x micro-batches up to which neighbouring cuts are simulated
 Cuts = tuple[int, ...]
-Failure = TypeVar("Failure", PlanError, DeadlockError)
+Failure = PlanError | DeadlockError
 
 
 def make_plan(
@@ -145,7 +144,7 @@ class _Making:
         wish: Wish = "none" if quick and self.recompute == "auto" else self.recompute
         orders = promising(of_copy, n_micro, one_each, n_each, self.receive_window, numerics.tied, wish)
         best: tuple[Plan, Program] | None = None
-        first: PlanError | DeadlockError | None = None
+        first: Failure | None = None
         for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
             copies = tuple(tuple(order[rank] for rank in homes) for order in on)
             try:
@@ -240,7 +239,7 @@ class _Making:
         def plan(every: bool, cuts: Cuts, most_s: float) -> Plan | None:
             nonlocal short
             made: list[Plan] = []
-            errors: list[PlanError | DeadlockError] = []
+            errors: list[Failure] = []
 
             def attempt(tried: Iterable[Order], most_s: float = most_s) -> None:
                 for order in tried:
@@ -377,7 +376,7 @@ def _refine(
     start.
     """
     tried: dict[Cuts, Plan | None] = {}
-    errors: list[PlanError | DeadlockError] = []
+    errors: list[Failure] = []
     least_s = math.inf
 
     def attempt(cuts: Cuts) -> Plan | None:
@@ -401,8 +400,8 @@ def _refine(
     best = next(cuts for cuts, found in tried.items() if found is chosen)
     while work <= REFINE_WORK:
         near = [(*best[:i], best[i] + d, *best[i + 1 :]) for i in range(len(best)) for d in (-1, 1)]
-        found = [(p.prediction.step_s, cuts, p) for cuts in near if (p := attempt(cuts)) is not None]
-        shortest = min(found, key=lambda found: found[:2], default=None)
+        made = [(p.prediction.step_s, cuts, p) for cuts in near if (p := attempt(cuts)) is not None]
+        shortest = min(made, key=lambda found: found[:2], default=None)
         if shortest is None or shortest[0] >= chosen.prediction.step_s * (1 - 1e-9):
             break
         _, best, chosen = shortest

@@ -159,7 +159,8 @@ class Ranges:
 
     def ending_at(self, end: int, low: int = 0, mode: Recompute = "none") -> Ending:
         """Every stage [first, end), first = low .. end - 1, with that recomputation."""
-        into_s, remade, held_in, kept = (column[low:end] for column in self.again[mode])
+        again = self.again[mode]
+        into_s, remade = again.bwd_input_s[low:end], again.remade[low:end]
         act_in = self.act_in[low:end]
         held, stepped, elsewhere, accumulators = self._parameters(end, low)
         rate, state = self._costs.held_per_param_byte, self.state_per_param_byte
@@ -181,11 +182,11 @@ class Ranges:
             fixed_bytes=(np.ceil(held * rate) - np.ceil(elsewhere * state)).astype(np.int64)
             + accumulators
             + self._batch(end, low),
-            stash_bytes=_sums(self.stash_bytes[low:end] - remade) + held_in,
+            stash_bytes=_sums(self.stash_bytes[low:end] - remade) + again.held_in[low:end],
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
             at_work_bytes=_most_from(with_stash),
             message_bytes=received + sent + self._tied_receives(end, low),
-            remade_bytes=_sums(remade) - kept,
+            remade_bytes=_sums(remade) - again.received[low:end],
             waiting_bytes=waiting,
             waiting_received_bytes=self.late_received[low:end],
             in_two_bytes=_most_from(in_two),
