@@ -144,7 +144,7 @@ class _Making:
         wish: Wish = "none" if quick and self.recompute == "auto" else self.recompute
         orders = promising(of_copy, n_micro, one_each, n_each, self.receive_window, numerics.tied, wish)
         best: tuple[Plan, Program] | None = None
-        first: PlanError | DeadlockError | None = None
+        first: Failure | None = None
         for on in (on for order in orders for on in placements(order, n_copies, levels > 1)):
             copies = tuple(tuple(order[rank] for rank in homes) for order in on)
             try:
@@ -240,7 +240,7 @@ class _Making:
         def plan(every: bool, cuts: Cuts, most_s: float) -> Plan | None:
             nonlocal short
             made: list[Plan] = []
-            errors: list[PlanError | DeadlockError] = []
+            errors: list[Failure] = []
 
             def attempt(tried: Iterable[Order], most_s: float = most_s) -> None:
                 for order in tried:
@@ -383,7 +383,7 @@ def _refine(
     start.
     """
     tried: dict[Cuts, Plan | None] = {}
-    errors: list[PlanError | DeadlockError] = []
+    errors: list[Failure] = []
     least_s = math.inf
 
     def attempt(cuts: Cuts) -> Plan | None:
