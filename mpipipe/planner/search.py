@@ -83,6 +83,7 @@ from mpipipe.values import (
 
 REFINE_WORK = 512  # stages x micro-batches up to which neighbouring cuts are simulated
 Cuts = tuple[int, ...]
+Failure = PlanError | DeadlockError
 
 
 def make_plan(
@@ -328,7 +329,7 @@ def with_window(
     return found
 
 
-def _alone(error: PlanError | DeadlockError) -> PlanError | DeadlockError:
+def _alone(error: Failure) -> Failure:
     """Without the frames that it went through: kept in one of them, it would keep all that they hold, large
     programs among it, until somebody looks for circles."""
     return error.with_traceback(None)
