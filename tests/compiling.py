@@ -16,8 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 KERNELS = REPOSITORY / "kernels"
 COMPILER = os.environ.get("CXX", "c++")
 FOLDERS = ("check", "cpu", "reference")
-# -O2: the bounds of every vector loop are those of -O3, and the checks of each access are inlined less
-SANITIZED = ("-O2", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# -O2: the bounds of every vector loop are those of -O3, and the checks of each access are inlined less;
+# -g1: files and lines, which is what a sanitizer says
+SANITIZED = ("-O2", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 @cache
