@@ -111,36 +111,40 @@ def test_only_a_missing_torch_is_not_to_be_had(monkeypatch, output, code):
     ],
 )
 def test_the_range_of_torch(tmp_path, have, newest, codes, rc, tested):
-    """With a setup and a Python that only note what they were asked for. codes: of the setups."""
+    """With a Python and a pip that only note what they were asked for. codes: of the looks for a torch."""
 
     def script(path: Path, *lines: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(["#!/bin/sh", *lines]))
         path.chmod(0o755)
 
-    def python(folder: str, version: str) -> None:
-        asked = f'case "$*" in *__version__*) echo {version} ;; *) echo {folder[-6:]} pytest >>log'
-        script(tmp_path / folder / "bin" / "python", f"{asked}; [ {version} != bad ] || exit 5 ;; esac")
-
-    script(tmp_path / ".ci" / "launch", "echo ${VENV#build/torch-} ranks >>log")
+    which = "path=${PYTHONPATH%%:*}; which=${path##*-}"
+    script(tmp_path / ".ci" / "launch", f"{which}; echo $which ranks >>log")
     shutil.copy(PATH.parent / "torch-range", tmp_path / ".ci")
     (tmp_path / "pyproject.toml").write_text('    "torch>=2.13,<2.16",\n')
     script(
-        tmp_path / ".ci" / "setup",
-        'echo "$TORCH $TORCH_INDEX $MPI" >>setups',
-        f"case $VENV in *oldest) exit {codes[0]} ;; *) exit {codes[1]} ;; esac",
+        tmp_path / "v" / "bin" / "python",
+        'case "$*" in',
+        f"*downloads.py*==2.13*) [ {codes[0]} = 0 ] || exit {codes[0]}; echo '  torch 2.13.4' ;;",
+        f"*downloads.py*) [ {codes[1]} = 0 ] || exit {codes[1]}; echo '  torch {newest}' ;;",
+        f"*print*) echo {have} ;;",
+        f"*pytest*) {which}; echo $which pytest >>log; [ ${{which}}-{newest} != newest-bad ] || exit 5 ;;",
+        "esac",
     )
-    for folder, version in (("v", have), ("build/torch-oldest", "2.13.4"), ("build/torch-newest", newest)):
-        python(folder, version)
+    script(tmp_path / "v" / "bin" / "pip", 'echo "$*" >>installed')
     done = subprocess.run(
         [tmp_path / ".ci" / "torch-range", "TORCH_INDEX=there", "MPI=site"],
         env={**os.environ, "VENV": "v"}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == rc, done.stderr
-    log = tmp_path / "log"
+    log, installed = tmp_path / "log", tmp_path / "installed"
     assert (log.read_text().splitlines() if log.exists() else []) == tested
-    setups = (tmp_path / "setups").read_text().splitlines()
-    assert set(setups) <= {"torch==2.13.* there site", "torch>=2.13,<2.16 there site"}
+    options = "install --quiet --no-deps --target build/torch-"
+    wanted = {"oldest": "2.13.4", "newest": newest}
+    assert (installed.read_text().splitlines() if installed.exists() else []) == [
+        f"{options}{folder} torch=={wanted[folder]} --extra-index-url there"
+        for folder in dict.fromkeys(line.split()[0] for line in tested)
+    ]
     assert ("not to be had" in done.stdout) == (3 in codes)
 
 
