@@ -910,7 +910,8 @@ def test_a_script_without_mpirun_has_one_rank(tmp_path: Path) -> None:
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines()
     assert "micro_batches = 8 for batch = 4; a micro-batch" in lines[0]
-    assert lines[1] == "1 2 3 (5, 2)"
+    assert [line.partition(",")[0] for line in lines[1:3]] == ["plan: 1f1b"] * 2
+    assert lines[3:] == ["1 2 3 (5, 2)"]
 
 
 # -- plans from elsewhere --------------------------------------------------------------------------------

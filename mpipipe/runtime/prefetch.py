@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 R = TypeVar("R", bound=Hashable)  # what names a batch, such as (split, step, start, stop, keys)
 B = TypeVar("B")
 THREAD = "mpipipe-prefetch"  # name of the thread
+LEAVE_S = 5.0  # that a program waits at its end for a batch that is being loaded
 
 
 class _Failed:
@@ -32,6 +36,7 @@ class Prefetch(Generic[R, B]):
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
         self._thread.start()
+        _LIVE.add(self)
 
     def expect(self, requests: Iterable[R], all_at_once: Iterable[R] = ()) -> None:
         """What comes next, in order, in place of what was expected before; and what will be asked for at one
@@ -105,3 +110,16 @@ class Prefetch(Generic[R, B]):
                     self._ready[request] = batch
                     self._changed.notify_all()
             del batch  # held by who asked for it, and not until the next one
+
+
+_LIVE: WeakSet[Prefetch[Any, Any]] = WeakSet()  # those with a thread that runs, and perhaps some without
+
+
+@atexit.register
+def _leave() -> None:
+    """A thread that comes back from torch into a Python that has ended would abort the process."""
+    there, until_s = list(_LIVE), time.monotonic() + LEAVE_S
+    for prefetch in there:
+        prefetch.stop()
+    for prefetch in there:
+        prefetch._thread.join(max(0.0, until_s - time.monotonic()))

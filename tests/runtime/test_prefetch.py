@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -126,3 +128,37 @@ def test_close_ends_the_thread_and_later_gets_are_defects(load: Loader) -> None:
     assert not ahead._thread.is_alive()
     with pytest.raises(RuntimeError, match="5 is asked of a Prefetch that is closed"):
         ahead.get(5)
+
+
+ENDS_WHILE_LOADING = """
+import threading, torch
+from mpipipe.runtime.prefetch import Prefetch
+
+begun = threading.Event()
+
+def load(request):
+    begun.set()
+    {load}
+
+ahead = Prefetch(load, 1)
+ahead.expect([1])
+begun.wait()
+"""
+
+
+def ends(load: str) -> subprocess.CompletedProcess[str]:
+    script = ENDS_WHILE_LOADING.format(load=load)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_program_may_end_while_a_batch_is_loaded() -> None:
+    """A thread that came back from torch then would abort it."""
+    done = ends("return torch.randn(1500, 1500) @ torch.randn(1500, 1500)")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_program_ends_though_a_batch_never_comes() -> None:
+    done = ends("threading.Event().wait()")
+    assert (done.returncode, done.stderr) == (0, "")
