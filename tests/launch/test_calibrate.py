@@ -57,6 +57,7 @@ def test_what_cannot_be_written_ends_all_ranks_with_one_message(launch: Launch, 
     assert job.stderr.count("mpipipe: error: -o no/c.yaml: cannot be written") == 1
 
 
+@pytest.mark.full  # tests/mpi has orders of the ranks, and tests/planner those that are planned
 def test_ranks_in_the_order_of_a_plan_train_to_the_bits_of_one(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "cluster.yaml").write_text(SLOW_FIRST)

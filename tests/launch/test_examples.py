@@ -56,6 +56,7 @@ def test_an_example_learns(launch: Launch, tmp_path: Path, example: str) -> None
 
 @hf
 @pytest.mark.jobs
+@pytest.mark.full  # tests/models/test_hf.py opens and freezes such models each time
 def test_what_was_pretrained_is_fine_tuned_and_opens_in_transformers(launch: Launch, tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     small = (*SHORT, "train.steps=2", "train.warmup=1", "train.batch=4", "pipeline.micro_batches=2")
