@@ -30,9 +30,7 @@ Actions = tuple[str, ...]
 Cuts = tuple[int, ...]
 # Seconds by stage, to the next one and to the one before; and those of tied parameters.
 Messages = tuple[list[float], list[float], list[Use]]
-_FEW = (
-    12  # policies for each stage of a rank with which cuts are compared: the best of the cuts to begin with
-)
+_FEW = 12  # policies, for each stage of a rank, by which cuts are compared: the best ones of the first cuts
 _ROUNDING = 1.0 - 1e-9  # of sums that are taken in another order
 _LEAST = {"zb-planned": "1f1b", "v-planned": "v-half", "interleaved-planned": "interleaved"}  # of memory
 
@@ -172,7 +170,8 @@ class Orders:
         for schedule, took_s in sorted(self._found(cuts, mode, most), key=lambda found: found[1]):
             actions = to_lines(schedule)  # written where it is asked for: often one will do
             if actions not in seen:
-                seen.add(actions)  # what recomputes may not have to on all stages: its seconds are no bound
+                seen.add(actions)
+                # Some of its stages may recompute less than `mode`: then its seconds are no bound.
                 yield Order(actions, schedule, (took_s + update_s) * _ROUNDING if mode == "none" else 0.0)
 
     def _found(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> list[tuple[Schedule, float]]:

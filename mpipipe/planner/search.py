@@ -205,9 +205,7 @@ class _Making:
             if program is None:
                 made = order.schedule if order else None
                 program = with_window(layout, numerics, costs.ties, names, made)[1]
-            if (
-                order is None
-            ):  # one for all cuts; of those that follow from costs only what may be taken is kept
+            if order is None:  # one for all cuts; of those from costs only what may be taken is kept
                 programs[key] = program
             layout = replace(layout, receive_window=program.receive_window)
             if most_s < math.inf and least_of(costs, layout, cuts, program) > most_s:
@@ -245,10 +243,9 @@ class _Making:
 
             def attempt(tried: Iterable[Order], most_s: float = most_s) -> None:
                 for order in tried:
+                    least_s = min(most_s, *(other.prediction.step_s for other in made), math.inf)
                     try:
-                        found = plan_with(
-                            cuts, min([most_s, *(plan.prediction.step_s for plan in made)]), order
-                        )
+                        found = plan_with(cuts, least_s, order)
                     except (PlanError, DeadlockError) as error:
                         errors.append(_alone(error))
                         continue
