@@ -275,6 +275,15 @@ def test_the_page_has_one_place_for_the_table() -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("module", modules())
+def test_the_table_of_the_page_has_rows_of_each_kernel(module: str) -> None:
+    with torch.device("meta"):  # cases are made, nothing is computed
+        kernels = {case.kernel for case in modules()[module].cases()}
+    (found,) = MARKED.findall(PAGE.read_text())
+    assert kernels <= {row.split(" | ")[0].removeprefix("| ") for row in found.splitlines()}
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("kernel", [name for name in modules() if name != "whole_step"])
 def test_a_case_of_each_kernel_runs(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_cross_entropy, "SHAPES", ((256, 4096),) * 3)  # a real head takes half a minute
