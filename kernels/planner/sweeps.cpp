@@ -17,7 +17,7 @@ class Cutter::ModeScan : public Cutter::Scan {
     bool grow() {
         if (!Scan::grow()) return false;
         const bool last = first == end - 1;
-        const int64_t grad_in = p_.grad_in[end - 1], late_grads = p_.waiting_grads[end - 1];
+        const int64_t late_grads = p_.waiting_grads[end - 1];
         const int64_t missing = cutter_.stash_before_[end] - cutter_.stash_before_[first + 1];
         const int64_t with_stash = p_.at_work_bytes[first] + (last ? 0 : p_.grad_in[first]) - missing;
         at_work_ = std::max(at_work_, with_stash);
@@ -25,7 +25,6 @@ class Cutter::ModeScan : public Cutter::Scan {
         waiting_ += p_.waiting_bytes[first];
         at_once_ += p_.at_once_bytes[first];
         late_bytes_ = std::max<int64_t>(0, waiting_ - late_grads - p_.waiting_received[first]);
-        act_in_ = p_.act_in[first], grad_in_ = grad_in;
         const int64_t stash = cutter_.stash_before_[end] - cutter_.stash_before_[first];
         for (size_t m = 0; m < parts_.size(); ++m) {
             const Mode& mode = p_.modes[m];
@@ -33,7 +32,7 @@ class Cutter::ModeScan : public Cutter::Scan {
             part.bwd_input_s += mode.bwd_input_s[first];
             part.remade += mode.remade_bytes[first];
             part.seconds = fwd_s_ + part.bwd_input_s + bwd_weight_s_;
-            part.whole_bytes = stash - part.remade + mode.held_in[first] - act_in_;
+            part.whole_bytes = stash - part.remade + mode.held_in[first] - p_.act_in[first];
             part.once_bytes = part.remade - mode.received[first];
         }
         once_bytes_ = -1;
@@ -67,14 +66,14 @@ class Cutter::ModeScan : public Cutter::Scan {
             late = std::max(late, k.late);
         }
         const int64_t in_two = late ? std::max<int64_t>(0, in_two_ - at_work_) : 0;
-        return once_bytes_ + held + most * act_in_ + late * grad_in_ + part.once_bytes + in_two +
+        return once_bytes_ + held + most * p_.act_in[first] + late * p_.grad_in[end - 1] + part.once_bytes + in_two +
                p_.blocks_ahead[stage] * at_once_;
     }
 
     std::vector<Part> parts_;
     int64_t at_work_ = 0, in_two_ = 0;  // the most of any group, at least 0
-    int64_t waiting_ = 0, at_once_ = 0;
-    int64_t late_bytes_ = 0, act_in_ = 0, grad_in_ = 0, once_bytes_ = -1;
+    int64_t waiting_ = 0, at_once_ = 0, late_bytes_ = 0;
+    int64_t once_bytes_ = -1;  // of any mode; negative: not asked for yet
 };
 
 Swept Cutter::sweep(const std::vector<int64_t>& lows, std::optional<double> most_s) const {

@@ -50,9 +50,7 @@ def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> s
 def misfit(problem: Problem) -> tuple[int, int, int, int]:
     """The first stage that no cut lets begin and end, and its (first, end) that lacks least bytes."""
     n_groups, n_stages = len(problem.costs.groups), len(problem.live)
-    usable = np.isfinite(
-        problem.sweep()
-    )  # (n_stages + 1, n_groups + 1): ends, with a group left for each later stage
+    usable = np.isfinite(problem.sweep())  # (n_stages + 1, n_groups + 1)
     for count in range(n_stages + 1):  # ends, with a group left for each later stage
         usable[count, n_groups - (n_stages - count) + 1 :] = False
     usable[n_stages, :n_groups] = False
