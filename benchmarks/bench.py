@@ -1,23 +1,25 @@
 """mpipipe against every stock way to train the same model, model by model: one JSON line each.
 
-    python -m benchmarks.bench [--models gpt10m,gpt85m,vgg] [--sides 1f1b,ddp] [--rounds 3] [--steps 5]
+    python -m benchmarks.bench [--models gpt10m,gpt85m,vgg] [--sides 1f1b,ddp] [--turns 10] [--steps 3]
 
 Ours is the real command line, read from its run folder. Each peer (`benchmarks/peers/`) gets its best
-setting first: the split of a pipeline, the micro-batch of the others. Then the sides take turns, each run
-in fresh processes; a side's figure is the median over its rounds. Progress goes to stderr.
+setting first: the split of a pipeline, the micro-batch of the others. Then each side runs alone, which is
+round 0. Those near the best live side by side and take turns, step by step (`benchmarks/turns.py`); each
+step is a round. A side's figure is the median over its rounds. Progress goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +27,39 @@ import torch
 
 from benchmarks.budget import OTHER, SIZES, SLOW, Size, estimate_s
 from benchmarks.case import Case
-from benchmarks.common import machine
-from benchmarks.peers import SCHEDULES, SIDES
-from benchmarks.results import OURS, VARIANTS, Run, said_of_bars, summary
+from benchmarks.common import TIMEOUT_S, machine
+from benchmarks.peers import ALONE, SCHEDULES, SIDES
+from benchmarks.results import OURS, ROWS, VARIANTS, Run, said_of_bars, summary
+from benchmarks.turns import Side, take_turns
 from mpipipe.cluster.routes import fastest
 from mpipipe.runtime.routes import measure_routes
 
+LEAST_TURNS = 2  # fewer say nothing
+BASE_BYTES = (
+    300 << 20
+)  # of a process besides its peak, which is above what imports take; libraries are shared
+
 
 def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """One model. No round begins that would not end within the limit, but for the first."""
+    """One model. Turns are as many as end within the limit."""
     start = time.monotonic()
     prepared = case.prepare()
     choices, searched = settings_of(case, size, sides, prepared)
-    runs: dict[str, dict[int, Run]] = {name: {} for name in (OURS, *VARIANTS, *sides)}
-    longest = 0.0
-    for i in range(size.rounds):
-        if i and time.monotonic() - start + longest > limit_s:
-            say(f"{case.model}: no time for round {i + 1}")
-            break
-        began = time.monotonic()
-        turn(case, i, size.steps, choices, runs)
-        longest = max(longest, time.monotonic() - began)
-    settings = {"steps": size.steps, "rounds": len(runs[OURS]), "ranks": case.ranks, "threads": 1}
+    runs: dict[str, dict[int, Run]] = {}
+    began = time.monotonic()
+    for name in (OURS, *VARIANTS, *sides):
+        runs[name] = {0: alone(case, name, choices, size.steps)}
+    start_s = max(0.0, (time.monotonic() - began) / len(runs) - size.steps * mean_step_s(runs))
+    groups = groups_of(runs, case.ranks, memory_bytes())
+    turns_s = sum(runs[name][0]["step_s"] for names in groups for name in names)
+    left_s = limit_s - (time.monotonic() - start) - start_s * sum(map(len, groups))
+    turns = min(size.turns, int(left_s / turns_s) - 1)
+    if turns < LEAST_TURNS:
+        say(f"{case.model}: no time for turns")
+        turns, groups = 0, []
+    for i, names in enumerate(groups):
+        by_turns(case, names, choices, turns, 1 + i * turns, runs)
+    settings = {"steps": size.steps, "turns": turns, "ranks": case.ranks, "threads": 1}
     return {
         "model": case.model,
         "parameters": prepared["parameters"],
@@ -80,26 +93,70 @@ def settings_of(
     return chosen, tried
 
 
-def turn(case: Case, i: int, steps: int, choices: dict[str, str], runs: dict[str, dict[int, Run]]) -> None:
-    """Round i of all sides that still compete; every other round goes backwards."""
+def run_of(case: Case, name: str, choices: dict[str, str], steps: int) -> Run:
     ours = {OURS: ()} | {name: keys for name, (_, keys) in VARIANTS.items()}
-    names = [*ours, *(side for side in choices if competes(side, runs))]
-    for name in names if i % 2 == 0 else reversed(names):
-        load = os.getloadavg()[0]
-        run = case.ours(steps, ours[name]) if name in ours else case.peer(name, choices[name], steps)
-        runs[name][i] = run
-        said = f"{run['step_s']:.3f} s" if "step_s" in run else f"failed: {run['failed']}"
-        say(f"{case.model} round {i + 1} {name}: {said} (load before: {load:.1f})")
+    return case.ours(steps, ours[name]) if name in ours else case.peer(name, choices[name], steps)
 
 
-def competes(side: str, runs: dict[str, dict[int, Run]]) -> bool:
-    """Whether it is near the best peer of the first round."""
-    peers = {name: rounds for name, rounds in runs.items() if name not in (OURS, *VARIANTS)}
-    first = {name: rounds[0].get("step_s") for name, rounds in peers.items() if rounds}
-    if side not in first:
-        return True
-    seconds = [s for s in first.values() if s is not None]
-    return first[side] is not None and first[side] <= SLOW * min(seconds)
+def alone(case: Case, name: str, choices: dict[str, str], steps: int) -> Run:
+    load = os.getloadavg()[0]
+    run = run_of(case, name, choices, steps)
+    said = f"{run['step_s']:.3f} s" if "step_s" in run else f"failed: {run['failed']}"
+    say(f"{case.model} {name}: {said} (load before: {load:.1f})")
+    return run
+
+
+def by_turns(
+    case: Case, names: Sequence[str], choices: dict[str, str], turns: int, first: int,
+    runs: dict[str, dict[int, Run]],
+) -> None:  # fmt: skip
+    """Each step but the first is a round, from round `first` on."""
+
+    def side(name: str) -> Side[Run]:
+        def run(gate: str) -> Run:
+            return run_of(replace(case, gate=gate, timeout_s=TIMEOUT_S), name, choices, turns + 1)
+
+        return Side(1 if name in ALONE else case.ranks, run)
+
+    found = take_turns([side(name) for name in names], turns + 1)
+    for name, run in zip(names, found, strict=True):
+        each = run.get("steps_s", ())[1:]
+        runs[name] |= {first + i: run | {"step_s": step_s} for i, step_s in enumerate(each)}
+        said = " ".join(f"{step_s:.3f}" for step_s in each) if each else f"failed: {run['failed']}"
+        say(f"{case.model} {name}: by turns {said}")
+
+
+def groups_of(runs: dict[str, dict[int, Run]], ranks: int, most_bytes: int) -> list[list[str]]:
+    """Peers that are near the best one, so many at a time as find room beside ours, the best ones first."""
+
+    def needs(name: str) -> int:
+        peaks: list[int] = runs[name][0]["peak_bytes"]
+        return sum(peaks) + len(peaks) * BASE_BYTES
+
+    ours = [*ROWS.values()]
+    step_s = {name: rounds[0]["step_s"] for name, rounds in runs.items() if "step_s" in rounds[0]}
+    peers = sorted(step_s.keys() - {OURS, *VARIANTS}, key=lambda name: step_s[name])
+    near = [name for name in peers if step_s[name] <= SLOW * step_s[peers[0]]]
+    left = most_bytes - sum(map(needs, ours))
+    groups: list[list[str]] = []
+    for name in near:
+        for group in groups:
+            if sum(map(needs, [*group, name])) <= left:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return [[*ours, *group] for group in groups]
+
+
+def mean_step_s(runs: dict[str, dict[int, Run]]) -> float:
+    return statistics.mean(run.get("step_s", 0.0) for rounds in runs.values() for run in rounds.values())
+
+
+def memory_bytes() -> int:
+    """That is available."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def say(text: str) -> None:
@@ -108,19 +165,19 @@ def say(text: str) -> None:
 
 def sizes(a: argparse.Namespace) -> dict[str, Size]:
     """What is run of each model: the defaults with what was given."""
-    given = {key: getattr(a, key) for key in ("rounds", "steps", "candidates") if getattr(a, key)}
-    return {m: dataclasses.replace(SIZES.get(m, OTHER), **given) for m in a.models.split(",")}
+    given = {key: getattr(a, key) for key in ("turns", "steps", "candidates") if getattr(a, key) is not None}
+    return {m: replace(SIZES.get(m, OTHER), **given) for m in a.models.split(",")}
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="mpipipe against every stock way to train the same model")
     parser.add_argument("--models", default=",".join(SIZES), help="names in examples/, with commas")
     parser.add_argument("--sides", default=",".join(SIDES), help=f"peers, with commas: {', '.join(SIDES)}")
-    parser.add_argument("--rounds", type=int, help="runs of each side; default: by the model")
-    parser.add_argument("--steps", type=int, help="optimizer steps of a run; the first is not counted")
+    parser.add_argument("--turns", type=int, help="steps of each side by turns; default: by the model")
+    parser.add_argument("--steps", type=int, help="of a run alone; the first is not counted")
     parser.add_argument("--candidates", type=int, help="splits of each schedule that are run")
-    parser.add_argument("--minutes", type=float, default=45.0, help="no round beyond the first after that")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a run of a peer")
+    parser.add_argument("--minutes", type=float, default=45.0, help="so many turns as end within that")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a run alone")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--gemm",

@@ -6,28 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.peers import SCHEDULES
-from benchmarks.results import VARIANTS
+from benchmarks.results import ROWS, VARIANTS
 
 START_S, COMPILE_S = 5.0, 60.0  # of a run before its first step; of the compiler, whose cache is then filled
-SLOW = 1.2  # a peer that is this much slower than the best one of the first round is not run again
+SLOW = 1.2  # a peer that is this much slower than the best one when alone gets no turns
 CONTENDERS = 3  # of the peers, as a guess: those that are
 
 
 @dataclass(frozen=True)
 class Size:
-    rounds: int  # runs of each side
-    steps: int  # optimizer steps of a run; the first is not counted
+    turns: int  # steps of each side by turns, at most
+    steps: int  # optimizer steps of a run alone; the first is not counted
     search_steps: int  # of each run that finds a peer's best setting
     candidates: int  # splits of a schedule that are run; 1: the best by the layers' times, without a run
     step_s: float  # a step on two cores at about 100 GF/s each; for the estimate alone
 
 
 SIZES = {
-    "gpt10m": Size(rounds=3, steps=5, search_steps=2, candidates=2, step_s=2.4),
-    "gpt85m": Size(rounds=2, steps=3, search_steps=2, candidates=1, step_s=11.5),
-    "vgg": Size(rounds=3, steps=5, search_steps=2, candidates=2, step_s=2.8),
+    "gpt10m": Size(turns=12, steps=3, search_steps=2, candidates=2, step_s=2.4),
+    "gpt85m": Size(turns=4, steps=2, search_steps=2, candidates=1, step_s=11.5),
+    "vgg": Size(turns=12, steps=3, search_steps=2, candidates=2, step_s=2.8),
 }
-OTHER = Size(rounds=3, steps=5, search_steps=2, candidates=2, step_s=3.0)  # any other example
+OTHER = Size(turns=12, steps=3, search_steps=2, candidates=2, step_s=3.0)  # any other example
 
 
 def estimate_s(size: Size, sides: Sequence[str]) -> float:
@@ -36,8 +36,9 @@ def estimate_s(size: Size, sides: Sequence[str]) -> float:
     choosing = len(set(sides) & {"ddp", "one_process"})  # each of two sizes of micro-batches
     searched = 2 * choosing + (schedules * size.candidates if size.candidates > 1 else 0)
     ours = 1 + len(VARIANTS)
-    runs = (ours + len(sides)) + (size.rounds - 1) * (ours + min(len(sides), CONTENDERS))
+    contend = len(ROWS) + min(len(sides), CONTENDERS)
     prepare_s = START_S + 3 * size.step_s  # each layer eight times for one micro-batch, and the updates
     search_s = searched * (START_S + size.search_steps * size.step_s)
-    runs_s = runs * (START_S + size.steps * size.step_s)
-    return prepare_s + search_s + runs_s + COMPILE_S * ("compile" in sides)
+    alone_s = (ours + len(sides)) * (START_S + size.steps * size.step_s)
+    turns_s = contend * (START_S + (size.turns + 1) * size.step_s)
+    return prepare_s + search_s + alone_s + turns_s + COMPILE_S * ("compile" in sides)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import config_of, launch, run
+from benchmarks.common import config_of, run, steps_of, train
 from benchmarks.results import Run
 
 KEPT = ("step_s", "peak_bytes", "predicted_step_s", "predicted_peak_bytes", "bubble", "predicted_bubble")
@@ -18,13 +18,15 @@ KEPT = ("step_s", "peak_bytes", "predicted_step_s", "predicted_peak_bytes", "bub
 
 @dataclass(frozen=True)
 class Case:
-    """folder: for what is prepared once. Every side gets the same overrides of the example."""
+    """folder: for what is prepared once; gate: where runs wait for their turns. Every side gets the same
+    overrides of the example."""
 
     model: str
     ranks: int
     gemm: str
     folder: Path
     timeout_s: float
+    gate: str = ""
 
     def prepare(self) -> dict[str, Any]:
         """What `benchmarks/peers/prepare.py` finds out."""
@@ -36,14 +38,12 @@ class Case:
         with tempfile.TemporaryDirectory() as temporary:
             run_dir = Path(temporary) / "run"
             overrides = [*self._overrides(steps), *keys, f"run.dir={run_dir}"]
-            arguments = "-m", "mpipipe.train", config_of(self.model), *overrides
-            launch(self.ranks, *arguments, timeout_s=self.timeout_s)
+            train(self.ranks, config_of(self.model), *overrides, timeout_s=self.timeout_s, gate=self.gate)
             summary = json.loads((run_dir / "summary.json").read_text())
             plan = json.loads((run_dir / "plan.json").read_text())
-            lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        losses = [json.loads(line)["loss"] for line in lines]
-        figures = {key: summary[key] for key in KEPT}
-        return figures | {"losses": losses, "cuts": plan["layout"]["cuts"]}
+            steps = steps_of(run_dir)
+        figures = {key: summary[key] for key in KEPT} | {"cuts": plan["layout"]["cuts"]}
+        return figures | {"losses": [s["loss"] for s in steps], "steps_s": [s["step_s"] for s in steps]}
 
     def peer(self, side: str, choice: str, steps: int) -> Run:
         """With a setting of its own; of a run that fails, the reason."""
@@ -52,7 +52,7 @@ class Case:
     def _peers(self, side: str, steps: int, *more: str) -> dict[str, Any]:
         where = ["--folder", str(self.folder), "--ranks", str(self.ranks), "--timeout", str(self.timeout_s)]
         arguments = [side, config_of(self.model), *self._overrides(steps), *where, *more]
-        text = run([sys.executable, "-m", "benchmarks.peers", *arguments])
+        text = run([sys.executable, "-m", "benchmarks.peers", *arguments], gate=self.gate)
         found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
         return found
 

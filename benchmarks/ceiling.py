@@ -1,19 +1,20 @@
 """How near a pipeline comes to what the machine can do at all: one JSON line for each model.
 
-    python -m benchmarks.ceiling [--models gpt10m,gpt85m] [--ranks 2] [--rounds 3] [--steps 5]
+    python -m benchmarks.ceiling [--models gpt10m,gpt85m] [--ranks 2] [--steps 6]
                                  [--micro-batches 8] [--schedules v-planned,1f1b,...]
 
 The ceiling: so many processes of one rank each, that know nothing of each other, train the whole model at the
 same time; a step of theirs, divided by their number, is what a pipeline without any bubble, message or
 imbalance would take. Then the pipeline itself, with each schedule, and the first of them also without
 clipping (`no_clip`), which spares the factor alone: the ranks meet for the norm all the same; and with the
-default schedule on one rank alone, on these ranks and on twice as many, which then share the cores. All do as
-many micro-batches, and take turns.
+default schedule on these ranks, on twice as many, which then share the cores, and on one alone. All do as
+many micro-batches.
 
-The processes begin together, but nothing keeps them in step: take enough steps. to_ceiling: ceiling / step_s;
-to_simulated: predicted_step_s / step_s, of what the schedule could do with its cuts. Medians
-over rounds. four_to_two, of two ranks: the step of twice as many over theirs. `bars` has what is aimed at,
-where there is a bar. Progress goes to stderr.
+A few at a time live side by side and take turns, step by step, with the processes of the ceiling among them,
+which begin each step together. to_ceiling: ceiling / step_s of the same turn; to_simulated:
+predicted_step_s / step_s, of what the schedule could do with its cuts. Medians over steps without the first.
+four_to_two, of two ranks: the step of twice as many over theirs. `bars` has what is aimed at, where there is
+a bar. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -29,48 +30,73 @@ from typing import Any
 from benchmarks.bars import at_least, at_most
 from benchmarks.common import machine
 from benchmarks.joint import one_run
+from benchmarks.turns import Side, take_turns
 from mpipipe.planner.sizes import counted
 
 SCHEDULES = "v-planned,zb-planned,interleaved-planned,1f1b,gpipe,interleaved,zb-h1,zb-h2,zb-v,v-half"
 NEAR, FOUR_TO_TWO = 0.97, 1.10  # of the ceiling, and of what is simulated; of the step on two ranks
+AT_ONCE = 5  # sides that live beside the processes of the ceiling
 OF_CEILING = "v-planned"  # the schedule that is to be near it
 
 
-def alone_s(model: str, ranks: int, steps: int, *settings: str) -> float:
-    """A step of processes that run beside each other."""
+def alone(model: str, ranks: int, steps: int, gate: str, *settings: str) -> dict[str, list[float]]:
+    """Processes that run beside each other: the mean of each step."""
     with ThreadPoolExecutor(ranks) as pool:
-        runs = [pool.submit(one_run, model, 1, steps, *settings) for _ in range(ranks)]
-        return statistics.mean(float(run.result()[0]["step_s"]) for run in runs)
+        runs = [pool.submit(one_run, model, 1, steps, *settings, gate=gate) for _ in range(ranks)]
+        each = zip(*(run.result()[0]["steps_s"] for run in runs), strict=True)
+        return {"steps_s": [statistics.mean(step) for step in each]}
 
 
 def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
     names = a.schedules.split(",")
     sides = {name: (a.ranks, [f"pipeline.schedule={name}"]) for name in names}
     sides["no_clip"] = a.ranks, [*sides[names[0]][1], "train.clip=null"]
-    sides |= {counted(n, "rank"): (n, list[str]()) for n in (1, a.ranks, 2 * a.ranks)}
-    same = f"pipeline.micro_batches={a.micro_batches}"
-    alone, found = list[float](), dict[str, list[dict[str, Any]]]()
-    for number in range(a.rounds):
-        alone.append(alone_s(model, a.ranks, a.steps, same))
-        print(f"{model} round {number + 1}: alone: {alone[-1]:.4f} s a step", file=sys.stderr)
-        for side, (ranks, settings) in list(sides.items())[:: -1 if number % 2 else 1]:
-            figures, _ = one_run(model, ranks, a.steps, same, *settings)
-            found.setdefault(side, []).append(figures)
-            print(f"{model} round {number + 1}: {side}: {figures['step_s']:.4f} s a step", file=sys.stderr)
-    ceiling = statistics.median(alone) / a.ranks
-    figures = {side: _against(ceiling, found[side]) for side in sides}
+    sides |= {counted(n, "rank"): (n, list[str]()) for n in (a.ranks, 2 * a.ranks, 1)}
+    figures, ceilings = dict[str, dict[str, float]](), list[float]()
+    for i in range(0, len(sides), AT_ONCE):
+        group = dict(list(sides.items())[i : i + AT_ONCE])
+        found, ceiling_s = by_turns(model, group, a)
+        figures |= found
+        ceilings += ceiling_s
     return {
         "model": model, "ranks": a.ranks, "micro_batches": a.micro_batches,
-        "alone_s": statistics.median(alone), "ceiling_s": ceiling,
-        "sides": {side: of | {"bars": _bars(side, of)} for side, of in figures.items()},
+        "ceiling_s": statistics.median(ceilings),
+        "sides": {side: figures[side] | {"bars": _bars(side, figures[side])} for side in sides},
         **_four_to_two(figures), "machine": machine(),
     }  # fmt: skip
 
 
-def _against(ceiling: float, rounds: Sequence[dict[str, Any]]) -> dict[str, float]:
-    step_s = statistics.median(r["step_s"] for r in rounds)
-    simulated = statistics.median(r["predicted_step_s"] / r["step_s"] for r in rounds)
-    return {"step_s": step_s, "to_ceiling": ceiling / step_s, "to_simulated": simulated}
+def by_turns(
+    model: str, sides: Mapping[str, tuple[int, Sequence[str]]], a: argparse.Namespace
+) -> tuple[dict[str, dict[str, float]], list[float]]:
+    """Figures of each side, and the ceiling at each step."""
+    same = f"pipeline.micro_batches={a.micro_batches}"
+
+    def side(ranks: int, settings: Sequence[str]) -> Side[dict[str, Any]]:
+        return Side(ranks, lambda gate: one_run(model, ranks, a.steps, same, *settings, gate=gate)[0])
+
+    every = [Side[dict[str, Any]](a.ranks, lambda gate: alone(model, a.ranks, a.steps, gate, same))]
+    every += [side(ranks, settings) for ranks, settings in sides.values()]
+    beside, *runs = take_turns(every, a.steps)
+    ceiling_s = [step_s / a.ranks for step_s in beside["steps_s"][1:]]
+    print(f"{model} alone: {_said(beside)} s a step", file=sys.stderr)
+    for name, run in zip(sides, runs, strict=True):
+        print(f"{model} {name}: {_said(run)} s a step", file=sys.stderr)
+    return {name: _against(ceiling_s, run) for name, run in zip(sides, runs, strict=True)}, ceiling_s
+
+
+def _said(run: Mapping[str, Any]) -> str:
+    return " ".join(f"{step_s:.3f}" for step_s in run["steps_s"][1:])
+
+
+def _against(ceiling_s: Sequence[float], run: Mapping[str, Any]) -> dict[str, float]:
+    """ceiling_s: of the same turns."""
+    steps_s = run["steps_s"][1:]
+    return {
+        "step_s": statistics.median(steps_s),
+        "to_ceiling": statistics.median(c / s for c, s in zip(ceiling_s, steps_s, strict=True)),
+        "to_simulated": statistics.median(run["predicted_step_s"] / s for s in steps_s),
+    }
 
 
 def _bars(side: str, figures: Mapping[str, float]) -> dict[str, Any]:
@@ -94,8 +120,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--schedules", default=SCHEDULES, help="with commas; the first also without clipping")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="of a run, the first is not counted")
+    parser.add_argument("--steps", type=int, default=6, help="of a run, the first is not counted")
     a = parser.parse_args(argv)
     for model in a.models.split(","):
         print(json.dumps(line(model, a)), flush=True)

@@ -54,7 +54,7 @@ def train(model: str, saves: int, folder: Path) -> None:
     from benchmarks.step import pipeline  # torch
     from mpipipe.graph.program import spec
     from mpipipe.planner.mirrors import with_mirrors
-    from mpipipe.planner.search import cut_indices
+    from mpipipe.planner.programs import cut_indices
     from mpipipe.state.mirrors import Mirrors
     from mpipipe.state.snapshot import needed_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from benchmarks.turns import GATE
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 3600.0
@@ -27,10 +30,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "VENV": str(Path(sys.prefix))}
 
 
-def run(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
-    """What a fresh process prints. Raises SystemExit with it if the process fails or does not end in time."""
+def run(command: Sequence[str], timeout_s: float = TIMEOUT_S, gate: str = "") -> str:
+    """What a fresh process prints. Raises SystemExit with it if the process fails or does not end in time.
+    gate: where it waits for its turns, if that is not ""."""
     with tempfile.TemporaryFile("w+") as out:  # ranks under a launcher block on a pipe that nobody reads
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+        env = environment() | {GATE: gate}
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
         try:
             code = process.wait(timeout_s)
             ended = f"ended with code {code}" if code else ""
@@ -56,9 +61,24 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(GRACE_S)
 
 
-def launch(ranks: int, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:
+def launch(ranks: int, *arguments: str, timeout_s: float = TIMEOUT_S, gate: str = "") -> str:
     """`python arguments...` on that many MPI ranks of this machine."""
-    return run([".ci/launch", str(ranks), sys.executable, *arguments], timeout_s)
+    return run([".ci/launch", str(ranks), sys.executable, *arguments], timeout_s, gate)
+
+
+def train(ranks: int, *arguments: str, timeout_s: float = TIMEOUT_S, gate: str = "") -> None:
+    """`python -m mpipipe.train arguments...`; at a gate without the watchdog, to which waiting is a hang."""
+    if gate:
+        launch(
+            ranks, "-m", "benchmarks.turns", *arguments, "run.watchdog=off", timeout_s=timeout_s, gate=gate
+        )
+    else:
+        launch(ranks, "-m", "mpipipe.train", *arguments, timeout_s=timeout_s)
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run has written of each step."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def machine() -> dict[str, Any]:

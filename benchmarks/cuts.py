@@ -37,8 +37,9 @@ from mpipipe.data import open_dataset, prepare
 from mpipipe.models import build
 from mpipipe.pipeline import Pipeline
 from mpipipe.planner.joint import Asked, search
+from mpipipe.planner.prediction import expect
+from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import PLAIN
-from mpipipe.planner.search import expect, program_for
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.values import Plan
 

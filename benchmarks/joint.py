@@ -23,24 +23,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import config_of, launch, machine
+from benchmarks.common import config_of, machine, steps_of, train
 from mpipipe.config import load
 from mpipipe.planner.joint import counts_of
 from mpipipe.report.plan_file import read_plan
 from mpipipe.values import Plan
 
 AUTO = "auto"
+SAME = "eval.every=0", "pipeline.threads=1", "run.log_every=1"
 
 
-def one_run(model: str, ranks: int, steps: int, *more: str) -> tuple[dict[str, Any], Plan]:
-    """The figures of a run, and its plan."""
+def one_run(model: str, ranks: int, steps: int, *more: str, gate: str = "") -> tuple[dict[str, Any], Plan]:
+    """The figures of a run, and its plan. gate: where it waits for its turns."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        settings = [f"train.steps={steps}", f"run.dir={run_dir}", "eval.every=0", "pipeline.threads=1"]
+        settings = [f"train.steps={steps}", f"run.dir={run_dir}", *SAME]
         started = time.time()
-        launch(ranks, "-m", "mpipipe.train", config_of(model), *settings, *more)
+        train(ranks, config_of(model), *settings, *more, gate=gate)
         summary = json.loads((run_dir / "summary.json").read_text())
         found = {key: summary[key] for key in ("step_s", "predicted_step_s", "peak_bytes")}
+        found |= {"steps_s": [step["step_s"] for step in steps_of(run_dir)]}
         return found | {"wall_s": time.time() - started}, read_plan(run_dir / "plan.json")
 
 
@@ -60,6 +62,7 @@ def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
     for number in range(a.rounds):
         for side in list(sides)[:: -1 if number % 2 else 1]:
             figures, plan = one_run(model, a.ranks, a.steps, *sides[side])
+            figures.pop("steps_s")
             found[side].append(figures)
             if side == AUTO:
                 n = plan.numerics

@@ -44,7 +44,8 @@ from benchmarks.bars import at_most
 from benchmarks.common import config_of, launch, machine
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
-from mpipipe.planner.search import cut_indices, program_for, tensor_peak_bytes
+from mpipipe.planner.prediction import tensor_peak_bytes
+from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.sizes import counted
 from mpipipe.planner.stages import in_order, stage_costs
 from mpipipe.runtime.interpreter import Interpreter, Job, Outcome

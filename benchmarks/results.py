@@ -77,9 +77,8 @@ def _compared(rounds: Rounds, ours: Rounds) -> dict[str, Any]:
 
 
 def _ratio(rounds: Rounds, ours: Rounds) -> float:
-    """Medians over the rounds of a side, which ours all has."""
-    theirs, same = ([of[i]["step_s"] for i in rounds] for of in (rounds, ours))
-    return statistics.median(theirs) / statistics.median(same)
+    """The median over the rounds of a side, which ours all has."""
+    return statistics.median(run["step_s"] / ours[i]["step_s"] for i, run in rounds.items())
 
 
 def _loss_error(run: Run, ours: Run) -> float:

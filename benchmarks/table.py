@@ -69,14 +69,14 @@ def _measured(results: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for found in results:
         m, s = found["machine"], found["settings"]
-        ours = len(found["sides"][OURS]["step_s_by_round"])
-        of = f"{found['model']}: medians of {ours} {'round' if ours == 1 else 'rounds'}"
-        counted = max(1, s["steps"] - 1)  # the first is left out where there are others
-        steps = f"{counted} counted {'step' if counted == 1 else 'steps'}"
+        times, how = s["turns"], "by turns"
+        if not times:
+            times, how = max(1, s["steps"] - 1), "alone"  # the first is left out where there are others
+        of = f"{found['model']}: {'a step' if times == 1 else f'medians of {times} steps'} {how}"
         arguments = f' ARGS="{" ".join(s["arguments"])}"' if s["arguments"] else ""
         by = f"on {found['date']} by `make bench{arguments}`: {s['ranks']} ranks, GEMMs by {s['gemm']}"
         at = f"{m['processor']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB, {m['instruction_set']}"
-        lines.append((f"{of} of {steps}", f"Measured {by}; {at}, torch {m['torch']}."))
+        lines.append((of, f"Measured {by}; {at}, torch {m['torch']}."))
     said = dict.fromkeys(where for _, where in lines)
     return [" ".join([where, *(f"{of}." for of, w in lines if w == where)]) for where in said]
 

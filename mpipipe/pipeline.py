@@ -63,7 +63,9 @@ from mpipipe.planner.joint import (
 )
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish
-from mpipipe.planner.search import cut_indices, plan_of, predict, program_for
+from mpipipe.planner.prediction import predict
+from mpipipe.planner.programs import cut_indices, program_for
+from mpipipe.planner.search import plan_of
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen, headline
 from mpipipe.runtime.costing import Measured, device_kind

@@ -29,7 +29,8 @@ from mpipipe.models import Built
 from mpipipe.ops import device
 from mpipipe.pipeline import Pipeline, Step
 from mpipipe.planner.mirrors import mirror_s
-from mpipipe.planner.search import cut_indices, sizes_of_messages, too_full
+from mpipipe.planner.prediction import sizes_of_messages, too_full
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import bounds
 from mpipipe.report.account import rank_reports

@@ -23,8 +23,9 @@ from mpipipe.graph.variants import Variants
 from mpipipe.planner.copies import Copies, shape_of
 from mpipipe.planner.joint import Asked, copies_of
 from mpipipe.planner.mirrors import mirror_bytes
+from mpipipe.planner.prediction import expect, predict, too_full
+from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.schedules import PLAIN
-from mpipipe.planner.search import cut_indices, expect, predict, program_for, too_full
 from mpipipe.runtime.optimizer import described
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +27,8 @@ from mpipipe.values import Report, from_json
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPOSITORY))  # the benchmarks are no part of the package
 
-from benchmarks import ceiling, prediction, survive  # noqa: E402
+from benchmarks import bench, ceiling, prediction, survive  # noqa: E402
 from benchmarks.bars import OF_MODELS, bars_of  # noqa: E402
-from benchmarks.bench import compare, competes  # noqa: E402
 from benchmarks.budget import SIZES, estimate_s  # noqa: E402
 from benchmarks.common import run as start  # noqa: E402
 from benchmarks.hosts import told  # noqa: E402
@@ -44,6 +46,7 @@ from benchmarks.peers.splits import (  # noqa: E402
 )
 from benchmarks.results import GROUPS, OURS, ROWS, VARIANTS, said_of_bars, summary  # noqa: E402
 from benchmarks.table import README, table, written  # noqa: E402
+from benchmarks.turns import GATE, Side, take_turns  # noqa: E402
 
 Launch = Callable[..., Any]
 seconds = st.floats(0.01, 10.0)
@@ -185,13 +188,14 @@ def test_the_line_of_the_ceiling(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """Every run does as many micro-batches; the ceiling is a step alone over the number of ranks."""
     asked = []
 
-    def one_run(model: str, ranks: int, steps: int, *settings: str) -> tuple[dict[str, float], None]:
+    def one_run(model: str, ranks: int, steps: int, *settings: str, gate: str) -> tuple[dict[str, Any], None]:
         asked.append((ranks, settings))
         step_s = {1: 4.0, 2: 2.0 if "train.clip=null" in settings else 2.5, 4: 2.5}[ranks]
-        return {"step_s": step_s, "predicted_step_s": 2.0}, None
+        return {"steps_s": [9.0] + [step_s] * (steps - 1), "predicted_step_s": 2.0}, None
 
     monkeypatch.setattr(ceiling, "one_run", one_run)
-    ceiling.main(["--models", "tiny", "--rounds", "2", "--schedules", "v-planned"])
+    monkeypatch.setattr(ceiling, "take_turns", lambda sides, steps: [side.run("") for side in sides])
+    ceiling.main(["--models", "tiny", "--steps", "3", "--schedules", "v-planned"])
     line = json.loads(capsys.readouterr().out)
     assert all(settings[0] == "pipeline.micro_batches=8" for _, settings in asked)
     assert (line["micro_batches"], line["ceiling_s"]) == (8, 2.0)
@@ -202,30 +206,119 @@ def test_the_line_of_the_ceiling(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert line["four_to_two"] == {"ratio": 1.0, "bar": 1.1, "met": True}
 
 
-def test_the_line_of_the_bench_has_the_bars_of_its_model() -> None:
-    class Fake:
-        model, ranks, gemm = "vgg", 2, "mkl"
-        prepare = staticmethod(lambda: {"parameters": 7, "splits": {"1f1b": [[1, 1]]}})
-        ours = staticmethod(lambda steps, keys=(): run(1.0 if "train.bits=fast" in keys else 2.0))
-        peer = staticmethod(lambda side, choice, steps: run(2.5))
+@dataclass(frozen=True)
+class FakeCase:
+    """gate: of a run by turns, each of which takes half as long as one alone."""
 
-    found = compare(Fake(), SIZES["vgg"], ["1f1b"], 60.0)  # type: ignore[arg-type]
+    model: str = "vgg"
+    ranks: int = 2
+    gemm: str = "mkl"
+    gate: str = ""
+    timeout_s: float = 1.0
+
+    def prepare(self) -> dict[str, Any]:
+        return {"parameters": 7, "splits": {"1f1b": [[1, 1]], "zbv": [[1, 1]]}}
+
+    def ours(self, steps: int, keys: Sequence[str] = ()) -> dict[str, Any]:
+        return self._run(steps, 1.0 if "train.bits=fast" in keys else 2.0)
+
+    def peer(self, side: str, choice: str, steps: int) -> dict[str, Any]:
+        return self._run(steps, 2.5 if side == "1f1b" else 4.0)
+
+    def _run(self, steps: int, step_s: float) -> dict[str, Any]:
+        step_s /= 2 if self.gate else 1
+        return run(step_s, steps_s=[9.0] + [step_s] * (steps - 1))
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> dict[str, Any]:
+    monkeypatch.setattr(bench, "take_turns", lambda sides, steps: [side.run("gate") for side in sides])
+    return bench.compare(FakeCase(), SIZES["vgg"], ["1f1b", "zbv"], limit_s)  # type: ignore[arg-type]
+
+
+def test_the_line_of_the_bench_has_the_bars_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compared(monkeypatch, 60.0)
     bars = {row: figures["bars"] for row, figures in found["rows"].items()}
     assert [(bar["bar"], bar["ours_over_best"]) for bar in bars["kernels_off"]] == [(0.97, 0.8)]
     assert [(bar["bar"], bar["ours_over_best"]) for bar in bars["kernels_on"]] == [(0.95, 0.4)]
     assert json.loads(json.dumps(found)) == found
 
 
+def test_sides_near_the_best_peer_take_as_many_turns_as_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A turn of all takes 5.5 s: in 45 s there are 8, the first of which is not counted."""
+    found = compared(monkeypatch, 45.0)
+    turns = found["settings"]["turns"]
+    seconds = {name: side["step_s_by_round"] for name, side in found["sides"].items()}
+    assert seconds == {
+        OURS: [2.0] + [1.0] * turns, "mpipipe_1f1b": [2.0],
+        "mpipipe_fast": [1.0] + [0.5] * turns, "1f1b": [2.5] + [1.25] * turns, "zbv": [4.0],
+    }  # fmt: skip
+    assert turns == 7
+    assert compared(monkeypatch, 5.0)["settings"]["turns"] == 0
+
+
+def test_peers_that_find_no_room_beside_others_are_in_a_group_of_their_own() -> None:
+    base, mine = bench.BASE_BYTES, [*ROWS.values()]
+    runs = {name: {0: run(1.0, peak_bytes=[0])} for name in mine}
+    runs |= {"ddp": {0: run(1.1, peak_bytes=[3 * base])}, "1f1b": {0: run(1.0, peak_bytes=[base])}}
+    runs |= {"zbv": {0: run(1.05, peak_bytes=[base])}, "gpipe": {0: run(2.0)}, "compile": {0: {"failed": ""}}}
+    groups = bench.groups_of(runs, 2, (len(mine) + 4) * base)
+    assert groups == [[*mine, "1f1b", "zbv"], [*mine, "ddp"]]
+    assert bench.groups_of(runs, 2, 100 * base) == [[*mine, "1f1b", "zbv", "ddp"]]
+
+
+# a process of a side: notes when its steps begin and end; the one called "short" ends before others
+STEPS = r"""
+import sys, time
+from benchmarks.turns import wait_for_turn
+name, steps, file = sys.argv[1], int(sys.argv[2]), open(sys.argv[3], "a", buffering=1)
+for step in range(steps):
+    wait_for_turn()
+    file.write(f"{name} begins {step}\n")
+    time.sleep(0.02)
+    file.write(f"{name} ends {step}\n")
+"""
+
+
+def stepping(file: Path, name: str, processes: int, steps: int) -> Side[int]:
+    def main(gate: str) -> int:
+        command = [sys.executable, "-c", STEPS, name, str(steps), str(file)]
+        env = os.environ | {GATE: gate}
+        started = [subprocess.Popen(command, cwd=REPOSITORY, env=env) for _ in range(processes)]
+        return max(process.wait(60) for process in started)
+
+    return Side(processes, main)
+
+
+def test_sides_take_turns_step_by_step(tmp_path: Path) -> None:
+    file = tmp_path / "said"
+    sides = [stepping(file, "pair", 2, 3), stepping(file, "short", 1, 2), stepping(file, "alone", 1, 3)]
+    assert take_turns(sides, 3) == [0, 0, 0]
+    said = [tuple(line.split()) for line in file.read_text().splitlines()]
+    assert [key for key, _ in itertools.groupby((name, step) for name, _, step in said)] == [
+        ("pair", "0"), ("short", "0"), ("alone", "0"),
+        ("alone", "1"), ("short", "1"), ("pair", "1"),
+        ("pair", "2"), ("alone", "2"),
+    ]  # fmt: skip
+    assert said.count(("pair", "begins", "0")) == said.count(("pair", "ends", "2")) == 2
+
+
+def test_whoever_waits_for_a_turn_ends_when_another_side_fails(tmp_path: Path) -> None:
+    def fails(gate: str) -> int:
+        raise SystemExit("it failed")
+
+    ended: list[int] = []
+    waits = stepping(tmp_path / "said", "waits", 1, 9)
+    sides = [Side(1, lambda gate: ended.append(waits.run(gate)) or 0), Side(1, fails)]
+    with pytest.raises(SystemExit, match="it failed"):
+        take_turns(sides[::-1], 1)
+    assert ended == [1]
+
+
 def test_the_error_of_a_prediction_is_of_what_was_measured() -> None:
     assert prediction.judged(1.25) == {"step_error": pytest.approx(0.2), "bar": 0.05, "met": False}
     assert prediction.judged(0.97) == {"step_error": pytest.approx(1 / 0.97 - 1), "bar": 0.05, "met": True}
-
-
-def test_a_slow_or_failed_peer_runs_once():
-    first = {name: {0: rounds[0]} for name, rounds in RUNS.items()} | {"compile": {0: run(9.0)}}
-    peers = [name for name in first if name not in (OURS, *VARIANTS)]
-    assert [name for name in peers if competes(name, first)] == ["1f1b", "ddp"]
-    assert competes("zbv", {OURS: {}, "zbv": {}})
 
 
 def test_the_default_run_takes_forty_minutes():
@@ -236,7 +329,7 @@ def test_the_table_shows_every_side_and_where_it_was_measured():
     machine = {
         "processor": "Abacus", "cores": 2, "memory_gib": 23.6, "instruction_set": "AVX2", "torch": "2.13.0"
     }  # fmt: skip
-    settings = {"steps": 5, "rounds": 2, "ranks": 2, "gemm": "mkl", "arguments": ["--rounds", "2"]}
+    settings = {"steps": 3, "turns": 12, "ranks": 2, "gemm": "mkl", "arguments": ["--turns", "12"]}
     found = {"model": "gpt10m", "parameters": 10_800_000, "date": "2026-11-30", "machine": machine}
     text = table([{**found, "settings": settings, **summary(RUNS)}])
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -247,7 +340,8 @@ def test_the_table_shows_every_side_and_where_it_was_measured():
         "|  | torch pipelining, ZB-V | failed: ValueError: no \\| so |  |  |",
         "|  | mpipipe, bits: fast | 2.25 s | 0.75 | 4, 2 MiB |",
     ]
-    assert 'Measured on 2026-11-30 by `make bench ARGS="--rounds 2"`: 2 ranks' in text
+    assert 'Measured on 2026-11-30 by `make bench ARGS="--turns 12"`: 2 ranks' in text
+    assert "gpt10m: medians of 12 steps by turns." in text
     assert "Abacus, 2 cores" in text
     assert max(map(len, text.splitlines())) <= 110
 

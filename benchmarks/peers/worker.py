@@ -17,6 +17,7 @@ from benchmarks.peers.ddp import Ddp
 from benchmarks.peers.one_process import OneProcess
 from benchmarks.peers.pipelining import Pipelining
 from benchmarks.peers.task import Peer, Task
+from benchmarks.turns import wait_for_turn
 from mpipipe.cluster.memory import PeakMemory
 from mpipipe.config import load
 from mpipipe.runtime.setting import set_gemm_route, set_threads
@@ -50,6 +51,7 @@ def work(a: argparse.Namespace) -> NoReturn:
     seconds, losses = [], []
     dist.barrier()
     for step in range(config.train.steps):
+        wait_for_turn()
         start = time.perf_counter()
         losses.append(peer.step(step))
         seconds.append(time.perf_counter() - start)

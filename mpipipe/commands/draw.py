@@ -16,7 +16,8 @@ from pathlib import Path
 from mpipipe.commands import run
 from mpipipe.errors import PlanError, ReportError
 from mpipipe.own_schedules import make_known
-from mpipipe.planner.search import expect, program_for, sizes_of_messages
+from mpipipe.planner.prediction import expect, sizes_of_messages
+from mpipipe.planner.programs import program_for
 from mpipipe.report.draw import draw_png, draw_texts
 from mpipipe.report.perfetto import write_perfetto
 from mpipipe.report.plan_file import read_plan

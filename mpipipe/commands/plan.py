@@ -39,7 +39,8 @@ from mpipipe.planner.alternatives import alternatives
 from mpipipe.planner.curve import resource_curve
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import noise
-from mpipipe.planner.search import cut_indices, predict
+from mpipipe.planner.prediction import predict
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.sizes import counted
 from mpipipe.planner.whole import any_order
 from mpipipe.report.plan import (

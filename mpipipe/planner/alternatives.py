@@ -20,9 +20,11 @@ from mpipipe.planner.copies import Copies, legal_copies, replicas_text, shape_of
 from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
 from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
+from mpipipe.planner.prediction import expect_with, too_full
 from mpipipe.planner.problem import ENDLESS
+from mpipipe.planner.programs import cut_indices, with_window
 from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
-from mpipipe.planner.search import REFINE_WORK, cut_indices, expect_with, make_plan, too_full, with_window
+from mpipipe.planner.search import REFINE_WORK, make_plan
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Ranges, in_order, stage_costs
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes

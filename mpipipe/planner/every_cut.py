@@ -13,8 +13,9 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import work_bound_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import Order, any_order_bound_s
+from mpipipe.planner.prediction import norm_seconds, predict_with
+from mpipipe.planner.programs import with_window
 from mpipipe.planner.schedules import PLAIN, PLANNED, stages_on
-from mpipipe.planner.search import norm_seconds, predict_with, with_window
 from mpipipe.planner.stages import StageTie, crossing_s, in_order, own_bytes, stage_ties
 from mpipipe.values import Costs, Float64, Int64, Layout, Numerics, Plan, Program
 

@@ -7,8 +7,8 @@ from dataclasses import fields
 
 from mpipipe.errors import PlanError, did_you_mean, nearest
 from mpipipe.planner.copies import check_order
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.schedules import SCHEDULES
-from mpipipe.planner.search import cut_indices
 from mpipipe.values import Layout, Numerics, Plan
 
 _OF_THE_MACHINE = ("torch", "instruction_set")  # where it was planned; this run has its own

@@ -34,6 +34,7 @@ from mpipipe.planner.copies import (
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.partition import Wish, check_stages, too_many
 from mpipipe.planner.placing import any_order_bound_s
+from mpipipe.planner.prediction import fullest, norm_seconds
 from mpipipe.planner.schedules import (
     BY_HAND,
     FILLED,
@@ -45,7 +46,7 @@ from mpipipe.planner.schedules import (
     check_name,
     stages_on,
 )
-from mpipipe.planner.search import fullest, leaner, make_plan, norm_seconds
+from mpipipe.planner.search import leaner, make_plan
 from mpipipe.planner.sizes import counted
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program

@@ -40,6 +40,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -50,6 +51,7 @@ from mpipipe.planner.stages import StageTie
 from mpipipe.values import Action, Instr, Int32, Op, Program, Schedule
 
 Pair = tuple[int, int]  # user stage, owner stage
+N = TypeVar("N", int, Int32)
 
 
 def tied_pairs(ties: Sequence[StageTie]) -> dict[Pair, int]:
@@ -99,8 +101,8 @@ def at_window(program: Program, receive_window: int) -> Program:
     before, now = max(1, program.receive_window), max(1, receive_window)
     codes = tuple(codes.copy() for codes in program.codes)
     for of_rank in codes:
-        micro, tag = np.maximum(of_rank[:, 2], 0), of_rank[:, 5]
-        of_rank[:, 5] = np.where(tag < 0, tag, tag // before * now + micro % now)
+        micro, tag = of_rank[:, 2], of_rank[:, 5]
+        of_rank[:, 5] = np.where(tag < 0, tag, _tag(tag // before, np.maximum(micro, 0), now))
     return replace(program, receive_window=receive_window, codes=codes)
 
 
@@ -153,7 +155,7 @@ def _written(
             codes[rows] = instr
             codes[rows, 2] = micros
             if instr.tag >= 0:
-                codes[rows, 5] += micros % slots
+                codes[rows, 5] = _tag(instr.tag // slots, micros, slots)
     more = [(_after_weights(codes, stage), instr) for stage, instrs in behind.items() for instr in instrs]
     more += [(len(codes), instr) for instr in last]
     rows = np.array([instr for _, instr in more], np.int32).reshape(-1, len(Instr._fields))
@@ -166,6 +168,10 @@ def _after_weights(codes: Int32, stage: int) -> int:
     while at < len(codes) and codes[at, 0] in (Op.SEND_GRAD, Op.SEND_TIED):
         at += 1
     return at
+
+
+def _tag(channel: N, micro: N, slots: int) -> N:
+    return channel * slots + micro % slots
 
 
 class _Wires:
@@ -185,7 +191,7 @@ class _Wires:
         """The instruction of `stage` for a message to or from stage `other`, if ranks differ."""
         peer = self.rank_of_stage[other]
         if peer != self.rank_of_stage[stage]:
-            tag = self._channel(op, stage, other) * self.slots + max(micro, 0) % self.slots
+            tag = _tag(self._channel(op, stage, other), max(micro, 0), self.slots)
             yield Instr(op, stage, micro, other, peer, tag)
 
     def exchange(self, send: Op, stage: int) -> list[Instr]:
@@ -199,7 +205,7 @@ class _Wires:
         if send == Op.SEND_UPDATE:
             found.reverse()
         return [
-            Instr(op, stage, -1, stage, holders[other], channel * self.slots)
+            Instr(op, stage, -1, stage, holders[other], _tag(channel, 0, self.slots))
             for other in found
             for op in (send, Op(send + 1))
         ]

@@ -17,7 +17,7 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.planner.many import Cuts, Many
 from mpipipe.planner.partition import partition
-from mpipipe.planner.search import cut_indices
+from mpipipe.planner.programs import cut_indices
 from mpipipe.values import Costs, Float64, GroupCost, Layout, Plan, Value
 
 DRAWS = 32

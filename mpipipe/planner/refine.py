@@ -16,8 +16,9 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.copies import shape_of, stages_in
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import WORTH
+from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.recompute import wish_of
-from mpipipe.planner.search import cut_indices, make_plan, plan_of, program_for
+from mpipipe.planner.search import make_plan, plan_of
 from mpipipe.planner.stages import bounds, in_order, remade_s, without_remade_s
 from mpipipe.values import (
     COMPUTE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mpipipe.errors import PlanError
 from mpipipe.planner.placement.problem import Operator, Problem, gap, loads
 from mpipipe.planner.placement.solve import place
-from mpipipe.planner.search import cut_indices
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.stages import bounds
 from mpipipe.values import Cluster, Costs, Graph, Link, Node, Plan, Value
 

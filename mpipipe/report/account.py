@@ -85,7 +85,7 @@ def rank_reports(
     sizes: Sequence[Int64],
 ) -> tuple[RankReport, ...]:
     """One per rank. groups and parameters: how many, by stage; sizes: bytes of each message, by rank (see
-    `planner.search.sizes_of_messages`)."""
+    `planner.prediction.sizes_of_messages`)."""
     of_ranks, accounts = stages_of_ranks(measured.program), account(measured)
     out = []
     for rank, (found, stages) in enumerate(zip(accounts, of_ranks, strict=True)):

@@ -18,7 +18,7 @@ from mpipipe.planner.copies import (
 )
 from mpipipe.planner.joint import LIKE, Joint, Tried, least_s
 from mpipipe.planner.noise import WORTH, Noise
-from mpipipe.planner.search import cut_indices
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mpipipe.errors import MpipipeError, ReportError
-from mpipipe.planner.search import expect, program_for
+from mpipipe.planner.prediction import expect
+from mpipipe.planner.programs import program_for
 from mpipipe.report.metrics import read_metrics
 from mpipipe.report.plan_file import read_plan
 from mpipipe.report.trace import TRACE, Trace, read_trace

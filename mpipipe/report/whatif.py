@@ -13,9 +13,11 @@ from functools import partial
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import loaded, shape_of, stages_in
+from mpipipe.planner.prediction import norm_seconds
+from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.recompute import wish_of
 from mpipipe.planner.schedules import SCHEDULES
-from mpipipe.planner.search import cut_indices, make_plan, norm_seconds, plan_of, program_for
+from mpipipe.planner.search import make_plan, plan_of
 from mpipipe.planner.simulate import simulate
 from mpipipe.planner.stages import stage_ties
 from mpipipe.values import (

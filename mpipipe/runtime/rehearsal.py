@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.schedules.orders import is_in_two
-from mpipipe.planner.search import cut_indices
 from mpipipe.planner.stages import bounds, remade_s, without_remade_s
 from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.feed import AHEAD

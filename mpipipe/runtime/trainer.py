@@ -16,7 +16,7 @@ from mpipipe.graph.cut import Code
 from mpipipe.graph.program import Batch, Mode, Specs
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.lower import max_tag
-from mpipipe.planner.search import program_for
+from mpipipe.planner.programs import program_for
 from mpipipe.planner.stages import kept_rows
 from mpipipe.runtime.blame import blame
 from mpipipe.runtime.feed import Data, Feed, Given, rows_of, slices, specs_of, split_by, split_evenly

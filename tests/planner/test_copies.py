@@ -36,8 +36,9 @@ from mpipipe.planner.copies import (
     sums_held,
 )
 from mpipipe.planner.joint import Asked, Replicas, check_groups, copies_of, search
+from mpipipe.planner.prediction import sizes_of_messages
 from mpipipe.planner.schedules import SCHEDULES, build, in_copies, stages_on
-from mpipipe.planner.search import plan_of, sizes_of_messages
+from mpipipe.planner.search import plan_of
 from mpipipe.planner.walk import match
 from mpipipe.values import Costs, Layout, Link, Numerics, Op, Program, Tie, share_of
 

@@ -15,9 +15,10 @@ from mpipipe.errors import CaptureError, DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES
 from mpipipe.planner.every_cut import cut_bounds_s, ways_to_cut
 from mpipipe.planner.joint import LIKE, Asked, counts_of, schedules_of, search
+from mpipipe.planner.prediction import expect, norm_seconds, too_full
+from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.schedules.registry import BUILT_IN
-from mpipipe.planner.search import expect, norm_seconds, program_for, too_full
 from mpipipe.planner.sizing import MOST_SIZES, costs_at, settle
 from mpipipe.values import Costs, GroupCost, Layout, Link, Numerics, Schedule
 

@@ -19,7 +19,9 @@ from mpipipe.planner.mirrors import (
     state_bytes,
     with_mirrors,
 )
-from mpipipe.planner.search import cut_indices, make_plan, predict, program_for
+from mpipipe.planner.prediction import predict
+from mpipipe.planner.programs import cut_indices, program_for
+from mpipipe.planner.search import make_plan
 from mpipipe.planner.stages import own_bytes
 from mpipipe.values import Cluster, Costs, Device, GroupCost, Link, Numerics, Plan, Tie
 

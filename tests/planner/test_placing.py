@@ -14,7 +14,7 @@ from planner_cases import FREE, HUGE, cluster, group
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, partition, placing, program_for
 from mpipipe.planner.placing import promising
-from mpipipe.planner.search import expect
+from mpipipe.planner.prediction import expect
 from mpipipe.planner.stages import in_order
 from mpipipe.values import Cluster, Costs, Device, Layout, Link, Numerics, Plan
 

@@ -14,8 +14,9 @@ from mpipipe.planner import StageTie, lower, make_plan, program_for, simulate
 from mpipipe.planner.joint import LIKE, Asked, schedules_of, search
 from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
+from mpipipe.planner.programs import cut_indices, with_window
 from mpipipe.planner.schedules import planned_by_room, work_of
-from mpipipe.planner.search import cut_indices, plan_of, with_window
+from mpipipe.planner.search import plan_of
 from mpipipe.values import Costs, Layout, Link, Op, Plan, StageCost, Tie, from_json, to_json
 
 NAMES = [f"g{i}" for i in range(6)]

@@ -13,8 +13,10 @@ from planner_cases import barely_fitting, problems
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for, simulate, stage_costs
+from mpipipe.planner.prediction import norm_seconds
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.refine import refine, refined_costs, stage_seconds
-from mpipipe.planner.search import cut_indices, norm_seconds, plan_of
+from mpipipe.planner.search import plan_of
 from mpipipe.planner.stages import in_order, stage_ties
 from mpipipe.values import Layout, Op, Plan, Recompute, Timeline
 

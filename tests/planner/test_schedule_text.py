@@ -14,8 +14,10 @@ from mpipipe.configured import schedule_name
 from mpipipe.errors import ConfigError, DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES
 from mpipipe.planner.partition import Wish
+from mpipipe.planner.prediction import predict
+from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import from_text, grid, register_text, to_text
-from mpipipe.planner.search import make_plan, plan_of, predict, program_for
+from mpipipe.planner.search import make_plan, plan_of
 from mpipipe.values import Cluster, Costs, Device, GroupCost, Layout, Link, Numerics, Plan
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"

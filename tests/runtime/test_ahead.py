@@ -13,7 +13,8 @@ from mpipipe.cluster.local import run_local
 from mpipipe.graph.group_costs import group_costs
 from mpipipe.graph.profile import Sample, pieces
 from mpipipe.planner.copies import Copies, stages_in
-from mpipipe.planner.search import cut_indices, sizes_of_messages
+from mpipipe.planner.prediction import sizes_of_messages
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.simulate import rank_memory_bytes
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.values import Cluster, Costs, Device, Int64, Link, Op, Plan, Program

@@ -20,7 +20,8 @@ from mpipipe.graph.variants import Variants
 from mpipipe.models import cross_entropy
 from mpipipe.ops.embedding import RowSums, row_sums
 from mpipipe.planner.copies import stages_in
-from mpipipe.planner.search import cut_indices, sizes_of_messages
+from mpipipe.planner.prediction import sizes_of_messages
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.simulate import rank_memory_bytes
 from mpipipe.planner.sizing import costs_at
 from mpipipe.planner.stages import kept_rows

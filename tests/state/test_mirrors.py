@@ -22,7 +22,7 @@ from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.local import Killed, LocalCommunicator, run_local
 from mpipipe.errors import CheckpointError, LaunchError, PlanError, RecoveryError
 from mpipipe.planner.copies import Copies
-from mpipipe.planner.search import cut_indices
+from mpipipe.planner.programs import cut_indices
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.state.mirrors import Mirrors

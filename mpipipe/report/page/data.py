@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.search import sizes_of_messages
+from mpipipe.planner.prediction import sizes_of_messages
 from mpipipe.report.account import exposed_s
 from mpipipe.report.run import RunData
 from mpipipe.values import Float64, Op, Plan, Program, Timeline

@@ -1,0 +1,186 @@
+"""Program -> Prediction: what a step of a program takes, simulated, and whether it fits into memory.
+
+`expect` and, with a wish for recomputation, `expect_with` say it in any case; `predict` and `predict_with`
+raise PlanError where a rank has too little memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mpipipe.errors import PlanError
+from mpipipe.planner.bounds import uneven_bound_s, work_bound_s
+from mpipipe.planner.copies import fastest_copy, loaded, stages_in
+from mpipipe.planner.mirrors import mirror_bytes, mirror_s
+from mpipipe.planner.partition import Wish
+from mpipipe.planner.placing import any_order_bound_s
+from mpipipe.planner.programs import Cuts, cut_indices
+from mpipipe.planner.recompute import with_least, with_mode
+from mpipipe.planner.schedules import grid, is_of_file, stashes
+from mpipipe.planner.schedules.orders import is_even, is_plain
+from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate, times_of
+from mpipipe.planner.sizes import size_text
+from mpipipe.planner.stages import stage_ties
+from mpipipe.values import (
+    Cluster,
+    Costs,
+    Int64,
+    Layout,
+    Op,
+    Plan,
+    Prediction,
+    Program,
+    Timeline,
+    makespan_s,
+)
+
+
+def predict(
+    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str], bound_s: float | None = None
+) -> tuple[Prediction, Timeline]:
+    """What `program` will take. bound_s: `step_bound_s`, where it is known already, as it is the same for
+    every cut. Raises PlanError if a rank's memory is too small for it."""
+    prediction, timeline = expect(costs, layout, program, group_names, bound_s)
+    _check_memory(
+        timeline,
+        costs.cluster,
+        ["let the planner choose the cuts", "use smaller micro-batches", "more ranks"],
+    )
+    return prediction, timeline
+
+
+def predict_with(
+    wish: Wish, costs: Costs, layout: Layout, program: Program, group_names: Sequence[str],
+    bound_s: float | None = None,
+) -> tuple[Layout, Prediction]:  # fmt: skip
+    """As `expect_with`; raises PlanError if a rank's memory is too small for it."""
+    layout, prediction, timeline = expect_with(wish, costs, layout, program, group_names, bound_s)
+    own_order = layout.schedule if is_of_file(layout.schedule) else ""
+    ways_out = ["use smaller micro-batches", "give more memory" if own_order else "more ranks"]
+    if wish not in ("auto", "full"):
+        ways_out.insert(0, "set pipeline.recompute=auto")
+    _check_memory(timeline, costs.cluster, ways_out, own_order)
+    return layout, prediction
+
+
+def expect(
+    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str], bound_s: float | None = None
+) -> tuple[Prediction, Timeline]:
+    """As `predict`, whether the memory is there or not."""
+    cuts = cut_indices(layout, group_names)
+    norm_s = norm_seconds(costs.cluster, layout.n_ranks)
+    ties, stages = stage_ties(costs.ties, cuts), stages_in(costs, layout, cuts)
+    timeline = simulate(program, stages, loaded(costs.cluster, layout), norm_s, ties)
+    bound = least_step_s(costs, program) if bound_s is None else bound_s
+    step = timeline.makespan_s
+    bases = [device.base_bytes for device in costs.cluster.devices]
+    if layout.mirror_every:
+        step += mirror_s(costs, layout, cuts) / layout.mirror_every
+        mirrors = mirror_bytes(costs, layout, cuts).tolist()
+        bases = [base + taken for base, taken in zip(bases, mirrors, strict=False)]
+    memory = tuple(held + base for held, base in zip(timeline.memory_bytes, bases, strict=False))
+    timeline = replace(timeline, memory_bytes=memory)
+    prediction = Prediction(
+        step_s=step,
+        bubble=timeline.bubble,
+        bubble_rank=timeline.bubble_rank,
+        peak_bytes=timeline.peak_bytes,
+        lower_bound_s=bound,
+        gap=step / bound - 1.0 if bound else 0.0,
+    )
+    return prediction, timeline
+
+
+def expect_with(
+    wish: Wish, costs: Costs, layout: Layout, program: Program, group_names: Sequence[str],
+    bound_s: float | None = None,
+) -> tuple[Layout, Prediction, Timeline]:  # fmt: skip
+    """As `expect`, and the layout with the recomputation that is wished for; auto: none, or what is needed
+    for it to fit, but for mirrors."""
+    layout = with_mode(layout, "none" if wish == "auto" else wish)
+    prediction, timeline = expect(costs, layout, program, group_names, bound_s)
+    if wish == "auto" and too_full(timeline.peak_bytes, costs.cluster) is not None:
+        less = with_least(costs, layout, cut_indices(layout, group_names), program)
+        if less != layout:
+            return less, *expect(costs, less, program, group_names, bound_s)
+    return layout, prediction, timeline
+
+
+def least_step_s(costs: Costs, program: Program) -> float:
+    """No cut, and no order of ranks, makes a step of such a program shorter."""
+    n_ranks, n_copies = len(program.codes), len(program.copies)
+    norm_s = norm_seconds(costs.cluster, n_ranks)
+    if not is_even(program):
+        return uneven_bound_s(costs, program.n_micro, n_copies, n_ranks, norm_s)
+    bound = any_order_bound_s if is_plain(program) else work_bound_s
+    return bound(fastest_copy(costs, n_ranks, n_copies), len(program.share(0)), n_ranks // n_copies, norm_s)
+
+
+def least_of(costs: Costs, layout: Layout, cuts: Cuts, program: Program) -> float:
+    """Seconds of the step without recomputation, which only makes it longer."""
+    cluster, norm_s = loaded(costs.cluster, layout), norm_seconds(costs.cluster, layout.n_ranks)
+    stages = stages_in(costs, layout, cuts)
+    return makespan_s(times_of(program, stages, cluster, norm_s, stage_ties(costs.ties, cuts))[0])
+
+
+def fullest(plan: Plan) -> float:
+    """Of the memory of the rank that has least left, the share that is needed."""
+    devices = plan.costs.cluster.devices if plan.costs else ()
+    peaks = zip(plan.prediction.peak_bytes, devices, strict=False)
+    return max((peak / device.memory_bytes for peak, device in peaks), default=0.0)
+
+
+def norm_seconds(cluster: Cluster, n_ranks: int) -> float:
+    """Of the norm's collective, a few bytes per parameter: one slow latency per doubling, in any order."""
+    spanned = cluster.in_order(range(n_ranks)).spanned
+    latencies = [link.latency_s for level, link in cluster.links.items() if level in spanned]
+    return math.ceil(math.log2(n_ranks)) * max(latencies, default=0.0)
+
+
+def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:
+    """(rank, bytes) where most is missing; None where all fits."""
+    short = [(peak - device.memory_bytes, rank) for rank, (peak, device) in
+             enumerate(zip(peaks, cluster.devices, strict=False))]  # fmt: skip
+    most, rank = max(short)
+    return (rank, most) if most > 0 else None
+
+
+def _check_memory(timeline: Timeline, cluster: Cluster, ways_out: Sequence[str], own_order: str = "") -> None:
+    """Shows where in the order it is too much first. own_order: the file of the user's that it is from."""
+    peaks = timeline.peak_bytes
+    full = too_full(peaks, cluster)
+    if full is not None:
+        rank, short = full
+        has = cluster.devices[rank].memory_bytes
+        actions = [codes[codes[:, 0] <= Op.W, :3] for codes in timeline.program.codes]
+        over = int(np.argmax(timeline.memory_bytes[rank] > has))
+        before = int((timeline.program.codes[rank][:over, 0] <= Op.W).sum())
+        if own_order and stashes(actions[rank], 1)[before] > 1:
+            ways_out = [f"do a backward of this rank sooner in {own_order}", *ways_out]
+        raise PlanError(
+            f"rank {rank} needs {size_text(peaks[rank])} and has {size_text(has)}, {size_text(short)} short; "
+            f"{', '.join(ways_out[:-1])}, or {ways_out[-1]}\n{grid(actions, {rank: before})}"
+        )
+
+
+def sizes_of_messages(
+    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str]
+) -> tuple[Int64, ...]:
+    """Bytes of each message instruction, 0 for the others: per rank an array (n,)."""
+    cuts = cut_indices(layout, group_names)
+    stages = stages_in(costs, layout, cuts)
+    return message_bytes(program, stages, stage_ties(costs.ties, cuts))
+
+
+def tensor_peak_bytes(
+    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str]
+) -> tuple[int, ...]:
+    """By rank, the most bytes of live tensors in a step. A process needs more: what `predict` says."""
+    stages = stages_in(costs, layout, cut_indices(layout, group_names))
+    sizes = sizes_of_messages(costs, layout, program, group_names)
+    ranks = range(len(program.codes))
+    return tuple(int(rank_memory_bytes(program, stages, sizes, rank, tensors=True).max()) for rank in ranks)
