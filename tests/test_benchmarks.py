@@ -44,7 +44,7 @@ from benchmarks.peers.splits import (  # noqa: E402
     splits,
     step_s,
 )
-from benchmarks.results import GROUPS, OURS, ROWS, VARIANTS, said_of_bars, summary  # noqa: E402
+from benchmarks.results import GROUPS, OURS, ROWS, said_of_bars, summary  # noqa: E402
 from benchmarks.table import README, table, written  # noqa: E402
 from benchmarks.turns import GATE, Side, take_turns  # noqa: E402
 

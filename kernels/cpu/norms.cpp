@@ -14,14 +14,21 @@ namespace {
 constexpr int64_t kPiece = 1 << 15;  // elements
 constexpr int64_t kLanes = 16;       // element k of a piece is added in lane k % kLanes
 
+// bf16 straight to double is not vectorised; float32 needs no copy.
+inline const float* widened(const float* x, float*) { return x; }
+inline const float* widened(const bf16* x, float* values) {
+#pragma omp simd
+    for (int64_t j = 0; j < kLanes; ++j) values[j] = wide(x[j]);
+    return values;
+}
+
 template <typename T>
 double sum_of_squares(const T* x, int64_t n) {
     double lane[kLanes] = {};
     const int64_t whole = n / kLanes * kLanes;
     for (int64_t i = 0; i < whole; i += kLanes) {
-        float values[kLanes];  // bf16 straight to double is not vectorised
-#pragma omp simd
-        for (int64_t j = 0; j < kLanes; ++j) values[j] = wide(x[i + j]);
+        float buffer[kLanes];
+        const float* values = widened(x + i, buffer);
 #pragma omp simd
         for (int64_t j = 0; j < kLanes; ++j) lane[j] += double{values[j]} * double{values[j]};
     }

@@ -144,21 +144,25 @@ class _Head:
 
     def state(self) -> Tensor:
         """Of every token, before its first tile."""
-        before = torch.tensor([-torch.inf, 0.0, 0.0, 0.0], dtype=torch.float64, device=self.x.device)
-        return before.repeat(self.x.shape[0], 1)
+        state = self.x.new_zeros((self.x.shape[0], 4), dtype=torch.float64)
+        state[:, 0] = -torch.inf
+        return state
 
     def see(self, tile: _Tile, logits: Tensor, state: Tensor) -> None:
         kernel = KERNELS[self.x.device.type, self.x.dtype][0]
         kernel(*self._arguments(tile, logits), tile.of_rows(state).data_ptr(), *workers(self.x))
 
-    def loss(self, state: Tensor) -> Tensor:
-        """(), float32."""
-        losses = _log_sum(state) - (1.0 - self.smoothing) * state[:, 2]
+    def loss(self, state: Tensor, log_sum: Tensor) -> Tensor:
+        """(), float32. log_sum: `_log_sum` of the state."""
         if self.smoothing:
+            losses = log_sum - (1.0 - self.smoothing) * state[:, 2]
             losses -= self.smoothing / self.weight.shape[0] * state[:, 3]
+        else:
+            losses = log_sum - state[:, 2]
         losses.masked_fill_(self.labels == self.ignore_index, 0.0)
         # parts of one size: torch splits a longer sum by threads
-        return sum((part.sum() for part in losses.split(_ROWS)), start=losses.new_zeros(())).float()
+        first, *others = losses.split(_ROWS)
+        return sum((part.sum() for part in others), start=first.sum()).float()
 
     def to_gradient(self, tile: _Tile, logits: Tensor, log_sum: Tensor, grad: float) -> None:
         """In place."""
@@ -220,7 +224,8 @@ def forward(
     buffer, state = x.new_empty(kept_elements(*head.shape)), head.state()
     for tile in head.tiles():
         head.see(tile, _logits(tile, buffer, head.x, weight), state)
-    return head.loss(state), _log_sum(state).float(), buffer if keep else None
+    log_sum = _log_sum(state)
+    return head.loss(state, log_sum), log_sum.float(), buffer if keep else None
 
 
 @torch.no_grad()
@@ -260,7 +265,7 @@ def forward_and_backward(
         for tile, g in zip(tiles, logits, strict=True):
             head.to_gradient(tile, g, log_sum, scale)
             found.add(tile, g)
-    return head.loss(state), *found.results(bias)
+    return head.loss(state, _log_sum(state)), *found.results(bias)
 
 
 def _log_sum(state: Tensor) -> Tensor:
