@@ -35,9 +35,7 @@ from mpipipe.cluster.routes import fastest
 from mpipipe.runtime.routes import measure_routes
 
 LEAST_TURNS = 2  # fewer say nothing
-BASE_BYTES = (
-    300 << 20
-)  # of a process besides its peak, which is above what imports take; libraries are shared
+BASE_BYTES = 300 << 20  # of a process below its peak: what imports take, but for libraries, which are shared
 
 
 def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dict[str, Any]:
@@ -53,7 +51,7 @@ def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dic
     groups = groups_of(runs, case.ranks, memory_bytes())
     turns_s = sum(runs[name][0]["step_s"] for names in groups for name in names)
     left_s = limit_s - (time.monotonic() - start) - start_s * sum(map(len, groups))
-    turns = min(size.turns, int(left_s / turns_s) - 1)
+    turns = min(size.turns, int(left_s / turns_s) - 1) if groups else 0
     if turns < LEAST_TURNS:
         say(f"{case.model}: no time for turns")
         turns, groups = 0, []
