@@ -29,7 +29,7 @@ from mpipipe.config import load
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.per_node import Split, splits
 from mpipipe.report.plan_file import read_plan
-from mpipipe.values import to_json
+from mpipipe.values import Plan, to_json
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,18 +63,23 @@ def assignment(a: argparse.Namespace) -> tuple[Assignment, list[str]]:
         threads, per_node = split.threads, (split.per_node,) * given.nodes
         ranks_why = "with their threads all cores of a node"
     else:
-        threads, threads_why = _threads(job, given, cores, here)
-        per_node, ranks_why = _ranks(a, job, given, cores, threads)
+        plan = read_plan(Path(a.plan)) if a.plan else None
+        threads, threads_why = _threads(a, job, given, cores, here, plan)
+        per_node, ranks_why = _ranks(a, job, given, cores, threads, plan)
     found = assign(given, per_node, threads, cores)
     return found, list(told(given, found, cores, ranks_why, threads_why))
 
 
-def _threads(job: JobRun, given: Allocation, cores: int, here: Binding) -> tuple[int, str]:
+def _threads(
+    a: argparse.Namespace, job: JobRun, given: Allocation, cores: int, here: Binding, plan: Plan | None
+) -> tuple[int, str]:
     asked = job.config.pipeline.threads
     if asked != "auto":
         return asked, "as pipeline.threads says"
     if (saved := job.threads) is not None:
         return saved, "as the run has had them before: they decide its bits"
+    if plan is not None:
+        return plan.numerics.threads, f"as {a.plan} has them (pipeline.threads=auto)"
     if given.tasks:
         return most_threads(given, cores), "all cores of a task (pipeline.threads=auto)"
     return max(1, cores // domains_here(here)), "the cores of a NUMA domain (pipeline.threads=auto)"
@@ -100,12 +105,12 @@ def _weighed(job: JobRun, nodes: int, found: Sequence[Split]) -> tuple[Split, st
 
 
 def _ranks(
-    a: argparse.Namespace, job: JobRun, given: Allocation, cores: int, threads: int
+    a: argparse.Namespace, job: JobRun, given: Allocation, cores: int, threads: int, plan: Plan | None
 ) -> tuple[Sequence[int], str]:
     if given.tasks:
         return given.tasks, "the tasks of the job"
-    if a.plan:
-        ranks = read_plan(Path(a.plan)).layout.n_ranks + job.config.run.spares
+    if plan is not None:
+        ranks = plan.layout.n_ranks + job.config.run.spares
         if ranks < given.nodes:
             raise PlanError(
                 f"{a.plan} is for {ranks} ranks, and the job has {given.nodes} nodes; sbatch --nodes={ranks}"

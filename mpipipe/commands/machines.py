@@ -155,10 +155,9 @@ class There(Machine):
     def assumed(self, cluster: Cluster) -> Sequence[str]:
         device, file = cluster.devices[0], self.file
         kinds = ", ".join(dict.fromkeys(d.kind for d in cluster.devices))
-        all_of_them = self.file.first.threads
-        part = (
-            "" if self.share == 1.0 else f" of {all_of_them}: set pipeline.threads={all_of_them} to use all"
-        )
+        every, part = self.file.first.threads, ""
+        if self.share < 1.0:
+            part = f" with {self.threads}/{every} of its rates; set pipeline.threads={every} to use all"
         nodes = f"nodes: {len(set(cluster.node_of_rank))}"
         per_node = nodes if file.node_of_rank else f"ranks per node: {file.ranks_per_node}"
         return (

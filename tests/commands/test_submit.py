@@ -211,6 +211,20 @@ def test_without_tasks_and_threads_an_allocation_weighs_ranks_x_threads(
     assert "\nthreads: 2 per rank, predicted steps: " in out
 
 
+def test_ranks_and_threads_of_a_given_plan_are_those_it_was_made_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_NTASKS")
+    monkeypatch.setattr(allocation, "cores_per_node", lambda given, here: 4)
+    plan = made_plan()[0]
+    Path("p.json").write_text(to_json(replace(plan, numerics=replace(plan.numerics, threads=3))))
+    assert allocation.main(["c.yaml", "pipeline.threads=auto", "--plan", "p.json"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:3] == [
+        "ranks: 2, 1(x2) by node, as p.json has them",
+        "threads: 3 per rank, as p.json has them (pipeline.threads=auto)",
+    ]
+
+
 def test_of_ways_that_are_measured_submit_takes_the_fastest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from mpipipe.planner.native import compiled
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="the compiled planner is not built")
 NOWHERE = np.array([], np.int32)
-BUDGET = {"budget_s": 60.0, "live_limit": 1_000_000}
+BUDGET = {"budget_s": 300.0, "live_limit": 1_000_000}
 
 
 def tensors_of(problem: dict) -> list[tuple[float, list[int]]]:
