@@ -1,7 +1,7 @@
 """What a run was predicted to take, and what it took: one JSON line for each model and number of ranks.
 
     python -m benchmarks.prediction [--models gpt10m,...] [--rounds 3] [--ranks 1,2,4]
-        [--schedule 1f1b] [--start] [--tensors]
+        [--schedule 1f1b] [--bits fast] [--start] [--tensors]
 
 Each round is the real command line in fresh processes, without costs of earlier runs (--cached: with them).
 Figures are medians over rounds; ratio = measured / predicted; step_error: by what part of the measured step
@@ -256,6 +256,7 @@ def model_line(model: str, ranks: int, a: argparse.Namespace) -> dict[str, Any]:
         overrides = [
             f"train.steps={a.steps or STEPS.get(model, 10)}", "pipeline.threads=1", f"kernels.gemm={a.gemm}",
             "eval.every=0", f"pipeline.cost_cache={str(a.cached).lower()}", f"pipeline.schedule={a.schedule}",
+            f"train.bits={a.bits}",
         ]  # fmt: skip
         for i in range(a.rounds):
             load_before = os.getloadavg()[0]
@@ -314,6 +315,7 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--gemm", choices=("auto", "mkl", "onednn"), default="auto", help="as a user has it")
     parser.add_argument("--schedule", default="auto", help="pipeline.schedule")
+    parser.add_argument("--bits", choices=("torch", "fast"), default="torch", help="train.bits")
     parser.add_argument("--cached", action="store_true", help="with the costs of earlier runs")
     parser.add_argument("--start", action="store_true", help="also the parts of the start")
     parser.add_argument("--tensors", action="store_true", help="also the most bytes of live storages")
