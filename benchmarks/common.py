@@ -26,8 +26,10 @@ def config_of(model: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The same for every side: one thread in every library until the program sets its own count."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "VENV": str(Path(sys.prefix))}
+    """The same for every side: one thread in every library until the program sets its own count, and the
+    launcher of this virtual environment, where it has one."""
+    path = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
+    return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "VENV": sys.prefix, "PATH": path}
 
 
 def run(command: Sequence[str], timeout_s: float = TIMEOUT_S, gate: str = "") -> str:
