@@ -21,7 +21,7 @@ MPI_SIZES ?= 1 2 3 4#    numbers of ranks for test-mpi
 MPI_TIMEOUT ?= 600#      seconds for each
 K ?=#                    pytest arguments for any test target: K="-k dropout -x"
 # -- choices of `make bench` ---------------------------------------------------------------------
-BENCH ?= bench#          bench, overhead, prediction, planning, scaling, partition, joint, cuts, split, ceiling, replicas, hosts, checkpoint, memory_1b; ARGS="--rounds 3"
+BENCH ?= bench#          bench, overhead, prediction, planning, scaling, partition, joint, cuts, split, ceiling, replicas, hosts, checkpoint, memory_1b; ARGS="--models vgg"
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed

@@ -27,10 +27,11 @@ import torch
 
 from benchmarks.budget import OTHER, SIZES, SLOW, Size, estimate_s
 from benchmarks.case import Case
-from benchmarks.common import TIMEOUT_S, machine
+from benchmarks.common import TIMEOUT_S, machine, seconds_text
 from benchmarks.peers import ALONE, SCHEDULES, SIDES
 from benchmarks.results import OURS, ROWS, VARIANTS, Run, said_of_bars, summary
 from benchmarks.turns import Side, take_turns
+from mpipipe.cluster.node import memory_available_bytes
 from mpipipe.cluster.routes import fastest
 from mpipipe.runtime.routes import measure_routes
 
@@ -48,7 +49,7 @@ def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dic
     for name in (OURS, *VARIANTS, *sides):
         runs[name] = {0: alone(case, name, choices, size.steps)}
     start_s = max(0.0, (time.monotonic() - began) / len(runs) - size.steps * mean_step_s(runs))
-    groups = groups_of(runs, case.ranks, memory_bytes())
+    groups = groups_of(runs, memory_available_bytes(os.environ))
     turns_s = sum(runs[name][0]["step_s"] for names in groups for name in names)
     left_s = limit_s - (time.monotonic() - start) - start_s * sum(map(len, groups))
     turns = min(size.turns, int(left_s / turns_s) - 1) if groups else 0
@@ -120,11 +121,11 @@ def by_turns(
     for name, run in zip(names, found, strict=True):
         each = run.get("steps_s", ())[1:]
         runs[name] |= {first + i: run | {"step_s": step_s} for i, step_s in enumerate(each)}
-        said = " ".join(f"{step_s:.3f}" for step_s in each) if each else f"failed: {run['failed']}"
+        said = seconds_text(each) if each else f"failed: {run['failed']}"
         say(f"{case.model} {name}: by turns {said}")
 
 
-def groups_of(runs: dict[str, dict[int, Run]], ranks: int, most_bytes: int) -> list[list[str]]:
+def groups_of(runs: dict[str, dict[int, Run]], most_bytes: int) -> list[list[str]]:
     """Peers that are near the best one, so many at a time as find room beside ours, the best ones first."""
 
     def needs(name: str) -> int:
@@ -149,12 +150,6 @@ def groups_of(runs: dict[str, dict[int, Run]], ranks: int, most_bytes: int) -> l
 
 def mean_step_s(runs: dict[str, dict[int, Run]]) -> float:
     return statistics.mean(run.get("step_s", 0.0) for rounds in runs.values() for run in rounds.values())
-
-
-def memory_bytes() -> int:
-    """That is available."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def say(text: str) -> None:

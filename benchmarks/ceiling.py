@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.bars import at_least, at_most
-from benchmarks.common import machine
+from benchmarks.common import machine, seconds_text
 from benchmarks.joint import one_run
 from benchmarks.turns import Side, take_turns
 from mpipipe.planner.sizes import counted
@@ -79,14 +79,9 @@ def by_turns(
     every += [side(ranks, settings) for ranks, settings in sides.values()]
     beside, *runs = take_turns(every, a.steps)
     ceiling_s = [step_s / a.ranks for step_s in beside["steps_s"][1:]]
-    print(f"{model} alone: {_said(beside)} s a step", file=sys.stderr)
-    for name, run in zip(sides, runs, strict=True):
-        print(f"{model} {name}: {_said(run)} s a step", file=sys.stderr)
+    for name, run in zip(("alone", *sides), (beside, *runs), strict=True):
+        print(f"{model} {name}: {seconds_text(run['steps_s'][1:])} s a step", file=sys.stderr)
     return {name: _against(ceiling_s, run) for name, run in zip(sides, runs, strict=True)}, ceiling_s
-
-
-def _said(run: Mapping[str, Any]) -> str:
-    return " ".join(f"{step_s:.3f}" for step_s in run["steps_s"][1:])
 
 
 def _against(ceiling_s: Sequence[float], run: Mapping[str, Any]) -> dict[str, float]:

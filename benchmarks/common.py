@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,17 +70,17 @@ def launch(ranks: int, *arguments: str, timeout_s: float = TIMEOUT_S, gate: str 
 
 def train(ranks: int, *arguments: str, timeout_s: float = TIMEOUT_S, gate: str = "") -> None:
     """`python -m mpipipe.train arguments...`; at a gate without the watchdog, to which waiting is a hang."""
-    if gate:
-        launch(
-            ranks, "-m", "benchmarks.turns", *arguments, "run.watchdog=off", timeout_s=timeout_s, gate=gate
-        )
-    else:
-        launch(ranks, "-m", "mpipipe.train", *arguments, timeout_s=timeout_s)
+    module, more = ("benchmarks.turns", ["run.watchdog=off"]) if gate else ("mpipipe.train", [])
+    launch(ranks, "-m", module, *arguments, *more, timeout_s=timeout_s, gate=gate)
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     """What a run has written of each step."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def seconds_text(seconds: Iterable[float]) -> str:
+    return " ".join(f"{s:.3f}" for s in seconds)
 
 
 def machine() -> dict[str, Any]:

@@ -263,9 +263,9 @@ def test_peers_that_find_no_room_beside_others_are_in_a_group_of_their_own() -> 
     runs = {name: {0: run(1.0, peak_bytes=[0])} for name in mine}
     runs |= {"ddp": {0: run(1.1, peak_bytes=[3 * base])}, "1f1b": {0: run(1.0, peak_bytes=[base])}}
     runs |= {"zbv": {0: run(1.05, peak_bytes=[base])}, "gpipe": {0: run(2.0)}, "compile": {0: {"failed": ""}}}
-    groups = bench.groups_of(runs, 2, (len(mine) + 4) * base)
+    groups = bench.groups_of(runs, (len(mine) + 4) * base)
     assert groups == [[*mine, "1f1b", "zbv"], [*mine, "ddp"]]
-    assert bench.groups_of(runs, 2, 100 * base) == [[*mine, "1f1b", "zbv", "ddp"]]
+    assert bench.groups_of(runs, 100 * base) == [[*mine, "1f1b", "zbv", "ddp"]]
 
 
 # a process of a side: notes when its steps begin and end; the one called "short" ends before others

@@ -154,11 +154,9 @@ class _Head:
 
     def loss(self, state: Tensor, log_sum: Tensor) -> Tensor:
         """(), float32. log_sum: `_log_sum` of the state."""
+        losses = log_sum - (1.0 - self.smoothing) * state[:, 2]
         if self.smoothing:
-            losses = log_sum - (1.0 - self.smoothing) * state[:, 2]
             losses -= self.smoothing / self.weight.shape[0] * state[:, 3]
-        else:
-            losses = log_sum - state[:, 2]
         losses.masked_fill_(self.labels == self.ignore_index, 0.0)
         # parts of one size: torch splits a longer sum by threads
         first, *others = losses.split(_ROWS)
