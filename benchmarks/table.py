@@ -48,13 +48,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _cells(side: str, figures: dict[str, Any], best: bool) -> list[str]:
-    called = (
-        "**mpipipe**"
-        if side == OURS
-        else f"mpipipe, {VARIANTS[side][0]}"
-        if side in VARIANTS
-        else SIDES[side]
-    )
+    called = "**mpipipe**" if side == OURS else _name(side)
     if "failed" in figures:
         reason = figures["failed"].replace("|", "\\|")
         return [called, f"failed: {reason}", "", ""]
@@ -62,6 +56,10 @@ def _cells(side: str, figures: dict[str, Any], best: bool) -> list[str]:
     ratio = f"{figures['ratio']:.2f}" if side != OURS else ""
     step = f"{figures['step_s']:.3g} s"
     return [called, step, f"**{ratio}**" if best else ratio, f"{peaks} MiB"]
+
+
+def _name(side: str) -> str:
+    return f"mpipipe, {VARIANTS[side][0]}" if side in VARIANTS else SIDES[side]
 
 
 def _measured(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -73,6 +71,9 @@ def _measured(results: Sequence[dict[str, Any]]) -> list[str]:
         if not times:
             times, how = max(1, s["steps"] - 1), "alone"  # the first is left out where there are others
         of = f"{found['model']}: {'a step' if times == 1 else f'medians of {times} steps'} {how}"
+        rounds = {side: len(figures.get("step_s_by_round", ())) for side, figures in found["sides"].items()}
+        if s["turns"] and (alone := [_name(side) for side, n in rounds.items() if n == 1]):
+            of += f". One run alone, beside ours alone: {', '.join(alone)}"
         arguments = f' ARGS="{" ".join(s["arguments"])}"' if s["arguments"] else ""
         by = f"on {found['date']} by `make bench{arguments}`: {s['ranks']} ranks, GEMMs by {s['gemm']}"
         at = f"{m['processor']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB, {m['instruction_set']}"
