@@ -11,6 +11,7 @@ by two groups counts once.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -299,7 +300,7 @@ class Profiler:
             in_two += [self._in_two(parted, received, rest)] if parted.deferred else []
         forward, backward = self._shortest(both)
         total = sorted(f + b for f, b in both)
-        into, split_s = self._parted(forward, backward, in_two)
+        into, split_s = self._parted(backward, both, in_two)
         spread = total[len(total) // 2] / max(total[0], 1e-9) - 1.0
         remade = self._remade(code, received, rest, repeats)
         at_work, returned = self._at_work(piece, received, rest, saved)
@@ -334,16 +335,20 @@ class Profiler:
         return forward_s, into_s, self.clock() - start
 
     def _parted(
-        self, forward_s: float, backward_s: float, in_two: Sequence[tuple[float, float, float]]
+        self,
+        backward_s: float,
+        whole: Sequence[tuple[float, float]],
+        in_two: Sequence[tuple[float, float, float]],
     ) -> tuple[float, float]:
-        """Of a whole backward the seconds that are those of I, and what all three take longer in two. Where
-        no weight gradient waits, I is all of it."""
+        """Of a whole backward the seconds that are those of I, and what all three take longer in two, turn by
+        turn: between shortest times the difference would be mostly what else ran. Where no weight gradient
+        waits, I is all of it."""
         if not in_two:
             return backward_s, 0.0
-        first_s, into_s, weight_s = (min(column) for column in zip(*in_two, strict=True))
-        call_s, back_s = self._call_s
-        longer_s = first_s + into_s + weight_s - call_s - 2 * back_s - forward_s - backward_s
-        return min(max(0.0, into_s - back_s), backward_s), max(0.0, longer_s)
+        back_s = self._call_s[1]
+        into_s = min(seconds for _, seconds, _ in in_two) - back_s
+        longer_s = statistics.median_low(sum(b) - sum(a) for a, b in zip(whole, in_two, strict=True)) - back_s
+        return min(max(0.0, into_s), backward_s), max(0.0, longer_s)
 
     def _remade(self, code: Code, received: list[Tensor], rest: list[object], times: int) -> Remade | None:
         """What of it selective recomputation makes again, the shortest of some times."""

@@ -51,7 +51,8 @@ from mpipipe.planner.sizes import counted
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
-LIKE = 1.01  # a step that is longer by less is as good
+LIKE = 1.02  # a step that is longer by less is as good: a prediction cannot tell them apart
+EQUAL = 1.003  # likewise, of a schedule that was asked for by name
 Replicas = Copies | Literal["auto"]  # as a config gives them
 # Ranks times micro-batches up to which a schedule is compared with others: beyond, it takes seconds.
 MOST_PLANNED = 1 << 11  # those that are made anew for each cut
@@ -386,7 +387,7 @@ class _Finder:
 
     def _leaner(self, tried: Tried, best: Tried) -> Tried:
         """With less memory where that is as good as the best one."""
-        most_s = best.step_s * LIKE
+        most_s = best.step_s * (LIKE if len(self.asked.schedules) > 1 else EQUAL)
         if tried.made is None or tried.micro_batches != best.micro_batches or tried.step_s > most_s:
             return tried
         return replace(tried, made=leaner(tried.made, most_s, self.asked.receive_window))

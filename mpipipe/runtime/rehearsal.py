@@ -23,13 +23,13 @@ from mpipipe.planner.stages import bounds, remade_s, without_remade_s
 from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.feed import AHEAD
 from mpipipe.runtime.prefetch import Prefetch
-from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import take_gradients
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Form
 from mpipipe.values import Costs, GroupCost
 
-WARM_UP, MOST_ROUNDS, BUDGET_S = 1, 25, 0.2
+WARM_UP, MOST_ROUNDS = 1, 25
+OF_STEP, LEAST_S, MOST_S = 0.5, 0.2, 5.0  # what it may take: of the predicted step, and seconds
 _LEAST = 0.1  # of what was measured: never taken for the call
 
 
@@ -44,8 +44,7 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     clock, slower = clock_of(comm, numerics.threads)
     factor = slower * costs.cluster.devices[comm.rank].speed * numerics.fill
     comm.barrier()
-    stages = trainer.interpreter.stages
-    mine = {s: [x * factor for x in _seconds(trainer, s, stage, clock)] for s, stage in stages.items()}
+    mine = {s: [x * factor for x in seconds] for s, seconds in _seconds(trainer, clock).items()}
     took: dict[int, list[float]] = {}  # F and B, or F, I and W; the copies of a stage wait for the slowest
     for s, seconds in (item for found in comm.allgather_object(mine) for item in found.items()):
         took[s] = list(map(max, took.get(s, seconds), seconds))
@@ -79,52 +78,73 @@ def _as_taken(groups: Sequence[GroupCost], took: Sequence[float], again_s: float
     ]  # fmt: skip
 
 
-def _seconds(trainer: Trainer, s: int, stage: Stage, clock: Callable[[], float]) -> list[float]:
-    """F and B of a micro-batch, or F, I and W: means, as a step adds them up, without the longest fifth and
-    of two the shorter. What they add to gradients is taken back."""
-    cuts, lets_go = trainer.plan.layout.cuts, stage.recompute == "selective"
-    in_two, budget_s = is_in_two(trainer.program), BUDGET_S / len(trainer.interpreter.stages)
-    code = trainer.variants.training_code(trainer.variants.first, cuts, s, in_two, lets_go)
-    rows, keys = trainer.plan.numerics.micro_batch, frozenset(code.inputs)
-    received = [_filled(Form.of(port)) for port in code.received]
-    grads = [_filled(Form.of_grad(port)) for port in code.sent if port.needs_grad]
-    copies = {update.buffer: stage.weights.buffer(update.buffer).clone() for update in code.updates}
-    found: list[tuple[float, ...]] = []
+def _seconds(trainer: Trainer, clock: Callable[[], float]) -> dict[int, list[float]]:
+    """By stage of this rank: F and B of a micro-batch, or F, I and W. The stages take turns, so that what
+    disturbs the machine meets them all. What they add to gradients is taken back."""
+    rehearsed = {s: _Rehearsed(trainer, s) for s in trainer.interpreter.stages}
+    rows = trainer.plan.numerics.micro_batch
+    budget_s = min(MOST_S, max(LEAST_S, OF_STEP * trainer.plan.prediction.step_s))
+    turns = range(WARM_UP + MOST_ROUNDS)
     began = time.perf_counter()
 
-    def load(_: int) -> Batch:  # of the first step alone: data may have few
-        return trainer.data.batch("train", 0, 0, rows, keys)
+    def load(turn: tuple[int, int]) -> Batch:  # of the first step alone: data may have few
+        return trainer.data.batch("train", 0, 0, rows, rehearsed[turn[1]].keys)
 
     with Prefetch(load, AHEAD) as ahead:
-        ahead.expect(range(WARM_UP + MOST_ROUNDS + AHEAD))
-        while _too_few(found) or (
-            len(found) < WARM_UP + MOST_ROUNDS and time.perf_counter() - began < budget_s
-        ):
-            ends = [clock()]
-            batch = ahead.get(len(found)) if keys else {}
-            with TRACING:
-                stage.forward(code, 0, received, batch, 0, True)
-            ends.append(clock())
-            if in_two:
-                with TRACING:
-                    stage.backward_input(0, grads)
-                ends.append(clock())
-            with TRACING:
-                stage.backward_weight(0) if in_two else stage.backward(0, grads)
-                stage.apply_statistics(copies.__getitem__)  # which a step does at its end
-            ends.append(clock())
-            found.append(tuple(b - a for a, b in itertools.pairwise(ends)))
-            stage.weights.forget_rows()  # which would be those of many steps
-            if stage.weights.tied == "eager":  # of uses that have no accumulator
-                take_gradients(stage.weights)
-    stage.weights.forget()
-    counted = [sorted(column) for column in zip(*found[WARM_UP:], strict=True)]
-    return [statistics.mean(column[: max(1, 4 * len(column) // 5)]) for column in counted]
+        ahead.expect([(turn, s) for turn in turns for s, stage in rehearsed.items() if stage.keys])
+        for turn in turns:
+            if time.perf_counter() - began > budget_s and all(stage.enough for stage in rehearsed.values()):
+                break
+            for s, stage in rehearsed.items():
+                stage.once(ahead.get((turn, s)) if stage.keys else {}, clock)
+    return {s: stage.means() for s, stage in rehearsed.items()}
 
 
-def _too_few(found: Sequence[tuple[float, ...]]) -> bool:
-    """Also where the only round that counts took longer than the cold one: it was disturbed."""
-    return len(found) <= WARM_UP or (len(found) == WARM_UP + 1 and sum(found[-1]) > sum(found[0]))
+class _Rehearsed:
+    """One stage, and what it took: F and B, or F, I and W, each turn."""
+
+    def __init__(self, trainer: Trainer, s: int) -> None:
+        self._stage = trainer.interpreter.stages[s]
+        self._in_two, lets_go = is_in_two(trainer.program), self._stage.recompute == "selective"
+        code = self._code = trainer.variants.training_code(
+            trainer.variants.first, trainer.plan.layout.cuts, s, self._in_two, lets_go
+        )
+        self.keys = frozenset(code.inputs)
+        self._received = [_filled(Form.of(port)) for port in code.received]
+        self._grads = [_filled(Form.of_grad(port)) for port in code.sent if port.needs_grad]
+        weights = self._stage.weights
+        self._copies = {update.buffer: weights.buffer(update.buffer).clone() for update in code.updates}
+        self._found: list[list[float]] = []
+
+    def once(self, batch: Batch, clock: Callable[[], float]) -> None:
+        stage, ends = self._stage, [clock()]
+        with TRACING:
+            stage.forward(self._code, 0, self._received, batch, 0, True)
+        ends.append(clock())
+        if self._in_two:
+            with TRACING:
+                stage.backward_input(0, self._grads)
+            ends.append(clock())
+        with TRACING:
+            stage.backward_weight(0) if self._in_two else stage.backward(0, self._grads)
+            stage.apply_statistics(self._copies.__getitem__)  # which a step does at its end
+        ends.append(clock())
+        self._found.append([b - a for a, b in itertools.pairwise(ends)])
+        stage.weights.forget_rows()  # which would be those of many steps
+        if stage.weights.tied == "eager":  # of uses that have no accumulator
+            take_gradients(stage.weights)
+
+    @property
+    def enough(self) -> bool:
+        """Not where the only turn that counts took longer than the cold one: it was disturbed."""
+        counted = len(self._found) - WARM_UP
+        return counted > 1 or (counted == 1 and sum(self._found[-1]) <= sum(self._found[0]))
+
+    def means(self) -> list[float]:
+        """As a step adds them up, without the longest fifth and of two the shorter. Ends the rehearsal."""
+        self._stage.weights.forget()
+        counted = [sorted(column) for column in zip(*self._found[WARM_UP:], strict=True)]
+        return [statistics.mean(column[: max(1, 4 * len(column) // 5)]) for column in counted]
 
 
 def _filled(form: Form) -> Tensor:

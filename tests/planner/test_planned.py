@@ -11,7 +11,7 @@ from test_search import numerics
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, lower, make_plan, program_for, simulate
-from mpipipe.planner.joint import LIKE, Asked, schedules_of, search
+from mpipipe.planner.joint import EQUAL, LIKE, Asked, schedules_of, search
 from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.programs import cut_indices, with_window
@@ -181,14 +181,16 @@ def test_as_good_is_held_against_the_shortest_of_all() -> None:
         assert found.best.step_s <= LIKE * shortest
 
 
-def test_of_orders_that_are_as_good_that_with_least_memory_is_taken() -> None:
+@pytest.mark.parametrize(("schedule", "like"), [("v-planned", EQUAL), ("auto", LIKE)])
+def test_of_orders_that_are_as_good_that_with_least_memory_is_taken(schedule: str, like: float) -> None:
     less = 0
     for seed in range(5):
         costs, n = drawn(seed, HUGE, 2), numerics(16)
         names = [g.name for g in costs.groups]
         shortest = make_plan(costs, n, "v-planned", 4, names, 2)[0].prediction
-        taken = search(Asked(n, (16,), ("v-planned",), 4, 2), lambda _, costs=costs: costs).plan.prediction
-        assert taken.step_s <= LIKE * shortest.step_s
+        asked = Asked(n, (16,), schedules_of(schedule), 4, 2)
+        taken = search(asked, lambda _, costs=costs: costs).plan.prediction
+        assert taken.step_s <= like * shortest.step_s
         assert max(taken.peak_bytes) <= max(shortest.peak_bytes)
         less += max(taken.peak_bytes) < max(shortest.peak_bytes)
     assert less
