@@ -23,8 +23,9 @@ from benchmarks.results import OURS, VARIANTS
 README = Path(__file__).resolve().parents[1] / "README.md"
 MARKED = re.compile(r"(?<=<!-- benchmarks -->\n).*(?=<!-- end of benchmarks -->)", re.DOTALL)
 SAID = (
-    "Seconds of an optimizer step of mpipipe and of every stock way to train the same model on the same "
-    "cores, from the same first weights; in bold the best of them. What is compared: `benchmarks/README.md`."
+    "Seconds of an optimizer step of mpipipe and of stock ways to train the same model on the same cores, "
+    "from the same first weights; in bold the best of them. Times ours: the median over steps by turns. What "
+    "is compared: `benchmarks/README.md`."
 )
 HEAD = ["model", "trained by", "step", "times ours", "peak memory per rank"]
 
@@ -35,9 +36,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     lines = [_row(HEAD), _row(["---", "---", "---:", "---:", "---:"])]
     for found in results:
         name = f"{found['model']}, {found['parameters'] / 1e6:.0f} M parameters"
+        alone = _alone(found)
         for side, figures in found["sides"].items():
-            best = side == found["best_peer"]
-            lines.append(_row([name, *_cells(side, figures, best)]))
+            compared, best = side not in (OURS, *alone), side == found["best_peer"]
+            cells = _cells(side, figures, compared, best)
+            lines.append(_row([name, *cells]))
             name = ""
     texts = [fill(text, 110, break_on_hyphens=False, break_long_words=False) for text in _measured(results)]
     return "\n\n".join([fill(SAID, 110), "\n".join(lines), *texts]) + "\n"
@@ -47,15 +50,21 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cells(side: str, figures: dict[str, Any], best: bool) -> list[str]:
+def _alone(found: dict[str, Any]) -> list[str]:
+    """Of a benchmark by turns, the sides that had none."""
+    rounds = {side: len(figures.get("step_s_by_round", ())) for side, figures in found["sides"].items()}
+    return [side for side, n in rounds.items() if n == 1 and found["settings"]["turns"]]
+
+
+def _cells(side: str, figures: dict[str, Any], compared: bool, best: bool) -> list[str]:
     called = "**mpipipe**" if side == OURS else _name(side)
     if "failed" in figures:
         reason = figures["failed"].replace("|", "\\|")
         return [called, f"failed: {reason}", "", ""]
     peaks = ", ".join(f"{b / 2**20:.0f}" for b in figures["peak_bytes"])
-    ratio = f"{figures['ratio']:.2f}" if side != OURS else ""
+    ratio = f"{figures['ratio']:.2f}" if compared else ""
     step = f"{figures['step_s']:.3g} s"
-    return [called, step, f"**{ratio}**" if best else ratio, f"{peaks} MiB"]
+    return [called, step, f"**{ratio}**" if best and ratio else ratio, f"{peaks} MiB"]
 
 
 def _name(side: str) -> str:
@@ -71,9 +80,8 @@ def _measured(results: Sequence[dict[str, Any]]) -> list[str]:
         if not times:
             times, how = max(1, s["steps"] - 1), "alone"  # the first is left out where there are others
         of = f"{found['model']}: {'a step' if times == 1 else f'medians of {times} steps'} {how}"
-        rounds = {side: len(figures.get("step_s_by_round", ())) for side, figures in found["sides"].items()}
-        if s["turns"] and (alone := [_name(side) for side, n in rounds.items() if n == 1]):
-            of += f". One run alone, beside ours alone: {', '.join(alone)}"
+        if alone := _alone(found):
+            of += f". One run alone: {', '.join(map(_name, alone))}"
         arguments = f' ARGS="{" ".join(s["arguments"])}"' if s["arguments"] else ""
         by = f"on {found['date']} by `make bench{arguments}`: {s['ranks']} ranks, GEMMs by {s['gemm']}"
         at = f"{m['processor']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB, {m['instruction_set']}"

@@ -91,7 +91,7 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     for s, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
         speed, spread = placed.cluster.devices[s].speed, _spread(measured, s)
         mine = costs.groups[first:end]
-        of_stage = {op: float(found[s]) for op, found in ratios.items()}
+        of_stage = {op: float(found[s]) for op, found in ratios.items() if np.isfinite(found[s])}
         again_s = float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
         into, weight = _backward(mine, again_s, of_stage)
         whole_s = sum(stage.step_s for stage in stages[s :: layout.n_stages]) * speed
@@ -135,7 +135,8 @@ def _sums(program: Program, values: Sequence[Float64]) -> Seconds:
 
 
 def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
-    """measured / planned of each kind of work that there is, (stages,). stages: as `stages_in` gives them."""
+    """measured / planned of each kind of work that there is, (stages,); NaN where a stage has none of it.
+    stages: as `stages_in` gives them."""
     took = stage_seconds(measured)
     counts = _sums(measured.program, [np.ones(len(times)) for times in measured.times])
     copies, call_s = len(measured.program.copies), np.array([s.call_s for s in stages])
@@ -161,15 +162,17 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
                 f"the measured {op.name} of stage {stage} take {seconds[stage]:g} s, planned are "
                 f"{expected[stage]:g} s: spans of the run are missing or torn; run again to measure anew"
             )
-        ratios[op] = np.divide(seconds, expected, out=np.ones(len(expected)), where=expected > 0.0)
+        found = np.divide(seconds, expected, out=np.ones(len(expected)), where=expected > 0.0)
+        ratios[op] = np.where(counts[op] > 0, found, np.nan)
     if Op.F not in ratios or not ratios.keys() & set(_BACK) or Op.STEP not in ratios:
         raise PlanError("the measured step has no forward, backward and update; run again to measure one")
     return ratios
 
 
 def _backward(groups: Sequence[GroupCost], again_s: float, ratios: Mapping[Op, float]) -> tuple[float, float]:
-    """Of a stage, by what the seconds of I and W of its groups are multiplied; alike where they are one.
-    again_s: planned of a forward that is made again, which takes as much longer as the forward."""
+    """Of a stage, by what the seconds of I and W of its groups are multiplied; alike where they are one, as
+    they may be on one stage only. ratios: of the kinds of work that the stage has. again_s: planned of a
+    forward that is made again, which takes as much longer as the forward."""
     into_s, weight_s = sum(g.bwd_input_s for g in groups), sum(g.bwd_weight_s for g in groups)
     whole = Op.B in ratios
     own_s = into_s + weight_s if whole else into_s

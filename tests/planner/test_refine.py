@@ -13,6 +13,7 @@ from planner_cases import barely_fitting, problems
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for, simulate, stage_costs
+from mpipipe.planner.copies import stages_in
 from mpipipe.planner.prediction import norm_seconds
 from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.refine import refine, refined_costs, stage_seconds
@@ -29,16 +30,15 @@ def step(plan: Plan, ratios: list[tuple[float, ...]]) -> Timeline:
     assert costs is not None
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
-    stages = stage_costs(in_order(costs, plan.layout.order), cuts, plan.layout.recompute)
     stages = [
         replace(
             s, fwd_s=s.fwd_s * f, bwd_input_s=s.bwd_input_s * i, bwd_weight_s=s.bwd_weight_s * w,
             step_s=s.step_s * u,
         )
-        for s, (f, i, w, u) in zip(stages, ratios, strict=False)
+        for s, (f, i, w, u) in zip(stages_in(costs, plan.layout, cuts), ratios, strict=False)
     ]  # fmt: skip
     program = program_for(plan.layout, plan.numerics, costs.ties, names)
-    norm_s = norm_seconds(costs.cluster, len(stages))
+    norm_s = norm_seconds(costs.cluster, plan.layout.n_ranks)
     return simulate(program, stages, costs.cluster, norm_s, stage_ties(costs.ties, cuts))
 
 
@@ -66,6 +66,19 @@ def test_the_refined_costs_predict_the_step_that_was_measured(problem, ratios) -
     assert all(g.update_s >= -1e-12 for g in refined.plan.costs.groups)
     kept = [(g.param_bytes, g.stash_bytes, g.act_bytes) for g in costs.groups]
     assert [(g.param_bytes, g.stash_bytes, g.act_bytes) for g in refined.plan.costs.groups] == kept
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-planned", "v-planned"])
+def test_backwards_in_two_are_refined_beside_those_in_one(schedule: str) -> None:
+    """Of an order that follows from costs the first stage does its backward in one, the others do not."""
+    made, _ = made_plan(2, 8, 12)
+    groups = tuple(replace(g, split_s=0.1 * g.bwd_weight_s) for g in made.costs.groups)  # type: ignore[union-attr]
+    costs, names = replace(made.costs, groups=groups), [g.name for g in groups]  # type: ignore[type-var]
+    plan, program = make_plan(costs, made.numerics, schedule, 3, names, 2)
+    assert (Op.B in program.codes[0][:, 0]) == (schedule != "zb-h1")
+    ratios = [(2.0, 3.0, 3.0, 1.0), (1.5, 2.0, 2.0, 1.0), (1.0, 0.5, 0.5, 1.0), (0.5, 4.0, 4.0, 1.0)]
+    measured = step(plan, ratios)
+    assert refine(plan, measured).ran.prediction.step_s == pytest.approx(measured.makespan_s)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

@@ -19,7 +19,8 @@ from mpipipe.planner.schedules.v_shape import v_half, zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.values import Schedule
 
-# Their order follows from costs: a plan has it as `Layout.actions`. Each is no longer than the one by hand.
+# Their order follows from costs: a plan has it as `Layout.actions`. Each is no longer than the one by hand,
+# until it is made leaner.
 BY_HAND = {"zb-planned": "zb-h1", "v-planned": "zb-v", "interleaved-planned": "interleaved"}
 PLANNED = tuple(BY_HAND)
 SCHEDULES: dict[str, Build] = {
