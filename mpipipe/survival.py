@@ -99,7 +99,9 @@ class Survival:
         return Recovery(gone, pipe.steps_done, replayed, source, took_s)
 
     def _go_on(self, pipe: Pipeline, checkpoint: Newest) -> str:
-        vars(pipe).pop("trainer", None)
+        abandoned: Trainer | None = vars(pipe).pop("trainer", None)
+        loads = None if abandoned is None else abandoned.feed.ahead
+        del abandoned
         gc.collect()
         pipe.divide_anew()
         pipe.saver, comm = Saver(pipe.comm), pipe.comm
@@ -125,6 +127,8 @@ class Survival:
             if folder is not None and weights is not None:
                 pipe.resume(weights, read_state(folder))
                 source = str(folder)
+        if loads is not None:
+            pipe.trainer.feed.ahead.after(loads)
         self._begin_anew(pipe)
         return source
 

@@ -34,7 +34,7 @@ from mpipipe.planner.copies import (
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.partition import Wish, check_stages, too_many
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.prediction import fullest, norm_seconds
+from mpipipe.planner.prediction import dear, norm_seconds
 from mpipipe.planner.schedules import (
     BY_HAND,
     FILLED,
@@ -113,9 +113,9 @@ class Tried:
         return self.why.startswith(SKIPPED)
 
     @property
-    def full(self) -> float:
-        """Of the memory of the rank that has least left; 0 where there is no plan."""
-        return 0.0 if self.made is None else fullest(self.made[0])
+    def dear(self) -> float:
+        """As of `dear`; endless where there is no plan."""
+        return math.inf if self.made is None else dear(self.made[0])
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ def least_s(tried: Tried) -> float:
 
 def preferred(tried: Collection[Tried], best: Tried | None = None) -> Tried:
     """The one with the shortest step, or `best`; of those of its number of micro-batches that are as fast,
-    but for `LIKE`: that with the fewest copies; then 1f1b, else what needs least memory, else the first."""
+    but for `LIKE`: that with the fewest copies; then 1f1b, else what is `dear` least, else the first."""
     best = best or min(tried, key=lambda t: t.step_s)
     alike = (t for t in tried if t.micro_batches == best.micro_batches and t.step_s <= best.step_s * LIKE)
-    return min(alike, key=lambda t: (most_copies(t.copies), t.schedule != PLAIN[0], t.full))
+    return min(alike, key=lambda t: (most_copies(t.copies), t.schedule != PLAIN[0], t.dear))
 
 
 def schedules_of(name: str) -> tuple[str, ...]:

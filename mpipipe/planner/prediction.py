@@ -38,6 +38,8 @@ from mpipipe.values import (
     makespan_s,
 )
 
+MEMORY_COUNTS = 0.2  # of plans that are nearly as fast: beside the step, relative
+
 
 def predict(
     costs: Costs, layout: Layout, program: Program, group_names: Sequence[str], bound_s: float | None = None
@@ -132,6 +134,12 @@ def fullest(plan: Plan) -> float:
     devices = plan.costs.cluster.devices if plan.costs else ()
     peaks = zip(plan.prediction.peak_bytes, devices, strict=False)
     return max((peak / device.memory_bytes for peak, device in peaks), default=0.0)
+
+
+def dear(plan: Plan) -> float:
+    """By which plans that are nearly as fast are compared: one that is 1 % longer is as dear as one whose
+    fullest rank needs 5 % more."""
+    return plan.prediction.step_s * math.pow(fullest(plan), MEMORY_COUNTS)
 
 
 def norm_seconds(cluster: Cluster, n_ranks: int) -> float:

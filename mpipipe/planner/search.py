@@ -28,7 +28,7 @@ from mpipipe.planner.copies import (
 from mpipipe.planner.orders import Order, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages
 from mpipipe.planner.placing import LEAST_GAIN, promising
-from mpipipe.planner.prediction import fullest, least_of, least_step_s, predict, predict_with
+from mpipipe.planner.prediction import dear, least_of, least_step_s, predict, predict_with
 from mpipipe.planner.programs import Cuts, Failure, alone, cut_indices, program_for, with_window
 from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, stages_on
 from mpipipe.planner.schedules.orders import is_plain
@@ -246,7 +246,7 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Seque
 
 def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:
     """Of a plan whose order follows from costs, that with the same cuts and the fewest stashes whose step
-    takes so long at most, and whose fullest rank needs less; any other plan as it is."""
+    takes so long at most, and which is less `dear`; any other plan as it is."""
     (plan, _), names = made, [group.name for group in made[0].costs.groups] if made[0].costs else []
     layout, numerics, costs = plan.layout, plan.numerics, plan.costs
     if layout.schedule not in PLANNED or layout.recompute or costs is None:
@@ -256,7 +256,7 @@ def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tu
             wished = replace(layout, actions=order.actions, receive_window=receive_window)
             other, program = with_window(wished, numerics, costs.ties, names, order.schedule)
             found = Plan(numerics, other, predict(costs, other, program, names)[0], costs)
-            if found.prediction.step_s <= most_s and fullest(found) < fullest(plan):
+            if found.prediction.step_s <= most_s and dear(found) < dear(plan):
                 return found, program
     return made
 

@@ -4,14 +4,17 @@
     varying   rank 0 looks, and tells the others the shapes of the step
     stream    rank 0 reads (data that can be read once only) and sends to those whose stages read
 
-Labels are read before the first forward, for the weight of the loss, and kept until their forward. What
-comes next is loaded by a thread meanwhile (a fork beside MPI would be unsafe): all labels of the next step,
-so that no rank waits for them when it begins, and a few micro-batches of the rest.
+Labels are read before the first forward, for the weight of the loss, and kept until their forward, as is
+what another stage of the rank reads later. What comes next is loaded by a thread meanwhile (a fork beside MPI
+would be unsafe): all labels of the next step, so that no rank waits for them when it begins, and a few
+micro-batches of the rest.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -29,8 +32,9 @@ AHEAD = 2  # micro-batches that are loaded before they are asked for
 Bounds = tuple[tuple[int, int], ...]
 Request = tuple[Split, int, int, int, frozenset[str]]  # split, step, start, stop, keys
 Keys = frozenset[str]
-# (mode, specs, rank, micro-batch, of how many) -> the keys that a rank reads before the step, and at forward
-Reads = Callable[[Mode, Specs, int, int, int], tuple[Keys, Keys]]
+# (mode, specs, rank, micro-batch, of how many) -> the keys that a rank reads before the step, and at the
+# forward of each of its stages
+Reads = Callable[[Mode, Specs, int, int, int], tuple[Keys, tuple[Keys, ...]]]
 
 
 class Data(Protocol):
@@ -187,18 +191,22 @@ class Feed:
         """One message at a time to each rank: nothing else is under way between two steps."""
         for rank in range(1, self.comm.size):
             for i, (micro, shapes) in enumerate(zip(micros, specs, strict=True)):
-                for key in sorted(frozenset.union(*self.reads(mode, shapes, rank, i, len(specs)))):
+                for key in self._every_key(mode, shapes, rank, i, len(specs)):
                     self.comm.wait(self.comm.isend(as_bytes(micro[key].contiguous()), rank, 0))
 
     def _receive(self, mode: Mode, specs: Sequence[Specs]) -> list[Batch]:
         micros = []
         for i, shapes in enumerate(specs):
             micro = {}
-            for key in sorted(frozenset.union(*self.reads(mode, shapes, self.comm.rank, i, len(specs)))):
+            for key in self._every_key(mode, shapes, self.comm.rank, i, len(specs)):
                 micro[key] = torch.empty(shapes[key].shape, dtype=getattr(torch, shapes[key].dtype))
                 self.comm.wait(self.comm.irecv(as_bytes(micro[key]), 0, 0))
             micros.append(micro)
         return micros
+
+    def _every_key(self, mode: Mode, specs: Specs, rank: int, micro: int, n_micro: int) -> list[str]:
+        before, stages = self.reads(mode, specs, rank, micro, n_micro)
+        return sorted(before.union(*stages))
 
 
 def _load(data: Data, request: Request) -> Batch:
@@ -223,7 +231,9 @@ class _Loaded:
         self.feed, self.split, self.step, self.bounds, self.specs = feed, split, step, bounds, specs
         self.kept: dict[int, Batch] = {}
         rank, n = feed.comm.rank, len(specs)
-        before, later = zip(*(feed.reads(mode, s, rank, i, n) for i, s in enumerate(specs)), strict=True)
+        before, stages = zip(*(feed.reads(mode, s, rank, i, n) for i, s in enumerate(specs)), strict=True)
+        later = [frozenset[str]().union(*of_micro) for of_micro in stages]
+        self.left = [Counter(itertools.chain(*of_micro)) for of_micro in stages]  # forwards that read a key
         if feed.data.whole:  # what costs the same is loaded once
             before = tuple(b | t if b else b for b, t in zip(before, later, strict=True))
         self.before = before
@@ -244,9 +254,12 @@ class _Loaded:
         return {key: self.kept[micro][key] for key in keys}
 
     def take(self, micro: int, keys: Keys) -> Batch:
-        found = self.kept.pop(micro, {})
+        found, left = self.kept.pop(micro, {}), self.left[micro]
         if missing := frozenset(keys - found.keys()):
             found |= self._load(micro, self.later[micro] if missing <= self.later[micro] else missing)
+        left.subtract(keys)
+        if rest := {key: t for key, t in found.items() if left[key] > 0}:
+            self.kept[micro] = rest
         return {key: found[key] for key in keys}
 
     def name_of(self, sample: int) -> str:

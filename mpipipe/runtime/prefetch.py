@@ -33,10 +33,18 @@ class Prefetch(Generic[R, B]):
         self._wanted: list[R] = []  # what `get` waits for: none or one
         self._ready: dict[R, B | _Failed] = {}
         self._closed = False
+        self._before: Prefetch[Any, Any] | None = None  # whose thread may still be reading
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
         self._thread.start()
         _LIVE.add(self)
+
+    def after(self, other: Prefetch[Any, Any]) -> None:
+        """To be called first: nothing is loaded before the thread of `other` has ended, which it stops. Two
+        threads must not be in one data set."""
+        other.stop()
+        with self._changed:
+            self._before = other
 
     def expect(self, requests: Iterable[R], all_at_once: Iterable[R] = ()) -> None:
         """What comes next, in order, in place of what was expected before; and what will be asked for at one
@@ -99,6 +107,10 @@ class Prefetch(Generic[R, B]):
                 if self._closed:
                     return
                 request = self._due()[0]
+            if self._before is not None:
+                self._before._thread.join()
+                self._before = None
+                continue  # this one may have been closed meanwhile
             batch: B | _Failed
             try:
                 batch = self._load(request)

@@ -71,18 +71,18 @@ class Trainer:
 
     def _reads(
         self, mode: Mode, specs: Specs, rank: int, micro: int, n_micro: int
-    ) -> tuple[frozenset[str], frozenset[str]]:
-        """The batch keys of a micro-batch that a rank reads before the step, for the loss weight, and at its
-        forward."""
+    ) -> tuple[frozenset[str], tuple[frozenset[str], ...]]:
+        """The batch keys of a micro-batch that a rank reads before the step, for the loss weight, and at the
+        forward of each of its stages."""
         layout, cuts = self.plan.layout, self.plan.layout.cuts
         copy, stages = self.program.copy_on(rank), self._stages_of(rank)
         if micro not in share_of(copy, len(layout.ranks[stages[0]]), n_micro):
-            return frozenset(), frozenset()
+            return frozenset(), ()
         codes = [self.variants.code(mode, specs, cuts, stage) for stage in stages]
         last = rank in layout.ranks[-1]
         weight = self.variants.weight(mode, specs) if last and mode != "predict" else 0.0
         before = weight.inputs if isinstance(weight, Code) else ()
-        return frozenset(before), frozenset(key for code in codes for key in code.inputs)
+        return frozenset(before), tuple(frozenset(code.inputs) for code in codes)
 
     def _program(self, n_micro: int, train: bool) -> Program:
         if (n_micro, train) not in self._programs:

@@ -61,8 +61,8 @@ class Recorder(DatasetBase):
         return self.change(step, {"x": x, "labels": 100 * step + rows})
 
 
-def reads(mode: str, specs: Any, rank: int, *_: int) -> tuple[frozenset[str], frozenset[str]]:
-    return frozenset(KEYS[2] if rank == 2 else ()), frozenset(KEYS[rank])
+def reads(mode: str, specs: Any, rank: int, *_: int) -> tuple[frozenset[str], tuple[frozenset[str], ...]]:
+    return frozenset(KEYS[2] if rank == 2 else ()), (frozenset(KEYS[rank]),)
 
 
 def feed(comm: Communicator, data: Recorder, of: Any = reads) -> Feed:
@@ -72,7 +72,7 @@ def feed(comm: Communicator, data: Recorder, of: Any = reads) -> Feed:
 def step(source: Source | None, rank: int) -> list[Batch]:
     """What one rank does with the micro-batches of a step."""
     assert source is not None
-    before, later = reads("train", {}, rank)
+    before, (later,) = reads("train", {}, rank)
     for micro in range(len(source.specs)) if before else ():
         source.peek(micro, before)
     return [source.take(micro, later) for micro in range(len(source.specs))] if later else []
@@ -121,11 +121,17 @@ def test_each_rank_loads_the_keys_that_its_stages_read_and_each_once(whole: bool
         assert sorted(of_steps(found)) == each, rank
 
 
-def test_whole_micro_batches_are_loaded_once_where_the_weight_needs_some_keys_early() -> None:
-    """One rank reads the labels before the step, everything at its forward."""
+@pytest.mark.parametrize(
+    "stages", [({"x", "labels"},), ({"x"}, {"labels"}), ({"x", "labels"}, {"x", "labels"})]
+)
+def test_micro_batches_are_loaded_once_whoever_on_a_rank_reads_them(stages: tuple[set[str], ...]) -> None:
+    """One rank reads the labels before the step, everything at the forwards of its stages."""
+    of_stages = tuple(map(frozenset, stages))
 
-    def all_of_it(mode: str, specs: Any, rank: int, *_: int) -> tuple[frozenset[str], frozenset[str]]:
-        return frozenset({"labels"}), frozenset({"x", "labels"})
+    def all_of_it(
+        mode: str, specs: Any, rank: int, *_: int
+    ) -> tuple[frozenset[str], tuple[frozenset[str], ...]]:
+        return frozenset({"labels"}), of_stages
 
     def body(comm: Communicator, whole: bool) -> list[Asked]:
         data = Recorder(whole=whole)
@@ -134,8 +140,12 @@ def test_whole_micro_batches_are_loaded_once_where_the_weight_needs_some_keys_ea
         assert source is not None
         for micro, (start, stop) in enumerate(BOUNDS):
             assert source.peek(micro, frozenset({"labels"}))["labels"].tolist() == list(range(start, stop))
-        for micro in range(len(BOUNDS)):
-            assert set(source.take(micro, frozenset({"x", "labels"}))) == {"x", "labels"}
+        for keys in of_stages:  # a stage goes on to the next micro-batch, as another one comes later
+            for micro, (start, stop) in enumerate(BOUNDS):
+                taken = source.take(micro, keys)
+                assert taken.keys() == keys
+                assert all(len(t) == stop - start for t in taken.values())
+        assert not source.kept  # type: ignore[attr-defined]
         mine.ahead.close()
         return of_steps(data.asked, 1)
 

@@ -116,6 +116,20 @@ def test_an_error_comes_out_where_its_batch_is_asked_for(load: Loader, ahead: Pr
     assert ahead.get(3) == 6
 
 
+def test_nothing_is_loaded_before_the_thread_of_another_one_has_ended(
+    load: Loader, ahead: Prefetch[int, int]
+) -> None:
+    ahead.expect([1, 2])
+    load.wait(1)
+    with Prefetch(load, 2) as later:
+        later.after(ahead)
+        later.expect([3])
+        assert not load.began.acquire(timeout=0.2)
+        load.let()
+        assert later.get(3) == 6
+        assert load.begun == [1, 3], "what was expected of the first one is not loaded any more"
+
+
 def test_close_ends_the_thread_and_later_gets_are_defects(load: Loader) -> None:
     ahead = Prefetch(load, 2)
     ahead.expect([1, 2])
