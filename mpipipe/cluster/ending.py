@@ -21,9 +21,9 @@ def end(comm: Communicator | None, error: BaseException) -> int:
     """Says what went wrong and ends every rank of the job; alone, returns the exit code."""
     rank = launcher_rank(os.environ) if comm is None else comm.rank
     if rank != 0:
-        if comm is None:
-            return 1
         time.sleep(SPEAK_FIRST_S * (1 + min(rank, 10) / 10))  # of several, the lowest
+        if comm is None:  # rank 0 has met the same
+            return 1
     if isinstance(error, MpipipeError):
         notes = getattr(error, "__notes__", [f"on rank {rank}"] if rank else [])
         text = "\n  ".join([f"mpipipe: {error.kind}: {error}", *notes])

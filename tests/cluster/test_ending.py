@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpipipe.cluster import ending
-from mpipipe.cluster.ending import TimeLimit, stop_signals
+from mpipipe.cluster.ending import SPEAK_FIRST_S, TimeLimit, stop_signals
 from mpipipe.commands.supervise import MENDABLE
 from mpipipe.errors import DataError, RecoveryError, UnreadableError
 
@@ -116,6 +116,26 @@ def test_a_rank_that_speaks_for_itself_alone_says_which_it_is(
     assert capsys.readouterr().err == f"mpipipe: error: no such file\n{says}"
     assert aborts == [1]
     assert len(waits) == rank, "rank 0 speaks first"
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, 0),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}, 2),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, 1),
+    ],
+)
+def test_before_there_is_mpi_rank_0_speaks_first_and_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environ: dict[str, str], rank: int
+) -> None:
+    """The launcher ends all as soon as one has ended, so also rank 0 before it has said why."""
+    waits = list[float]()
+    monkeypatch.setattr(ending.time, "sleep", waits.append)
+    monkeypatch.setattr(ending.os, "environ", environ)
+    assert ending.end(None, DataError("no such file")) == 1
+    assert capsys.readouterr().err == ("" if rank else "mpipipe: error: no such file\n")
+    assert [wait >= SPEAK_FIRST_S for wait in waits] == [True] * (rank > 0)
 
 
 def test_what_another_start_may_mend_is_not_called_an_error(capsys: pytest.CaptureFixture[str]) -> None:
