@@ -38,37 +38,39 @@ def test_without_any_limit_there_is_no_end() -> None:
     assert not limit.reached(step_s=1e6, save_s=1e6)
 
 
-def test_the_own_limit_counts_from_when_it_is_made() -> None:
-    clock = Clock()
-    limit = TimeLimit(1.5, {}, clock)
-    for seconds, wanted in ((0.0, False), (89.9, False), (90.0, True), (500.0, True)):
-        clock.now = 1000.0 + seconds
-        assert limit.reached(step_s=0.1, save_s=0.0) == wanted, seconds
-    clock.now = 1089.0
-    assert not limit.reached(step_s=50.0, save_s=50.0), "the user's minutes are not shortened"
+@pytest.mark.parametrize(("minutes", "least_s"), [(0.5, 3.0), (10.0, 60.0), (20.0, 60.0)])
+def test_the_own_limit_counts_from_the_beginning_and_leaves_a_minute(minutes: float, least_s: float) -> None:
+    """Or a tenth, where the whole is short."""
+    for began, passed_s in ((None, 0.0), (1000.0, 0.0), (980.0, 20.0)):
+        clock = Clock()
+        limit = TimeLimit(minutes, {}, clock, began)
+        clock.now += 60.0 * minutes - least_s - passed_s - 0.1
+        assert not limit.reached(step_s=0.1, save_s=0.0)
+        clock.now += 0.2
+        assert limit.reached(step_s=0.1, save_s=0.0)
 
 
 @pytest.mark.parametrize(
     ("step_s", "save_s", "reserve_s"),
     [(0.1, 0.1, 60.0), (10.0, 5.0, 60.0), (30.0, 0.0, 90.0), (10.0, 40.0, 150.0)],
 )
-def test_before_the_end_of_the_job_there_is_time_for_three_steps_and_saves(
+def test_before_the_end_there_is_time_for_three_steps_and_saves(
     step_s: float, save_s: float, reserve_s: float
 ) -> None:
     """But never less than a minute."""
     clock = Clock()
-    limit = TimeLimit(None, {"SLURM_JOB_END_TIME": "5000"}, clock)
+    limits = TimeLimit(None, {"SLURM_JOB_END_TIME": "5000"}, clock), TimeLimit(4000.0 / 60.0, {}, clock)
     clock.now = 5000.0 - reserve_s - 0.5
-    assert not limit.reached(step_s, save_s)
+    assert not any(limit.reached(step_s, save_s) for limit in limits)
     clock.now = 5000.0 - reserve_s
-    assert limit.reached(step_s, save_s)
+    assert all(limit.reached(step_s, save_s) for limit in limits)
 
 
 def test_whichever_comes_first() -> None:
     clock = Clock()
     job = {"SLURM_JOB_END_TIME": "5000"}
     own, other = TimeLimit(1.0, job, clock), TimeLimit(1000.0, job, clock)
-    clock.now = 1060.0
+    clock.now = 1054.0
     assert (own.reached(1.0, 1.0), other.reached(1.0, 1.0)) == (True, False)
     clock.now = 4940.0
     assert other.reached(1.0, 1.0)
