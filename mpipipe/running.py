@@ -66,16 +66,15 @@ class Run:
 
     def __init__(
         self, config: Config, pipe: Pipeline, built: Built, run_dir: Path, log: Progress | Silent,
-        watchdog: Watchdog, owner: Owner | None,
+        watchdog: Watchdog, owner: Owner | None, limit: TimeLimit,
     ) -> None:  # fmt: skip
         """owner: of the run folder, on rank 0."""
         self.config, self.pipe, self.built, self.run_dir, self.log = config, pipe, built, run_dir, log
-        self.data, self.watchdog, self.owner = pipe.data, watchdog, owner
+        self.data, self.watchdog, self.owner, self.limit = pipe.data, watchdog, owner, limit
         self._opened = ExitStack()  # what a recovery opens
         self.replayed = 0  # steps done again
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
-        self.limit = TimeLimit(config.run.time_limit, os.environ)
         self.saved = -1
         self.last: Step | None = None
         self.turn_s = self.save_s = 0.0  # the longest so far

@@ -9,7 +9,11 @@ ends all.
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import time
+
+BEGAN = time.time()  # as good as the start of the process: what is imported below may take long
 
 if __name__ == "__main__":
     gc.disable()  # until `imports_are_done`: there is much to look through, and no garbage
@@ -20,7 +24,7 @@ from pathlib import Path
 
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import end, leave, stop_signals
+from mpipipe.cluster.ending import TimeLimit, end, leave, stop_signals
 from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
@@ -80,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         config = load(given[0], given[1:])
         imports_are_done()
         with stop_signals(comm.rank == 0) as asked:  # to the very end: a late one must not kill the save
-            train(comm, config, "--resume" in flags, "--new-numerics" in flags, plan, asked)
+            train(comm, config, "--resume" in flags, "--new-numerics" in flags, plan, asked, BEGAN)
         leave(comm)
         return 0
     except BaseException as error:
@@ -105,13 +109,15 @@ def train(
     new_numerics: bool = False,
     plan: str | None = None,
     asked: list[str] | None = None,
+    began: float | None = None,
 ) -> Report:
     """Trains as configured; the report is the same on every rank. Collective.
 
     resume: goes on from the newest whole checkpoint of the run in `run.dir`, or of the latest run.
     plan: the file of a plan whose layout is used. asked: reasons to stop: where there is one, the run ends
-    after its step.
+    after its step. began: the second since the epoch from which `run.time_limit` counts; None = now.
     """
+    limit = TimeLimit(config.run.time_limit, os.environ, began=began)
     settings = {**config.model_dump(), "command": {"--resume": resume, "--new-numerics": new_numerics}}
     given = {f"{s}.{k}": repr(v) for s, keys in settings.items() for k, v in keys.items()}
     agree(comm, surroundings() | given)
@@ -130,12 +136,12 @@ def train(
     with room_in(run_dir), closing(Watchdog(comm.rank, comm.size, run_dir, config.run.watchdog)) as watchdog:
         watchdog.start()
         asked = [] if asked is None else asked
-        return _train(comm, config, place, new_numerics, plan, asked, watchdog)
+        return _train(comm, config, place, new_numerics, plan, asked, watchdog, limit)
 
 
 def _train(
     comm: Communicator, config: Config, place: tuple[Path, list[str], bool], new_numerics: bool,
-    plan: str | None, asked: list[str], watchdog: Watchdog,
+    plan: str | None, asked: list[str], watchdog: Watchdog, limit: TimeLimit,
 ) -> Report:  # fmt: skip
     """As `train`, in the run folder that there is. place: as `_place` gives it."""
     run_dir, said, resumed = place
@@ -181,7 +187,7 @@ def _train(
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         if comm.rank == 0:
             make_latest(config, run_dir)
-        with closing(Run(config, pipe, built, run_dir, log, watchdog, owner)) as run:
+        with closing(Run(config, pipe, built, run_dir, log, watchdog, owner, limit)) as run:
             return run.all(asked)
 
 

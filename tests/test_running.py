@@ -37,15 +37,9 @@ class Ends:
         return {"loss": 1.5}
 
 
-@pytest.mark.parametrize(
-    ("every", "rows"), [(0, [(1, False), (2, False), (2, True)]), (2, [(1, False), (2, True)])]
-)
-def test_the_last_evaluation_is_written_also_where_the_data_ends(
-    every: int, rows: list[tuple[int, bool]]
-) -> None:
+def with_made_up_steps(every: int) -> Any:
+    """A run whose steps are those of `Ends`. every: steps between evaluations."""
     run: Any = Run.__new__(Run)
-    written: list[tuple[int, bool]] = []
-    shown: list[tuple[int, bool]] = []
     run.config = SimpleNamespace(
         train=SimpleNamespace(steps=9, save_every=0, batch=4),
         eval=SimpleNamespace(every=every, batches=1),
@@ -55,6 +49,19 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     run.slowness = SimpleNamespace(add=lambda _: None)
     run.watchdog, run.limit = Watchdog(0, 1, Path(), "off"), TimeLimit(None, {})
     run.last, run.turn_s, run.save_s, run.all_steps_s, run.save = None, 0.0, 0.0, 0.0, lambda background: None
+    run.log = SimpleNamespace(step=lambda step, values: None)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("every", "rows"), [(0, [(1, False), (2, False), (2, True)]), (2, [(1, False), (2, True)])]
+)
+def test_the_last_evaluation_is_written_also_where_the_data_ends(
+    every: int, rows: list[tuple[int, bool]]
+) -> None:
+    run = with_made_up_steps(every)
+    written: list[tuple[int, bool]] = []
+    shown: list[tuple[int, bool]] = []
     run.log = SimpleNamespace(step=lambda step, values: shown.append((step, "val_loss" in values)))
     metrics: Any = SimpleNamespace(write=lambda step, **values: written.append((step, "val_loss" in values)))
     asked: list[str] = []
@@ -63,6 +70,13 @@ def test_the_last_evaluation_is_written_also_where_the_data_ends(
     assert run.pipe.evaluated == [2]
     assert written == shown == rows
     assert run.all_steps_s == pytest.approx(0.2), "the time of both"
+
+
+def test_a_run_ends_after_the_step_that_its_time_limit_leaves() -> None:
+    run, asked = with_made_up_steps(0), list[str]()
+    run.limit = TimeLimit(1.0, {}, lambda: 1000.0 + 60.0 * run.pipe.step)
+    last = run.loop(None, asked)
+    assert (last.step, last.stop, asked) == (2, True, ["the time limit"])
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ def end(comm: Communicator | None, error: BaseException) -> int:
     """Says what went wrong and ends every rank of the job; alone, returns the exit code."""
     rank = launcher_rank(os.environ) if comm is None else comm.rank
     if rank != 0:
-        if comm is None:
-            return 1
         time.sleep(SPEAK_FIRST_S * (1 + min(rank, 10) / 10))  # of several, the lowest
+        if comm is None:  # rank 0 has met the same
+            return 1
     if isinstance(error, MpipipeError):
         notes = getattr(error, "__notes__", [f"on rank {rank}"] if rank else [])
         text = "\n  ".join([f"mpipipe: {error.kind}: {error}", *notes])
@@ -81,7 +81,7 @@ def stop_signals(says: bool = False) -> Iterator[list[str]]:
 
 
 class TimeLimit:
-    """Whether to stop now: after `minutes`, or early enough before the end of the Slurm job to save.
+    """Whether to stop now: early enough to save before `minutes` are over, or the time of the Slurm job is.
 
     >>> TimeLimit(None, {"SLURM_JOB_END_TIME": "1000"}, lambda: 930.0).reached(step_s=1.0, save_s=2.0)
     False
@@ -90,16 +90,19 @@ class TimeLimit:
     """
 
     def __init__(
-        self, minutes: float | None, environ: Mapping[str, str], now: Callable[[], float] = time.time
-    ) -> None:
-        end = environ.get("SLURM_JOB_END_TIME", "")
+        self, minutes: float | None, environ: Mapping[str, str], now: Callable[[], float] = time.time,
+        began: float | None = None,
+    ) -> None:  # fmt: skip
+        """began: the second since the epoch from which `minutes` count; None = now."""
         self.now = now
-        self.own_end = None if minutes is None else now() + 60.0 * minutes
-        self.job_end = float(end) if end.isdigit() else None
+        self.ends: list[tuple[float, float]] = []  # each with the seconds that are the least to be left
+        if minutes is not None:
+            self.ends.append(((now() if began is None else began) + 60.0 * minutes, min(60.0, 6.0 * minutes)))
+        end = environ.get("SLURM_JOB_END_TIME", "")
+        if end.isdigit():
+            self.ends.append((float(end), 60.0))
 
     def reached(self, step_s: float, save_s: float) -> bool:
         """step_s, save_s: seconds of the longest step and of the longest save so far."""
-        if self.own_end is not None and self.now() >= self.own_end:
-            return True
-        reserve = max(60.0, 3.0 * (step_s + save_s))
-        return self.job_end is not None and self.now() >= self.job_end - reserve
+        needed_s, now = 3.0 * (step_s + save_s), self.now()
+        return any(now >= end - max(least_s, needed_s) for end, least_s in self.ends)

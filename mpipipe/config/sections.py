@@ -337,7 +337,7 @@ class RunConfig(Section):
     name: str | None = None  # short name of the run; null = the model's
     log_every: Positive = 10  # steps between lines of the log
     tensorboard: bool = False  # metrics also as scalars for TensorBoard, in the folder tensorboard
-    time_limit: Above0 | None = None  # minutes, then a checkpoint and the end; null = the job's own
+    time_limit: Above0 | None = None  # minutes from the start until it has saved and ended; null = the job's
     recover: Literal["restart", "mpi"] = "restart"  # when a rank is lost; mpi: in the job, under ULFM
     mirror_every: Count | Literal["auto"] = "auto"  # steps between copies on other ranks; 0 = none
     spares: Count = 0  # ranks that wait, and replace those that are lost; recover: mpi

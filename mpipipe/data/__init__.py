@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe.config import Config
-from mpipipe.config.dotted import resolve
+from mpipipe.config.dotted import factory
 from mpipipe.config.sections import CustomDataConfig, HfConfig
 from mpipipe.data.base import Dataset, DatasetBase, Specs, Split
 from mpipipe.data.corpus import corpus_path, write_corpus
@@ -48,7 +48,7 @@ def open_dataset(config: Config, run_dir: str | Path) -> Any:
     returned, perhaps a pair of training and validation data. Raises ConfigError, DataError."""
     data = config.data
     if isinstance(data, CustomDataConfig):
-        opened = resolve("data.name", data.name)(**data.args)
+        opened = factory("data", data.name, data.args)()
     else:
         opened = _open(data, config, Path(run_dir))
     if hasattr(opened, "specs") and hasattr(config.model, "channels"):
@@ -70,7 +70,8 @@ def _check_images(data: Dataset, config: Config) -> None:
         )
 
 
-def _open(data: Any, config: Config, folder: Path) -> Dataset:
+def _open(data: Any, config: Config, folder: Path, section: str = "data") -> Dataset:
+    """section: the key at which `data` stands."""
     model: Any = config.model
     batch, val_batch, seed = config.train.batch, config.eval_batch, config.train.seed
     val = val_batch, config.eval_batches
@@ -95,11 +96,14 @@ def _open(data: Any, config: Config, folder: Path) -> Dataset:
         case "synthetic":
             return _synthetic(data, model, batch, val_batch, seed)
         case "mixture":
-            sources = [_open(s, config, _source_folder(folder, i)) for i, s in enumerate(data.sources)]
-            called = [f"data.sources.{i} ({s.name})" for i, s in enumerate(data.sources)]
+            keys = [f"data.sources.{i}" for i in range(len(data.sources))]
+            sources = [
+                _open(s, config, _source_folder(folder, i), keys[i]) for i, s in enumerate(data.sources)
+            ]
+            called = [f"{key} ({s.name})" for key, s in zip(keys, data.sources, strict=True)]
             return Mixture(sources, data.weights, seed, called)
         case path:  # of a mixture: one of ours, by dotted path
-            made: Dataset = resolve("data.sources.name", path)(**data.args)
+            made: Dataset = factory(section, path, data.args)()
             return made
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from mpipipe.config import Config
-from mpipipe.config.dotted import resolve
+from mpipipe.config.dotted import factory, resolve
 from mpipipe.config.sections import CustomModelConfig, HfConfig
 from mpipipe.errors import ConfigError
 from mpipipe.graph.program import Loss, Metric
@@ -69,19 +69,13 @@ class Built:
 
 
 def build(config: Config, data: Any) -> Built:
-    """Raises ConfigError when the data has more token ids than the model, or a dotted path leads nowhere."""
+    """Raises ConfigError when the data has more token ids than the model, or a dotted path leads to nothing
+    that can be called so."""
     m = config.model
     if isinstance(m, CustomModelConfig):
         loss = cross_entropy if m.loss is None else resolve("model.loss", m.loss)
         metrics = {name: resolve(f"model.metrics.{name}", path) for name, path in m.metrics.items()}
-        make = resolve("model.name", m.name)
-        try:
-            inspect.signature(make).bind(**m.args)
-        except TypeError as error:
-            raise ConfigError(
-                f"model.args does not fit {m.name}{inspect.signature(make)}: {error}"
-            ) from error
-        return Built(partial(make, **m.args), loss, metrics, data)
+        return Built(factory("model", m.name, m.args), loss, metrics, data)
     if isinstance(m, HfConfig):
         from mpipipe.models import hf  # an extra, and slow to import
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mpipipe.errors import ConfigError
 
@@ -36,9 +37,14 @@ class Scalars:
         start = proto.SessionLog(status=proto.SessionLog.START)
         self._file.add_event(proto.Event(wall_time=time.time(), step=first_step, session_log=start))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Tags are the names of metrics.jsonl."""
-        summary = self._summary(value=[self._summary.Value(tag=n, simple_value=v) for n, v in values.items()])
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Tags are the names of metrics.jsonl; what is no number, as a list of lost ranks, has no curve."""
+        numbers = {
+            name: v for name, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)
+        }
+        summary = self._summary(
+            value=[self._summary.Value(tag=name, simple_value=v) for name, v in numbers.items()]
+        )
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:

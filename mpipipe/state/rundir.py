@@ -10,7 +10,7 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mpipipe.config import Config, to_yaml
+from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError
 from mpipipe.state.files import link_whole, write_text
 
@@ -83,8 +83,21 @@ def _claim(folder: Path) -> Path:
             f"run.dir = '{folder}': holds an earlier run; continue it with --resume, name another folder, "
             "or remove that one"
         )
+    if _is_of_the_user(folder / CONFIG):
+        raise ConfigError(
+            f"run.dir = '{folder}': {folder / CONFIG} is not of a run, which would write its own over it; "
+            f"set run.dir to another folder, such as {folder / 'run'}, or rename that file"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _is_of_the_user(path: Path) -> bool:
+    """A run writes every key, in one form; a start that fails before its first step leaves that behind."""
+    try:
+        return path.is_file() and path.read_text(encoding="utf-8") != to_yaml(load(path))
+    except (ConfigError, UnicodeDecodeError):
+        return True
 
 
 def claim_new(config: Config, base: str | Path = "runs", now: datetime | None = None) -> Path:

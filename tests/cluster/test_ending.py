@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpipipe.cluster import ending
-from mpipipe.cluster.ending import TimeLimit, stop_signals
+from mpipipe.cluster.ending import SPEAK_FIRST_S, TimeLimit, stop_signals
 from mpipipe.commands.supervise import MENDABLE
 from mpipipe.errors import DataError, RecoveryError, UnreadableError
 
@@ -38,37 +38,39 @@ def test_without_any_limit_there_is_no_end() -> None:
     assert not limit.reached(step_s=1e6, save_s=1e6)
 
 
-def test_the_own_limit_counts_from_when_it_is_made() -> None:
-    clock = Clock()
-    limit = TimeLimit(1.5, {}, clock)
-    for seconds, wanted in ((0.0, False), (89.9, False), (90.0, True), (500.0, True)):
-        clock.now = 1000.0 + seconds
-        assert limit.reached(step_s=0.1, save_s=0.0) == wanted, seconds
-    clock.now = 1089.0
-    assert not limit.reached(step_s=50.0, save_s=50.0), "the user's minutes are not shortened"
+@pytest.mark.parametrize(("minutes", "least_s"), [(0.5, 3.0), (10.0, 60.0), (20.0, 60.0)])
+def test_the_own_limit_counts_from_the_beginning_and_leaves_a_minute(minutes: float, least_s: float) -> None:
+    """Or a tenth, where the whole is short."""
+    for began, passed_s in ((None, 0.0), (1000.0, 0.0), (980.0, 20.0)):
+        clock = Clock()
+        limit = TimeLimit(minutes, {}, clock, began)
+        clock.now += 60.0 * minutes - least_s - passed_s - 0.1
+        assert not limit.reached(step_s=0.1, save_s=0.0)
+        clock.now += 0.2
+        assert limit.reached(step_s=0.1, save_s=0.0)
 
 
 @pytest.mark.parametrize(
     ("step_s", "save_s", "reserve_s"),
     [(0.1, 0.1, 60.0), (10.0, 5.0, 60.0), (30.0, 0.0, 90.0), (10.0, 40.0, 150.0)],
 )
-def test_before_the_end_of_the_job_there_is_time_for_three_steps_and_saves(
+def test_before_the_end_there_is_time_for_three_steps_and_saves(
     step_s: float, save_s: float, reserve_s: float
 ) -> None:
     """But never less than a minute."""
     clock = Clock()
-    limit = TimeLimit(None, {"SLURM_JOB_END_TIME": "5000"}, clock)
+    limits = TimeLimit(None, {"SLURM_JOB_END_TIME": "5000"}, clock), TimeLimit(4000.0 / 60.0, {}, clock)
     clock.now = 5000.0 - reserve_s - 0.5
-    assert not limit.reached(step_s, save_s)
+    assert not any(limit.reached(step_s, save_s) for limit in limits)
     clock.now = 5000.0 - reserve_s
-    assert limit.reached(step_s, save_s)
+    assert all(limit.reached(step_s, save_s) for limit in limits)
 
 
 def test_whichever_comes_first() -> None:
     clock = Clock()
     job = {"SLURM_JOB_END_TIME": "5000"}
     own, other = TimeLimit(1.0, job, clock), TimeLimit(1000.0, job, clock)
-    clock.now = 1060.0
+    clock.now = 1054.0
     assert (own.reached(1.0, 1.0), other.reached(1.0, 1.0)) == (True, False)
     clock.now = 4940.0
     assert other.reached(1.0, 1.0)
@@ -116,6 +118,26 @@ def test_a_rank_that_speaks_for_itself_alone_says_which_it_is(
     assert capsys.readouterr().err == f"mpipipe: error: no such file\n{says}"
     assert aborts == [1]
     assert len(waits) == rank, "rank 0 speaks first"
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, 0),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}, 2),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, 1),
+    ],
+)
+def test_before_there_is_mpi_rank_0_speaks_first_and_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environ: dict[str, str], rank: int
+) -> None:
+    """The launcher ends all as soon as one has ended, so also rank 0 before it has said why."""
+    waits = list[float]()
+    monkeypatch.setattr(ending.time, "sleep", waits.append)
+    monkeypatch.setattr(ending.os, "environ", environ)
+    assert ending.end(None, DataError("no such file")) == 1
+    assert capsys.readouterr().err == ("" if rank else "mpipipe: error: no such file\n")
+    assert [wait >= SPEAK_FIRST_S for wait in waits] == [True] * (rank > 0)
 
 
 def test_what_another_start_may_mend_is_not_called_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from mpipipe.data.mixture import Mixture
 from mpipipe.data.pairs import Pairs
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.text import Text
-from mpipipe.errors import DataError
+from mpipipe.errors import ConfigError, DataError
 
 BOTH = frozenset(["tokens", "labels"])
 
@@ -80,6 +80,19 @@ def test_a_source_of_ones_own_must_be_a_data_set(monkeypatch: pytest.MonkeyPatch
     prepare(config, tmp_path / "run", is_root=True)
     with pytest.raises(
         DataError, match=r"data\.sources\.1 \(my_source:make\) is a list, which lacks batch, .*DatasetBase"
+    ):
+        open_dataset(config, tmp_path / "run")
+
+
+def test_arguments_of_a_source_that_do_not_fit_are_named_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "source_of_n.py").write_text("def make(n):\n    return [1] * n\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sources = "[{name: 'source_of_n:make', args: {typo: 1}}]"
+    config = parse(f"data: {{name: mixture, sources: {sources}, weights: [1]}}")
+    with pytest.raises(
+        ConfigError, match=r"data\.sources\.0\.args does not fit source_of_n:make\(n\): missing .*'n'"
     ):
         open_dataset(config, tmp_path / "run")
 

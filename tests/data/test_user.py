@@ -19,7 +19,7 @@ from mpipipe.data import open_dataset
 from mpipipe.data.base import Dataset, DatasetBase
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.user import Stream, as_batch, from_user
-from mpipipe.errors import DataError
+from mpipipe.errors import ConfigError, DataError
 from mpipipe.values import TensorSpec
 
 NAMES = ["x", "labels"]
@@ -305,3 +305,24 @@ def test_a_configuration_names_data_of_ones_own(tmp_path: Any, monkeypatch: pyte
     data, val = open_dataset(parse("model: mlp\ndata: {name: 'my_own_data:make', args: {n: 30}}"), tmp_path)
     assert (len(data), len(val)) == (30, 5)
     assert torch.equal(user(data, val).batch("train", 0, 0, 2, frozenset(["x"]))["x"], torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("{name: 'my_made_data:make', args: {typo: 1}}", r"data\.args does not fit my_made_data:make\(n=3\)"),
+        ("{name: 'my_made_data:N'}", r"data\.name = my_made_data:N: is of type int, which cannot be called;"),
+    ],
+)
+def test_arguments_that_do_not_fit_and_what_cannot_be_called_are_named(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, section: str, message: str
+) -> None:
+    """Any other error would be taken for a crash, and the run started again."""
+    (tmp_path / "my_made_data.py").write_text("N = 3\ndef make(n=N):\n    return [1] * n\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        open_dataset(parse(f"model: mlp\ndata: {section}"), tmp_path)
+
+
+def test_a_factory_whose_arguments_nobody_knows_is_called() -> None:
+    assert open_dataset(parse("model: mlp\ndata: {name: 'builtins:dict', args: {n: 3}}"), ".") == {"n": 3}

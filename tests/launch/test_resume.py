@@ -49,21 +49,6 @@ Trainer.step = is_killed
 sys.exit(train.main(sys.argv[1:]))
 """
 
-SLOW = """
-import sys, time
-from mpipipe import train
-from mpipipe.runtime.trainer import Trainer
-
-step = Trainer.step
-
-def slow(self, number, **rest):
-    time.sleep(0.2)
-    return step(self, number, **rest)
-
-Trainer.step = slow
-sys.exit(train.main(sys.argv[1:]))
-"""
-
 MET = """
 import json, pathlib, sys, time
 from mpipipe import train
@@ -94,7 +79,7 @@ def order(n_stages, n_micro):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of all runs below; the first one is undisturbed, the others are compared with it."""
     path = tmp_path_factory.mktemp("runs")
-    for name, text in {"config.yaml": CONFIG, "killed.py": KILLED, "slow.py": SLOW, "met.py": MET}.items():
+    for name, text in {"config.yaml": CONFIG, "killed.py": KILLED, "met.py": MET}.items():
         (path / name).write_text(text)
     (path / "mine.py").write_text(OWN_SCHEDULE)
     return path
@@ -232,12 +217,13 @@ def test_damaged_checkpoints_are_passed_over_and_a_finished_run_says_so(
 def test_a_time_limit_ends_with_a_checkpoint_and_the_run_can_go_on(
     launch: Launch, folder: Path, undisturbed: dict[str, Any]
 ) -> None:
-    job = train(launch, folder, 2, "limited", "run.time_limit=0.01", by="slow.py")
+    """What came before the first step counts, so this is the only one."""
+    job = train(launch, folder, 2, "limited", "run.time_limit=0.01")
     assert job.returncode == 0, job.stderr
     run = folder / "limited"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["stopped_by"] == "the time limit"
-    assert 3 <= summary["steps"] < STEPS, "0.6 s of steps that last 0.2 s or more, and the one after"
+    assert summary["steps"] == 1
     last = newest(run)
     assert last is not None
     assert last.name == f"step-{summary['steps']:08d}"

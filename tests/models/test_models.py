@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +169,27 @@ def test_a_vocabulary_too_small_for_the_data_is_refused() -> None:
         build(parse("model: {vocab: 100}"), Words())
     assert build(parse("model: {vocab: 300}"), Words()).model().head.out_features == 300
     assert build(parse(""), Words()).model().head.out_features == 256
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("name: 'my_net:make', args: {typo: 1}", r"model\.args does not fit my_net:make\(width=3\): "),
+        ("name: 'my_net:WIDTH'", r"model\.name = my_net:WIDTH: is of type int, which cannot be called;"),
+        (
+            "name: 'my_net:make', loss: 'my_net:WIDTH'",
+            r"model\.loss = my_net:WIDTH: is of type int, which cannot be called; name a function or class",
+        ),
+        ("name: 'my_net:make', metrics: {m: 'my_net:WIDTH'}", r"model\.metrics\.m = my_net:WIDTH: is of"),
+    ],
+)
+def test_code_of_ones_own_that_cannot_be_called_so_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, message: str
+) -> None:
+    (tmp_path / "my_net.py").write_text("WIDTH = 3\ndef make(width=WIDTH):\n    return [width]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        build(parse(f"model: {{{section}}}"), [])
 
 
 def test_the_factory_gives_the_same_weights_for_the_same_seed() -> None:

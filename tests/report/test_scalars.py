@@ -39,6 +39,14 @@ def test_every_metric_is_a_scalar_of_its_step(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text().startswith('{"step": 1, "loss": 2.5')
 
 
+def test_what_is_no_number_is_in_the_file_alone(tmp_path: Path) -> None:
+    """As the line of a recovery has it."""
+    with Metrics(tmp_path / "metrics.jsonl", Scalars(tmp_path / "tb", 1)) as metrics:
+        metrics.write(step=4, lost_ranks=[1], replayed=2, recovery_s=0.5, whole=True)
+    assert read(tmp_path / "tb") == {"replayed": [(4, 2.0)], "recovery_s": [(4, 0.5)]}
+    assert '"lost_ranks": [1]' in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_steps_beyond_the_checkpoint_of_a_resume_are_shown_once(tmp_path: Path, monkeypatch: Any) -> None:
     for first, last, value in ((1, 5, 1.0), (4, 6, 2.0)):
         monkeypatch.setattr("time.time", lambda now=1e9 + first: now)  # files are read in order of seconds

@@ -44,6 +44,25 @@ def test_a_named_folder_is_used_once(tmp_path: Path) -> None:
         create(config, tmp_path / "runs")
 
 
+@pytest.mark.parametrize(
+    "given", [b"# mine\ntrain: {steps: 5}\n", b"train: {epochs: 5}\n", b"run: {name: caf\xe9}\n", b""]
+)
+def test_a_config_of_the_user_is_not_written_over(tmp_path: Path, given: bytes) -> None:
+    """Such as the very file that is given on the command line."""
+    path = tmp_path / "config.yaml"
+    path.write_bytes(given)
+    config = parse("", overrides=[f"run.dir={tmp_path}"])
+    with pytest.raises(
+        ConfigError, match=rf"run\.dir = '{tmp_path}': {path} is not of a run.*or rename that file"
+    ):
+        create(config)
+    assert path.read_bytes() == given
+    path.rename(tmp_path / "mine.yaml")
+    assert create(config) == tmp_path
+    other = parse("", overrides=[f"run.dir={tmp_path}", "train.steps=5"])
+    assert load(create(other) / "config.yaml") == other, "that of a start that has failed is"
+
+
 def test_a_place_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file.*name a folder of yours"):
