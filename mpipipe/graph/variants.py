@@ -18,7 +18,7 @@ import torch
 from mpipipe.errors import CaptureError
 from mpipipe.graph.anatomy import Anatomy, Lowering
 from mpipipe.graph.capture import capture
-from mpipipe.graph.cut import Code, stage_code, stage_table, weight_code
+from mpipipe.graph.cut import Code, reads_of, stage_code, stage_table, weight_code
 from mpipipe.graph.groups import make_graph
 from mpipipe.graph.program import Loss, Metric, Mode, Specs, is_list
 from mpipipe.graph.recompute import selective
@@ -58,6 +58,7 @@ class Variants:
         self._codes: dict[tuple[Mode, Shapes, tuple[str, ...], int], Code] = {}
         self._training: dict[tuple[Shapes, tuple[str, ...], int, bool, bool], Code] = {}
         self._weights: dict[tuple[Mode, Shapes], Code | float] = {}
+        self._borrowed: dict[tuple[Mode, Shapes, tuple[str, ...]], dict[int, tuple[str, ...]]] = {}
 
     def lowered(self, lowering: Lowering) -> Variants:
         """The same model with other operators of our own; what was captured is shared."""
@@ -65,6 +66,7 @@ class Variants:
             return self
         other = copy(self)
         other.lowering, other._codes, other._training, other._weights = lowering, {}, {}, {}
+        other._borrowed = {}
         other._anatomies = {
             mode: {shapes: replace(a, lowering=lowering) for shapes, a in known.items()}
             for mode, known in self._anatomies.items()
@@ -144,6 +146,7 @@ class Variants:
             anatomy, table = self.anatomy(mode, specs), stage_table(self.graph, cuts)
             code = stage_code(anatomy, table, self.uses, len(cuts) + 1, stage)
             self._refuse_old_copies(anatomy, code, cuts, stage)
+            self.borrowed(mode, specs, cuts)  # or it has raised
             self._codes[key] = code
         return self._codes[key]
 
@@ -169,6 +172,28 @@ class Variants:
                     f"{anatomy.captured.mode}, but training changes it on stage {owner[name]}: use it right "
                     "where the BatchNorm or counter is, on what goes in or comes out; or run on one rank"
                 )
+
+    def borrowed(self, mode: Mode, specs: Specs, cuts: Sequence[str]) -> dict[int, tuple[str, ...]]:
+        """Stage -> parameters that it reads in this variant, and neither owns nor reads in training. Raises
+        CaptureError for one that training changes: a copy of it would grow old."""
+        key = mode, _shapes(specs), tuple(cuts)
+        if key not in self._borrowed:
+            anatomy, table = self.anatomy(mode, specs), stage_table(self.graph, cuts)
+            found: dict[int, tuple[str, ...]] = {}
+            if cuts and anatomy is not self.primary:
+                owner, held = self.stage_of_param(cuts), reads_of(self.primary, table)
+                for stage, readers in reads_of(anatomy, table).items():
+                    new = [n for n in readers if owner[n] != stage and n not in held.get(stage, {})]
+                    for name in [n for n in new if n in self.primary.learning]:
+                        raise CaptureError(
+                            f"{source_line(readers[name])}\n  reads {name!r} on stage {stage} of the "
+                            f"pipeline in mode {mode}, but training changes it on stage {owner[name]}: use "
+                            "it right where training does, or there in training, too; or run on one rank"
+                        )
+                    if new:
+                        found[stage] = tuple(new)
+            self._borrowed[key] = found
+        return self._borrowed[key]
 
     def weight(self, mode: Mode, specs: Specs) -> Code | float:
         """The loss weight of a micro-batch as a function of the batch alone."""
