@@ -115,6 +115,7 @@ class Run:
         self._keep_plan()
 
     def _train(self, asked: list[str]) -> Report:
+        self.pipe.variants.during = self.watchdog.during  # of evaluation, and of data of other shapes
         training = self.watchdog.during("the training loop", counts=True)
         with training, self._metrics() if self.pipe.rank == 0 else nullcontext() as metrics:
             last = self.loop(metrics, asked)

@@ -6,6 +6,7 @@ test is not about them, so the cuts are the same on every machine.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -806,6 +807,61 @@ def test_unused_parameters_are_refused_unless_they_may_stay() -> None:
         assert set(state) == {name for name in after if name.startswith("head")}, "no other has any"
 
     run_local(2, body)
+
+
+class SpareHead(nn.Module):
+    """The second output, which is made late, is not for the loss; one of its layers is frozen, one not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.last = nn.Linear(FEATURES, CLASSES)
+        self.fixed, self.spare = nn.Linear(CLASSES, 3).requires_grad_(False), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        y = self.last(x)
+        return y, self.spare(torch.tanh(self.fixed(y)))
+
+
+def spare_mean(outputs: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, int]:
+    return outputs[1].sum(), outputs[1].numel()
+
+
+@pytest.mark.slow
+def test_what_evaluation_alone_reads_is_there_on_any_number_of_ranks_and_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    """The operators that read it follow their inputs to the last stage; the first one owns the parameters."""
+    how: dict[str, Any] = {
+        "loss": lambda outputs, batch: loss(outputs[0], batch), "metrics": {"spare": spare_mean},
+        "unused": "keep", "val": Samples(11, seed=2),
+    }  # fmt: skip
+
+    def body(comm: Communicator, schedule: str = "1f1b", resume: Path | None = None) -> Any:
+        pipe = pipeline(comm, SpareHead, schedule=schedule, resume=resume, **how)
+        if resume:
+            comm.barrier()
+            if comm.rank == 0:
+                shutil.rmtree(resume)  # as `train.keep` does while a run goes on
+            comm.barrier()
+        else:
+            pipe.fit(2)
+            pipe.save(tmp_path / str(comm.size))
+        values, (_, spare) = pipe.evaluate(), pipe.predict({"x": Samples(5).x})
+        return values, spare.tolist(), {name: t.clone() for name, t in pipe.state_dict(full=False).items()}
+
+    ((values, spare, weights),) = run_local(1, body)
+    assert values.keys() == {"loss", "spare"}
+    found = run_local(3, body)
+    assert [(v, s) for v, s, _ in found] == [(values, spare)] * 3
+    held = [name for *_, mine in found for name in mine]
+    assert sorted(held) == sorted(weights), "each has one owner"
+    assert "spare.weight" in found[0][2]
+    for schedule, saved in (("1f1b", 3), ("zb-v", 1)):  # first and last stage on one rank, too
+        found = run_local(2, partial(body, schedule=schedule, resume=tmp_path / str(saved)))
+        assert [(v, s) for v, s, _ in found] == [(values, spare)] * 2
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:

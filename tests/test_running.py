@@ -1,19 +1,30 @@
-"""The end of the data, on a pipeline whose steps are made up."""
+"""The end of the data, on a pipeline whose steps are made up; captures under the eyes of the watchdog."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from pathlib import Path
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from mpipipe.cluster import watchdog
+from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import TimeLimit
-from mpipipe.cluster.watchdog import Watchdog
+from mpipipe.cluster.local import run_local
+from mpipipe.cluster.watchdog import STOOD_STILL, Watchdog, explained
 from mpipipe.config import parse
 from mpipipe.errors import EndOfData
-from mpipipe.pipeline import Step
+from mpipipe.graph import variants
+from mpipipe.pipeline import Pipeline, Step
 from mpipipe.running import Run
+from mpipipe.runtime.trainer import Trainer
 from mpipipe.values import Cluster, Device
 
 
@@ -113,3 +124,63 @@ def test_training_waits_for_saves_where_a_copy_does_not_fit() -> None:
     assert note.endswith("rank 1 has no room for a copy of its state, 60 bytes; 5 bytes are missing")
     run.config = parse("")
     assert run._copies((100, 60)) == ((), None), "there is one save only, at the end"
+
+
+class Single(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def squares(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return outputs.square().sum(), outputs.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("hangs", "in_capture", "codes"),
+    [(False, True, []), (True, True, [STOOD_STILL]), (True, False, [STOOD_STILL])],
+    ids=["a capture that computes", "a capture that hangs", "an evaluation that hangs"],
+)
+@pytest.mark.slow
+@pytest.mark.usefixtures("made_up_times")
+def test_a_long_capture_within_training_is_no_standstill(
+    hangs: bool, in_capture: bool, codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluation is captured when it is first asked for."""
+    limit_s, left = 0.5, list[int]()
+    monkeypatch.setattr(watchdog, "GATHER_S", 0.1)
+    monkeypatch.setattr(watchdog, "OTHER_S", limit_s)  # so that only who computes goes on
+    monkeypatch.setattr(watchdog, "WORK_S", limit_s / 10)
+    monkeypatch.setattr(watchdog, "waiting", lambda stack: None)  # a local rank is within a carrier always
+
+    def slow(of: Callable[..., Any], *args: Any) -> Any:
+        end = time.monotonic() + 4 * limit_s
+        while time.monotonic() < end and not left:
+            if hangs:
+                time.sleep(limit_s / 10)
+        return of(*args)
+
+    def body(comm: Communicator) -> None:
+        data = [{"x": x} for x in torch.ones(8, 4)]
+        how: Any = {"batch": 4, "micro_batches": 2, "gemm": "mkl", "say": lambda _: None}
+        pipe = Pipeline(Single, squares, data, val=data, comm=comm, **how)
+        owner, name = (variants, "capture") if in_capture else (Trainer, "evaluate")
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: slow(original, *args))
+        run: Any = Run.__new__(Run)
+        run.pipe, run.watchdog = pipe, Watchdog(0, 1, tmp_path, limit_s, get_ident(), left.append)
+        run._metrics = nullcontext
+        run.loop = lambda metrics, asked: pipe.evaluate()
+        run.end = lambda last, asked: last
+        with closing(run.watchdog):
+            run.watchdog.start()
+            assert run._train([]).keys() == {"loss"}
+
+    run_local(1, body)
+    assert left == codes
+    if codes:
+        place = "the capture of the model for mode eval" if in_capture else "the training loop"
+        assert place in explained(tmp_path)

@@ -66,6 +66,7 @@ class Sign(Value):
     host: str
     pid: int
     doing: Doing
+    counts: bool = True  # it runs instructions, so that their standstill is its own
 
 
 def diagnose(

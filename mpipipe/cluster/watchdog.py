@@ -8,7 +8,8 @@
 
 A standstill is a rank whose counter of instructions rests for longer than the limit, or that gives no sign
 of life for as long (stopped, dead, cut off). Outside of steps nothing counts instructions, and some things
-take an hour: there it is a rank that neither computes nor reads nor writes, and all others that wait for it.
+take an hour: there it is a rank that neither computes nor reads nor writes, and all others that wait for it,
+also those that are within a step already.
 Records travel through files, as MPI may be what is stuck, and each clock is compared with itself alone.
 """
 
@@ -156,7 +157,7 @@ class Watchdog:
     def _run(self) -> None:
         period_s, last = min(PERIOD_S, self.limit_s / 6), time.monotonic()
         self._seen: dict[str, Hashable] = {}  # the last of each kind
-        self._since = self._neighbour_since = last
+        self._since = self._asked = self._neighbour_since = last
         self._neighbour: Hashable = None
         while not self._ended.wait(period_s):
             now = time.monotonic()
@@ -174,7 +175,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._beats += 1
-        sign = Sign(self._beats, self._host, os.getpid(), self._doing())
+        sign = Sign(self._beats, self._host, os.getpid(), self._doing(), self._counts)
         with suppress(OSError):  # of a disk that is full
             _overwrite(self._file("alive"), to_json(sign, None).encode().ljust(SIGN_BYTES))
             self._stack.seek(0)
@@ -191,6 +192,11 @@ class Watchdog:
             self._seen |= seen
             self._since = now
         limit_s = self.limit_s if self._counts else max(self.limit_s, OTHER_S)
+        # In time: whom this one waits for needs some of the limit to get here, once it goes on.
+        if self._counts and now - max(self._since, self._asked) > limit_s / 2:
+            self._asked = now
+            if self._waits_for_work():
+                self._since = now
         if (rest_s := now - self._since) > limit_s and (self._counts or not self._waits_for_work()):
             return self.rank, f"no progress for {rest_s:.0f} s, the limit is {limit_s:.0f} s", rest_s
         if not self._neighbours:
@@ -215,11 +221,13 @@ class Watchdog:
         return waiting(stack_of(self._watched)) is not None
 
     def _waits_for_work(self) -> bool:
-        """Whether this rank waits, and one of the others does not: that one knows whether it stands still."""
+        """Whether this rank waits, and one of the others does not: that one knows whether it stands still. Of
+        those that run instructions as this one does, it would not know it later."""
         if not self._neighbours or not self._waits():
             return False
         others = (rank for rank in range(self.size) if rank != self.rank)  # rank 0 first, which does most
-        return any(not sign.doing.waits_for for _, sign in self._read(Sign, "alive", others))
+        signs = (sign for _, sign in self._read(Sign, "alive", others))
+        return any(not sign.doing.waits_for and not (self._counts and sign.counts) for sign in signs)
 
     # -- the end -------------------------------------------------------------------------------
 

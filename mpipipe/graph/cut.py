@@ -97,6 +97,16 @@ def stages_of(anatomy: Anatomy, table: dict[str, int]) -> dict[fx.Node, int]:
     return stages
 
 
+def reads_of(anatomy: Anatomy, table: dict[str, int]) -> dict[int, dict[str, fx.Node]]:
+    """Stage -> parameter -> the first operator of this variant that reads it there."""
+    param, found = anatomy.captured.param, dict[int, dict[str, fx.Node]]()
+    for node, stage in stages_of(anatomy, table).items():
+        for n in node.all_input_nodes:
+            if n in param:
+                found.setdefault(stage, {}).setdefault(param[n], node)
+    return found
+
+
 def crossing(anatomy: Anatomy, stages: dict[fx.Node, int], n_stages: int, stage: int) -> list[fx.Node]:
     """What stage `stage` sends to the next one; the outputs of the model, for the last stage."""
     outputs = anatomy.captured.outputs

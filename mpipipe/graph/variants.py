@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +19,7 @@ import torch
 from mpipipe.errors import CaptureError
 from mpipipe.graph.anatomy import Anatomy, Lowering
 from mpipipe.graph.capture import capture
-from mpipipe.graph.cut import Code, stage_code, stage_table, weight_code
+from mpipipe.graph.cut import Code, reads_of, stage_code, stage_table, weight_code
 from mpipipe.graph.groups import make_graph
 from mpipipe.graph.program import Loss, Metric, Mode, Specs, is_list
 from mpipipe.graph.recompute import selective
@@ -38,6 +39,7 @@ class Variants:
     metrics   name -> (outputs, batch) -> (sum, weight), for evaluation
     lowering   which operators become our own
     max_shapes   how many shapes of micro-batches one mode may have, the number of rows aside
+    during     entered, with what to call it, around what may take minutes and runs no instruction
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class Variants:
         self.lowering = lowering
         self.source, self.loss, self.specs, self.rows, self.precision = source, loss, specs, rows, precision
         self.metrics, self.max_shapes = dict(metrics or {}), max_shapes
+        self.during: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._anatomies: dict[Mode, dict[Shapes, Anatomy]] = {}
         self._codes: dict[tuple[Mode, Shapes, tuple[str, ...], int], Code] = {}
         self._training: dict[tuple[Shapes, tuple[str, ...], int, bool, bool], Code] = {}
         self._weights: dict[tuple[Mode, Shapes], Code | float] = {}
+        self._borrowed: dict[tuple[Mode, Shapes, tuple[str, ...]], dict[int, tuple[str, ...]]] = {}
 
     def lowered(self, lowering: Lowering) -> Variants:
         """The same model with other operators of our own; what was captured is shared."""
@@ -65,6 +69,7 @@ class Variants:
             return self
         other = copy(self)
         other.lowering, other._codes, other._training, other._weights = lowering, {}, {}, {}
+        other._borrowed = {}
         other._anatomies = {
             mode: {shapes: replace(a, lowering=lowering) for shapes, a in known.items()}
             for mode, known in self._anatomies.items()
@@ -86,10 +91,9 @@ class Variants:
                     "capture.max_shapes"
                 )
             how = self._by_layer(mode, shapes)
-            known[shapes] = Anatomy(
-                capture(self.source, self.loss, specs, mode, self.precision, self.metrics, how),
-                self.lowering,
-            )
+            with self.during(_capture_of(mode)):
+                captured = capture(self.source, self.loss, specs, mode, self.precision, self.metrics, how)
+            known[shapes] = Anatomy(captured, self.lowering)
         return known[shapes]
 
     def _of_any_rows(self, shapes: Shapes) -> Shapes:
@@ -141,11 +145,16 @@ class Variants:
         """The code of one stage of one variant, under the cut of the plan."""
         key = mode, _shapes(specs), tuple(cuts), stage
         if key not in self._codes:
-            anatomy, table = self.anatomy(mode, specs), stage_table(self.graph, cuts)
-            code = stage_code(anatomy, table, self.uses, len(cuts) + 1, stage)
-            self._refuse_old_copies(anatomy, code, cuts, stage)
-            self._codes[key] = code
+            with self.during(_capture_of(mode)):
+                self._codes[key] = self._make_code(mode, specs, cuts, stage)
         return self._codes[key]
+
+    def _make_code(self, mode: Mode, specs: Specs, cuts: Sequence[str], stage: int) -> Code:
+        anatomy, table = self.anatomy(mode, specs), stage_table(self.graph, cuts)
+        code = stage_code(anatomy, table, self.uses, len(cuts) + 1, stage)
+        self._refuse_old_copies(anatomy, code, cuts, stage)
+        self.borrowed(mode, specs, cuts)  # or it has raised
+        return code
 
     def training_code(
         self, specs: Specs, cuts: Sequence[str], stage: int, in_two: bool = False, lets_go: bool = False
@@ -153,9 +162,10 @@ class Variants:
         """`code` of training; in_two: for a backward in two; lets_go: for selective recomputation."""
         key = _shapes(specs), tuple(cuts), stage, in_two, lets_go
         if key not in self._training:
-            code = self.code("train", specs, cuts, stage)
-            code = selective(self.anatomy("train", specs), code) if lets_go else code
-            self._training[key] = split(code) if in_two else code
+            with self.during(_capture_of("train")):
+                code = self.code("train", specs, cuts, stage)
+                code = selective(self.anatomy("train", specs), code) if lets_go else code
+                self._training[key] = split(code) if in_two else code
         return self._training[key]
 
     def _refuse_old_copies(self, anatomy: Anatomy, code: Code, cuts: Sequence[str], stage: int) -> None:
@@ -169,6 +179,28 @@ class Variants:
                     f"{anatomy.captured.mode}, but training changes it on stage {owner[name]}: use it right "
                     "where the BatchNorm or counter is, on what goes in or comes out; or run on one rank"
                 )
+
+    def borrowed(self, mode: Mode, specs: Specs, cuts: Sequence[str]) -> dict[int, tuple[str, ...]]:
+        """Stage -> parameters that it reads in this variant, and neither owns nor reads in training. Raises
+        CaptureError for one that training changes: a copy of it would grow old."""
+        key = mode, _shapes(specs), tuple(cuts)
+        if key not in self._borrowed:
+            anatomy, table = self.anatomy(mode, specs), stage_table(self.graph, cuts)
+            found: dict[int, tuple[str, ...]] = {}
+            if cuts and anatomy is not self.primary:
+                owner, held = self.stage_of_param(cuts), reads_of(self.primary, table)
+                for stage, readers in reads_of(anatomy, table).items():
+                    new = [n for n in readers if owner[n] != stage and n not in held.get(stage, {})]
+                    for name in [n for n in new if n in self.primary.learning]:
+                        raise CaptureError(
+                            f"{source_line(readers[name])}\n  reads {name!r} on stage {stage} of the "
+                            f"pipeline in mode {mode}, but training changes it on stage {owner[name]}: use "
+                            "it right where training does, or there in training, too; or run on one rank"
+                        )
+                    if new:
+                        found[stage] = tuple(new)
+            self._borrowed[key] = found
+        return self._borrowed[key]
 
     def weight(self, mode: Mode, specs: Specs) -> Code | float:
         """The loss weight of a micro-batch as a function of the batch alone."""
@@ -221,6 +253,10 @@ class Variants:
 
 def _shapes(specs: Specs) -> Shapes:
     return tuple(sorted(specs.items()))
+
+
+def _capture_of(mode: Mode) -> str:
+    return f"the capture of the model for mode {mode}"
 
 
 def _describe(shapes: Shapes) -> str:

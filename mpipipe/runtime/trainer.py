@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count, groupby
 from typing import Any
 
@@ -15,6 +15,7 @@ from mpipipe.errors import MpipipeError
 from mpipipe.graph.cut import Code
 from mpipipe.graph.program import Batch, Mode, Specs
 from mpipipe.graph.variants import Variants
+from mpipipe.ops.device import here
 from mpipipe.planner.lower import max_tag
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.stages import kept_rows
@@ -48,7 +49,8 @@ class Trainer:
                 variants.anatomy("train", data.specs(rows))
         self._programs: dict[tuple[int, bool], Program] = {}
         self.program = self._program(len(self.bounds), train=True)
-        owner, self.copy = variants.stage_of_param(layout.cuts), self.program.copy_on(comm.rank)
+        self.owner, self.copy = variants.stage_of_param(layout.cuts), self.program.copy_on(comm.rank)
+        self._lent: set[tuple[int, str]] = set()  # (stage, parameter)
         n_shares = 1 if numerics.reduce == "fast" else len(self.program.copies_on(comm.rank))
         as_rows = kept_rows(graph.ties, variants.rows_bytes(numerics), numerics.blocks, layout.n_copies)
         stages: dict[int, Stage] = {}
@@ -56,11 +58,11 @@ class Trainer:
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
             there = [stage.weights for stage in stages.values()]
             weights = StageWeights(
-                variants.source, graph, s, owner, leaves, variants.trained, numerics.tied, there,
+                variants.source, graph, s, self.owner, leaves, variants.trained, numerics.tied, there,
                 self.copy, len(layout.ranks[s]), n_shares, as_rows,
             )  # fmt: skip
             stages[s] = Stage(weights, numerics.precision, layout.modes[s])
-        ties = Ties(graph, layout.cuts, owner, frozenset(variants.trained))
+        ties = Ties(graph, layout.cuts, self.owner, frozenset(variants.trained))
         self.interpreter = Interpreter(
             comm, variants, layout.cuts, stages, ties, numerics, optimizer, resident_bytes
         )
@@ -96,6 +98,27 @@ class Trainer:
             self._programs[n_micro, train] = program
         return self._programs[n_micro, train]
 
+    def _lend(self, mode: Mode, every: Sequence[Specs]) -> None:
+        """To each stage the parameters that it reads in these variants alone, from their owners, once:
+        training leaves them as they are. Where the first values lay may be gone. Collective."""
+        if len(self.variants.trained) == len(self.variants.source.params):
+            return  # without a look at variants that other replicas run
+        for specs in every:
+            for stage, names in self.variants.borrowed(mode, specs, self.plan.layout.cuts).items():
+                for name in names:
+                    if (stage, name) not in self._lent:
+                        self._lent.add((stage, name))
+                        self._lend_one(stage, name)
+
+    def _lend_one(self, stage: int, name: str) -> None:
+        stages, owner = self.interpreter.stages, self.owner[name]
+        own = stages[owner].weights.data[name] if owner in stages else None
+        sent = None if own is None else own.to("cpu")
+        found = self.comm.bcast_object(sent, self.plan.layout.ranks[owner][0])
+        assert found is not None, "its owner has it"
+        if stage in stages:
+            stages[stage].weights.data[name] = found.to(here()) if own is None else own
+
     def step(self, step: int, stop: bool = False) -> Outcome | None:
         """One optimizer step; the same outcome on every rank but for its times. None: the data has ended.
 
@@ -104,6 +127,7 @@ class Trainer:
         source = self.feed.begin("train", "train", step, self.bounds)
         if source is None:
             return None
+        self._lend("train", source.specs)
         outcome = self.interpreter.run(self.program, Job("train", step, source, stop))
         if outcome.weight == 0:
             raise MpipipeError(
@@ -131,6 +155,7 @@ class Trainer:
             source = self.feed.begin("eval", "val", i, bounds)
             if source is None:
                 break
+            self._lend("eval", source.specs)
             program = self._program(len(source.specs), train=False)
             o = self.interpreter.run(program, Job("eval", i, source))
             found |= {(i, m): [loss, o.weights[m], *rest] for m, (loss, *rest) in o.values.items()}
@@ -147,6 +172,7 @@ class Trainer:
         `structure` says what they were in."""
         micros = slices(batch, split_by(rows_of(batch), self.plan.numerics.micro_batch))
         source = Given(micros, [specs_of(m) for m in micros])
+        self._lend("predict", source.specs)
         outcome = self.interpreter.run(self._program(len(micros), train=False), Job("predict", 0, source))
         if self.plan.layout.n_copies == 1:
             return list(outcome.predictions.values()) if self.comm.rank == self.last_rank else None

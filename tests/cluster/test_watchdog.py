@@ -121,6 +121,25 @@ def test_nor_do_those_that_wait_for_who_computes(ranks, monkeypatch, tmp_path) -
     )
 
 
+@pytest.mark.slow
+def test_within_steps_who_waits_for_one_outside_of_them_does_not_rest(ranks, monkeypatch, tmp_path) -> None:
+    """It captures a variant of the model, say, and has come there later or takes longer."""
+    made, codes, left = ranks
+    monkeypatch.setattr(made[0], "_waits", lambda: True)
+    monkeypatch.setattr(made[0].view, "doing", lambda *_: Doing(1, "1F0", (1,)))
+    with made[0].during("training", counts=True), made[1].during("training", counts=True):
+        made[0].view.goes_on = False
+        with made[1].during("a capture"):
+            for dog in made:
+                dog.start()
+            time.sleep(4 * LIMIT_S)
+            assert codes == []
+        made[1].view.goes_on = False
+        assert left()
+    assert "rank 1 (" in explained(tmp_path)
+    assert "is in training" in explained(tmp_path)
+
+
 def test_a_rank_without_a_sign_of_life_is_noticed_by_the_one_before(ranks, tmp_path, monkeypatch) -> None:
     made, codes, _ = ranks
     monkeypatch.setattr(watchdog, "GATHER_S", 0.1)

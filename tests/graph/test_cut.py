@@ -8,12 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from by_hand import variants_of
 from tiny import SHAPES, captured, cross_entropy, even_cuts, full_but
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mpipipe.data.synthetic import SyntheticTokens
-from mpipipe.errors import PlanError
+from mpipipe.errors import CaptureError, PlanError
 from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.cut import Code, stage_code, stage_table, stages_of
 from mpipipe.graph.groups import boundaries, group_of
@@ -231,3 +232,46 @@ def test_gradients_that_autograd_adds_up_first_are_left_to_it(one_group: bool) -
 def test_a_cut_that_does_not_fit_is_refused(cuts: tuple[str, ...], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         stage_table(captured("gpt", 2).graph, cuts)
+
+
+# -- parameters that another mode reads elsewhere --------------------------------------------------------
+
+
+class InEvaluation(nn.Module):
+    """In evaluation one trained and one frozen layer are used once more, later."""
+
+    def __init__(self, again: str) -> None:
+        super().__init__()
+        self.a, self.b, self.again = nn.Linear(4, 4), nn.Linear(4, 4), again
+        self.fixed = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(torch.tanh(self.a(self.fixed(x))))
+        return y if self.training else getattr(self, self.again)(y)
+
+
+def in_evaluation(again: str) -> Variants:
+    def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return outputs.square().sum(), outputs.shape[0]
+
+    return variants_of(lambda: InEvaluation(again), loss, {"x": torch.ones(2, 4)})
+
+
+def test_what_training_leaves_as_it_is_may_be_read_on_any_stage() -> None:
+    variants = in_evaluation("fixed")
+    cut = next(g for g in variants.graph.groups if g.startswith("b/"))
+    assert variants.borrowed("train", variants.first, (cut,)) == {}
+    assert variants.borrowed("eval", variants.first, ()) == {}
+    found = variants.borrowed("eval", variants.first, (cut,))
+    assert {stage: set(names) for stage, names in found.items()} == {1: {"fixed.weight", "fixed.bias"}}
+    assert variants.code("eval", variants.first, (cut,), 1).leaves
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_training_changes_on_another_stage_is_refused_on_every_rank(stage: int) -> None:
+    variants = in_evaluation("a")
+    assert variants.code("eval", variants.first, (), 0).leaves
+    cut = next(g for g in variants.graph.groups if g.startswith("b/"))
+    says = r"(?s)line \d+.*'a.weight' on stage 1 .* in mode eval, but training changes it on stage 0: .*"
+    with pytest.raises(CaptureError, match=says):
+        variants.code("eval", variants.first, (cut,), stage)
