@@ -36,6 +36,7 @@ from mpipipe.cluster.routes import fastest
 from mpipipe.runtime.routes import measure_routes
 
 LEAST_TURNS = 2  # fewer say nothing
+SETTLED = 9  # steps by turns that are not counted: within them ours plans anew from what its first ones took
 BASE_BYTES = 300 << 20  # of a process below its peak: what imports take, but for libraries, which are shared
 
 
@@ -52,7 +53,7 @@ def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dic
     groups = groups_of(runs, memory_available_bytes(os.environ))
     turns_s = sum(runs[name][0]["step_s"] for names in groups for name in names)
     left_s = limit_s - (time.monotonic() - start) - start_s * sum(map(len, groups))
-    turns = min(size.turns, int(left_s / turns_s) - 1) if groups else 0
+    turns = min(size.turns, int(left_s / turns_s) - SETTLED) if groups else 0
     if turns < LEAST_TURNS:
         say(f"{case.model}: no time for turns")
         turns, groups = 0, []
@@ -109,17 +110,17 @@ def by_turns(
     case: Case, names: Sequence[str], choices: dict[str, str], turns: int, first: int,
     runs: dict[str, dict[int, Run]],
 ) -> None:  # fmt: skip
-    """Each step but the first is a round, from round `first` on."""
+    """Each step after those that do not count is a round, from round `first` on."""
 
     def side(name: str) -> Side[Run]:
         def run(gate: str) -> Run:
-            return run_of(replace(case, gate=gate, timeout_s=TIMEOUT_S), name, choices, turns + 1)
+            return run_of(replace(case, gate=gate, timeout_s=TIMEOUT_S), name, choices, SETTLED + turns)
 
         return Side(1 if name in ALONE else case.ranks, run)
 
-    found = take_turns([side(name) for name in names], turns + 1)
+    found = take_turns([side(name) for name in names], SETTLED + turns)
     for name, run in zip(names, found, strict=True):
-        each = run.get("steps_s", ())[1:]
+        each = run.get("steps_s", ())[SETTLED:]
         runs[name] |= {first + i: run | {"step_s": step_s} for i, step_s in enumerate(each)}
         said = seconds_text(each) if each else f"failed: {run['failed']}"
         say(f"{case.model} {name}: by turns {said}")

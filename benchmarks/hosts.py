@@ -32,6 +32,7 @@ from mpipipe.values import Costs, Plan, Report, from_json
 
 GROUP = ("--group", "bench", "--prefix", "bench", "--subnet", "10.78.0")
 DELAY = "50us"
+AS_PLANNED = ["run.refine=false"]  # before step 0
 OF_GPT, FAST, SLOW = "1gbit", "10gbit", "100mbit"
 BAR = 0.03  # of the step, exposed
 PASSED = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VIRTUAL_ENV")
@@ -58,7 +59,15 @@ class Hosts:
         folder = self._folder / str(self._runs)
         passed = [word for name in PASSED if name in environment() for word in ("-x", name)]
         start = [str(self._testbed / "hosts-mpirun"), *GROUP[:2], "-n", "2", "--", *passed, "--"]
-        work = [sys.executable, "-m", "mpipipe.train", config_of(model), f"run.dir={folder}", *settings]
+        work = [
+            sys.executable,
+            "-m",
+            "mpipipe.train",
+            config_of(model),
+            f"run.dir={folder}",
+            *AS_PLANNED,
+            *settings,
+        ]
         say(" ".join([model, *settings]))
         run([*start, *work])
         return folder

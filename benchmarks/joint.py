@@ -39,7 +39,7 @@ def one_run(model: str, ranks: int, steps: int, *more: str, gate: str = "") -> t
         run_dir = Path(folder) / "run"
         settings = [f"train.steps={steps}", f"run.dir={run_dir}", *SAME]
         started = time.time()
-        train(ranks, config_of(model), *settings, *more, gate=gate)
+        train(ranks, config_of(model), "run.refine=false", *settings, *more, gate=gate)
         summary = json.loads((run_dir / "summary.json").read_text())
         found = {key: summary[key] for key in ("step_s", "predicted_step_s", "peak_bytes")}
         found |= {"steps_s": [step["step_s"] for step in steps_of(run_dir)]}

@@ -191,7 +191,7 @@ def rank_main(config: str, overrides: Sequence[str], out: Path) -> None:
     """One rank of the recorded run; rank 0 writes the result."""
     mpipipe.pipeline.Trainer = RecordingTrainer  # type: ignore[misc]
     comm = connect()
-    report = mpipipe.train.train(comm, load(config, overrides))
+    report = mpipipe.train.train(comm, load(config, ["run.refine=false", *overrides]))
     trainer = RecordingTrainer.made[0]
     offset = comm.clock_offset_s
     mine = [Recorded(r.start_s - offset, r.end_s - offset, r.times - offset) for r in trainer.kept]

@@ -184,7 +184,7 @@ def rank_main(config: str, overrides: Sequence[str], out: Path, launched: float)
     connected = time.time()
     imports_are_done()
     start.parts |= {"mpi": connected - before, "tracer": time.time() - connected}
-    report = mpipipe.train.train(comm, load(config, overrides))
+    report = mpipipe.train.train(comm, load(config, ["run.refine=false", *overrides]))
     mine = TimedInterpreter.kept, start.found(), TimedInterpreter.tensor_peak_bytes
     kept, starts, tensors = zip(*comm.allgather_object(mine), strict=True)
     if comm.rank == 0:

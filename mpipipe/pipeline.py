@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -86,7 +86,7 @@ from mpipipe.state.resume import RunState
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
 from mpipipe.survival import Newest, Recovery, Survival
-from mpipipe.values import Gemm, Plan, Program, from_json, to_json
+from mpipipe.values import Gemm, Plan, Program, Timeline, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
@@ -209,6 +209,7 @@ class Pipeline(SharedWork):
         use_device(find_device(device, local_rank(comm)))
         self.val_batch, self.mirror_every, self.memory = val_batch or batch, mirror_every, memory_in_use()
         self._said: Plan | None = None
+        self.search_s = self.build_s = 0.0  # what the newest plan took, and its trainer
 
         # what decides the bits
         before = Before.given(comm, resume, plan, new_numerics)
@@ -270,6 +271,7 @@ class Pipeline(SharedWork):
         self._check_model(before, asked, unused)
 
         # costs -> plan -> program, on the ranks that work
+        self.plan_given = before.plan is not None
         self._plan_at_first(asked, before.plan, settled, timing)
         asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
         self.survival = Survival(asked, here.cluster, source.initial, before.folder)
@@ -351,7 +353,7 @@ class Pipeline(SharedWork):
     def plan_for(self, asked: Asked, given: Plan | None = None, settled: Settled | None = None) -> Plan:
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
         model, plan and program. Collective."""
-        graph, comm = self.variants.graph, self.comm
+        graph, comm, started = self.variants.graph, self.comm, time.perf_counter()
         text = self.mirrors_why = self.search_why = ""
         failed = None
         if comm.rank == 0:
@@ -360,6 +362,7 @@ class Pipeline(SharedWork):
             except MpipipeError as error:
                 failed = error
         text, failed = comm.bcast_object((text, failed))
+        self.search_s = time.perf_counter() - started
         if failed is not None:
             raise failed
         plan = replace(from_json(Plan, text), costs=self.costs)  # which are everywhere
@@ -395,10 +398,12 @@ class Pipeline(SharedWork):
 
     def build(self) -> None:
         """The trainer of the plan, with the weights that the source has now. Of the working ranks alone."""
+        started = time.perf_counter()
         self.trainer = Trainer(
             self.comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample
         )
         give_back_freed_memory()  # of the first weights, which were made one by one
+        self.build_s = time.perf_counter() - started
 
     def _rehearse(self) -> None:
         """The plan as it is, predicted anew."""
@@ -491,6 +496,11 @@ class Pipeline(SharedWork):
         """Between two steps: another layout, with the same bits, for ranks that compute by these factors
         longer than was predicted, if it is faster. Whether it is taken, and what to say of it. Collective."""
         return self.survival.plan_around(self, slower)
+
+    def refine(self, typical: Sequence[Timeline], steps_left: int) -> tuple[bool, str]:
+        """Between two steps: another layout, with the same bits, by what the steps of this one took
+        (`Recorder.typical`), if that pays off in those that are left. As `plan_around`."""
+        return self.survival.refine(self, typical, steps_left)
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Mean loss and metrics over the validation data, by name; the same on every rank.

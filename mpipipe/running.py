@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
@@ -57,6 +58,8 @@ from mpipipe.state.verify import newest_sound
 from mpipipe.survival import Recovery
 from mpipipe.values import Int64, Report, Timeline, to_json
 
+REFINE_AFTER = (4, 8, 16, 32)  # steps of a layout, after which it is planned anew from what they took
+REFINE_MOST = 0.02  # of what the run still takes: for the search
 END_OF_DATA = "the end of the data"  # as a reason to stop
 SAVE_BYTES_PER_S = 100e6  # of a slow file system: what a save is taken to need before the first one
 
@@ -75,6 +78,8 @@ class Run:
         self.replayed = 0  # steps done again
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
+        refined = config.run.refine and not (pipe.plan_given or pipe.size == 1 or pipe.comm.oversubscribed)
+        self.refine_after = list(REFINE_AFTER) if refined else []  # each of them once
         self.saved = -1
         self.last: Step | None = None
         self.turn_s = self.save_s = 0.0  # the longest so far
@@ -154,6 +159,7 @@ class Run:
             self.first_step = found.step
         before_it = max(self.comm.allgather_object(self.replayed))  # a spare knows of none
         self.replayed = before_it + found.replayed
+        self.refine_after = min(self.comm.allgather_object(self.refine_after), key=len)  # likewise
         while END_OF_DATA in asked:  # which is met again
             asked.remove(END_OF_DATA)
         self.saved = -1
@@ -279,9 +285,12 @@ class Run:
                 self.save(background=not (done or step.stop))
             if done or step.stop:
                 return step
+            del outcome  # with what it refers to
             if slow is not None:
-                del outcome  # with what it refers to
                 self._meet(slow)
+            elif self.refine_after and self.recorder.counted >= self.refine_after[0]:
+                del self.refine_after[0]
+                self._refine(t.steps - step.step)
 
     def _stop_after(self, last: Step, metrics: Metrics | None) -> Step:
         """What a last step has, made up for one that was not known to be the last."""
@@ -296,25 +305,45 @@ class Run:
 
     def _meet(self, slow: Slow) -> None:
         """Says it, and plans anew where that was asked for. Collective."""
-        pipe = self.pipe
         if self.config.run.slow_rank == "report":
             self.log.say(
                 f"note: {slow}; look at its node, or plan anew: plan --refine, or run.slow_rank=replan"
             )
             return
         self.log.say(f"note: {slow}")
+        said = self._change(
+            "a plan around a slow rank", lambda: self.pipe.plan_around({slow.rank: slow.factor})
+        )[1]
+        self.log.say(f"mpipipe: {said}")
+
+    def _refine(self, steps_left: int) -> None:
+        """Plans anew from what the steps took, where the search is nothing beside those that are left.
+        Collective."""
+        pipe, steps = self.pipe, self.recorder.counted
+        left_s = steps_left * statistics.median(self.step_s)
+        if not self.comm.bcast_object(pipe.search_s <= REFINE_MOST * left_s):
+            return
+        typical = self.recorder.typical()
+        taken, said = self._change("a plan by what the steps took", lambda: pipe.refine(typical, steps_left))
+        if taken:
+            table = describe(pipe.plan, pipe.costs, pipe.search_s)
+            self.log.say(f"mpipipe: after {steps} steps {said}\n{table}")
+
+    def _change(self, doing: str, plan: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+        """Between two steps another layout, if `plan` takes one, and what it says. Collective."""
+        pipe = self.pipe
         outside = Outside(pipe.rank, pipe.size)  # the other view would hold weights that are to go
         self.watchdog.watch(outside, pipe.plan.prediction.step_s)
-        with self.watchdog.during("a plan around a slow rank"):
-            taken, said = pipe.plan_around({slow.rank: slow.factor})
+        with self.watchdog.during(doing):
+            taken, said = plan()
             if taken:
                 self.step_s.clear()
                 self._begin()
-        self.log.say(f"mpipipe: {said}")
         if taken:
             self._keep_plan()
         else:
             self._watch()
+        return taken, said
 
     def _due(self, every: int, step: int) -> bool:
         return step >= self.config.train.steps or bool(every and step % every == 0)

@@ -1,4 +1,5 @@
-"""How a run outlives its ranks: what it keeps for that, and how it goes on where one was lost or is slow.
+"""How a run outlives its ranks: what it keeps for that, and how it goes on where one was lost or is slow; and
+how it goes over to a layout that its first steps have shown to be better.
 
     RankLost -> survivors -> plan for them -> newest version that is whole among them -> its tensors, by name,
     to their new owners -> new mirrors, at once
@@ -16,29 +17,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from mpipipe.cluster.comm import Communicator, RankLost
+from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.errors import MpipipeError, PlanError, RecoveryError
 from mpipipe.graph.source import Initial
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.copies import Copies, shape_of
 from mpipipe.planner.joint import Asked, copies_of
-from mpipipe.planner.mirrors import mirror_bytes
-from mpipipe.planner.prediction import expect, predict, too_full
+from mpipipe.planner.mirrors import state_bytes
+from mpipipe.planner.prediction import dear, expect, predict, too_full
 from mpipipe.planner.programs import cut_indices, program_for
+from mpipipe.planner.refine import gain, refined_costs
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.runtime.optimizer import described
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
-from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, newest_whole
+from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, held, newest_whole, offered
 from mpipipe.state.resume import read_state
 from mpipipe.state.saving import Saver
-from mpipipe.values import Cluster, Costs, Layout, Plan, Program
+from mpipipe.values import Cluster, Costs, Layout, Plan, Program, Timeline
 
 if TYPE_CHECKING:
     from mpipipe.pipeline import Pipeline
 
 Newest = Callable[[Communicator, int], Path | None]  # a checkpoint of more steps than that
 WORTH = 0.03  # of a step, that a plan around a slow rank must gain
+LASTING = 0.01  # of a step, that one by what the steps took must gain, whichever of them are looked at
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Survival:
         found = self._find(comm)
         folder = checkpoint(comm, -1 if found is None else found.key.step)
         if found is not None and folder is None:
-            self._take_up(pipe, found)
+            self._take_up(pipe, found, held(self._kept, found))
             source = "mirrors"
             if not pipe.data.exact:
                 pipe.say("note: this recovery is not exact: the data is a plain iterable, and cannot go back")
@@ -169,27 +175,48 @@ class Survival:
         stays, said = stays_as_it_is(pipe.costs, before, plan, pipe.program, pipe.variants.graph.groups)
         if comm.bcast_object(stays):
             return False, said
-        pipe.saver.finish()
-        pipe.saver = Saver(comm)  # without the copy of the state that the old one keeps
-        self._keep(comm, pipe.steps_done, pipe.trainer)
-        found = self._find(comm)
-        assert found is not None, "or it has raised"
-        pipe.trainer.close()
-        del pipe.trainer
-        gc.collect()
-        pipe.plan = plan
-        self._take_up(pipe, found)
-        self._begin_anew(pipe)
+        self._go_over(pipe, plan)
         return True, said
 
-    def _keep(self, comm: Communicator, step: int, trainer: Trainer) -> None:
-        """The state as it is, for another layout to take up, also where there are no mirrors. Collective."""
-        mirrors = self._kept[-1] if self._kept else Mirrors(comm, 0)
-        mirrors.commit()
-        if all(key.step != step for key in mirrors.whole()):
-            _take(mirrors, step, trainer)
+    # -- its steps have shown what they take -----------------------------------------------------
+
+    def refine(self, pipe: Pipeline, typical: Sequence[Timeline], steps_left: int) -> tuple[bool, str]:
+        """As `Pipeline.refine`."""
+        if not pipe.data.exact:
+            return False, "the plan stays: the data is a plain iterable, and cannot go back"
+        before, planned = pipe.plan, pipe.costs
+        try:
+            pipe.costs, *parts = (refined_costs(planned, before.layout, steps) for steps in typical)
+            plan = self._plan_anew(pipe, self._asked.schedules, (shape_of(before.layout),))
+        except MpipipeError as error:
+            pipe.costs = planned
+            return False, f"the plan stays: {error}"
+        ran = replace(before, costs=pipe.costs)
+        stays, said = pays_off(ran, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
+        stays, said = pipe.comm.bcast_object((stays, said))
+        if stays:
+            pipe.costs = planned
+            return False, said
+        self._go_over(pipe, plan)
+        return True, said
+
+    def _go_over(self, pipe: Pipeline, plan: Plan) -> None:
+        """From one step to the next, to another layout. Collective."""
+        comm = pipe.comm
+        pipe.saver.finish()
+        pipe.saver = Saver(comm)  # without the copy of the state that the old one keeps
+        for mirrors in self._kept:
             mirrors.commit()
-        self._kept = [mirrors]
+        here = {name: t.detach().cpu().contiguous() for name, t in pipe.trainer.tensors().items()}
+        found = offered(comm, pipe.steps_done, here, pipe.trainer.optimizer_numbers())
+        pipe.trainer.close()
+        del pipe.trainer  # all but its state
+        give_back_freed_memory()
+        pipe.plan = plan
+        self._take_up(pipe, found, here)
+        del here
+        give_back_freed_memory()
+        self._begin_anew(pipe)
 
     # -- either --------------------------------------------------------------------------------
 
@@ -199,18 +226,20 @@ class Survival:
         asked = replace(self._asked, schedules=schedules, n_ranks=pipe.size, copies=copies, uneven=False)
         return pipe.plan_for(asked)
 
-    def _take_up(self, pipe: Pipeline, found: Found) -> None:
-        """A version of the mirrors, in the layout of the plan. Collective."""
-        received = self.fetch(pipe.comm, found, pipe.variants, pipe.plan.layout)
+    def _take_up(self, pipe: Pipeline, found: Found, here: Mapping[str, Tensor]) -> None:
+        """A version, in the layout of the plan. here: of it, on this rank. Collective."""
+        received = self.fetch(pipe.comm, found, here, pipe.variants, pipe.plan.layout)
         pipe.variants.source.begin_from(received)
         pipe.build()
         pipe.trainer.resume(received, described(found.numbers))
         pipe.trainer.state_dict()  # reads the buffers that nothing has asked for
         pipe.steps_done = found.key.step
 
-    def fetch(self, comm: Communicator, found: Found, variants: Variants, layout: Layout) -> Received:
+    def fetch(
+        self, comm: Communicator, found: Found, here: Mapping[str, Tensor], variants: Variants, layout: Layout
+    ) -> Received:
         """What this rank needs of a version. Collective."""
-        return fetch(comm, self._kept, found, _needed(found.specs, variants, layout, comm.rank))
+        return fetch(comm, here, found, _needed(found.specs, variants, layout, comm.rank))
 
     def _begin_anew(self, pipe: Pipeline) -> None:
         """The first version of new mirrors is made now, and the old ones go when it is whole everywhere.
@@ -261,10 +290,35 @@ def stays_as_it_is(
     now_s, new_s = expect(costs, before.layout, program, group_names)[0].step_s, after.prediction.step_s
     if new_s > (1.0 - WORTH) * now_s:
         return True, f"the plan stays: no other is more than {WORTH:.0%} faster while that rank is so slow"
-    if not before.layout.mirror_every:  # on the way the state is there once more, and that of another rank
-        plans = (before, after)
-        held = [mirror_bytes(costs, p.layout, cut_indices(p.layout, group_names)) for p in plans]
-        peaks = [int(max(of)) for of in zip(*(p.prediction.peak_bytes for p in plans), strict=True)]
-        if too_full([p + int(max(of)) for p, *of in zip(peaks, *held, strict=True)], costs.cluster):
-            return True, "the plan stays: there is no room for the copies by which another one takes over"
+    return _where_there_is_room(costs, before, after, group_names, now_s)
+
+
+def pays_off(
+    before: Plan, after: Plan, parts: Sequence[Costs], steps_left: int, change_s: float
+) -> tuple[bool, str]:
+    """Of two plans with the costs that all steps have shown: whether the first one stays, and what to say of
+    it. parts: costs that some of the steps have shown, others each; change_s: what it takes to go over."""
+    costs = after.costs
+    assert costs is not None
+    names = [group.name for group in costs.groups]
+    program = program_for(before.layout, before.numerics, costs.ties, names)
+    before = replace(before, prediction=expect(costs, before.layout, program, names)[0])
+    now_s, new_s = before.prediction.step_s, after.prediction.step_s
+    if after.layout == before.layout or gain(before, after, [costs, *parts]) <= LASTING:
+        return True, f"the plan stays: no other is more than {LASTING:.0%} faster, whichever steps count"
+    if dear(after) >= dear(before):
+        return True, "the plan stays: what another one gains is not worth the memory that it needs"
+    if (now_s - new_s) * steps_left <= change_s:
+        return True, "the plan stays: too few steps are left for another one to pay off"
+    return _where_there_is_room(costs, before, after, names, now_s)
+
+
+def _where_there_is_room(
+    costs: Costs, before: Plan, after: Plan, group_names: Sequence[str], now_s: float
+) -> tuple[bool, str]:
+    states = (state_bytes(costs, p.layout, cut_indices(p.layout, group_names)) for p in (before, after))
+    on_the_way = [int(sum(of)) for of in zip(after.prediction.peak_bytes, *states, strict=True)]
+    if too_full(on_the_way, costs.cluster):  # what it has, and what it gets, beside what it will be
+        return True, "the plan stays: there is no room for what moves from rank to rank"
+    new_s = after.prediction.step_s
     return False, f"planned anew: a step is predicted to take {new_s:.3g} s; as it was, {now_s:.3g} s"

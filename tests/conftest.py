@@ -212,8 +212,8 @@ def made_up_times(monkeypatch: pytest.MonkeyPatch, code_version_once: Callable[.
     monkeypatch.setattr("mpipipe.runtime.costing._reference_s", lambda _: 1e-3)
     for reader in ("cluster.agree", "runtime.known", "runtime.op_table"):
         monkeypatch.setattr(f"mpipipe.{reader}.code_version", code_version_once)
-    monkeypatch.setattr("mpipipe.cluster.memory.give_back_freed_memory", lambda: None)
-    monkeypatch.setattr("mpipipe.pipeline.give_back_freed_memory", lambda: None)
+    for caller in ("cluster.memory", "pipeline", "survival"):
+        monkeypatch.setattr(f"mpipipe.{caller}.give_back_freed_memory", lambda: None)
     yield
     torch.set_num_threads(before)
 

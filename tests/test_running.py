@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -17,15 +18,18 @@ from torch import Tensor, nn
 from mpipipe.cluster import watchdog
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import TimeLimit
-from mpipipe.cluster.local import run_local
+from mpipipe.cluster.local import LocalCommunicator, run_local
 from mpipipe.cluster.watchdog import STOOD_STILL, Watchdog, explained
 from mpipipe.config import parse
 from mpipipe.errors import EndOfData
 from mpipipe.graph import variants
 from mpipipe.pipeline import Pipeline, Step
+from mpipipe.report.plan_file import read_plan
 from mpipipe.running import Run
+from mpipipe.runtime.recorder import Recorder
 from mpipipe.runtime.trainer import Trainer
-from mpipipe.values import Cluster, Device
+from mpipipe.train import train
+from mpipipe.values import Cluster, Device, Report, Timeline
 
 
 class Ends:
@@ -60,6 +64,7 @@ def with_made_up_steps(every: int) -> Any:
     run.slowness = SimpleNamespace(add=lambda _: None)
     run.watchdog, run.limit = Watchdog(0, 1, Path(), "off"), TimeLimit(None, {})
     run.last, run.turn_s, run.save_s, run.all_steps_s, run.save = None, 0.0, 0.0, 0.0, lambda background: None
+    run.refine_after = []
     run.log = SimpleNamespace(step=lambda step, values: None)
     return run
 
@@ -184,3 +189,43 @@ def test_a_long_capture_within_training_is_no_standstill(
     if codes:
         place = "the capture of the model for mode eval" if in_capture else "the training loop"
         assert place in explained(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("made_up_times")
+def test_a_run_goes_over_to_what_its_first_steps_have_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As rank 1 takes ten times as long as planned; with the bits of the run that keeps its plan."""
+    typical, reports = Recorder.typical, dict[bool, Report]()
+
+    def of_a_slow_rank(recorder: Recorder) -> list[Timeline]:
+        found = typical(recorder)
+        for timeline in found:
+            timeline.times[1][:, 1] += 9.0 * (timeline.times[1][:, 1] - timeline.times[1][:, 0])
+        return found
+
+    monkeypatch.setattr(Recorder, "typical", of_a_slow_rank)
+    monkeypatch.setattr(
+        LocalCommunicator, "oversubscribed", property(lambda _: False, lambda *_: None), raising=False
+    )  # else times are of others, too
+    monkeypatch.setattr("mpipipe.running.REFINE_MOST", 1e9)
+    monkeypatch.setattr("mpipipe.survival.LASTING", 0.2)
+    monkeypatch.setattr(Pipeline, "build_s", property(lambda _: 0.0, lambda *_: None), raising=False)
+    for refine in (False, True):
+        config = parse(
+            "model: {name: mlp, hidden: [64, 64, 64]}\ndata: {name: synthetic, samples: 64}\n"
+            "train: {steps: 12, batch: 8}\npipeline: {micro_batches: 4, cost_cache: false, schedule: 1f1b}\n"
+            f"run: {{dir: {tmp_path / str(refine)}, refine: {str(refine).lower()}, log_every: 100}}"
+        )
+        reports[refine] = run_local(2, lambda comm, config=config: train(comm, config))[0]
+    kept, refined = (reports[refine] for refine in (False, True))
+    assert (refined.steps, refined.final_loss) == (kept.steps, kept.final_loss)
+    assert refined.weights_sha256 == kept.weights_sha256
+    assert refined.plan_hash != kept.plan_hash
+    log = (tmp_path / "True" / "train.log").read_text()
+    assert "mpipipe: after 4 steps planned anew: a step is predicted to take" in log
+    assert "planned anew" not in (tmp_path / "False" / "train.log").read_text()
+    assert read_plan(tmp_path / "True" / "plan.json").hash == refined.plan_hash
+    steps = (tmp_path / "True" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in steps] == list(range(1, 13))

@@ -342,6 +342,7 @@ class RunConfig(Section):
     mirror_every: Count | Literal["auto"] = "auto"  # steps between copies on other ranks; 0 = none
     spares: Count = 0  # ranks that wait, and replace those that are lost; recover: mpi
     slow_rank: Literal["report", "replan"] = "report"  # replan: other stages for one that stays slow
+    refine: bool = True  # plans anew from what the first steps took, where that pays off
     watchdog: Watchdog = "auto"  # seconds without progress that end a run; auto = 60, or 10 predicted steps
 
 

@@ -145,8 +145,7 @@ def newest_whole(comm: Communicator, kept: Sequence[Mirrors]) -> Found | None:
             for name in facts[key.members.index(member)].specs:
                 if rank not in where.setdefault(name, []):
                     where[name].append(rank)
-    specs = {name: s for fact in facts for name, s in fact.specs.items()}
-    return Found(key, where, specs, [part for fact in facts for part in fact.numbers])
+    return _found(key, where, facts)
 
 
 class Received:
@@ -165,11 +164,30 @@ class Received:
         out.copy_(self._tensors[name])
 
 
-def fetch(comm: Communicator, kept: Sequence[Mirrors], found: Found, wanted: Collection[str]) -> Received:
-    """The tensors `wanted` on this rank: those that are here as they are, the others by messages, each from
-    the lowest rank that holds it. Collective."""
+def held(kept: Sequence[Mirrors], found: Found) -> dict[str, Tensor]:
+    """What this rank has of a version."""
     own = next((m for m in kept if found.key in m.whole()), None)
-    here = own.held(found.key.step) if own is not None else {}
+    return own.held(found.key.step) if own is not None else {}
+
+
+def offered(comm: Communicator, step: int, tensors: Mapping[str, Tensor], numbers: Numbers) -> Found:
+    """What the ranks hold after a step, itself, as long as nobody changes it. Collective."""
+    facts = comm.allgather_object(Facts({n: spec(t) for n, t in tensors.items()}, numbers))
+    where: dict[str, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        for name in fact.specs:
+            where.setdefault(name, []).append(rank)
+    return _found(Key(step, comm.members), where, facts)
+
+
+def _found(key: Key, where: Mapping[str, Sequence[int]], facts: Sequence[Facts]) -> Found:
+    specs = {name: s for fact in facts for name, s in fact.specs.items()}
+    return Found(key, where, specs, [part for fact in facts for part in fact.numbers])
+
+
+def fetch(comm: Communicator, here: Mapping[str, Tensor], found: Found, wanted: Collection[str]) -> Received:
+    """The tensors `wanted` on this rank: those that are here as they are, the others by messages, each from
+    the lowest rank that holds it. here: in main memory. Collective."""
     asked = comm.allgather_object([name for name in found.specs if name in wanted and name not in here])
     got = {name: t for name, t in here.items() if name in wanted}
     requests = []

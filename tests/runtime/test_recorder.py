@@ -41,6 +41,25 @@ def test_the_median_step_without_the_first() -> None:
         assert timeline.peak_bytes == (3007, 3008)
 
 
+def test_a_typical_step_has_the_medians_of_each_instruction() -> None:
+    """Also of every other step, and of those between."""
+
+    def body(comm: Communicator) -> list[Timeline]:
+        recorder = Recorder(comm, PROGRAM)
+        assert recorder.counted == 0
+        for step, took_s in enumerate([99.0, 1.0, 30.0, 3.0, 10.0, 2.0]):
+            recorder.add(outcome(100.0 * step + comm.rank, took_s, 5))
+        assert recorder.counted == 5
+        return recorder.typical()
+
+    for found in run_local(2, body):
+        for timeline, took_s in zip(found, (3.0, 2.0, 20.0), strict=True):
+            n = len(PROGRAM.codes[0])
+            for rank, times in enumerate(timeline.times):
+                np.testing.assert_allclose(times[:, 1] - times[:, 0], took_s / n)
+                assert times[0, 0] == rank, "from when the first rank began"
+
+
 def test_a_single_step_is_its_own_median() -> None:
     assert [timeline.makespan_s for timeline in median_of([2.0])] == [3.0, 3.0]
 

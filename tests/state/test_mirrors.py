@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from mpipipe.state.mirrors import Mirrors
 from mpipipe.state.resume import read_state, step_folder
 from mpipipe.state.verify import newest_sound
 from mpipipe.survival import Survival
+from mpipipe.values import COMPUTE, Timeline
 
 EVERY, STEPS = 3, 8
 Kill = tuple[int, str, int]  # rank, by its first number; where; the step that is being made, or was
@@ -363,13 +366,65 @@ def test_a_plan_around_a_slow_rank_changes_no_bits(ranks: int, settings: dict[st
     assert after < before
 
 
+def slowed(timeline: Timeline, stage: int, factor: float) -> Timeline:
+    """What that stage computes takes so many times as long."""
+    times = []
+    for codes, of_rank in zip(timeline.program.codes, timeline.times, strict=True):
+        seconds = of_rank[:, 1] - of_rank[:, 0]
+        seconds[(codes[:, 1] == stage) & np.isin(codes[:, 0], sorted(COMPUTE))] *= factor
+        times.append(np.stack([of_rank[:, 0], of_rank[:, 0] + seconds], axis=1))
+    return replace(timeline, times=tuple(times))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, {"recover": "restart"}),
+        (3, {}),
+        pytest.param(4, {"recover": "restart", "blocks": 4, "replicas": 2}, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.slow
+def test_a_plan_by_what_the_steps_took_changes_no_bits(ranks: int, settings: dict[str, Any]) -> None:
+    """A stage that took longer has less to do from then on, if all of the steps say so."""
+
+    def body(comm: Communicator) -> tuple[dict[str, str], list[int], list[str]]:
+        pipe = pipeline(comm, **settings)
+        pipe.fit(EVERY + 1)
+        plan, costs = pipe.plan, pipe.costs
+        stage = next(s for s, on in enumerate(plan.layout.ranks) if 1 in on)
+        slow, other = (slowed(pipe.predicted, s, 20.0) for s in (stage, 1 - stage))
+        groups, said = [groups_of(pipe)], list[str]()
+        for typical, left in (([slow, slow, other], 1000), ([slow] * 3, 0)):
+            taken, why = pipe.refine(typical, left)
+            assert (taken, pipe.plan, pipe.costs) == (False, plan, costs)
+            said.append(why)
+        taken, why = pipe.refine([slow] * 3, 1000)
+        assert taken, why
+        assert (pipe.steps_done, pipe.plan.numerics) == (EVERY + 1, plan.numerics)
+        pipe.fit(STEPS)
+        mine = {name: tensor_digest(name, t) for name, t in pipe.state_dict(full=False).items()}
+        groups.append(groups_of(pipe))
+        return {k: v for part in comm.allgather_object(mine) for k, v in part.items()}, groups, [*said, why]
+
+    expected = undisturbed() if "blocks" not in settings else trained(1, blocks=4)[0]
+    found = run_local(ranks, body)
+    for weights, _, (in_part, late, why) in found:
+        assert weights == {k: v for k, v in expected.items() if not k.startswith("loss ")}
+        assert "whichever steps count" in in_part
+        assert "too few steps are left" in late
+        assert why.startswith("planned anew: a step is predicted to take ")
+    before, after = found[1][1]
+    assert after < before
+
+
 def test_the_plan_stays_where_another_one_gains_nothing_or_the_data_cannot_go_back() -> None:
     def body(comm: Communicator) -> list[str]:
         pipe = pipeline(comm, recover="restart")
         pipe.plan_around({0: 3.0, 1: 3.0})  # it may find a better one, as updates were timed again since
         plan, said = pipe.plan, [pipe.plan_around({0: 2.0, 1: 2.0})]
         pipe.data.exact = False
-        said.append(pipe.plan_around({0: 30.0}))
+        said += [pipe.plan_around({0: 30.0}), pipe.refine([pipe.predicted] * 3, 1000)]
         assert pipe.plan is plan
         assert not any(taken for taken, _ in said)
         return [why for _, why in said]
@@ -377,3 +432,4 @@ def test_the_plan_stays_where_another_one_gains_nothing_or_the_data_cannot_go_ba
     for said in run_local(2, body):
         assert "no other is more than 3% faster" in said[0]
         assert "plain iterable" in said[1]
+        assert "plain iterable" in said[2]
