@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.budget import OTHER, SIZES, SLOW, Size, estimate_s
+from benchmarks.budget import OTHER, SETTLED, SIZES, SLOW, Size, estimate_s
 from benchmarks.case import Case
 from benchmarks.common import TIMEOUT_S, machine, seconds_text
 from benchmarks.peers import ALONE, SCHEDULES, SIDES
@@ -36,7 +36,6 @@ from mpipipe.cluster.routes import fastest
 from mpipipe.runtime.routes import measure_routes
 
 LEAST_TURNS = 2  # fewer say nothing
-SETTLED = 9  # steps by turns that are not counted: within them ours plans anew from what its first ones took
 BASE_BYTES = 300 << 20  # of a process below its peak: what imports take, but for libraries, which are shared
 
 

@@ -10,6 +10,7 @@ from benchmarks.results import ROWS, VARIANTS
 
 START_S, COMPILE_S = 5.0, 60.0  # of a run before its first step; of the compiler, whose cache is then filled
 SLOW = 1.2  # a peer that is this much slower than the best one when alone gets no turns
+SETTLED = 9  # steps by turns that are not counted: within them ours plans anew from what its first ones took
 CONTENDERS = 3  # of the peers, as a guess: those that are
 
 
@@ -40,5 +41,5 @@ def estimate_s(size: Size, sides: Sequence[str]) -> float:
     prepare_s = START_S + 3 * size.step_s  # each layer eight times for one micro-batch, and the updates
     search_s = searched * (START_S + size.search_steps * size.step_s)
     alone_s = (ours + len(sides)) * (START_S + size.steps * size.step_s)
-    turns_s = contend * (START_S + (size.turns + 1) * size.step_s)
+    turns_s = contend * (START_S + (SETTLED + size.turns) * size.step_s)
     return prepare_s + search_s + alone_s + turns_s + COMPILE_S * ("compile" in sides)
