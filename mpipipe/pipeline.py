@@ -349,6 +349,7 @@ class Pipeline(SharedWork):
         self.memory.restart()  # what the timing took has been given back
         self.plan = self.plan_for(asked, given, settled)
         self.planning_s = time.perf_counter() - started + (settled.seconds if settled else 0.0)
+        self.search_s += settled.seconds if settled else 0.0
 
     def plan_for(self, asked: Asked, given: Plan | None = None, settled: Settled | None = None) -> Plan:
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
