@@ -38,13 +38,14 @@ from mpipipe.errors import (
     MpipipeError,
     PlanError,
 )
+from mpipipe.graph.variants import Variants
 from mpipipe.planner import SCHEDULES
 from mpipipe.planner.copies import Copies, ranks_in_each, shape_of
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.transport import Loopback, Outbox
 from mpipipe.state.digests import tensor_digest
-from mpipipe.values import Plan
+from mpipipe.values import Op, Plan
 
 Batch = dict[str, Tensor]
 Result = dict[str, Any]
@@ -194,6 +195,20 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
     assert states[0]["norm.num_batches_tracked"] == 0
     assert not states[0]["norm.running_mean"].any()
     assert left == (0.0, 0.0)
+
+
+def test_a_rehearsal_runs_the_code_that_the_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of zb-planned the first stage does its backward in one, the last one in two."""
+    asked, code = set[tuple[int, bool]](), Variants.training_code
+
+    def noted(variants: Variants, specs: Any, cuts: Any, s: int, in_two: bool, *more: Any) -> Any:
+        asked.add((s, in_two))
+        return code(variants, specs, cuts, s, in_two, *more)
+
+    monkeypatch.setattr(Variants, "training_code", noted)
+    program = run_local(2, lambda comm: pipeline(comm, schedule="zb-planned").program)[0]
+    assert [Op.I in codes[:, 0] for codes in program.codes] == [False, True]
+    assert asked == {(0, False), (1, True)}
 
 
 def test_a_rehearsal_asks_for_the_first_step_alone() -> None:

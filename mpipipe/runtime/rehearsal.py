@@ -18,7 +18,6 @@ from torch import Tensor
 from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.programs import cut_indices
-from mpipipe.planner.schedules.orders import is_in_two
 from mpipipe.planner.stages import bounds, remade_s, without_remade_s
 from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.feed import AHEAD
@@ -26,7 +25,7 @@ from mpipipe.runtime.prefetch import Prefetch
 from mpipipe.runtime.ties import take_gradients
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Form
-from mpipipe.values import Costs, GroupCost
+from mpipipe.values import Costs, GroupCost, Op
 
 WARM_UP, MOST_ROUNDS = 1, 25
 OF_STEP, LEAST_S, MOST_S = 0.5, 0.2, 5.0  # what it may take: of the predicted step, and seconds
@@ -105,7 +104,8 @@ class _Rehearsed:
 
     def __init__(self, trainer: Trainer, s: int) -> None:
         self._stage = trainer.interpreter.stages[s]
-        self._in_two, lets_go = is_in_two(trainer.program), self._stage.recompute == "selective"
+        codes, lets_go = trainer.program.codes[trainer.comm.rank], self._stage.recompute == "selective"
+        self._in_two = bool(((codes[:, 0] == Op.I) & (codes[:, 1] == s)).any())
         code = self._code = trainer.variants.training_code(
             trainer.variants.first, trainer.plan.layout.cuts, s, self._in_two, lets_go
         )
