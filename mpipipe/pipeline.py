@@ -74,6 +74,7 @@ from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.optimizer import OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import memory_in_use, world
+from mpipipe.runtime.recorder import Recorder
 from mpipipe.runtime.rehearsal import rehearse
 from mpipipe.runtime.setting import numerics_of, set_gemm_route, set_threads
 from mpipipe.runtime.settling import Settled, settle_micro_batches
@@ -145,6 +146,8 @@ class Pipeline(SharedWork):
                as loses the least time; 0 = none, then a recovery begins at the start
     spares     so many ranks hold no stage, wait, and replace those that are lost, for "mpi"; with the others
                they make each call, and get what it comes to
+    refine     plan anew from what the first steps took, in `fit` and `mpipipe.train`, where that pays off;
+               not where a plan is given, or ranks share cores
     say        takes the lines that are meant for people, on rank 0: None = print; lambda text: None = silence
 
     Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
@@ -193,6 +196,7 @@ class Pipeline(SharedWork):
         recover: Literal["restart", "mpi"] = "restart",
         mirror_every: int | Literal["auto"] = "auto",
         spares: int = 0,
+        refine: bool = True,
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
@@ -271,11 +275,12 @@ class Pipeline(SharedWork):
         self._check_model(before, asked, unused)
 
         # costs -> plan -> program, on the ranks that work
-        self.plan_given = before.plan is not None
         self._plan_at_first(asked, before.plan, settled, timing)
         asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
         self.survival = Survival(asked, here.cluster, source.initial, before.folder)
         self.divide()
+        if not refine or before.plan is not None or self.size == 1 or self.comm.oversubscribed:
+            self.survival.looks.clear()
         self.saver = Saver(self.comm)
         if not self.waits:
             self._begin(before)
@@ -403,6 +408,7 @@ class Pipeline(SharedWork):
         self.trainer = Trainer(
             self.comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample
         )
+        self.recorder = Recorder(self.comm, self.program)
         give_back_freed_memory()  # of the first weights, which were made one by one
         self.build_s = time.perf_counter() - started
 
@@ -443,6 +449,7 @@ class Pipeline(SharedWork):
         outcome = self.trainer.step(self.steps_done, stop=stop)
         if outcome is None:
             raise EndOfData(f"the data ended after {self.steps_done} steps; give more, or fewer steps")
+        self.recorder.add(outcome)
         self.survival.after_step(self.steps_done + 1, self.trainer)
         step = Step(
             step=self.steps_done + 1,
@@ -465,7 +472,8 @@ class Pipeline(SharedWork):
 
         def work() -> None:
             while self.steps_done < steps and not self._fit_step(calls, eval_every):
-                pass
+                if not self.spares and (typical := self.shown(steps - self.steps_done)):
+                    self.refine(typical, steps - self.steps_done)  # the next step says the plan
             self.saver.finish()
 
         self.surviving(work, self.recover)
@@ -498,9 +506,14 @@ class Pipeline(SharedWork):
         longer than was predicted, if it is faster. Whether it is taken, and what to say of it. Collective."""
         return self.survival.plan_around(self, slower)
 
+    def shown(self, steps_left: int) -> list[Timeline]:
+        """After a step: what those of this layout took (`Recorder.typical`), where these are enough for a
+        look at another one, and the search would be nothing beside those that are left; else nothing."""
+        return self.survival.shown(self, steps_left)
+
     def refine(self, typical: Sequence[Timeline], steps_left: int) -> tuple[bool, str]:
-        """Between two steps: another layout, with the same bits, by what the steps of this one took
-        (`Recorder.typical`), if that pays off in those that are left. As `plan_around`."""
+        """Between two steps: another layout, with the same bits, by what the steps of this one took, if that
+        pays off in those that are left. As `plan_around`."""
         return self.survival.refine(self, typical, steps_left)
 
     def evaluate(self, batches: int | None = None) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import statistics
 import sys
 import time
 from collections import deque
@@ -46,7 +45,7 @@ from mpipipe.report.summary import summary
 from mpipipe.report.trace import TRACE, Trace, thin, write_trace
 from mpipipe.report.truth import largest_miss, truths
 from mpipipe.runtime.flight import InterpreterView
-from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
+from mpipipe.runtime.recorder import KEPT_STEPS
 from mpipipe.runtime.sample import generate
 from mpipipe.runtime.slowness import WINDOW, WINDOWS, Slow, Slowness
 from mpipipe.state.files import write_text, write_whole
@@ -58,8 +57,6 @@ from mpipipe.state.verify import newest_sound
 from mpipipe.survival import Recovery
 from mpipipe.values import Int64, Report, Timeline, to_json
 
-REFINE_AFTER = (4, 8, 16, 32)  # steps of a layout, after which it is planned anew from what they took
-REFINE_MOST = 0.02  # of what the run still takes: for the search
 END_OF_DATA = "the end of the data"  # as a reason to stop
 SAVE_BYTES_PER_S = 100e6  # of a slow file system: what a save is taken to need before the first one
 
@@ -78,8 +75,6 @@ class Run:
         self.replayed = 0  # steps done again
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
-        refined = config.run.refine and not (pipe.plan_given or pipe.size == 1 or pipe.comm.oversubscribed)
-        self.refine_after = list(REFINE_AFTER) if refined else []  # each of them once
         self.saved = -1
         self.last: Step | None = None
         self.turn_s = self.save_s = 0.0  # the longest so far
@@ -159,7 +154,6 @@ class Run:
             self.first_step = found.step
         before_it = max(self.comm.allgather_object(self.replayed))  # a spare knows of none
         self.replayed = before_it + found.replayed
-        self.refine_after = min(self.comm.allgather_object(self.refine_after), key=len)  # likewise
         while END_OF_DATA in asked:  # which is met again
             asked.remove(END_OF_DATA)
         self.saved = -1
@@ -215,7 +209,6 @@ class Run:
     def _begin(self) -> None:
         """With the ranks that there are now. Collective."""
         pipe = self.pipe
-        self.recorder = Recorder(pipe.comm, pipe.program)
         self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
         self._watch()
         self._make_room()
@@ -269,7 +262,6 @@ class Run:
                 asked.append(END_OF_DATA)
                 return self._stop_after(self.last, metrics)
             self.last = step
-            self.recorder.add(outcome)
             slow = self.slowness.add(outcome)
             self.step_s.append(step.seconds)
             self.all_steps_s += step.seconds
@@ -288,9 +280,8 @@ class Run:
             del outcome  # with what it refers to
             if slow is not None:
                 self._meet(slow)
-            elif self.refine_after and self.recorder.counted >= self.refine_after[0]:
-                del self.refine_after[0]
-                self._refine(t.steps - step.step)
+            elif typical := self.pipe.shown(t.steps - step.step):
+                self._refine(typical, t.steps - step.step)
 
     def _stop_after(self, last: Step, metrics: Metrics | None) -> Step:
         """What a last step has, made up for one that was not known to be the last."""
@@ -316,18 +307,12 @@ class Run:
         )[1]
         self.log.say(f"mpipipe: {said}")
 
-    def _refine(self, steps_left: int) -> None:
-        """Plans anew from what the steps took, where the search is nothing beside those that are left.
-        Collective."""
-        pipe, steps = self.pipe, self.recorder.counted
-        left_s = steps_left * statistics.median(self.step_s)
-        if not self.comm.bcast_object(pipe.search_s <= REFINE_MOST * left_s):
-            return
-        typical = self.recorder.typical()
+    def _refine(self, typical: Sequence[Timeline], steps_left: int) -> None:
+        """Says it where another plan is taken. Collective."""
+        pipe = self.pipe
         taken, said = self._change("a plan by what the steps took", lambda: pipe.refine(typical, steps_left))
         if taken:
-            table = describe(pipe.plan, pipe.costs, pipe.search_s)
-            self.log.say(f"mpipipe: after {steps} steps {said}\n{table}")
+            self.log.say(f"mpipipe: {said}\n{describe(pipe.plan, pipe.costs, pipe.search_s)}")
 
     def _change(self, doing: str, plan: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
         """Between two steps another layout, if `plan` takes one, and what it says. Collective."""
@@ -406,7 +391,7 @@ class Run:
 
     def end(self, last: Step, asked: list[str]) -> Report:
         """Sample, summary and drawings."""
-        comm, pipe, recorder = self.comm, self.pipe, self.recorder
+        comm, pipe, recorder = self.comm, self.pipe, self.pipe.recorder
         measured = recorder.median()
         peaks = tuple(comm.allgather_object(pipe.memory.nbytes))
         first = pipe.steps_done - len(recorder.highest_bytes) + 1

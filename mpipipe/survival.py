@@ -31,6 +31,7 @@ from mpipipe.planner.prediction import dear, expect, predict, too_full
 from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.refine import gain, refined_costs
 from mpipipe.planner.schedules import PLAIN
+from mpipipe.planner.sizes import counted
 from mpipipe.runtime.optimizer import described
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 Newest = Callable[[Communicator, int], Path | None]  # a checkpoint of more steps than that
 WORTH = 0.03  # of a step, that a plan around a slow rank must gain
+LOOKS = (4, 8, 16, 32)  # steps of a layout, the first left out, after which it is planned anew
+MOST = 0.02  # of what the run still takes: for the search
 LASTING = 0.01  # of a step, that one by what the steps took must gain, whichever of them are looked at
 
 
@@ -72,6 +75,7 @@ class Survival:
         self._asked, self._cluster, self._initial, self._resumed = asked, cluster, initial, resumed
         self._kept: list[Mirrors] = []  # of its world, and until they are whole those of the world before
         self._has_worked = False
+        self.looks = list(LOOKS)  # that are left
 
     def begin(self, comm: Communicator, every: int) -> None:
         """On a rank that works: mirrors every so many steps from here on; 0 = none."""
@@ -117,6 +121,7 @@ class Survival:
             pipe.plan = self._plan_for_those_left(pipe)
         except PlanError as error:
             raise RecoveryError(f"the run does not fit the ranks that are left: {error}") from error
+        self.looks = min(comm.allgather_object(self.looks), key=len)  # a spare knows of none
         found = self._find(comm)
         folder = checkpoint(comm, -1 if found is None else found.key.step)
         if found is not None and folder is None:
@@ -180,11 +185,20 @@ class Survival:
 
     # -- its steps have shown what they take -----------------------------------------------------
 
+    def shown(self, pipe: Pipeline, steps_left: int) -> list[Timeline]:
+        """As `Pipeline.shown`."""
+        recorder = pipe.recorder
+        if not self.looks or recorder.counted < self.looks[0]:
+            return []
+        del self.looks[0]
+        worth = pipe.search_s <= MOST * steps_left * recorder.step_s
+        return recorder.typical() if pipe.comm.bcast_object(worth) else []
+
     def refine(self, pipe: Pipeline, typical: Sequence[Timeline], steps_left: int) -> tuple[bool, str]:
         """As `Pipeline.refine`."""
         if not pipe.data.exact:
             return False, "the plan stays: the data is a plain iterable, and cannot go back"
-        before, planned = pipe.plan, pipe.costs
+        before, planned, steps = pipe.plan, pipe.costs, pipe.recorder.counted
         try:
             pipe.costs, *parts = (refined_costs(planned, before.layout, steps) for steps in typical)
             plan = self._plan_anew(pipe, self._asked.schedules, (shape_of(before.layout),))
@@ -198,7 +212,7 @@ class Survival:
             pipe.costs = planned
             return False, said
         self._go_over(pipe, plan)
-        return True, said
+        return True, f"after {counted(steps, 'step')} {said}"
 
     def _go_over(self, pipe: Pipeline, plan: Plan) -> None:
         """From one step to the next, to another layout. Collective."""

@@ -173,8 +173,8 @@ def _train(
             max_shapes=c.capture.max_shapes, receive_window=p.receive_window,
             device=p.device, memory_bytes=p.memory_bytes, recompute=p.recompute, cost_cache=p.cost_cache,
             recover=c.run.recover, mirror_every=c.run.mirror_every, spares=c.run.spares,
-            initial=built.initial, resume=checkpoint, new_numerics=new_numerics, plan=plan, comm=comm,
-            say=log.say,
+            refine=c.run.refine, initial=built.initial, resume=checkpoint, new_numerics=new_numerics,
+            plan=plan, comm=comm, say=log.say,
         )  # fmt: skip
         owner = None
         if comm.rank == 0:

@@ -47,6 +47,9 @@ class Ends:
         self.step += 1
         return Step(self.step, 2.0, None, None, 0.1, stop), None
 
+    def shown(self, steps_left: int) -> list[Timeline]:
+        return []
+
     def evaluate(self, batches: int) -> dict[str, float]:
         self.evaluated.append(self.step)
         return {"loss": 1.5}
@@ -60,11 +63,10 @@ def with_made_up_steps(every: int) -> Any:
         eval=SimpleNamespace(every=every, batches=1),
     )
     run.pipe, run.data = Ends(), SimpleNamespace(val_samples=8, tokens_per_sample=1)
-    run.recorder, run.step_s, run.values, run.unit = SimpleNamespace(add=lambda _: None), [], {}, "samples"
+    run.step_s, run.values, run.unit = [], {}, "samples"
     run.slowness = SimpleNamespace(add=lambda _: None)
     run.watchdog, run.limit = Watchdog(0, 1, Path(), "off"), TimeLimit(None, {})
     run.last, run.turn_s, run.save_s, run.all_steps_s, run.save = None, 0.0, 0.0, 0.0, lambda background: None
-    run.refine_after = []
     run.log = SimpleNamespace(step=lambda step, values: None)
     return run
 
@@ -209,7 +211,7 @@ def test_a_run_goes_over_to_what_its_first_steps_have_shown(
     monkeypatch.setattr(
         LocalCommunicator, "oversubscribed", property(lambda _: False, lambda *_: None), raising=False
     )  # else times are of others, too
-    monkeypatch.setattr("mpipipe.running.REFINE_MOST", 1e9)
+    monkeypatch.setattr("mpipipe.survival.MOST", 1e9)
     monkeypatch.setattr("mpipipe.survival.LASTING", 0.2)
     monkeypatch.setattr(Pipeline, "build_s", property(lambda _: 0.0, lambda *_: None), raising=False)
     for refine in (False, True):

@@ -31,6 +31,11 @@ class Recorder:
         """Steps that are kept, the first one left out."""
         return max(0, len(self._kept) - 1)
 
+    @property
+    def step_s(self) -> float:
+        """Of those, the median on this rank."""
+        return float(np.median([times[-1, 1] - times[0, 0] for times, _ in list(self._kept)[1:]]))
+
     def median(self) -> Timeline:
         """The step whose makespan is the median of those kept, the first one left out. Collective."""
         kept, ends = self._from_start()

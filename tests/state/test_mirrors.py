@@ -413,7 +413,7 @@ def test_a_plan_by_what_the_steps_took_changes_no_bits(ranks: int, settings: dic
         assert weights == {k: v for k, v in expected.items() if not k.startswith("loss ")}
         assert "whichever steps count" in in_part
         assert "too few steps are left" in late
-        assert why.startswith("planned anew: a step is predicted to take ")
+        assert why.startswith(f"after {EVERY} steps planned anew: a step is predicted to take ")
     before, after = found[1][1]
     assert after < before
 
