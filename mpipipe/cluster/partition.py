@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mpipipe.errors import LaunchError
 
 ASK_S = 30.0
-FORMAT = "%P|%D|%c|%Z|%m|%l"
+FORMAT = "%P|%D|%c|%X|%Y|%m|%l"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def partition(name: str | None) -> Partition | None:
 def parsed(lines: str, name: str | None) -> Partition:
     """Of several lines for one partition, whose nodes differ, the largest. Raises LaunchError.
 
-    >>> parsed("main*|2|8|2|4000|infinite", None)
+    >>> parsed("main*|2|8|1|4|4000|infinite", None)
     Partition(name='main', nodes=2, cores=4, node_bytes=4194304000, limit_s=inf)
     """
     rows = [line.split("|") for line in lines.splitlines()]
@@ -49,11 +49,11 @@ def parsed(lines: str, name: str | None) -> Partition:
             f"--partition {name}: this Slurm has {names}; name one" if name else
             f"this Slurm has no default partition, but {names}; name one by --partition"
         )  # fmt: skip
-    label, nodes, cpus, per_core, mib, limit = max(found, key=lambda row: int(row[1]))
+    label, nodes, cpus, sockets, per_socket, mib, limit = max(found, key=lambda row: int(row[1]))
     return Partition(
         name=label.rstrip("*"),
         nodes=int(nodes),
-        cores=max(1, _number(cpus) // max(1, _number(per_core))),
+        cores=max(1, min(_number(cpus), _number(sockets) * _number(per_socket))),  # CPUs may be hyperthreads
         node_bytes=_number(mib) << 20,
         limit_s=seconds(limit),
     )

@@ -339,7 +339,10 @@ def test_submit_times_each_number_of_threads_of_a_node_like_this_one(
 def test_submit_writes_a_script_that_is_complete_and_hands_it_to_sbatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in {"sinfo": 'echo "main*|3|2|1|4000|1:00"', "sbatch": 'echo "$*" >sent; echo 31'}.items():
+    for name, text in {
+        "sinfo": 'echo "main*|3|2|1|2|4000|1:00"',
+        "sbatch": 'echo "$*" >sent; echo 31',
+    }.items():
         path = tmp_path / "bin" / name
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
