@@ -72,6 +72,24 @@ def test_overrides_win_and_leave_the_rest() -> None:
     ).model == MlpConfig(hidden=(3, 4))
 
 
+@pytest.mark.parametrize(
+    "path", ["/scratch/Project #3/x", "/a: b/x", "#3", "@x", "- x", "it's", 'a "b"', "/a, b/[c]", "~b: c"]
+)
+def test_paths_on_the_command_line_are_text_as_it_stands(path: str) -> None:
+    config = parse("", overrides=[f"run.dir={path}", f"data.path={path}"])
+    assert (config.run.dir, config.data.path) == (path, path)  # type: ignore[union-attr]
+    assert parse("data: digits", overrides=[f"model.name=hf:{path}"]).model.name == f"hf:{path}"
+    assert parse(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("null", None), ("'null'", "null"), ('"7"', "7"), (" a b ", "a b"), ("", None)]
+)
+def test_other_text_on_the_command_line_is_yaml(given: str, meant: str | None) -> None:
+    assert parse("", overrides=[f"run.name={given}"]).run.name == meant
+    assert "run.name = 7 (int)" in message("", "run.name=7")
+
+
 @pytest.mark.parametrize(("given", "meant"), [("24 GiB", 24 << 30), ("1.5kB", 1500), ("4e7", 40_000_000)])
 def test_bytes_may_be_given_as_a_size(given: str, meant: int) -> None:
     assert parse(f"pipeline: {{memory_bytes: {given}}}").pipeline.memory_bytes == meant

@@ -103,7 +103,7 @@ def _override(data: dict[str, Any], item: str) -> tuple[str, ...]:
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
         raise ConfigError(f"override '{item}': expected section.key=value, such as train.steps=50")
-    value = read_yaml(text, f"override '{item}'")
+    value = _value(path[-1], text, f"override '{item}'")
     if isinstance(value, bool) and key.strip() in _SWITCHES:
         path = (*path, _SWITCHES[key.strip()])
     place = data
@@ -114,6 +114,19 @@ def _override(data: dict[str, Any], item: str) -> tuple[str, ...]:
         place[part] = place = dict(inner)
     place[path[-1]] = value
     return path
+
+
+_TEXTS = ("dir", "path", "val_path", "tokenizer", "name", "prompt")  # keys whose value is text
+
+
+def _value(key: str, text: str, source: str) -> Any:
+    """YAML; but text without quotes as it stands where text is meant: paths may hold ` #` and `: `."""
+    plain = text.strip()
+    tag = _Loader("").resolve(yaml.ScalarNode, plain, (True, False))
+    is_text = tag.rpartition(":")[2] not in ("null", "bool", "int", "float")
+    if key in _TEXTS and is_text and plain[0] not in "'\"[{":
+        return plain
+    return read_yaml(text, source)
 
 
 _SWITCHES = {"kernels": "compiled"}  # sections that may be a switch, and the key that this means
