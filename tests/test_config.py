@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from mpipipe.config import Config, load, parse, to_yaml
@@ -41,6 +42,17 @@ def test_written_and_read_again(text: str) -> None:
     assert parse(to_yaml(config)) == config
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["1e5", "12e45", ".5", "0o17", "010", "1:30", "0x1F", "2026-11-26", "yes", "null", "~", "1_0", "<<"],
+)
+def test_text_that_looks_like_something_else_is_text_again_when_it_was_written(text: str) -> None:
+    config = parse(f'run: {{name: "{text}"}}')
+    written = to_yaml(config)
+    assert parse(written) == config
+    assert yaml.safe_load(written)["run"]["name"] == text, "for other programs, too"
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_examples_are_valid_and_survive_writing(path: Path) -> None:
     config = load(path)
@@ -60,6 +72,8 @@ def test_numbers_without_a_dot_are_numbers() -> None:
     assert parse("train: {lr: 3e-4}").train.lr == 3e-4
     assert parse("", overrides=["train.lr=1E-2"]).train.lr == 1e-2
     assert parse("train: {lr: 1}").train.lr == 1.0
+    assert parse("train: {lr: .5, steps: 1_000}").train.steps == 1000
+    assert parse("run: {name: 2026-11-26}").run.name == "2026-11-26"
 
 
 def test_overrides_win_and_leave_the_rest() -> None:
@@ -111,6 +125,9 @@ def test_bytes_may_be_given_as_a_size(given: str, meant: int) -> None:
             ["'model.layers'", "valid here: name, inputs"],
         ),
         ("train:\n\n  steps: many\n", [], ["line 3", "train.steps = 'many' (str)", "integer"]),
+        ("train: {steps: 010}", [], ["train.steps = '010' (str)", "integer"]),
+        ("train: {steps: 1:40}", [], ["train.steps = '1:40' (str)", "integer"]),
+        ("", ["run.time_limit=1:30:00"], ["= '1:30:00' (str); expected minutes as a number, such as 90"]),
         ("train: {steps: 3.0}", [], ["train.steps = 3.0 (float)", "integer"]),
         ("train: {steps: true}", [], ["train.steps = True (bool)", "integer"]),
         ("train: {lr: .nan}", [], ["train.lr = nan", "finite"]),

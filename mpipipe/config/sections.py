@@ -31,10 +31,17 @@ def _as_bytes(value: object) -> object:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def _as_minutes(value: object) -> object:
+    if isinstance(value, str):
+        raise PydanticCustomError("minutes", "minutes as a number, such as 90")
+    return value
+
+
 Positive = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1), BeforeValidator(_as_bytes)]
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0.0)]
+Minutes = Annotated[float, Field(gt=0.0), BeforeValidator(_as_minutes)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Classes = Annotated[int, Field(ge=2)]
@@ -337,7 +344,7 @@ class RunConfig(Section):
     name: str | None = None  # short name of the run; null = the model's
     log_every: Positive = 10  # steps between lines of the log
     tensorboard: bool = False  # metrics also as scalars for TensorBoard, in the folder tensorboard
-    time_limit: Above0 | None = None  # minutes from the start until it has saved and ended; null = the job's
+    time_limit: Minutes | None = None  # minutes from the start until it has saved and ended; null = the job's
     recover: Literal["restart", "mpi"] = "restart"  # when a rank is lost; mpi: in the job, under ULFM
     mirror_every: Count | Literal["auto"] = "auto"  # steps between copies on other ranks; 0 = none
     spares: Count = 0  # ranks that wait, and replace those that are lost; recover: mpi
