@@ -87,13 +87,29 @@ def test_overrides_win_and_leave_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/scratch/Project #3/x", "/a: b/x", "#3", "@x", "- x", "it's", 'a "b"', "/a, b/[c]", "~b: c"]
+    "path", ["/scratch/Project #3/x", "/a: b/x", "#3", "@x", "- x", "it's", 'a "b"', "/a, b/[c]"]
 )
 def test_paths_on_the_command_line_are_text_as_it_stands(path: str) -> None:
     config = parse("", overrides=[f"run.dir={path}", f"data.path={path}"])
     assert (config.run.dir, config.data.path) == (path, path)  # type: ignore[union-attr]
     assert parse("data: digits", overrides=[f"model.name=hf:{path}"]).model.name == f"hf:{path}"
     assert parse(to_yaml(config)) == config
+
+
+def test_paths_may_begin_at_home_and_hold_variables_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    config = parse("data: {path: ~/a.txt}\nrun: {dir: $SCRATCH/x}")
+    assert (config.data.path, config.run.dir) == ("/home/me/a.txt", "/scratch/me/x")  # type: ignore[union-attr]
+    assert parse("", overrides=["run.dir=${SCRATCH}/~/#1"]).run.dir == "/scratch/me/~/#1"
+    assert "dir: /scratch/me/x\n" in to_yaml(config), "as the environment was"
+    monkeypatch.delenv("SCRATCH")
+    said = message("", "run.dir=$SCRATCH/x")
+    assert "run.dir = '$SCRATCH/x' (str); expected a path whose variables are set, not $SCRATCH" in said
+    said = message("", "run.dir=~no.body/x")
+    assert "expected a path: ~no.body is the home of nobody; ./~no.body is a file or folder here" in said
 
 
 @pytest.mark.parametrize(
