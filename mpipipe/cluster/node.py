@@ -119,9 +119,11 @@ def memory_available_bytes(environ: Mapping[str, str], root: Path = ROOT) -> int
     control groups and of Slurm (which it may enforce by a kill instead of a control group)."""
     limits = [_number(field(root / "proc/meminfo", "MemAvailable:")) * 1024]
     limits += [limit - used for limit, used in _memory_limits(root)]
-    slurm_mb = environ.get("SLURM_MEM_PER_NODE", "")
-    if slurm_mb.isdigit() and int(slurm_mb):  # "0" means all of the node
-        limits.append(int(slurm_mb) << 20)
+    per_node, per_cpu, cpus = (
+        _number(environ.get(f"SLURM_{name}", ""), 0)
+        for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")
+    )
+    limits += [mib * (1 << 20) for mib in (per_node, per_cpu * cpus) if mib]  # 0 means all of the node
     return int(max(0, min(limits)))
 
 

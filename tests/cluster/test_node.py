@@ -95,6 +95,8 @@ def test_slurm_s_limit_counts_and_0_means_the_whole_node(tmp_path: Path) -> None
     root = node(tmp_path, "0::/", {})
     assert memory_available_bytes({"SLURM_MEM_PER_NODE": "1024"}, root) == GIB
     assert memory_available_bytes({"SLURM_MEM_PER_NODE": "0"}, root) == 8 * GIB
+    by_cpu = {"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "3"}
+    assert memory_available_bytes(by_cpu, root) == 3 * GIB
 
 
 def test_this_machine_has_a_core_and_some_memory() -> None:
