@@ -131,6 +131,13 @@ def test_the_launcher_is_the_one_that_fits_the_mpi(site: Path) -> None:
     assert named == (f"srun --mpi=pmix_v4 --exact {by_srun}", "MPIPIPE_LAUNCHER says so")
 
 
+def test_a_slurm_that_does_not_answer_is_said(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpipipe.cluster.partition.ASK_S", 0.2)
+    (site / "bin" / "srun").write_text("#!/bin/sh\nexec sleep 5\n")
+    with pytest.raises(LaunchError, match=r"srun --mpi=list: no answer within 0\.2 s; start again when"):
+        start(Assignment((1,), 1, bound=True), OPEN_MPI, {"PATH": f"{site}/bin:/usr/bin:/bin"})
+
+
 def test_unbound_ranks_are_unbound_by_every_means(site: Path) -> None:
     own = program(site / "env" / "bin" / "mpirun")
     found = start(Assignment((2, 1), 4, bound=False), OPEN_MPI, {"PATH": ""})
@@ -164,5 +171,6 @@ def test_a_partition_is_the_default_one_or_the_one_that_is_named() -> None:
     assert parsed(lines, "counts-cores").cores == 32
     assert (main.name, main.nodes, main.cores, main.limit_s) == ("main", 4, 32, 172800.0)
     assert (short.nodes, short.cores, short.node_bytes, short.limit_s) == (1, 8, 4000 << 20, 600.0)
+    assert parsed(lines, "short,main").name == "main", "the largest: Slurm takes the one that begins first"
     with pytest.raises(LaunchError, match="--partition lng: this Slurm has main, short, counts-cores; name"):
         parsed(lines, "lng")
