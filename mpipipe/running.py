@@ -254,8 +254,8 @@ class Run:
         t, limit = self.config.train, self.limit
         while True:
             start = time.perf_counter()
-            if self.pipe.rank == 0 and limit.reached(self.turn_s, self._longest_save_s()):
-                asked.append("the time limit")
+            if self.pipe.rank == 0 and (end := limit.reached(self.turn_s, self._longest_save_s())):
+                asked.append(end)
             try:
                 step, outcome = self.pipe.timed_step(bool(asked))
             except EndOfData:

@@ -90,6 +90,10 @@ def test_a_run_ends_after_the_step_that_its_time_limit_leaves() -> None:
     run.limit = TimeLimit(1.0, {}, lambda: 1000.0 + 60.0 * run.pipe.step)
     last = run.loop(None, asked)
     assert (last.step, last.stop, asked) == (2, True, ["the time limit"])
+    run, asked = with_made_up_steps(0), []
+    run.limit = TimeLimit(9.0, {"SLURM_JOB_END_TIME": "1060"}, lambda: 1000.0)
+    run.loop(None, asked)
+    assert asked == ["the time of the job"]
 
 
 def test_time_is_left_for_the_longest_save_and_for_a_guess_only_until_there_was_one() -> None:

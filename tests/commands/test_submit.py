@@ -88,8 +88,9 @@ def test_a_job_does_not_resume_whatever_run_is_the_latest(
 @pytest.mark.parametrize(
     ("stopped_by", "steps", "time_limit", "again"),
     [
-        ("SIGUSR1", 20, "null", True), ("the time limit", 20, "null", True),
-        ("the time limit", 20, "60.0", False), ("SIGTERM", 20, "null", False),
+        ("SIGUSR1", 20, "null", True), ("the time of the job", 20, "null", True),
+        ("the time of the job", 20, "60.0", True), ("the time limit", 20, "60.0", False),
+        ("SIGTERM", 20, "null", False),
         ("SIGUSR1", 7200, "null", False), ("the end of the data", 20, "null", False),
         (None, 20, "null", False),
     ],
