@@ -43,9 +43,9 @@ class JobRun:
         return how_ended(self.config, self.folder)
 
     def is_to_go_on(self, asked: bool = False) -> bool:
-        """Whether the job is to be started again, since its time was over before the run was. asked: to stop;
-        ranks that were just beginning, or being started again, may have died of it."""
-        if asked and not self.ended:
+        """Whether the job is to be started again, as its time was over before the run was. asked: to stop, or
+        preempted; ranks that were just beginning, or being started again, may have died of it."""
+        if asked and self.ended in ("", "SIGTERM"):
             return newest(self.folder) is not None
         return self.ended in AGAIN
 

@@ -117,7 +117,11 @@ def test_a_job_that_failed_when_it_was_asked_to_stop_starts_again_from_its_check
     assert launch.main(flags) == 1, "from nothing, it would do the same again"
     monkeypatch.setattr("mpipipe.commands.job.newest", lambda folder: folder / "checkpoints" / "step-3")
     assert launch.main(flags) == 0
+    Path("run/summary.json").write_text(to_json(replace(REPORT, stopped_by="SIGTERM", steps=20)))
+    assert launch.main(flags) == 0, "as Slurm says it to who is preempted"
     flags.remove("--asked")
+    assert launch.main(flags) == 1, "who cancels a job wants it to end"
+    Path("run/summary.json").unlink()
     assert launch.main(flags) == 1, "it failed by itself"
 
 
