@@ -77,7 +77,8 @@ class Run:
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
         self.saved = -1
         self.last: Step | None = None
-        self.turn_s = self.save_s = 0.0  # the longest so far
+        self.turn_s = self.save_s = 0.0  # the longest so far, also over recoveries
+        self.guess_s = 0.0  # of a save, until one is measured
         if pipe.spares:  # ranks have other numbers from here on, and spares rest
             pipe.world.barrier()
             self._watch_anew()
@@ -224,7 +225,7 @@ class Run:
         """For the copies that are written while training goes on. Collective."""
         pipe, trainer = self.pipe, self.pipe.trainer
         copies = pipe.saver.copied_bytes(trainer.state_dict(), trainer.optimizer_state())
-        self.save_s = max(self.save_s, sum(copies) / SAVE_BYTES_PER_S)
+        self.guess_s = sum(copies) / SAVE_BYTES_PER_S
         self.copied_bytes, self.in_the_way = self._copies(copies)
         if self.copied_bytes:
             pipe.saver.reserve(self.copied_bytes[pipe.rank])
@@ -252,8 +253,8 @@ class Run:
         t, limit = self.config.train, self.limit
         while True:
             start = time.perf_counter()
-            if self.pipe.rank == 0 and limit.reached(self.turn_s, self.save_s):
-                asked.append("the time limit")
+            if self.pipe.rank == 0 and (end := limit.reached(self.turn_s, self._longest_save_s())):
+                asked.append(end)
             try:
                 step, outcome = self.pipe.timed_step(bool(asked))
             except EndOfData:
@@ -378,7 +379,12 @@ class Run:
                 self.saved = pipe.steps_done
             if not background:
                 pipe.saver.finish()
-        self.save_s = max(self.save_s, pipe.saver.took_s)
+        self._longest_save_s()
+
+    def _longest_save_s(self) -> float:
+        """Or a guess, which may be many times too long, while there was none."""
+        self.save_s = max(self.save_s, self.pipe.saver.took_s)  # a recovery makes another saver
+        return self.save_s or self.guess_s
 
     def _export(self, folder: Path) -> Sequence[str]:
         """On rank 0, when all shards are there and the manifest is not."""

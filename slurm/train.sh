@@ -15,7 +15,9 @@ fail() { printf 'train.sh: %s\n' "$@" >&2; exit 2; }
 [ -z "${MPIPIPE_MODULES:-}" ] || module load $MPIPIPE_MODULES
 
 # Slurm runs a copy from its spool folder: only the job's record knows where this script was.
-script=$(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.* Command=\([^ ]*\).*/\1/p' || true)
+# Of a task of an array SLURM_JOB_ID may be the id of the whole array.
+id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID} id=${id:-$SLURM_JOB_ID}
+script=$(scontrol show job -o "$id" 2>/dev/null | sed -n 's/.* Command=\([^ ]*\).*/\1/p' || true)
 repo=$(dirname "$(dirname "$script")") python=() tried=()
 find='import importlib.util as u; assert all(map(u.find_spec, ("mpi4py", "mpipipe", "torch")))'
 [ -z "${MPIPIPE_CONTAINER:-}" ] || python=(apptainer exec "$MPIPIPE_CONTAINER" python3)
@@ -58,8 +60,10 @@ eval "exec $line" & child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends a wait
 wait "$child" && rc=0 || rc=$?
 trap - USR1 TERM INT
+# A preemption with GraceTime sends SIGTERM to the steps alone: under srun the ranks have saved, and ended with 0.
+scontrol show job -o "$id" 2>/dev/null | grep ' PreemptTime=[0-9]' >/dev/null && asked=--asked
 [ -n "$again" ] && [ $rc = 0 -o -n "$asked" ] || exit "$rc"
 "${python[@]}" -m mpipipe launch "$@" $asked --unfinished || exit "$rc"
 [ -z "${own:-}" ] || clean # no step can begin in a job that is queued again
 echo "train.sh: the time of the job is over before the run: it is queued again"
-scontrol requeue "$SLURM_JOB_ID" || fail "that was refused; submit the same line again: it resumes"
+scontrol requeue "$id" || fail "that was refused; submit the same line again: it resumes"

@@ -148,6 +148,29 @@ def test_the_range_of_torch(tmp_path, have, newest, codes, rc, tested):
     assert ("not to be had" in done.stdout) == (3 in codes)
 
 
+def test_mpi4py_is_built_anew_for_another_compiler_of_the_site(tmp_path):
+    """Pip takes what is there for good. With a Python and a pip that only note what they were asked for."""
+    for name in ("venv/bin/python", "venv/bin/pip", "mpich/mpicc", "openmpi/mpicc"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!/bin/sh\necho "{path.name} $*" >>{tmp_path}/log\n')
+        path.chmod(0o755)
+
+    def uninstalled(mpi, mpicc=""):
+        (tmp_path / "log").unlink(missing_ok=True)
+        given = {"VENV": f"{tmp_path}/venv", "MPI": mpi, "MPICC": f"{tmp_path}/{mpicc}", "CXX": "true"}
+        no = dict.fromkeys(("PYTHON", "TORCH", "TORCH_INDEX", "OFFLINE", "CUDA"), "")
+        setup = PATH.parent / "setup"
+        subprocess.run(
+            [setup], cwd=PATH.parents[1], env={**os.environ, **no, **given}, check=True, timeout=60,
+            capture_output=True,
+        )  # fmt: skip
+        return "pip uninstall --quiet --yes mpi4py" in (tmp_path / "log").read_text()
+
+    asked = [("pip",), ("site", "mpich/mpicc"), ("site", "mpich/mpicc"), ("site", "openmpi/mpicc"), ("pip",)]
+    assert [uninstalled(*words) for words in asked] == [False, True, False, True, True]
+
+
 @pytest.mark.jobs
 def test_ranks_are_started_together(launch):
     program = "from mpi4py import MPI; w = MPI.COMM_WORLD; print('rank', w.rank, 'of', w.size)"

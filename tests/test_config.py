@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from mpipipe.config import Config, load, parse, to_yaml
@@ -41,6 +42,17 @@ def test_written_and_read_again(text: str) -> None:
     assert parse(to_yaml(config)) == config
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["1e5", "12e45", ".5", "0o17", "010", "1:30", "0x1F", "2026-11-26", "yes", "null", "~", "1_0", "<<"],
+)
+def test_text_that_looks_like_something_else_is_text_again_when_it_was_written(text: str) -> None:
+    config = parse(f'run: {{name: "{text}"}}')
+    written = to_yaml(config)
+    assert parse(written) == config
+    assert yaml.safe_load(written)["run"]["name"] == text, "for other programs, too"
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_examples_are_valid_and_survive_writing(path: Path) -> None:
     config = load(path)
@@ -60,6 +72,8 @@ def test_numbers_without_a_dot_are_numbers() -> None:
     assert parse("train: {lr: 3e-4}").train.lr == 3e-4
     assert parse("", overrides=["train.lr=1E-2"]).train.lr == 1e-2
     assert parse("train: {lr: 1}").train.lr == 1.0
+    assert parse("train: {lr: .5, steps: 1_000}").train.steps == 1000
+    assert parse("run: {name: 2026-11-26}").run.name == "2026-11-26"
 
 
 def test_overrides_win_and_leave_the_rest() -> None:
@@ -70,6 +84,40 @@ def test_overrides_win_and_leave_the_rest() -> None:
     assert parse(
         "", overrides=["model.name=mlp", "model.hidden=[3, 4]", "data.name=synthetic"]
     ).model == MlpConfig(hidden=(3, 4))
+
+
+@pytest.mark.parametrize(
+    "path", ["/scratch/Project #3/x", "/a: b/x", "#3", "@x", "- x", "it's", 'a "b"', "/a, b/[c]"]
+)
+def test_paths_on_the_command_line_are_text_as_it_stands(path: str) -> None:
+    config = parse("", overrides=[f"run.dir={path}", f"data.path={path}"])
+    assert (config.run.dir, config.data.path) == (path, path)  # type: ignore[union-attr]
+    assert parse("data: digits", overrides=[f"model.name=hf:{path}"]).model.name == f"hf:{path}"
+    assert parse(to_yaml(config)) == config
+
+
+def test_paths_may_begin_at_home_and_hold_variables_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    config = parse("data: {path: ~/a.txt}\nrun: {dir: $SCRATCH/x}")
+    assert (config.data.path, config.run.dir) == ("/home/me/a.txt", "/scratch/me/x")  # type: ignore[union-attr]
+    assert parse("", overrides=["run.dir=${SCRATCH}/~/#1"]).run.dir == "/scratch/me/~/#1"
+    assert "dir: /scratch/me/x\n" in to_yaml(config), "as the environment was"
+    monkeypatch.delenv("SCRATCH")
+    said = message("", "run.dir=$SCRATCH/x")
+    assert "run.dir = '$SCRATCH/x' (str); expected a path whose variables are set, not $SCRATCH" in said
+    said = message("", "run.dir=~no.body/x")
+    assert "expected a path: ~no.body is the home of nobody; ./~no.body is a file or folder here" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("null", None), ("'null'", "null"), ('"7"', "7"), (" a b ", "a b"), ("", None)]
+)
+def test_other_text_on_the_command_line_is_yaml(given: str, meant: str | None) -> None:
+    assert parse("", overrides=[f"run.name={given}"]).run.name == meant
+    assert "run.name = 7 (int)" in message("", "run.name=7")
 
 
 @pytest.mark.parametrize(("given", "meant"), [("24 GiB", 24 << 30), ("1.5kB", 1500), ("4e7", 40_000_000)])
@@ -93,6 +141,9 @@ def test_bytes_may_be_given_as_a_size(given: str, meant: int) -> None:
             ["'model.layers'", "valid here: name, inputs"],
         ),
         ("train:\n\n  steps: many\n", [], ["line 3", "train.steps = 'many' (str)", "integer"]),
+        ("train: {steps: 010}", [], ["train.steps = '010' (str)", "integer"]),
+        ("train: {steps: 1:40}", [], ["train.steps = '1:40' (str)", "integer"]),
+        ("", ["run.time_limit=1:30:00"], ["= '1:30:00' (str); expected minutes as a number, such as 90"]),
         ("train: {steps: 3.0}", [], ["train.steps = 3.0 (float)", "integer"]),
         ("train: {steps: true}", [], ["train.steps = True (bool)", "integer"]),
         ("train: {lr: .nan}", [], ["train.lr = nan", "finite"]),

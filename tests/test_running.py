@@ -40,6 +40,7 @@ class Ends:
     def __init__(self) -> None:
         self.evaluated: list[int] = []
         self.step = 0
+        self.saver = SimpleNamespace(took_s=0.0)
 
     def timed_step(self, stop: bool) -> tuple[Step, None]:
         if self.step == 2:
@@ -66,7 +67,8 @@ def with_made_up_steps(every: int) -> Any:
     run.step_s, run.values, run.unit = [], {}, "samples"
     run.slowness = SimpleNamespace(add=lambda _: None)
     run.watchdog, run.limit = Watchdog(0, 1, Path(), "off"), TimeLimit(None, {})
-    run.last, run.turn_s, run.save_s, run.all_steps_s, run.save = None, 0.0, 0.0, 0.0, lambda background: None
+    run.last, run.all_steps_s, run.save = None, 0.0, lambda background: None
+    run.turn_s = run.save_s = run.guess_s = 0.0
     run.log = SimpleNamespace(step=lambda step, values: None)
     return run
 
@@ -95,6 +97,24 @@ def test_a_run_ends_after_the_step_that_its_time_limit_leaves() -> None:
     run.limit = TimeLimit(1.0, {}, lambda: 1000.0 + 60.0 * run.pipe.step)
     last = run.loop(None, asked)
     assert (last.step, last.stop, asked) == (2, True, ["the time limit"])
+    run, asked = with_made_up_steps(0), []
+    run.limit = TimeLimit(9.0, {"SLURM_JOB_END_TIME": "1060"}, lambda: 1000.0)
+    run.loop(None, asked)
+    assert asked == ["the time of the job"]
+
+
+def test_time_is_left_for_the_longest_save_and_for_a_guess_only_until_there_was_one() -> None:
+    run, left_for = with_made_up_steps(0), list[float]()
+    run.limit = SimpleNamespace(reached=lambda step_s, save_s: left_for.append(save_s))
+    run.guess_s = 600.0
+    run.loop(None, [])
+    assert left_for == [600.0] * 3, "before each step, and before the one that found no data"
+    for took_s, longest_s in ((20.0, 20.0), (30.0, 30.0), (0.0, 30.0)):
+        run.pipe = Ends()
+        run.pipe.saver.took_s = took_s  # 0: of the saver that a recovery makes
+        left_for.clear()
+        run.loop(None, [])
+        assert left_for == [longest_s] * 3
 
 
 @pytest.mark.parametrize(

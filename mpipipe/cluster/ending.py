@@ -14,6 +14,7 @@ from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.launch import launcher_rank
 from mpipipe.errors import MpipipeError
 
+OWN_LIMIT, TIME_OF_JOB = "the time limit", "the time of the job"  # as reasons to stop
 SPEAK_FIRST_S = 2.0  # a launcher ends all at the first non-zero exit: let rank 0 say why
 
 
@@ -84,9 +85,8 @@ class TimeLimit:
     """Whether to stop now: early enough to save before `minutes` are over, or the time of the Slurm job is.
 
     >>> TimeLimit(None, {"SLURM_JOB_END_TIME": "1000"}, lambda: 930.0).reached(step_s=1.0, save_s=2.0)
-    False
     >>> TimeLimit(None, {"SLURM_JOB_END_TIME": "1000"}, lambda: 930.0).reached(step_s=30.0, save_s=2.0)
-    True
+    'the time of the job'
     """
 
     def __init__(
@@ -95,14 +95,16 @@ class TimeLimit:
     ) -> None:  # fmt: skip
         """began: the second since the epoch from which `minutes` count; None = now."""
         self.now = now
-        self.ends: list[tuple[float, float]] = []  # each with the seconds that are the least to be left
+        self.ends: list[tuple[str, float, float]] = []  # each with the seconds that are the least to be left
         if minutes is not None:
-            self.ends.append(((now() if began is None else began) + 60.0 * minutes, min(60.0, 6.0 * minutes)))
-        end = environ.get("SLURM_JOB_END_TIME", "")
-        if end.isdigit():
-            self.ends.append((float(end), 60.0))
+            end = (now() if began is None else began) + 60.0 * minutes
+            self.ends.append((OWN_LIMIT, end, min(60.0, 6.0 * minutes)))
+        job_end = environ.get("SLURM_JOB_END_TIME", "")
+        if job_end.isdigit():
+            self.ends.append((TIME_OF_JOB, float(job_end), 60.0))
 
-    def reached(self, step_s: float, save_s: float) -> bool:
-        """step_s, save_s: seconds of the longest step and of the longest save so far."""
+    def reached(self, step_s: float, save_s: float) -> str | None:
+        """The end that is near, as a reason to stop. step_s, save_s: seconds of the longest step and of the
+        longest save so far."""
         needed_s, now = 3.0 * (step_s + save_s), self.now()
-        return any(now >= end - max(least_s, needed_s) for end, least_s in self.ends)
+        return next((why for why, end, least_s in self.ends if now >= end - max(least_s, needed_s)), None)

@@ -28,9 +28,12 @@ class Job:
     """A launcher in a session of its own. Its stderr goes through this process, so that its last lines say
     who died; stdout is untouched."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], mark: str) -> None:
-        """mark: an argument that the ranks have. Raises OSError when the launcher cannot be started."""
-        self.mark = mark
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], mark: str, awaited: str = ""
+    ) -> None:
+        """mark: an argument that the ranks have; awaited: words of a line on stderr, by which `heard` is
+        true. Raises OSError when the launcher cannot be started."""
+        self.mark, self.awaited, self.heard = mark, awaited, False
         self._process = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -44,7 +47,10 @@ class Job:
             with suppress(OSError, ValueError):  # of a terminal that is gone; ranks write all the same
                 sys.stderr.buffer.write(raw)
                 sys.stderr.buffer.flush()
-            self._tail.append(raw.decode(errors="replace").rstrip("\n"))
+            line = raw.decode(errors="replace").rstrip("\n")
+            self._tail.append(line)
+            if self.awaited and self.awaited in line:  # a launcher may add a line for each node behind it
+                self.heard = True
 
     @property
     def said(self) -> list[str]:

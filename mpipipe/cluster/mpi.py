@@ -183,7 +183,7 @@ class MpiCommunicator:
         self._parts: list[MpiCommunicator] = []
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.members = tuple(range(self.size))
-        self.tag_ub = int(self._comm.Get_attr(MPI.TAG_UB) or 32767)
+        self.tag_ub = int(self._comm.Get_attr(MPI.TAG_UB) or ANY_TAG_UB)
         self.transport = " ".join([mpi_name(MPI.Get_library_version()), *settings(os.environ)])
         multiple = int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
         multiple = self._comm.allreduce(multiple, MPI.MIN)  # on all: `_probe` is collective

@@ -10,7 +10,7 @@ import ctypes
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpipipe.native import flags
@@ -21,13 +21,41 @@ BF16_UNITS = ("amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16", "svebf16")
 
 
 def cores_available(root: Path = ROOT) -> frozenset[int]:
-    """The cores this process may run on, as their numbers on the node.
+    """The cores this process may run on, each by the number of its first hyperthread of those: a second one
+    multiplies nothing faster.
 
     A quota of CPU time (containers) takes away cores from the end: 2.5 cores' worth leaves two.
     """
-    cores = sorted(cores_granted())
-    quota = min(_cpu_quotas(root), default=math.inf)
-    return frozenset(cores[: max(1, math.floor(min(quota, len(cores))))])
+    granted = cores_granted()
+    cores = sorted({min(granted.intersection(group)) for group in siblings(granted, root)})
+    return frozenset(cores[: quota_of(cores, root)])
+
+
+def quota_of(cores: Sequence[int], root: Path = ROOT) -> int:
+    """How many of them control groups leave time for."""
+    return max(1, math.floor(min([len(cores), *_cpu_quotas(root)])))
+
+
+def siblings(cores: Iterable[int], root: Path = ROOT) -> tuple[tuple[int, ...], ...]:
+    """Of each of them: itself and its hyperthreads; alone where the kernel does not say."""
+    cpus = root / "sys/devices/system/cpu"
+    found = {
+        parse_cores(text(cpus / f"cpu{core}/topology/thread_siblings_list")) or (core,) for core in cores
+    }
+    return tuple(sorted(found))
+
+
+def parse_cores(listed: str) -> tuple[int, ...]:
+    """Cores of the kernel's list format.
+
+    >>> parse_cores("0-2,8")
+    (0, 1, 2, 8)
+    """
+    cores: list[int] = []
+    for part in filter(None, listed.split(",")):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(cores)
 
 
 def cores_granted() -> frozenset[int]:
@@ -91,9 +119,11 @@ def memory_available_bytes(environ: Mapping[str, str], root: Path = ROOT) -> int
     control groups and of Slurm (which it may enforce by a kill instead of a control group)."""
     limits = [_number(field(root / "proc/meminfo", "MemAvailable:")) * 1024]
     limits += [limit - used for limit, used in _memory_limits(root)]
-    slurm_mb = environ.get("SLURM_MEM_PER_NODE", "")
-    if slurm_mb.isdigit() and int(slurm_mb):  # "0" means all of the node
-        limits.append(int(slurm_mb) << 20)
+    per_node, per_cpu, cpus = (
+        _number(environ.get(f"SLURM_{name}", ""), 0)
+        for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")
+    )
+    limits += [mib * (1 << 20) for mib in (per_node, per_cpu * cpus) if mib]  # 0 means all of the node
     return int(max(0, min(limits)))
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpipipe.errors import LaunchError
 
-ASK_S = 30.0
-FORMAT = "%P|%D|%c|%Z|%m|%l"
+ASK_S = 30.0  # a busy Slurm takes seconds
+FORMAT = "%P|%D|%c|%X|%Y|%m|%l"
 
 
 @dataclass(frozen=True)
@@ -24,36 +26,45 @@ class Partition:
 
 
 def partition(name: str | None) -> Partition | None:
-    """The one of that name, or the default one; None where there is no Slurm. Raises LaunchError."""
+    """The one of that name, of several "a,b" the largest, or the default one; None where there is no Slurm.
+    Raises LaunchError."""
     if shutil.which("sinfo") is None:
         return None
-    told = subprocess.run(
-        ["sinfo", "--noheader", f"--format={FORMAT}"], capture_output=True, text=True, timeout=ASK_S
-    )
+    then = "ask again when Slurm answers"
+    told = ask(["sinfo", "--noheader", f"--format={FORMAT}"], then)
     if told.returncode:
-        raise LaunchError(f"sinfo: {told.stderr.strip()}; ask again when Slurm answers")
+        raise LaunchError(f"sinfo: {told.stderr.strip()}; {then}")
     return parsed(told.stdout, name)
+
+
+def ask(command: Sequence[str], then: str) -> subprocess.CompletedProcess[str]:
+    """A command of Slurm, and what it says. then: what to do where there is no answer. Raises LaunchError."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{shlex.join(command)}: no answer within {ASK_S:g} s; {then}") from error
 
 
 def parsed(lines: str, name: str | None) -> Partition:
     """Of several lines for one partition, whose nodes differ, the largest. Raises LaunchError.
 
-    >>> parsed("main*|2|8|2|4000|infinite", None)
+    >>> parsed("main*|2|8|1|4|4000|infinite", None)
     Partition(name='main', nodes=2, cores=4, node_bytes=4194304000, limit_s=inf)
     """
     rows = [line.split("|") for line in lines.splitlines()]
-    found = [row for row in rows if (row[0].endswith("*") if name is None else row[0].rstrip("*") == name)]
+    asked = () if name is None else name.split(",")
+    found = [row for row in rows if (row[0].rstrip("*") in asked if asked else row[0].endswith("*"))]
     if not found:
         names = ", ".join(dict.fromkeys(row[0].rstrip("*") for row in rows))
         raise LaunchError(
             f"--partition {name}: this Slurm has {names}; name one" if name else
             f"this Slurm has no default partition, but {names}; name one by --partition"
         )  # fmt: skip
-    label, nodes, cpus, per_core, mib, limit = max(found, key=lambda row: int(row[1]))
+    label, nodes, cpus, sockets, per_socket, mib, limit = max(found, key=lambda row: int(row[1]))
     return Partition(
         name=label.rstrip("*"),
         nodes=int(nodes),
-        cores=max(1, _number(cpus) // max(1, _number(per_core))),
+        cores=max(1, min(_number(cpus), _number(sockets) * _number(per_socket))),  # CPUs may be hyperthreads
         node_bytes=_number(mib) << 20,
         limit_s=seconds(limit),
     )

@@ -84,8 +84,10 @@ def compressed(by_node: Sequence[int]) -> str:
 
 def cores_per_node(given: Allocation, here: Binding) -> int:
     """That the ranks of any node can have to themselves; hyperthreads are no cores. here: of the batch
-    script, to which Slurm leaves all that the job has on the first node."""
-    hyperthreads = max(1, len(here.usable) // len(here.siblings))
+    script, to which Slurm leaves all that the job has on the first node. Where it counts as many as there are
+    cores here, it counts cores, as slurm.conf may have it."""
+    counts_cores = given.cores[0] == len(here.siblings)
+    hyperthreads = 1 if counts_cores else max(1, len(here.usable) // len(here.siblings))
     return max(1, min(cores_here(here), min(given.cores) // hyperthreads))
 
 
@@ -95,8 +97,9 @@ def spread(ranks: int, nodes: int) -> tuple[int, ...]:
 
 
 def most_threads(given: Allocation, cores: int) -> int:
-    """Of each task, without sharing cores."""
-    return given.cores_per_task or max(1, cores // max(given.tasks))
+    """Of each task, without sharing cores: Slurm may count hyperthreads in `cores_per_task`."""
+    each = max(1, cores // max(given.tasks))
+    return min(given.cores_per_task or each, each)
 
 
 def cores_here(here: Binding) -> int:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe.cluster.doctor.launcher import family, first_in
+from mpipipe.cluster.partition import ask
 from mpipipe.cluster.slurm import Assignment, compressed
 from mpipipe.errors import LaunchError
 
 LAUNCHER, CONTAINER = "MPIPIPE_LAUNCHER", "MPIPIPE_CONTAINER"
-ASK_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def _plugins(path: str) -> list[str]:
     """The languages of MPI libraries that srun speaks."""
     if (srun := shutil.which("srun", path=path)) is None:
         return []
-    asked = subprocess.run([srun, "--mpi=list"], capture_output=True, text=True, timeout=ASK_S)
+    asked = ask([srun, "--mpi=list"], f"start again when Slurm answers, or set {LAUNCHER}")
     return (asked.stdout + asked.stderr).split()
 
 

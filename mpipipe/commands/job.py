@@ -13,18 +13,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from mpipipe.cluster.ending import TIME_OF_JOB
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError
 from mpipipe.state.resume import newest, read_state
 from mpipipe.state.rundir import CONFIG, SUMMARY, reopen
 from mpipipe.values import Report, from_json
 
-AGAIN = (
-    "SIGUSR1",
-    "the time limit",
-)  # of `Report.stopped_by`: who stops a run so wants it to be started again
-
-
+AGAIN = "SIGUSR1", TIME_OF_JOB  # of `Report.stopped_by`: who stops a run so wants it to be started again
 FINISHED = "the run is finished; for more, raise train.steps"
 
 
@@ -47,11 +43,11 @@ class JobRun:
         return how_ended(self.config, self.folder)
 
     def is_to_go_on(self, asked: bool = False) -> bool:
-        """Whether the job is to be started again, since its time was over before the run was. asked: to stop;
-        ranks that were just beginning, or being started again, may have died of it."""
-        if asked and not self.ended:
+        """Whether the job is to be started again, as its time was over before the run was. asked: to stop, or
+        preempted; ranks that were just beginning, or being started again, may have died of it."""
+        if asked and self.ended in ("", "SIGTERM"):
             return newest(self.folder) is not None
-        return self.ended in AGAIN and (self.ended in AGAIN[:1] or self.config.run.time_limit is None)
+        return self.ended in AGAIN
 
 
 def how_ended(config: Config, folder: Path) -> str:

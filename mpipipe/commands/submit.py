@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from mpipipe.cluster.doctor.machine import binding
 from mpipipe.cluster.launch import load_advice
-from mpipipe.cluster.partition import ASK_S, Partition, minutes, partition, seconds
+from mpipipe.cluster.partition import Partition, ask, minutes, partition, seconds
 from mpipipe.cluster.slurm import cores_here, domains_here
 from mpipipe.cluster.spares import check_spares
 from mpipipe.commands import run
@@ -42,6 +41,11 @@ from mpipipe.values import Numerics
 TRAIN = Path(__file__).resolve().parents[2] / "slurm" / "train.sh"
 MOST_NODES = 16
 SLACK, START_S = 1.5, 600.0  # what a run may take beyond its prediction, and to start
+PARTITION = "SBATCH_PARTITION"
+BEFORE_SCRIPT = {  # what sbatch takes from its environment before it takes it from a script
+    "job-name": ("SBATCH_JOB_NAME",), "time": ("SBATCH_TIMELIMIT",), "partition": (PARTITION,),
+    "output": ("SBATCH_OUTPUT",), "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU"),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,7 +58,10 @@ def main(argv: Sequence[str]) -> int:
     add("overrides", nargs="*", metavar="key=value", help="any key of the config")
     add("--nodes", type=_range, metavar="A-B", help="how many to choose from, such as 4 or 1-16")
     add("--time", type=_time, metavar="TIME", help="limit of the job, as sbatch takes it; else as predicted")
-    add("--partition", metavar="NAME", help="of Slurm; without it, the default one")
+    add(
+        "--partition", metavar="NAME", default=os.environ.get(PARTITION),
+        help=f"of Slurm; without it {PARTITION}, or the default one",
+    )  # fmt: skip
     add(
         "--cluster", metavar="FILE", action="append", default=[],
         help="its nodes, measured by calibrate; else with processors like this. Several, each with other "
@@ -120,12 +127,16 @@ def _submit(a: argparse.Namespace) -> None:
     if limit_s < choice.seconds:
         print(f"note: the job ends after {minutes(limit_s)}; it saves before, and queues itself again")
     folder = _folder(config)
-    script = folder / "submit.sh"
-    write_text(script, _script(a, choice, limit_s, folder, run_name(config)))
+    script, resources = folder / "submit.sh", _resources(a, choice, limit_s, folder, run_name(config))
+    write_text(script, _script(a, choice, resources, folder))
+    words = [*_before_script(resources, os.environ), str(script)]
     if a.dry_run:
-        print(f"not submitted; to submit it: sbatch {script}")
+        print(f"not submitted; to submit it: {shlex.join(['sbatch', *words])}")
         return
-    done = subprocess.run(["sbatch", "--parsable", script], capture_output=True, text=True, timeout=ASK_S)
+    done = ask(
+        ["sbatch", "--parsable", *words], "it may be submitted all the same: look at `squeue --me` before "
+        "you submit it again",
+    )  # fmt: skip
     if done.returncode:
         raise LaunchError(f"sbatch {script}: {done.stderr.strip()}; mend the script, and submit it as it is")
     job = done.stdout.strip().partition(";")[0]
@@ -259,23 +270,39 @@ def _folder(config: Config) -> Path:
     return folder
 
 
-def _script(a: argparse.Namespace, choice: Choice, limit_s: float, folder: Path, name: str) -> str:
-    """slurm/train.sh with the resources, the environment and the arguments that were decided."""
-    resources = {
+def _resources(
+    a: argparse.Namespace, choice: Choice, limit_s: float, folder: Path, name: str
+) -> dict[str, object]:
+    """mem: all of a node, as was planned; `--exclusive` gives its cores only."""
+    decided = {
         "job-name": name, "nodes": choice.nodes, "ntasks-per-node": choice.split.per_node,
-        "cpus-per-task": choice.split.threads, "time": minutes(limit_s), "partition": a.partition,
-        "output": f'"{folder.absolute()}/slurm-%j.out"',  # sbatch splits a line at blanks
+        "cpus-per-task": choice.split.threads, "mem": 0, "time": minutes(limit_s), "partition": a.partition,
+        "output": f"{folder.absolute()}/slurm-%j.out",
     }  # fmt: skip
+    return {key: value for key, value in decided.items() if value is not None}
+
+
+def _before_script(resources: Mapping[str, object], environ: Mapping[str, str]) -> list[str]:
+    """Options that say again what the environment would take from the script."""
+    return [
+        f"--{key}={resources[key]}"
+        for key, names in BEFORE_SCRIPT.items()
+        if key in resources and any(name in environ for name in names)
+    ]
+
+
+def _script(a: argparse.Namespace, choice: Choice, resources: Mapping[str, object], folder: Path) -> str:
+    """slurm/train.sh with the resources, the environment and the arguments that were decided."""
     kept = [line for line in TRAIN.read_text(encoding="utf-8").splitlines() if not _decided(line, resources)]
     end = max(i for i, line in enumerate(kept) if line.startswith("#SBATCH")) + 1
     more = [] if choice.max_ranks is None else [f"pipeline.max_ranks={choice.max_ranks}"]
     arguments = [str(Path(a.config).absolute()), *a.overrides, *more, f"run.dir={folder.absolute()}"]
     return "\n".join([
         kept[0],
-        f"# Written by: python -m mpipipe submit {shlex.join(a.words)}",
+        f"# Written by: python -m mpipipe submit {shlex.join(a.words)}".replace("\n", " "),
         f"# {choice.told()}",
         *kept[1:end],
-        *(f"#SBATCH --{key}={value}" for key, value in resources.items() if value is not None),
+        *(f"#SBATCH --{key}={_whole(str(value))}" for key, value in resources.items()),
         f"export MPIPIPE_VENV=${{MPIPIPE_VENV:-{shlex.quote(sys.prefix)}}}",
         f"set -- {shlex.join(arguments)}",
         *kept[end:],
@@ -283,6 +310,11 @@ def _script(a: argparse.Namespace, choice: Choice, limit_s: float, folder: Path,
     ])  # fmt: skip
 
 
-def _decided(line: str, resources: dict[str, object]) -> bool:
+def _whole(value: str) -> str:
+    """sbatch splits a line at blanks."""
+    return f'"{value}"' if " " in value else value
+
+
+def _decided(line: str, resources: Mapping[str, object]) -> bool:
     """Whether a line of #SBATCH sets one of the resources."""
     return line.startswith("#SBATCH") and any(f"--{key}=" in line for key in resources)

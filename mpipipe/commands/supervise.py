@@ -167,10 +167,10 @@ class Supervisor:
             )
         again = False
         while True:
-            code, why, said = self._once(again)
+            code, why, mendable = self._once(again)
             if self._ended():  # its summary comes last: whatever was after it, it is done
                 return 0
-            if self.asking.asked or any(MENDABLE in line for line in said):
+            if self.asking.asked or mendable:
                 return code
             about_hosts = self._look_for_hosts()
             saved = _saved(self.run_dir)
@@ -200,15 +200,16 @@ class Supervisor:
                 f"wait for its end, or end it: kill {pids}"
             )
 
-    def _once(self, again: bool) -> tuple[int, str, list[str]]:
-        """One start, until nothing of it is left here: exit code, who died, and what was said last."""
+    def _once(self, again: bool) -> tuple[int, str, bool]:
+        """One start, until nothing of it is left here: exit code, who died, and whether an error was said
+        that is the user's to mend."""
         clear(self.run_dir)
         outlive = self.config.run.recover == "mpi"
         line = self.starter.line(self.ranks, self.hosts, self._program(again), outlive)
         shown = shlex.join([*line[: line.index(sys.executable)], "python", "-m", PROGRAM])
         _say(f"{'starts again' if again else 'starts'}: {shown} ...; run folder {self.run_dir}")
         try:
-            self.asking.job = job = Job(line, self.environ, self._mark)
+            self.asking.job = job = Job(line, self.environ, self._mark, MENDABLE)
         except OSError as error:
             raise LaunchError(
                 f"{line[0]}: cannot be started ({error.strerror}); name another launcher behind --"
@@ -222,8 +223,8 @@ class Supervisor:
             job.end()
         why = explained(self.run_dir)
         if isinstance(code, str):
-            return 128 + signal.SIGKILL, f"{why or code}; the launcher did not return", job.said
-        return code if code >= 0 else 128 - code, why or cause(code, job.said), job.said
+            return 128 + signal.SIGKILL, f"{why or code}; the launcher did not return", job.heard
+        return code if code >= 0 else 128 - code, why or cause(code, job.said), job.heard
 
     def _watch(self, job: Job) -> int | str:
         """The launcher's exit code; of one that is there though its ranks are not, what became of them."""

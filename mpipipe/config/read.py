@@ -22,7 +22,7 @@ from mpipipe.errors import ConfigError, did_you_mean, nearest
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose `3e-4` is a number (YAML 1.1 reads it as text) and whose keys occur once."""
+    """YAML whose numbers are those of YAML 1.2, such as `3e-4`, and whose keys occur once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str | None] = set()
@@ -35,9 +35,25 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+_KEPT = "null", "bool", "merge", "value"  # of YAML 1.1, to which 1:30 and 010 are numbers, and dates no text
+_INT = re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$")
+_FLOAT = re.compile(
+    r"([-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
 )
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag.rpartition(":")[2] in _KEPT]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text that `_Loader`, or YAML 1.1, would take for something else in quotes."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -61,7 +77,8 @@ def parse(text: str, source: str = "config", overrides: Sequence[str] = ()) -> C
 
 def to_yaml(config: Config) -> str:
     """Every key with its value, such that `parse` gives the same configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    values = config.model_dump(mode="json")
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_text(path: str | Path, kind: str = "YAML file") -> str:
@@ -103,7 +120,7 @@ def _override(data: dict[str, Any], item: str) -> tuple[str, ...]:
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
         raise ConfigError(f"override '{item}': expected section.key=value, such as train.steps=50")
-    value = read_yaml(text, f"override '{item}'")
+    value = _value(path[-1], text, f"override '{item}'")
     if isinstance(value, bool) and key.strip() in _SWITCHES:
         path = (*path, _SWITCHES[key.strip()])
     place = data
@@ -114,6 +131,19 @@ def _override(data: dict[str, Any], item: str) -> tuple[str, ...]:
         place[part] = place = dict(inner)
     place[path[-1]] = value
     return path
+
+
+_TEXTS = ("dir", "path", "val_path", "tokenizer", "name", "prompt")  # keys whose value is text
+
+
+def _value(key: str, text: str, source: str) -> Any:
+    """YAML; but text without quotes as it stands where text is meant: paths may hold ` #` and `: `."""
+    plain = text.strip()
+    tag: str = _Loader("").resolve(yaml.ScalarNode, plain, (True, False))  # type: ignore[no-untyped-call]
+    is_text = tag.rpartition(":")[2] not in ("null", "bool", "int", "float")
+    if key in _TEXTS and is_text and plain[0] not in "'\"[{":
+        return plain
+    return read_yaml(text, source)
 
 
 _SWITCHES = {"kernels": "compiled"}  # sections that may be a switch, and the key that this means

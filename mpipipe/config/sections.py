@@ -8,11 +8,12 @@ Invariants
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, Tag
 from pydantic_core import PydanticCustomError
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}}
@@ -31,14 +32,35 @@ def _as_bytes(value: object) -> object:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def _as_minutes(value: object) -> object:
+    if isinstance(value, str):
+        raise PydanticCustomError("minutes", "minutes as a number, such as 90")
+    return value
+
+
+def _expanded(path: str) -> str:
+    """As a shell takes it: `run.dir=~/x` is no assignment to it, and a file of YAML goes through none."""
+    found = os.path.expanduser(os.path.expandvars(path))
+    if unset := re.search(r"\$(\w+|\{[^}]*\})", found):
+        raise PydanticCustomError("path", "a path whose variables are set, not {name}", {"name": unset[0]})
+    if found.startswith("~"):
+        user = {"name": found.partition("/")[0]}
+        raise PydanticCustomError(
+            "path", "a path: {name} is the home of nobody; ./{name} is a file or folder here", user
+        )
+    return found
+
+
 Positive = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1), BeforeValidator(_as_bytes)]
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0.0)]
+Minutes = Annotated[float, Field(gt=0.0), BeforeValidator(_as_minutes)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Classes = Annotated[int, Field(ge=2)]
 Sizes = Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1)]
+PathText = Annotated[str, AfterValidator(_expanded)]
 Patterns = Annotated[tuple[str, ...], Strict(False)]
 Task = Literal["causal", "masked", "seq2seq", "image", "sequence"]
 OrderFile = Annotated[str, Field(pattern=r"\.csv$")]  # one line per rank, as `0F0,0F1,0B0,0B1`
@@ -225,18 +247,18 @@ class CustomModelConfig(Section):
 
 class TextConfig(Section):
     name: Literal["text"] = "text"
-    path: str | None = None  # file or folder; null = the Python standard library's source
+    path: PathText | None = None  # file or folder; null = the Python standard library's source
     val_fraction: Fraction = 0.05  # share kept for validation
 
 
 class TokensConfig(Section):
     name: Literal["tokens"] = "tokens"
-    path: str  # token file: out.bin of tokenize or nanoGPT, or Megatron's .bin beside its .idx
-    val_path: str | None = None  # token file for validation; null = a share of path
+    path: PathText  # token file: out.bin of tokenize or nanoGPT, or Megatron's .bin beside its .idx
+    val_path: PathText | None = None  # token file for validation; null = a share of path
     val_fraction: Fraction = 0.05  # share kept for validation where val_path is null
     dtype: Literal["auto", "uint16", "uint32"] = "auto"  # of a file that does not say so itself
     vocab: Positive | None = None  # number of token ids of a file that does not say so; null = the model's
-    tokenizer: str | None = None  # tokenizer.json or its folder, for the sample at the end
+    tokenizer: PathText | None = None  # tokenizer.json or its folder, for the sample at the end
 
 
 class SyntheticConfig(Section):
@@ -248,7 +270,7 @@ class SyntheticConfig(Section):
 
 class ImagesConfig(Section):
     name: Literal["images"] = "images"
-    path: str  # .npz file, or folder with the four IDX files of MNIST
+    path: PathText  # .npz file, or folder with the four IDX files of MNIST
     val_fraction: Fraction = 0.2  # share kept for validation where the file has no test set
 
 
@@ -333,11 +355,11 @@ class KernelsConfig(Section):
 
 
 class RunConfig(Section):
-    dir: str | None = None  # run folder; null = runs/<UTC time>-<name>
+    dir: PathText | None = None  # run folder; null = runs/<UTC time>-<name>
     name: str | None = None  # short name of the run; null = the model's
     log_every: Positive = 10  # steps between lines of the log
     tensorboard: bool = False  # metrics also as scalars for TensorBoard, in the folder tensorboard
-    time_limit: Above0 | None = None  # minutes from the start until it has saved and ended; null = the job's
+    time_limit: Minutes | None = None  # minutes from the start until it has saved and ended; null = the job's
     recover: Literal["restart", "mpi"] = "restart"  # when a rank is lost; mpi: in the job, under ULFM
     mirror_every: Count | Literal["auto"] = "auto"  # steps between copies on other ranks; 0 = none
     spares: Count = 0  # ranks that wait, and replace those that are lost; recover: mpi

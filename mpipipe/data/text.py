@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mpipipe.data.tokenizer import Bytes
 from mpipipe.data.windows import Part, Windows
 from mpipipe.errors import DataError
 
@@ -24,11 +25,10 @@ class Text(Windows):
         super().__init__(train, val, VOCAB, context, val_batch, val_batches, seed, "bytes", val_fraction)
 
     def encode(self, text: str) -> list[int] | None:
-        return list(text.encode())
+        return Bytes().encode(text)
 
     def decode(self, ids: list[int]) -> str | None:
-        """With the sign for what is no text in place of ids that are no bytes, which a model may have."""
-        return bytes(i if i < VOCAB else 0xFF for i in ids).decode(errors="replace")
+        return Bytes().decode(ids)
 
 
 def _map(path: Path) -> NDArray[np.uint8]:

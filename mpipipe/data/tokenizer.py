@@ -31,21 +31,22 @@ class Tokenizer(Protocol):
 def open_tokenizer(path: str) -> Tokenizer:
     """`bytes`, a tokenizer's JSON file, or a folder with `tokenizer.json`. Raises DataError."""
     if path == BYTES:
-        return _Bytes()
+        return Bytes()
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise DataError(f"tokenizer '{path}': no file {file}; give tokenizer.json, its folder, or bytes")
     return _Hf(file)
 
 
-class _Bytes:
+class Bytes:
     vocab, eos = 256, None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+        """With the sign for what is no text in place of ids that are no bytes, which a model may have."""
+        return bytes(i if i < self.vocab else 0xFF for i in ids).decode(errors="replace")
 
 
 class _Hf:

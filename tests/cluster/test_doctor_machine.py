@@ -10,9 +10,10 @@ import pytest
 
 from mpipipe.cluster.doctor import launcher, machine
 from mpipipe.cluster.doctor.launcher import family, launch, mpi_name
-from mpipipe.cluster.doctor.machine import binding, file_system, parse_cores
+from mpipipe.cluster.doctor.machine import binding, file_system
 from mpipipe.cluster.doctor.network import devices, fabric
 from mpipipe.cluster.doctor.start import age_s
+from mpipipe.cluster.node import parse_cores
 
 CPUS, NODES, BANDS = "sys/devices/system/cpu", "sys/devices/system/node", "sys/class/infiniband"
 

@@ -71,9 +71,9 @@ def test_whichever_comes_first() -> None:
     job = {"SLURM_JOB_END_TIME": "5000"}
     own, other = TimeLimit(1.0, job, clock), TimeLimit(1000.0, job, clock)
     clock.now = 1054.0
-    assert (own.reached(1.0, 1.0), other.reached(1.0, 1.0)) == (True, False)
+    assert (own.reached(1.0, 1.0), other.reached(1.0, 1.0)) == ("the time limit", None)
     clock.now = 4940.0
-    assert other.reached(1.0, 1.0)
+    assert other.reached(1.0, 1.0) == "the time of the job"
 
 
 @pytest.mark.parametrize("end", ["", "Unknown", "NONE", "-1"])

@@ -45,6 +45,26 @@ def test_a_quota_of_one_and_a_half_cores_leaves_one(
     assert cores_available(root) == {min(os.sched_getaffinity(0))}
 
 
+@pytest.mark.parametrize(
+    ("granted", "quota", "cores"),
+    [
+        ({0, 1, 2, 3, 4, 5, 6, 7}, "max", {0, 1, 2, 3}),
+        ({1, 5, 6}, "max", {1, 6}),  # bound to a core and to half of another
+        ({0, 1, 2, 3, 4, 5, 6, 7}, "300000", {0, 1, 2}),  # of the cores, not of the hyperthreads
+    ],
+)
+def test_the_hyperthreads_of_a_core_are_one_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granted: set[int], quota: str, cores: set[int]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: granted)
+    siblings = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}"
+        for cpu in range(8)
+    }
+    root = node(tmp_path, "0::/job", {"sys/fs/cgroup/job/cpu.max": f"{quota} 100000", **siblings})
+    assert cores_available(root) == cores
+
+
 def test_no_quota_is_no_limit(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/job/cpu.max": "max 100000", "sys/fs/cgroup/job/memory.max": "max"}
     root = node(tmp_path, "0::/job", files)
@@ -75,6 +95,8 @@ def test_slurm_s_limit_counts_and_0_means_the_whole_node(tmp_path: Path) -> None
     root = node(tmp_path, "0::/", {})
     assert memory_available_bytes({"SLURM_MEM_PER_NODE": "1024"}, root) == GIB
     assert memory_available_bytes({"SLURM_MEM_PER_NODE": "0"}, root) == 8 * GIB
+    by_cpu = {"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "3"}
+    assert memory_available_bytes(by_cpu, root) == 3 * GIB
 
 
 def test_this_machine_has_a_core_and_some_memory() -> None:
@@ -97,11 +119,11 @@ def test_the_cache_is_where_the_user_keeps_caches(environ: dict[str, str], folde
 
 LOADED = """
 import ctypes, os, sys
-from mpipipe.cluster.node import cores_available, cores_granted
+from mpipipe.cluster.node import cores_granted
 before = os.sched_getaffinity(0)
 assert cores_granted() == before
 ctypes.CDLL(sys.argv[1])
-print(sorted(before), sorted(os.sched_getaffinity(0)), sorted(cores_granted()), len(cores_available()))
+print(sorted(before), sorted(os.sched_getaffinity(0)), sorted(cores_granted()))
 """
 
 

@@ -21,6 +21,7 @@ from mpipipe.cluster.slurm import (
     compressed,
     cores_per_node,
     expanded,
+    most_threads,
     spread,
     told,
 )
@@ -54,11 +55,21 @@ def test_an_allocation_is_what_slurm_says_and_tasks_count_only_where_they_were_a
         ((4, 4), node(8), 4),  # a part of the node
         ((4, 4), node(2), 2),  # Slurm counts cores that are not there
         ((16, 8), node(8, hyperthreads=2), 4),  # Slurm counts hyperthreads
+        ((8, 8), node(8, hyperthreads=2), 8),  # it counts cores, though each has two hyperthreads
         ((8,), node(8, quota=3), 3),  # a container
     ],
 )
 def test_cores_are_those_that_are_there(claimed: tuple[int, ...], here: Binding, cores: int) -> None:
     assert cores_per_node(Allocation(claimed), here) == cores
+
+
+def test_the_threads_of_a_task_are_cores_also_where_slurm_counts_hyperthreads_for_it() -> None:
+    here = node(16, hyperthreads=2)
+    for per_task, threads in ((8, 4), (3, 3), (None, 4)):
+        given = Allocation((32, 32), (4, 4), per_task)
+        cores = cores_per_node(given, here)
+        assert most_threads(given, cores) == threads
+        assert assign(given, given.tasks, threads, cores).bound
 
 
 def test_too_many_threads_for_the_cores_are_not_bound_and_said() -> None:
@@ -120,6 +131,13 @@ def test_the_launcher_is_the_one_that_fits_the_mpi(site: Path) -> None:
     assert named == (f"srun --mpi=pmix_v4 --exact {by_srun}", "MPIPIPE_LAUNCHER says so")
 
 
+def test_a_slurm_that_does_not_answer_is_said(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpipipe.cluster.partition.ASK_S", 0.2)
+    (site / "bin" / "srun").write_text("#!/bin/sh\nexec sleep 5\n")
+    with pytest.raises(LaunchError, match=r"srun --mpi=list: no answer within 0\.2 s; start again when"):
+        start(Assignment((1,), 1, bound=True), OPEN_MPI, {"PATH": f"{site}/bin:/usr/bin:/bin"})
+
+
 def test_unbound_ranks_are_unbound_by_every_means(site: Path) -> None:
     own = program(site / "env" / "bin" / "mpirun")
     found = start(Assignment((2, 1), 4, bound=False), OPEN_MPI, {"PATH": ""})
@@ -145,9 +163,14 @@ def test_a_folder_that_a_node_does_not_see_is_refused_on_every_rank(tmp_path: Pa
 
 
 def test_a_partition_is_the_default_one_or_the_one_that_is_named() -> None:
-    lines = "main*|4|64|2|256000+|2-00:00:00\nmain*|2|32|2|128000|2-00:00:00\nshort|1|8|1|4000|10:00\n"
+    lines = (
+        "main*|4|64|2|16|256000+|2-00:00:00\nmain*|2|32|2|8|128000|2-00:00:00\nshort|1|8|2|4|4000|10:00\n"
+        "counts-cores|1|32|2|16|4000|10:00\n"
+    )
     main, short = parsed(lines, None), parsed(lines, "short")
+    assert parsed(lines, "counts-cores").cores == 32
     assert (main.name, main.nodes, main.cores, main.limit_s) == ("main", 4, 32, 172800.0)
     assert (short.nodes, short.cores, short.node_bytes, short.limit_s) == (1, 8, 4000 << 20, 600.0)
-    with pytest.raises(LaunchError, match="--partition lng: this Slurm has main, short; name one"):
+    assert parsed(lines, "short,main").name == "main", "the largest: Slurm takes the one that begins first"
+    with pytest.raises(LaunchError, match="--partition lng: this Slurm has main, short, counts-cores; name"):
         parsed(lines, "lng")

@@ -88,8 +88,9 @@ def test_a_job_does_not_resume_whatever_run_is_the_latest(
 @pytest.mark.parametrize(
     ("stopped_by", "steps", "time_limit", "again"),
     [
-        ("SIGUSR1", 20, "null", True), ("the time limit", 20, "null", True),
-        ("the time limit", 20, "60.0", False), ("SIGTERM", 20, "null", False),
+        ("SIGUSR1", 20, "null", True), ("the time of the job", 20, "null", True),
+        ("the time of the job", 20, "60.0", True), ("the time limit", 20, "60.0", False),
+        ("SIGTERM", 20, "null", False),
         ("SIGUSR1", 7200, "null", False), ("the end of the data", 20, "null", False),
         (None, 20, "null", False),
     ],
@@ -116,7 +117,11 @@ def test_a_job_that_failed_when_it_was_asked_to_stop_starts_again_from_its_check
     assert launch.main(flags) == 1, "from nothing, it would do the same again"
     monkeypatch.setattr("mpipipe.commands.job.newest", lambda folder: folder / "checkpoints" / "step-3")
     assert launch.main(flags) == 0
+    Path("run/summary.json").write_text(to_json(replace(REPORT, stopped_by="SIGTERM", steps=20)))
+    assert launch.main(flags) == 0, "as Slurm says it to who is preempted"
     flags.remove("--asked")
+    assert launch.main(flags) == 1, "who cancels a job wants it to end"
+    Path("run/summary.json").unlink()
     assert launch.main(flags) == 1, "it failed by itself"
 
 
@@ -335,14 +340,57 @@ def test_submit_times_each_number_of_threads_of_a_node_like_this_one(
     assert "#SBATCH --ntasks-per-node=2\n#SBATCH --cpus-per-task=1\n" in Path("r/submit.sh").read_text()
 
 
+def programs(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        path = folder / "bin" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+
+def test_what_was_decided_wins_over_the_environment_of_sbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["c.yaml", "run.dir=r", "--nodes", "1", "--time", "90", "--cluster", str(CLUSTER)]
+    programs(tmp_path, sinfo='echo "gpu|3|2|1|2|4000|1:00"', sbatch='printf "%s\\n" "$@" >sent; echo 31')
+    assert submit.main(given) == 1, "no partition is the default one"
+    for name in ("SBATCH_TIMELIMIT", "SBATCH_MEM_PER_CPU", "SBATCH_JOB_NAME", "SBATCH_OUTPUT"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    assert submit.main(given) == 0
+    said = f"--job-name=mlp --time=1:30:00 --partition=gpu --output={tmp_path}/r/slurm-%j.out --mem=0"
+    assert (tmp_path / "sent").read_text().split("\n")[:-1] == ["--parsable", *said.split(), "r/submit.sh"]
+    script = Path("r/submit.sh").read_text()
+    assert "\n#SBATCH --mem=0\n#SBATCH --time=1:30:00\n#SBATCH --partition=gpu\n#SBATCH --output=/" in script
+    capsys.readouterr()
+    assert submit.main([*given, "--dry-run"]) == 0
+    assert f"not submitted; to submit it: sbatch {said} r/submit.sh\n" in capsys.readouterr().out
+
+
+def test_an_argument_of_two_lines_leaves_the_script_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["c.yaml", "run.dir=r", "sample.prompt=Once\nupon", "--nodes", "1", "--dry-run"]
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert submit.main([*words, "--cluster", str(CLUSTER)]) == 0
+    script = Path("r/submit.sh").read_text()
+    head, _, rest = script.rpartition("\n#SBATCH")
+    assert all(line.startswith("#") for line in head.splitlines())
+    assert "'sample.prompt=Once\nupon'" in rest
+
+
+def test_an_sbatch_that_does_not_answer_may_have_submitted_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs(tmp_path, sinfo='echo "main*|3|2|1|2|4000|1:00"', sbatch="exec sleep 60")
+    monkeypatch.setattr("mpipipe.cluster.partition.ASK_S", 0.5)
+    assert submit.main(["c.yaml", "run.dir=r", "--nodes", "1", "--cluster", str(CLUSTER)]) == 1
+    said = "sbatch --parsable r/submit.sh: no answer within 0.5 s; it may be submitted all the same: look at"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_submit_writes_a_script_that_is_complete_and_hands_it_to_sbatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in {"sinfo": 'echo "main*|3|2|1|4000|1:00"', "sbatch": 'echo "$*" >sent; echo 31'}.items():
-        path = tmp_path / "bin" / name
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
+    programs(tmp_path, sinfo='echo "main*|3|2|1|2|4000|1:00"', sbatch='echo "$*" >sent; echo 31')
     assert submit.main(["c.yaml", "run.dir=my run", "train.lr=0.5", "--time", "90", "--nodes", "1-8"]) == 0
     out = capsys.readouterr().out
     assert "predicted: 7,200 steps of " in out or "predicted: 7200 steps of " in out

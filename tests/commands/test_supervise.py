@@ -95,6 +95,10 @@ def test_an_error_that_can_be_mended_is_not_tried_again(folder, capfd) -> None:
     code, starts = supervise(folder, "echo 'mpipipe: error: no such data' >&2; exit 1", "exit 0")
     assert (code, len(starts)) == (1, 1)
     assert capfd.readouterr().err == "mpipipe: error: no such data\n"
+    (folder / "starts").unlink()
+    nodes = "for node in $(seq 99); do echo srun: error: n$node: task: Exited with exit code 1 >&2; done"
+    code, starts = supervise(folder, f"echo 'mpipipe: error: no such data' >&2; {nodes}; exit 1", "exit 0")
+    assert (code, len(starts)) == (1, 1), "though a launcher has said something of each node since"
     again = "echo 'mpipipe: failed: it does not fit' >&2; exit 1"
     assert supervise(folder, again, DONE)[0] == 0, "another start has all ranks"
     assert main(["config.yaml", "train.stepz=3"]) == 1

@@ -189,4 +189,5 @@ def test_a_tokenizer_gives_vocabulary_encoding_and_decoding(tmp_path: Path) -> N
     data = tokens(path, tokenizer=open_tokenizer("bytes"))
     assert data.vocab == 256
     assert data.decode(data.encode("naïve") or []) == "naïve"
+    assert data.decode([97, 256, 98]) == "a\ufffdb"  # of a model with more ids than there are bytes
     assert tokens(path, vocab=40).encode("a") is None

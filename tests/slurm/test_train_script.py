@@ -59,9 +59,9 @@ class Site:
             out, err = job.communicate(timeout=60)
         return subprocess.CompletedProcess(args, job.returncode, out, err)
 
-    def signalled(self, number: int, after: str) -> tuple[int, str]:
+    def signalled(self, number: int, after: str, **extra: str) -> tuple[int, str]:
         """The exit code, and what is printed after the line at which the signal is sent."""
-        with self.start("c.yaml") as job:
+        with self.start("c.yaml", **extra) as job:
             assert job.stdout is not None
             while job.stdout.readline() != f"{after}\n":
                 time.sleep(0.01)
@@ -146,6 +146,37 @@ def test_who_is_asked_to_stop_is_queued_again_unless_it_was_to_end(
     assert out.startswith("stops\n")
     assert ("scontrol: requeue 7" in out) == requeued
     assert code == 0
+
+
+def test_a_task_of_an_array_asks_for_itself_alone(site: Site) -> None:
+    """The id of the array is also that of one of its tasks, and means all of them to scontrol."""
+    all_of_them = 'echo "JobId=8 Command=/none WorkDir=/"'
+    one = f"echo JobId=7 Command={site.repo}/slurm/train.sh WorkDir=/"
+    script(
+        site.bin / "scontrol",
+        f'if [ "$1" = show ]; then {one}; [ "$4" = 7_3 ] || {all_of_them}; else echo "scontrol: $*"; fi',
+    )
+    script(site.bin / "stops", 'trap "exit 0" USR1', "echo waits", "while :; do sleep 0.05; done")
+    site.environment(site.repo / ".venv", "stops", unfinished=0)
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    code, out = site.signalled(signal.SIGUSR1, after="waits", **array)
+    assert out.endswith("scontrol: requeue 7_3\n")
+    assert code == 0
+
+
+@pytest.mark.parametrize(("when", "requeued"), [("2026-11-26T01:02:03", True), ("None", False)])
+def test_a_job_that_is_preempted_is_queued_again(site: Site, when: str, requeued: bool) -> None:
+    """Its ranks were asked by Slurm, which the script does not see."""
+    shown = f"echo JobId=7 PreemptEligibleTime=2026-11-26T00:00:00 PreemptTime={when} Command=/none WorkDir=/"
+    script(site.bin / "scontrol", f'[ "$1" = show ] && {shown} || echo "scontrol: $*"')
+    site.environment(site.repo / ".venv", "echo saved")
+    python = site.repo / ".venv" / "bin" / "python"
+    python.write_text(
+        python.read_text().replace("*--unfinished)", "*--asked\\ --unfinished) exit 0 ;;\n*--unfinished)")
+    )
+    job = site.run("c.yaml")
+    assert job.returncode == 0
+    assert ("scontrol: requeue 7" in job.stdout) == requeued
 
 
 def test_a_signal_waits_for_who_does_not_catch_it_yet(site: Site) -> None:

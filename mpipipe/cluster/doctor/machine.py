@@ -18,13 +18,15 @@ from mpipipe.cluster.doctor.network import fabric
 from mpipipe.cluster.node import (
     ROOT,
     bf16_units,
-    cores_available,
     cores_granted,
     field,
     load,
     memory_available_bytes,
     own_groups,
+    parse_cores,
     processor,
+    quota_of,
+    siblings,
     text,
 )
 
@@ -34,32 +36,15 @@ UNLIMITED = resource.RLIM_INFINITY
 def binding(root: Path = ROOT) -> Binding:
     """The cores of this rank, beside those of its job."""
     usable = tuple(sorted(cores_granted()))
-    cpus = root / "sys/devices/system/cpu"
-    siblings = {
-        parse_cores(text(cpus / f"cpu{core}/topology/thread_siblings_list")) or (core,) for core in usable
-    }
     domains = (root / "sys/devices/system/node").glob("node[0-9]*")
     numa = sorted(parse_cores(text(domain / "cpulist")) for domain in domains)
     return Binding(
         usable=usable,
-        quota=len(cores_available(root)),
+        quota=quota_of(usable, root),
         job=tuple(sorted({*_job_cores(root), *usable})),
-        siblings=tuple(sorted(siblings)),
+        siblings=siblings(usable, root),
         numa=tuple(cores for cores in numa if cores),  # some domains have memory only
     )
-
-
-def parse_cores(listed: str) -> Cores:
-    """Cores of the kernel's list format.
-
-    >>> parse_cores("0-2,8")
-    (0, 1, 2, 8)
-    """
-    cores: list[int] = []
-    for part in filter(None, listed.split(",")):
-        first, _, last = part.partition("-")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return tuple(cores)
 
 
 def _job_cores(root: Path) -> Cores:
