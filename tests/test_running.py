@@ -213,13 +213,10 @@ def test_a_long_capture_within_training_is_no_standstill(
         assert place in explained(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("made_up_times")
-def test_a_run_goes_over_to_what_its_first_steps_have_shown(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As rank 1 takes ten times as long as planned; with the bits of the run that keeps its plan."""
-    typical, reports = Recorder.typical, dict[bool, Report]()
+@pytest.fixture
+def rank_1_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the steps of a run it takes ten times as long as planned, and another plan always pays off."""
+    typical = Recorder.typical
 
     def of_a_slow_rank(recorder: Recorder) -> list[Timeline]:
         found = typical(recorder)
@@ -234,6 +231,13 @@ def test_a_run_goes_over_to_what_its_first_steps_have_shown(
     monkeypatch.setattr("mpipipe.survival.MOST", 1e9)
     monkeypatch.setattr("mpipipe.survival.LASTING", 0.2)
     monkeypatch.setattr(Pipeline, "build_s", property(lambda _: 0.0, lambda *_: None), raising=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("made_up_times", "rank_1_is_slow")
+def test_a_run_goes_over_to_what_its_first_steps_have_shown(tmp_path: Path) -> None:
+    """With the bits of the run that keeps its plan."""
+    reports = dict[bool, Report]()
     for refine in (False, True):
         config = parse(
             "model: {name: mlp, hidden: [64, 64, 64]}\ndata: {name: synthetic, samples: 64}\n"
@@ -251,3 +255,21 @@ def test_a_run_goes_over_to_what_its_first_steps_have_shown(
     assert read_plan(tmp_path / "True" / "plan.json").hash == refined.plan_hash
     steps = (tmp_path / "True" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in steps] == list(range(1, 13))
+
+
+@pytest.mark.usefixtures("made_up_times", "rank_1_is_slow")
+def test_fit_goes_over_to_what_its_first_steps_have_shown() -> None:
+    def body(comm: Communicator, refine: bool) -> tuple[str, dict[str, Tensor]]:
+        data = [(torch.full((8,), float(i)), i) for i in range(32)]
+        pipe = Pipeline(
+            lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), squares, data, batch=8,
+            micro_batches=4, schedule="1f1b", gemm="mkl", cost_cache=False, refine=refine, comm=comm,
+            say=lambda _: None,
+        )  # fmt: skip
+        pipe.fit(8)
+        return pipe.plan.hash, pipe.state_dict()
+
+    (kept, expected), *_ = run_local(2, lambda comm: body(comm, False))
+    (taken, found), *_ = run_local(2, lambda comm: body(comm, True))
+    assert taken != kept
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
