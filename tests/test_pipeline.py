@@ -196,6 +196,24 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
     assert left == (0.0, 0.0)
 
 
+class Factored(nn.Module):
+    """A Cholesky takes what this model gives it, but hardly a matrix that is made up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        matrix = x[:, :, None] * x[:, None, :] + torch.eye(4)
+        return self.head(torch.linalg.cholesky(matrix).sum(-1))
+
+
+@pytest.mark.parametrize("how", [{}, {"schedule": "zb-h1", "tied": "eager"}], ids=["1f1b", "zb-h1"])
+def test_a_stage_of_operators_that_refuse_made_up_numbers_is_not_rehearsed(how: dict[str, Any]) -> None:
+    assert trained(5, Factored, **how) == trained(1, Factored), "each group is a stage"
+
+
 def test_a_rehearsal_asks_for_the_first_step_alone() -> None:
     class Few:
         def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
