@@ -564,6 +564,35 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
         assert undisturbed == expected, "nor does saving disturb"
 
 
+class Fourier(nn.Module):
+    """Complex weights, a complex buffer, and complex numbers between any two of its groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        self.weight = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.register_buffer("turn", torch.polar(torch.ones(9), torch.arange(9.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.fft.rfft(torch.tanh(self.first(x))) * self.weight
+        return self.head(torch.fft.irfft(x * self.turn, n=16))
+
+
+@pytest.mark.parametrize("how", [{}, {"bits": "fast"}], ids=["torch", "fast"])
+def test_a_model_may_compute_with_complex_numbers(tmp_path: Path, how: dict[str, Any]) -> None:
+    def body(comm: Communicator, first: int = 0) -> Result:
+        pipe = pipeline(comm, Fourier, resume=tmp_path / "1" if first else None, **how)
+        if not first:
+            pipe.fit(1)
+            if comm.size == 4:
+                pipe.save(tmp_path / "1")
+        return result(pipe, 2)
+
+    expected = run_local(4, body)[0]
+    assert alone(body) == expected
+    assert run_local(2, partial(body, first=1))[0] == expected
+
+
 # -- replicas -----------------------------------------------------------------------------------------------
 
 
