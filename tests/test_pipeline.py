@@ -876,6 +876,22 @@ def spare_mean(outputs: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, in
     return outputs[1].sum(), outputs[1].numel()
 
 
+class Quantised(nn.Module):
+    """Frozen integers among the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        self.levels = nn.Parameter(torch.arange(16, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x) * self.levels))
+
+
+def test_frozen_weights_may_be_integers() -> None:
+    assert trained(2, Quantised) == trained(1, Quantised)
+
+
 @pytest.mark.slow
 def test_what_evaluation_alone_reads_is_there_on_any_number_of_ranks_and_after_a_resume(
     tmp_path: Path,

@@ -452,7 +452,9 @@ class Profiler:
         leaves = []
         for name, _ in code.leaves:
             node = self.anatomy.node_of_param[name]
-            leaf, trained = self._fill(spec_of(node)).mul_(0.02), needs_grad(node)
+            leaf, trained = self._fill(spec_of(node)), needs_grad(node)
+            if leaf.is_floating_point():  # a frozen one may hold integers
+                leaf.mul_(0.02)
             leaves.append(leaf.requires_grad_(trained))
             if trained:
                 leaf.grad = torch.zeros_like(leaf)
