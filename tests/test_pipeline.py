@@ -273,6 +273,32 @@ def test_data_that_each_rank_made_for_itself_must_be_the_same() -> None:
     assert "call torch.manual_seed before" in str(caught.value)
 
 
+class WritesWhatItWasGiven(nn.Module):
+    """By names that torch gives to its input itself where there is nothing to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for same in (
+            x.type_as(self.head.weight), torch.atleast_2d(x), x.sum_to_size(x.shape), torch.conj_physical(x),
+            functional.alpha_dropout(x, training=False), torch.feature_dropout(x, 0.5, False), x.to_dense(),
+        ):  # fmt: skip
+            same += 1.0
+        return self.head(torch.tanh(x))
+
+
+def test_what_may_be_its_own_input_may_be_written_in_place() -> None:
+    model, samples = WritesWhatItWasGiven(), Samples(BATCH)
+    outputs = model.head(torch.tanh(model.first(samples.x) + 7.0))
+    expected = float(loss(outputs, {"labels": samples.labels})[0]) / BATCH
+    first, second = (trained(ranks, model, lambda: Samples(BATCH)) for ranks in (1, 2))
+    assert first == second
+    assert float.fromhex(first["losses"][0]) == pytest.approx(expected, rel=1e-5)
+
+
 # -- losses and batches ---------------------------------------------------------------------------------
 
 
