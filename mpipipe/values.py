@@ -684,6 +684,11 @@ class Program(Placed):
         """Likewise, of their receive buffers."""
         return {}
 
+    @cached_property
+    def shards(self) -> dict[int, Int64]:
+        """Likewise, whose shards are in the messages of a rank."""
+        return {}
+
     @property
     def hash(self) -> str:
         h = hashlib.sha256(repr((self.copies, self.n_micro, self.receive_window)).encode())
