@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 DTYPE_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
 
@@ -682,6 +682,11 @@ class Program(Placed):
     @cached_property
     def received(self) -> dict[Any, int]:
         """Likewise, of their receive buffers."""
+        return {}
+
+    @cached_property
+    def shards(self) -> dict[int, Int64]:
+        """Likewise, whose shards are in the messages of a rank."""
         return {}
 
     @property

@@ -216,6 +216,24 @@ def test_a_rehearsal_runs_the_code_that_the_steps_run(monkeypatch: pytest.Monkey
     assert asked == {(0, False), (1, True)}
 
 
+class Factored(nn.Module):
+    """A Cholesky takes what this model gives it, but hardly a matrix that is made up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        matrix = x[:, :, None] * x[:, None, :] + torch.eye(4)
+        return self.head(torch.linalg.cholesky(matrix).sum(-1))
+
+
+@pytest.mark.parametrize("how", [{}, {"schedule": "zb-h1", "tied": "eager"}], ids=["1f1b", "zb-h1"])
+def test_a_stage_of_operators_that_refuse_made_up_numbers_is_not_rehearsed(how: dict[str, Any]) -> None:
+    assert trained(5, Factored, **how) == trained(1, Factored), "each group is a stage"
+
+
 def test_a_rehearsal_asks_for_the_first_step_alone() -> None:
     class Few:
         def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -273,6 +291,32 @@ def test_data_that_each_rank_made_for_itself_must_be_the_same() -> None:
     with pytest.raises(LaunchError, match="the first samples") as caught:
         run_local(2, lambda comm: pipeline(comm, data=made[comm.rank]))
     assert "call torch.manual_seed before" in str(caught.value)
+
+
+class WritesWhatItWasGiven(nn.Module):
+    """By names that torch gives to its input itself where there is nothing to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for same in (
+            x.type_as(self.head.weight), torch.atleast_2d(x), x.sum_to_size(x.shape), torch.conj_physical(x),
+            functional.alpha_dropout(x, training=False), torch.feature_dropout(x, 0.5, False), x.to_dense(),
+        ):  # fmt: skip
+            same += 1.0
+        return self.head(torch.tanh(x))
+
+
+def test_what_may_be_its_own_input_may_be_written_in_place() -> None:
+    model, samples = WritesWhatItWasGiven(), Samples(BATCH)
+    outputs = model.head(torch.tanh(model.first(samples.x) + 7.0))
+    expected = float(loss(outputs, {"labels": samples.labels})[0]) / BATCH
+    first, second = (trained(ranks, model, lambda: Samples(BATCH)) for ranks in (1, 2))
+    assert first == second
+    assert float.fromhex(first["losses"][0]) == pytest.approx(expected, rel=1e-5)
 
 
 # -- losses and batches ---------------------------------------------------------------------------------
@@ -566,6 +610,35 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
         assert undisturbed == expected, "nor does saving disturb"
 
 
+class Fourier(nn.Module):
+    """Complex weights, a complex buffer, and complex numbers between any two of its groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        self.weight = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.register_buffer("turn", torch.polar(torch.ones(9), torch.arange(9.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.fft.rfft(torch.tanh(self.first(x))) * self.weight
+        return self.head(torch.fft.irfft(x * self.turn, n=16))
+
+
+@pytest.mark.parametrize("how", [{}, {"bits": "fast"}], ids=["torch", "fast"])
+def test_a_model_may_compute_with_complex_numbers(tmp_path: Path, how: dict[str, Any]) -> None:
+    def body(comm: Communicator, first: int = 0) -> Result:
+        pipe = pipeline(comm, Fourier, resume=tmp_path / "1" if first else None, **how)
+        if not first:
+            pipe.fit(1)
+            if comm.size == 4:
+                pipe.save(tmp_path / "1")
+        return result(pipe, 2)
+
+    expected = run_local(4, body)[0]
+    assert alone(body) == expected
+    assert run_local(2, partial(body, first=1))[0] == expected
+
+
 # -- replicas -----------------------------------------------------------------------------------------------
 
 
@@ -847,6 +920,22 @@ class SpareHead(nn.Module):
 
 def spare_mean(outputs: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, int]:
     return outputs[1].sum(), outputs[1].numel()
+
+
+class Quantised(nn.Module):
+    """Frozen integers among the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        self.levels = nn.Parameter(torch.arange(16, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x) * self.levels))
+
+
+def test_frozen_weights_may_be_integers() -> None:
+    assert trained(2, Quantised) == trained(1, Quantised)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def as_batch(raw: Any, names: Sequence[str], where: str = "the batch") -> Batch:
 
 
 def _tensor(value: Any, where: str) -> torch.Tensor:
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         value = torch.from_numpy(np.array(value))  # a copy: what is read-only or strided stays the user's
     if not isinstance(value, torch.Tensor) or spec(value).dtype not in DTYPE_BYTES:
         kind = f"tensor of {spec(value).dtype}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -92,7 +92,7 @@ class Anatomy:
             pure = all(
                 n in c.buffer
                 or n in c.constant
-                or (n in c.inputs and not spec_of(n).dtype.startswith(("float", "bf")))
+                or (n in c.inputs and not spec_of(n).dtype.startswith(("float", "bf", "complex")))
                 for n in sources
             )
             if pure and self.root(node) not in mutated and node not in c.outputs:

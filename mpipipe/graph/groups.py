@@ -7,7 +7,7 @@ used or not without a cut ever falling inside it. Kept together with the operato
     activations                 linear + GELU (bias_gelu)
     dropout and what adds it    projection + dropout + residual add
     attention's reshapes        scaled_dot_product_attention + transpose + reshape
-    head + loss                 the last linear up to the loss: its logits are the largest tensor
+    head + loss                 the last product up to the loss: its logits are the largest tensor
     uses of one BatchNorm       its statistics are one sequence of updates
     what may become one         operators that a kernel of our own may fuse (patterns)
     illegal cut positions       tuples, overlapping views, memory written later (anatomy.legal)
@@ -30,7 +30,12 @@ from mpipipe.graph.source import ModelSource
 from mpipipe.values import Graph, Node, Tie
 
 _ACTIVATIONS = {"gelu", "relu", "relu_", "silu", "silu_", "tanh", "sigmoid", "leaky_relu", "elu", "hardtanh"}
-_HEADS = {"aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::convolution", "aten::conv2d"}
+_HEADS = {
+    "aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum",
+    "aten::convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::conv_transpose1d",
+    "aten::conv_transpose2d", "aten::conv_transpose3d", "aten::scaled_dot_product_attention", "aten::lstm",
+    "aten::gru", "aten::rnn_tanh", "aten::rnn_relu",
+}  # fmt: skip
 
 
 def _joins_previous(anatomy: Anatomy, i: int) -> bool:
@@ -42,7 +47,7 @@ def _joins_previous(anatomy: Anatomy, i: int) -> bool:
 
 
 def _head_start(anatomy: Anatomy) -> int:
-    """Index of the linear whose output leads to the loss and to nothing else."""
+    """Index of the last operator with weights, or product, before the loss."""
     loss = anatomy.captured.outputs[0]
     if anatomy.captured.mode == "predict" or loss not in anatomy.index:
         return len(anatomy.order)

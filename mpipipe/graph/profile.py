@@ -14,9 +14,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -41,6 +42,7 @@ from mpipipe.ops.device import growth_bytes, here
 from mpipipe.ops.evict import evict
 from mpipipe.values import Graph, TensorSpec, Value, digest
 
+T = TypeVar("T")
 # bytes of its own making, indices of the received and of the sent tensors that backward needs
 Saved = tuple[int, tuple[int, ...], tuple[int, ...]]
 Parts = tuple[tuple[int, ...], int]  # indices of received tensors whose gradients share memory; bytes of it
@@ -48,6 +50,7 @@ REPEATS = 5  # the shortest counts: what else runs on the machine only ever adds
 CACHE_BYTES = 64 << 20  # more than the last-level cache that a core has to itself
 _DRAWN = 1 << 14  # numbers that made-up inputs consist of
 _LAID_OUT = {"convolution", "convolution_backward"}  # by a library in its own way first, then as asked for
+REFUSALS = (RuntimeError, IndexError, ValueError)  # of operators, such as a Cholesky of made-up numbers
 LONG_S = 0.5  # seconds for all repeats of a group; one that takes longer is timed twice, after its warm-up
 
 
@@ -264,16 +267,32 @@ class Profiler:
         return forward, backward
 
     def sample(self, piece: Piece) -> Sample:
-        with TRACING:
-            return self._sample(piece)
+        """Raises one of `REFUSALS` where its operators take no made-up numbers."""
+        return self._accepted(piece, self._sample)
 
     def run(self, piece: Piece, times: int) -> float:
-        """Seconds of forward and backward, the shortest of some times; one before them does not count."""
+        """Seconds of forward and backward, the shortest of some times; one before them does not count. inf
+        where it was not timed, or its operators take no made-up numbers."""
+        with suppress(*REFUSALS):
+            return self._accepted(piece, partial(self._seconds, times))
+        return math.inf
+
+    def _seconds(self, times: int, piece: Piece, received: list[Tensor], rest: list[object]) -> float:
+        self._once(piece.code, received, rest, False)
+        both = [self._once(piece.code, received, rest) for _ in range(times)]
+        return sum(self._shortest(both)) if both else math.inf
+
+    def _accepted(self, piece: Piece, work: Callable[[Piece, list[Tensor], list[object]], T]) -> T:
+        """Done on numbers of a normal distribution, else on halves: an operator may ask for probabilities."""
         with TRACING:
             received, rest = self._arguments(piece.code)
-            self._once(piece.code, received, rest, False)
-            both = [self._once(piece.code, received, rest) for _ in range(times)]
-            return sum(self._shortest(both)) if both else math.inf
+            try:
+                return work(piece, received, rest)
+            except REFUSALS as error:
+                halves = [t.fill_(0.5) if t.dtype.is_floating_point else t for t in received]
+                with suppress(*REFUSALS):
+                    return work(piece, halves, self._rest(piece.code))
+                raise error
 
     def _arguments(self, code: Code) -> tuple[list[Tensor], list[object]]:
         return [self._fill(p.spec, p) for p in code.received], self._rest(code)
@@ -288,9 +307,8 @@ class Profiler:
         forward, backward = (min(column) for column in zip(*both, strict=True))
         return max(0.0, forward - self._call_s[0]), max(0.0, backward - self._call_s[1])
 
-    def _sample(self, piece: Piece) -> Sample:
+    def _sample(self, piece: Piece, received: list[Tensor], rest: list[object]) -> Sample:
         code = piece.code
-        received, rest = self._arguments(code)
         saved = self._saved(piece, received, rest)
         cold = sum(self._once(code, received, rest, False))  # dropped: 5 to 100 % slower
         repeats = min(REPEATS, max(2, round(LONG_S / max(cold, 1e-9))))
@@ -434,7 +452,9 @@ class Profiler:
         leaves = []
         for name, _ in code.leaves:
             node = self.anatomy.node_of_param[name]
-            leaf, trained = self._fill(spec_of(node)).mul_(0.02), needs_grad(node)
+            leaf, trained = self._fill(spec_of(node)), needs_grad(node)
+            if leaf.is_floating_point():  # a frozen one may hold integers
+                leaf.mul_(0.02)
             leaves.append(leaf.requires_grad_(trained))
             if trained:
                 leaf.grad = torch.zeros_like(leaf)

@@ -20,9 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from mpipipe.graph.profile import Sample
+from mpipipe.graph.profile import REFUSALS, Piece, Profiler, Sample
 from mpipipe.graph.source import TRACING
-from mpipipe.graph.work import Form, Tally, Work, counted, made
+from mpipipe.graph.work import Form, Tallier, Tally, Work, counted, made
 
 TRIAL_FLOPS, TRIAL_BYTES = 1e9, 64 << 20  # largest trial, per thread and in all: 5 to 10 ms
 LEAST_SIZE = 128  # no dimension is reduced below: rates fall there
@@ -160,6 +160,18 @@ def _dense(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
         if like[i]:
             strides[i], step = step, step * shape[i]
     return tuple(strides)
+
+
+def sampled(profiler: Profiler, piece: Piece) -> Sample:
+    """Timed; modelled where its operators take no made-up numbers. Raises what they raise where that is code
+    of the user's, which nobody can count."""
+    try:
+        return profiler.sample(piece)
+    except REFUSALS:
+        tally = Tallier(profiler.anatomy, profiler.precision).tally(piece)
+        if tally.opaque:
+            raise
+        return sample_of(tally, Trials(profiler.chill, profiler.clock))
 
 
 def sample_of(tally: Tally, rates: Rates) -> Sample:

@@ -28,7 +28,11 @@ from mpipipe.ops.batch_norm import batch_norm_with_statistics
 
 _HERE = str(Path(__file__).parent)
 # operators that may return their input itself, though their schema does not say so
-_MAYBE_ALIAS = {"aten::contiguous", "aten::reshape", "aten::to", "aten::flatten", "aten::dropout"}
+_MAYBE_ALIAS = {
+    "aten::contiguous", "aten::reshape", "aten::to", "aten::type_as", "aten::to_dense", "aten::flatten",
+    "aten::sum_to_size", "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d", "aten::conj_physical",
+    "aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout",
+}  # fmt: skip
 _NORMS = {"aten::batch_norm", "aten::instance_norm"}
 
 

@@ -23,7 +23,8 @@ import sysconfig
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ from mpipipe.graph.tape import Tape
 # torch's tracer has process-wide state and, while it runs, turns oneDNN off for the whole process: one
 # thread traces at a time, and none computes meanwhile (ranks are threads in the in-process carrier)
 TRACING = threading.RLock()
+_APPLY = "_apply"  # of a module: what .half(), .to(...), .cpu() and the like are made of
 _LAZY = "has no shape yet (a lazy layer); give its layer the number of input features"
 
 Layers = Sequence[nn.Module]
@@ -117,7 +119,10 @@ class ModelSource:
                 # a constructor that copies layers, as nn.TransformerEncoder does, is told of a bug of its own
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 with TRACING, self.fake_mode, self._tape, self._tape.whole_initialisers():
-                    return _checked(model())
+                    with _new_parameters() as share:
+                        made = _checked(model())
+                    share(made)
+                    return made
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(
                 f"{user_frame(error)}\n  reads the values of random weights while the model is made, and "
@@ -196,6 +201,48 @@ class ModelSource:
             self.initial.read(self._initial_name[name], out)
         else:
             out.copy_(self.materialise([name])[name])
+
+
+@contextmanager
+def _new_parameters() -> Iterator[Callable[[nn.Module], None]]:
+    """Inside, `.half()`, `.to(...)` and the like give a module new parameters: torch would swap a fake tensor
+    with what becomes of it, and cannot, as the tape refers to both. Yields what lets every layer of a model
+    that shared a parameter have the newest of it."""
+    apply, newer = nn.Module._apply, dict[int, tuple[Tensor, Tensor]]()
+
+    def newest(tensor: Tensor) -> Tensor:
+        while id(tensor) in newer:
+            tensor = newer[id(tensor)][1]
+        return tensor
+
+    def converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if not any(isinstance(t, FakeTensor) for t in own):
+            return apply(module, fn, recurse)
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for name, param in module._parameters.items():
+            if param is not None and not nn.parameter.is_lazy(param):
+                old = newest(param)
+                with torch.no_grad():
+                    new = fn(old)
+                if new is not old:  # the old one stays, so that no other has its id
+                    newer[id(old)] = old, nn.Parameter(new, old.requires_grad)
+                module._parameters[name] = newest(old)  # type: ignore[assignment]
+        module._buffers.update({name: b if b is None else fn(b) for name, b in module._buffers.items()})
+        return module
+
+    def share(model: nn.Module) -> None:
+        for module in model.modules():
+            for name, param in list(module._parameters.items()):
+                if param is not None and id(param) in newer:
+                    setattr(module, name, newest(param))  # an LSTM has a list of them beside
+
+    setattr(nn.Module, _APPLY, converted)
+    try:
+        yield share
+    finally:
+        setattr(nn.Module, _APPLY, apply)
 
 
 def _checked(made: Any) -> nn.Module:

@@ -37,7 +37,7 @@ from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced, has_one_stage_each
 from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Plan, Program
 
-REFINE_WORK = 512  # stages x micro-batches up to which neighbouring cuts are simulated
+REFINE_WORK = 512  # stages x micro-batches, of all copies, up to which neighbouring cuts are simulated
 
 
 def make_plan(
@@ -170,7 +170,8 @@ class _Making:
             programs[key] = program
             return Plan(numerics, layout, prediction, costs)
 
-        work = len(ranks) * largest_share(numerics.micro_batches, max(map(len, ranks)))
+        n_copies = max(map(len, ranks))
+        work = len(ranks) * largest_share(numerics.micro_batches, n_copies) * n_copies
         if self.schedule in PLANNED:
             orders = Orders(costs, Layout((), ranks, self.schedule, self.receive_window), numerics)
             if work <= REFINE_WORK:
@@ -267,8 +268,8 @@ def _refine(
     """The best of some cuts by simulated step, then better ones one group away while there are any.
 
     The bottleneck leaves out how a pipeline fills and the update; a simulation does not. plan: None where a
-    step would take more than so many seconds. `work`: stages x micro-batches; a large program keeps the best
-    start.
+    step would take more than so many seconds. `work`: stages x micro-batches of all copies; a large program
+    keeps the best start.
     """
     tried: dict[Cuts, Plan | None] = {}
     errors: list[Failure] = []

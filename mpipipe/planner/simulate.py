@@ -251,13 +251,26 @@ def _rank_bytes(codes: Int32, table: Int64, pairs: dict[tuple[int, int, int], in
 
 def _add_shards(program: Program, sizes: Sequence[Int64], shards: Int64) -> None:
     """shards: (copies, stages); of a message those of all the owners that it is for."""
-    owned = [
-        [int(shards[program.copies_on(rank).start, stage]) for rank in program.holders(stage)]
-        for stage in range(program.n_stages)
-    ]
-    for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True)):
-        for i in np.flatnonzero(codes[:, 0] >= Op.SEND_SHARD).tolist():
-            nbytes[i] = sum(owned[codes[i, 1]][owner] for owner in _owners(program, rank, codes[i]))
+    owned = np.zeros((program.n_stages, len(program.copies)), np.int64)
+    for stage in range(program.n_stages):
+        of_owners = [shards[program.copies_on(rank).start, stage] for rank in program.holders(stage)]
+        owned[stage, : len(of_owners)] = of_owners
+    for rank, nbytes in enumerate(sizes):
+        at, stage, owner = _shards_in(program, rank)
+        np.add.at(nbytes, at, owned[stage, owner])
+
+
+def _shards_in(program: Program, rank: int) -> Int64:
+    """(3, n): instruction, stage and owner of each shard in a message of a rank."""
+    if rank not in program.shards:  # the same for all cuts
+        codes = program.codes[rank]
+        found = [
+            (i, codes[i, 1], owner)
+            for i in np.flatnonzero(codes[:, 0] >= Op.SEND_SHARD).tolist()
+            for owner in _owners(program, rank, codes[i])
+        ]
+        program.shards[rank] = np.array(found, np.int64).reshape(-1, 3).T
+    return program.shards[rank]
 
 
 def _owners(program: Program, rank: int, instr: Int32) -> Sequence[int]:
@@ -271,9 +284,9 @@ def _owners(program: Program, rank: int, instr: Int32) -> Sequence[int]:
 def _add_uses(program: Program, sizes: Sequence[Int64], ties: Sequence[StageTie]) -> None:
     for nbytes, user in ((tie.nbytes, user) for tie in ties for user in tie.users):
         for rank, codes in enumerate(program.codes):
-            of_user = (codes[:, 1] == user) & np.isin(codes[:, 0], (Op.SEND_SHARD, Op.RECV_SHARD))
-            for i in np.flatnonzero(of_user).tolist():
-                sizes[rank][i] += nbytes if 0 in _owners(program, rank, codes[i]) else 0
+            at, stage, owner = _shards_in(program, rank)
+            of_sums = np.isin(codes[at, 0], (Op.SEND_SHARD, Op.RECV_SHARD))
+            sizes[rank][at[of_sums & (stage == user) & (owner == 0)]] += nbytes
 
 
 def instruction_seconds(

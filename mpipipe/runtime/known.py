@@ -22,6 +22,7 @@ from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.node import cores_available
 from mpipipe.graph.profile import Piece, Profiler, Sample
+from mpipipe.graph.rates import sampled
 from mpipipe.ops.native import version_in_use
 from mpipipe.values import Numerics, digest
 
@@ -52,16 +53,16 @@ class Team:
     def sample(self, keys: Iterable[str]) -> dict[str, Sample]:
         """Every one timed by one rank, known to all."""
         mine = self._mine(keys)
-        found = {k: self.profiler.sample(self.distinct[k]).times(self.factor) for k in mine}
+        found = {k: sampled(self.profiler, self.distinct[k]).times(self.factor) for k in mine}
         self._keep_busy(mine)
         return self._all(found)
 
     def seconds(self, keys: Iterable[str], times: int) -> dict[str, float]:
-        """Forward and backward of each, the shortest of some times."""
+        """Forward and backward of each that can be timed, the shortest of some times."""
         mine = self._mine(keys)
         found = {k: self.profiler.run(self.distinct[k], times) * self.factor for k in mine}
         self._keep_busy(mine)
-        return self._all(found)
+        return self._all({k: seconds for k, seconds in found.items() if seconds < math.inf})
 
     def _keep_busy(self, mine: Sequence[str]) -> None:
         """Works until the other ranks of the node have timed their share: in a step, too, they share memory,

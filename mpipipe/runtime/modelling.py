@@ -8,7 +8,7 @@ import torch
 
 from mpipipe.errors import PlanError
 from mpipipe.graph.profile import Piece, Sample, pieces
-from mpipipe.graph.rates import Rates, sample_of
+from mpipipe.graph.rates import Rates, sample_of, sampled
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier, Tally
 from mpipipe.planner.sizes import size_text
@@ -29,7 +29,7 @@ def find(variants: Variants, tallier: Tallier, rates: Rates, here: bool) -> Foun
     if not here:
         _check_opaque(distinct, tallies)
     timed = frozenset(key for key, t in tallies.items() if t.opaque or (here and _is_small(t)))
-    samples = {key: tallier.sample(distinct[key]) for key in distinct if key in timed}
+    samples = {key: sampled(tallier, distinct[key]) for key in distinct if key in timed}
     both = [key for key in timed if not tallies[key].opaque] if len(timed) < len(distinct) else []
     compared = [_seconds(sample_of(tallies[key], rates)) / _seconds(samples[key]) for key in both]
     samples |= {key: sample_of(t, rates) for key, t in tallies.items() if key not in timed}

@@ -142,12 +142,12 @@ class OptimizerSettings:
 @torch.no_grad()
 def norms(grads: Iterable[Flat], bits: Bits = "torch") -> dict[str, float]:
     """2-norm of each gradient in these buffers, rounded as torch rounds it."""
-    if bits == "fast":
-        return {name: norm for flat in grads for name, norm in _flat_norms(flat).items()}
-    return {n: float(torch.linalg.vector_norm(g)) for flat in grads for n, g in flat.views.items()}
+    return {name: norm for flat in grads for name, norm in _flat_norms(flat, bits).items()}
 
 
-def _flat_norms(flat: Flat) -> dict[str, float]:
+def _flat_norms(flat: Flat, bits: Bits) -> dict[str, float]:
+    if bits == "torch" or flat.buffer.is_complex():  # for which we have no kernel
+        return {name: float(torch.linalg.vector_norm(g)) for name, g in flat.views.items()}
     views = flat.views.values()
     offsets, counts = (
         torch.tensor(n) for n in ([v.storage_offset() for v in views], [v.numel() for v in views])

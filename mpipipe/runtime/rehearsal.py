@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from mpipipe.graph.profile import REFUSALS
 from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.programs import cut_indices
@@ -35,8 +36,8 @@ _LEAST = 0.1  # of what was measured: never taken for the call
 def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     """Costs whose stages take what they took in the rehearsal: the seconds of a stage's groups are multiplied
     alike, forward and backward each (in two: I and W), what the latter makes again as the forward. As before
-    where the data cannot be asked for one micro-batch alone. No weight, statistic or random stream changes.
-    Collective."""
+    where the data cannot be asked for one micro-batch alone, and of a stage whose operators take no made-up
+    numbers. No weight, statistic or random stream changes. Collective."""
     if not trainer.data.exact or trainer.data.varying:
         return costs
     comm, layout, numerics = trainer.comm, trainer.plan.layout, trainer.plan.numerics
@@ -47,10 +48,13 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     took: dict[int, list[float]] = {}  # F and B, or F, I and W; the copies of a stage wait for the slowest
     for s, seconds in (item for found in comm.allgather_object(mine) for item in found.items()):
         took[s] = list(map(max, took.get(s, seconds), seconds))
-    groups = []
+    groups: list[GroupCost] = []
     for s, (first, end) in enumerate(
         bounds(len(costs.groups), cut_indices(layout, [g.name for g in costs.groups]))
     ):
+        if s not in took:
+            groups += costs.groups[first:end]
+            continue
         again_s = float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
         own_s = [max(x - costs.call_s, _LEAST * x) for x in took[s]]  # what a call takes is counted apart
         groups += _as_taken(costs.groups[first:end], own_s, again_s)
@@ -79,7 +83,8 @@ def _as_taken(groups: Sequence[GroupCost], took: Sequence[float], again_s: float
 
 def _seconds(trainer: Trainer, clock: Callable[[], float]) -> dict[int, list[float]]:
     """By stage of this rank: F and B of a micro-batch, or F, I and W. The stages take turns, so that what
-    disturbs the machine meets them all. What they add to gradients is taken back."""
+    disturbs the machine meets them all. What they add to gradients is taken back. Not of a stage whose
+    operators take no made-up numbers."""
     rehearsed = {s: _Rehearsed(trainer, s) for s in trainer.interpreter.stages}
     rows = trainer.plan.numerics.micro_batch
     budget_s = min(MOST_S, max(LEAST_S, OF_STEP * trainer.plan.prediction.step_s))
@@ -96,7 +101,8 @@ def _seconds(trainer: Trainer, clock: Callable[[], float]) -> dict[int, list[flo
                 break
             for s, stage in rehearsed.items():
                 stage.once(ahead.get((turn, s)) if stage.keys else {}, clock)
-    return {s: stage.means() for s, stage in rehearsed.items()}
+    means = {s: stage.means() for s, stage in rehearsed.items()}
+    return {s: seconds for s, seconds in means.items() if seconds}
 
 
 class _Rehearsed:
@@ -115,8 +121,22 @@ class _Rehearsed:
         weights = self._stage.weights
         self._copies = {update.buffer: weights.buffer(update.buffer).clone() for update in code.updates}
         self._found: list[list[float]] = []
+        self._refused = False
 
     def once(self, batch: Batch, clock: Callable[[], float]) -> None:
+        stage = self._stage
+        if self._refused:
+            return
+        try:
+            self._found.append(self._turn(batch, clock))
+        except REFUSALS:  # a step has other numbers, and shows an error that is none of these
+            self._refused = True
+            stage.forget_statistics()
+        stage.weights.forget_rows()  # which would be those of many steps
+        if stage.weights.tied == "eager":  # of uses that have no accumulator
+            take_gradients(stage.weights)
+
+    def _turn(self, batch: Batch, clock: Callable[[], float]) -> list[float]:
         stage, ends = self._stage, [clock()]
         with TRACING:
             stage.forward(self._code, 0, self._received, batch, 0, True)
@@ -129,20 +149,20 @@ class _Rehearsed:
             stage.backward_weight(0) if self._in_two else stage.backward(0, self._grads)
             stage.apply_statistics(self._copies.__getitem__)  # which a step does at its end
         ends.append(clock())
-        self._found.append([b - a for a, b in itertools.pairwise(ends)])
-        stage.weights.forget_rows()  # which would be those of many steps
-        if stage.weights.tied == "eager":  # of uses that have no accumulator
-            take_gradients(stage.weights)
+        return [b - a for a, b in itertools.pairwise(ends)]
 
     @property
     def enough(self) -> bool:
         """Not where the only turn that counts took longer than the cold one: it was disturbed."""
         counted = len(self._found) - WARM_UP
-        return counted > 1 or (counted == 1 and sum(self._found[-1]) <= sum(self._found[0]))
+        return self._refused or counted > 1 or (counted == 1 and sum(self._found[-1]) <= sum(self._found[0]))
 
     def means(self) -> list[float]:
-        """As a step adds them up, without the longest fifth and of two the shorter. Ends the rehearsal."""
+        """As a step adds them up, without the longest fifth and of two the shorter; none of a stage that
+        refused a turn. Ends the rehearsal."""
         self._stage.weights.forget()
+        if self._refused:
+            return []
         counted = [sorted(column) for column in zip(*self._found[WARM_UP:], strict=True)]
         return [statistics.mean(column[: max(1, 4 * len(column) // 5)]) for column in counted]
 

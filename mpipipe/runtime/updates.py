@@ -40,11 +40,16 @@ def chunks(*flats: Flat) -> list[Chunk]:
     return found
 
 
+def _reals(tensors: list[Tensor]) -> list[Tensor]:
+    """A complex number as two, each of which has its own square."""
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+
+
 def adamw(
     chunk: Chunk, step: int, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> None:
     """One update of a chunk [weights, gradients, exp_avg, exp_avg_sq]; step: 1 for the first."""
-    weights, grads, mean, square = chunk
+    weights, grads, mean, square = map(_reals, chunk)
     if weight_decay:
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
     torch._foreach_lerp_(mean, grads, 1 - betas[0])

@@ -76,6 +76,40 @@ def test_what_a_kernel_may_fuse_stays_together() -> None:
     assert group["blocks.0/add.1"] < group["blocks.1.ln_1/layer_norm.0"]
 
 
+class Convolves(nn.Module):
+    """A linear layer first, then convolutions, the last of which is the head."""
+
+    def __init__(self, convolution: type[nn.Conv1d]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(convolution(2, 2, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("convolution", "dims"),
+    [
+        (nn.Conv1d, 1),
+        (nn.Conv3d, 3),
+        (nn.ConvTranspose1d, 1),
+        (nn.ConvTranspose2d, 2),
+        (nn.ConvTranspose3d, 3),
+    ],
+)
+def test_a_head_may_be_any_convolution(convolution: type[nn.Conv1d], dims: int) -> None:
+    def specs(rows: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((rows, 2, *[8] * dims), "float32")}
+
+    source = ModelSource(lambda: Convolves(convolution), 0)
+    v = Variants(source, lambda y, _: (y.square().sum(), 1.0), specs, 2, "fp32")
+    assert [name.split("/")[0] for name in v.graph.groups] == ["first", *(f"layers.{i}" for i in range(4))]
+
+
 @pytest.mark.slow
 def test_groups_are_the_same_for_any_batch_size() -> None:
     assert captured("gpt", 5).graph.groups == captured("gpt", 2).graph.groups

@@ -11,16 +11,21 @@ from typing import Any
 import pytest
 import torch
 from tiny import Case, capture
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy
 
 from mpipipe.cluster import memory
 from mpipipe.graph import profile
 from mpipipe.graph.cut import Code
 from mpipipe.graph.group_costs import group_costs
 from mpipipe.graph.profile import Live, Profiler, Sample, pieces, working_set_bytes
+from mpipipe.graph.rates import sampled
+from mpipipe.graph.source import ModelSource
 from mpipipe.graph.split import split
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.ops.deferred import Pending
+from mpipipe.values import TensorSpec
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +117,40 @@ def test_tensors_at_work_are_counted_alike_with_and_without_values(variants: Var
         sample, tally = profiler.sample(piece), tallier.tally(piece)
         assert sample.at_work_bytes == tally.at_work_bytes <= sample.workspace_bytes
         assert sample.at_work_bytes > 0
+
+
+class Picky(nn.Module):
+    """A Cholesky, which takes no made-up matrix, and a loss that takes probabilities alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, gate = self.first(x).tanh(), self.gate(x).softmax(-1)
+        matrix = h[:, :, None] * h[:, None, :] + torch.eye(4)
+        return (self.last(torch.linalg.cholesky(matrix).sum(-1)).sigmoid() * gate).sum(-1)
+
+
+def entropy(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    return binary_cross_entropy(outputs, batch["labels"], reduction="sum"), float(len(outputs))
+
+
+def test_operators_that_refuse_made_up_numbers_get_halves_or_are_modelled() -> None:
+    def specs(rows: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((rows, 4), "float32"), "labels": TensorSpec((rows,), "float32")}
+
+    v = Variants(ModelSource(Picky, 0), entropy, specs, 2, "fp32")
+    profiler, refused = Profiler(v.primary, "fp32"), []
+    for piece in pieces(v.primary, v.graph, v.uses):
+        assert sampled(profiler, piece).seconds > 0.0
+        if profiler.run(piece, 1) == math.inf:
+            refused.append(piece)
+    (piece,) = refused
+    assert "cholesky" in piece.code.forward.code
+    assert sampled(profiler, piece).saved_sent == (0,)
+    with pytest.raises(RuntimeError, match="not positive-definite"):
+        profiler.sample(piece)
 
 
 @pytest.mark.skipif(not memory._restart_peak(), reason="the system cannot forget the highest so far")

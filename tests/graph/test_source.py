@@ -6,6 +6,7 @@ import inspect
 import random
 import threading
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -228,6 +229,42 @@ def test_what_is_saved_is_what_torch_saves() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [nn.Module.double, nn.Module.bfloat16, nn.Module.float, nn.Module.cpu,
+     lambda m: m.to("cpu", torch.float64), lambda m: m.half().double()],
+    ids=["double", "bfloat16", "float", "cpu", "to", "twice"],
+)  # fmt: skip
+def test_a_factory_may_convert_what_it_makes(convert: Callable[[nn.Module], nn.Module]) -> None:
+    plain, source = ModelSource(Tied, 0), ModelSource(lambda: convert(Tied()), 0)
+    model = Tied()
+    model.load_state_dict(plain.materialise([*plain.params, *plain.persistent]), strict=False)
+    model.scratch.copy_(plain.materialise(["scratch"])["scratch"])
+    values = {**dict(convert(model).named_parameters()), **dict(model.named_buffers())}
+    made = source.materialise([*source.params, *source.buffers])
+    assert list(made) == list(values)
+    for name, t in made.items():
+        assert t.dtype == values[name].dtype, name
+        assert torch.equal(t, values[name]), name
+    assert source.module.head.weight is source.module.embed.weight
+    assert not source.params["norm.weight"].requires_grad
+
+
+def test_a_layer_that_is_converted_alone_still_shares_its_weight() -> None:
+    def make() -> nn.Module:
+        model = Tied()
+        model.lstm.weight_hh_l0 = model.lstm.weight_ih_l0
+        model.head.half()
+        model.lstm.double()
+        return model
+
+    module = ModelSource(make, 0).module
+    assert module.embed.weight is module.head.weight
+    assert module.embed.weight.dtype == torch.float16
+    assert module.lstm._flat_weights[0] is module.lstm._flat_weights[1] is module.lstm.weight_hh_l0
+    assert nn.Linear(2, 2).double().weight.dtype == torch.float64  # as ever, outside of a factory
+
+
 @pytest.mark.parametrize("as_function", [False, True])
 def test_a_list_of_layers_is_a_sequential(as_function: bool) -> None:
     def layers() -> list[nn.Module]:
@@ -276,6 +313,7 @@ def test_initial_values_replace_those_it_has_by_any_name(model: object) -> None:
         ([nn.ReLU(), torch.relu], "layer 1 of the list of layers is of type builtin_function"),
         (lambda: [nn.Linear(2, 2), nn.Linear], "layer 1 of the list of layers is of type type"),
         (lambda: nn.LazyLinear(3), "a weight has no shape yet.*number of input features"),
+        (lambda: nn.LazyLinear(3).half(), "a weight has no shape yet"),
         (nn.LazyLinear(3), "'weight' has no shape yet.*number of input features"),
         (nn.Linear(2, 3, device="meta"), r"'weight' is on the device meta, not on the CPU.*\.to\('cpu'\)"),
     ],

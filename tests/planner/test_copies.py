@@ -22,6 +22,7 @@ from mpipipe.planner.copies import (
     BUCKET_BYTES,
     BUCKETS_AHEAD,
     Copies,
+    Exchange,
     block_sums,
     block_sums_bytes,
     check_copies,
@@ -548,6 +549,32 @@ def test_the_search_copies_the_pipeline_where_that_is_faster() -> None:
         assert found.plan.layout.n_copies == expected
         assert {t.copies for t in found.tried} == {1, 2, 4}
         assert found.bound_s <= found.plan.prediction.step_s
+
+
+@pytest.mark.parametrize(("most", "refines"), [(16, True), (15, False)])
+def test_what_all_copies_do_decides_whether_cuts_next_to_the_first_are_simulated(
+    monkeypatch: pytest.MonkeyPatch, most: int, refines: bool
+) -> None:
+    """Two stages, two copies with four micro-batches each."""
+    tried: list[object] = []
+    monkeypatch.setattr("mpipipe.planner.search.REFINE_WORK", most)
+    monkeypatch.setattr("mpipipe.planner.search.least_of", lambda *_: tried.append(0) or 0.0)
+    costs = uniform(8, 4)
+    make_plan(costs, numerics(8, 2), "1f1b", 4, names(costs), 4, 2)
+    assert bool(tried) == refines
+
+
+def test_whose_shards_are_in_a_message_is_found_once_for_all_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    find, costs = Exchange.owners_for, uniform(8, 4, param_bytes=100)
+    monkeypatch.setattr(Exchange, "owners_for", lambda *given: asked.append(given) or find(*given))
+    program = program_for(layout(costs, 2, 2), numerics(8, 2), (), names(costs))
+    sizes = []
+    for cut in (3, 4, 3):
+        cuts = dataclasses.replace(layout(costs, 2, 2), cuts=(names(costs)[cut],))
+        sizes.append([s.tolist() for s in sizes_of_messages(costs, cuts, program, names(costs))])
+    assert sizes[0] == sizes[2] != sizes[1]
+    assert len(asked) == sum(int((codes[:, 0] >= Op.SEND_SHARD).sum()) for codes in program.codes)
 
 
 def test_the_copies_of_a_stage_come_together_where_that_is_faster() -> None:

@@ -17,6 +17,7 @@ from mpipipe.planner.partition import Wish
 from mpipipe.planner.prediction import predict
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import from_text, grid, register_text, to_text
+from mpipipe.planner.schedules.text import from_lines
 from mpipipe.planner.search import make_plan, plan_of
 from mpipipe.values import Cluster, Costs, Device, GroupCost, Layout, Link, Numerics, Plan
 
@@ -48,6 +49,7 @@ def test_torch_reads_the_same_actions_and_finds_them_valid(name):
 
 
 def test_empty_cells_and_blanks_say_nothing():
+    assert to_text(from_text("\ufeff" + GOOD)) == GOOD, "the mark of UTF-8 that spreadsheets write"
     assert to_text(from_text("0F0, 0F1,,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\n\n")) == GOOD
 
 
@@ -77,11 +79,30 @@ def test_what_cannot_run_is_shown_at_its_place(text, words, mark):
         ("0F0,F1,0B0\n", "x.csv, line 1: 'F1' is no action; write the stage, F, B, I or W"),
         ("0F0\n1UNSHARD\n", "x.csv, line 2: '1UNSHARD' is no action"),
         ("\n", "x.csv: is empty"),
+        (",,\n,\n", "x.csv: is empty"),
+        ("\n0F0,0B0\n", "x.csv, line 1: has no action; .* remove the line"),
+        ("0F0,0B0\n,,\n1F0,1B0\n", "x.csv, line 2: has no action"),
+        (
+            "0F99999999999,0B0\n",
+            "x.csv, line 1: '0F99999999999' is of micro-batch 99999999999, in an order of 2",
+        ),
+        (
+            "0F0,0B0\n99999999999F0\n",
+            "x.csv, line 2: '99999999999F0' is of stage 99999999999, .* without gaps",
+        ),
+        (f"0F{'9' * 5000}\n", "is of micro-batch 999999999999, in an order of 1 actions"),
     ],
 )
 def test_what_is_no_action_is_named(text, words):
     with pytest.raises(PlanError, match=words):
         from_text(text, "x.csv")
+
+
+def test_an_order_of_a_function_has_no_larger_numbers_than_actions():
+    with pytest.raises(
+        PlanError, match="schedule 'mine', stage 1: 'F7' is of micro-batch 7, in an order of 4"
+    ):
+        from_lines("mine", ["F0 B0", "F7 B0"], 2, 8)
 
 
 def test_a_long_order_of_many_ranks_is_shown_around_its_mark():

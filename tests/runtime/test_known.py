@@ -72,6 +72,12 @@ def test_what_holds_is_not_timed_again_but_run_once(monkeypatch: pytest.MonkeyPa
     assert machine.ran == {"b": 1, "a": 0}  # its buffers are part of the memory
 
 
+def test_what_cannot_be_timed_says_nothing_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "CHECK_S", 5.0)
+    held = {"a": sample(1.0), "b": sample(2.0)}
+    assert alone(Machine({"a": 1.0, "b": float("inf")}), held) == (held, 1.0, 0)
+
+
 def test_samples_stay_as_they_were_taken_and_the_machine_is_slower_by_the_median() -> None:
     held = {"a": sample(10.0), "b": sample(1.0), "c": sample(3.0)}
     for again in ({"a": 10.0, "b": 1.0}, {"a": 13.0, "b": 1.3}, {"a": 8.0, "b": 0.8}, {}):

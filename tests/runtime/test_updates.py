@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from mpipipe.runtime import updates
-from mpipipe.runtime.optimizer import FlatUpdater, OptimizerSettings
+from mpipipe.runtime.optimizer import Bits, FlatUpdater, OptimizerSettings, norms
 from mpipipe.runtime.weights import Flat, ParamGroup
 
 SHAPES = {"large": (3, 70_001), "one": (1,), "odd": (5, 7), "whole vectors": (64, 64), "tail": (17,)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @pytest.mark.parametrize("piece", [updates.PIECE, 1 << 10])
 @pytest.mark.parametrize(
     "settings",
@@ -21,12 +22,14 @@ SHAPES = {"large": (3, 70_001), "one": (1,), "odd": (5, 7), "whole vectors": (64
     ],
     ids=str,
 )
-def test_the_bits_of_torch(settings: OptimizerSettings, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_torch(
+    settings: OptimizerSettings, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(updates, "PIECE", piece)
     torch.manual_seed(0)
-    data = Flat.like({name: torch.Size(shape) for name, shape in SHAPES.items()}, torch.float32)
+    data = Flat.like({name: torch.Size(shape) for name, shape in SHAPES.items()}, dtype)
     for view in data.views.values():
-        view.copy_(torch.randn(view.shape))
+        view.copy_(torch.randn(view.shape, dtype=dtype))
     group = ParamGroup(True, data, data.sibling())
     plain = {name: view.clone().requires_grad_() for name, view in data.views.items()}
     decay = {"lr": settings.lr, "weight_decay": settings.weight_decay, "foreach": False}
@@ -39,13 +42,20 @@ def test_the_bits_of_torch(settings: OptimizerSettings, piece: int, monkeypatch:
     updater = FlatUpdater([group], settings)
     for step in range(4):
         for name, view in group.grad.views.items():
-            plain[name].grad = torch.randn(view.shape)
+            plain[name].grad = torch.randn(view.shape, dtype=dtype)
             view.copy_(plain[name].grad)
         torchs.step()
         updater.update(step, None)
         assert not group.grad.buffer.any()
     for name, view in data.views.items():
         assert torch.equal(view, plain[name]), name
+
+
+@pytest.mark.parametrize("bits", ["torch", "fast"])
+def test_the_norm_of_a_complex_gradient(bits: Bits) -> None:
+    data = Flat.like({"a": torch.Size((2,)), "b": torch.Size((1,))}, torch.complex64)
+    data.views["a"].copy_(torch.tensor([3.0 + 4.0j, 12.0j]))
+    assert norms([data], bits) == {"a": 13.0, "b": 0.0}
 
 
 def test_a_chunk_has_at_most_a_piece_and_nothing_is_left_out() -> None:

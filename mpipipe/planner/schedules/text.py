@@ -38,13 +38,20 @@ def from_text(text: str, name: str = "the schedule") -> Schedule:
     two ranks, comes too early, or waits in a circle. What is too large for the memory is seen when it is
     planned.
     """
-    lines = text.rstrip().split("\n")
+    lines = text.removeprefix("\ufeff").rstrip().split("\n")  # which spreadsheets put before UTF-8
     words = [[word.strip() for word in line.split(",") if word.strip()] for line in lines]
-    rows = [[_action(name, f"line {n + 1}", word, None) for word in row] for n, row in enumerate(words)]
-    every = [action for row in rows for action in row]
-    n_stages, n_micro = (1 + max((a[i] for a in every), default=-1) for i in (1, 2))
-    if n_stages < 1:
+    if not any(words):
         raise PlanError(f"{name}: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1")
+    if [] in words:
+        raise PlanError(
+            f"{name}, line {words.index([]) + 1}: has no action; each line is a rank, and each rank has a "
+            "stage: remove the line"
+        )
+    count = sum(map(len, words))
+    rows = [
+        [_action(name, f"line {n + 1}", word, None, count) for word in row] for n, row in enumerate(words)
+    ]
+    n_stages, n_micro = (1 + max(action[i] for row in rows for action in row) for i in (1, 2))
     try:
         return _checked(rows, n_stages, n_micro)
     except (PlanError, DeadlockError) as error:
@@ -54,20 +61,30 @@ def from_text(text: str, name: str = "the schedule") -> Schedule:
 def from_lines(name: str, lines: Sequence[str], n_stages: int, n_micro: int) -> Schedule:
     """From words between blanks, one line per rank: `F0` is of the stage with the number of its line. Raises
     as `from_text`."""
+    words = [line.split() for line in lines]
+    count = sum(map(len, words))
     rows = [
-        [_action(f"schedule {name!r}", f"stage {rank}", word, rank) for word in line.split()]
-        for rank, line in enumerate(lines)
+        [_action(f"schedule {name!r}", f"stage {rank}", word, rank, count) for word in row]
+        for rank, row in enumerate(words)
     ]
     return _checked(rows, n_stages, n_micro)
 
 
-def _action(name: str, where: str, word: str, stage: int | None) -> Action:
+def _action(name: str, where: str, word: str, stage: int | None, count: int) -> Action:
+    """count: of all actions, more than there are stages or micro-batches."""
     match = _ACTION.fullmatch(word)
     if match is None or (stage is None and not match[1]):
         what = "write F or B and the number of the micro-batch, such as F0" if stage is not None else (
             "write the stage, F, B, I or W, and the micro-batch, such as 2F0"
         )  # fmt: skip
         raise PlanError(f"{name}, {where}: {word!r} is no action; {what}")
+    for what, digits in (("stage", match[1]), ("micro-batch", match[3])):
+        number = digits.lstrip("0")
+        if len(number) > len(str(count)) or int(number or 0) >= count:
+            raise PlanError(
+                f"{name}, {where}: {word[:24]!r} is of {what} {number[:12]}, in an order of {count} actions; "
+                "number stages and micro-batches from 0, without gaps"
+            )
     return Action(Op[match[2]], int(match[1] or stage or 0), int(match[3]))
 
 
