@@ -44,12 +44,16 @@ def attention(
     # the root of the scale on either side: the scores of half-size types stay in range
     root = math.sqrt(1.0 / math.sqrt(q.size(-1)) if scale is None else scale)
     scores = (q.to(wide) * root) @ (k.to(wide) * root).transpose(-2, -1)
-    allowed = attn_mask
+    allowed, nothing = attn_mask, None
     if is_causal:
         allowed = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+    elif allowed is not None:  # what sees nothing sees all instead, then gives 0: softmax of -inf alone is NaN
+        boolean = allowed.dtype == torch.bool
+        nothing = (~allowed if boolean else allowed == -math.inf).all(-1, keepdim=True)
+        allowed = allowed | nothing if boolean else allowed.masked_fill(nothing, 0.0)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf) if allowed.dtype == torch.bool else scores + allowed
-    weights = torch.softmax(scores, -1)
-    if attn_mask is not None:  # a row that may look at nothing gives 0, as in torch
-        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
-    return (dropout(weights, dropout_p, key, step, micro) @ v.to(wide)).to(q.dtype)
+    o = dropout(torch.softmax(scores, -1), dropout_p, key, step, micro) @ v.to(wide)
+    if nothing is not None:
+        o = o.masked_fill(nothing, 0.0)  # as torch has it
+    return o.to(q.dtype)

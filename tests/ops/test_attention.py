@@ -55,15 +55,22 @@ def test_a_tiny_rate_is_torch_attention():
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_row_that_may_look_at_nothing_gives_zero():
-    q, k, v = qkv()
-    mask = torch.ones(5, 5, dtype=torch.bool)
-    mask[2] = False
-    for x in (q, k, v):
-        x.requires_grad_()
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_row_that_may_look_at_nothing_gives_zero_and_has_no_gradient(kind):
+    q, k, v = (x.requires_grad_() for x in qkv())
+    seen = torch.ones(5, 5, dtype=torch.bool)
+    seen[2] = False
+    mask = seen if kind == "bool" else torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf)
     got = attention(q, k, v, mask, 0.3, **STREAM)
+    grads = torch.autograd.grad(got.square().sum(), (q, k, v))
     assert (got[:, :, 2] == 0).all()
-    assert got.isfinite().all()
+    assert (grads[0][:, :, 2] == 0).all()
+    rows = [0, 1, 3, 4]  # the others are as if it were not there
+    expected = formula(q, k, v, 0.0, 0.3)[:, :, rows]
+    torch.testing.assert_close(got[:, :, rows], expected, rtol=1e-12, atol=1e-12)
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for g, w in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
 
 
 def test_without_dropout_it_is_torchs_call():
