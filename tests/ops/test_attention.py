@@ -45,6 +45,28 @@ def test_grouped_heads():
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_only_the_ends_are_of_its_dtype(dtype):
+    """In its dtype, computed in float32: its own products would round the scores, too."""
+    q, k, v = qkv(dtype=dtype)
+    q, k = 3.0 * q, 3.0 * k
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attention(q, k, v, None, 2**-40, True, **STREAM)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, attention(*(x.bfloat16() for x in (q, k, v)), None, 2**-40, True, **STREAM))
+    wide = qkv()[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(wide, wide, wide, None, 0.3, **STREAM).dtype == torch.float64
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_that_is_not_positive(scale):
+    q, k, v = qkv()
+    got = attention(q, k, v, None, 2**-40, scale=scale, **STREAM)
+    expected = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_tiny_rate_is_torch_attention():
     """Of the rate 2**-40 the threshold is 0: all is kept, so torch's own kernel is the reference."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
