@@ -220,7 +220,7 @@ class _Finder:
         x, weight, eps = g["input"], g["weight"], g["eps"]
         if list(g["normalized_shape"]) != list(_val(x).shape[-1:]) or not _same_dtype(node, x, weight):
             return None
-        eps = torch.finfo(_val(x).dtype).eps if eps is None else eps
+        eps = torch.finfo(torch.float32).eps if eps is None else eps  # torch computes bfloat16 in float32, too
         return self._rms(node, [node], x, weight, eps)
 
     def rms_written_out(self, node: fx.Node) -> Match | None:

@@ -6,6 +6,8 @@ import importlib
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import built_in_tiny
 import by_hand
@@ -14,7 +16,7 @@ import pytest
 import tiny
 import torch
 from by_hand import every_cut, staged
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mpipipe.graph.anatomy import Lowering
@@ -299,3 +301,64 @@ def test_the_error_is_at_most_twice_that_of_torch(precision: str) -> None:
     true = exact(plain, gpt_batch())
     ours, torchs = (staged(plain.lowered(Lowering(bits)), (), gpt_batch()) for bits in ("fast", "torch"))
     assert error(ours, true) <= 2.0 * error(torchs, true)
+
+
+# -- small models, each with what an operator of ours must not be taken for -------------------------------
+
+WIDTH, WORDS = 16, 32
+SMALL = {
+    name: torch.randint(0, WORDS, (2, 6), generator=torch.Generator().manual_seed(i))
+    for i, name in enumerate(("tokens", "labels"))
+}
+
+
+class Small(nn.Module):
+    """An embedding, `body`, and a head."""
+
+    def __init__(self, body: Callable[..., Tensor], **parts: Callable[[], Any]) -> None:
+        super().__init__()
+        self.body, self.table, self.head = body, nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self, self.table(tokens), tokens))
+
+
+def of_small(
+    body: Callable[..., Tensor],
+    loss: Loss = lambda y, batch: (total(y.float(), batch), 1.0),
+    dtype: torch.dtype = torch.float32,
+    **parts: Callable[[], Any],
+) -> Variants:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        torch.set_default_dtype(dtype)
+        try:
+            return Small(body, **parts)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return by_hand.variants_of(make, loss, SMALL)
+
+
+def forms(variants: Variants) -> set[str]:
+    """Kinds of operators that may become ours, but for those that every small model has."""
+    kinds = {m.form.split()[0] + "+" * (len(m.results) - 1) for m in variants.primary.matches}
+    return kinds - {"linear", "embedding", "linear_cross_entropy"}
+
+
+def assert_the_same(variants: Variants, tolerance: float = 1e-5) -> None:
+    """What our operators compute is what torch's do, in the dtypes that it has."""
+    ours, torchs = (staged(variants.lowered(Lowering(bits)), (), SMALL) for bits in ("fast", "torch"))
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in torchs.items()}
+    for name, wanted in torchs.items():
+        assert (ours[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_without_an_eps_has_that_of_torch(dtype: torch.dtype) -> None:
+    """Of values so small that it decides."""
+    variants = of_small(lambda m, x, _: m.norm(1e-3 * x), dtype=dtype, norm=lambda: nn.RMSNorm(WIDTH))
+    assert forms(variants) == {"rms_norm"}
+    assert_the_same(variants, 1e-5 if dtype == torch.float32 else 2e-2)
