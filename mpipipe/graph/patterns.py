@@ -85,6 +85,7 @@ class _Finder:
         self.anatomy, self.outputs = anatomy, set(anatomy.captured.outputs)
         self.kept = {u.statistic for u in anatomy.captured.updates}
         self.training = anatomy.captured.mode == "train"
+        self.position = {n: i for i, n in enumerate(anatomy.captured.graph.nodes)}
         self.masks: dict[fx.Node, str] = {}
         self.rules = (
             self.head_loss, self.linear_gelu, self.linear_gelu_new, self.swiglu, self.rms_written_out,
@@ -220,7 +221,9 @@ class _Finder:
         x, weight, eps = g["input"], g["weight"], g["eps"]
         if list(g["normalized_shape"]) != list(_val(x).shape[-1:]) or not _same_dtype(node, x, weight):
             return None
-        eps = torch.finfo(torch.float32).eps if eps is None else eps  # torch computes bfloat16 in float32, too
+        eps = (
+            torch.finfo(torch.float32).eps if eps is None else eps
+        )  # torch computes bfloat16 in float32, too
         return self._rms(node, [node], x, weight, eps)
 
     def rms_written_out(self, node: fx.Node) -> Match | None:
@@ -262,6 +265,9 @@ class _Finder:
         others = [u for u in read.users if u not in norm.nodes]
         if len(others) != 1 or read in self.outputs:
             return None
+        scale = [n for n in norm.args[1:] if isinstance(n, fx.Node)]
+        if any(self.position[n] > self.position[read] for n in scale):
+            return None  # made after the sum, in whose place the operator would run
         whole, args = (total, *casts, *norm.nodes), (a, *norm.args[1:], b)
         match = Match(norm.op, norm.form, whole, (norm.results[0], read), args, atomic=False)
         return match if self.replaceable(match) else None

@@ -362,3 +362,34 @@ def test_a_norm_without_an_eps_has_that_of_torch(dtype: torch.dtype) -> None:
     variants = of_small(lambda m, x, _: m.norm(1e-3 * x), dtype=dtype, norm=lambda: nn.RMSNorm(WIDTH))
     assert forms(variants) == {"rms_norm"}
     assert_the_same(variants, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def scaled_late(m: Any, x: Tensor, _: Tensor) -> Tensor:
+    """Gemma's norm of a sum: its weight is made after that."""
+    s = x + m.linear(x)
+    return s + m.linear_2(s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + m.weight))
+
+
+def scaled_early(m: Any, x: Tensor, _: Tensor) -> Tensor:
+    weight = 1.0 + m.weight
+    s = x + m.linear(x)
+    return s + m.linear_2(s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * weight)
+
+
+def adaptive(m: Any, x: Tensor, _: Tensor) -> Tensor:
+    s = x + m.linear(x)
+    return s + m.linear_2(functional.layer_norm(s, (WIDTH,), 1.0 + m.weight))
+
+
+@pytest.mark.parametrize(
+    ("body", "form"), [(scaled_late, "rms_norm"), (scaled_early, "rms_norm+"), (adaptive, "layer_norm")]
+)
+def test_a_sum_is_added_by_its_norm_only_if_the_weight_is_there(
+    body: Callable[..., Tensor], form: str
+) -> None:
+    linear = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
+    variants = of_small(
+        body, linear=linear, linear_2=linear, weight=lambda: nn.Parameter(torch.full((WIDTH,), 0.1))
+    )
+    assert forms(variants) == {form, form.rstrip("+")}
+    assert_the_same(variants)
