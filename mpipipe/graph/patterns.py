@@ -86,7 +86,7 @@ class _Finder:
         self.kept = {u.statistic for u in anatomy.captured.updates}
         self.training = anatomy.captured.mode == "train"
         self.position = {n: i for i, n in enumerate(anatomy.captured.graph.nodes)}
-        self.masks: dict[fx.Node, str] = {}
+        self.masks: dict[tuple[fx.Node, int, int], str] = {}
         self.rules = (
             self.head_loss, self.linear_gelu, self.linear_gelu_new, self.swiglu, self.rms_written_out,
             self.attention, self.layer_norm, self.rms_norm, self.batch_norm, self.linear, self.embedding,
@@ -221,9 +221,7 @@ class _Finder:
         x, weight, eps = g["input"], g["weight"], g["eps"]
         if list(g["normalized_shape"]) != list(_val(x).shape[-1:]) or not _same_dtype(node, x, weight):
             return None
-        eps = (
-            torch.finfo(torch.float32).eps if eps is None else eps
-        )  # torch computes bfloat16 in float32, too
+        eps = torch.finfo(torch.float32).eps if eps is None else eps  # bfloat16 is computed in float32
         return self._rms(node, [node], x, weight, eps)
 
     def rms_written_out(self, node: fx.Node) -> Match | None:
@@ -317,23 +315,24 @@ class _Finder:
         four = all(_val(t).dim() == 4 and _val(t).dtype in _FLOATS for t in (q, k, v))
         if not four or g["dropout_p"] or _val(q).shape[-1] != _val(v).shape[-1] or 0 in _val(q).shape:
             return None
+        (_, heads, tokens, width), (_, kv_heads, keys, _) = _val(q).shape, _val(k).shape
         if mask is not None:
-            kind = self._mask_kind(mask)
+            kind = self._mask_kind(mask, tokens, keys)
             if kind == "other":
                 return None
             causal, mask = kind == "causal", mask if kind == "keys" else None
-        (_, heads, tokens, width), (_, kv_heads, keys, _) = _val(q).shape, _val(k).shape
         kind = "causal" if causal else "full" if mask is None else "masked"
         form = f"flash_attention {heads}/{kv_heads}x{tokens}x{keys}x{width} {kind} {_dtype(node)}"
         args = (q, k, v, mask, causal, g["scale"], _val(node).dtype)
         return Match(fused.attention, form, (node,), (node,), args)
 
-    def _mask_kind(self, mask: fx.Node) -> str:
-        if mask not in self.masks:
-            self.masks[mask] = self._seen_mask(mask)
-        return self.masks[mask]
+    def _mask_kind(self, mask: fx.Node, queries: int, keys: int) -> str:
+        key = mask, queries, keys
+        if key not in self.masks:
+            self.masks[key] = self._seen_mask(*key)
+        return self.masks[key]
 
-    def _seen_mask(self, mask: fx.Node) -> str:
+    def _seen_mask(self, mask: fx.Node, queries: int, keys: int) -> str:
         """causal or full, for one that the model makes of nothing; keys: alike for all queries; or other."""
         value = _val(mask)
         if value.dtype != torch.bool or value.dim() != 4:
@@ -343,7 +342,8 @@ class _Finder:
             real = _evaluate(n for n in self.anatomy.operators if n in made_of)[mask]
             if bool(real.all()):
                 return "full"
-            return "causal" if bool((real == torch.ones_like(real).tril()).all()) else "other"
+            whole = real.shape[2:] == (queries, keys)  # else it is broadcast
+            return "causal" if whole and bool((real == torch.ones_like(real).tril()).all()) else "other"
         sizes = zip(value.shape[1:3], value.stride()[1:3], strict=True)
         return "keys" if all(size == 1 or not step for size, step in sizes) else "other"
 

@@ -393,3 +393,29 @@ def test_a_sum_is_added_by_its_norm_only_if_the_weight_is_there(
     )
     assert forms(variants) == {form, form.rstrip("+")}
     assert_the_same(variants)
+
+
+def attend(m: Any, x: Tensor, tokens: Tensor, **options: Any) -> Tensor:
+    """With one projection for all, of two heads."""
+    q = m.linear(x).view(2, 6, 2, 8).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q, q, **options).transpose(1, 2).reshape(2, 6, WIDTH)
+
+
+def of_attention(body: Callable[..., Tensor]) -> Variants:
+    return of_small(body, linear=lambda: nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind"),
+    [
+        (lambda _: (torch.arange(6) < 1)[None, None, None], None),  # the first key, not those before a query
+        (lambda _: torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(), "causal"),
+        (lambda _: torch.ones(1, 1, 1, 6, dtype=torch.bool), "full"),
+        (lambda tokens: (tokens > 3)[:, None, None], "masked"),
+    ],
+)
+def test_a_mask_is_taken_for_what_it_is(mask: Callable[[Tensor], Tensor], kind: str | None) -> None:
+    variants = of_attention(lambda m, x, tokens: attend(m, x, tokens, attn_mask=mask(tokens)))
+    found = [m.form.split()[2] for m in variants.primary.matches if m.op is fused.attention]
+    assert found == ([] if kind is None else [kind])
+    assert_the_same(variants)
