@@ -315,7 +315,10 @@ class _Finder:
         four = all(_val(t).dim() == 4 and _val(t).dtype in _FLOATS for t in (q, k, v))
         if not four or g["dropout_p"] or _val(q).shape[-1] != _val(v).shape[-1] or 0 in _val(q).shape:
             return None
-        (_, heads, tokens, width), (_, kv_heads, keys, _) = _val(q).shape, _val(k).shape
+        (batch, heads, tokens, width), (samples, kv_heads, keys, _) = _val(q).shape, _val(k).shape
+        alike = _val(node).shape == _val(q).shape and _val(k).shape == _val(v).shape and samples == batch
+        if not alike or not kv_heads or heads % kv_heads:
+            return None  # torch's would broadcast
         if mask is not None:
             kind = self._mask_kind(mask, tokens, keys)
             if kind == "other":
@@ -345,7 +348,8 @@ class _Finder:
             whole = real.shape[2:] == (queries, keys)  # else it is broadcast
             return "causal" if whole and bool((real == torch.ones_like(real).tril()).all()) else "other"
         sizes = zip(value.shape[1:3], value.stride()[1:3], strict=True)
-        return "keys" if all(size == 1 or not step for size, step in sizes) else "other"
+        alike = value.shape[3] == keys and all(size == 1 or not step for size, step in sizes)
+        return "keys" if alike else "other"
 
     def linear(self, node: fx.Node) -> Match | None:
         matrix = _product(node)
@@ -476,9 +480,14 @@ def _product(node: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
         return None
     g = arguments_of(node)
     if schema_name(node) == "aten::linear":
-        return g["input"], g["weight"], g["bias"], False
-    plain = g["beta"] == 1 and g["alpha"] == 1 and _val(g["self"]).dim() == 1
-    return (g["mat1"], g["mat2"], g["self"], True) if plain else None
+        product = g["input"], g["weight"], g["bias"], False
+    elif g["beta"] == 1 and g["alpha"] == 1:
+        product = g["mat1"], g["mat2"], g["self"], True
+    else:
+        return None
+    _, weight, bias, _ = product
+    fits = _val(weight).dim() == 2 and (bias is None or _val(bias).shape == _val(node).shape[-1:])
+    return product if fits else None  # else they are broadcast
 
 
 @torch.no_grad()

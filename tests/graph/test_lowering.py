@@ -401,8 +401,8 @@ def attend(m: Any, x: Tensor, tokens: Tensor, **options: Any) -> Tensor:
     return functional.scaled_dot_product_attention(q, q, q, **options).transpose(1, 2).reshape(2, 6, WIDTH)
 
 
-def of_attention(body: Callable[..., Tensor]) -> Variants:
-    return of_small(body, linear=lambda: nn.Linear(WIDTH, WIDTH))
+def of_attention(body: Callable[..., Tensor], **parts: Callable[[], Any]) -> Variants:
+    return of_small(body, linear=lambda: nn.Linear(WIDTH, WIDTH), **parts)
 
 
 @pytest.mark.parametrize(
@@ -419,3 +419,57 @@ def test_a_mask_is_taken_for_what_it_is(mask: Callable[[Tensor], Tensor], kind: 
     found = [m.form.split()[2] for m in variants.primary.matches if m.op is fused.attention]
     assert found == ([] if kind is None else [kind])
     assert_the_same(variants)
+
+
+def heads_of(m: Any, x: Tensor, heads: int) -> Tensor:
+    return m.linear(x).view(2, 6, heads, WIDTH // heads).transpose(1, 2)
+
+
+def of_heads(q: Tensor, k: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).reshape(2, 6, -1)
+
+
+def drawn(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape))
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        (lambda m, x, _: of_heads(m.q, heads_of(m, x, 2)), {"q": drawn(1, 2, 6, 8)}),
+        (lambda m, x, _: of_heads(heads_of(m, x, 4)[:, :1], heads_of(m, x, 4)), {}),
+        (lambda m, x, t: attend(m, x, t, attn_mask=(t >= 0).any(1)[:, None, None, None]), {}),
+        (lambda m, x, _: x * functional.linear(x, m.w)[..., None], {"w": drawn(WIDTH)}),
+        (lambda m, x, _: m.linear(functional.gelu(functional.linear(x, m.w, m.b))),
+         {"w": drawn(WIDTH, WIDTH), "b": drawn(1)}),
+        (lambda m, x, _: functional.gelu(torch.addmm(m.b, x.view(-1, WIDTH), m.w)).view(2, 6, WIDTH),
+         {"w": drawn(WIDTH, WIDTH), "b": drawn(1)}),
+    ],
+    ids=["batch of q", "head of q", "mask of one key", "vector for a weight", "number for a bias", "addmm"],
+)  # fmt: skip
+def test_what_torch_broadcasts_is_left_to_it(
+    body: Callable[..., Tensor], parts: dict[str, Callable[[], Any]]
+) -> None:
+    variants = of_attention(body, **parts)
+    assert forms(variants) == set()
+    assert_the_same(variants)
+
+
+class Classes(nn.Module):
+    def __init__(self, biases: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.zeros(biases))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("biases", [4, 1])
+def test_a_head_with_one_number_for_a_bias_is_torchs(biases: int) -> None:
+    batch = {"x": torch.randn(6, 8), "labels": torch.randint(4, (6,))}
+    loss: Loss = lambda y, b: (functional.cross_entropy(y, b["labels"], reduction="sum"), 1.0)  # noqa: E731
+    variants = by_hand.variants_of(lambda: Classes(biases), loss, batch)
+    found = [m for m in variants.primary.matches if m.op is fused.head_loss]
+    assert len(found) == (biases == 4)
+    ours, torchs = (staged(variants.lowered(Lowering(bits)), (), batch) for bits in ("fast", "torch"))
+    torch.testing.assert_close(ours, torchs)
