@@ -166,6 +166,30 @@ def test_layout_is_that_of_the_inputs():
         assert all(map(torch.equal, grads, torch.autograd.grad(out.sum(), inputs)))
 
 
+@pytest.mark.parametrize(
+    "expanded",
+    [
+        lambda x: x[:, :1, :1].expand(2, 1, 4, 8),
+        lambda x: x[0, 0, 0].expand(2, 2, 4, 8),
+        lambda x: x[:, :1, :1].mT.contiguous().mT.expand(2, 1, 4, 8),
+        lambda x: x[:, 0, 0, :, None].transpose(1, 2)[:, None].expand(2, 1, 4, 8),
+        lambda x: x[:, 0, 0, :, None].transpose(1, 2)[:, :, None].expand(2, 1, 4, 8),
+    ],
+)
+def test_inputs_that_are_expanded(expanded):
+    """Of whose strides none need be that of a token's elements in what has their order."""
+    x = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(3))
+    given_ = [expanded(x * factor).detach().requires_grad_() for factor in (1.0, 0.5, 2.0)]
+    d_o = torch.randn(given_[0].shape)
+    expected = results(flash_attention, [t.detach().contiguous().requires_grad_() for t in given_], d_o)
+    assert all(map(torch.equal, results(flash_attention, given_, d_o), expected))
+    if kernels is not None:
+        torch.library.opcheck(
+            torch.ops.mpipipe.flash_attention.default, (*given_, None, None, False, 0.5),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+
+
 def test_one_number_per_query_is_kept():
     q, k, v = problem(1, 2, 2, 256, 256, 16)
     saved = []
