@@ -126,6 +126,8 @@ class _Finder:
         width = _val(x).shape[-1]
         if (
             any(_val(n).shape[-1] != width for n in chain[1:])
+            or any(_is(n, _CAST) and _val(n).dtype != torch.float32 for n in chain)  # in which ours computes
+            or _val(node).dtype not in _FLOATS
             or _val(g["self"]).dim() != 2
             or _val(labels).dim() != 1
         ):
@@ -137,8 +139,16 @@ class _Finder:
         masks, zero = ([n.args[1] for n in some if _is(n, _FILL)] for some in (chain, after))
         if not all(mask in self.anatomy.free and any(equal(mask, z) for z in zero) for mask in masks):
             return None  # where one of them is true, these logits count for nothing, and no others may
-        late = self.training and output is not None  # read after backward only
-        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1, late, then)
+        # read after backward only, and no rounded copy of what is made there
+        late = self.training and output is not None and _val(node).dtype == torch.float32
+        settings = (
+            g["ignore_index"],
+            g["label_smoothing"],
+            g["reduction"] == 1,
+            _val(node).dtype,
+            late,
+            then,
+        )
         args = (values, weight, bias, labels, *settings)
         nodes = (x, *reversed(chain), *after)
         return Match(fused.head_loss, form, nodes, nodes[-1:], args)

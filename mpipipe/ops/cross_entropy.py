@@ -198,9 +198,11 @@ class _Gradients:
         x, weight, wide = head.x, head.weight, torch.float32
         self.head, self.into = head, into
         self.dx = torch.zeros(x.shape, dtype=wide, device=x.device) if want[0] else None
-        self.dw = (torch.zeros_like(weight) if into is None else into) if want[1] else None
+        self.dw: Tensor | None = None
         if want[1] and summed_elements(*head.shape, x.dtype.itemsize, weight.dtype.itemsize, late):
             self.dw = torch.zeros(weight.shape, dtype=wide, device=x.device)
+        elif want[1]:
+            self.dw = torch.zeros_like(weight) if into is None else into
         self.db = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if want[2] else None
 
     def add(self, tile: _Tile, g: Tensor) -> None:

@@ -195,7 +195,7 @@ def heads(variants: Variants, mode: Mode = "train") -> list[bool]:
     """Of each head that is one with its loss, whether that is made in backward."""
     anatomy = variants.anatomy(mode, variants.first)
     found = (m.args for m in anatomy.lowered(anatomy.order) if m.op is fused.head_loss)
-    return [late for _, _, _, _, _, _, _, late, _ in found]
+    return [late for *_, late, _ in found]
 
 
 def holes(share: float) -> Batch:
@@ -473,3 +473,26 @@ def test_a_head_with_one_number_for_a_bias_is_torchs(biases: int) -> None:
     assert len(found) == (biases == 4)
     ours, torchs = (staged(variants.lowered(Lowering(bits)), (), batch) for bits in ("fast", "torch"))
     torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cast", "late"),
+    [
+        (torch.float32, lambda y: y, [True]),
+        (torch.bfloat16, lambda y: y.float(), [True]),
+        (
+            torch.bfloat16,
+            lambda y: y,
+            [False],
+        ),  # of a loss that is rounded there is no value to fill in later
+        (torch.float32, lambda y: y.double(), []),
+        (torch.float32, lambda y: y.bfloat16(), []),
+        (torch.float32, lambda y: y.bfloat16().float(), []),
+    ],
+)
+def test_a_loss_is_computed_in_the_dtype_that_it_has(
+    dtype: torch.dtype, cast: Callable[[Tensor], Tensor], late: list[bool]
+) -> None:
+    variants = of_small(lambda m, x, _: x, lambda y, batch: (total(cast(y), batch), 1.0), dtype)
+    assert heads(variants.lowered(Lowering("fast"))) == late
+    assert_the_same(variants, 1e-5 if dtype == torch.float32 else 1e-2)
