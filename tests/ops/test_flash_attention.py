@@ -1,6 +1,8 @@
 """Attention in tiles against float64, in every mask, sharing of heads, dtype and layout of memory."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -108,6 +110,35 @@ def test_a_query_that_sees_nothing_gives_zero(masks):
     o = flash_attention(*inputs, causal=True, **masks)
     grads = torch.autograd.grad(o.sum(), inputs)
     assert all((x[0] == 0).all() and x.isfinite().all() for x in (o, *grads))
+
+
+OUT_OF_MEMORY = """
+import resource, torch
+from pathlib import Path
+from mpipipe.ops import flash_attention
+
+q, k = torch.randn(2, 1, 64, 64), torch.randn(2, 1, 200_000, 65)[..., :64]
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    flash_attention(q, q, q)  # its threads are there
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), resource.RLIM_INFINITY))
+    try:
+        flash_attention(q, k, k)
+    except MemoryError:
+        print("said")
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+o = flash_attention(q, k, k)
+assert torch.allclose(o, torch.nn.functional.scaled_dot_product_attention(q, k, k), atol=1e-5)
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no limit of memory")
+def test_want_of_memory_is_an_error():
+    """Of a copy that a thread makes; not the end of the process."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, ["said", "said"]), done.stderr
 
 
 @needs_kernels
