@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
 
 Tensor = torch.Tensor
@@ -58,7 +58,7 @@ def flash_attention(
         return _by_torch(q, k, v, key_lengths, key_mask, causal, factor)
     if traced(q):
         return _operator(q, k, v, key_lengths, key_mask, causal, factor)[0]
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if wants_gradient(q, k, v):
         result: Tensor = _FlashAttention.apply(q, k, v, key_lengths, key_mask, causal, factor)
         return result
     return _forward(q, k, v, key_lengths, key_mask, causal, factor)[0]  # some microseconds sooner
