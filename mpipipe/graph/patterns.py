@@ -139,16 +139,10 @@ class _Finder:
         masks, zero = ([n.args[1] for n in some if _is(n, _FILL)] for some in (chain, after))
         if not all(mask in self.anatomy.free and any(equal(mask, z) for z in zero) for mask in masks):
             return None  # where one of them is true, these logits count for nothing, and no others may
+        dtype = _val(node).dtype
         # read after backward only, and no rounded copy of what is made there
-        late = self.training and output is not None and _val(node).dtype == torch.float32
-        settings = (
-            g["ignore_index"],
-            g["label_smoothing"],
-            g["reduction"] == 1,
-            _val(node).dtype,
-            late,
-            then,
-        )
+        late = self.training and output is not None and dtype == torch.float32
+        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1, dtype, late, then)
         args = (values, weight, bias, labels, *settings)
         nodes = (x, *reversed(chain), *after)
         return Match(fused.head_loss, form, nodes, nodes[-1:], args)
