@@ -6,7 +6,6 @@
 #include "mpipipe/adamw.h"
 #include "mpipipe/attention.h"
 #include "mpipipe/cross_entropy.h"
-#include "mpipipe/evict.h"
 #include "mpipipe/norms.h"
 #include "mpipipe/batch_norm.h"
 #include "mpipipe/bias_gelu.h"

@@ -56,8 +56,7 @@ class Layer:
 
     def __init__(self, path: str, module: nn.Module, inputs: pytree.TreeSpec, train: bool) -> None:
         self.path, self.module, self.inputs, self.train = path, module, inputs, train
-        self.params = [n for n, _ in module.named_parameters(remove_duplicate=False)]
-        self.buffers = [n for n, _ in module.named_buffers(remove_duplicate=False)]
+        self.params, self.buffers = _names(module, "_parameters"), _names(module, "_buffers")
         kind = type(module).__name__
         self.__name__ = re.sub(r"\W", "_", kind)
         settings = re.sub(r"0x[0-9a-f]+", "", repr(module)).encode()
@@ -156,7 +155,7 @@ class Layer:
             _momentum_one([m for _, m in self.norms]),
             _Guard(state[n] for n in own) if first else nullcontext(),
         ):
-            outputs = functional_call(self.module, state, args, kwargs)
+            outputs = functional_call(self.module, state, args, kwargs, tie_weights=False)
         if changed := [n for n, t in state.items() if n not in own and t._version != before[n]]:
             raise CaptureError(
                 f"{self.what} changes {changed} in place; only BatchNorm statistics are supported: return "
@@ -190,6 +189,16 @@ class Layer:
                 BufferUpdate(count, None, None, node),
             ]
         return found
+
+
+def _names(module: nn.Module, kind: str) -> list[str]:
+    """Of its parameters or buffers: one for each module that has it, also where the module has several."""
+    return [
+        f"{path}.{name}".removeprefix(".")
+        for path, part in module.named_modules()
+        for name, tensor in getattr(part, kind).items()
+        if tensor is not None
+    ]
 
 
 class _ReadsStatistics(Exception):

@@ -85,7 +85,8 @@ class _Finder:
         self.anatomy, self.outputs = anatomy, set(anatomy.captured.outputs)
         self.kept = {u.statistic for u in anatomy.captured.updates}
         self.training = anatomy.captured.mode == "train"
-        self.masks: dict[fx.Node, str] = {}
+        self.position = {n: i for i, n in enumerate(anatomy.captured.graph.nodes)}
+        self.masks: dict[tuple[fx.Node, int, int], str] = {}
         self.rules = (
             self.head_loss, self.linear_gelu, self.linear_gelu_new, self.swiglu, self.rms_written_out,
             self.attention, self.layer_norm, self.rms_norm, self.batch_norm, self.linear, self.embedding,
@@ -125,6 +126,8 @@ class _Finder:
         width = _val(x).shape[-1]
         if (
             any(_val(n).shape[-1] != width for n in chain[1:])
+            or any(_is(n, _CAST) and _val(n).dtype != torch.float32 for n in chain)  # in which ours computes
+            or _val(node).dtype not in _FLOATS
             or _val(g["self"]).dim() != 2
             or _val(labels).dim() != 1
         ):
@@ -136,8 +139,10 @@ class _Finder:
         masks, zero = ([n.args[1] for n in some if _is(n, _FILL)] for some in (chain, after))
         if not all(mask in self.anatomy.free and any(equal(mask, z) for z in zero) for mask in masks):
             return None  # where one of them is true, these logits count for nothing, and no others may
-        late = self.training and output is not None  # read after backward only
-        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1, late, then)
+        dtype = _val(node).dtype
+        # read after backward only, and no rounded copy of what is made there
+        late = self.training and output is not None and dtype == torch.float32
+        settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1, dtype, late, then)
         args = (values, weight, bias, labels, *settings)
         nodes = (x, *reversed(chain), *after)
         return Match(fused.head_loss, form, nodes, nodes[-1:], args)
@@ -220,7 +225,7 @@ class _Finder:
         x, weight, eps = g["input"], g["weight"], g["eps"]
         if list(g["normalized_shape"]) != list(_val(x).shape[-1:]) or not _same_dtype(node, x, weight):
             return None
-        eps = torch.finfo(_val(x).dtype).eps if eps is None else eps
+        eps = torch.finfo(torch.float32).eps if eps is None else eps  # bfloat16 is computed in float32
         return self._rms(node, [node], x, weight, eps)
 
     def rms_written_out(self, node: fx.Node) -> Match | None:
@@ -262,6 +267,9 @@ class _Finder:
         others = [u for u in read.users if u not in norm.nodes]
         if len(others) != 1 or read in self.outputs:
             return None
+        scale = [n for n in norm.args[1:] if isinstance(n, fx.Node)]
+        if any(self.position[n] > self.position[read] for n in scale):
+            return None  # made after the sum, in whose place the operator would run
         whole, args = (total, *casts, *norm.nodes), (a, *norm.args[1:], b)
         match = Match(norm.op, norm.form, whole, (norm.results[0], read), args, atomic=False)
         return match if self.replaceable(match) else None
@@ -311,23 +319,27 @@ class _Finder:
         four = all(_val(t).dim() == 4 and _val(t).dtype in _FLOATS for t in (q, k, v))
         if not four or g["dropout_p"] or _val(q).shape[-1] != _val(v).shape[-1] or 0 in _val(q).shape:
             return None
+        (batch, heads, tokens, width), (samples, kv_heads, keys, _) = _val(q).shape, _val(k).shape
+        alike = _val(node).shape == _val(q).shape and _val(k).shape == _val(v).shape and samples == batch
+        if not alike or not kv_heads or heads % kv_heads:
+            return None  # torch's would broadcast
         if mask is not None:
-            kind = self._mask_kind(mask)
+            kind = self._mask_kind(mask, tokens, keys)
             if kind == "other":
                 return None
             causal, mask = kind == "causal", mask if kind == "keys" else None
-        (_, heads, tokens, width), (_, kv_heads, keys, _) = _val(q).shape, _val(k).shape
         kind = "causal" if causal else "full" if mask is None else "masked"
         form = f"flash_attention {heads}/{kv_heads}x{tokens}x{keys}x{width} {kind} {_dtype(node)}"
         args = (q, k, v, mask, causal, g["scale"], _val(node).dtype)
         return Match(fused.attention, form, (node,), (node,), args)
 
-    def _mask_kind(self, mask: fx.Node) -> str:
-        if mask not in self.masks:
-            self.masks[mask] = self._seen_mask(mask)
-        return self.masks[mask]
+    def _mask_kind(self, mask: fx.Node, queries: int, keys: int) -> str:
+        key = mask, queries, keys
+        if key not in self.masks:
+            self.masks[key] = self._seen_mask(*key)
+        return self.masks[key]
 
-    def _seen_mask(self, mask: fx.Node) -> str:
+    def _seen_mask(self, mask: fx.Node, queries: int, keys: int) -> str:
         """causal or full, for one that the model makes of nothing; keys: alike for all queries; or other."""
         value = _val(mask)
         if value.dtype != torch.bool or value.dim() != 4:
@@ -337,9 +349,11 @@ class _Finder:
             real = _evaluate(n for n in self.anatomy.operators if n in made_of)[mask]
             if bool(real.all()):
                 return "full"
-            return "causal" if bool((real == torch.ones_like(real).tril()).all()) else "other"
+            whole = real.shape[2:] == (queries, keys)  # else it is broadcast
+            return "causal" if whole and bool((real == torch.ones_like(real).tril()).all()) else "other"
         sizes = zip(value.shape[1:3], value.stride()[1:3], strict=True)
-        return "keys" if all(size == 1 or not step for size, step in sizes) else "other"
+        alike = value.shape[3] == keys and all(size == 1 or not step for size, step in sizes)
+        return "keys" if alike else "other"
 
     def linear(self, node: fx.Node) -> Match | None:
         matrix = _product(node)
@@ -470,9 +484,14 @@ def _product(node: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
         return None
     g = arguments_of(node)
     if schema_name(node) == "aten::linear":
-        return g["input"], g["weight"], g["bias"], False
-    plain = g["beta"] == 1 and g["alpha"] == 1 and _val(g["self"]).dim() == 1
-    return (g["mat1"], g["mat2"], g["self"], True) if plain else None
+        product = g["input"], g["weight"], g["bias"], False
+    elif g["beta"] == 1 and g["alpha"] == 1:
+        product = g["mat1"], g["mat2"], g["self"], True
+    else:
+        return None
+    _, weight, bias, _ = product
+    fits = _val(weight).dim() == 2 and (bias is None or _val(bias).shape == _val(node).shape[-1:])
+    return product if fits else None  # else they are broadcast
 
 
 @torch.no_grad()

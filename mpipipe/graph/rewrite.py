@@ -233,7 +233,8 @@ def reader_of(name: str, buffer_of: Mapping[fx.Node, str]) -> fx.Node | None:
 
 
 def _counter(node: fx.Node, target: fx.Node, buffer_of: dict[fx.Node, str]) -> BufferUpdate:
-    counts = schema_name(node) == "aten::add_" and node.args[1] == 1 and not node.users
+    plain = schema_name(node) == "aten::add_" and not node.kwargs and not node.users
+    counts = plain and node.args[1] == 1
     if target not in buffer_of or not counts:
         name = str(memory_of(target).target).removeprefix("model.")
         raise CaptureError(

@@ -32,7 +32,7 @@ from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.split import split
 from mpipipe.graph.tape import tensors
-from mpipipe.ops.cross_entropy import kept_elements, late_elements
+from mpipipe.ops.cross_entropy import kept_elements, late_elements, summed_elements
 from mpipipe.ops.device import CPU
 
 _UNTOUCHED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias"}
@@ -259,10 +259,15 @@ def _kept_bytes(work: Work) -> int:
 
 def _made_bytes(work: Work) -> int:
     """Of what an operator of a backward makes for itself."""
-    if _is_ours(work.op) and work.name.startswith(_HEAD_LOSS) and _is_late(work.name, work.arguments[0]):
-        x, (entries, width) = work.forms[1], work.forms[2].shape
-        return late_elements(x.shape[0], entries, width, x.dtype.itemsize) * x.dtype.itemsize
-    return 0
+    if not _is_ours(work.op) or not work.name.startswith(_HEAD_LOSS) or not work.name.endswith("backward"):
+        return 0
+    x, weight = work.forms[1:3]
+    late = _is_late(work.name, work.arguments[0])
+    (entries, width), size = weight.shape, x.dtype.itemsize
+    head = x.shape[0], entries, width
+    logits = late_elements(*head, size) * size if late else 0
+    to_weight = work.arguments[0][8][1]
+    return logits + to_weight * 4 * summed_elements(*head, size, weight.dtype.itemsize, late)
 
 
 def _is_late(name: str, args: Any) -> bool:

@@ -30,26 +30,37 @@ def attention(
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` of q (..., H, T, E), k (..., Hk, S, E), v (..., Hk, S, Ev).
 
-    Returns (..., H, T, Ev) in q's dtype. The weights (..., H, T, S) are dropped in contiguous order.
-    float16 and bfloat16 are computed in float32, as torch's own plain form does.
+    Returns (..., H, T, Ev) in q's dtype, under autocast in its dtype. The weights (..., H, T, S) are dropped
+    in contiguous order. float16 and bfloat16 are computed in float32, as torch's own plain form does.
     """
     if dropout_p == 0.0:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    if enable_gqa:  # each key and value head serves H / Hk query heads
-        k = k.repeat_interleave(q.size(-3) // k.size(-3), -3)
-        v = v.repeat_interleave(q.size(-3) // v.size(-3), -3)
-    # the root of the scale on either side: the scores of half-size types stay in range
-    root = math.sqrt(1.0 / math.sqrt(q.size(-1)) if scale is None else scale)
-    scores = (q.to(wide) * root) @ (k.to(wide) * root).transpose(-2, -1)
-    allowed = attn_mask
-    if is_causal:
-        allowed = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -math.inf) if allowed.dtype == torch.bool else scores + allowed
-    weights = torch.softmax(scores, -1)
-    if attn_mask is not None:  # a row that may look at nothing gives 0, as in torch
-        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
-    return (dropout(weights, dropout_p, key, step, micro) @ v.to(wide)).to(q.dtype)
+    device = "cpu" if q.is_meta else q.device.type
+    if torch.is_autocast_enabled(device):  # which would make its dtype of the products here, too
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    with torch.autocast(device, enabled=False):
+        wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+        if enable_gqa:  # each key and value head serves H / Hk query heads
+            k = k.repeat_interleave(q.size(-3) // k.size(-3), -3)
+            v = v.repeat_interleave(q.size(-3) // v.size(-3), -3)
+        # the root of the scale on either side: the scores of half-size types stay in range
+        factor = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
+        root = math.sqrt(abs(factor))
+        scores = (q.to(wide) * math.copysign(root, factor)) @ (k.to(wide) * root).transpose(-2, -1)
+        allowed, nothing = attn_mask, None
+        if is_causal:
+            allowed = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+        elif allowed is not None:  # what sees nothing sees all, then gives 0: softmax of -inf alone is NaN
+            boolean = allowed.dtype == torch.bool
+            nothing = (~allowed if boolean else allowed == -math.inf).all(-1, keepdim=True)
+            allowed = allowed | nothing if boolean else allowed.masked_fill(nothing, 0.0)
+        if allowed is not None:
+            boolean = allowed.dtype == torch.bool
+            scores = scores.masked_fill(~allowed, -math.inf) if boolean else scores + allowed
+        o = dropout(torch.softmax(scores, -1), dropout_p, key, step, micro) @ v.to(wide)
+        if nothing is not None:
+            o = o.masked_fill(nothing, 0.0)  # as torch has it
+        return o.to(q.dtype)

@@ -16,7 +16,8 @@ once and has loss and gradients of them. That is 3 products, and nothing is kept
 
 Invariants
   1. Tiles follow from the shapes alone, never from threads or free memory: the same bits each time.
-  2. Products are made in the dtype of x, all else in float32; sums over tiles are kept in float32.
+  2. Products are made in the dtype of x, all else in float32; sums over tiles are kept in float32, also of a
+     shorter weight, whose gradient is rounded once.
   3. Rows whose label is `ignore_index` add nothing to the loss and to no gradient, whatever they hold.
 """
 
@@ -91,6 +92,14 @@ def _late_shape(tokens: int, entries: int, width: int, itemsize: int) -> tuple[i
 def late_elements(tokens: int, entries: int, width: int, itemsize: int) -> int:
     """Of its logits at once."""
     return _late_shape(tokens, entries, width, itemsize)[0] * entries
+
+
+def summed_elements(
+    tokens: int, entries: int, width: int, itemsize: int, weight_itemsize: int, late: bool
+) -> int:
+    """Of the float32 sum that becomes the gradient of a shorter weight, where it has more than one term."""
+    shape = _late_shape(tokens, entries, width, itemsize) if late else _tile_shape(tokens, entries, width)
+    return entries * width if weight_itemsize < 4 and shape[0] < tokens else 0
 
 
 def _tiles(tokens: int, entries: int, rows: int, columns: int) -> Iterator[_Tile]:
@@ -185,11 +194,15 @@ class _Head:
 class _Gradients:
     """Those of x, weight and bias where `want` says so; that of the weight added to `into` if it is given."""
 
-    def __init__(self, head: _Head, want: tuple[bool, bool, bool], into: Tensor | None) -> None:
+    def __init__(self, head: _Head, want: tuple[bool, bool, bool], into: Tensor | None, late: bool) -> None:
         x, weight, wide = head.x, head.weight, torch.float32
-        self.head = head
+        self.head, self.into = head, into
         self.dx = torch.zeros(x.shape, dtype=wide, device=x.device) if want[0] else None
-        self.dw = (torch.zeros_like(weight) if into is None else into) if want[1] else None
+        self.dw: Tensor | None = None
+        if want[1] and summed_elements(*head.shape, x.dtype.itemsize, weight.dtype.itemsize, late):
+            self.dw = torch.zeros(weight.shape, dtype=wide, device=x.device)
+        elif want[1]:
+            self.dw = torch.zeros_like(weight) if into is None else into
         self.db = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if want[2] else None
 
     def add(self, tile: _Tile, g: Tensor) -> None:
@@ -204,7 +217,15 @@ class _Gradients:
 
     def results(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         dx = None if self.dx is None else self.dx.to(self.head.x.dtype)
-        return dx, self.dw, None if self.db is None or bias is None else self.db.to(bias.dtype)
+        dw = self.dw
+        if dw is not None and dw.dtype != self.head.weight.dtype:
+            if self.into is None:
+                dw = dw.to(self.head.weight.dtype)
+            else:  # in parts: torch makes a copy of them in float32
+                for part, sum_ in zip(self.into.split(_COLUMNS), dw.split(_COLUMNS), strict=True):
+                    part.add_(sum_)
+                dw = self.into
+        return dx, dw, None if self.db is None or bias is None else self.db.to(bias.dtype)
 
 
 @torch.no_grad()
@@ -236,7 +257,7 @@ def backward(
 
     kept: the buffer of forward, whose tile is used up; or None: all tiles are computed again."""
     head = _Head.of(x, weight, labels, bias, ignore_index, smoothing)
-    found, ready, scale = _Gradients(head, want, into), kept is not None, float(grad)
+    found, ready, scale = _Gradients(head, want, into, late=False), kept is not None, float(grad)
     buffer = x.new_empty(kept_elements(*head.shape)) if kept is None else kept
     for tile in reversed(list(head.tiles())):
         g = _in(buffer, tile) if ready else _logits(tile, buffer, head.x, weight)
@@ -253,7 +274,7 @@ def forward_and_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Loss () and gradients, as `forward` and `backward` return them: `late` above."""
     head = _Head.of(x, weight, labels, bias, ignore_index, smoothing)
-    found, scale, state = _Gradients(head, want, into), float(grad), head.state()
+    found, scale, state = _Gradients(head, want, into, late=True), float(grad), head.state()
     buffer = x.new_empty(late_elements(*head.shape, x.dtype.itemsize))
     for tiles in head.late_tiles():
         logits = [_logits(t, buffer[t.rows * t.first :], head.x, weight) for t in tiles]

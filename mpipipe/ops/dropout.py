@@ -5,7 +5,8 @@
 
 Invariants
   1. Nothing is kept between forward and backward: the stream's name is the mask.
-  2. Element i of the contiguous order takes element i of the stream, whatever the strides of x.
+  2. Element i of the contiguous order takes element i of the stream, whatever the strides of x; the result
+     lies in memory as torch's would.
   3. Kernel and torch path give the same bits: float32 and shorter types multiply in float32 (then
      round to nearest, ties to even), float64 in float64. A NaN stays one, of no promised payload.
   4. A dropped element is +0, also where x is not finite.
@@ -41,7 +42,7 @@ def shape_only(x: torch.Tensor) -> bool:
 def dropout(x: torch.Tensor, p: float, key: int, step: int, micro: int) -> torch.Tensor:
     """x with each element zeroed with probability p and the others scaled by 1 / (1 - p).
 
-    x: floating point, any shape; the result has its shape and dtype and is contiguous (x itself for
+    x: floating point, any shape; the result has its shape, dtype and order of strides (x itself for
     p = 0). `key` is `stream_key(seed, node name)`, `step` the training step, `micro` the global index
     of the micro-batch. Raises ValueError for a p outside [0, 1], a stream outside its width, or integers.
     """
@@ -77,10 +78,15 @@ def _masked(x: torch.Tensor, drop: int, scale: float, stream: Stream) -> torch.T
     found = _KERNELS.get((x.device.type, x.dtype))
     if found is None:
         return _masked_by_torch(x, drop, scale, stream)
-    x = x.contiguous()
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    found[0](*stream, drop, scale, x.data_ptr(), y.data_ptr(), x.numel(), *workers(x))
-    return y
+    given = x.contiguous()
+    y = torch.empty_like(given, memory_format=torch.contiguous_format)
+    found[0](*stream, drop, scale, given.data_ptr(), y.data_ptr(), x.numel(), *workers(x))
+    return _as_lies(x, y)
+
+
+def _as_lies(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y, with the strides of a result of x."""
+    return y if x.is_contiguous() else torch.empty_like(x).copy_(y)
 
 
 def _masked_by_torch(x: torch.Tensor, drop: int, scale: float, stream: Stream) -> torch.Tensor:
@@ -88,7 +94,7 @@ def _masked_by_torch(x: torch.Tensor, drop: int, scale: float, stream: Stream) -
     keep = torch.from_numpy(words(*stream, x.numel()) >= drop).view(x.shape).to(x.device)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     kept = (x.contiguous().to(wide) * torch.tensor(scale, dtype=wide)).to(x.dtype)
-    return torch.where(keep, kept, torch.zeros((), dtype=x.dtype, device=x.device))
+    return _as_lies(x, torch.where(keep, kept, torch.zeros((), dtype=x.dtype, device=x.device)))
 
 
 # -- the registered operator: an int of torch has a sign, so the key's highest bit is one there -----------
@@ -103,7 +109,7 @@ def _operator(x: torch.Tensor, drop: int, scale: float, key: int, step: int, mic
 
 
 def _fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(x)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
 
 Tensor = torch.Tensor
@@ -58,7 +58,7 @@ def flash_attention(
         return _by_torch(q, k, v, key_lengths, key_mask, causal, factor)
     if traced(q):
         return _operator(q, k, v, key_lengths, key_mask, causal, factor)[0]
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if wants_gradient(q, k, v):
         result: Tensor = _FlashAttention.apply(q, k, v, key_lengths, key_mask, causal, factor)
         return result
     return _forward(q, k, v, key_lengths, key_mask, causal, factor)[0]  # some microseconds sooner
@@ -135,6 +135,13 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
+def _like(x: Tensor) -> Tensor:
+    """Memory for a result, in x's order of strides; where that is none of rows, as of an x that is expanded,
+    contiguous."""
+    y = torch.empty_like(x)
+    return y if y.stride(3) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _packed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
@@ -145,7 +152,7 @@ def _forward(
     q, k, v, key_lengths, key_mask = _rows(q), _rows(k), _rows(v), _packed(key_lengths), _packed(key_mask)
     if key_lengths is not None:
         _check_lengths(key_lengths, k.shape[2])
-    o = torch.empty_like(q)
+    o = _like(q)
     b, h, t, _ = q.shape
     lse = torch.empty(b, h, t, dtype=torch.float32, device=q.device)
     _KERNELS[q.device.type, q.dtype][0](
@@ -161,7 +168,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, key_lengths, key_mask = _rows(q), _rows(k), _rows(v), _packed(key_lengths), _packed(key_mask)
     d_o = _rows(d_o)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = _like(q), _like(k), _like(v)
     _KERNELS[q.device.type, q.dtype][1](
         *_problem(q, k, v, key_lengths, key_mask, causal, scale),
         o.data_ptr(), o.stride(), lse.data_ptr(), d_o.data_ptr(), d_o.stride(),
@@ -184,11 +191,11 @@ def _problem(
 
 
 def _fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _like(_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(_rows(q)), torch.empty_like(_rows(k)), torch.empty_like(_rows(v))
+    return _like(_rows(q)), _like(_rows(k)), _like(_rows(v))
 
 
 def _by_torch(

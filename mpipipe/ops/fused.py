@@ -47,16 +47,18 @@ def gelu_of(y: Tensor, bias: Tensor, approximate: str) -> Tensor:
 
 def head_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, smoothing: float,
-    mean: bool, late: bool = False, then: Sequence[Sequence[Any]] = (),
+    mean: bool, dtype: torch.dtype = torch.float32, late: bool = False, then: Sequence[Sequence[Any]] = (),
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of the logits x W^T + b: the sum, or the mean over the labels that count. late: as
-    linear_cross_entropy has it. then: what multiplies the result, operators and their other arguments."""
+    """Cross entropy of the logits x W^T + b, computed in float32: the sum, or the mean over the labels that
+    count. late: as linear_cross_entropy has it, for float32. then: what multiplies the result, operators and
+    their other arguments."""
     scale = torch.ones((), device=x.device) if mean or then else None
     if mean:
         scale = 1.0 / (labels != ignore_index).sum()
     for operator, *others in then:
         scale = operator(scale, *others)
-    return linear_cross_entropy(
+    loss = linear_cross_entropy(
         x.reshape(-1, x.shape[-1]), weight, labels, bias=bias, ignore_index=ignore_index,
         label_smoothing=smoothing, late=late, scale=scale,
     )  # fmt: skip
+    return loss.to(dtype)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("mpipipe", "DEF")
 
@@ -40,7 +41,7 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
         for t in tensors:
             if t is not None and t.requires_grad:
                 return True
-    return False
+    return forward_ad._current_level >= 0  # which an autograd.Function refuses, as ours have no forward mode
 
 
 def traced(*tensors: torch.Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from mpipipe.ops.cross_entropy import KERNELS, backward, forward, forward_and_backward
 from mpipipe.ops.gradients import destination, has_data, wanted
-from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 
 
 def linear_cross_entropy(
@@ -53,8 +53,7 @@ def linear_cross_entropy(
         op = torch.ops.mpipipe.linear_cross_entropy
         return _scaled(op(*given, ignore_index, label_smoothing, late)[0], scale)
     _check_labels(labels, weight.shape[0], ignore_index)
-    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    if not differentiable:
+    if not wants_gradient(x, weight, bias):
         return _scaled(forward(*given, ignore_index, label_smoothing, keep=False)[0], scale)
     return _LinearCrossEntropy.apply(*given, ignore_index, label_smoothing, late, scale)
 
@@ -186,6 +185,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _without_tile(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Loss and log-sum-exp; a graph's results are values, neither a buffer that backward uses up nor late."""
+    _check_labels(inputs[2], inputs[1].shape[0], inputs[4])  # those of a graph have values here alone
     return forward(*(*inputs[:6], False))[:2]
 
 

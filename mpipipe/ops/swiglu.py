@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,12 +72,11 @@ def _stride(x: Tensor) -> int | None:
     """Elements from a row of x (..., d) to the next one; None where that is not one number."""
     if x.is_contiguous():
         return x.shape[-1] if x.dim() else None
-    shape, strides = x.shape, x.stride()
-    if strides[-1] != 1 or any(
-        strides[i] != strides[i + 1] * shape[i + 1] for i in range(x.dim() - 2) if shape[i] > 1
-    ):
+    *dims, (width, step) = zip(x.shape, x.stride(), strict=True)
+    dims = [(n, stride) for n, stride in dims if n > 1]  # the stride of one element means nothing
+    if (step != 1 and width > 1) or any(s != t * n for (_, s), (n, t) in pairwise(dims)):
         return None
-    return strides[-2] if x.dim() > 1 else shape[0]
+    return dims[-1][1] if dims else width
 
 
 def _with_rows(x: Tensor) -> Tensor:

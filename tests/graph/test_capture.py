@@ -116,6 +116,12 @@ class CountsTwo(Base):
         return self.lin(x)
 
 
+class CountsTwiceOne(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1, alpha=2)  # here
+        return self.lin(x)
+
+
 class WritesThroughView(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.seen[1:].add_(1)  # here
@@ -160,6 +166,7 @@ REFUSED: dict[type[nn.Module], str] = {
     Reads: "compute with tensors instead of `.item\\(\\)`",
     Scales: "'seen'.* in place by aten.mul_",
     CountsTwo: "'count'.* in place by aten.add_",
+    CountsTwiceOne: "'count'.* in place by aten.add_",
     WritesThroughView: "'seen'.* in place by aten.add_",
     WritesElements: "'seen'.* in place by aten.copy_",
     Assigns: "assigns the buffer 'seen' of Assigns",

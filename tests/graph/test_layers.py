@@ -177,6 +177,48 @@ def test_the_first_layer_takes_its_inputs_by_name() -> None:
     assert differences(expected, {n: g for n, g in got.items() if n in expected}) == []
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.full((8,), 0.7))
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x * self.factor)
+
+
+class Within(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Twice(nn.Module):
+    """One module with a parameter and a buffer under two names; a parameter that two modules have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Scaled()
+        self.first, self.second, self.tied = Within(inner), Within(inner), nn.Linear(8, 8)
+        self.tied.weight = inner.lin.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(self.second(self.first(x * 1.5 if x.sum() > 0 else x)))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_layer_may_have_a_module_twice(mode: str) -> None:
+    make = lambda: nn.Sequential(Twice(), Twice(), nn.Linear(8, 4))  # noqa: E731
+    variants = variants_of(make, loss, BATCH)
+    assert variants.anatomy(mode, specs_of(BATCH)).captured.by_layer  # type: ignore[arg-type]
+    expected = plain(variants, make, BATCH)
+    for cuts in every_cut(variants):
+        assert differences(expected, staged(variants, cuts, BATCH)) == [], cuts
+
+
 # -- what is refused -----------------------------------------------------------------------------------
 
 

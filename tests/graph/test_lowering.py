@@ -6,6 +6,8 @@ import importlib
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import built_in_tiny
 import by_hand
@@ -14,7 +16,7 @@ import pytest
 import tiny
 import torch
 from by_hand import every_cut, staged
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mpipipe.graph.anatomy import Lowering
@@ -193,7 +195,7 @@ def heads(variants: Variants, mode: Mode = "train") -> list[bool]:
     """Of each head that is one with its loss, whether that is made in backward."""
     anatomy = variants.anatomy(mode, variants.first)
     found = (m.args for m in anatomy.lowered(anatomy.order) if m.op is fused.head_loss)
-    return [late for _, _, _, _, _, _, _, late, _ in found]
+    return [late for *_, late, _ in found]
 
 
 def holes(share: float) -> Batch:
@@ -299,3 +301,198 @@ def test_the_error_is_at_most_twice_that_of_torch(precision: str) -> None:
     true = exact(plain, gpt_batch())
     ours, torchs = (staged(plain.lowered(Lowering(bits)), (), gpt_batch()) for bits in ("fast", "torch"))
     assert error(ours, true) <= 2.0 * error(torchs, true)
+
+
+# -- small models, each with what an operator of ours must not be taken for -------------------------------
+
+WIDTH, WORDS = 16, 32
+SMALL = {
+    name: torch.randint(0, WORDS, (2, 6), generator=torch.Generator().manual_seed(i))
+    for i, name in enumerate(("tokens", "labels"))
+}
+
+
+class Small(nn.Module):
+    """An embedding, `body`, and a head."""
+
+    def __init__(self, body: Callable[..., Tensor], **parts: Callable[[], Any]) -> None:
+        super().__init__()
+        self.body, self.table, self.head = body, nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self, self.table(tokens), tokens))
+
+
+def of_small(
+    body: Callable[..., Tensor],
+    loss: Loss = lambda y, batch: (total(y.float(), batch), 1.0),
+    dtype: torch.dtype = torch.float32,
+    **parts: Callable[[], Any],
+) -> Variants:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        torch.set_default_dtype(dtype)
+        try:
+            return Small(body, **parts)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return by_hand.variants_of(make, loss, SMALL)
+
+
+def forms(variants: Variants) -> set[str]:
+    """Kinds of operators that may become ours, but for those that every small model has."""
+    kinds = {m.form.split()[0] + "+" * (len(m.results) - 1) for m in variants.primary.matches}
+    return kinds - {"linear", "embedding", "linear_cross_entropy"}
+
+
+def assert_the_same(variants: Variants, tolerance: float = 1e-5) -> None:
+    """What our operators compute is what torch's do, in the dtypes that it has."""
+    ours, torchs = (staged(variants.lowered(Lowering(bits)), (), SMALL) for bits in ("fast", "torch"))
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in torchs.items()}
+    for name, wanted in torchs.items():
+        assert (ours[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_without_an_eps_has_that_of_torch(dtype: torch.dtype) -> None:
+    """Of values so small that it decides."""
+    variants = of_small(lambda m, x, _: m.norm(1e-3 * x), dtype=dtype, norm=lambda: nn.RMSNorm(WIDTH))
+    assert forms(variants) == {"rms_norm"}
+    assert_the_same(variants, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def scaled_late(m: Any, x: Tensor, _: Tensor) -> Tensor:
+    """Gemma's norm of a sum: its weight is made after that."""
+    s = x + m.linear(x)
+    return s + m.linear_2(s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + m.weight))
+
+
+def scaled_early(m: Any, x: Tensor, _: Tensor) -> Tensor:
+    weight = 1.0 + m.weight
+    s = x + m.linear(x)
+    return s + m.linear_2(s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * weight)
+
+
+def adaptive(m: Any, x: Tensor, _: Tensor) -> Tensor:
+    s = x + m.linear(x)
+    return s + m.linear_2(functional.layer_norm(s, (WIDTH,), 1.0 + m.weight))
+
+
+@pytest.mark.parametrize(
+    ("body", "form"), [(scaled_late, "rms_norm"), (scaled_early, "rms_norm+"), (adaptive, "layer_norm")]
+)
+def test_a_sum_is_added_by_its_norm_only_if_the_weight_is_there(
+    body: Callable[..., Tensor], form: str
+) -> None:
+    linear = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
+    variants = of_small(
+        body, linear=linear, linear_2=linear, weight=lambda: nn.Parameter(torch.full((WIDTH,), 0.1))
+    )
+    assert forms(variants) == {form, form.rstrip("+")}
+    assert_the_same(variants)
+
+
+def attend(m: Any, x: Tensor, tokens: Tensor, **options: Any) -> Tensor:
+    """With one projection for all, of two heads."""
+    q = m.linear(x).view(2, 6, 2, 8).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q, q, **options).transpose(1, 2).reshape(2, 6, WIDTH)
+
+
+def of_attention(body: Callable[..., Tensor], **parts: Callable[[], Any]) -> Variants:
+    return of_small(body, linear=lambda: nn.Linear(WIDTH, WIDTH), **parts)
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind"),
+    [
+        (lambda _: (torch.arange(6) < 1)[None, None, None], None),  # the first key, not those before a query
+        (lambda _: torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(), "causal"),
+        (lambda _: torch.ones(1, 1, 1, 6, dtype=torch.bool), "full"),
+        (lambda tokens: (tokens > 3)[:, None, None], "masked"),
+    ],
+)
+def test_a_mask_is_taken_for_what_it_is(mask: Callable[[Tensor], Tensor], kind: str | None) -> None:
+    variants = of_attention(lambda m, x, tokens: attend(m, x, tokens, attn_mask=mask(tokens)))
+    found = [m.form.split()[2] for m in variants.primary.matches if m.op is fused.attention]
+    assert found == ([] if kind is None else [kind])
+    assert_the_same(variants)
+
+
+def heads_of(m: Any, x: Tensor, heads: int) -> Tensor:
+    return m.linear(x).view(2, 6, heads, WIDTH // heads).transpose(1, 2)
+
+
+def of_heads(q: Tensor, k: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).reshape(2, 6, -1)
+
+
+def drawn(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape))
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        (lambda m, x, _: of_heads(m.q, heads_of(m, x, 2)), {"q": drawn(1, 2, 6, 8)}),
+        (lambda m, x, _: of_heads(heads_of(m, x, 4)[:, :1], heads_of(m, x, 4)), {}),
+        (lambda m, x, t: attend(m, x, t, attn_mask=(t >= 0).any(1)[:, None, None, None]), {}),
+        (lambda m, x, _: x * functional.linear(x, m.w)[..., None], {"w": drawn(WIDTH)}),
+        (lambda m, x, _: m.linear(functional.gelu(functional.linear(x, m.w, m.b))),
+         {"w": drawn(WIDTH, WIDTH), "b": drawn(1)}),
+        (lambda m, x, _: functional.gelu(torch.addmm(m.b, x.view(-1, WIDTH), m.w)).view(2, 6, WIDTH),
+         {"w": drawn(WIDTH, WIDTH), "b": drawn(1)}),
+    ],
+    ids=["batch of q", "head of q", "mask of one key", "vector for a weight", "number for a bias", "addmm"],
+)  # fmt: skip
+def test_what_torch_broadcasts_is_left_to_it(
+    body: Callable[..., Tensor], parts: dict[str, Callable[[], Any]]
+) -> None:
+    variants = of_attention(body, **parts)
+    assert forms(variants) == set()
+    assert_the_same(variants)
+
+
+class Classes(nn.Module):
+    def __init__(self, biases: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.zeros(biases))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("biases", [4, 1])
+def test_a_head_with_one_number_for_a_bias_is_torchs(biases: int) -> None:
+    batch = {"x": torch.randn(6, 8), "labels": torch.randint(4, (6,))}
+    loss: Loss = lambda y, b: (functional.cross_entropy(y, b["labels"], reduction="sum"), 1.0)  # noqa: E731
+    variants = by_hand.variants_of(lambda: Classes(biases), loss, batch)
+    found = [m for m in variants.primary.matches if m.op is fused.head_loss]
+    assert len(found) == (biases == 4)
+    ours, torchs = (staged(variants.lowered(Lowering(bits)), (), batch) for bits in ("fast", "torch"))
+    torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cast", "late"),
+    [
+        (torch.float32, lambda y: y, [True]),
+        (torch.bfloat16, lambda y: y.float(), [True]),
+        (
+            torch.bfloat16,
+            lambda y: y,
+            [False],
+        ),  # of a loss that is rounded there is no value to fill in later
+        (torch.float32, lambda y: y.double(), []),
+        (torch.float32, lambda y: y.bfloat16(), []),
+        (torch.float32, lambda y: y.bfloat16().float(), []),
+    ],
+)
+def test_a_loss_is_computed_in_the_dtype_that_it_has(
+    dtype: torch.dtype, cast: Callable[[Tensor], Tensor], late: list[bool]
+) -> None:
+    variants = of_small(lambda m, x, _: x, lambda y, batch: (total(cast(y), batch), 1.0), dtype)
+    assert heads(variants.lowered(Lowering("fast"))) == late
+    assert_the_same(variants, 1e-5 if dtype == torch.float32 else 1e-2)

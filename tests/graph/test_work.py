@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import built_in_tiny
 import pytest
@@ -17,7 +18,7 @@ from mpipipe.graph.rates import TRIAL_BYTES, TRIAL_FLOPS, Roofline, Trials, samp
 from mpipipe.graph.source import TRACING, ModelSource
 from mpipipe.graph.split import split
 from mpipipe.graph.variants import Variants
-from mpipipe.graph.work import Form, Tallier, Tally, Work, counted, made
+from mpipipe.graph.work import Form, Tallier, Tally, Work, _made_bytes, counted, made
 from mpipipe.values import TensorSpec
 
 aten = torch.ops.aten
@@ -189,6 +190,23 @@ def test_the_logits_of_large_vocabularies_are_made_twice_unless_late() -> None:
 
 def form(*shape: int) -> Form:
     return Form(shape, tuple(torch.empty(shape, device="meta").stride()), torch.float32)
+
+
+def test_a_gradient_of_short_terms_has_its_sum_in_memory() -> None:
+    """Of a head in bfloat16, late or with more tokens than a tile has."""
+    op = torch.ops.mpipipe.linear_cross_entropy_backward.default
+
+    def bytes_of(tokens: int, dtype: torch.dtype, late: bool) -> int:
+        x, weight = (replace(form(n, 64), dtype=dtype) for n in (tokens, 32768))
+        labels, log_sum = Form((tokens,), (1,), torch.int64), None if late else form(tokens)
+        args = (form(), x, weight, labels, None, log_sum, -100, 0.0, [True, True, False])
+        with FakeTensorMode():
+            return _made_bytes(counted(op, (args, {})))
+
+    total = 4 * 32768 * 64
+    assert bytes_of(4096, torch.float32, False) == bytes_of(4096, torch.bfloat16, False) == 0
+    assert bytes_of(8192, torch.bfloat16, False) == total
+    assert bytes_of(4096, torch.bfloat16, True) == total + bytes_of(4096, torch.float32, True) // 2
 
 
 def test_an_expanded_dimension_takes_no_bytes() -> None:

@@ -45,6 +45,28 @@ def test_grouped_heads():
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_only_the_ends_are_of_its_dtype(dtype):
+    """In its dtype, computed in float32: its own products would round the scores, too."""
+    q, k, v = qkv(dtype=dtype)
+    q, k = 3.0 * q, 3.0 * k
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attention(q, k, v, None, 2**-40, True, **STREAM)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, attention(*(x.bfloat16() for x in (q, k, v)), None, 2**-40, True, **STREAM))
+    wide = qkv()[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(wide, wide, wide, None, 0.3, **STREAM).dtype == torch.float64
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_that_is_not_positive(scale):
+    q, k, v = qkv()
+    got = attention(q, k, v, None, 2**-40, scale=scale, **STREAM)
+    expected = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_tiny_rate_is_torch_attention():
     """Of the rate 2**-40 the threshold is 0: all is kept, so torch's own kernel is the reference."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
@@ -55,15 +77,22 @@ def test_a_tiny_rate_is_torch_attention():
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_row_that_may_look_at_nothing_gives_zero():
-    q, k, v = qkv()
-    mask = torch.ones(5, 5, dtype=torch.bool)
-    mask[2] = False
-    for x in (q, k, v):
-        x.requires_grad_()
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_row_that_may_look_at_nothing_gives_zero_and_has_no_gradient(kind):
+    q, k, v = (x.requires_grad_() for x in qkv())
+    seen = torch.ones(5, 5, dtype=torch.bool)
+    seen[2] = False
+    mask = seen if kind == "bool" else torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf)
     got = attention(q, k, v, mask, 0.3, **STREAM)
+    grads = torch.autograd.grad(got.square().sum(), (q, k, v))
     assert (got[:, :, 2] == 0).all()
-    assert got.isfinite().all()
+    assert (grads[0][:, :, 2] == 0).all()
+    rows = [0, 1, 3, 4]  # the others are as if it were not there
+    expected = formula(q, k, v, 0.0, 0.3)[:, :, rows]
+    torch.testing.assert_close(got[:, :, rows], expected, rtol=1e-12, atol=1e-12)
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for g, w in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
 
 
 def test_without_dropout_it_is_torchs_call():

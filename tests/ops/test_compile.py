@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from mpipipe.ops import dropout, embedding, flash_attention, kernels, linear_cross_entropy
 from mpipipe.ops.batch_norm import batch_norm
@@ -86,3 +87,19 @@ def test_compiled_as_eager(operator: str, nth: int) -> None:
     for got, expected in zip(results(compiled, shapes), results(call, shapes), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     assert any(operator in name for name in seen), seen
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"embedding"}))  # which without a gradient is torch's
+def test_a_derivative_in_forward_mode_is_refused(name: str) -> None:
+    """There is none: the result would have no tangent, without a word."""
+    for function, shapes in CALLS[name]:
+        with forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError), match="forward"):
+            function(*(forward_ad.make_dual(torch.randn(shape), torch.ones(shape)) for shape in shapes))
+
+
+def test_labels_of_a_graph_are_checked_when_it_runs() -> None:
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    x, weight = torch.randn(5, 8), torch.randn(4, 8)
+    assert compiled(x, weight, LABELS).isfinite()
+    with pytest.raises(ValueError, match="label 4 with a vocabulary of 4"):
+        compiled(x, weight, LABELS + 1)

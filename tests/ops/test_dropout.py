@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compiled import instruction_sets, with_threads
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,28 @@ def test_elements_count_in_contiguous_order():
     turned = x.transpose(0, 2).contiguous().transpose(0, 2)  # equal values, other strides
     assert not turned.is_contiguous()
     assert torch.equal(dropout(turned, 0.4, KEY, 1, 2), straight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # of the kernel and of torch
+@pytest.mark.parametrize(
+    "turned",
+    [
+        lambda x: x.transpose(1, 2),
+        lambda x: x[:, 1:3].transpose(0, 2),
+        lambda x: x[:1].expand(3, 4, 5),
+        lambda x: x[:, :, None].to(memory_format=torch.channels_last),
+        lambda x: x[:, :1].mT,
+    ],
+)
+def test_the_result_lies_as_torchs_does(dtype, turned):
+    x = turned(torch.randn(3, 4, 5).to(dtype))
+    y = dropout(x, 0.4, KEY, 1, 2)
+    assert y.stride() == F.dropout(x, 0.4).stride()
+    assert torch.equal(y, dropout(x.contiguous(), 0.4, KEY, 1, 2))
+    torch.library.opcheck(
+        torch.ops.mpipipe.dropout.default, (x, threshold(0.4), 1 / 0.6, _signed(KEY), 1, 2),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

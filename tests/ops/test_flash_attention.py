@@ -1,6 +1,8 @@
 """Attention in tiles against float64, in every mask, sharing of heads, dtype and layout of memory."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,6 +112,35 @@ def test_a_query_that_sees_nothing_gives_zero(masks):
     assert all((x[0] == 0).all() and x.isfinite().all() for x in (o, *grads))
 
 
+OUT_OF_MEMORY = """
+import resource, torch
+from pathlib import Path
+from mpipipe.ops import flash_attention
+
+q, k = torch.randn(2, 1, 64, 64), torch.randn(2, 1, 200_000, 65)[..., :64]
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    flash_attention(q, q, q)  # its threads are there
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), resource.RLIM_INFINITY))
+    try:
+        flash_attention(q, k, k)
+    except MemoryError:
+        print("said")
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+o = flash_attention(q, k, k)
+assert torch.allclose(o, torch.nn.functional.scaled_dot_product_attention(q, k, k), atol=1e-5)
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no limit of memory")
+def test_want_of_memory_is_an_error():
+    """Of a copy that a thread makes; not the end of the process."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, ["said", "said"]), done.stderr
+
+
 @needs_kernels
 @pytest.mark.parametrize("size", [1e-20, 1e-3, 30.0, 1e4])
 def test_extreme_sizes(size):
@@ -164,6 +195,30 @@ def test_layout_is_that_of_the_inputs():
     assert all(g.transpose(1, 2).is_contiguous() for g in grads)
     for inputs, out in ((straight, same), (turned, flash_attention(*turned, causal=True))):
         assert all(map(torch.equal, grads, torch.autograd.grad(out.sum(), inputs)))
+
+
+@pytest.mark.parametrize(
+    "expanded",
+    [
+        lambda x: x[:, :1, :1].expand(2, 1, 4, 8),
+        lambda x: x[0, 0, 0].expand(2, 2, 4, 8),
+        lambda x: x[:, :1, :1].mT.contiguous().mT.expand(2, 1, 4, 8),
+        lambda x: x[:, 0, 0, :, None].transpose(1, 2)[:, None].expand(2, 1, 4, 8),
+        lambda x: x[:, 0, 0, :, None].transpose(1, 2)[:, :, None].expand(2, 1, 4, 8),
+    ],
+)
+def test_inputs_that_are_expanded(expanded):
+    """Of whose strides none need be that of a token's elements in what has their order."""
+    x = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(3))
+    given_ = [expanded(x * factor).detach().requires_grad_() for factor in (1.0, 0.5, 2.0)]
+    d_o = torch.randn(given_[0].shape)
+    expected = results(flash_attention, [t.detach().contiguous().requires_grad_() for t in given_], d_o)
+    assert all(map(torch.equal, results(flash_attention, given_, d_o), expected))
+    if kernels is not None:
+        torch.library.opcheck(
+            torch.ops.mpipipe.flash_attention.default, (*given_, None, None, False, 0.5),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
 
 
 def test_one_number_per_query_is_kept():

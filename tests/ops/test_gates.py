@@ -177,6 +177,24 @@ def test_strides_of_any_kind(form):
     assert_same_bits([FORMS[form][0](x.t().contiguous().t(), other)], [straight])
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: x.view(4, 1, 5, 18)[:, :, :3],
+        lambda x: x.view(4, 1, 5, 18)[..., :7],
+        lambda x: x.view(4, 5, 1, 1, 18)[:, :3],
+        lambda x: x.view(20, 1, 18)[:3, :, 2:],
+        lambda x: x.view(20, 18).t()[:, None, :1],
+        lambda x: x.view(20, 18)[:1].t()[None],
+    ],
+)
+def test_dimensions_of_one_element(part):
+    """Whose stride says nothing of where the rows are."""
+    gate, up = (part(t) for t in drawn("swiglu", (360,), torch.float32, 13))
+    assert_same_bits(run(swiglu, [gate, up]), run(swiglu, [gate.contiguous(), up.contiguous()]))
+    torch.testing.assert_close(swiglu(gate, up), F.silu(gate) * up)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_the_plain_form(form):
     inputs = [t.double().requires_grad_() for t in drawn(form, (4, 7), torch.float32, 10)]

@@ -100,6 +100,23 @@ def test_a_gradient_that_is_there_is_added_to(small_tiles):
     torch.testing.assert_close(x.grad.double(), 2 * exact[1], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_gradient_of_a_bfloat16_weight_is_rounded_once(small_tiles, late, into):
+    """Not after each of a hundred tiles of tokens: their sum leaves the range of what is added."""
+    x, weight, labels, _ = case(1600, 70, bias=False, spread=0.1)
+    x, weight = ((t.detach() + 0.5).bfloat16().requires_grad_() for t in (x, weight))
+    exact = by_torch(x, weight, labels, None)[2]
+    rounded = by_torch(x, weight, labels, None, dtype=torch.bfloat16)[2]
+    if into:
+        weight.grad = torch.zeros_like(weight)
+        place = weight.grad.data_ptr()
+    linear_cross_entropy(x, weight, labels, late=late).backward()
+    assert weight.grad.dtype == torch.bfloat16
+    assert not into or weight.grad.data_ptr() == place
+    assert (weight.grad - exact).norm() <= 2 * (rounded - exact).norm()
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.tensor(0.0), torch.tensor(-2.0).double()])
 def test_what_the_sum_is_multiplied_by(small_tiles, late, scale):

@@ -4,26 +4,56 @@
 // is its own. Sums over pieces go through a buffer of one partial per piece, added in the order of the pieces.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <exception>
+#include <type_traits>
 
 namespace mpipipe {
+
+// What a piece of work throws, such as where there is no memory: none may leave a parallel region, so the first one is
+// thrown again behind it. What comes after it is left out, as what a thread holds may be half made.
+class Caught {
+  public:
+    template <typename Body>
+    void in(Body body) {
+        if (any_.load(std::memory_order_relaxed)) return;
+        try {
+            body();
+        } catch (...) {
+            if (!any_.exchange(true)) first_ = std::current_exception();
+        }
+    }
+    void again() const {
+        if (first_) std::rethrow_exception(first_);
+    }
+
+  private:
+    std::atomic<bool> any_ = false;
+    std::exception_ptr first_;
+};
 
 // body(i) for i in [0, n), each once, in any order and on up to `threads` threads (1: on the caller's own).
 template <typename Body>
 void parallel_for(size_t n, int threads, Body body) {
+    Caught caught;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > 1)
-    for (size_t i = 0; i < n; ++i) body(i);
+    for (size_t i = 0; i < n; ++i) caught.in([&] { body(i); });
+    caught.again();
 }
 
 // body(i, held) likewise, with a `Held` for each thread: it may keep from one i to the next what changes no result.
 template <typename Held, typename Body>
 void parallel_for_holding(size_t n, int threads, Body body) {
+    static_assert(std::is_nothrow_default_constructible_v<Held>);
+    Caught caught;
 #pragma omp parallel num_threads(threads) if (threads > 1 && n > 1)
     {
         Held held;
 #pragma omp for schedule(static)
-        for (size_t i = 0; i < n; ++i) body(i, held);
+        for (size_t i = 0; i < n; ++i) caught.in([&] { body(i, held); });
     }
+    caught.again();
 }
 
 // body(first, last) for the pieces of `piece` items, the last one shorter, that [0, n) falls into.
