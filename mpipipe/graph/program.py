@@ -78,9 +78,12 @@ def is_list(model: nn.Module) -> bool:
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of an nn.Sequential by path, those of one inside another included."""
+    """The layers of an nn.Sequential by path, those of one inside another included; one that comes twice
+    twice."""
     found = []
-    for name, child in model.named_children():
+    for name, child in model._modules.items():
+        if child is None:
+            continue
         inner = [(f"{name}.{path}", m) for path, m in layers_of(child)] if is_list(child) else [(name, child)]
         found += inner
     return found
