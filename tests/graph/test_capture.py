@@ -135,6 +135,27 @@ class Assigns(Base):
         return self.lin(x)
 
 
+class WritesByName(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.add(self.seen, 1.0, out=self.seen)  # here
+        return self.lin(x)
+
+
+class WritesAList(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._foreach_add_([self.seen], 1.0)  # here
+        return self.lin(x)
+
+
+class SpectralNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)  # here
+
+
 class WritesWeights(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.lin.weight.detach().mul_(0.5)  # here
@@ -199,6 +220,9 @@ REFUSED: dict[type[nn.Module], str] = {
     CountsTwo: "'count'.* in place by aten.add_",
     WritesThroughView: "'seen'.* in place by aten.add_",
     WritesElements: "'seen'.* in place by aten.copy_",
+    WritesByName: "'seen'.* in place by aten.add.out",
+    WritesAList: "'seen'.* in place by aten._foreach_add_",
+    SpectralNorm: "'lin.parametrizations.weight.0._u'.* in place by aten.div.out",
     Assigns: "assigns the buffer 'seen' of Assigns",
     WritesWeights: "'lin.weight'.* in place by aten.mul_",
     Attribute: "'scale' is drawn at random when the model is made",
