@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import SHAPES, capture, captured, full_but
@@ -240,10 +242,17 @@ def test_what_cannot_be_captured_is_refused_with_the_user_s_line(model: type[nn.
     assert f'File "{__file__}", line {line}' in str(caught.value)
 
 
+class Outside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Base()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 def test_hooks_on_gradients_are_refused_by_name() -> None:
-    model = nn.Module()
-    model.inner = Base()
-    model.forward = lambda x: model.inner(x)  # type: ignore[method-assign]
+    model = Outside()
     hook = model.inner.lin.register_full_backward_hook(lambda *_: None)
     with pytest.raises(CaptureError, match=r"'inner.lin', a Linear, has a backward hook"):
         capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
@@ -271,6 +280,70 @@ def test_a_backward_that_is_not_called_is_no_reason_to_refuse() -> None:
     rounds(x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 2.0]
+
+
+class CountsInPython(Base):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.lin(x) / self.calls
+
+
+class DropsInPython(Base):
+    rate = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = x if random.random() < self.rate else self.lin(x)
+        return x
+
+
+class NoiseOfNumPy(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + torch.from_numpy(np.random.rand(4)).float()
+
+
+class FirstTime(Base):
+    seen_one = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lin(x) if self.seen_one else x
+        self.seen_one = True
+        return self.lin(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (CountsInPython, "changes 'calls' in forward, each time anew"),
+        (DropsInPython, "another one the second time, by random numbers of Python or NumPy"),
+        (NoiseOfNumPy, "another one the second time, by random numbers of Python or NumPy"),
+        (FirstTime, "another one the second time, by 'seen_one'"),
+    ],
+)
+def test_a_forward_that_is_another_one_each_time_is_refused(model: type[nn.Module], says: str) -> None:
+    with pytest.raises(CaptureError, match=f"the model, or the loss, .*{says}"):
+        capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
+    layers = ModelSource(lambda: nn.Sequential(model(), nn.Identity()), 0)
+    with pytest.raises(CaptureError, match=rf"layer 0 \({model.__name__}\) .*{says}"):
+        capture_one(layers, sum_and_count, SPECS, "train", by_layer=True)
+
+
+class Keeps(DropsInPython):
+    """A size that is kept, and draws that decide nothing, as in models that drop no layer."""
+
+    rate, longest = 0.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.longest = max(self.longest, x.shape[1])
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_what_python_keeps_and_draws_may_decide_nothing(by_layer: bool) -> None:
+    source = ModelSource(lambda: nn.Sequential(Keeps(), nn.Identity()), 0)
+    capture_one(source, sum_and_count, SPECS, "train", by_layer=by_layer)
 
 
 class Counts(Base):
