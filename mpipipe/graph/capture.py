@@ -11,6 +11,7 @@ by torch itself at run time and every operator keeps torch's own bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -27,8 +28,17 @@ from mpipipe.graph.chain import Tail, append, chain
 from mpipipe.graph.means import refuse_mean
 from mpipipe.graph.program import Batch as Batch
 from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs, is_list
-from mpipipe.graph.refusals import cannot, no_assignments, norms_that_fit, quiet
-from mpipipe.graph.regions import apply_regions, inline_regions
+from mpipipe.graph.refusals import (
+    NoStrangeWeights,
+    cannot,
+    no_assignments,
+    no_own_backwards,
+    norms_that_fit,
+    quiet,
+    refuse_backward_hooks,
+    strange_weight,
+)
+from mpipipe.graph.regions import Region, apply_regions, inline_regions
 from mpipipe.graph.rewrite import (
     BufferUpdate,
     Untraceable,
@@ -41,6 +51,7 @@ from mpipipe.graph.rewrite import (
     source_line,
 )
 from mpipipe.graph.source import TRACING, ModelSource, user_frame
+from mpipipe.graph.steady import Numbers, refuse_changes
 from mpipipe.values import TensorSpec
 
 
@@ -107,6 +118,8 @@ def _capture(
     source: ModelSource, loss: Loss, specs: Specs, mode: Mode, precision: str,
     metrics: Mapping[str, Metric], by_layer: bool,
 ) -> Captured:  # fmt: skip
+    if mode == "train" and not by_layer:
+        refuse_backward_hooks(source.module)
     program = (Tail if by_layer else Program)(source.module, loss, metrics, mode)
     program.train(mode == "train")
     with TRACING:
@@ -165,8 +178,33 @@ def _trace_layers(
 def _export(
     program: Program, arguments: tuple[Any, ...], source: ModelSource, precision: str
 ) -> fx.GraphModule:
+    def run() -> tuple[fx.GraphModule, Numbers]:
+        return _exported(program, arguments, source, precision), program.found.numbers
+
+    return refuse_changes("the model, or the loss,", program, run, _equal)
+
+
+def _equal(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether two traces say the same."""
+    constants = [
+        attrgetter(str(n.target))(module)
+        for module in (one, other)
+        for n in module.graph.nodes
+        if n.op == "get_attr"
+    ]
+    half = len(constants) // 2
+    return str(one.graph) == str(other.graph) and all(
+        a is b or isinstance(a, FakeTensor) or torch.equal(a, b)
+        for a, b in zip(constants[:half], constants[half:], strict=True)
+    )
+
+
+def _exported(
+    program: Program, arguments: tuple[Any, ...], source: ModelSource, precision: str
+) -> fx.GraphModule:
+    learns = no_own_backwards() if program.mode == "train" else nullcontext()
     try:
-        with no_assignments(source.module), autocast(precision), quiet():
+        with no_assignments(source.module), learns, NoStrangeWeights(source), autocast(precision), quiet():
             # autocast is not recorded, but what the model asks about it is true
             exported = torch.export.export(program, arguments, strict=False).module(check_guards=False)
     except CaptureError as error:
@@ -201,6 +239,10 @@ def _attributes(
             (param if name in source.params else buffer)[node] = name
             continue
         value = attrgetter(str(node.target))(exported)
+        # of a loss that is a module; what is no part of one has been refused
+        learns = [n for n in node.users if n.meta.get("region", Region()).grad is not False]
+        if isinstance(value, nn.Parameter) and value.requires_grad and learns:
+            raise CaptureError(f"{source_line(learns[0])}\n  {strange_weight(value)}")
         if isinstance(value, FakeTensor):
             try:
                 value = source.constant(value)

@@ -33,6 +33,7 @@ from mpipipe.errors import CaptureError
 from mpipipe.graph.program import flat_outputs
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.graph.source import user_frame
+from mpipipe.graph.steady import Numbers, numbers, refuse_changes
 from mpipipe.graph.tape import storage_id, tensors
 from mpipipe.ops.generators import seeded
 
@@ -41,6 +42,10 @@ _Form = tuple[torch.Size, torch.dtype, tuple[int, ...]]
 
 def _form(t: Tensor) -> _Form:
     return t.shape, t.dtype, t.stride()
+
+
+def _forms(tree: Any) -> list[_Form]:
+    return [_form(t) for t in tensors(tree)]
 
 
 class Layer:
@@ -75,9 +80,18 @@ class Layer:
     def probe(self, inputs: Sequence[Tensor], weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Finds what the outputs are; the numbers of the inputs do not matter."""
         versions = [t._version for t in inputs]
-        try:
+        first = [t.clone() for t in inputs]
+
+        def run() -> tuple[tuple[Any, dict[str, tuple[Tensor, Tensor]]], Numbers]:
+            given = inputs if versions == [t._version for t in inputs] else [t.clone() for t in first]
             with _seeded(0, 0, 0):
-                outputs, statistics = self._run(inputs, weights, buffers)
+                return self._run(given, weights, buffers), numbers(self.module)
+
+        def same(one: Any, other: Any) -> bool:
+            return _forms(one) == _forms(other) and all(map(torch.equal, tensors(one), tensors(other)))
+
+        try:
+            outputs, statistics = refuse_changes(self.what, self.module, run, same)
         except CaptureError:
             raise
         except _ReadsStatistics as error:

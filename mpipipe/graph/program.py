@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpipipe.errors import CaptureError
+from mpipipe.graph.steady import Numbers, numbers
 from mpipipe.values import TensorSpec
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Found:
 
     weight: float | None = None  # of the loss, where it is a number
     structure: pytree.TreeSpec | None = None  # of the model's outputs
+    numbers: Numbers = field(default_factory=dict)  # of the modules, behind forward
 
 
 class Program(nn.Module):
@@ -60,6 +62,11 @@ class Program(nn.Module):
         return self.results(call_model(self.model, batch), batch)
 
     def results(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
+        flat = self._flat(outputs, batch)
+        self.found.numbers = numbers(self)
+        return flat
+
+    def _flat(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
         if self.mode == "predict":
             tensors, self.found.structure = flat_outputs(outputs)
             return tensors
@@ -78,9 +85,12 @@ def is_list(model: nn.Module) -> bool:
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of an nn.Sequential by path, those of one inside another included."""
+    """The layers of an nn.Sequential by path, those of one inside another included; one that comes twice
+    twice."""
     found = []
-    for name, child in model.named_children():
+    for name, child in model._modules.items():
+        if child is None:
+            continue
         inner = [(f"{name}.{path}", m) for path, m in layers_of(child)] if is_list(child) else [(name, child)]
         found += inner
     return found

@@ -10,10 +10,17 @@ from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from mpipipe.errors import CaptureError
+from mpipipe.graph.rewrite import Untraceable
+from mpipipe.graph.source import ModelSource
+from mpipipe.graph.tape import tensors
 
 _HERE = str(Path(__file__).parent)
 
@@ -78,6 +85,90 @@ _MANUALLY = (
     "give the model as a list of layers or an nn.Sequential: a layer that cannot be captured then runs as it "
     "is written"
 )
+
+
+_INSTEAD = (
+    "say it with operators and detach (`x + (y - x).detach()` has the value of y and the gradient of x), "
+    f"register an operator with torch.library.custom_op and register_autograd, or {_MANUALLY}"
+)
+# where `apply` of every autograd.Function comes by, one that was kept as a function (`f = F.apply`) as well
+_FUNCTION: Any = torch.autograd.Function.__bases__[0]
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+@contextmanager
+def no_own_backwards() -> Iterator[None]:
+    """Refuses, while a model is traced, what it does to gradients: the tracer follows forward alone, and each
+    operator that it finds there has torch's backward."""
+
+    def apply(function: type, *args: Any) -> Any:
+        # torch's own belong to an operator that is recorded, but for the old way to recompute
+        again = function is CheckpointFunction
+        torchs = function.__module__.startswith("torch.") and not again
+        learns = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        if torchs or not learns or not torch.is_grad_enabled():
+            return super(_FUNCTION, function).apply(*args)
+        if again:
+            raise CaptureError(
+                "torch.utils.checkpoint with use_reentrant=True cannot be captured; leave it out, as "
+                "pipeline.recompute does the same where memory asks for it, or use use_reentrant=False"
+            )
+        raise Untraceable(
+            f"{function.__name__}, a torch.autograd.Function, has a backward of its own, which a graph of "
+            f"operators would leave out; {_INSTEAD}"
+        )
+
+    def hook(t: Tensor, *_: Any, **__: Any) -> NoReturn:
+        raise Untraceable(
+            "registers a hook on the gradient of a tensor, which a graph of operators would leave out; "
+            f"{_INSTEAD}"
+        )
+
+    before = {name: getattr(Tensor, name) for name in _HOOKS}
+    _FUNCTION.apply = classmethod(apply)
+    for name in _HOOKS:
+        setattr(Tensor, name, hook)
+    try:
+        yield
+    finally:
+        del _FUNCTION.apply
+        for name, method in before.items():
+            setattr(Tensor, name, method)
+
+
+class NoStrangeWeights(TorchFunctionMode):
+    """Refuses, while a model is traced, what wants a gradient and is no parameter of it: it would be a
+    constant of the graph."""
+
+    def __init__(self, source: ModelSource) -> None:
+        super().__init__()
+        self.source = source
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(t.requires_grad for t in tensors(out)):
+            for t in tensors((args, kwargs)):
+                if t.requires_grad and self.source.is_strange(t):
+                    raise CaptureError(strange_weight(t))
+        return out
+
+
+def strange_weight(t: Tensor) -> str:
+    return (
+        f"reads a tensor of shape {list(t.shape)} that wants a gradient, and is no parameter of the model: "
+        "nothing would train it; make it one (forward may return more for the loss), or freeze it by "
+        "requires_grad_(False)"
+    )
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Those of modules; layers that run as they are written have them."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise Untraceable(
+                f"{path or 'the model'!r}, a {type(module).__name__}, has a backward hook, which a graph of "
+                f"operators would leave out; remove it, or {_MANUALLY}"
+            )
 
 
 _SLIPS = (LookupError, NameError, AttributeError, TypeError, ArithmeticError, AssertionError, ImportError)

@@ -10,13 +10,15 @@ as the runtime says: with gradients in training only, under the autocast of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 _REGIONS = {
     torch.ops.higher_order.wrap_with_set_grad_enabled: 1,  # arguments before the body's graph
@@ -58,7 +60,15 @@ class Within:
             if self.region.autocast is not None:
                 device, dtype, enabled = self.region.autocast
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-            return self.op(*args, **kwargs)
+            result = self.op(*args, **kwargs)
+        return result if self.region.grad is not False else tree_map(partial(_apart, args), result)
+
+
+def _apart(args: Sequence[Any], result: Any) -> Any:
+    """A view that is made without a gradient says that it needs one, and has no graph for it; a tensor that
+    comes out as it went in keeps its own."""
+    learns = isinstance(result, Tensor) and result.requires_grad and all(result is not x for x in args)
+    return result.detach() if learns else result
 
 
 _within = cache(Within)

@@ -98,6 +98,17 @@ def settings_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     return f"{args} {kwargs}" if kwargs else f"{args}"
 
 
+def _given(node: fx.Node) -> list[tuple[Any, fx.Node]]:
+    """The nodes among a torch operator's arguments, and those in a list of them, each with its place in the
+    schema; by position or by name, as `out=` is."""
+    pairs = []
+    for i, argument in enumerate(schema_of(node).arguments):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        pairs += [(argument, v) for v in values if isinstance(v, fx.Node)]
+    return pairs
+
+
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node's result may share memory with."""
     if getattr(node.meta.get("torch_op", node.target), "__name__", "") in ("getitem", "item"):
@@ -105,8 +116,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     schema = schema_of(node)
     if schema is None:
         return []
-    pairs = zip(schema.arguments, node.args, strict=False)
-    found = [v for a, v in pairs if a.alias_info is not None and isinstance(v, fx.Node)]
+    found = [v for a, v in _given(node) if a.alias_info is not None]
     if not found and schema_name(node) in _MAYBE_ALIAS and isinstance(node.args[0], fx.Node):
         found.append(node.args[0])
     return found
@@ -124,10 +134,7 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     schema = schema_of(node)
     if schema is None:
         return []
-    pairs = zip(schema.arguments, node.args, strict=False)
-    return [
-        v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write and isinstance(v, fx.Node)
-    ]
+    return [v for a, v in _given(node) if a.alias_info is not None and a.alias_info.is_write]
 
 
 def copy_written_inputs(graph: fx.Graph) -> None:

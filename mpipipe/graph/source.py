@@ -155,6 +155,11 @@ class ModelSource:
         """The fake parameter or buffer of a canonical name."""
         return self.params[name] if name in self.params else self.buffers[name]
 
+    def is_strange(self, t: Tensor) -> bool:
+        """Whether a tensor in a trace was there before, and is none of the module's own, which the tracer
+        puts others in place of."""
+        return not isinstance(t, FakeTensor) or self._tape.wrote(t)
+
     def constant(self, fake: Tensor) -> Tensor:
         """The values of a tensor that the model holds beside its parameters and buffers. Raises CaptureError
         when it was drawn at random: it has no name that could seed it."""
@@ -262,6 +267,11 @@ def _checked(made: Any) -> nn.Module:
                 raise CaptureError(
                     f"{name!r} is on the device {t.device}, not on the CPU; give the function that makes the "
                     "model, without a device, or move the model by .to('cpu')"
+                )
+            if t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None):
+                raise CaptureError(
+                    f"the weight {name!r} has a hook on its gradient, which nothing here would call; do the "
+                    "same in forward (`weight * mask` for a mask) or in the optimizer, and remove the hook"
                 )
     return nn.Sequential(*layers) if listed else made
 

@@ -74,6 +74,9 @@ class Tape(TorchDispatchMode):
         finally:
             setattr(nn.init, _LOOKS_AT_DRAWS, body)
 
+    def wrote(self, t: Tensor) -> bool:
+        return storage_id(t) in self._writers
+
     def slice(self, target: Tensor) -> list[int]:
         """Indices of the entries that lead to one tensor, ascending."""
         todo, storages, keep = [storage_id(target)], set(), set()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import SHAPES, capture, captured, full_but
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from mpipipe.errors import CaptureError, PlanError
 from mpipipe.graph.anatomy import Anatomy
@@ -140,6 +143,27 @@ class Assigns(Base):
         return self.lin(x)
 
 
+class WritesByName(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.add(self.seen, 1.0, out=self.seen)  # here
+        return self.lin(x)
+
+
+class WritesAList(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._foreach_add_([self.seen], 1.0)  # here
+        return self.lin(x)
+
+
+class SpectralNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x)  # here
+
+
 class WritesWeights(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.lin.weight.detach().mul_(0.5)  # here
@@ -160,7 +184,43 @@ class Poisson(Base):
         return self.lin(x) + torch.poisson(x.abs())  # here
 
 
+class Rounds(torch.autograd.Function):
+    """Straight through, as quantised models have it (Bengio et al. 2013)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+rounds = Rounds.apply  # as many keep it
+
+
+class StraightThrough(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return rounds(self.lin(x))  # here
+
+
+class Hooks(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lin(x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.1)  # here
+        return x
+
+
+class ComputesAgain(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.lin, x * self.lin.weight[0, 0], use_reentrant=True)  # here
+
+
 REFUSED: dict[type[nn.Module], str] = {
+    StraightThrough: "Rounds, a torch.autograd.Function, has a backward of its own",
+    Hooks: "registers a hook on the gradient of a tensor",
+    ComputesAgain: "use_reentrant=True cannot be captured",
     Branches: "torch.where",
     Loops: "torch.where|compute with tensors",
     Reads: "compute with tensors instead of `.item\\(\\)`",
@@ -169,6 +229,9 @@ REFUSED: dict[type[nn.Module], str] = {
     CountsTwiceOne: "'count'.* in place by aten.add_",
     WritesThroughView: "'seen'.* in place by aten.add_",
     WritesElements: "'seen'.* in place by aten.copy_",
+    WritesByName: "'seen'.* in place by aten.add.out",
+    WritesAList: "'seen'.* in place by aten._foreach_add_",
+    SpectralNorm: "'lin.parametrizations.weight.0._u'.* in place by aten.div.out",
     Assigns: "assigns the buffer 'seen' of Assigns",
     WritesWeights: "'lin.weight'.* in place by aten.mul_",
     Attribute: "'scale' is drawn at random when the model is made",
@@ -184,6 +247,110 @@ def test_what_cannot_be_captured_is_refused_with_the_user_s_line(model: type[nn.
     source, start = inspect.getsourcelines(model)
     line = start + next(i for i, text in enumerate(source) if "# here" in text)
     assert f'File "{__file__}", line {line}' in str(caught.value)
+
+
+class Outside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Base()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_hooks_on_gradients_are_refused_by_name() -> None:
+    model = Outside()
+    hook = model.inner.lin.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match=r"'inner.lin', a Linear, has a backward hook"):
+        capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
+    hook.remove()
+    hook = model.inner.lin.weight.register_hook(lambda grad: grad * 0.0)
+    with pytest.raises(CaptureError, match=r"'inner.lin.weight' has a hook on its gradient"):
+        ModelSource(model, 0)
+    hook.remove()
+    capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
+
+
+class OwnWithoutGradient(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = rounds(self.lin(x)) + 1.0
+        return checkpoint(self.lin, rounds(x) * scale, use_reentrant=False)
+
+
+def test_a_backward_that_is_not_called_is_no_reason_to_refuse() -> None:
+    capture_one(ModelSource(OwnWithoutGradient, 0), sum_and_count, SPECS, "train")
+    for mode in ("eval", "predict"):
+        capture_one(ModelSource(StraightThrough, 0), sum_and_count, SPECS, mode)  # type: ignore[arg-type]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: 2 * grad)  # torch is as before
+    rounds(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0]
+
+
+class CountsInPython(Base):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.lin(x) / self.calls
+
+
+class DropsInPython(Base):
+    rate = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = x if random.random() < self.rate else self.lin(x)
+        return x
+
+
+class NoiseOfNumPy(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + torch.from_numpy(np.random.rand(4)).float()
+
+
+class FirstTime(Base):
+    seen_one = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lin(x) if self.seen_one else x
+        self.seen_one = True
+        return self.lin(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (CountsInPython, "changes 'calls' in forward, each time anew"),
+        (DropsInPython, "another one the second time, by random numbers of Python or NumPy"),
+        (NoiseOfNumPy, "another one the second time, by random numbers of Python or NumPy"),
+        (FirstTime, "another one the second time, by 'seen_one'"),
+    ],
+)
+def test_a_forward_that_is_another_one_each_time_is_refused(model: type[nn.Module], says: str) -> None:
+    with pytest.raises(CaptureError, match=f"the model, or the loss, .*{says}"):
+        capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
+    layers = ModelSource(lambda: nn.Sequential(model(), nn.Identity()), 0)
+    with pytest.raises(CaptureError, match=rf"layer 0 \({model.__name__}\) .*{says}"):
+        capture_one(layers, sum_and_count, SPECS, "train", by_layer=True)
+
+
+class Keeps(DropsInPython):
+    """A size that is kept, and draws that decide nothing, as in models that drop no layer."""
+
+    rate, longest = 0.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.longest = max(self.longest, x.shape[1])
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_what_python_keeps_and_draws_may_decide_nothing(by_layer: bool) -> None:
+    source = ModelSource(lambda: nn.Sequential(Keeps(), nn.Identity()), 0)
+    capture_one(source, sum_and_count, SPECS, "train", by_layer=by_layer)
 
 
 class Counts(Base):
@@ -244,6 +411,55 @@ def test_a_loss_of_another_form_is_refused(what: str) -> None:
     loss, says = BAD_LOSSES[what]
     with pytest.raises(CaptureError, match=says):
         capture_one(ModelSource(Base, 0), loss, SPECS, "train")
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        return (outputs * self.t).sum(), 2.0
+
+
+HEAD = nn.Linear(4, 4)
+
+
+class Unregistered(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.LayerNorm(4)]  # as an nn.ModuleList it would be one of the model's
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.lin(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "metrics"),
+    [
+        (Base, Temperature(), {}),
+        (Base, lambda out, _: (HEAD(out).sum(), 2.0), {}),
+        (Base, sum_and_count, {"m": lambda out, _: ((out * HEAD.weight).sum(), 2.0)}),
+        (Unregistered, sum_and_count, {}),
+        (Unregistered(), sum_and_count, {}),
+    ],
+)
+def test_weights_that_nothing_would_train_are_refused(model: Any, loss: Any, metrics: Any) -> None:
+    specs = {"x": TensorSpec((4, 4), "float32"), "y": SPECS["y"]}
+    with pytest.raises(CaptureError, match=r"test_capture.py(?s:.*)shape \[.*\] that wants a gradient"):
+        capture_one(ModelSource(model, 0), loss, specs, "eval" if metrics else "train", metrics=metrics)
+
+
+def test_frozen_weights_of_a_loss_are_constants() -> None:
+    def distills(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        with torch.no_grad():
+            wanted = HEAD(batch["x"])
+        return (outputs - wanted - frozen(batch["x"]).sum()).sum() + HEAD.weight.detach().sum(), 2.0
+
+    frozen = Temperature().requires_grad_(False)
+    frozen.forward = lambda x: x * frozen.t  # type: ignore[method-assign, assignment]
+    capture_one(ModelSource(Base, 0), distills, SPECS, "train")
+    capture_one(ModelSource(Base, 0), Temperature().requires_grad_(False), SPECS, "train")
 
 
 GOOD_LOSSES: dict[str, Callable[..., Any]] = {

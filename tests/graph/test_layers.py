@@ -219,6 +219,69 @@ def test_a_layer_may_have_a_module_twice(mode: str) -> None:
         assert differences(expected, staged(variants, cuts, BATCH)) == [], cuts
 
 
+class Reverses(torch.autograd.Function):
+    """Gradient reversal (Ganin and Lempitsky 2015)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+class Reverse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Reverses.apply(x)
+
+
+class Dampens(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.1)
+        return x
+
+
+class Hooked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_full_backward_hook(lambda _, grads, __: (0.1 * grads[0],))
+
+
+@pytest.mark.parametrize("layer", [Reverse, Dampens, Hooked])
+def test_a_layer_may_have_a_backward_of_its_own(layer: type[nn.Module]) -> None:
+    make = lambda: nn.Sequential(nn.Linear(8, 8), layer(), nn.Linear(8, 4))  # noqa: E731
+    variants = variants_of(make, loss, BATCH)
+    assert variants.primary.captured.by_layer
+    expected = plain(variants, make, BATCH)
+    for cuts in every_cut(variants):
+        assert differences(expected, staged(variants, cuts, BATCH)) == []
+
+
+def with_shared() -> nn.Sequential:
+    act, shared, inner = nn.Tanh(), nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    return nn.Sequential(shared, act, inner, Branch(), shared, act, inner, nn.Linear(8, 4))
+
+
+def test_a_layer_that_comes_twice_runs_twice() -> None:
+    variants = variants_of(with_shared, loss, BATCH)
+    first = variants.source.materialise(variants.source.params)
+    eager = with_shared()
+    eager.load_state_dict({n: first[c] for n, c in variants.source.alias.items()})
+    wanted, _ = loss(eager(BATCH["x"]), BATCH)
+    wanted.backward()
+    code = variants.code("train", specs_of(BATCH), (), 0)
+    leaves = [first[n].requires_grad_() for n, _ in code.leaves]
+    (got,), _ = code.forward(*(BATCH[k] for k in code.inputs), *leaves, 0, 0)
+    got.backward()
+    assert torch.equal(got, wanted)
+    for name, p in eager.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(first[name].grad, p.grad)
+
+
 # -- what is refused -----------------------------------------------------------------------------------
 
 

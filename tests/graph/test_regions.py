@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpipipe.graph.capture import Batch
+from mpipipe.graph.profile import Profiler, pieces
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.values import Graph
@@ -96,6 +97,26 @@ def test_bits_and_gradients_are_those_of_eager_torch(model: type[nn.Module], pre
     expected = plain(variants, model, BATCH)
     for cuts in every_cut(variants):
         assert differences(expected, staged(variants, cuts, BATCH)) == [], cuts
+
+
+class ViewApart(Base):
+    """A view from under no_grad that crosses cuts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            view, same = y.view_as(y), y.contiguous()
+        return self.third(torch.tanh(self.second(same)) * view)
+
+
+def test_a_view_made_under_no_grad_has_no_gradient() -> None:
+    variants = variants_of(ViewApart, loss, BATCH)
+    expected = plain(variants, ViewApart, BATCH)
+    for cuts in every_cut(variants):
+        assert differences(expected, staged(variants, cuts, BATCH)) == [], cuts
+    profiler = Profiler(variants.primary, "fp32")
+    for piece in pieces(variants.primary, variants.graph, variants.uses):
+        profiler.sample(piece)
 
 
 def test_tables_and_constants_are_made_again_where_they_are_needed() -> None:

@@ -38,8 +38,9 @@ def test_gpipe_looks_like_its_picture():
 
 @given(STAGES, MICROS)
 def test_every_schedule_is_valid_and_keeps_its_stash_limit(n_stages, n_micro):
-    for build in (*(SCHEDULES[name] for name in PLAIN), forward_only):
-        check(build(n_stages, n_micro))
+    for name in PLAIN:
+        check(SCHEDULES[name](n_stages, n_micro))
+    check(forward_only(n_stages, n_micro), train=False)
     assert live_micro_batches(SCHEDULES["gpipe"](n_stages, n_micro)) == (n_micro,) * n_stages
     assert live_micro_batches(SCHEDULES["1f1b"](n_stages, n_micro)) == tuple(
         min(n_stages - s, n_micro) for s in range(n_stages)
@@ -86,6 +87,12 @@ F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 def test_a_wrong_order_is_named(rows, words):
     with pytest.raises(PlanError, match=words):
         check(broken(rows))
+
+
+def test_an_order_without_a_backward_trains_nothing():
+    for order, train in ((forward_only(2, 2), True), (SCHEDULES["1f1b"](2, 2), False)):
+        with pytest.raises(PlanError, match=r"stage 0, micro-batch 0 has .*; it needs F"):
+            check(order, train)
 
 
 def test_a_split_backward_is_valid():

@@ -19,22 +19,21 @@ class _Fault(NamedTuple):
     lacking: Action | None = None
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: Schedule, train: bool = True) -> None:
     """Raises PlanError, naming the action and showing its place, unless
 
-    1. every (stage, micro-batch) has one F, and either no backward anywhere or one B or one I and
-       one W everywhere;
+    1. every (stage, micro-batch) has one F, and one B or one I and one W, or no backward where none trains;
     2. every stage is on its rank;
     3. backward ascends in micro-batches on every stage;
     4. on each rank, no action comes before one that it needs on the same rank.
     """
-    if _is_sound(schedule):
+    if _is_sound(schedule, train):
         return
-    for fault in _faults(schedule):
+    for fault in _faults(schedule, train):
         raise PlanError(f"{fault.text}\n{grid(schedule.codes, {fault.rank: fault.place}, fault.lacking)}")
 
 
-def _faults(schedule: Schedule) -> Iterator[_Fault]:
+def _faults(schedule: Schedule, train: bool) -> Iterator[_Fault]:
     place: dict[Action, int] = {}  # which action of its rank it is
     for rank in range(len(schedule.codes)):
         for index, (kind, stage, micro) in enumerate(schedule.codes[rank].tolist()):
@@ -45,13 +44,13 @@ def _faults(schedule: Schedule) -> Iterator[_Fault]:
                 yield _Fault(rank, index, text)
                 return  # what follows counts on places that are right
             place[Action(Op(kind), stage, micro)] = index
-    yield from _lacking(schedule, place)
+    yield from _lacking(schedule, place, train)
     yield from _descending(schedule, place)
     for action, index in place.items():
         yield from _too_early(schedule, action, index, place)
 
 
-def _is_sound(schedule: Schedule) -> bool:
+def _is_sound(schedule: Schedule, train: bool) -> bool:
     """Whether `check` finds nothing, in whole arrays."""
     n_stages, n_micro = schedule.n_stages, schedule.n_micro
     place = np.full((4, n_stages, n_micro), -1, np.int32)  # of each F, B, I and W on its rank
@@ -69,8 +68,8 @@ def _is_sound(schedule: Schedule) -> bool:
         return False
     same = (home[1:] == home[:-1])[:, None]  # stages of one rank
     ordered = not (same & (f[1:] < f[:-1])).any()
-    if (place[1:] < 0).all():
-        return ordered
+    if not train:
+        return bool(ordered and (place[1:] < 0).all())
     whole, split = (b >= 0) & (i < 0) & (w < 0), (b < 0) & (i >= 0) & (w > i)
     back = np.maximum(b, i)
     ordered &= not (same & (back[:-1] < back[1:])).any()
@@ -92,17 +91,16 @@ def _out_of_place(schedule: Schedule, rank: int, kind: int, stage: int, micro: i
     return f"action {action} is on rank {rank}, its stage on rank {home}" if home != rank else ""
 
 
-def _lacking(schedule: Schedule, place: dict[Action, int]) -> Iterator[_Fault]:
-    trained = any(action.kind != Op.F for action in place)
+def _lacking(schedule: Schedule, place: dict[Action, int], train: bool) -> Iterator[_Fault]:
     split = any(action.kind in (Op.I, Op.W) for action in place)
     for stage in range(schedule.n_stages):
         for micro in range(schedule.n_micro):
             kinds = {k for k in (Op.F, Op.B, Op.I, Op.W) if Action(k, stage, micro) in place}
-            allowed: Sequence[set[Op]] = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if trained else [{Op.F}]
+            allowed: Sequence[set[Op]] = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if train else [{Op.F}]
             if kinds not in allowed:
                 have = " ".join(sorted(k.name for k in kinds)) or "nothing"
                 text = f"stage {stage}, micro-batch {micro} has {have}; it needs " + (
-                    "F and B, or F, I and W" if trained else "F"
+                    "F and B, or F, I and W" if train else "F"
                 )
                 wished = allowed[-1] if kinds & {Op.I, Op.W} or (split and Op.B not in kinds) else allowed[0]
                 rank = schedule.rank_of_stage[stage]

@@ -1,0 +1,91 @@
+"""Is forward the same each time? A graph holds what Python computed once: neither `self.calls += 1` nor
+`random.random()` happens again when it runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+from torch import nn
+
+from mpipipe.errors import CaptureError
+
+T = TypeVar("T")
+Numbers = Mapping[tuple[str, str], float]  # path and attribute -> an int, a float or a bool
+
+TIMES = 4  # that a forward is looked at again: a layer is dropped seldom
+
+
+def numbers(model: nn.Module) -> Numbers:
+    """The plain numbers that modules keep."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float, bool) and name != "training"
+    }
+
+
+def refuse_changes(
+    what: str, model: nn.Module, run: Callable[[], tuple[T, Numbers]], same: Callable[[T, T], bool]
+) -> T:
+    """The first result of `run`, which gives also the numbers of `model` as they are afterwards.
+
+    Where it has changed any of them, or has drawn from Python's or NumPy's generator, it is run again: a
+    size that is kept, or a draw that decides nothing, may stay. Raises CaptureError for another result, and
+    for a number that goes on changing.
+    """
+    before, state = numbers(model), _drawn()
+    first, after = run()
+    changed = after.items() - before.items()
+    if not changed and _drawn() == state:
+        return first
+    with _put_back(model):
+        for _ in range(TIMES):
+            _put(model, after)
+            was = after
+            result, after = run()
+            if counts := sorted(key for key, _ in after.items() - was.items()):
+                raise CaptureError(
+                    f"{what} changes {_name(counts[0])} in forward, each time anew; a graph knows it as it "
+                    "was once: give what forward depends on as a key of the batch, count in a buffer "
+                    "(`self.count.add_(1)`), or outside of forward"
+                )
+            if not same(first, result):
+                by = sorted(_name(key) for key, _ in changed)
+                raise CaptureError(
+                    f"{what} is another one the second time, by "
+                    f"{', '.join(by) or 'random numbers of Python or NumPy'}; a graph is as it was once: "
+                    "draw with torch (dropout, rand, randn, randint or bernoulli) or in the data set, and "
+                    "decide what forward does when the model is made"
+                )
+    return first
+
+
+def _name(key: tuple[str, str]) -> str:
+    return repr(".".join(part for part in key if part).removeprefix("model."))
+
+
+def _drawn() -> tuple[object, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, bytes(keys), *rest  # type: ignore[arg-type]
+
+
+def _put(model: nn.Module, found: Numbers) -> None:
+    modules = dict(model.named_modules())
+    for (path, name), value in found.items():
+        modules[path].__dict__[name] = value
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, first in before:
+            attributes.clear()
+            attributes.update(first)
