@@ -329,6 +329,11 @@ def _stages_apart(costs: Costs, layout: Layout, cuts: Sequence[int]) -> Sequence
     speeds, edges = [d.speed for d in costs.cluster.devices], bounds(len(costs.groups), cuts)
     of_count = {n: costs.but(copies=n) for n in {len(on) for on in layout.ranks}}
     shards = [_shards(of_count[len(on)], *edge) for on, edge in zip(layout.ranks, edges, strict=True)]
+    sums = [
+        _sums_apart(costs.blocks, layout.n_copies, len(on))
+        * sum(group.param_bytes for group in costs.groups[slice(*edge)])
+        for on, edge in zip(layout.ranks, edges, strict=True)
+    ]
     known: dict[tuple[int, tuple[float, ...]], tuple[StageCost, ...]] = {}
     found: list[StageCost] = []
     for copy, order in enumerate(layout.copies):
@@ -338,9 +343,7 @@ def _stages_apart(costs: Costs, layout: Layout, cuts: Sequence[int]) -> Sequence
             if (n, speed) not in known:
                 known[n, speed] = stage_costs(in_order(of_count[n], order), cuts, layout.recompute)
             stage = _owning(known[n, speed][s], shards[s], copy * n // layout.n_copies, of_count[n])
-            apart = _sums_apart(costs.blocks, layout.n_copies, n)
-            held = apart * sum(group.param_bytes for group in costs.groups[slice(*edges[s])])
-            found.append(replace(stage, fixed_bytes=stage.fixed_bytes + held))
+            found.append(replace(stage, fixed_bytes=stage.fixed_bytes + sums[s]))
     return found
 
 

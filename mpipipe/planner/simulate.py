@@ -263,21 +263,22 @@ def _add_shards(program: Program, sizes: Sequence[Int64], shards: Int64) -> None
 def _shards_in(program: Program, rank: int) -> Int64:
     """(3, n): instruction, stage and owner of each shard in a message of a rank."""
     if rank not in program.shards:  # the same for all cuts
-        codes = program.codes[rank]
+        messages = np.flatnonzero(program.codes[rank][:, 0] >= Op.SEND_SHARD)
+        codes = program.codes[rank][messages].tolist()
+        exchanges = {stage: exchange_of(program.nodes_of(stage)) for stage in {code[1] for code in codes}}
         found = [
-            (i, codes[i, 1], owner)
-            for i in np.flatnonzero(codes[:, 0] >= Op.SEND_SHARD).tolist()
-            for owner in _owners(program, rank, codes[i])
+            (i, code[1], owner)
+            for i, code in zip(messages.tolist(), codes, strict=True)
+            for owner in _owners(program, rank, code, exchanges[code[1]])
         ]
         program.shards[rank] = np.array(found, np.int64).reshape(-1, 3).T
     return program.shards[rank]
 
 
-def _owners(program: Program, rank: int, instr: Int32) -> Sequence[int]:
+def _owners(program: Program, rank: int, instr: Sequence[int], exchange: Exchange) -> Sequence[int]:
     """The copies of a stage whose shards are in a message between two of them."""
-    op, stage, peer = instr[[0, 1, 4]].tolist()
-    here, there = program.copy_on(rank), program.copy_on(peer)
-    to_peer, exchange = op in (Op.SEND_SHARD, Op.RECV_UPDATE), exchange_of(program.nodes_of(stage))
+    here, there = program.copy_on(rank), program.copy_on(instr[4])
+    to_peer = instr[0] in (Op.SEND_SHARD, Op.RECV_UPDATE)
     return exchange.owners_for(there, here) if to_peer else exchange.owners_for(here, there)
 
 
