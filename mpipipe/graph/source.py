@@ -38,7 +38,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-from mpipipe.errors import CaptureError
+from mpipipe.errors import CaptureError, MpipipeError
 from mpipipe.graph.tape import Tape
 
 # torch's tracer has process-wide state and, while it runs, turns oneDNN off for the whole process: one
@@ -129,10 +129,17 @@ class ModelSource:
                 "they have none yet; draw them without a look at the result, or give the model itself, not "
                 "the function that makes it"
             ) from error
-        except RuntimeError as error:
-            if "UninitializedParameter" not in str(error):
-                raise
-            raise CaptureError(f"{user_frame(error)}\n  a weight {_LAZY}") from error
+        except MpipipeError:
+            raise
+        except Exception as error:
+            if "UninitializedParameter" in str(error):
+                raise CaptureError(f"{user_frame(error)}\n  a weight {_LAZY}") from error
+            raise CaptureError(
+                f"{user_frame(error)}\n  {type(error).__name__}: {error}\n"
+                "  while the model is made, with tensors that have no values yet; where that is the reason, "
+                "as for a file of weights, load it before, give the model itself, or give its values as "
+                "`initial`"
+            ) from error
 
     @property
     def given(self) -> dict[str, Tensor]:
@@ -167,6 +174,11 @@ class ModelSource:
             raise CaptureError(
                 "is drawn at random when the model is made, and is neither parameter nor buffer; register it "
                 "by self.register_buffer(name, tensor)"
+            )
+        if not self._tape.wrote(fake):
+            raise CaptureError(
+                "is a tensor of forward that no operator makes in the graph, as `x.data` is; use "
+                "`x.detach()`, and write a result by `=` instead of `out=`"
             )
         with TRACING, unset_fake_temporarily(), torch.no_grad():
             return self._tape.replay(fake, {})

@@ -20,10 +20,11 @@ TIMES = 4  # that a forward is looked at again: a layer is dropped seldom
 
 
 def numbers(model: nn.Module) -> Numbers:
-    """The plain numbers that modules keep."""
+    """The plain numbers that modules keep. Those that come twice have each name: while they are traced, the
+    tracer has another object for each."""
     return {
         (path, name): value
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(remove_duplicate=False)
         for name, value in vars(module).items()
         if type(value) in (int, float, bool) and name != "training"
     }
@@ -75,7 +76,7 @@ def _drawn() -> tuple[object, ...]:
 
 
 def _put(model: nn.Module, found: Numbers) -> None:
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for (path, name), value in found.items():
         modules[path].__dict__[name] = value
 

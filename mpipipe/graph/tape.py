@@ -109,8 +109,9 @@ class Tape(TorchDispatchMode):
             storage = storages.get(storage_id(x))
             if storage is None:
                 raise CaptureError(
-                    "the initialisation reads a tensor that was made outside of the model's factory; "
-                    "make it inside the factory"
+                    "a weight begins from a tensor whose values are not known, as torch.load has none inside "
+                    "the function that makes the model; load the file before it and copy from that, give "
+                    "the model itself, or give its values as `initial`"
                 )
             base = torch.empty(0, dtype=x.dtype)
             return base.set_(storage, x.storage_offset(), x.shape, x.stride())

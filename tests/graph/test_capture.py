@@ -155,6 +155,13 @@ class WritesAList(Base):
         return self.lin(x)
 
 
+class WritesData(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lin(x)
+        torch.tanh(x.detach(), out=x.data)  # here
+        return x
+
+
 class SpectralNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -231,6 +238,7 @@ REFUSED: dict[type[nn.Module], str] = {
     WritesElements: "'seen'.* in place by aten.copy_",
     WritesByName: "'seen'.* in place by aten.add.out",
     WritesAList: "'seen'.* in place by aten._foreach_add_",
+    WritesData: "no operator makes in the graph, as `x.data` is; use `x.detach\\(\\)`",
     SpectralNorm: "'lin.parametrizations.weight.0._u'.* in place by aten.div.out",
     Assigns: "assigns the buffer 'seen' of Assigns",
     WritesWeights: "'lin.weight'.* in place by aten.mul_",

@@ -7,6 +7,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn.init import trunc_normal_
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.errors import CaptureError
+from mpipipe.errors import CaptureError, ConfigError
 from mpipipe.graph.source import ModelSource
 from mpipipe.runtime.trainer import Trainer
 
@@ -335,6 +336,40 @@ def test_an_initialisation_that_reads_draws_is_refused_with_the_user_s_line() ->
     with pytest.raises(CaptureError, match="reads the values of random weights while the model") as caught:
         ModelSource(Looks, 0)
     assert f'File "{__file__}", line {line}' in str(caught.value)
+
+
+def test_a_file_that_is_read_while_the_model_is_made_is_refused_with_advice(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "w.pt")
+    first = torch.load(tmp_path / "w.pt")
+
+    def inside() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.load_state_dict(torch.load(tmp_path / "w.pt"))
+        return model
+
+    def before() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.load_state_dict(first)
+        return model
+
+    with pytest.raises(CaptureError, match="load the file before it and copy from that, give the model itse"):
+        ModelSource(inside, 0).materialise(["weight"])
+    assert torch.equal(ModelSource(before, 0).materialise(["weight"])["weight"], first["weight"])
+
+
+def test_what_a_factory_raises_is_named_with_its_line() -> None:
+    def made() -> nn.Module:
+        raise ValueError("of its own")
+
+    def refuses() -> nn.Module:
+        raise ConfigError("as it is")
+
+    line = inspect.getsourcelines(made)[1] + 1
+    with pytest.raises(CaptureError, match=r"ValueError: of its own\n.*while the model is made") as caught:
+        ModelSource(made, 0)
+    assert str(caught.value).startswith(f'File "{__file__}", line {line}')
+    with pytest.raises(ConfigError, match=r"^as it is$"):
+        ModelSource(refuses, 0)
 
 
 def test_first_values_are_made_anew_each_time() -> None:
