@@ -147,7 +147,8 @@ class Pipeline(SharedWork):
     spares     so many ranks hold no stage, wait, and replace those that are lost, for "mpi"; with the others
                they make each call, and get what it comes to
     refine     plan anew from what the first steps took, in `fit` and `mpipipe.train`, where that pays off;
-               not where a plan is given, or ranks share cores
+               not where a plan is given, ranks share cores, the optimizer is made by a factory (which may
+               keep what no checkpoint has), or `reduce` is "fast" (its bits may follow the cuts)
     say        takes the lines that are meant for people, on rank 0: None = print; lambda text: None = silence
 
     Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
@@ -239,7 +240,7 @@ class Pipeline(SharedWork):
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
             samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
             kernels=kernels,
-            recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares,
+            recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares, refine=refine,
             checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
             plan=before.plan and before.plan.hash,
         )  # fmt: skip
@@ -279,7 +280,9 @@ class Pipeline(SharedWork):
         asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
         self.survival = Survival(asked, here.cluster, source.initial, before.folder)
         self.divide()
-        if not refine or before.plan is not None or self.size == 1 or self.comm.oversubscribed:
+        shared = any(self.world.allgather_object(self.comm.oversubscribed))  # on one node, perhaps
+        own, fast = not isinstance(self.optimizer, OptimizerSettings), self.numerics.reduce == "fast"
+        if not refine or before.plan is not None or self.size == 1 or shared or own or fast:
             self.survival.looks.clear()
         self.saver = Saver(self.comm)
         if not self.waits:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.memory import give_back_freed_memory
-from mpipipe.errors import MpipipeError, PlanError, RecoveryError
+from mpipipe.errors import CheckpointError, MpipipeError, PlanError, RecoveryError
 from mpipipe.graph.source import Initial
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.copies import Copies, shape_of
@@ -35,6 +35,7 @@ from mpipipe.planner.sizes import counted
 from mpipipe.runtime.optimizer import described
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
+from mpipipe.state.gather import together
 from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, held, newest_whole, offered
 from mpipipe.state.resume import read_state
 from mpipipe.state.saving import Saver
@@ -138,6 +139,7 @@ class Survival:
             if folder is not None and weights is not None:
                 pipe.resume(weights, read_state(folder))
                 source = str(folder)
+            pipe.variants.source.begin_from(self._initial)
         if loads is not None:
             pipe.trainer.feed.ahead.after(loads)
         self._begin_anew(pipe)
@@ -178,10 +180,7 @@ class Survival:
         except MpipipeError as error:
             return False, f"the plan stays: {error}"
         stays, said = stays_as_it_is(pipe.costs, before, plan, pipe.program, pipe.variants.graph.groups)
-        if comm.bcast_object(stays):
-            return False, said
-        self._go_over(pipe, plan)
-        return True, said
+        return (False, said) if comm.bcast_object(stays) else self._go_over(pipe, plan, said)
 
     # -- its steps have shown what they take -----------------------------------------------------
 
@@ -191,8 +190,9 @@ class Survival:
         if not self.looks or recorder.counted < self.looks[0]:
             return []
         del self.looks[0]
-        worth = pipe.search_s <= MOST * steps_left * recorder.step_s
-        return recorder.typical() if pipe.comm.bcast_object(worth) else []
+        if not pipe.comm.bcast_object(pipe.search_s <= MOST * steps_left * recorder.step_s):
+            return []
+        return recorder.typical()
 
     def refine(self, pipe: Pipeline, typical: Sequence[Timeline], steps_left: int) -> tuple[bool, str]:
         """As `Pipeline.refine`."""
@@ -205,24 +205,34 @@ class Survival:
         except MpipipeError as error:
             pipe.costs = planned
             return False, f"the plan stays: {error}"
-        ran = replace(before, costs=pipe.costs)
-        stays, said = pays_off(ran, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
+        stays, said = (
+            pays_off(before, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
+        )
         stays, said = pipe.comm.bcast_object((stays, said))
-        if stays:
+        said = said if stays else f"after {counted(steps, 'step')} {said}"
+        taken, said = (False, said) if stays else self._go_over(pipe, plan, said)
+        if not taken:
             pipe.costs = planned
-            return False, said
-        self._go_over(pipe, plan)
-        return True, f"after {counted(steps, 'step')} {said}"
+        return taken, said
 
-    def _go_over(self, pipe: Pipeline, plan: Plan) -> None:
-        """From one step to the next, to another layout. Collective."""
-        comm = pipe.comm
+    def _go_over(self, pipe: Pipeline, plan: Plan, said: str) -> tuple[bool, str]:
+        """From one step to the next, to another layout, unless the optimizer keeps what nothing can hold.
+        Collective."""
+        comm, trainer = pipe.comm, pipe.trainer
+        try:
+            numbers = together(comm, "the optimizer's state", trainer.optimizer_numbers)[comm.rank]
+        except CheckpointError as error:
+            return False, f"the plan stays: {error}"
         pipe.saver.finish()
-        pipe.saver = Saver(comm)  # without the copy of the state that the old one keeps
+        pipe.saver.let_go()
         for mirrors in self._kept:
             mirrors.commit()
-        here = {name: t.detach().cpu().contiguous() for name, t in pipe.trainer.tensors().items()}
-        found = offered(comm, pipe.steps_done, here, pipe.trainer.optimizer_numbers())
+            mirrors.keep_only(
+                max((key.step for key in mirrors.whole()), default=-1)
+            )  # for a rank that is lost
+        here = {name: t.detach().cpu().contiguous() for name, t in trainer.tensors().items()}
+        found = offered(comm, pipe.steps_done, here, numbers)
+        del trainer
         pipe.trainer.close()
         del pipe.trainer  # all but its state
         give_back_freed_memory()
@@ -231,6 +241,7 @@ class Survival:
         del here
         give_back_freed_memory()
         self._begin_anew(pipe)
+        return True, said
 
     # -- either --------------------------------------------------------------------------------
 
@@ -246,7 +257,8 @@ class Survival:
         pipe.variants.source.begin_from(received)
         pipe.build()
         pipe.trainer.resume(received, described(found.numbers))
-        pipe.trainer.state_dict()  # reads the buffers that nothing has asked for
+        pipe.trainer.tensors()  # reads the buffers that nothing has asked for
+        pipe.variants.source.begin_from(self._initial)
         pipe.steps_done = found.key.step
 
     def fetch(
@@ -258,7 +270,6 @@ class Survival:
     def _begin_anew(self, pipe: Pipeline) -> None:
         """The first version of new mirrors is made now, and the old ones go when it is whole everywhere.
         Collective."""
-        pipe.variants.source.begin_from(self._initial)
         comm, layout = pipe.comm, pipe.plan.layout
         pipe.predicted = predict(pipe.costs, layout, pipe.program, pipe.variants.graph.groups)[1]
         mirrored = layout.mirror_every and comm.size > 1
@@ -316,7 +327,7 @@ def pays_off(
     assert costs is not None
     names = [group.name for group in costs.groups]
     program = program_for(before.layout, before.numerics, costs.ties, names)
-    before = replace(before, prediction=expect(costs, before.layout, program, names)[0])
+    before = replace(before, costs=costs, prediction=expect(costs, before.layout, program, names)[0])
     now_s, new_s = before.prediction.step_s, after.prediction.step_s
     if after.layout == before.layout or gain(before, after, [costs, *parts]) <= LASTING:
         return True, f"the plan stays: no other is more than {LASTING:.0%} faster, whichever steps count"

@@ -38,33 +38,25 @@ class Recorder:
 
     def median(self) -> Timeline:
         """The step whose makespan is the median of those kept, the first one left out. Collective."""
-        kept, ends = self._from_start()
-        makespan_s = self._comm.allgather_array(ends).max(axis=0)
-        chosen = int(np.argsort(makespan_s, kind="stable")[len(makespan_s) // 2])
-        return self._everywhere([kept[chosen][0]], kept[chosen][1])[0]
+        kept = list(self._kept)[1:] or list(self._kept)
+        offset_s = self._comm.clock_offset_s
+        ends = np.array([(times[0, 0], times[-1, 1]) for times, _ in kept]) - offset_s  # (steps, 2)
+        by_rank = self._comm.allgather_array(ends)
+        start_s = by_rank[:, :, 0].min(axis=0)
+        order = np.argsort(by_rank[:, :, 1].max(axis=0) - start_s, kind="stable")
+        chosen = int(order[len(order) // 2])
+        times, memory_bytes = kept[chosen]
+        found = self._comm.allgather_object((times - offset_s - start_s[chosen], memory_bytes))
+        return Timeline(self._program, tuple(t for t, _ in found), tuple(m for _, m in found))
 
     def typical(self) -> list[Timeline]:
-        """Of all steps kept but the first, of every other one of them, and of those between: each instruction
-        with the median of its starts and of its seconds. Of two steps at least. Collective."""
-        kept, _ = self._from_start()
-        times = np.stack([step for step, _ in kept])  # (steps, instructions, 2)
-        found = []
-        for part in (times, times[::2], times[1::2]):
-            start_s, seconds = (np.median(x, axis=0) for x in (part[..., 0], part[..., 1] - part[..., 0]))
-            found.append(np.stack([start_s, start_s + seconds], axis=1))
-        return self._everywhere(found, kept[-1][1])
-
-    def _from_start(self) -> tuple[list[tuple[Float64, Int64]], Float64]:
-        """Those kept but the first, with times from when the first rank began; and when each ended here."""
-        kept = list(self._kept)[1:] or list(self._kept)
-        first_s = np.array([times[0, 0] for times, _ in kept]) - self._comm.clock_offset_s
-        start_s = self._comm.allgather_array(first_s).min(axis=0) + self._comm.clock_offset_s
-        kept = [(times - s, memory) for (times, memory), s in zip(kept, start_s, strict=True)]
-        return kept, np.array([times[-1, 1] for times, _ in kept])
-
-    def _everywhere(self, mine: list[Float64], memory_bytes: Int64) -> list[Timeline]:
-        """Timelines of all ranks, of which this one has given its own. Collective."""
-        found = self._comm.allgather_object((mine, memory_bytes))
+        """Of all steps kept but the first, of every other one of them, and of those between: what each
+        instruction took, in the median; all begin at 0. Of two steps at least. Collective."""
+        kept = list(self._kept)[1:]
+        seconds = np.array([times[:, 1] - times[:, 0] for times, _ in kept])  # (steps, instructions)
+        parts = [np.median(part, axis=0) for part in (seconds, seconds[::2], seconds[1::2])]
+        mine = [np.stack([np.zeros_like(took), took], axis=1) for took in parts]
+        found = self._comm.allgather_object((mine, kept[-1][1]))
         memory = tuple(held for _, held in found)
-        by_timeline = zip(*(times for times, _ in found), strict=True)
-        return [Timeline(self._program, times, memory) for times in by_timeline]
+        by_part = zip(*(times for times, _ in found), strict=True)
+        return [Timeline(self._program, times, memory) for times in by_part]

@@ -206,8 +206,14 @@ class Trainer:
         return {name: t for u in self.interpreter.updaters.values() for name, t in u.state().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Both of these together: all that a copy of this rank's state holds."""
-        return {**self.state_dict(), **self.optimizer_state()}
+        """All that a copy of this rank's state holds: both of these together, and the statistics that no
+        checkpoint has."""
+        statistics = {
+            update.buffer: self.interpreter.stages[s].weights.buffer(update.buffer)
+            for s, updates in self.interpreter.updates.items()
+            for update in updates
+        }
+        return {**statistics, **self.state_dict(), **self.optimizer_state()}
 
     def optimizer_numbers(self) -> list[tuple[str, dict[str, Any]]]:
         """Kind and numbers of each stage's optimizer. Raises CheckpointError for what cannot be kept."""

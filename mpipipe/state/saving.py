@@ -60,6 +60,10 @@ class Saver:
         mine = _flat({kind: of.mine(self.comm.rank, held[kind]) for kind, of in shards.items()})
         return tuple(self.comm.allgather_object(needed_bytes({name: spec(t) for name, t in mine.items()})))
 
+    def let_go(self) -> None:
+        """Gives the memory of the copies back; after `finish`."""
+        self._snapshot = Snapshot()
+
     def reserve(self, nbytes: int) -> None:
         """Memory for the copies, so that the first `begin` need not wait for it."""
         self._snapshot = Snapshot(nbytes)

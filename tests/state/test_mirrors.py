@@ -30,7 +30,7 @@ from mpipipe.state.checkpoint import tensor_digest
 from mpipipe.state.mirrors import Mirrors
 from mpipipe.state.resume import read_state, step_folder
 from mpipipe.state.verify import newest_sound
-from mpipipe.survival import Survival
+from mpipipe.survival import LOOKS, Survival
 from mpipipe.values import COMPUTE, Timeline
 
 EVERY, STEPS = 3, 8
@@ -108,10 +108,13 @@ def arm(monkeypatch: pytest.MonkeyPatch, kills: tuple[Kill, ...]) -> None:
         armed(where)
 
 
-def pipeline(comm: Communicator, blocks: int = 1, replicas: Copies = 1, **settings: Any) -> Pipeline:
+def pipeline(
+    comm: Communicator, blocks: int = 1, replicas: Copies = 1, model: type[Net] = Net, optimizer: Any = adam,
+    **settings: Any,
+) -> Pipeline:  # fmt: skip
     return Pipeline(
-        Net, loss, Samples(), adam, batch=8, micro_batches=4, blocks=blocks, replicas=replicas, comm=comm,
-        cost_cache=False, schedule="1f1b", gemm="mkl",
+        model, loss, Samples(), optimizer, batch=8, micro_batches=4, blocks=blocks, replicas=replicas,
+        comm=comm, cost_cache=False, schedule="1f1b", gemm="mkl",
         **{"say": lambda _: None, "recover": "mpi", "mirror_every": EVERY, **settings},
     )  # fmt: skip
 
@@ -416,6 +419,68 @@ def test_a_plan_by_what_the_steps_took_changes_no_bits(ranks: int, settings: dic
         assert why.startswith(f"after {EVERY} steps planned anew: a step is predicted to take ")
     before, after = found[1][1]
     assert after < before
+
+
+class Quiet(Net):
+    """Its statistics are in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, buffer in list(self.norm.named_buffers()):
+            self.norm.register_buffer(name, buffer, persistent=False)
+
+
+class Odd(torch.optim.SGD):
+    """It keeps what nothing can hold."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("history", []).append(1)
+
+
+def test_statistics_that_no_checkpoint_has_go_over_too() -> None:
+    def body(comm: Communicator, refine: bool) -> tuple[dict[str, float], bool]:
+        pipe = pipeline(comm, recover="restart", model=Quiet, val=[*Samples()])
+        pipe.fit(EVERY + 1)
+        slow = slowed(pipe.predicted, 0, 20.0)
+        taken = refine and pipe.refine([slow] * 3, 1000)[0]
+        pipe.fit(STEPS)
+        return pipe.evaluate(), taken
+
+    kept = run_local(2, lambda comm: body(comm, False))
+    refined = run_local(2, lambda comm: body(comm, True))
+    assert [taken for _, taken in refined] == [True, True]
+    assert refined[0][0] == kept[0][0]
+
+
+def test_the_plan_stays_where_an_optimizer_keeps_what_nothing_can_hold() -> None:
+    def body(comm: Communicator) -> tuple[bool, str]:
+        pipe = pipeline(comm, recover="restart", optimizer=lambda named: Odd([p for _, p in named], lr=0.01))
+        pipe.fit(EVERY)
+        plan, costs = pipe.plan, pipe.costs
+        found = pipe.refine([slowed(pipe.predicted, 0, 20.0)] * 3, 1000)
+        assert (pipe.plan, pipe.costs) == (plan, costs)
+        pipe.fit(EVERY + 1)
+        return found
+
+    for taken, said in run_local(2, body):
+        assert not taken
+        assert "the plan stays: " in said
+        assert "'history'" in said
+
+
+def test_all_ranks_agree_on_whether_they_look_at_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(comm: Communicator, **how: Any) -> list[int]:
+        return list(pipeline(comm, optimizer=None, recover="restart", **how).survival.looks)
+
+    for busy, expected in ((2, list(LOOKS)), (1, [])):  # the node that has too few cores
+        shared = property(lambda comm, busy=busy: comm.node_of_rank[comm.rank] == busy, lambda *_: None)
+        monkeypatch.setattr(LocalCommunicator, "oversubscribed", shared, raising=False)
+        assert run_local(2, looks, (0, 1)) == [expected] * 2
+    with pytest.raises(LaunchError, match="refine"):
+        run_local(2, lambda comm: looks(comm, refine=comm.rank == 0))
 
 
 def test_the_plan_stays_where_another_one_gains_nothing_or_the_data_cannot_go_back() -> None:
