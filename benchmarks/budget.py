@@ -24,9 +24,9 @@ class Size:
 
 
 SIZES = {
-    "gpt10m": Size(turns=12, steps=3, search_steps=2, candidates=2, step_s=2.4),
+    "gpt10m": Size(turns=10, steps=3, search_steps=2, candidates=2, step_s=2.4),
     "gpt85m": Size(turns=4, steps=2, search_steps=2, candidates=1, step_s=11.5),
-    "vgg": Size(turns=12, steps=3, search_steps=2, candidates=2, step_s=2.8),
+    "vgg": Size(turns=10, steps=3, search_steps=2, candidates=2, step_s=2.8),
 }
 OTHER = Size(turns=12, steps=3, search_steps=2, candidates=2, step_s=3.0)  # any other example
 

@@ -209,7 +209,7 @@ def test_actions_of_another_size_are_refused() -> None:
     with pytest.raises(PlanError, match=r"actions are of 3 stages and 8 micro-batches, the plan has 3 and 4"):
         program_for(plan.layout, numerics(4), (), NAMES)
     with pytest.raises(PlanError, match=r"layout.actions are of 1 stages"):
-        program_for(replace(plan.layout, actions=("0F0",)), numerics(8), (), NAMES)
+        program_for(replace(plan.layout, actions=("0F0,0B0",)), numerics(8), (), NAMES)
 
 
 # -- little memory, and recomputation ----------------------------------------------------------------
