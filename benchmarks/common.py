@@ -17,6 +17,7 @@ from benchmarks.turns import GATE
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 3600.0
+AS_PLANNED = "run.refine=false"  # for what compares a run with the plan that it began with
 GRACE_S = 10.0  # for an end that was asked for
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import at_most
-from benchmarks.common import config_of, environment, machine, run
+from benchmarks.common import AS_PLANNED, config_of, environment, machine, run
 from mpipipe.planner import make_plan
 from mpipipe.report.account import account
 from mpipipe.report.plan_file import plan_text
@@ -32,7 +32,6 @@ from mpipipe.values import Costs, Plan, Report, from_json
 
 GROUP = ("--group", "bench", "--prefix", "bench", "--subnet", "10.78.0")
 DELAY = "50us"
-AS_PLANNED = ["run.refine=false"]  # before step 0
 OF_GPT, FAST, SLOW = "1gbit", "10gbit", "100mbit"
 BAR = 0.03  # of the step, exposed
 PASSED = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VIRTUAL_ENV")
@@ -59,15 +58,8 @@ class Hosts:
         folder = self._folder / str(self._runs)
         passed = [word for name in PASSED if name in environment() for word in ("-x", name)]
         start = [str(self._testbed / "hosts-mpirun"), *GROUP[:2], "-n", "2", "--", *passed, "--"]
-        work = [
-            sys.executable,
-            "-m",
-            "mpipipe.train",
-            config_of(model),
-            f"run.dir={folder}",
-            *AS_PLANNED,
-            *settings,
-        ]
+        more = [f"run.dir={folder}", AS_PLANNED, *settings]
+        work = [sys.executable, "-m", "mpipipe.train", config_of(model), *more]
         say(" ".join([model, *settings]))
         run([*start, *work])
         return folder

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import config_of, machine, steps_of, train
+from benchmarks.common import AS_PLANNED, config_of, machine, steps_of, train
 from mpipipe.config import load
 from mpipipe.planner.joint import counts_of
 from mpipipe.report.plan_file import read_plan
@@ -39,7 +39,7 @@ def one_run(model: str, ranks: int, steps: int, *more: str, gate: str = "") -> t
         run_dir = Path(folder) / "run"
         settings = [f"train.steps={steps}", f"run.dir={run_dir}", *SAME]
         started = time.time()
-        train(ranks, config_of(model), "run.refine=false", *settings, *more, gate=gate)
+        train(ranks, config_of(model), AS_PLANNED, *settings, *more, gate=gate)
         summary = json.loads((run_dir / "summary.json").read_text())
         found = {key: summary[key] for key in ("step_s", "predicted_step_s", "peak_bytes")}
         found |= {"steps_s": [step["step_s"] for step in steps_of(run_dir)]}

@@ -38,7 +38,7 @@ import numpy as np
 import mpipipe.pipeline
 import mpipipe.train
 from benchmarks.bars import at_least, at_most
-from benchmarks.common import config_of, launch, machine
+from benchmarks.common import AS_PLANNED, config_of, launch, machine
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
 from mpipipe.planner.refine import refined_costs
@@ -191,7 +191,7 @@ def rank_main(config: str, overrides: Sequence[str], out: Path) -> None:
     """One rank of the recorded run; rank 0 writes the result."""
     mpipipe.pipeline.Trainer = RecordingTrainer  # type: ignore[misc]
     comm = connect()
-    report = mpipipe.train.train(comm, load(config, ["run.refine=false", *overrides]))
+    report = mpipipe.train.train(comm, load(config, [AS_PLANNED, *overrides]))
     trainer = RecordingTrainer.made[0]
     offset = comm.clock_offset_s
     mine = [Recorded(r.start_s - offset, r.end_s - offset, r.times - offset) for r in trainer.kept]

@@ -41,7 +41,7 @@ import mpipipe.runtime.feed
 import mpipipe.runtime.trainer
 import mpipipe.train
 from benchmarks.bars import at_most
-from benchmarks.common import config_of, launch, machine
+from benchmarks.common import AS_PLANNED, config_of, launch, machine
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
 from mpipipe.planner.prediction import tensor_peak_bytes
@@ -184,7 +184,7 @@ def rank_main(config: str, overrides: Sequence[str], out: Path, launched: float)
     connected = time.time()
     imports_are_done()
     start.parts |= {"mpi": connected - before, "tracer": time.time() - connected}
-    report = mpipipe.train.train(comm, load(config, ["run.refine=false", *overrides]))
+    report = mpipipe.train.train(comm, load(config, [AS_PLANNED, *overrides]))
     mine = TimedInterpreter.kept, start.found(), TimedInterpreter.tensor_peak_bytes
     kept, starts, tensors = zip(*comm.allgather_object(mine), strict=True)
     if comm.rank == 0:

@@ -327,6 +327,16 @@ def test_replicas_are_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- ranks that are there, but slow --------------------------------------------------------------------
 
 
+on_some_ranks = pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, {"recover": "restart"}),
+        (3, {}),
+        pytest.param(4, {"recover": "restart", "blocks": 4, "replicas": 2}, marks=pytest.mark.full),
+    ],
+)
+
+
 def groups_of(pipe: Pipeline) -> int:
     """How many this rank computes."""
     layout, names = pipe.plan.layout, pipe.variants.graph.groups
@@ -335,14 +345,7 @@ def groups_of(pipe: Pipeline) -> int:
     return sum(end - start for ranks, (start, end) in stages if pipe.rank in ranks)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        (2, {"recover": "restart"}),
-        (3, {}),
-        pytest.param(4, {"recover": "restart", "blocks": 4, "replicas": 2}, marks=pytest.mark.full),
-    ],
-)
+@on_some_ranks
 @pytest.mark.slow
 def test_a_plan_around_a_slow_rank_changes_no_bits(ranks: int, settings: dict[str, Any]) -> None:
     """It has less to do from then on."""
@@ -379,14 +382,7 @@ def slowed(timeline: Timeline, stage: int, factor: float) -> Timeline:
     return replace(timeline, times=tuple(times))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        (2, {"recover": "restart"}),
-        (3, {}),
-        pytest.param(4, {"recover": "restart", "blocks": 4, "replicas": 2}, marks=pytest.mark.full),
-    ],
-)
+@on_some_ranks
 @pytest.mark.slow
 def test_a_plan_by_what_the_steps_took_changes_no_bits(ranks: int, settings: dict[str, Any]) -> None:
     """A stage that took longer has less to do from then on, if all of the steps say so."""
