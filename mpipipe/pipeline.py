@@ -147,8 +147,7 @@ class Pipeline(SharedWork):
     spares     so many ranks hold no stage, wait, and replace those that are lost, for "mpi"; with the others
                they make each call, and get what it comes to
     refine     plan anew from what the first steps took, in `fit` and `mpipipe.train`, where that pays off;
-               not where a plan is given, ranks share cores, the optimizer is made by a factory (which may
-               keep what no checkpoint has), or `reduce` is "fast" (its bits may follow the cuts)
+               when not: docs/planning.md
     say        takes the lines that are meant for people, on rank 0: None = print; lambda text: None = silence
 
     Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
@@ -403,7 +402,7 @@ class Pipeline(SharedWork):
         self._rehearse()
         if before.saved is not None and before.weights is not None:
             self.resume(before.weights, before.saved)
-        self.survival.begin(self.comm, self.plan.layout.mirror_every)
+        self.survival.begin(self.comm, self.plan)
 
     def build(self) -> None:
         """The trainer of the plan, with the weights that the source has now. Of the working ranks alone."""
@@ -475,8 +474,10 @@ class Pipeline(SharedWork):
 
         def work() -> None:
             while self.steps_done < steps and not self._fit_step(calls, eval_every):
-                if not self.spares and (typical := self.shown(steps - self.steps_done)):
-                    self.refine(typical, steps - self.steps_done)  # the next step says the plan
+                if typical := self.shown(steps - self.steps_done):
+                    taken, said = self.refine(typical, steps - self.steps_done)
+                    if taken:
+                        self.say(f"mpipipe: {said}")  # the next step says the plan
             self.saver.finish()
 
         self.surviving(work, self.recover)
@@ -552,7 +553,8 @@ class Pipeline(SharedWork):
     def state_dict(self, full: bool = True) -> dict[str, Tensor]:
         """Parameters and persistent buffers under the names of the model's own state_dict.
 
-        full: all of them on rank 0, nothing on the others; else those that this rank holds.
+        full: copies of all of them on rank 0, nothing on the others; else the tensors of this rank, as they
+        lie now. `fit` may go over to another plan (`refine`, `recover`): ask anew then.
         """
         if self.waits:
             return {}

@@ -79,6 +79,7 @@ class Run:
         self.last: Step | None = None
         self.turn_s = self.save_s = 0.0  # the longest so far, also over recoveries
         self.guess_s = 0.0  # of a save, until one is measured
+        self.planned_bytes = 0  # of this rank, the most of all plans: so is what is measured
         if pipe.spares:  # ranks have other numbers from here on, and spares rest
             pipe.world.barrier()
             self._watch_anew()
@@ -227,6 +228,8 @@ class Run:
         copies = pipe.saver.copied_bytes(trainer.state_dict(), trainer.optimizer_state())
         self.guess_s = sum(copies) / SAVE_BYTES_PER_S
         self.copied_bytes, self.in_the_way = self._copies(copies)
+        planned = _added(pipe.plan.prediction.peak_bytes, self.copied_bytes)
+        self.planned_bytes = max(self.planned_bytes, planned[pipe.rank])
         if self.copied_bytes:
             pipe.saver.reserve(self.copied_bytes[pipe.rank])
 
@@ -279,10 +282,16 @@ class Run:
             if done or step.stop:
                 return step
             del outcome  # with what it refers to
+            left = self._steps_left(step)
             if slow is not None:
                 self._meet(slow)
-            elif typical := self.pipe.shown(t.steps - step.step):
-                self._refine(typical, t.steps - step.step)
+            elif typical := self.pipe.shown(left):
+                self._refine(typical, left)
+
+    def _steps_left(self, step: Step) -> int:
+        """Of this start: until the steps are done or the time is over. What rank 0 says counts."""
+        in_time = self.limit.left_s() / max(step.seconds, 1e-9)
+        return int(min(self.config.train.steps - step.step, in_time))
 
     def _stop_after(self, last: Step, metrics: Metrics | None) -> Step:
         """What a last step has, made up for one that was not known to be the last."""
@@ -313,7 +322,7 @@ class Run:
         pipe = self.pipe
         taken, said = self._change("a plan by what the steps took", lambda: pipe.refine(typical, steps_left))
         if taken:
-            self.log.say(f"mpipipe: {said}\n{describe(pipe.plan, pipe.costs, pipe.search_s)}")
+            self.log.say(f"mpipipe: {said}\n{describe(pipe.plan, pipe.costs)}")
 
     def _change(self, doing: str, plan: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
         """Between two steps another layout, if `plan` takes one, and what it says. Collective."""
@@ -399,7 +408,7 @@ class Run:
         """Sample, summary and drawings."""
         comm, pipe, recorder = self.comm, self.pipe, self.pipe.recorder
         measured = recorder.median()
-        peaks = tuple(comm.allgather_object(pipe.memory.nbytes))
+        peaks, planned = zip(*comm.allgather_object((pipe.memory.nbytes, self.planned_bytes)), strict=True)
         first = pipe.steps_done - len(recorder.highest_bytes) + 1
         highest, steps = thin(recorder.highest_bytes, range(first, pipe.steps_done + 1))
         by_rank = tuple(comm.allgather_object(highest))
@@ -412,7 +421,7 @@ class Run:
         signals = [name for names in comm.allgather_object(asked) for name in names[:1]]
         stopped_by = signals[0] if last.stop else None
         report = comm.bcast_object(
-            self._report(last, measured, peaks, stopped_by) if comm.rank == 0 else None
+            self._report(last, measured, peaks, planned, stopped_by) if comm.rank == 0 else None
         )
         assert report is not None
         if comm.rank == 0:
@@ -421,8 +430,9 @@ class Run:
         return report
 
     def _report(
-        self, last: Step, measured: Timeline, peaks: tuple[int, ...], stopped_by: str | None
-    ) -> Report:
+        self, last: Step, measured: Timeline, peaks: tuple[int, ...], planned: tuple[int, ...],
+        stopped_by: str | None,
+    ) -> Report:  # fmt: skip
         pipe, step_s = self.pipe, float(np.median(list(self.step_s)[1:] or self.step_s))
         prediction = pipe.plan.prediction
         assert pipe.saver.saved is not None, "the last step was saved, or it has raised"
@@ -433,7 +443,7 @@ class Run:
             step_s=step_s,
             predicted_step_s=prediction.step_s,
             peak_bytes=peaks,
-            predicted_peak_bytes=_added(prediction.peak_bytes, self.copied_bytes),
+            predicted_peak_bytes=planned,
             bubble=measured.bubble,
             predicted_bubble=prediction.bubble,
             ranks=rank_reports(pipe.predicted, measured, *self._stages(), self._sizes()),

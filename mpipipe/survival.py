@@ -26,14 +26,16 @@ from mpipipe.graph.source import Initial
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.copies import Copies, shape_of
 from mpipipe.planner.joint import Asked, copies_of
-from mpipipe.planner.mirrors import state_bytes
+from mpipipe.planner.mirrors import mirror_s, state_bytes
 from mpipipe.planner.prediction import dear, expect, predict, too_full
 from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.refine import gain, refined_costs
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.sizes import counted
 from mpipipe.runtime.optimizer import described
-from mpipipe.runtime.trainer import Trainer
+from mpipipe.runtime.slowness import FACTOR, compared
+from mpipipe.runtime.trainer import Trainer, check_tags
+from mpipipe.runtime.weights import updates_of
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.gather import together
 from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, held, newest_whole, offered
@@ -78,9 +80,10 @@ class Survival:
         self._has_worked = False
         self.looks = list(LOOKS)  # that are left
 
-    def begin(self, comm: Communicator, every: int) -> None:
-        """On a rank that works: mirrors every so many steps from here on; 0 = none."""
-        self._kept = [Mirrors(comm, every)] if every and comm.size > 1 else []
+    def begin(self, comm: Communicator, plan: Plan) -> None:
+        """On a rank that works: mirrors from here on, as often as the plan says."""
+        every = plan.layout.mirror_every
+        self._kept = [Mirrors(comm, every, plan.hash)] if every and comm.size > 1 else []
         self._has_worked = True
 
     def after_step(self, step: int, trainer: Trainer) -> None:
@@ -189,8 +192,9 @@ class Survival:
         recorder = pipe.recorder
         if not self.looks or recorder.counted < self.looks[0]:
             return []
+        searches = len(self.looks)
         del self.looks[0]
-        if not pipe.comm.bcast_object(pipe.search_s <= MOST * steps_left * recorder.step_s):
+        if not pipe.comm.bcast_object(searches * pipe.search_s <= MOST * steps_left * recorder.step_s):
             return []
         return recorder.typical()
 
@@ -205,9 +209,10 @@ class Survival:
         except MpipipeError as error:
             pipe.costs = planned
             return False, f"the plan stays: {error}"
-        stays, said = (
-            pays_off(before, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
-        )
+        stays, said = True, ""
+        if pipe.rank == 0:
+            stays, said = pays_off(before, plan, parts, steps_left, pipe.build_s)
+            said += _slower(pipe.predicted, typical[0])
         stays, said = pipe.comm.bcast_object((stays, said))
         said = said if stays else f"after {counted(steps, 'step')} {said}"
         taken, said = (False, said) if stays else self._go_over(pipe, plan, said)
@@ -216,11 +221,12 @@ class Survival:
         return taken, said
 
     def _go_over(self, pipe: Pipeline, plan: Plan, said: str) -> tuple[bool, str]:
-        """From one step to the next, to another layout, unless the optimizer keeps what nothing can hold.
-        Collective."""
+        """From one step to the next, to another layout, unless the optimizer keeps what nothing can hold, or
+        what was evaluated cannot be cut so. Collective."""
         comm, trainer = pipe.comm, pipe.trainer
         try:
             numbers = together(comm, "the optimizer's state", trainer.optimizer_numbers)[comm.rank]
+            together(comm, "another plan", lambda: _check(pipe.variants, plan, comm))
         except CheckpointError as error:
             return False, f"the plan stays: {error}"
         pipe.saver.finish()
@@ -231,7 +237,7 @@ class Survival:
                 max((key.step for key in mirrors.whole()), default=-1)
             )  # for a rank that is lost
         here = {name: t.detach().cpu().contiguous() for name, t in trainer.tensors().items()}
-        found = offered(comm, pipe.steps_done, here, numbers)
+        found = offered(comm, pipe.steps_done, pipe.plan.hash, here, numbers)
         del trainer
         pipe.trainer.close()
         del pipe.trainer  # all but its state
@@ -265,7 +271,7 @@ class Survival:
         self, comm: Communicator, found: Found, here: Mapping[str, Tensor], variants: Variants, layout: Layout
     ) -> Received:
         """What this rank needs of a version. Collective."""
-        return fetch(comm, here, found, _needed(found.specs, variants, layout, comm.rank))
+        return fetch(comm, here, found, needed(found.specs, variants, layout, comm.rank))
 
     def _begin_anew(self, pipe: Pipeline) -> None:
         """The first version of new mirrors is made now, and the old ones go when it is whole everywhere.
@@ -274,7 +280,7 @@ class Survival:
         pipe.predicted = predict(pipe.costs, layout, pipe.program, pipe.variants.graph.groups)[1]
         mirrored = layout.mirror_every and comm.size > 1
         if mirrored:
-            mirrors = Mirrors(comm, layout.mirror_every)
+            mirrors = Mirrors(comm, layout.mirror_every, pipe.plan.hash)
             self._kept.append(mirrors)
             _take(mirrors, pipe.steps_done, pipe.trainer)
             mirrors.commit()
@@ -285,13 +291,43 @@ def _take(mirrors: Mirrors, step: int, trainer: Trainer) -> None:
     mirrors.take(step, trainer.tensors(), trainer.optimizer_numbers())
 
 
-def _needed(names: Iterable[str], variants: Variants, layout: Layout, rank: int) -> set[str]:
-    """Weights that the stages of a rank own or read, optimizer state of those that they own."""
-    mine = [stage for stage, ranks in enumerate(layout.ranks) if rank in ranks]
-    owned = {name for name, stage in variants.stage_of_param(layout.cuts).items() if stage in mine}
+def needed(names: Iterable[str], variants: Variants, layout: Layout, rank: int) -> set[str]:
+    """Weights that the stages of a rank own or read, optimizer state of those that their copies update."""
+    mine, owner = _stages_of(rank, layout), variants.stage_of_param(layout.cuts)
     codes = (variants.code("train", variants.first, layout.cuts, stage) for stage in mine)
-    read = owned | {name for code in codes for name, _ in code.leaves}
-    return {name for name in names if name in read or name.rpartition("/")[0] in owned}
+    read = {name for name, stage in owner.items() if stage in mine}
+    read |= {name for code in codes for name, _ in code.leaves}
+    updated = set[str]()
+    for stage in mine:
+        ranks = layout.ranks[stage]
+        copies = updates_of(
+            variants.source, variants.graph, stage, owner, variants.trained, len(ranks)
+        ).items()
+        updated |= {name for name, copy in copies if ranks[copy] == rank}
+    return {name for name in names if name in read or name.rpartition("/")[0] in updated}
+
+
+def _stages_of(rank: int, layout: Layout) -> list[int]:
+    return [stage for stage, ranks in enumerate(layout.ranks) if rank in ranks]
+
+
+def _check(variants: Variants, plan: Plan, comm: Communicator) -> None:
+    """What would be refused when the trainer of the plan is built, or later, while there still is another.
+    Raises MpipipeError."""
+    graph, layout = variants.graph, plan.layout
+    variants.check(layout.cuts, _stages_of(comm.rank, layout))
+    check_tags(comm, program_for(layout, plan.numerics, graph.ties, graph.groups))
+
+
+def _slower(planned: Timeline, took: Timeline) -> str:
+    """Of the rank that took longest beside what was planned, compared with the others, if it is slow: planned
+    around now, it would not be noticed any more."""
+    ranks = range(len(planned.times))
+    factors = compared([took.busy_s(rank) / (planned.busy_s(rank) or 1.0) for rank in ranks])
+    slowest = max(ranks, key=lambda rank: factors[rank])
+    if factors[slowest] <= FACTOR:
+        return ""
+    return f"; rank {slowest} took {factors[slowest]:.1f} times as long as planned, beside the others"
 
 
 def fits_still(costs: Costs, plan: Plan, group_names: Sequence[str]) -> bool:
@@ -319,10 +355,10 @@ def stays_as_it_is(
 
 
 def pays_off(
-    before: Plan, after: Plan, parts: Sequence[Costs], steps_left: int, change_s: float
+    before: Plan, after: Plan, parts: Sequence[Costs], steps_left: int, build_s: float
 ) -> tuple[bool, str]:
     """Of two plans with the costs that all steps have shown: whether the first one stays, and what to say of
-    it. parts: costs that some of the steps have shown, others each; change_s: what it takes to go over."""
+    it. parts: costs that some of the steps have shown, others each; build_s: what making a trainer takes."""
     costs = after.costs
     assert costs is not None
     names = [group.name for group in costs.groups]
@@ -333,7 +369,10 @@ def pays_off(
         return True, f"the plan stays: no other is more than {LASTING:.0%} faster, whichever steps count"
     if dear(after) >= dear(before):
         return True, "the plan stays: what another one gains is not worth the memory that it needs"
-    if (now_s - new_s) * steps_left <= change_s:
+    sent_s = mirror_s(
+        costs, after.layout, cut_indices(after.layout, names)
+    )  # of all that a rank has, at most
+    if (now_s - new_s) * steps_left <= build_s + sent_s:
         return True, "the plan stays: too few steps are left for another one to pay off"
     return _where_there_is_room(costs, before, after, names, now_s)
 

@@ -9,6 +9,7 @@
 #SBATCH --job-name=mpipipe --nodes=2
 #SBATCH --exclusive --requeue --open-mode=append --signal=B:USR1@180
 set -euo pipefail
+began=$(date +%FT%T)
 fail() { printf 'train.sh: %s\n' "$@" >&2; exit 2; }
 [ $# -gt 0 ] || fail "which config?   sbatch slurm/train.sh config.yaml [key=value ...]"
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this is not a Slurm job: submit it with sbatch; on one machine: make train"
@@ -61,7 +62,8 @@ while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal en
 wait "$child" && rc=0 || rc=$?
 trap - USR1 TERM INT
 # A preemption with GraceTime sends SIGTERM to the steps alone: under srun the ranks have saved, and ended with 0.
-scontrol show job -o "$id" 2>/dev/null | grep ' PreemptTime=[0-9]' >/dev/null && asked=--asked
+preempted=$(scontrol show job -o "$id" 2>/dev/null | sed -n 's/.* PreemptTime=\([0-9][^ ]*\).*/\1/p' || true)
+[[ $preempted < $began ]] || asked=--asked # not that of an earlier start
 [ -n "$again" ] && [ $rc = 0 -o -n "$asked" ] || exit "$rc"
 "${python[@]}" -m mpipipe launch "$@" $asked --unfinished || exit "$rc"
 [ -z "${own:-}" ] || clean # no step can begin in a job that is queued again

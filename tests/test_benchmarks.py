@@ -45,7 +45,7 @@ from benchmarks.peers.splits import (  # noqa: E402
     step_s,
 )
 from benchmarks.results import GROUPS, OURS, ROWS, said_of_bars, summary  # noqa: E402
-from benchmarks.table import README, table, written  # noqa: E402
+from benchmarks.table import PAGE, README, in_short, table, written  # noqa: E402
 from benchmarks.turns import GATE, Side, take_turns  # noqa: E402
 
 Launch = Callable[..., Any]
@@ -331,7 +331,8 @@ def test_the_table_shows_every_side_and_where_it_was_measured():
     }  # fmt: skip
     settings = {"steps": 3, "turns": 12, "ranks": 2, "gemm": "mkl", "arguments": ["--turns", "12"]}
     found = {"model": "gpt10m", "parameters": 10_800_000, "date": "2026-11-30", "machine": machine}
-    text = table([{**found, "settings": settings, **summary(RUNS)}])
+    results = [{**found, "settings": settings, **summary(RUNS)}]
+    text = table(results)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert rows[2:] == [
         "| gpt10m, 11 M parameters | **mpipipe** | 3 s |  | 4, 2 MiB |",
@@ -344,10 +345,17 @@ def test_the_table_shows_every_side_and_where_it_was_measured():
     assert "gpt10m: medians of 12 steps by turns." in text
     assert "Abacus, 2 cores" in text
     assert max(map(len, text.splitlines())) <= 110
+    short = in_short(results)
+    assert [line for line in short.splitlines() if line.startswith("|")][2:] == [
+        "| gpt10m, 11 M parameters | 3 s, 4 MiB | 2.25 s (0.75), 4 MiB | 1F1B: 4.5 s (1.50), 4 MiB "
+        "| 2.8 s (0.93), 4 MiB |  |"
+    ]
+    assert "Abacus, 2 cores, 24 GiB, AVX2, torch 2.13.0; 2026-11-30." in short.replace("\n", " ")
 
 
-def test_the_table_has_its_place_in_the_readme():
-    before = README.read_text()
+@pytest.mark.parametrize("page", [README, PAGE])
+def test_the_tables_have_their_places(page: Path) -> None:
+    before = page.read_text()
     after = written(before, "new\n")
     assert "<!-- benchmarks -->\nnew\n<!-- end of benchmarks -->" in after
     assert written(after, "again\n") == written(before, "again\n")

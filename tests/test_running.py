@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -105,7 +106,9 @@ def test_a_run_ends_after_the_step_that_its_time_limit_leaves() -> None:
 
 def test_time_is_left_for_the_longest_save_and_for_a_guess_only_until_there_was_one() -> None:
     run, left_for = with_made_up_steps(0), list[float]()
-    run.limit = SimpleNamespace(reached=lambda step_s, save_s: left_for.append(save_s))
+    run.limit = SimpleNamespace(
+        reached=lambda step_s, save_s: left_for.append(save_s), left_s=lambda: math.inf
+    )
     run.guess_s = 600.0
     run.loop(None, [])
     assert left_for == [600.0] * 3, "before each step, and before the one that found no data"
@@ -115,6 +118,16 @@ def test_time_is_left_for_the_longest_save_and_for_a_guess_only_until_there_was_
         left_for.clear()
         run.loop(None, [])
         assert left_for == [longest_s] * 3
+
+
+def test_the_steps_that_are_left_are_those_that_the_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked_with = with_made_up_steps(0), list[int]()
+    monkeypatch.setattr(run.pipe, "shown", lambda left: asked_with.append(left) or [])
+    run.loop(None, [])
+    run.pipe.step, run.limit = 0, TimeLimit(2.0, {}, lambda: 1000.0, began=880.45)
+    monkeypatch.setattr(run.limit, "reached", lambda *_: None)
+    run.loop(None, [])
+    assert asked_with == [8, 7, 4, 4], "of nine; of the half second that is left, at 0.1 s each"
 
 
 @pytest.mark.parametrize(

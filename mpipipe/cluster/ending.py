@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -102,6 +103,10 @@ class TimeLimit:
         job_end = environ.get("SLURM_JOB_END_TIME", "")
         if job_end.isdigit():
             self.ends.append((TIME_OF_JOB, float(job_end), 60.0))
+
+    def left_s(self) -> float:
+        """Seconds to the first end; infinite where there is none."""
+        return min((end for _, end, _ in self.ends), default=math.inf) - self.now()
 
     def reached(self, step_s: float, save_s: float) -> str | None:
         """The end that is near, as a reason to stop. step_s, save_s: seconds of the longest step and of the

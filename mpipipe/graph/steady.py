@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from mpipipe.errors import CaptureError
 
@@ -35,13 +35,13 @@ def refuse_changes(
 ) -> T:
     """The first result of `run`, which gives also the numbers of `model` as they are afterwards.
 
-    Where it has changed any of them, or has drawn from Python's or NumPy's generator, it is run again: a
-    size that is kept, or a draw that decides nothing, may stay. Raises CaptureError for another result, and
-    for a number that goes on changing.
+    Where it has changed any of them, or a tensor that a module keeps beside its buffers, or has drawn from
+    Python's or NumPy's generator, it is run again: a size or an attention map that is kept, or a draw that
+    decides nothing, may stay. Raises CaptureError for another result, and for a number that goes on changing.
     """
-    before, state = numbers(model), _drawn()
+    before, kept, state = numbers(model), _kept(model), _drawn()
     first, after = run()
-    changed = after.items() - before.items()
+    changed = {key for key, _ in (after.items() - before.items()) | (_kept(model).items() - kept.items())}
     if not changed and _drawn() == state:
         return first
     with _put_back(model):
@@ -56,7 +56,7 @@ def refuse_changes(
                     "(`self.count.add_(1)`), or outside of forward"
                 )
             if not same(first, result):
-                by = sorted(_name(key) for key, _ in changed)
+                by = sorted(map(_name, changed))
                 raise CaptureError(
                     f"{what} is another one the second time, by "
                     f"{', '.join(by) or 'random numbers of Python or NumPy'}; a graph is as it was once: "
@@ -64,6 +64,16 @@ def refuse_changes(
                     "decide what forward does when the model is made"
                 )
     return first
+
+
+def _kept(model: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
+    """The tensors that modules keep as plain attributes: which ones, and how often they were written to."""
+    return {
+        (path, name): (id(value), value._version)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _name(key: tuple[str, str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -167,6 +167,13 @@ class Variants:
                 code = selective(self.anatomy("train", specs), code) if lets_go else code
                 self._training[key] = split(code) if in_two else code
         return self._training[key]
+
+    def check(self, cuts: Sequence[str], stages: Iterable[int]) -> None:
+        """Raises CaptureError where a variant that was met already cannot be cut so."""
+        for stage in stages:
+            for mode, known in self._anatomies.items():
+                for shapes in known:
+                    self.code(mode, dict(shapes), cuts, stage)
 
     def _refuse_old_copies(self, anatomy: Anatomy, code: Code, cuts: Sequence[str], stage: int) -> None:
         """Training changes a buffer on the stage that owns it; another stage has its first values only."""

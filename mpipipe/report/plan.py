@@ -49,10 +49,12 @@ def headline(plan: Plan) -> str:
 
 
 def describe(
-    plan: Plan, costs: Costs, seconds: float, width: int = 100, timed: tuple[int, int] | None = None
-) -> str:
-    """`seconds`: what measuring and planning took; timed: how many distinct groups were timed now, the others
-    in earlier runs, and how many there are. width: of the table, in which names are shortened."""
+    plan: Plan, costs: Costs, seconds: float | None = None, width: int = 100,
+    timed: tuple[int, int] | None = None,
+) -> str:  # fmt: skip
+    """`seconds`: what measuring and planning took; None = the costs are those of steps. timed: how many distinct
+    groups were timed now, the others in earlier runs, and how many there are. width: of the table, in which names
+    are shortened."""
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
     starts = [0, *cuts]
@@ -67,10 +69,11 @@ def describe(
     headers = ("stage", "from", "groups", "F+B ms", "send MiB", f"memory {unit}")
     p = plan.prediction
     source: str = costs.source
+    took = "by steps" if seconds is None else f"in {seconds:.1f} s"
     if timed is not None and timed[0] < timed[1]:
         source = f"cached, {timed[1] - timed[0]} of {timed[1]} hold,"
     return (
-        f"plan ({_decided(plan)}costs {source} in {seconds:.1f} s, spread {costs.spread:.0%}):\n"
+        f"plan ({_decided(plan)}costs {source} {took}, spread {costs.spread:.0%}):\n"
         f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}{_recomputed(plan, costs)}"
         f"predicted step {_seconds(p.step_s)}, bubble {p.bubble:.1%}; no cut is faster than "
         f"{_seconds(p.lower_bound_s)} (gap {p.gap:.1%})"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.cut import Code, Leaf
-from mpipipe.graph.program import Mode
+from mpipipe.graph.program import Batch, Mode
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.variants import Variants
 from mpipipe.ops import device
@@ -58,6 +58,7 @@ class Outcome:
 
     times: Float64  # (instructions, 2): start and end, perf_counter seconds
     memory_bytes: Int64  # (instructions,): resident at the end of each, a message like what was before it
+    data_s: Float64  # (instructions,): of each, what it has waited for its samples
     loss: float = 0.0
     weight: float = 0.0
     norm: float = 0.0
@@ -130,7 +131,9 @@ class Interpreter:
         self.undone = dict.fromkeys(self.stages, len(self.share))  # micro-batches
         firsts = [self._block_of(program.share(copy).start) for copy in self.served]
         self.running = {s: list(firsts) for s in self.stages}  # block that each of its shares is summing up
-        self.outcome = Outcome(np.zeros((len(instrs), 2)), np.zeros(len(instrs), np.int64))
+        n = len(instrs)
+        self.outcome = Outcome(np.zeros((n, 2)), np.zeros(n, np.int64), np.zeros(n))
+        self._data_s = 0.0
         self.act: dict[Key, list[Tensor]] = {}
         self.out: dict[Key, list[Tensor]] = {}
         self.grad: dict[Key, list[Tensor]] = {}
@@ -160,6 +163,7 @@ class Interpreter:
                 raise
             self.outcome.times[i, 1] = time.perf_counter()
             if instr.op in COMPUTE:  # asking takes 20 us beside cold caches, as long as a small message
+                self.outcome.data_s[i], self._data_s = self._data_s, 0.0
                 held = self.resident_bytes()
                 self._move_on()
             self.outcome.memory_bytes[i] = held
@@ -197,7 +201,7 @@ class Interpreter:
 
     def _forward(self, i: Instr) -> None:
         key, code, train = (i.stage, i.micro), self.code(i.stage, i.micro), self.job.mode == "train"
-        batch = self.job.source.take(i.micro, frozenset(code.inputs)) if code.inputs else {}
+        batch = self._samples(i.micro, code) if code.inputs else {}
         received = self.act.pop(key, [])
         if train:
             lets_go, specs = self.stages[i.stage].recompute == "selective", self.job.source.specs[i.micro]
@@ -214,6 +218,12 @@ class Interpreter:
             self.outcome.values[i.micro] = [float(t) for t in sent]
         if not train and key not in self.out:
             self._release(key)
+
+    def _samples(self, micro: int, code: Code) -> Batch:
+        started = time.perf_counter()
+        batch = self.job.source.take(micro, frozenset(code.inputs))
+        self._data_s = time.perf_counter() - started
+        return batch
 
     def _backward(self, i: Instr) -> None:
         key, stage = (i.stage, i.micro), self.stages[i.stage]

@@ -18,12 +18,12 @@ class Recorder:
 
     def __init__(self, comm: Communicator, program: Program) -> None:
         self._comm, self._program = comm, program
-        self._kept: deque[tuple[Float64, Int64]] = deque(maxlen=KEPT_STEPS)
+        self._kept: deque[tuple[Float64, Int64, Float64]] = deque(maxlen=KEPT_STEPS)
         self.highest_bytes: list[int] = []  # per step, of this rank at the end of an instruction
 
     def add(self, outcome: Outcome) -> None:
         """One step, in order."""
-        self._kept.append((outcome.times, outcome.memory_bytes))
+        self._kept.append((outcome.times, outcome.memory_bytes, outcome.data_s))
         self.highest_bytes.append(int(outcome.memory_bytes.max(initial=0)))
 
     @property
@@ -34,26 +34,27 @@ class Recorder:
     @property
     def step_s(self) -> float:
         """Of those, the median on this rank."""
-        return float(np.median([times[-1, 1] - times[0, 0] for times, _ in list(self._kept)[1:]]))
+        return float(np.median([times[-1, 1] - times[0, 0] for times, *_ in list(self._kept)[1:]]))
 
     def median(self) -> Timeline:
         """The step whose makespan is the median of those kept, the first one left out. Collective."""
         kept = list(self._kept)[1:] or list(self._kept)
         offset_s = self._comm.clock_offset_s
-        ends = np.array([(times[0, 0], times[-1, 1]) for times, _ in kept]) - offset_s  # (steps, 2)
+        ends = np.array([(times[0, 0], times[-1, 1]) for times, *_ in kept]) - offset_s  # (steps, 2)
         by_rank = self._comm.allgather_array(ends)
         start_s = by_rank[:, :, 0].min(axis=0)
         order = np.argsort(by_rank[:, :, 1].max(axis=0) - start_s, kind="stable")
         chosen = int(order[len(order) // 2])
-        times, memory_bytes = kept[chosen]
+        times, memory_bytes, _ = kept[chosen]
         found = self._comm.allgather_object((times - offset_s - start_s[chosen], memory_bytes))
         return Timeline(self._program, tuple(t for t, _ in found), tuple(m for _, m in found))
 
     def typical(self) -> list[Timeline]:
         """Of all steps kept but the first, of every other one of them, and of those between: what each
-        instruction took, in the median; all begin at 0. Of two steps at least. Collective."""
+        instruction took, in the median, without its wait for samples, which stays on the rank that reads them
+        whatever it computes; all begin at 0. Of two steps at least. Collective."""
         kept = list(self._kept)[1:]
-        seconds = np.array([times[:, 1] - times[:, 0] for times, _ in kept])  # (steps, instructions)
+        seconds = np.array([times[:, 1] - times[:, 0] - data_s for times, _, data_s in kept])  # (steps, ...)
         parts = [np.median(part, axis=0) for part in (seconds, seconds[::2], seconds[1::2])]
         mine = [np.stack([np.zeros_like(took), took], axis=1) for took in parts]
         found = self._comm.allgather_object((mine, kept[-1][1]))

@@ -44,7 +44,7 @@ class Slowness:
     def add(self, outcome: Outcome) -> Slow | None:
         """One step; a rank that is slow for long, each once, everywhere. Collective every `WINDOW` steps."""
         start_s, end_s = outcome.times[self._computes].sum(axis=0).tolist()
-        self._steps_s.append(end_s - start_s)
+        self._steps_s.append(end_s - start_s - float(outcome.data_s.sum()))
         if len(self._steps_s) < WINDOW:
             return None
         factor = statistics.median(self._steps_s) / self._predicted_s if self._predicted_s else 1.0

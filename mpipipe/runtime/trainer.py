@@ -29,6 +29,15 @@ from mpipipe.runtime.weights import StageWeights
 from mpipipe.values import Plan, Program, share_of
 
 
+def check_tags(comm: Communicator, program: Program) -> None:
+    """Raises MpipipeError where this MPI has too few."""
+    if max_tag(program) >= comm.tag_ub:  # the last one is that of the mirrors
+        raise MpipipeError(
+            f"the plan needs message tags up to {max_tag(program)}, this MPI allows {comm.tag_ub - 1}; lower "
+            "pipeline.receive_window"
+        )
+
+
 class Trainer:
     """Collective: every rank makes one with the same arguments. `resident_bytes`: see `Interpreter`."""
 
@@ -90,11 +99,7 @@ class Trainer:
         if (n_micro, train) not in self._programs:
             graph, plan = self.variants.graph, self.plan
             program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups, train, n_micro)
-            if max_tag(program) >= self.comm.tag_ub:  # the last one is that of the mirrors
-                raise MpipipeError(
-                    f"the plan needs message tags up to {max_tag(program)}, this MPI allows "
-                    f"{self.comm.tag_ub - 1}; lower pipeline.receive_window"
-                )
+            check_tags(self.comm, program)
             self._programs[n_micro, train] = program
         return self._programs[n_micro, train]
 

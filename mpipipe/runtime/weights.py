@@ -26,7 +26,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +91,15 @@ class Sums:
         return Sums([flat.sibling() for flat in self.flats], extra)
 
 
+def updates_of(
+    source: ModelSource, graph: Graph, stage: int, owner: Mapping[str, int], trained: Iterable[str],
+    n_copies: int,
+) -> dict[str, int]:  # fmt: skip
+    """Parameter of a stage -> the copy of it that has its optimizer state. The rest: as `StageWeights`."""
+    nbytes = {n: source.params[n].nbytes for n in trained if owner[n] == stage}
+    return shard(nbytes, {tie.param for tie in graph.ties}, n_copies)
+
+
 class StageWeights:
     """owner: parameter or buffer -> owning stage (`Variants.stage_of_param`);
     leaves: every (parameter, use) that the training code of this stage reads; trained: all parameters with a
@@ -116,8 +125,7 @@ class StageWeights:
         self.stage, self.tied, self.copy, self.n_copies, self._source = stage, tied, copy, n_copies, source
         self._trained = frozenset(trained)
         tied_groups = {tie.param: tie.groups for tie in graph.ties}
-        nbytes = {n: source.params[n].nbytes for n in trained if owner[n] == stage}
-        self.groups = self._groups(source, shard(nbytes, tied_groups.keys(), n_copies))
+        self.groups = self._groups(source, updates_of(source, graph, stage, owner, trained, n_copies))
         self.data: dict[str, Tensor] = {n: v for g in self.groups for n, v in g.data.views.items()}
         self.grad: dict[str, Tensor] = {n: v for g in self.groups for n, v in g.grad.views.items()}
         for name in self.data:

@@ -40,10 +40,12 @@ class Facts(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Which version of which mirrors. members: the ranks that made it, by their first numbers."""
+    """Which version of which mirrors. members: the ranks that made it, by their first numbers; plan: the hash
+    of the one by which it is shared out among them."""
 
     step: int
     members: tuple[int, ...]
+    plan: str
 
 
 @dataclass
@@ -55,10 +57,10 @@ class _Version:
 
 
 class Mirrors:
-    """Of one rank, in one world of ranks. every: steps."""
+    """Of one rank, in one world of ranks and under one plan, that of this hash. every: steps."""
 
-    def __init__(self, comm: Communicator, every: int) -> None:
-        self._comm, self.every, self.members = comm, every, comm.members
+    def __init__(self, comm: Communicator, every: int, plan: str) -> None:
+        self._comm, self.every, self.members, self._plan = comm, every, comm.members, plan
         shift = partner_shift(comm.node_of_rank)
         self._to, self._of = (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size
         self._versions = [_Version() for _ in range(VERSIONS)]
@@ -94,7 +96,7 @@ class Mirrors:
     def whole(self) -> dict[Key, tuple[int, int]]:
         """The versions that are whole here, each with the ranks, by their first numbers, that it is of."""
         holds = self.members[self._comm.rank], self.members[self._of]
-        return {Key(v.step, self.members): holds for v in self._versions if v.step >= 0}
+        return {Key(v.step, self.members, self._plan): holds for v in self._versions if v.step >= 0}
 
     def facts(self, step: int) -> list[Facts]:
         return self._version(step).facts
@@ -135,7 +137,7 @@ def newest_whole(comm: Communicator, kept: Sequence[Mirrors]) -> Found | None:
     ]
     if not wholes:
         return None
-    key = max(wholes, key=lambda key: (key.step, -len(key.members)))
+    key = max(wholes, key=lambda key: (key.step, -len(key.members), key.plan))
     first = next(rank for rank, offers in enumerate(by_rank) if key in offers)
     own = next((m for m in kept if key in m.whole()), None)
     facts: list[Facts] = comm.bcast_object(own.facts(key.step) if own and comm.rank == first else [], first)
@@ -170,14 +172,16 @@ def held(kept: Sequence[Mirrors], found: Found) -> dict[str, Tensor]:
     return own.held(found.key.step) if own is not None else {}
 
 
-def offered(comm: Communicator, step: int, tensors: Mapping[str, Tensor], numbers: Numbers) -> Found:
+def offered(
+    comm: Communicator, step: int, plan: str, tensors: Mapping[str, Tensor], numbers: Numbers
+) -> Found:
     """What the ranks hold after a step, itself, as long as nobody changes it. Collective."""
     facts = comm.allgather_object(Facts({n: spec(t) for n, t in tensors.items()}, numbers))
     where: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         for name in fact.specs:
             where.setdefault(name, []).append(rank)
-    return _found(Key(step, comm.members), where, facts)
+    return _found(Key(step, comm.members, plan), where, facts)
 
 
 def _found(key: Key, where: Mapping[str, Sequence[int]], facts: Sequence[Facts]) -> Found:

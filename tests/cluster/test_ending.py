@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ def test_without_any_limit_there_is_no_end() -> None:
     limit = TimeLimit(None, {}, clock)
     clock.now = 1e12
     assert not limit.reached(step_s=1e6, save_s=1e6)
+    assert limit.left_s() == math.inf
 
 
 @pytest.mark.parametrize(("minutes", "least_s"), [(0.5, 3.0), (10.0, 60.0), (20.0, 60.0)])
@@ -72,6 +74,7 @@ def test_whichever_comes_first() -> None:
     own, other = TimeLimit(1.0, job, clock), TimeLimit(1000.0, job, clock)
     clock.now = 1054.0
     assert (own.reached(1.0, 1.0), other.reached(1.0, 1.0)) == ("the time limit", None)
+    assert (own.left_s(), other.left_s()) == (6.0, 3946.0)
     clock.now = 4940.0
     assert other.reached(1.0, 1.0) == "the time of the job"
 

@@ -328,6 +328,35 @@ class FirstTime(Base):
         return self.lin(x)
 
 
+class Remembers(Base):
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) if self.last is None else self.lin(x) + self.last
+        self.last = y.mean().detach()
+        return y
+
+
+class ShowsItsMap(Base):
+    """What it keeps, it does not read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.map = self.lin(x).detach()
+        return self.lin(x)
+
+
+def test_a_tensor_that_a_layer_remembers_is_refused_and_one_that_it_shows_is_not() -> None:
+    def by_layer(model: type[nn.Module]) -> None:
+        layers = ModelSource(lambda: nn.Sequential(model(), nn.Identity()), 0)
+        capture_one(layers, sum_and_count, SPECS, "train", by_layer=True)
+
+    with pytest.raises(
+        CaptureError, match=r"layer 0 \(Remembers\) is another one the second time, by 'last'"
+    ):
+        by_layer(Remembers)
+    by_layer(ShowsItsMap)
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [

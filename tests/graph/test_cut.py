@@ -309,3 +309,13 @@ def test_what_training_changes_on_another_stage_is_refused_on_every_rank(stage: 
     says = r"(?s)line \d+.*'a.weight' on stage 1 .* in mode eval, but training changes it on stage 0: .*"
     with pytest.raises(CaptureError, match=says):
         variants.code("eval", variants.first, (cut,), stage)
+
+
+def test_a_cut_is_checked_for_all_that_was_met() -> None:
+    variants = in_evaluation("a")
+    cut = next(g for g in variants.graph.groups if g.startswith("b/"))
+    variants.check((cut,), [0, 1])  # of training alone
+    variants.anatomy("eval", variants.first)
+    variants.check((), [0])
+    with pytest.raises(CaptureError, match="in mode eval, but training changes it"):
+        variants.check((cut,), [0])

@@ -19,7 +19,7 @@ def outcome(start_s: float, seconds: float, held: int) -> Outcome:
     edges = start_s + np.linspace(0.0, seconds, len(PROGRAM.codes[0]) + 1)
     memory = np.full(len(edges) - 1, held)
     memory[0] += 7
-    return Outcome(np.stack([edges[:-1], edges[1:]], axis=1), memory)
+    return Outcome(np.stack([edges[:-1], edges[1:]], axis=1), memory, np.zeros(len(memory)))
 
 
 def median_of(seconds: list[float]) -> list[Timeline]:
@@ -58,6 +58,20 @@ def test_a_typical_step_has_the_medians_of_each_instruction() -> None:
             for rank, times in enumerate(timeline.times):
                 np.testing.assert_allclose(times[:, 1] - times[:, 0], took_s / n)
                 assert timeline.memory_bytes[rank].tolist()[:2] == [12, 5]
+
+
+def test_a_typical_step_does_not_wait_for_its_samples() -> None:
+    def body(comm: Communicator) -> list[Timeline]:
+        recorder = Recorder(comm, PROGRAM)
+        for step in range(4):
+            found = outcome(100.0 * step, float(len(PROGRAM.codes[0])), 5)  # a second each
+            found.data_s[0] = 0.75
+            recorder.add(found)
+        return recorder.typical()
+
+    for timeline in run_local(2, body)[0]:
+        for times in timeline.times:
+            np.testing.assert_allclose(times[:, 1] - times[:, 0], [0.25, *[1.0] * (len(times) - 1)])
 
 
 def test_a_single_step_is_its_own_median() -> None:

@@ -21,15 +21,17 @@ TIMES = tuple(np.stack([edges[:-1], edges[1:]], axis=1) for edges in EDGES)
 PREDICTED = Timeline(PROGRAM, TIMES, tuple(np.zeros(len(t), np.int64) for t in TIMES))
 
 
-def said(factors: list[list[float]]) -> list[tuple[int, str]]:
-    """(window, text) of what every rank was told. factors: by window and rank."""
+def said(factors: list[list[float]], waits: bool = False) -> list[tuple[int, str]]:
+    """(window, text) of what every rank was told. factors: by window and rank; waits: what is beyond the
+    prediction is waiting for samples."""
 
     def body(comm: Communicator) -> list[tuple[int, str]]:
         slow, found = Slowness(comm, PREDICTED, f"n{comm.rank}"), []
         for window, by_rank in enumerate(factors):
             for _ in range(WINDOW):
                 times = TIMES[comm.rank] * by_rank[comm.rank]
-                if text := slow.add(Outcome(times, np.zeros(len(times), np.int64))):
+                data_s = (times - TIMES[comm.rank]) @ [-1.0, 1.0] * waits
+                if text := slow.add(Outcome(times, np.zeros(len(times), np.int64), data_s)):
                     found.append((window, str(text)))
         return found
 
@@ -45,6 +47,10 @@ def test_a_rank_that_stays_slow_is_told_once_with_its_factor() -> None:
     assert told[0][1].startswith(
         "rank 2 (n2) has computed 2.1 times as long as the other ranks for 100 steps"
     )
+
+
+def test_a_rank_that_waits_for_its_samples_is_not_slow() -> None:
+    assert said([[1.0, 1.0, 6.0]] * (WINDOWS + 2), waits=True) == []
 
 
 def test_what_does_not_last_is_not_told() -> None:

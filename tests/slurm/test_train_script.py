@@ -164,9 +164,11 @@ def test_a_task_of_an_array_asks_for_itself_alone(site: Site) -> None:
     assert code == 0
 
 
-@pytest.mark.parametrize(("when", "requeued"), [("2026-11-26T01:02:03", True), ("None", False)])
+@pytest.mark.parametrize(
+    ("when", "requeued"), [("2999-11-26T01:02:03", True), ("2020-01-01T00:00:00", False), ("None", False)]
+)
 def test_a_job_that_is_preempted_is_queued_again(site: Site, when: str, requeued: bool) -> None:
-    """Its ranks were asked by Slurm, which the script does not see."""
+    """Its ranks were asked by Slurm, which the script does not see. An earlier start does not count."""
     shown = f"echo JobId=7 PreemptEligibleTime=2026-11-26T00:00:00 PreemptTime={when} Command=/none WorkDir=/"
     script(site.bin / "scontrol", f'[ "$1" = show ] && {shown} || echo "scontrol: $*"')
     site.environment(site.repo / ".venv", "echo saved")

@@ -27,10 +27,10 @@ from mpipipe.planner.copies import Copies
 from mpipipe.planner.programs import cut_indices
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.checkpoint import tensor_digest
-from mpipipe.state.mirrors import Mirrors
+from mpipipe.state.mirrors import Mirrors, fetch, held, newest_whole
 from mpipipe.state.resume import read_state, step_folder
 from mpipipe.state.verify import newest_sound
-from mpipipe.survival import LOOKS, Survival
+from mpipipe.survival import LOOKS, Survival, needed
 from mpipipe.values import COMPUTE, Timeline
 
 EVERY, STEPS = 3, 8
@@ -413,8 +413,70 @@ def test_a_plan_by_what_the_steps_took_changes_no_bits(ranks: int, settings: dic
         assert "whichever steps count" in in_part
         assert "too few steps are left" in late
         assert why.startswith(f"after {EVERY} steps planned anew: a step is predicted to take ")
+        assert "times as long as planned, beside the others" in why
     before, after = found[1][1]
     assert after < before
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "spares"), [("recovery", EVERY + 1, 0), ("received", EVERY + 1, 0), ("update", 6, 1)]
+)
+@pytest.mark.slow
+def test_a_rank_that_is_lost_on_the_way_to_another_layout_changes_no_bits(
+    monkeypatch: pytest.MonkeyPatch, where: str, step: int, spares: int
+) -> None:
+    """While state moves, before all have the first mirrors of the new layout, or later: then a spare, which
+    has not seen it, takes over in it."""
+    arm(monkeypatch, ((1, where, step),))
+
+    def body(comm: Communicator) -> tuple[dict[str, str], int]:
+        pipe = pipeline(comm, spares=spares)
+        pipe.fit(EVERY + 1)
+        pipe.surviving(lambda: pipe.refine([slowed(pipe.predicted, 0, 20.0)] * 3, 1000), pipe.recover)
+        pipe.fit(STEPS)
+        mine = {name: tensor_digest(name, t) for name, t in pipe.state_dict(full=False).items()}
+        return {k: v for part in pipe.comm.allgather_object(mine) for k, v in part.items()}, pipe.size
+
+    expected = {k: v for k, v in undisturbed().items() if not k.startswith("loss ")}
+    assert run_local(3, body) == [(expected, 2)] * 2
+
+
+def test_a_version_is_of_one_layout_though_another_has_one_of_that_step() -> None:
+    """A rank was lost while some had left the barrier behind the new mirrors, and others had not."""
+
+    def body(comm: Communicator) -> tuple[str, dict[str, float]]:
+        kept = []
+        for plan, names in (("old", "ab"), ("new", "ba")):
+            mirrors = Mirrors(comm, 1, plan)
+            mirrors.take(3, {names[comm.rank]: torch.tensor(float(len(kept)))}, ())
+            mirrors.commit()
+            kept.append(mirrors)
+        found = newest_whole(comm, kept if comm.rank == 0 else kept[:1])
+        assert found is not None
+        received = fetch(comm, held(kept, found), found, ["a", "b"])
+        values = {name: torch.zeros(()) for name in "ab"}
+        for name, out in values.items():
+            received.read(name, out)
+        return found.key.plan, {name: float(t) for name, t in values.items()}
+
+    (plan, values), other = run_local(2, body)
+    assert (plan, values) == other
+    assert set(values.values()) == {0.0 if plan == "old" else 1.0}
+
+
+def test_a_copy_of_a_stage_is_sent_the_optimizer_state_that_it_updates() -> None:
+    def body(comm: Communicator) -> tuple[set[str], set[str]]:
+        pipe = pipeline(comm, recover="restart", blocks=2, replicas=2, optimizer=None)
+        pipe.fit(1)
+        layout, variants = pipe.plan.layout, pipe.variants
+        has = {name.rpartition("/")[0] for name in pipe.trainer.optimizer_state()}
+        names = [f"{name}/exp_avg" for name in variants.trained]
+        wanted = needed([*names, *variants.trained], variants, layout, comm.rank)
+        return has, {name.rpartition("/")[0] for name in wanted if "/" in name}
+
+    for has, wanted in run_local(2, body):
+        assert has == wanted
+        assert has
 
 
 class Quiet(Net):
