@@ -104,6 +104,7 @@ def test_paths_may_begin_at_home_and_hold_variables_of_the_environment(
     config = parse("data: {path: ~/a.txt}\nrun: {dir: $SCRATCH/x}")
     assert (config.data.path, config.run.dir) == ("/home/me/a.txt", "/scratch/me/x")  # type: ignore[union-attr]
     assert parse("", overrides=["run.dir=${SCRATCH}/~/#1"]).run.dir == "/scratch/me/~/#1"
+    assert parse("model: {name: 'hf:$SCRATCH/gpt2'}").model.name == "hf:/scratch/me/gpt2"
     assert "dir: /scratch/me/x\n" in to_yaml(config), "as the environment was"
     monkeypatch.delenv("SCRATCH")
     said = message("", "run.dir=$SCRATCH/x")

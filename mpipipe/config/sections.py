@@ -61,6 +61,9 @@ Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Classes = Annotated[int, Field(ge=2)]
 Sizes = Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1)]
 PathText = Annotated[str, AfterValidator(_expanded)]
+HfPath = Annotated[
+    str, Field(pattern=r"^hf:."), AfterValidator(lambda name: f"hf:{_expanded(name.removeprefix('hf:'))}")
+]
 Patterns = Annotated[tuple[str, ...], Strict(False)]
 Task = Literal["causal", "masked", "seq2seq", "image", "sequence"]
 OrderFile = Annotated[str, Field(pattern=r"\.csv$")]  # one line per rank, as `0F0,0F1,0B0,0B1`
@@ -227,7 +230,7 @@ class DlrmConfig(Section):
 
 
 class HfConfig(Section):
-    name: Annotated[str, Field(pattern=r"^hf:.")]  # hf:config.json, or hf:folder of a saved model
+    name: HfPath  # hf:config.json, or hf:folder of a saved model
     task: Task | None = None  # what it learns; null = as the config's `architectures` says
     freeze: Patterns = ()  # patterns of parameters that are not trained, such as "*.embed_tokens.*"
     fresh: Patterns = ()  # patterns of those that start from random values though the folder has them

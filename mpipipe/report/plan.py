@@ -52,9 +52,9 @@ def describe(
     plan: Plan, costs: Costs, seconds: float | None = None, width: int = 100,
     timed: tuple[int, int] | None = None,
 ) -> str:  # fmt: skip
-    """`seconds`: what measuring and planning took; None = the costs are those of steps. timed: how many distinct
-    groups were timed now, the others in earlier runs, and how many there are. width: of the table, in which names
-    are shortened."""
+    """`seconds`: what measuring and planning took; None = the costs are those of steps. timed: how many
+    distinct groups were timed now, the others in earlier runs, and how many there are. width: of the table,
+    in which names are shortened."""
     names = [g.name for g in costs.groups]
     cuts = cut_indices(plan.layout, names)
     starts = [0, *cuts]
