@@ -325,7 +325,7 @@ def pays_off(
     it. parts: costs that some of the steps have shown, others each; change_s: what it takes to go over."""
     costs = after.costs
     assert costs is not None
-    names = [group.name for group in costs.groups]
+    names = costs.names
     program = program_for(before.layout, before.numerics, costs.ties, names)
     before = replace(before, costs=costs, prediction=expect(costs, before.layout, program, names)[0])
     now_s, new_s = before.prediction.step_s, after.prediction.step_s

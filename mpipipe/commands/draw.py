@@ -74,7 +74,7 @@ def _of_run(folder: Path) -> tuple[Timelines, Sizes | None]:
 
 def _of_plan(path: Path) -> tuple[Timelines, Sizes]:
     plan, costs = _with_costs(path)
-    schedule, names = plan.layout.schedule, [group.name for group in costs.groups]
+    schedule, names = plan.layout.schedule, costs.names
     make_known("layout.schedule", schedule, again=False)
     program = program_for(plan.layout, plan.numerics, costs.ties, names)
     # also where it does not fit into memory: that is to be seen
@@ -83,7 +83,7 @@ def _of_plan(path: Path) -> tuple[Timelines, Sizes]:
 
 
 def _sizes(plan: Plan, costs: Costs, program: Program) -> Sizes:
-    return sizes_of_messages(costs, plan.layout, program, [group.name for group in costs.groups])
+    return sizes_of_messages(costs, plan.layout, program, costs.names)
 
 
 def _with_costs(path: Path) -> tuple[Plan, Costs]:

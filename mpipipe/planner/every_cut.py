@@ -38,7 +38,7 @@ class EveryCut:
     ) -> None:  # fmt: skip
         self.costs, self.numerics, self.schedule = costs, numerics, schedule
         self.receive_window, self.n_ranks, self.recompute = receive_window, n_ranks, recompute
-        self.names = [group.name for group in costs.groups]
+        self.names = costs.names
         self.ways = math.comb(len(self.names) - 1, n_ranks - 1)
         self._programs: dict[tuple[StageTie, ...], tuple[Layout, Program]] = {}
         self.whole = schedule in PLAIN

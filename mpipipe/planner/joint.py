@@ -323,14 +323,14 @@ class _Finder:
         return bound_s, bound_s
 
     def _simulate(self, costs: Costs, numerics: Numerics, schedule: str, copies: Copies) -> None:
-        asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
-        how = names, asked.n_ranks, copies, asked.recompute
+        asked, count = self.asked, numerics.micro_batches
+        how = costs.names, asked.n_ranks, copies, asked.recompute
         made: Made | None = None
         if why := self._why_not(schedule, numerics, copies):
             self._note(count, schedule, copies, None, None, why)
             return
         try:
-            quick = schedule != asked.schedules[0] and len(names) * asked.n_ranks > MOST_SWEPT
+            quick = schedule != asked.schedules[0] and len(costs.groups) * asked.n_ranks > MOST_SWEPT
             made = make_plan(
                 costs,
                 numerics,

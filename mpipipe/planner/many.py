@@ -71,7 +71,7 @@ class Many:
         return max(float(self._ending(edges[s + 1], s).seconds[edges[s]]) / devices[s].speed for s in stages)
 
     def _walked(self, cuts: Sequence[Cuts], ties: Sequence[StageTie]) -> Float64:
-        layout, names = self.plan.layout, [group.name for group in self.costs.groups]
+        layout, names = self.plan.layout, self.costs.names
         layout = replace(layout, cuts=tuple(names[c] for c in cuts[0]))
         ends = match(program_for(layout, self.plan.numerics, self.costs.ties, names))
         norm_s = norm_seconds(self.costs.cluster, layout.n_stages)

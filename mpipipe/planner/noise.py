@@ -53,7 +53,7 @@ def noise(plan: Plan, costs: Costs, draws: int = DRAWS, seed: int = 0) -> Noise 
         return None
     factors = _factors(costs.groups, spread, draws, seed)
     many = Many(plan, costs, factors)
-    ours = cut_indices(plan.layout, [group.name for group in costs.groups])
+    ours = cut_indices(plan.layout, costs.names)
     others = _others(many, ours, _MOST_ENDS // (instructions * draws))
     steps = many.steps_s([ours, *others])  # (cuts, draws)
     best = steps[1:].min(axis=0, initial=np.inf)
@@ -79,9 +79,9 @@ def shorter(
     spread, _ = spreads(costs)
     if not spread.any() or instructions > _MOST_INSTRUCTIONS or not _alone(plan.layout):
         return None
-    factors, names = _factors(costs.groups, spread, draws, seed), [group.name for group in costs.groups]
+    factors = _factors(costs.groups, spread, draws, seed)
     ours_s, theirs_s = (
-        Many(p, costs, factors).steps_s([cut_indices(p.layout, names)])[0] for p in (plan, other)
+        Many(p, costs, factors).steps_s([cut_indices(p.layout, costs.names)])[0] for p in (plan, other)
     )
     return int((ours_s < theirs_s * (1.0 - WORTH)).sum()), draws
 

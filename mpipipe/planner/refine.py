@@ -55,7 +55,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     """
     if plan.costs is None:
         raise PlanError("the plan holds no costs to be refined; run again with this version of mpipipe")
-    names = [group.name for group in plan.costs.groups]
+    names = plan.costs.names
     program = program_for(plan.layout, plan.numerics, plan.costs.ties, names)
     if program.hash != measured.program.hash:
         raise PlanError(
@@ -83,7 +83,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
 def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     """Costs whose stages take what was measured. spread: of the micro-batches of each stage, median over
     least. Raises PlanError where spans are missing or cannot be."""
-    cuts = cut_indices(layout, [group.name for group in costs.groups])
+    cuts = cut_indices(layout, costs.names)
     placed = in_order(costs, layout.order)
     stages = stages_in(costs, layout, cuts)
     ratios = _ratios(stages, measured)
@@ -123,9 +123,8 @@ def gain(before: Plan, after: Plan, costs: Iterable[Costs]) -> float:
     """By what share the step of `after` is shorter, on those of the costs on which that is least."""
 
     def step_s(plan: Plan, on: Costs) -> float:
-        names = [group.name for group in on.groups]
-        program = program_for(plan.layout, plan.numerics, on.ties, names)
-        return expect(on, plan.layout, program, names)[0].step_s
+        program = program_for(plan.layout, plan.numerics, on.ties, on.names)
+        return expect(on, plan.layout, program, on.names)[0].step_s
 
     return min(1.0 - step_s(after, on) / step_s(before, on) for on in costs)
 

@@ -248,10 +248,11 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Seque
 def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:
     """Of a plan whose order follows from costs, that with the same cuts and the fewest stashes whose step
     takes so long at most, and which is less `dear`; any other plan as it is."""
-    (plan, _), names = made, [group.name for group in made[0].costs.groups] if made[0].costs else []
+    plan, _ = made
     layout, numerics, costs = plan.layout, plan.numerics, plan.costs
     if layout.schedule not in PLANNED or layout.recompute or costs is None:
         return made
+    names = costs.names
     for order in Orders(costs, layout, numerics).by_room(cut_indices(layout, names), most_s):
         with suppress(PlanError, DeadlockError):
             wished = replace(layout, actions=order.actions, receive_window=receive_window)

@@ -41,7 +41,7 @@ class RunData:
             return self.trace.timelines
         if self.plan is None or self.plan.costs is None:
             return {}
-        names = [group.name for group in self.plan.costs.groups]
+        names = self.plan.costs.names
         try:
             program = program_for(self.plan.layout, self.plan.numerics, self.plan.costs.ties, names)
             return {"predicted": expect(self.plan.costs, self.plan.layout, program, names)[1]}
