@@ -16,8 +16,7 @@ from pathlib import Path
 from mpipipe.commands import run
 from mpipipe.errors import PlanError, ReportError
 from mpipipe.own_schedules import make_known
-from mpipipe.planner.prediction import expect, sizes_of_messages
-from mpipipe.planner.programs import program_for
+from mpipipe.planner.prediction import expect_plan, sizes_of_messages
 from mpipipe.report.draw import draw_png, draw_texts
 from mpipipe.report.perfetto import write_perfetto
 from mpipipe.report.plan_file import read_plan
@@ -74,12 +73,10 @@ def _of_run(folder: Path) -> tuple[Timelines, Sizes | None]:
 
 def _of_plan(path: Path) -> tuple[Timelines, Sizes]:
     plan, costs = _with_costs(path)
-    schedule, names = plan.layout.schedule, costs.names
-    make_known("layout.schedule", schedule, again=False)
-    program = program_for(plan.layout, plan.numerics, costs.ties, names)
+    make_known("layout.schedule", plan.layout.schedule, again=False)
     # also where it does not fit into memory: that is to be seen
-    timeline = expect(costs, plan.layout, program, names)[1]
-    return {"predicted": timeline}, _sizes(plan, costs, program)
+    timeline = expect_plan(plan, costs)[1]
+    return {"predicted": timeline}, _sizes(plan, costs, timeline.program)
 
 
 def _sizes(plan: Plan, costs: Costs, program: Program) -> Sizes:

@@ -18,7 +18,7 @@ from mpipipe.planner.copies import fastest_copy, loaded, stages_in
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.programs import Cuts, cut_indices
+from mpipipe.planner.programs import Cuts, cut_indices, program_for
 from mpipipe.planner.recompute import with_least, with_mode
 from mpipipe.planner.schedules import grid, is_of_file, stashes
 from mpipipe.planner.schedules.orders import is_even, is_plain
@@ -95,6 +95,12 @@ def expect(
         gap=step / bound - 1.0 if bound else 0.0,
     )
     return prediction, timeline
+
+
+def expect_plan(plan: Plan, costs: Costs) -> tuple[Prediction, Timeline]:
+    """As `expect`, of a plan as it is, with these costs."""
+    program = program_for(plan.layout, plan.numerics, costs.ties, costs.names)
+    return expect(costs, plan.layout, program, costs.names)
 
 
 def expect_with(

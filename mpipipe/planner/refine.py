@@ -7,7 +7,7 @@ too, and memory. What changes is the `Layout`: the bits of a run stay what they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,6 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.copies import shape_of, stages_in
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import WORTH
-from mpipipe.planner.prediction import expect
 from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.recompute import wish_of
 from mpipipe.planner.search import make_plan, plan_of
@@ -117,16 +116,6 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
         source="measured",
         spread=float(np.median([g.spread for g in groups])),
     )
-
-
-def gain(before: Plan, after: Plan, costs: Iterable[Costs]) -> float:
-    """By what share the step of `after` is shorter, on those of the costs on which that is least."""
-
-    def step_s(plan: Plan, on: Costs) -> float:
-        program = program_for(plan.layout, plan.numerics, on.ties, on.names)
-        return expect(on, plan.layout, program, on.names)[0].step_s
-
-    return min(1.0 - step_s(after, on) / step_s(before, on) for on in costs)
 
 
 def stage_seconds(timeline: Timeline) -> Seconds:

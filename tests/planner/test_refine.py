@@ -13,10 +13,11 @@ from planner_cases import barely_fitting, problems
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for, simulate, stage_costs
+from mpipipe.planner.change import pays_off
 from mpipipe.planner.copies import stages_in
 from mpipipe.planner.prediction import norm_seconds
 from mpipipe.planner.programs import cut_indices
-from mpipipe.planner.refine import gain, refine, refined_costs, stage_seconds
+from mpipipe.planner.refine import refine, refined_costs, stage_seconds
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.stages import in_order, stage_ties
 from mpipipe.values import Layout, Op, Plan, Recompute, Timeline
@@ -150,18 +151,26 @@ def test_what_cannot_be_a_measured_step_of_the_plan_is_refused() -> None:
         refine(plan, replace(measured, times=tuple(0 * t for t in measured.times)))
 
 
-def test_what_another_layout_gains_is_the_least_that_any_of_the_costs_says() -> None:
+def test_another_plan_pays_off_only_where_all_of_the_costs_say_so() -> None:
     plan, _ = made_plan()
     assert plan.costs is not None
-    names = [g.name for g in plan.costs.groups]
     even, half = (replace(plan.layout, cuts=(f"blocks.{i}",)) for i in (4, 2))
-    before, after = (plan_of(plan.costs, plan.numerics, layout, names) for layout in (half, even))
-    slow = refined_costs(plan.costs, even, step(after, [(1.0,) * 4, (2.0,) * 4]))
-    both = [gain(before, after, [costs]) for costs in (plan.costs, slow)]
-    assert both[0] == pytest.approx(1.0 - after.prediction.step_s / before.prediction.step_s)
-    assert both[1] < both[0]
-    assert gain(before, after, [plan.costs, slow]) == min(both)
-    assert gain(before, before, [plan.costs, slow]) == 0.0
+    before, after = (plan_of(plan.costs, plan.numerics, layout, plan.costs.names) for layout in (half, even))
+    stays, said = pays_off(before, after, [], 100, change_s=0.0)
+    assert not stays
+    assert f"{after.prediction.step_s:.3g} s; as it was, {before.prediction.step_s:.3g} s" in said
+    less, none = (
+        refined_costs(plan.costs, even, step(after, [(first,) * 4, (second,) * 4]))
+        for first, second in ((1.0, 2.0), (3.0, 1.0))
+    )
+    assert not pays_off(before, after, [less], 100, change_s=0.0)[0]
+    for parts in ([none], [less, none]):
+        stays, said = pays_off(before, after, parts, 100, change_s=0.0)
+        assert (stays, "whichever steps count" in said) == (True, True)
+    gain_s = before.prediction.step_s - after.prediction.step_s
+    assert not pays_off(before, after, [], 100, change_s=99 * gain_s)[0]
+    assert "too few steps are left" in pays_off(before, after, [], 100, change_s=101 * gain_s)[1]
+    assert pays_off(before, before, [], 100, change_s=0.0)[0]
 
 
 def test_a_plan_that_barely_fits_stays_as_it_is():
