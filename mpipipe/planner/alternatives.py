@@ -7,7 +7,6 @@ their number was searched, they are those of the search, and keep the batch.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -26,14 +25,13 @@ from mpipipe.planner.programs import cut_indices, with_window
 from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, make_plan
 from mpipipe.planner.sizes import counted, size_text
-from mpipipe.planner.stages import Ranges, in_order, stage_costs
+from mpipipe.planner.stages import Cuts, Ranges, in_order, neighbours, stage_costs
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
 MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
-Cuts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -100,25 +98,23 @@ class _Asked:
 
     def _next_best(self) -> Cuts | None:
         """The best of those with one cut moved by one group; None where none fits."""
-        near = [(*self.cuts[:i], self.cuts[i] + d, *self.cuts[i + 1 :])
-                for i in range(len(self.cuts)) for d in (-1, 1)]  # fmt: skip
-        near = [c for c in near if all(a < b for a, b in itertools.pairwise((0, *c, len(self.names))))]
+        near = neighbours(len(self.names), self.cuts)
         if self.n_stages * self.plan.numerics.micro_batches > REFINE_WORK:  # without simulating each of them
             near = [min(near, key=self._slowest())] if near else []
-        tried = [(self._expected(cuts), cuts) for cuts in near]
+        tried = [(self._expected(cuts), cuts) for _, cuts in near]
         made = [(p, cuts) for p, cuts in tried if isinstance(p, Prediction)]
         fits = [(p.step_s, cuts) for p, cuts in made if too_full(p.peak_bytes, self.costs.cluster) is None]
         return min(fits)[1] if fits else None
 
-    def _slowest(self) -> Callable[[Cuts], tuple[float, float]]:
-        """For cuts of which one is moved: the slowest stage, and the sum of squares less that of now."""
+    def _slowest(self) -> Callable[[tuple[int, Cuts]], tuple[float, float]]:
+        """For one of the `neighbours`: the slowest stage, and the sum of squares less that of now."""
         placed, now = in_order(self.costs, self.plan.layout.order), self._stage_s(self.cuts)
         ranges, devices, modes = Ranges(placed), placed.cluster.devices, self.plan.layout.modes
         order = np.argsort(-now)[:3].tolist()  # a cut changes two stages
         turns = self.plan.layout.turns
 
-        def key(cuts: Cuts) -> tuple[float, float]:
-            i = next(i for i, (a, b) in enumerate(zip(cuts, self.cuts, strict=True)) if a != b)
+        def key(near: tuple[int, Cuts]) -> tuple[float, float]:
+            i, cuts = near
             edges = (0, *cuts, len(self.names))
             two = [
                 float(ranges.ending_at(edges[s + 1], edges[s], modes[s]).seconds[0])

@@ -16,7 +16,7 @@ from mpipipe.planner.placing import Order, any_order_bound_s
 from mpipipe.planner.prediction import norm_seconds, predict_with
 from mpipipe.planner.programs import with_window
 from mpipipe.planner.schedules import PLAIN, PLANNED, stages_on
-from mpipipe.planner.stages import StageTie, crossing_s, in_order, own_bytes, stage_ties
+from mpipipe.planner.stages import Cuts, StageTie, crossing_s, in_order, own_bytes, stage_ties
 from mpipipe.values import Costs, Float64, Int64, Layout, Numerics, Plan, Program
 
 FEW_CUTS = 1 << 14  # ways to cut up to which all are looked at
@@ -72,7 +72,7 @@ class EveryCut:
                 made = other
         return made, True
 
-    def _made(self, cuts: tuple[int, ...], order: Order, bound_s: float) -> Made:
+    def _made(self, cuts: Cuts, order: Order, bound_s: float) -> Made:
         ranks = tuple((rank,) for rank in order)
         starts = tuple(self.names[cut] for cut in cuts)
         layout = Layout(starts, ranks, self.schedule, self.receive_window)

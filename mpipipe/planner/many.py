@@ -15,11 +15,10 @@ from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.prediction import norm_seconds
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
-from mpipipe.planner.stages import Ending, Ranges, StageTie, calls, in_order, remade_s, stage_ties
+from mpipipe.planner.stages import Cuts, Ending, Ranges, StageTie, calls, in_order, remade_s, stage_ties
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Costs, Float64, Op, Plan, Recompute
 
-Cuts = tuple[int, ...]
 Key = tuple[int, int, int]  # op, stage, other stage of a message or -1
 
 

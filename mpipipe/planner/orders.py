@@ -23,11 +23,10 @@ from mpipipe.planner.schedules import (
 )
 from mpipipe.planner.schedules.fill import Use
 from mpipipe.planner.schedules.listed import Policy, listed_seconds, listed_shortest
-from mpipipe.planner.stages import in_order, stage_costs, stage_ties
+from mpipipe.planner.stages import Cuts, are_cuts, in_order, stage_costs, stage_ties
 from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost
 
 Actions = tuple[str, ...]
-Cuts = tuple[int, ...]
 # Seconds by stage, to the next one and to the one before; and those of tied parameters.
 Messages = tuple[list[float], list[float], list[Use]]
 _FEW = 12  # policies, for each stage of a rank, by which cuts are compared: the best ones of the first cuts
@@ -109,7 +108,7 @@ class Orders:
                 for by in (-2, -1, 1, 2)
             ]
             for other in moved:
-                if other not in took_s and _inside(other, len(self._placed.groups)):
+                if other not in took_s and are_cuts(len(self._placed.groups), other):
                     took_s[other] = self._shortest_s(other, tried, least_s)
                     least_s = min(least_s, took_s[other])
             shortest = min(took_s, key=took_s.__getitem__)
@@ -179,7 +178,3 @@ class Orders:
         stages, messages = self._stages(cuts, mode)
         work = work_of(self._on, stages, *messages)
         return planned_by_room(self._on, self._n_micro, work, most)
-
-
-def _inside(cuts: Cuts, n_groups: int) -> bool:
-    return all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))

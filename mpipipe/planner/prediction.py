@@ -18,13 +18,13 @@ from mpipipe.planner.copies import fastest_copy, loaded, stages_in
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.programs import Cuts, cut_indices, program_for
+from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.recompute import with_least, with_mode
 from mpipipe.planner.schedules import grid, is_of_file, stashes
 from mpipipe.planner.schedules.orders import is_even, is_plain
 from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate, times_of
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import stage_ties
+from mpipipe.planner.stages import Cuts, stage_ties
 from mpipipe.values import (
     Cluster,
     Costs,

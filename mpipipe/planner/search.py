@@ -29,10 +29,10 @@ from mpipipe.planner.orders import Order, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages
 from mpipipe.planner.placing import LEAST_GAIN, promising
 from mpipipe.planner.prediction import dear, least_of, least_step_s, predict, predict_with
-from mpipipe.planner.programs import Cuts, Failure, alone, cut_indices, program_for, with_window
+from mpipipe.planner.programs import Failure, alone, cut_indices, program_for, with_window
 from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, stages_on
 from mpipipe.planner.schedules.orders import is_plain
-from mpipipe.planner.stages import StageTie, stage_ties
+from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
 from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced, has_one_stage_each
 from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Plan, Program
@@ -278,8 +278,7 @@ def _refine(
 
     def attempt(cuts: Cuts) -> Plan | None:
         nonlocal least_s
-        inside = all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
-        if inside and cuts not in tried:
+        if cuts not in tried:
             try:
                 found = tried[cuts] = plan(cuts, least_s)
             except (PlanError, DeadlockError) as error:  # it does not fit into memory, say
@@ -296,8 +295,8 @@ def _refine(
     chosen = min(every, key=lambda found: found.prediction.step_s)
     best = next(cuts for cuts, found in tried.items() if found is chosen)
     while work <= REFINE_WORK:
-        near = [(*best[:i], best[i] + d, *best[i + 1 :]) for i in range(len(best)) for d in (-1, 1)]
-        made = [(p.prediction.step_s, cuts, p) for cuts in near if (p := attempt(cuts)) is not None]
+        near = neighbours(n_groups, best)
+        made = [(p.prediction.step_s, cuts, p) for _, cuts in near if (p := attempt(cuts)) is not None]
         shortest = min(made, key=lambda each: each[:2], default=None)
         if shortest is None or shortest[0] >= chosen.prediction.step_s * (1 - 1e-9):
             break
