@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from mpipipe.errors import CheckpointError
-from mpipipe.graph.program import spec
+from mpipipe.graph.program import empty, spec
 from mpipipe.state.digests import begun_digest, pieces_of, tensor_digest
 from mpipipe.state.files import check_name, check_proves_damage, inside, parse_json, read_small, write_text
 from mpipipe.state.names import compare_names
@@ -182,7 +182,6 @@ def load(folder: str | Path, names: Iterable[str] | None = None) -> dict[str, to
         raise CheckpointError(f"{folder}: has no parameter '{unknown[0]}' ({len(unknown)} names are missing)")
     found = {}
     for name in (name for name in source.names if name in asked):
-        there = source.spec(name)
-        found[name] = torch.empty(there.shape, dtype=getattr(torch, there.dtype))
+        found[name] = empty(source.spec(name))
         source.read(name, found[name])
     return found

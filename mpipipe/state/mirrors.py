@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, Request
-from mpipipe.graph.program import spec
+from mpipipe.graph.program import empty, spec
 from mpipipe.planner.mirrors import VERSIONS, partner_shift
 from mpipipe.runtime.transport import as_bytes
 from mpipipe.state.snapshot import Snapshot, needed_bytes, views
@@ -192,8 +192,7 @@ def fetch(comm: Communicator, here: Mapping[str, Tensor], found: Found, wanted: 
     got = {name: t for name, t in here.items() if name in wanted}
     requests = []
     for name in asked[comm.rank]:
-        s = found.specs[name]
-        got[name] = torch.empty(s.shape, dtype=getattr(torch, s.dtype))
+        got[name] = empty(found.specs[name])
         requests.append(comm.irecv(as_bytes(got[name]), found.where[name][0], 0))
     for rank, names in enumerate(asked):
         to_it = (name for name in names if found.where[name][0] == comm.rank)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec
 
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import Communicator, gathered
 from mpipipe.errors import UnreadableError
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.digests import PIECE_BYTES, file_sha256, pieces_digest, shard_sha256
@@ -115,7 +115,7 @@ def check_read(comm: Communicator, reader: Reader, files: Mapping[str, File]) ->
 
     Raises CheckpointError on every rank, with the file and both values.
     """
-    read = {name: d for part in comm.allgather_object(reader.digests) for name, d in part.items()}
+    read = gathered(comm, reader.digests)
     mine = [reader.index, *reader.files][comm.rank :: comm.size]
     wrong = (read_flaw(reader, file, read, files) for file in mine)
     for said in together(comm, str(reader.folder), lambda: next(filter(None, wrong), "")):
