@@ -70,7 +70,7 @@ def sides_of(pipe: Pipeline) -> tuple[dict[str, Plan], dict[str, float]]:
 
     def predicted_s(plan: Plan) -> float:
         program = program_for(plan.layout, plan.numerics, pipe.costs.ties, names)
-        return expect(pipe.costs, plan.layout, program, names)[0].step_s
+        return expect(pipe.costs, plan.layout, program)[0].step_s
 
     found = {}
     for cuts in combinations(range(1, len(names)), pipe.size - 1):

@@ -64,7 +64,7 @@ from mpipipe.planner.joint import (
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.prediction import predict
-from mpipipe.planner.programs import cut_indices, program_for
+from mpipipe.planner.programs import program_for
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen, headline
@@ -371,9 +371,8 @@ class Pipeline(SharedWork):
 
     def _planned(self, asked: Asked, given: Plan | None, settled: Settled | None) -> Plan:
         """On rank 0 alone."""
-        groups = self.variants.graph.groups
         if given is not None:
-            plan = plan_of(self.costs, self.numerics, replace(given.layout, mirror_every=0), groups)
+            plan = plan_of(self.costs, self.numerics, replace(given.layout, mirror_every=0))
         else:
             joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
             plan = joint.plan
@@ -383,8 +382,7 @@ class Pipeline(SharedWork):
                 self.search_why = chosen(joint)
         if self.recovers:
             every = given.layout.mirror_every if given and given.layout.mirror_every else self.mirror_every
-            cuts = cut_indices(plan.layout, groups)
-            plan, self.mirrors_why = with_mirrors(plan, self.costs, cuts, every)
+            plan, self.mirrors_why = with_mirrors(plan, self.costs, every)
         return plan
 
     def _may_refine(self) -> bool:
@@ -413,8 +411,8 @@ class Pipeline(SharedWork):
 
     def _rehearse(self) -> None:
         """The plan as it is, predicted anew."""
-        self.costs, layout, graph = rehearse(self.trainer, self.costs), self.plan.layout, self.variants.graph
-        prediction, self.predicted = predict(self.costs, layout, self.program, graph.groups)
+        self.costs = rehearse(self.trainer, self.costs)
+        prediction, self.predicted = predict(self.costs, self.plan.layout, self.program)
         self.plan = replace(self.plan, costs=self.costs, prediction=prediction)
 
     # -- training ------------------------------------------------------------------------------

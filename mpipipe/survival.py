@@ -268,7 +268,7 @@ class Survival:
         """The first version of new mirrors is made now, and the old ones go when it is whole everywhere.
         Collective."""
         comm, layout = pipe.comm, pipe.plan.layout
-        pipe.predicted = predict(pipe.costs, layout, pipe.program, pipe.variants.graph.groups)[1]
+        pipe.predicted = predict(pipe.costs, layout, pipe.program)[1]
         mirrored = layout.mirror_every and comm.size > 1
         if mirrored:
             mirrors = Mirrors(comm, layout.mirror_every)

@@ -189,10 +189,10 @@ def number_nodes(keys: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(index.setdefault(key, len(index)) for key in keys)
 
 
-def mismatch(what: str, by_rank: Sequence[str]) -> RuntimeError:
+def mismatch(by_rank: Sequence[str]) -> RuntimeError:
     """The error for a collective whose ranks do not fit: the first rank that differs, both values."""
     rank = next(r for r, x in enumerate(by_rank) if x != by_rank[0])
     return RuntimeError(
-        f"{what}: rank {rank} has {by_rank[rank]}, rank 0 has {by_rank[0]}; "
+        f"allgather_array: rank {rank} has {by_rank[rank]}, rank 0 has {by_rank[0]}; "
         "all ranks must make the same collective call with arrays of one shape and dtype"
     )

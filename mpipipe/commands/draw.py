@@ -80,7 +80,7 @@ def _of_plan(path: Path) -> tuple[Timelines, Sizes]:
 
 
 def _sizes(plan: Plan, costs: Costs, program: Program) -> Sizes:
-    return sizes_of_messages(costs, plan.layout, program, costs.names)
+    return sizes_of_messages(costs, plan.layout, program)
 
 
 def _with_costs(path: Path) -> tuple[Plan, Costs]:

@@ -45,7 +45,6 @@ class Alternative(Value):
 def alternatives(
     plan: Plan,
     costs: Costs,
-    group_names: Sequence[str],
     cluster_of: Callable[[int], Cluster],
     tried: Sequence[Tried] = (),
     recompute: Wish = "none",
@@ -53,17 +52,17 @@ def alternatives(
     """cluster_of(ranks): the cluster with another number of ranks; raises PlanError where it has too few.
     tried: what the plan was chosen from, where it was. recompute: as asked for the plan."""
     chosen = len({t.schedule for t in tried}) > 1
-    return tuple(_Asked(plan, costs, group_names, cluster_of, recompute, chosen).all(tried))
+    return tuple(_Asked(plan, costs, cluster_of, recompute, chosen).all(tried))
 
 
 class _Asked:
     def __init__(
-        self, plan: Plan, costs: Costs, names: Sequence[str], cluster_of: Callable[[int], Cluster],
+        self, plan: Plan, costs: Costs, cluster_of: Callable[[int], Cluster],
         recompute: Wish, chosen: bool,
     ) -> None:  # fmt: skip
         self.recompute, self.chosen = recompute, chosen  # chosen: the schedule was
-        self.plan, self.costs, self.names, self.cluster_of = plan, costs, names, cluster_of
-        self.cuts = cut_indices(plan.layout, names)
+        self.plan, self.costs, self.names, self.cluster_of = plan, costs, costs.names, cluster_of
+        self.cuts = cut_indices(plan.layout, self.names)
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
         self.n_copies, self.n_each = plan.layout.n_copies, plan.layout.ranks_per_copy
         self.shape = shape_of(plan.layout)
@@ -197,7 +196,7 @@ class _Asked:
         window = self.plan.layout.receive_window
         try:
             p = make_plan(
-                self.costs, self.plan.numerics, schedule, window, self.names, self.n_ranks, copies,
+                self.costs, self.plan.numerics, schedule, window, self.n_ranks, copies,
                 self.recompute,
             )[0].prediction  # fmt: skip
         except (PlanError, DeadlockError) as error:
@@ -265,7 +264,7 @@ class _Asked:
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
         copies = max(n for n in legal_copies(numerics) if n <= self.n_copies and n_ranks % n == 0)
         *chosen, last = dict.fromkeys((layout.schedule, PLAIN[0] if self.chosen else layout.schedule))
-        how = layout.receive_window, self.names, n_ranks, copies, self.recompute
+        how = layout.receive_window, n_ranks, copies, self.recompute
         for schedule in chosen:
             with suppress(PlanError, DeadlockError):
                 return schedule, make_plan(costs, numerics, schedule, *how, quick=True)[0].prediction
@@ -302,7 +301,7 @@ class _Asked:
         program = self._programs[key]
         layout = replace(layout, receive_window=program.receive_window)
         bound_s = self.plan.prediction.lower_bound_s
-        return expect_with(recompute, self.costs, layout, program, self.names, bound_s)[1]
+        return expect_with(recompute, self.costs, layout, program, bound_s)[1]
 
     def _same_numerics(
         self, name: str, cuts: Cuts, schedule: str | None = None, recompute: Wish | None = None

@@ -81,7 +81,7 @@ class EveryCut:
             self._programs[ties] = with_window(layout, self.numerics, self.costs.ties, self.names)
         known, program = self._programs[ties]
         layout = replace(layout, receive_window=known.receive_window)
-        layout, prediction = predict_with(self.recompute, self.costs, layout, program, self.names, bound_s)
+        layout, prediction = predict_with(self.recompute, self.costs, layout, program, bound_s)
         return Plan(self.numerics, layout, prediction, self.costs), program
 
 

@@ -324,7 +324,7 @@ class _Finder:
 
     def _simulate(self, costs: Costs, numerics: Numerics, schedule: str, copies: Copies) -> None:
         asked, count = self.asked, numerics.micro_batches
-        how = costs.names, asked.n_ranks, copies, asked.recompute
+        how = asked.n_ranks, copies, asked.recompute
         made: Made | None = None
         if why := self._why_not(schedule, numerics, copies):
             self._note(count, schedule, copies, None, None, why)

@@ -63,16 +63,15 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     if any((times[:, 1] < times[:, 0]).any() for times in measured.times):
         raise PlanError("the measured step has spans that end before they begin; run again to measure anew")
     costs = refined_costs(plan.costs, plan.layout, measured)
-    ran = plan_of(costs, plan.numerics, plan.layout, names)
+    ran = plan_of(costs, plan.numerics, plan.layout)
     layout = plan.layout
     try:
         best, _ = make_plan(
-            costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks,
+            costs, plan.numerics, layout.schedule, layout.receive_window, layout.n_ranks,
             shape_of(layout), wish_of(layout),
         )  # fmt: skip
         if layout.mirror_every:
-            cuts = cut_indices(best.layout, names)
-            best, _ = with_mirrors(best, costs, cuts, layout.mirror_every)
+            best, _ = with_mirrors(best, costs, layout.mirror_every)
     except PlanError:  # by the memory of `partition`, which is a little above what is simulated
         return Refined(ran, ran)
     worth = best.prediction.step_s < ran.prediction.step_s * (1.0 - WORTH)

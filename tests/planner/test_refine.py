@@ -51,7 +51,7 @@ def test_the_refined_costs_predict_the_step_that_was_measured(problem, ratios) -
     costs, n_stages, n_micro = problem
     names = [g.name for g in costs.groups]
     numerics = replace(made_plan()[0].numerics, batch=n_micro, micro_batch=1, micro_batches=n_micro)
-    plan = make_plan(costs, numerics, "1f1b", 3, names, n_stages)[0]
+    plan = make_plan(costs, numerics, "1f1b", 3, n_stages)[0]
     measured = step(plan, [(f, b, b, u) for f, b, u in ratios])
     refined = refine(plan, measured)
     assert refined.ran.layout == plan.layout
@@ -74,8 +74,8 @@ def test_backwards_in_two_are_refined_beside_those_in_one(schedule: str) -> None
     """Of an order that follows from costs the first stage does its backward in one, the others do not."""
     made, _ = made_plan(2, 8, 12)
     groups = tuple(replace(g, split_s=0.1 * g.bwd_weight_s) for g in made.costs.groups)  # type: ignore[union-attr]
-    costs, names = replace(made.costs, groups=groups), [g.name for g in groups]  # type: ignore[type-var]
-    plan, program = make_plan(costs, made.numerics, schedule, 3, names, 2)
+    costs = replace(made.costs, groups=groups)  # type: ignore[type-var]
+    plan, program = make_plan(costs, made.numerics, schedule, 3, 2)
     assert (Op.B in program.codes[0][:, 0]) == (schedule != "zb-h1")
     ratios = [(2.0, 3.0, 3.0, 1.0), (1.5, 2.0, 2.0, 1.0), (1.0, 0.5, 0.5, 1.0), (0.5, 4.0, 4.0, 1.0)]
     measured = step(plan, ratios)
@@ -93,7 +93,7 @@ def test_what_is_made_again_takes_as_much_longer_as_the_forward(schedule: str, m
     )
     layout = replace(plan.layout, schedule=schedule, recompute=(mode, "none"))
     names = [g.name for g in groups]
-    plan = plan_of(replace(plan.costs, groups=groups), plan.numerics, layout, names)  # type: ignore[type-var]
+    plan = plan_of(replace(plan.costs, groups=groups), plan.numerics, layout)  # type: ignore[type-var]
     measured = step(plan, [(2.0, 1.0, 1.0, 1.0)] * 2)
     assert refine(plan, measured).ran.prediction.step_s == pytest.approx(measured.makespan_s)
     refined = refined_costs(plan.costs, layout, measured)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def test_another_plan_pays_off_only_where_all_of_the_costs_say_so() -> None:
     plan, _ = made_plan()
     assert plan.costs is not None
     even, half = (replace(plan.layout, cuts=(f"blocks.{i}",)) for i in (4, 2))
-    before, after = (plan_of(plan.costs, plan.numerics, layout, plan.costs.names) for layout in (half, even))
+    before, after = (plan_of(plan.costs, plan.numerics, layout) for layout in (half, even))
     stays, said = pays_off(before, after, [], 100, change_s=0.0)
     assert not stays
     assert f"{after.prediction.step_s:.3g} s; as it was, {before.prediction.step_s:.3g} s" in said
@@ -177,7 +177,7 @@ def test_a_plan_that_barely_fits_stays_as_it_is():
     costs, cuts = barely_fitting()
     numerics = replace(made_plan()[0].numerics, batch=4, micro_batch=1, micro_batches=4)
     layout = Layout(cuts, ((0,), (1,)), "1f1b", 8)
-    plan = plan_of(costs, numerics, layout, [g.name for g in costs.groups])
+    plan = plan_of(costs, numerics, layout)
     with pytest.raises(PlanError, match="cannot hold"):
-        make_plan(costs, numerics, "1f1b", 8, [g.name for g in costs.groups], 2)
+        make_plan(costs, numerics, "1f1b", 8, 2)
     assert refine(plan, step(plan, [(1.0, 1.0, 1.0, 1.0)] * 2)).plan.layout == layout
