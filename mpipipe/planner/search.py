@@ -16,15 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import (
-    Copies,
-    check_copies,
-    largest_share,
-    nodes_for,
-    placements,
-    replicas_text,
-    shape_text,
-)
+from mpipipe.planner.copies import Copies, check_copies, largest_share, placements, replicas_text, shape_text
+from mpipipe.planner.exchange import nodes_for
 from mpipipe.planner.orders import Order, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages
 from mpipipe.planner.placing import LEAST_GAIN, promising

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import BUCKET_BYTES, BUCKETS_AHEAD, Exchange, exchange_of, halving
+from mpipipe.planner.exchange import BUCKET_BYTES, BUCKETS_AHEAD, Exchange, exchange_of, halving
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
 from mpipipe.planner.schedules import stashes, work_of

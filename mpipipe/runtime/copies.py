@@ -9,7 +9,7 @@
 Optimizer state sharded by whole parameters (ZeRO-1, Rajbhandari et al. 2020). The sums of the copies are
 added in the binary tree of the blocks, continued: so the bits are those of one copy. Fast ones that meet node
 by node are added where they are, as they come. Who meets whom, and for which owners, is in
-`mpipipe.planner.copies`.
+`mpipipe.planner.exchange`.
 
 Copy 0 owns the tied parameters, the sums of their uses on other stages, and the buffers: it is given the
 statistics of every micro-batch.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.rewrite import BufferUpdate
-from mpipipe.planner.copies import BUCKET_BYTES, exchange_of, halving
+from mpipipe.planner.exchange import BUCKET_BYTES, exchange_of, halving
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.transport import Piece, flat
 from mpipipe.runtime.weights import StageWeights, Tree

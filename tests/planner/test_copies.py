@@ -19,21 +19,23 @@ from planner_cases import HUGE, cluster, uniform
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, lower, make_plan, predict, program_for, prove
 from mpipipe.planner.copies import (
-    BUCKET_BYTES,
-    BUCKETS_AHEAD,
     Copies,
-    Exchange,
     block_sums,
     block_sums_bytes,
     check_copies,
     even_blocks,
-    exchange_of,
     legal_copies,
-    owners_for,
-    partners,
     placements,
     shard,
     stages_in,
+)
+from mpipipe.planner.exchange import (
+    BUCKET_BYTES,
+    BUCKETS_AHEAD,
+    Exchange,
+    exchange_of,
+    owners_for,
+    partners,
     sums_held,
 )
 from mpipipe.planner.joint import Asked, Replicas, check_groups, copies_of, search
