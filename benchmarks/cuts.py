@@ -36,7 +36,8 @@ from mpipipe.configured import optimizer_settings
 from mpipipe.data import open_dataset, prepare
 from mpipipe.models import build
 from mpipipe.pipeline import Pipeline
-from mpipipe.planner.joint import Asked, search
+from mpipipe.planner.asked import Asked
+from mpipipe.planner.joint import search
 from mpipipe.planner.prediction import expect
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import PLAIN

@@ -12,7 +12,7 @@ from mpipipe.errors import CaptureError, MpipipeError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.ops import device
-from mpipipe.planner.joint import Replicas
+from mpipipe.planner.asked import Replicas
 from mpipipe.state.digests import tensor_digest, weights_sha256
 from mpipipe.values import RECOMPUTE
 

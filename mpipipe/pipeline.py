@@ -52,15 +52,8 @@ from mpipipe.models.losses import from_mean
 from mpipipe.ops.device import find as find_device
 from mpipipe.ops.device import use as use_device
 from mpipipe.ops.native import use_kernels
-from mpipipe.planner.joint import (
-    Asked,
-    Replicas,
-    check_groups,
-    copies_of,
-    counts_of,
-    schedules_of,
-    search,
-)
+from mpipipe.planner.asked import Asked, Replicas, check_groups, copies_of, counts_of, schedules_of
+from mpipipe.planner.joint import search
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.prediction import predict

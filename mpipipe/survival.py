@@ -24,9 +24,9 @@ from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.errors import CheckpointError, MpipipeError, PlanError, RecoveryError
 from mpipipe.graph.source import Initial
 from mpipipe.graph.variants import Variants
+from mpipipe.planner.asked import Asked, copies_of
 from mpipipe.planner.change import fits_still, pays_off, stays_as_it_is
 from mpipipe.planner.copies import Copies, shape_of
-from mpipipe.planner.joint import Asked, copies_of
 from mpipipe.planner.prediction import predict
 from mpipipe.planner.refine import refined_costs
 from mpipipe.planner.schedules import PLAIN

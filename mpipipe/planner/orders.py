@@ -12,15 +12,7 @@ from typing import NamedTuple
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import largest_share
 from mpipipe.planner.lower import tied_pairs
-from mpipipe.planner.schedules import (
-    BY_HAND,
-    build,
-    planned_by_room,
-    policies,
-    room_for,
-    to_lines,
-    work_of,
-)
+from mpipipe.planner.schedules import BY_HAND, build, planned_by_room, policies, room_for, to_lines, work_of
 from mpipipe.planner.schedules.fill import Use
 from mpipipe.planner.schedules.listed import Policy, listed_seconds, listed_shortest
 from mpipipe.planner.stages import Cuts, are_cuts, in_order, stage_costs, stage_ties

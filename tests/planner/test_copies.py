@@ -18,6 +18,7 @@ from planner_cases import HUGE, cluster, uniform
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, lower, make_plan, predict, program_for, prove
+from mpipipe.planner.asked import Asked, Replicas, check_groups, copies_of
 from mpipipe.planner.copies import (
     Copies,
     block_sums,
@@ -38,7 +39,7 @@ from mpipipe.planner.exchange import (
     partners,
     sums_held,
 )
-from mpipipe.planner.joint import Asked, Replicas, check_groups, copies_of, search
+from mpipipe.planner.joint import search
 from mpipipe.planner.prediction import sizes_of_messages
 from mpipipe.planner.schedules import SCHEDULES, build, in_copies, stages_on
 from mpipipe.planner.search import plan_of

@@ -11,7 +11,8 @@ from test_search import numerics
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, lower, make_plan, program_for, simulate
-from mpipipe.planner.joint import EQUAL, LIKE, Asked, schedules_of, search
+from mpipipe.planner.asked import Asked, schedules_of
+from mpipipe.planner.joint import EQUAL, LIKE, search
 from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.programs import cut_indices, with_window

@@ -14,7 +14,8 @@ from planner_cases import HUGE, all_cuts, cluster, group, problems
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import lower, make_plan, partition, predict, program_for, simulate, stage_costs
-from mpipipe.planner.joint import Asked, search
+from mpipipe.planner.asked import Asked
+from mpipipe.planner.joint import search
 from mpipipe.planner.problem import Problem
 from mpipipe.planner.recompute import with_least
 from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches

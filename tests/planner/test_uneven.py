@@ -11,8 +11,9 @@ from planner_cases import all_cuts, group, uniform
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for
+from mpipipe.planner.asked import Asked, copies_of
 from mpipipe.planner.copies import check_copies, legal_copies
-from mpipipe.planner.joint import Asked, copies_of, search
+from mpipipe.planner.joint import search
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.uneven import balanced, promising_shapes
 from mpipipe.values import Costs, Layout, Numerics, Op, Tie
