@@ -13,7 +13,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,13 +139,8 @@ def newest_whole(comm: Communicator, kept: Sequence[Mirrors]) -> Found | None:
     first = next(rank for rank, offers in enumerate(by_rank) if key in offers)
     own = next((m for m in kept if key in m.whole()), None)
     facts: list[Facts] = comm.bcast_object(own.facts(key.step) if own and comm.rank == first else [], first)
-    where: dict[str, list[int]] = {}
-    for rank, offers in enumerate(by_rank):
-        for member in offers.get(key, ()):
-            for name in facts[key.members.index(member)].specs:
-                if rank not in where.setdefault(name, []):
-                    where[name].append(rank)
-    return _found(key, where, facts)
+    holders = ((rank, member) for rank, offers in enumerate(by_rank) for member in offers.get(key, ()))
+    return _found(key, holders, facts)
 
 
 class Received:
@@ -173,14 +168,16 @@ def held(kept: Sequence[Mirrors], found: Found) -> dict[str, Tensor]:
 def offered(comm: Communicator, step: int, tensors: Mapping[str, Tensor], numbers: Numbers) -> Found:
     """What the ranks hold after a step, itself, as long as nobody changes it. Collective."""
     facts = comm.allgather_object(Facts({n: spec(t) for n, t in tensors.items()}, numbers))
+    return _found(Key(step, comm.members), enumerate(comm.members), facts)
+
+
+def _found(key: Key, holders: Iterable[tuple[int, int]], facts: Sequence[Facts]) -> Found:
+    """holders: a rank, and the member whose snapshot it has. facts: of each member."""
     where: dict[str, list[int]] = {}
-    for rank, fact in enumerate(facts):
-        for name in fact.specs:
-            where.setdefault(name, []).append(rank)
-    return _found(Key(step, comm.members), where, facts)
-
-
-def _found(key: Key, where: Mapping[str, Sequence[int]], facts: Sequence[Facts]) -> Found:
+    for rank, member in holders:
+        for name in facts[key.members.index(member)].specs:
+            if rank not in where.setdefault(name, []):
+                where[name].append(rank)
     specs = {name: s for fact in facts for name, s in fact.specs.items()}
     return Found(key, where, specs, [part for fact in facts for part in fact.numbers])
 
