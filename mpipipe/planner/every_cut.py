@@ -11,8 +11,9 @@ import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import work_bound_s
+from mpipipe.planner.copies import Order
 from mpipipe.planner.partition import Wish
-from mpipipe.planner.placing import Order, any_order_bound_s
+from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.prediction import norm_seconds, predict_with
 from mpipipe.planner.programs import with_window
 from mpipipe.planner.schedules import PLAIN, PLANNED, stages_on

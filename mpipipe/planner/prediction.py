@@ -25,18 +25,7 @@ from mpipipe.planner.schedules.orders import is_even, is_plain
 from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate, times_of
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import Cuts, stage_ties
-from mpipipe.values import (
-    Cluster,
-    Costs,
-    Int64,
-    Layout,
-    Op,
-    Plan,
-    Prediction,
-    Program,
-    Timeline,
-    makespan_s,
-)
+from mpipipe.values import Cluster, Costs, Int64, Layout, Op, Plan, Prediction, Program, Timeline, makespan_s
 
 MEMORY_COUNTS = 0.2  # of plans that are nearly as fast: beside the step, relative
 

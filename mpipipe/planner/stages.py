@@ -35,9 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpipipe.errors import PlanError
-from mpipipe.values import RECOMPUTE, Costs, Float64, Link, Recompute, StageCost, Tie
+from mpipipe.values import RECOMPUTE, Costs, Float64, Int64, Link, Recompute, StageCost, Tie
 
-Int64 = NDArray[np.int64]
 Cuts = tuple[int, ...]  # the first group of the stages 1 .. S-1
 _FEW = 4  # times as large as the rows that are kept of it is a table at least
 _LEAST = 0.1  # of the seconds of a backward that are never taken for what it makes again

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe.cluster.overlap import Overlap
-from mpipipe.cluster.routes import Route
 from mpipipe.graph.profile import Sample
 from mpipipe.runtime.costing import Updates
+from mpipipe.runtime.gemm import Routes
 from mpipipe.values import Value, digest, from_json, to_json
 
 MOST = 4096  # samples in a file; about 1 MB
-Routes = tuple[Route, ...]
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,7 @@ from mpipipe.planner.schedules.orders import (
     stashes,
 )
 from mpipipe.planner.schedules.plain import forward_only
-from mpipipe.planner.schedules.planned import (
-    planned_by_room,
-    policies,
-    room_for,
-    work_of,
-    zb_planned,
-)
+from mpipipe.planner.schedules.planned import planned_by_room, policies, room_for, work_of, zb_planned
 from mpipipe.planner.schedules.registry import (
     BY_HAND,
     FILLED,
