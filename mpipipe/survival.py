@@ -202,12 +202,11 @@ class Survival:
         except MpipipeError as error:
             pipe.costs = planned
             return False, f"the plan stays: {error}"
-        stays, said = (
-            pays_off(before, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
-        )
-        stays, said = pipe.comm.bcast_object((stays, said))
-        said = said if stays else f"after {counted(steps, 'step')} {said}"
-        taken, said = (False, said) if stays else self._go_over(pipe, plan, said)
+        found = pays_off(before, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
+        stays, said = pipe.comm.bcast_object(found)
+        taken = False
+        if not stays:
+            taken, said = self._go_over(pipe, plan, f"after {counted(steps, 'step')} {said}")
         if not taken:
             pipe.costs = planned
         return taken, said

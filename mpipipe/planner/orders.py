@@ -39,10 +39,8 @@ class Orders:
 
     def __init__(self, costs: Costs, layout: Layout, numerics: Numerics) -> None:
         self._placed = in_order(costs.but(copies=layout.n_copies), layout.order)
-        self._n_micro, self._window = (
-            largest_share(numerics.micro_batches, layout.n_copies),
-            layout.receive_window,
-        )
+        self._n_micro = largest_share(numerics.micro_batches, layout.n_copies)
+        self._window = layout.receive_window
         cluster = costs.cluster.loaded(*layout.copies)
         self._links = [cluster.link(a, b) for a, b in itertools.pairwise(layout.order)]
         place = {rank: i for i, rank in enumerate(dict.fromkeys(layout.order))}
