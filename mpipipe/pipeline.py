@@ -226,9 +226,8 @@ class Pipeline(SharedWork):
             schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
             samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
-            kernels=kernels,
-            recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares, refine=refine,
-            checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
+            kernels=kernels, recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares,
+            refine=refine, checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
             plan=before.plan and before.plan.hash,
         )  # fmt: skip
         before.check_ranks(self.size)

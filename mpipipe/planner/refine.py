@@ -54,8 +54,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     """
     if plan.costs is None:
         raise PlanError("the plan holds no costs to be refined; run again with this version of mpipipe")
-    names = plan.costs.names
-    program = program_for(plan.layout, plan.numerics, plan.costs.ties, names)
+    program = program_for(plan.layout, plan.numerics, plan.costs.ties, plan.costs.names)
     if program.hash != measured.program.hash:
         raise PlanError(
             "the measured step is that of another program than the plan's; refine the run as it was"
