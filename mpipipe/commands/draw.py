@@ -21,7 +21,7 @@ from mpipipe.report.draw import draw_png, draw_texts
 from mpipipe.report.perfetto import write_perfetto
 from mpipipe.report.plan_file import read_plan
 from mpipipe.report.trace import TRACE, read_trace
-from mpipipe.values import Costs, Int64, Plan, Program, Timeline
+from mpipipe.values import Costs, Int64, Plan, Timeline
 
 NARROWEST = 20  # columns
 Timelines = dict[str, Timeline]
@@ -66,7 +66,8 @@ def _of_run(folder: Path) -> tuple[Timelines, Sizes | None]:
         )
     timelines = read_trace(folder / TRACE).timelines
     try:
-        return timelines, _sizes(*_with_costs(folder / "plan.json"), timelines["measured"].program)
+        plan, costs = _with_costs(folder / "plan.json")
+        return timelines, sizes_of_messages(costs, plan.layout, timelines["measured"].program)
     except PlanError:  # the steps themselves are there
         return timelines, None
 
@@ -76,11 +77,7 @@ def _of_plan(path: Path) -> tuple[Timelines, Sizes]:
     make_known("layout.schedule", plan.layout.schedule, again=False)
     # also where it does not fit into memory: that is to be seen
     timeline = expect_plan(plan, costs)[1]
-    return {"predicted": timeline}, _sizes(plan, costs, timeline.program)
-
-
-def _sizes(plan: Plan, costs: Costs, program: Program) -> Sizes:
-    return sizes_of_messages(costs, plan.layout, program)
+    return {"predicted": timeline}, sizes_of_messages(costs, plan.layout, timeline.program)
 
 
 def _with_costs(path: Path) -> tuple[Plan, Costs]:
