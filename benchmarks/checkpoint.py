@@ -54,7 +54,6 @@ def train(model: str, saves: int, folder: Path) -> None:
     from benchmarks.step import pipeline  # torch
     from mpipipe.graph.program import spec
     from mpipipe.planner.mirrors import with_mirrors
-    from mpipipe.planner.programs import cut_indices
     from mpipipe.state.mirrors import Mirrors
     from mpipipe.state.snapshot import needed_bytes
 
@@ -88,8 +87,7 @@ def train(model: str, saves: int, folder: Path) -> None:
             mirrors.take(i, pipe.trainer.tensors(), pipe.trainer.optimizer_numbers())
 
         mirroring.append((turn(take) + turn(mirrors.commit)) / step_s - 2.0)
-    cuts = cut_indices(pipe.plan.layout, pipe.variants.graph.groups)
-    every = with_mirrors(pipe.plan, pipe.costs, cuts, "auto")[0].layout.mirror_every
+    every = with_mirrors(pipe.plan, pipe.costs, "auto")[0].layout.mirror_every
     mirror = float(np.median(mirroring[1:]))  # the first one takes the memory
     figures |= {
         "mirror": round(mirror, 3),

@@ -36,7 +36,8 @@ from mpipipe.configured import optimizer_settings
 from mpipipe.data import open_dataset, prepare
 from mpipipe.models import build
 from mpipipe.pipeline import Pipeline
-from mpipipe.planner.joint import Asked, search
+from mpipipe.planner.asked import Asked
+from mpipipe.planner.joint import search
 from mpipipe.planner.prediction import expect
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import PLAIN
@@ -70,7 +71,7 @@ def sides_of(pipe: Pipeline) -> tuple[dict[str, Plan], dict[str, float]]:
 
     def predicted_s(plan: Plan) -> float:
         program = program_for(plan.layout, plan.numerics, pipe.costs.ties, names)
-        return expect(pipe.costs, plan.layout, program, names)[0].step_s
+        return expect(pipe.costs, plan.layout, program)[0].step_s
 
     found = {}
     for cuts in combinations(range(1, len(names)), pipe.size - 1):

@@ -121,8 +121,8 @@ def unet(hosts: Hosts) -> dict[str, Any]:
     folder = hosts.train("unet", *steps)
     slow, plan, costs = told(folder), plan_of(folder), planned(folder)
     on_fast = replace(costs, cluster=replace(costs.cluster, links=links))
-    names, layout = [group.name for group in costs.groups], plan.layout
-    other, _ = make_plan(on_fast, plan.numerics, layout.schedule, layout.receive_window, names, 2)
+    layout = plan.layout
+    other, _ = make_plan(on_fast, plan.numerics, layout.schedule, layout.receive_window, 2)
     file = folder / "other.json"
     file.write_text(plan_text(other))
     kept = told(hosts.train("unet", *steps, "--plan", str(file)))

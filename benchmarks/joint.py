@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common import AS_PLANNED, config_of, machine, steps_of, train
 from mpipipe.config import load
-from mpipipe.planner.joint import counts_of
+from mpipipe.planner.asked import counts_of
 from mpipipe.report.plan_file import read_plan
 from mpipipe.values import Plan
 

@@ -136,8 +136,7 @@ def _simulated(plan: Plan, program: Program, ranks: Sequence[Recorded]) -> dict[
     assert plan.costs is not None
     memory = tuple(np.zeros(len(r.times), np.int64) for r in ranks)  # not looked at
     costs = refined_costs(plan.costs, plan.layout, Timeline(program, tuple(r.times for r in ranks), memory))
-    names = [group.name for group in costs.groups]
-    step_s = plan_of(costs, plan.numerics, plan.layout, names).prediction.step_s
+    step_s = plan_of(costs, plan.numerics, plan.layout).prediction.step_s
     return {"simulated_step_s": step_s, "simulated_error": abs(1.0 - step_s / _seconds(ranks))}
 
 

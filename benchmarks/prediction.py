@@ -214,7 +214,7 @@ def _tensors(plan: Plan) -> list[int]:
     assert plan.costs is not None
     names = [group.name for group in plan.costs.groups]
     program = program_for(plan.layout, plan.numerics, plan.costs.ties, names)
-    return list(tensor_peak_bytes(plan.costs, plan.layout, program, names))
+    return list(tensor_peak_bytes(plan.costs, plan.layout, program))
 
 
 def _instructions(plan: Plan, kept: Sequence[Sequence[tuple[int, str, float, float]]]) -> list[Any]:

@@ -60,7 +60,7 @@ def numerics_of(n_micro: int) -> Numerics:
 def measured(n_groups: int, n_ranks: int, n_micro: int) -> dict[str, Any]:
     costs, numerics = made_up(n_groups, n_ranks), numerics_of(n_micro)
     names = [group.name for group in costs.groups]
-    plan_s, (plan, program) = _timed(lambda: make_plan(costs, numerics, "1f1b", 4, names, n_ranks))
+    plan_s, (plan, program) = _timed(lambda: make_plan(costs, numerics, "1f1b", 4, n_ranks))
     layout, bound_s = plan.layout, plan.prediction.lower_bound_s
     found = {
         "groups": n_groups, "nodes": -(-n_ranks // RANKS_PER_NODE), "ranks": n_ranks,
@@ -74,7 +74,7 @@ def measured(n_groups: int, n_ranks: int, n_micro: int) -> dict[str, Any]:
     }
     found |= {name: _timed(part)[0] for name, part in parts.items()}
     found["program_cpu_s"], made = _timed(lambda: program_for(layout, numerics, (), names))
-    found["predict_cpu_s"], _ = _timed(lambda: predict(costs, layout, made, names, bound_s))
+    found["predict_cpu_s"], _ = _timed(lambda: predict(costs, layout, made, bound_s))
     return found | {"peak_mib": _peak_mib()}
 
 

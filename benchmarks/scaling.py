@@ -55,8 +55,8 @@ def planned(plan: Plan, schedule: str, stages: int, copies: int) -> dict[str, An
     nodes = tuple(rank // RANKS_PER_NODE for rank in range(n_ranks))
     costs = replace(plan.costs, cluster=Cluster((device,) * n_ranks, nodes, LINKS), blocks=copies)
     numerics = replace(plan.numerics, batch=count, micro_batches=count, micro_batch=1, blocks=copies)
-    names, began = [group.name for group in costs.groups], time.process_time()
-    found = make_plan(costs, numerics, schedule, 4, names, n_ranks, copies)[0].prediction
+    began = time.process_time()
+    found = make_plan(costs, numerics, schedule, 4, n_ranks, copies)[0].prediction
     return {
         "schedule": schedule, "copies": copies, "ranks": n_ranks, "micro_batches": count,
         "step_s": found.step_s, "busy": 1.0 - found.bubble, "plan_cpu_s": time.process_time() - began,

@@ -70,7 +70,7 @@ def simulated(found: Costs, cuts: Sequence[int], schedule: str, micro: int = MIC
     names = [group.name for group in found.groups]
     ranks = tuple((rank,) for rank in range(len(cuts) + 1))
     layout = Layout(tuple(names[cut] for cut in cuts), ranks, schedule, receive_window=4)
-    return predict(found, layout, program_for(layout, numerics, (), names), names)[1]
+    return predict(found, layout, program_for(layout, numerics, (), names))[1]
 
 
 def equal_stages(schedule: str, micro: int = MICRO) -> Timeline:

@@ -12,7 +12,7 @@ from mpipipe.errors import CaptureError, MpipipeError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.ops import device
-from mpipipe.planner.joint import Replicas
+from mpipipe.planner.asked import Replicas
 from mpipipe.state.digests import tensor_digest, weights_sha256
 from mpipipe.values import RECOMPUTE
 
@@ -23,10 +23,7 @@ CHOICES = {
 }  # fmt: skip
 
 
-def check_counts(
-    batch: int, micro_batches: int | Literal["auto"], blocks: int, receive_window: int = 1,
-    replicas: Replicas = "auto", reduce: Literal["exact", "fast"] = "exact",
-) -> None:  # fmt: skip
+def check_shape(receive_window: int, replicas: Replicas) -> None:
     if replicas == ():
         raise MpipipeError("replicas = (): give a number, or one for each stage")
     of_stages = replicas if isinstance(replicas, tuple) else () if replicas == "auto" else (replicas,)
@@ -34,6 +31,11 @@ def check_counts(
         for count in counts:
             if count < 1:
                 raise MpipipeError(f"{name} = {count}; must be at least 1")
+
+
+def check_counts(
+    batch: int, micro_batches: int | Literal["auto"], blocks: int, reduce: Literal["exact", "fast"]
+) -> None:
     if reduce == "fast" and blocks != 1:
         raise MpipipeError(f"reduce = 'fast' adds up in no blocks, but blocks = {blocks}; leave it out")
     if micro_batches == "auto":

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from mpipipe.checks import check_counts
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import default_threads
 from mpipipe.cluster.node import cores_available
@@ -15,6 +16,7 @@ from mpipipe.planner.copies import even_blocks
 from mpipipe.planner.given import check_given, check_ranks
 from mpipipe.planner.sizes import counted
 from mpipipe.report.plan_file import read_plan
+from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
 from mpipipe.values import Gemm, Graph, Numerics, Plan
@@ -71,6 +73,40 @@ class Before:
         if self.plan is None:
             return []
         return check_given(self.plan, numerics, n_ranks, graph.groups, self.plan_name)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """numerics: as far as they are known; count: of micro-batches, None: searched; gemm, op_table: None:
+    measured; blocks_why: for people, as of `blocks_of`."""
+
+    numerics: Numerics
+    count: int | None
+    gemm: Gemm | None
+    op_table: dict[str, str] | None
+    blocks_why: str
+
+
+def decide(
+    comm: Communicator, before: Before, *, batch: int, micro_batches: int | Literal["auto"],
+    blocks: int | Literal["auto"], max_ranks: int | None, threads: int | Literal["auto"], spares: int,
+    gemm: Literal["auto"] | Gemm, bits: Literal["torch", "fast"], reduce: Literal["exact", "fast"],
+    **settings: Any,
+) -> Decided:  # fmt: skip
+    """What decides the bits, before there is a model. Arguments as of `Pipeline`; settings: the other fields
+    of `Numerics`. Collective. Raises MpipipeError where they do not fit each other, or the checkpoint."""
+    known, new = before.numerics, before.new_numerics
+    n_blocks, why = blocks_of(blocks, micro_batches, batch, comm.size, max_ranks, known, reduce, new)
+    check_counts(batch, micro_batches, n_blocks, reduce)
+    count = micro_batches_of(micro_batches, batch, n_blocks, known, new)
+    table, route = op_table_of(bits, known, new), gemm_of(gemm, known)
+    numerics = numerics_of(
+        bits=bits, op_table=table, batch=batch, micro_batches=count or n_blocks, blocks=n_blocks,
+        threads=threads_of(comm, threads, before.saved, spares), gemm=route or "mkl", reduce=reduce,
+        **settings,
+    )  # fmt: skip
+    before.check_numerics(numerics)
+    return Decided(numerics, count, route, table, why)
 
 
 def threads_of(

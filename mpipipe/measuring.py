@@ -21,7 +21,7 @@ from mpipipe.runtime.loading import with_loading
 from mpipipe.runtime.op_table import Decision, decide, in_words, table_name
 from mpipipe.runtime.optimizer import Optimizer
 from mpipipe.runtime.setting import set_gemm_route
-from mpipipe.state.costs import CostCache
+from mpipipe.state.costs import CostCache, Kept
 from mpipipe.values import Cluster, Gemm, Numerics
 
 
@@ -36,11 +36,15 @@ class Measuring:
     gemm_s: float = field(init=False, default=0.0)  # that choosing the route took
     cluster: Cluster = field(init=False)  # of all ranks, as they were timed last
 
+    def _kept(self) -> Kept:
+        """By earlier starts; rank 0 has it."""
+        return self.cache.read() if self.comm.rank == 0 else Kept()
+
     def messages(self) -> str:
         """Who moves messages on while ranks compute, for people."""
-        name, overlap = overlapping.choose(self.comm, self.cache.overlaps() if self.comm.rank == 0 else {})
+        name, overlap = overlapping.choose(self.comm, self._kept().overlaps)
         if self.comm.rank == 0 and overlap.felt:
-            self.cache.write(overlaps={name: overlap})
+            self.cache.write(Kept(overlaps={name: overlap}))
         return overlapping.why(overlap, self.comm.transport)
 
     def gemm(self, given: Gemm | None, variants: Variants, numerics: Numerics) -> tuple[Numerics, str]:
@@ -49,7 +53,7 @@ class Measuring:
         _ = variants.graph  # what cannot be captured is refused before ranks wait for each other
         if not device.on_host():
             return numerics, f"those of {device.name()}, in whole fp32"
-        prober = Prober(self.comm, variants, numerics, self.cache.routes() if self.comm.rank == 0 else {})
+        prober = Prober(self.comm, variants, numerics, self._kept().routes)
         slow, found = prober.slow_bf16()
         if slow:
             self.say(f"note: {slow}")
@@ -60,7 +64,7 @@ class Measuring:
             self.gemm_s = choice.seconds
             found = {**found, **choice.found}
         if self.comm.rank == 0:
-            self.cache.write(routes=found)
+            self.cache.write(Kept(routes=dict(found)))
         set_gemm_route(numerics.gemm)
         return numerics, reason
 
@@ -74,10 +78,9 @@ class Measuring:
             return numerics, in_words(Decision(dict(table), {}))
         kinds = self.comm.allgather_object(device_kind(numerics.instruction_set))
         name = table_name(kinds, variants, numerics)
-        known = self.cache.tables().get(name) if self.comm.rank == 0 else None
-        decision = decide(self.comm, variants, numerics, known)
+        decision = decide(self.comm, variants, numerics, self._kept().tables.get(name))
         if self.comm.rank == 0:
-            self.cache.write(tables={name: decision.table})
+            self.cache.write(Kept(tables={name: decision.table}))
         return replace(numerics, op_table=decision.table), in_words(decision)
 
     def costs(
@@ -85,12 +88,12 @@ class Measuring:
         variants: Variants, numerics: Numerics, before: Measured | None = None,
     ) -> Measured:  # fmt: skip
         """Of the groups, as far as they hold from the runs before, on the ranks that are planned for."""
-        known, updates = (self.cache.read(), self.cache.updates()) if self.comm.rank == 0 else ({}, {})
+        kept = self._kept()
         found = measure(
-            self.comm, variants, numerics, optimizer, memory, memory_bytes, known, updates, before
+            self.comm, variants, numerics, optimizer, memory, memory_bytes, kept.samples, kept.updates, before
         )
         if self.comm.rank == 0:
-            self.cache.write(found.samples, updates={found.update_name: found.update_s})
+            self.cache.write(Kept(samples=found.samples, updates={found.update_name: found.update_s}))
         rows = numerics.micro_batch
         costs = with_loading(found.costs, variants.graph, data, rows, self.comm, numerics.threads)
         self.cluster = costs.cluster

@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 from mpipipe import __version__, ops
 from mpipipe.checks import (
     check_choices,
-    check_counts,
     check_device,
     check_given,
     check_kernels,
     check_metrics,
     check_samples,
+    check_shape,
     check_trained,
 )
 from mpipipe.cluster.agree import agree, surroundings
@@ -41,7 +41,7 @@ from mpipipe.cluster.spares import SharedWork
 from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import Dataset
 from mpipipe.data.user import as_batch, from_user
-from mpipipe.decided import Before, blocks_of, gemm_of, micro_batches_of, op_table_of, threads_of
+from mpipipe.decided import Before, Decided, decide
 from mpipipe.errors import EndOfData, MpipipeError
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.program import Batch, Loss, Metric, batch_names, spec
@@ -52,19 +52,12 @@ from mpipipe.models.losses import from_mean
 from mpipipe.ops.device import find as find_device
 from mpipipe.ops.device import use as use_device
 from mpipipe.ops.native import use_kernels
-from mpipipe.planner.joint import (
-    Asked,
-    Replicas,
-    check_groups,
-    copies_of,
-    counts_of,
-    schedules_of,
-    search,
-)
+from mpipipe.planner.asked import Asked, Replicas, check_groups, copies_of, counts_of, schedules_of
+from mpipipe.planner.joint import search
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.prediction import predict
-from mpipipe.planner.programs import cut_indices, program_for
+from mpipipe.planner.programs import program_for
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen, headline
@@ -76,7 +69,7 @@ from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import memory_in_use, world
 from mpipipe.runtime.recorder import Recorder
 from mpipipe.runtime.rehearsal import rehearse
-from mpipipe.runtime.setting import numerics_of, set_gemm_route, set_threads
+from mpipipe.runtime.setting import set_gemm_route, set_threads
 from mpipipe.runtime.settling import Settled, settle_micro_batches
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
@@ -87,7 +80,7 @@ from mpipipe.state.resume import RunState
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
 from mpipipe.survival import Newest, Recovery, Survival
-from mpipipe.values import Gemm, Plan, Program, Timeline, from_json, to_json
+from mpipipe.values import Plan, Program, Timeline, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 
@@ -207,6 +200,8 @@ class Pipeline(SharedWork):
             recompute=recompute, reduce=reduce,
         )  # fmt: skip
         check_kernels(kernels, bits)
+        replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
+        check_shape(receive_window, replicas)
         use_kernels(kernels)
         self.kernels = kernels
         super().__init__(comm, spares, recover, print if say is None else say)
@@ -217,20 +212,12 @@ class Pipeline(SharedWork):
 
         # what decides the bits
         before = Before.given(comm, resume, plan, new_numerics)
-        decided = before.numerics
-        blocks, self.blocks_why = blocks_of(
-            blocks, micro_batches, batch, comm.size, max_ranks, decided, reduce, new_numerics
-        )
-        replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
-        check_counts(batch, micro_batches, blocks, receive_window, replicas, reduce)
-        count = micro_batches_of(micro_batches, batch, blocks, decided, new_numerics)
-        table, route = op_table_of(bits, decided, new_numerics), gemm_of(gemm, decided)
-        self.numerics = numerics_of(
-            bits=bits, op_table=table, batch=batch, micro_batches=count or blocks, blocks=blocks,
-            threads=threads_of(comm, threads, before.saved, spares), gemm=route or "mkl",
-            precision=precision, tied=tied, seed=seed, reduce=reduce,
+        decided = decide(
+            comm, before, batch=batch, micro_batches=micro_batches, blocks=blocks, max_ranks=max_ranks,
+            threads=threads, spares=spares, gemm=gemm, bits=bits, reduce=reduce, precision=precision,
+            tied=tied, seed=seed,
         )  # fmt: skip
-        before.check_numerics(self.numerics)
+        count, self.numerics, self.blocks_why = decided.count, decided.numerics, decided.blocks_why
         set_threads(self.numerics.threads)
         set_gemm_route(self.numerics.gemm)
         self.optimizer = optimizer_of(optimizer, clip, bits)
@@ -238,9 +225,8 @@ class Pipeline(SharedWork):
             schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
             samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
-            kernels=kernels,
-            recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares, refine=refine,
-            checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
+            kernels=kernels, recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares,
+            refine=refine, checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
             plan=before.plan and before.plan.hash,
         )  # fmt: skip
         before.check_ranks(self.size)
@@ -264,7 +250,7 @@ class Pipeline(SharedWork):
 
         # graphs -> costs
         asked = self._asked(count, schedule, receive_window, replicas, recompute, before.plan)
-        here = self._measure(captured(usual_size(asked)), table, route, cost_cache)
+        here = self._measure(captured(usual_size(asked)), decided, cost_cache)
         asked = replace(asked, numerics=self.numerics)
         timing = partial(here.costs, self.optimizer, self.memory, memory_bytes, self.data)
         settled = settle_micro_batches(comm, asked, lowered, timing) if count is None else None
@@ -279,9 +265,7 @@ class Pipeline(SharedWork):
         asked = replace(asked, numerics=self.numerics, counts=(self.numerics.micro_batches,))
         self.survival = Survival(asked, here.cluster, source.initial, before.folder)
         self.divide()
-        shared = any(self.world.allgather_object(self.comm.oversubscribed))  # on one node, perhaps
-        own, fast = not isinstance(self.optimizer, OptimizerSettings), self.numerics.reduce == "fast"
-        if not refine or before.plan is not None or self.size == 1 or shared or own or fast:
+        if not self._may_refine() or not refine or before.plan is not None:
             self.survival.looks.clear()
         self.saver = Saver(self.comm)
         if not self.waits:
@@ -319,18 +303,16 @@ class Pipeline(SharedWork):
             uneven=replicas == "auto",
         )  # fmt: skip
 
-    def _measure(
-        self, usual: Variants, table: dict[str, str] | None, route: Gemm | None, cost_cache: bool
-    ) -> Measuring:
+    def _measure(self, usual: Variants, decided: Decided, cost_cache: bool) -> Measuring:
         """Who moves messages on, and by which library and operators this model is computed; what measures
         its costs next. Collective."""
         kind = device_kind(self.numerics.instruction_set)
         known = CostCache(cache_folder() if cost_cache else None, kind, self.say)
         here = Measuring(self.comm, known, self.say, self.working)
         self.messages_why = here.messages()
-        self.numerics, self.gemm_why = here.gemm(route, usual, self.numerics)
+        self.numerics, self.gemm_why = here.gemm(decided.gemm, usual, self.numerics)
         self.gemm_s = here.gemm_s
-        self.numerics, ours = here.ops(table, usual, self.numerics)
+        self.numerics, ours = here.ops(decided.op_table, usual, self.numerics)
         self.ops_why = ours if self.kernels else "kernels: off"
         return here
 
@@ -380,9 +362,8 @@ class Pipeline(SharedWork):
 
     def _planned(self, asked: Asked, given: Plan | None, settled: Settled | None) -> Plan:
         """On rank 0 alone."""
-        groups = self.variants.graph.groups
         if given is not None:
-            plan = plan_of(self.costs, self.numerics, replace(given.layout, mirror_every=0), groups)
+            plan = plan_of(self.costs, self.numerics, replace(given.layout, mirror_every=0))
         else:
             joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
             plan = joint.plan
@@ -392,9 +373,14 @@ class Pipeline(SharedWork):
                 self.search_why = chosen(joint)
         if self.recovers:
             every = given.layout.mirror_every if given and given.layout.mirror_every else self.mirror_every
-            cuts = cut_indices(plan.layout, groups)
-            plan, self.mirrors_why = with_mirrors(plan, self.costs, cuts, every)
+            plan, self.mirrors_why = with_mirrors(plan, self.costs, every)
         return plan
+
+    def _may_refine(self) -> bool:
+        """Whether steps can show a better layout, and a run can go over to it. Collective over all ranks."""
+        shared = any(self.world.allgather_object(self.comm.oversubscribed))  # on one node, perhaps
+        own, fast = not isinstance(self.optimizer, OptimizerSettings), self.numerics.reduce == "fast"
+        return not (self.size == 1 or shared or own or fast)
 
     def _begin(self, before: Before) -> None:
         """What stands before the first step, on ranks that work. Collective."""
@@ -416,8 +402,8 @@ class Pipeline(SharedWork):
 
     def _rehearse(self) -> None:
         """The plan as it is, predicted anew."""
-        self.costs, layout, graph = rehearse(self.trainer, self.costs), self.plan.layout, self.variants.graph
-        prediction, self.predicted = predict(self.costs, layout, self.program, graph.groups)
+        self.costs = rehearse(self.trainer, self.costs)
+        prediction, self.predicted = predict(self.costs, self.plan.layout, self.program)
         self.plan = replace(self.plan, costs=self.costs, prediction=prediction)
 
     # -- training ------------------------------------------------------------------------------

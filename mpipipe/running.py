@@ -473,7 +473,7 @@ class Run:
 
     def _sizes(self) -> tuple[Int64, ...]:
         pipe = self.pipe
-        return sizes_of_messages(pipe.costs, pipe.plan.layout, pipe.program, pipe.variants.graph.groups)
+        return sizes_of_messages(pipe.costs, pipe.plan.layout, pipe.program)
 
     def _write(self, report: Report, trace: Trace, text: str | None) -> None:
         timelines, sizes = trace.timelines, self._sizes()

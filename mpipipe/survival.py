@@ -24,12 +24,11 @@ from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.errors import CheckpointError, MpipipeError, PlanError, RecoveryError
 from mpipipe.graph.source import Initial
 from mpipipe.graph.variants import Variants
+from mpipipe.planner.asked import Asked, copies_of
+from mpipipe.planner.change import fits_still, pays_off, stays_as_it_is
 from mpipipe.planner.copies import Copies, shape_of
-from mpipipe.planner.joint import Asked, copies_of
-from mpipipe.planner.mirrors import mirror_s, state_bytes
-from mpipipe.planner.prediction import dear, expect, predict, too_full
-from mpipipe.planner.programs import cut_indices, program_for
-from mpipipe.planner.refine import gain, refined_costs
+from mpipipe.planner.prediction import predict
+from mpipipe.planner.refine import refined_costs
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.sizes import counted
 from mpipipe.runtime.optimizer import described
@@ -41,16 +40,14 @@ from mpipipe.state.gather import together
 from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, held, newest_whole, offered
 from mpipipe.state.resume import read_state
 from mpipipe.state.saving import Saver
-from mpipipe.values import Cluster, Costs, Layout, Plan, Program, Timeline
+from mpipipe.values import Cluster, Layout, Plan, Timeline
 
 if TYPE_CHECKING:
     from mpipipe.pipeline import Pipeline
 
 Newest = Callable[[Communicator, int], Path | None]  # a checkpoint of more steps than that
-WORTH = 0.03  # of a step, that a plan around a slow rank must gain
 LOOKS = (4, 8, 16, 32)  # steps of a layout, the first left out, after which it is planned anew
 MOST = 0.02  # of what the run still takes: for the search
-LASTING = 0.01  # of a step, that one by what the steps took must gain, whichever of them are looked at
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ class Survival:
             self._cluster, pipe.costs, pipe.plan = known
             self._has_worked = True
         pipe.costs = replace(pipe.costs, cluster=self._cluster.in_order(comm.members))
-        if fits_still(pipe.costs, pipe.plan, pipe.variants.graph.groups):
+        if fits_still(pipe.costs, pipe.plan):
             return pipe.plan_for(self._asked, pipe.plan)
         schedules = tuple(dict.fromkeys([*self._asked.schedules, PLAIN[0]]))  # some need a number of ranks
         return self._plan_anew(pipe, schedules, copies_of("auto", pipe.numerics, pipe.size))
@@ -182,7 +179,7 @@ class Survival:
             plan = self._plan_anew(pipe, self._asked.schedules, (shape_of(before.layout),))
         except MpipipeError as error:
             return False, f"the plan stays: {error}"
-        stays, said = stays_as_it_is(pipe.costs, before, plan, pipe.program, pipe.variants.graph.groups)
+        stays, said = stays_as_it_is(pipe.costs, before, plan)
         return (False, said) if comm.bcast_object(stays) else self._go_over(pipe, plan, said)
 
     # -- its steps have shown what they take -----------------------------------------------------
@@ -209,13 +206,14 @@ class Survival:
         except MpipipeError as error:
             pipe.costs = planned
             return False, f"the plan stays: {error}"
-        stays, said = True, ""
+        found = True, ""
         if pipe.rank == 0:
             stays, said = pays_off(before, plan, parts, steps_left, pipe.build_s)
-            said += _slower(pipe.predicted, typical[0])
-        stays, said = pipe.comm.bcast_object((stays, said))
-        said = said if stays else f"after {counted(steps, 'step')} {said}"
-        taken, said = (False, said) if stays else self._go_over(pipe, plan, said)
+            found = stays, said + _slower(pipe.predicted, typical[0])
+        stays, said = pipe.comm.bcast_object(found)
+        taken = False
+        if not stays:
+            taken, said = self._go_over(pipe, plan, f"after {counted(steps, 'step')} {said}")
         if not taken:
             pipe.costs = planned
         return taken, said
@@ -277,7 +275,7 @@ class Survival:
         """The first version of new mirrors is made now, and the old ones go when it is whole everywhere.
         Collective."""
         comm, layout = pipe.comm, pipe.plan.layout
-        pipe.predicted = predict(pipe.costs, layout, pipe.program, pipe.variants.graph.groups)[1]
+        pipe.predicted = predict(pipe.costs, layout, pipe.program)[1]
         mirrored = layout.mirror_every and comm.size > 1
         if mirrored:
             mirrors = Mirrors(comm, layout.mirror_every, pipe.plan.hash)
@@ -328,61 +326,3 @@ def _slower(planned: Timeline, took: Timeline) -> str:
     if factors[slowest] <= FACTOR:
         return ""
     return f"; rank {slowest} took {factors[slowest]:.1f} times as long as planned, beside the others"
-
-
-def fits_still(costs: Costs, plan: Plan, group_names: Sequence[str]) -> bool:
-    """Whether a plan may stay though some of its ranks are others now, those of `costs`: they are as many, it
-    fits into their memory, and they are as fast."""
-    layout = plan.layout
-    if layout.n_ranks != len(costs.cluster.devices):
-        return False
-    program = program_for(layout, plan.numerics, costs.ties, group_names)
-    now = expect(costs, layout, program, group_names)[0]
-    return (
-        not too_full(now.peak_bytes, costs.cluster) and now.step_s <= (1.0 + WORTH) * plan.prediction.step_s
-    )
-
-
-def stays_as_it_is(
-    costs: Costs, before: Plan, after: Plan, program: Program, group_names: Sequence[str]
-) -> tuple[bool, str]:
-    """Of two plans, the second one made for ranks as slow as in `costs`: whether the first one stays, and
-    what to say. program: that of the first."""
-    now_s, new_s = expect(costs, before.layout, program, group_names)[0].step_s, after.prediction.step_s
-    if new_s > (1.0 - WORTH) * now_s:
-        return True, f"the plan stays: no other is more than {WORTH:.0%} faster while that rank is so slow"
-    return _where_there_is_room(costs, before, after, group_names, now_s)
-
-
-def pays_off(
-    before: Plan, after: Plan, parts: Sequence[Costs], steps_left: int, build_s: float
-) -> tuple[bool, str]:
-    """Of two plans with the costs that all steps have shown: whether the first one stays, and what to say of
-    it. parts: costs that some of the steps have shown, others each; build_s: what making a trainer takes."""
-    costs = after.costs
-    assert costs is not None
-    names = [group.name for group in costs.groups]
-    program = program_for(before.layout, before.numerics, costs.ties, names)
-    before = replace(before, costs=costs, prediction=expect(costs, before.layout, program, names)[0])
-    now_s, new_s = before.prediction.step_s, after.prediction.step_s
-    if after.layout == before.layout or gain(before, after, [costs, *parts]) <= LASTING:
-        return True, f"the plan stays: no other is more than {LASTING:.0%} faster, whichever steps count"
-    if dear(after) >= dear(before):
-        return True, "the plan stays: what another one gains is not worth the memory that it needs"
-    sent_s = mirror_s(
-        costs, after.layout, cut_indices(after.layout, names)
-    )  # of all that a rank has, at most
-    if (now_s - new_s) * steps_left <= build_s + sent_s:
-        return True, "the plan stays: too few steps are left for another one to pay off"
-    return _where_there_is_room(costs, before, after, names, now_s)
-
-
-def _where_there_is_room(
-    costs: Costs, before: Plan, after: Plan, group_names: Sequence[str], now_s: float
-) -> tuple[bool, str]:
-    states = (state_bytes(costs, p.layout, cut_indices(p.layout, group_names)) for p in (before, after))
-    on_the_way = [int(sum(of)) for of in zip(after.prediction.peak_bytes, *states, strict=True)]
-    if too_full(on_the_way, costs.cluster):  # what it has, and what it gets, beside what it will be
-        return True, "the plan stays: there is no room for what moves from rank to rank"
-    new_s = after.prediction.step_s
-    return False, f"planned anew: a step is predicted to take {new_s:.3g} s; as it was, {now_s:.3g} s"

@@ -129,7 +129,7 @@ def train(
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None
     run_dir, _, _ = place
-    check_seen(comm, run_dir / CONFIG, "run.dir")
+    check_seen(comm, run_dir / CONFIG)
     if comm.rank == 0:
         clear(run_dir)
     comm.barrier()

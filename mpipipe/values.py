@@ -334,6 +334,11 @@ class Costs(Value):
         return self.bytes_per_param_byte - state - levels
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the groups."""
+        return tuple(group.name for group in self.groups)
+
+    @cached_property
     def columns(self) -> dict[str, NDArray[Any]]:
         """Each number of the groups as an array (n_groups,): bytes int64, the others float64."""
         names = [f.name for f in fields(GroupCost) if f.name not in ("name", "act_parts", "grad_parts")]

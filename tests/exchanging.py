@@ -14,7 +14,7 @@ from tiny import Case, plan_of
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.planner.copies import BUCKETS_AHEAD
+from mpipipe.planner.exchange import BUCKETS_AHEAD
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Landing, Mailbox, Outbox, Piece, as_bytes
 from mpipipe.values import Instr, Op

@@ -55,8 +55,8 @@ def made_plan(n_ranks: int = 2, n_micro: int = 4, n_groups: int = 8) -> tuple[Pl
         seed=0,
     )  # fmt: skip
     names = [group.name for group in costs.groups]
-    plan, program = make_plan(costs, numerics, "1f1b", 4, names, n_ranks)
-    predicted = predict(costs, plan.layout, program, names)[1]
+    plan, program = make_plan(costs, numerics, "1f1b", 4, n_ranks)
+    predicted = predict(costs, plan.layout, program)[1]
     cuts = tuple(names.index(name) for name in plan.layout.cuts)
     slower = [
         replace(stage, fwd_s=stage.fwd_s * (1.1 + 0.1 * (s % 2)), act_bytes=4 * stage.act_bytes)

@@ -242,7 +242,7 @@ def rank_1_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
         LocalCommunicator, "oversubscribed", property(lambda _: False, lambda *_: None), raising=False
     )  # else times are of others, too
     monkeypatch.setattr("mpipipe.survival.MOST", 1e9)
-    monkeypatch.setattr("mpipipe.survival.LASTING", 0.2)
+    monkeypatch.setattr("mpipipe.planner.change.LASTING", 0.2)
     monkeypatch.setattr(Pipeline, "build_s", property(lambda _: 0.0, lambda *_: None), raising=False)
 
 

@@ -55,9 +55,9 @@ def surroundings(extension: str = "") -> dict[str, str]:
     return {"code": code_version(extension), **variables()}
 
 
-def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def variables() -> dict[str, str]:
     """Those of the environment that decide bits."""
-    return {name: environ.get(name, "(not set)") for name in _VARIABLES}
+    return {name: os.environ.get(name, "(not set)") for name in _VARIABLES}
 
 
 def code_version(extension: str = "", rooms: Sequence[str] = (".",)) -> str:

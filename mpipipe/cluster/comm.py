@@ -13,13 +13,15 @@ Invariants of both carriers
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 Bytes = NDArray[np.uint8]
 ANY_TAG_UB = 32767  # every MPI allows at least these tags (MPI 4.1, 9.1.2)
 
@@ -172,6 +174,11 @@ def check_buffer(buf: Bytes, peer: int, size: int) -> None:
         raise ValueError(f"no rank {peer} in a world of {size} ranks (0..{size - 1})")
 
 
+def gathered(comm: Communicator, mine: Mapping[K, V]) -> dict[K, V]:
+    """What all ranks have, in one; of a key that several have, the last one's. Collective (pickled)."""
+    return {key: value for of_rank in comm.allgather_object(mine) for key, value in of_rank.items()}
+
+
 def number_nodes(keys: Sequence[Hashable]) -> tuple[int, ...]:
     """Node index of each rank from a key per rank that is equal exactly on one node.
 
@@ -182,10 +189,10 @@ def number_nodes(keys: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(index.setdefault(key, len(index)) for key in keys)
 
 
-def mismatch(what: str, by_rank: Sequence[str]) -> RuntimeError:
+def mismatch(by_rank: Sequence[str]) -> RuntimeError:
     """The error for a collective whose ranks do not fit: the first rank that differs, both values."""
     rank = next(r for r, x in enumerate(by_rank) if x != by_rank[0])
     return RuntimeError(
-        f"{what}: rank {rank} has {by_rank[rank]}, rank 0 has {by_rank[0]}; "
+        f"allgather_array: rank {rank} has {by_rank[rank]}, rank 0 has {by_rank[0]}; "
         "all ranks must make the same collective call with arrays of one shape and dtype"
     )

@@ -79,12 +79,12 @@ class Job:
         self._reader.join(1.0)  # what still holds the pipe is nobody's of ours
 
 
-def kill_all(pids: Sequence[int], limit_s: float = GRACE_S) -> None:
+def kill_all(pids: Sequence[int]) -> None:
     """KILL; waits until they are gone, or as good as gone."""
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + GRACE_S
     while any(map(_lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
 

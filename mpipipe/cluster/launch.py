@@ -178,10 +178,10 @@ def busy_advice(comm: Communicator, load: float) -> str | None:
     return None if comm.oversubscribed else load_advice(load, os.cpu_count() or 1)
 
 
-def launcher_on_terminal(proc: Path = Path("/proc")) -> bool:
+def launcher_on_terminal() -> bool:
     """Whether what started this process writes to a terminal. mpirun gives its ranks a terminal of
     their own and copies it to wherever it writes itself, so their own `isatty` says nothing."""
     try:
-        return os.readlink(proc / f"{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
     except OSError:
         return False

@@ -350,7 +350,7 @@ class LocalCommunicator:
         arrays = self._exchange("allgather_array", x)
         kinds = [f"{a.dtype.str}{a.shape}" for a in arrays]
         if len(set(kinds)) > 1:
-            raise mismatch("allgather_array", kinds)
+            raise mismatch(kinds)
         return np.stack(arrays)
 
     def barrier(self) -> None:

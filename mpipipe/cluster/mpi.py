@@ -346,7 +346,7 @@ class MpiCommunicator:
         sign = int.from_bytes(hashlib.blake2b(kind.encode(), digest_size=8).digest(), "little")
         signs = self._allgather(np.array([sign], np.uint64))
         if (signs != signs[0]).any():
-            raise mismatch("allgather_array", self.allgather_object(kind))
+            raise mismatch(self.allgather_object(kind))
         return self._allgather(x)
 
     @noticing

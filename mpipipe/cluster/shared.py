@@ -12,16 +12,16 @@ from mpipipe.errors import LaunchError
 PATIENCE_S = 10.0  # network file systems show a new file to other nodes after a while
 
 
-def check_seen(comm: Communicator, file: Path, key: str, patience_s: float = PATIENCE_S) -> None:
-    """Raises LaunchError, on every rank, where some do not see a file that rank 0 has made. key: of the
-    config, that names its folder. Collective."""
+def check_seen(comm: Communicator, file: Path, patience_s: float = PATIENCE_S) -> None:
+    """Raises LaunchError, on every rank, where some do not see a file that rank 0 has made in `run.dir`.
+    Collective."""
     found = comm.allgather_object((platform.node(), _seen(file, patience_s)))
     blind = sorted({host for host, seen in found if not seen})
     if blind:
         raise LaunchError(
-            f"{key} = '{file.parent}': what rank 0 on {found[0][0]} writes there is not seen by "
+            f"run.dir = '{file.parent}': what rank 0 on {found[0][0]} writes there is not seen by "
             f"{', '.join(blind)}: the folder is each node's own, or ranks were started in different ones; "
-            f"set {key}=/path/to/a/folder that all nodes share"
+            "set run.dir=/path/to/a/folder that all nodes share"
         )
 
 

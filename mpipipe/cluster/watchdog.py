@@ -91,11 +91,8 @@ class Watchdog:
         self.rank, self.size, self.folder = rank, size, run_dir / FOLDER
         self.given, self.limit_s = limit, limit if isinstance(limit, float | int) else AUTO_S
         self._spare = rank >= size
-        self.phase, self._counts, self._beats = (
-            "its wait, as a spare" if self._spare else "the start",
-            False,
-            0,
-        )
+        self.phase = "its wait, as a spare" if self._spare else "the start"
+        self._counts, self._beats = False, 0
         self.view: View = Outside(rank, size)
         self._neighbours = size > 1
         self._watched = thread or threading.main_thread().ident

@@ -18,7 +18,8 @@ from mpipipe.decided import blocks_of
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
-from mpipipe.planner.joint import Asked, Joint, copies_of, counts_of, schedules_of
+from mpipipe.planner.asked import Asked, copies_of, counts_of, schedules_of
+from mpipipe.planner.joint import Joint
 from mpipipe.planner.sizing import settle, usual_size
 from mpipipe.runtime.costing import Found, Updates, bytes_per_param_byte, costs_of, saved_bytes
 from mpipipe.runtime.modelling import find

@@ -16,13 +16,12 @@ from pathlib import Path
 from mpipipe.commands import run
 from mpipipe.errors import PlanError, ReportError
 from mpipipe.own_schedules import make_known
-from mpipipe.planner.prediction import expect, sizes_of_messages
-from mpipipe.planner.programs import program_for
+from mpipipe.planner.prediction import expect_plan, sizes_of_messages
 from mpipipe.report.draw import draw_png, draw_texts
 from mpipipe.report.perfetto import write_perfetto
 from mpipipe.report.plan_file import read_plan
 from mpipipe.report.trace import TRACE, read_trace
-from mpipipe.values import Costs, Int64, Plan, Program, Timeline
+from mpipipe.values import Costs, Int64, Plan, Timeline
 
 NARROWEST = 20  # columns
 Timelines = dict[str, Timeline]
@@ -67,23 +66,18 @@ def _of_run(folder: Path) -> tuple[Timelines, Sizes | None]:
         )
     timelines = read_trace(folder / TRACE).timelines
     try:
-        return timelines, _sizes(*_with_costs(folder / "plan.json"), timelines["measured"].program)
+        plan, costs = _with_costs(folder / "plan.json")
+        return timelines, sizes_of_messages(costs, plan.layout, timelines["measured"].program)
     except PlanError:  # the steps themselves are there
         return timelines, None
 
 
 def _of_plan(path: Path) -> tuple[Timelines, Sizes]:
     plan, costs = _with_costs(path)
-    schedule, names = plan.layout.schedule, [group.name for group in costs.groups]
-    make_known("layout.schedule", schedule, again=False)
-    program = program_for(plan.layout, plan.numerics, costs.ties, names)
+    make_known("layout.schedule", plan.layout.schedule, again=False)
     # also where it does not fit into memory: that is to be seen
-    timeline = expect(costs, plan.layout, program, names)[1]
-    return {"predicted": timeline}, _sizes(plan, costs, program)
-
-
-def _sizes(plan: Plan, costs: Costs, program: Program) -> Sizes:
-    return sizes_of_messages(costs, plan.layout, program, [group.name for group in costs.groups])
+    timeline = expect_plan(plan, costs)[1]
+    return {"predicted": timeline}, sizes_of_messages(costs, plan.layout, timeline.program)
 
 
 def _with_costs(path: Path) -> tuple[Plan, Costs]:

@@ -23,7 +23,7 @@ from mpipipe.runtime.modelling import update_bytes
 from mpipipe.runtime.op_table import table_name
 from mpipipe.runtime.optimizer import Optimizer
 from mpipipe.runtime.setting import instruction_set, set_threads
-from mpipipe.state.costs import CostCache
+from mpipipe.state.costs import CostCache, Kept
 from mpipipe.values import LEVELS, Cluster, Gemm, Link, Numerics
 
 
@@ -79,14 +79,14 @@ class Here(Machine):
 
     def gemm(self, variants: Callable[[], Variants], numerics: Numerics) -> tuple[Gemm, str]:
         kept = self._cache(numerics)
-        choice = Prober(None, variants(), numerics, kept.routes()).choose()
-        kept.write({}, choice.found)
+        choice = Prober(None, variants(), numerics, kept.read().routes).choose()
+        kept.write(Kept(routes=dict(choice.found)))
         return choice.gemm, choice.why
 
     def table(self, variants: Variants, numerics: Numerics) -> dict[str, str]:
         """That of earlier runs here."""
         name = table_name([device_kind(numerics.instruction_set)], variants, numerics)
-        return self._cache(numerics).tables().get(name, {})
+        return self._cache(numerics).read().tables.get(name, {})
 
     def _cache(self, numerics: Numerics) -> CostCache:
         kind = device_kind(numerics.instruction_set)

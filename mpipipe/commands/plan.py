@@ -40,7 +40,6 @@ from mpipipe.planner.curve import resource_curve
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import noise
 from mpipipe.planner.prediction import predict
-from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.sizes import counted
 from mpipipe.planner.whole import any_order
 from mpipipe.report.plan import (
@@ -137,14 +136,13 @@ def _plan(a: argparse.Namespace) -> None:
 
         mirrors = []
         if config.run.recover == "mpi":
-            cuts = cut_indices(plan.layout, graph.groups)
-            plan, said_of_them = with_mirrors(plan, costs, cuts, config.run.mirror_every)
+            plan, said_of_them = with_mirrors(plan, costs, config.run.mirror_every)
             mirrors = [said_of_them]
-        timeline = predict(costs, plan.layout, joint.program, graph.groups, plan.prediction.lower_bound_s)[1]
+        timeline = predict(costs, plan.layout, joint.program, plan.prediction.lower_bound_s)[1]
         rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
         sizes = sorted(costing.at) if len(costing.counts) > 1 else ()
         others = alternatives(
-            plan, costs, graph.groups, lambda ranks: machine.cluster(ranks, costing.base_bytes), joint.tried,
+            plan, costs, lambda ranks: machine.cluster(ranks, costing.base_bytes), joint.tried,
             config.pipeline.recompute,
         )  # fmt: skip
 

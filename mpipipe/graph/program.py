@@ -40,6 +40,11 @@ def spec(t: Tensor) -> TensorSpec:
     return TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
 
 
+def empty(s: TensorSpec, device: torch.device | None = None) -> Tensor:
+    """Room for it; None = in main memory."""
+    return torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=device)
+
+
 @dataclass
 class Found:
     """What a trace finds out beside tensors."""

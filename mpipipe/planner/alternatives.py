@@ -7,7 +7,6 @@ their number was searched, they are those of the search, and keep the batch.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -26,14 +25,13 @@ from mpipipe.planner.programs import cut_indices, with_window
 from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, make_plan
 from mpipipe.planner.sizes import counted, size_text
-from mpipipe.planner.stages import Ranges, in_order, stage_costs
+from mpipipe.planner.stages import Cuts, Ranges, in_order, neighbours, stage_costs
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
 MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
-Cuts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class Alternative(Value):
 def alternatives(
     plan: Plan,
     costs: Costs,
-    group_names: Sequence[str],
     cluster_of: Callable[[int], Cluster],
     tried: Sequence[Tried] = (),
     recompute: Wish = "none",
@@ -55,17 +52,17 @@ def alternatives(
     """cluster_of(ranks): the cluster with another number of ranks; raises PlanError where it has too few.
     tried: what the plan was chosen from, where it was. recompute: as asked for the plan."""
     chosen = len({t.schedule for t in tried}) > 1
-    return tuple(_Asked(plan, costs, group_names, cluster_of, recompute, chosen).all(tried))
+    return tuple(_Asked(plan, costs, cluster_of, recompute, chosen).all(tried))
 
 
 class _Asked:
     def __init__(
-        self, plan: Plan, costs: Costs, names: Sequence[str], cluster_of: Callable[[int], Cluster],
+        self, plan: Plan, costs: Costs, cluster_of: Callable[[int], Cluster],
         recompute: Wish, chosen: bool,
     ) -> None:  # fmt: skip
         self.recompute, self.chosen = recompute, chosen  # chosen: the schedule was
-        self.plan, self.costs, self.names, self.cluster_of = plan, costs, names, cluster_of
-        self.cuts = cut_indices(plan.layout, names)
+        self.plan, self.costs, self.names, self.cluster_of = plan, costs, costs.names, cluster_of
+        self.cuts = cut_indices(plan.layout, self.names)
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
         self.n_copies, self.n_each = plan.layout.n_copies, plan.layout.ranks_per_copy
         self.shape = shape_of(plan.layout)
@@ -100,25 +97,23 @@ class _Asked:
 
     def _next_best(self) -> Cuts | None:
         """The best of those with one cut moved by one group; None where none fits."""
-        near = [(*self.cuts[:i], self.cuts[i] + d, *self.cuts[i + 1 :])
-                for i in range(len(self.cuts)) for d in (-1, 1)]  # fmt: skip
-        near = [c for c in near if all(a < b for a, b in itertools.pairwise((0, *c, len(self.names))))]
+        near = neighbours(len(self.names), self.cuts)
         if self.n_stages * self.plan.numerics.micro_batches > REFINE_WORK:  # without simulating each of them
             near = [min(near, key=self._slowest())] if near else []
-        tried = [(self._expected(cuts), cuts) for cuts in near]
+        tried = [(self._expected(cuts), cuts) for _, cuts in near]
         made = [(p, cuts) for p, cuts in tried if isinstance(p, Prediction)]
         fits = [(p.step_s, cuts) for p, cuts in made if too_full(p.peak_bytes, self.costs.cluster) is None]
         return min(fits)[1] if fits else None
 
-    def _slowest(self) -> Callable[[Cuts], tuple[float, float]]:
-        """For cuts of which one is moved: the slowest stage, and the sum of squares less that of now."""
+    def _slowest(self) -> Callable[[tuple[int, Cuts]], tuple[float, float]]:
+        """For one of the `neighbours`: the slowest stage, and the sum of squares less that of now."""
         placed, now = in_order(self.costs, self.plan.layout.order), self._stage_s(self.cuts)
         ranges, devices, modes = Ranges(placed), placed.cluster.devices, self.plan.layout.modes
         order = np.argsort(-now)[:3].tolist()  # a cut changes two stages
         turns = self.plan.layout.turns
 
-        def key(cuts: Cuts) -> tuple[float, float]:
-            i = next(i for i, (a, b) in enumerate(zip(cuts, self.cuts, strict=True)) if a != b)
+        def key(near: tuple[int, Cuts]) -> tuple[float, float]:
+            i, cuts = near
             edges = (0, *cuts, len(self.names))
             two = [
                 float(ranges.ending_at(edges[s + 1], edges[s], modes[s]).seconds[0])
@@ -201,7 +196,7 @@ class _Asked:
         window = self.plan.layout.receive_window
         try:
             p = make_plan(
-                self.costs, self.plan.numerics, schedule, window, self.names, self.n_ranks, copies,
+                self.costs, self.plan.numerics, schedule, window, self.n_ranks, copies,
                 self.recompute,
             )[0].prediction  # fmt: skip
         except (PlanError, DeadlockError) as error:
@@ -269,7 +264,7 @@ class _Asked:
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
         copies = max(n for n in legal_copies(numerics) if n <= self.n_copies and n_ranks % n == 0)
         *chosen, last = dict.fromkeys((layout.schedule, PLAIN[0] if self.chosen else layout.schedule))
-        how = layout.receive_window, self.names, n_ranks, copies, self.recompute
+        how = layout.receive_window, n_ranks, copies, self.recompute
         for schedule in chosen:
             with suppress(PlanError, DeadlockError):
                 return schedule, make_plan(costs, numerics, schedule, *how, quick=True)[0].prediction
@@ -306,7 +301,7 @@ class _Asked:
         program = self._programs[key]
         layout = replace(layout, receive_window=program.receive_window)
         bound_s = self.plan.prediction.lower_bound_s
-        return expect_with(recompute, self.costs, layout, program, self.names, bound_s)[1]
+        return expect_with(recompute, self.costs, layout, program, bound_s)[1]
 
     def _same_numerics(
         self, name: str, cuts: Cuts, schedule: str | None = None, recompute: Wish | None = None

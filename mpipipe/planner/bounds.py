@@ -50,18 +50,15 @@ def step_bound_s(costs: Costs, n_micro: int, n_stages: int, norm_s: float = 0.0)
 def work_bound_s(costs: Costs, n_micro: int, n_ranks: int, norm_s: float = 0.0) -> float:
     """As `step_bound_s`, for any number of stages per rank and for backwards in two: all work over all
     speeds, or the heaviest group on the fastest rank, and the update. How a pipeline fills is not in it."""
-    ranges = Ranges(costs)
-    speed = np.array([device.speed for device in costs.cluster.devices[:n_ranks]])
-    update_s = float(ranges.ending_at(len(costs.groups)).step_s[0]) / float(speed.sum())
-    return n_micro * bottleneck_bound_s(ranges.seconds, speed) + norm_s + update_s
+    return uneven_bound_s(costs, n_micro, 1, n_ranks, norm_s)
 
 
 def uneven_bound_s(costs: Costs, n_micro: int, n_copies: int, n_ranks: int, norm_s: float = 0.0) -> float:
     """As `work_bound_s`, where each stage has as many copies as it likes, `n_copies` at most: these share
     the micro-batches with the heaviest group."""
-    seconds = Ranges(costs).seconds
-    speed = np.array([device.speed for device in costs.cluster.devices[:n_ranks]])
-    update_s = float(Ranges(costs).ending_at(len(costs.groups)).step_s[0]) / float(speed.sum())
+    ranges = Ranges(costs)
+    seconds, speed = ranges.seconds, np.array([device.speed for device in costs.cluster.devices[:n_ranks]])
+    update_s = float(ranges.ending_at(len(costs.groups)).step_s[0]) / float(speed.sum())
     heaviest_s = float(seconds.max() / speed.max()) / n_copies
     return n_micro * max(float(seconds.sum() / speed.sum()), heaviest_s) + norm_s + update_s
 

@@ -11,12 +11,13 @@ import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.bounds import work_bound_s
+from mpipipe.planner.copies import Order
 from mpipipe.planner.partition import Wish
-from mpipipe.planner.placing import Order, any_order_bound_s
+from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.prediction import norm_seconds, predict_with
 from mpipipe.planner.programs import with_window
 from mpipipe.planner.schedules import PLAIN, PLANNED, stages_on
-from mpipipe.planner.stages import StageTie, crossing_s, in_order, own_bytes, stage_ties
+from mpipipe.planner.stages import Cuts, StageTie, crossing_s, in_order, own_bytes, stage_ties
 from mpipipe.values import Costs, Float64, Int64, Layout, Numerics, Plan, Program
 
 FEW_CUTS = 1 << 14  # ways to cut up to which all are looked at
@@ -38,7 +39,7 @@ class EveryCut:
     ) -> None:  # fmt: skip
         self.costs, self.numerics, self.schedule = costs, numerics, schedule
         self.receive_window, self.n_ranks, self.recompute = receive_window, n_ranks, recompute
-        self.names = [group.name for group in costs.groups]
+        self.names = costs.names
         self.ways = math.comb(len(self.names) - 1, n_ranks - 1)
         self._programs: dict[tuple[StageTie, ...], tuple[Layout, Program]] = {}
         self.whole = schedule in PLAIN
@@ -72,7 +73,7 @@ class EveryCut:
                 made = other
         return made, True
 
-    def _made(self, cuts: tuple[int, ...], order: Order, bound_s: float) -> Made:
+    def _made(self, cuts: Cuts, order: Order, bound_s: float) -> Made:
         ranks = tuple((rank,) for rank in order)
         starts = tuple(self.names[cut] for cut in cuts)
         layout = Layout(starts, ranks, self.schedule, self.receive_window)
@@ -81,7 +82,7 @@ class EveryCut:
             self._programs[ties] = with_window(layout, self.numerics, self.costs.ties, self.names)
         known, program = self._programs[ties]
         layout = replace(layout, receive_window=known.receive_window)
-        layout, prediction = predict_with(self.recompute, self.costs, layout, program, self.names, bound_s)
+        layout, prediction = predict_with(self.recompute, self.costs, layout, program, bound_s)
         return Plan(self.numerics, layout, prediction, self.costs), program
 
 

@@ -52,7 +52,7 @@ def check_given(
             f"{where} has layout.schedule = {layout.schedule!r}; expected one of {', '.join(SCHEDULES)}{hint}"
         )
     if plan.costs is not None:
-        _check_groups([group.name for group in plan.costs.groups], group_names, where)
+        _check_groups(plan.costs.names, group_names, where)
     try:
         cut_indices(layout, group_names)
     except PlanError as error:

@@ -13,18 +13,16 @@ simulated or ruled out by a bound, in the order of ranks that `make_plan` chose.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.asked import Asked, check_groups
 from mpipipe.planner.bounds import bottleneck_bound_s, uneven_bound_s, work_bound_s
 from mpipipe.planner.copies import (
     Copies,
-    check_copies,
-    even_blocks,
     fastest_copy,
     largest_share,
     legal_copies,
@@ -32,28 +30,15 @@ from mpipipe.planner.copies import (
     ranks_in_each,
 )
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
-from mpipipe.planner.partition import Wish, check_stages, too_many
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.prediction import dear, norm_seconds
-from mpipipe.planner.schedules import (
-    BY_HAND,
-    FILLED,
-    PLAIN,
-    PLANNED,
-    SCHEDULES,
-    build,
-    check,
-    check_name,
-    stages_on,
-)
+from mpipipe.planner.schedules import BY_HAND, FILLED, PLAIN, PLANNED, build, check, stages_on
 from mpipipe.planner.search import leaner, make_plan
-from mpipipe.planner.sizes import counted
 from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
 LIKE = 1.02  # a step that is longer by less is as good: a prediction cannot tell them apart
 EQUAL = 1.003  # likewise, of a schedule that was asked for by name
-Replicas = Copies | Literal["auto"]  # as a config gives them
 # Ranks times micro-batches up to which a schedule is compared with others: beyond, it takes seconds.
 MOST_PLANNED = 1 << 11  # those that are made anew for each cut
 MOST_FILLED = 1 << 14  # the others that are made action by action
@@ -61,32 +46,6 @@ MOST_COMPARED = 1 << 17  # all but 1f1b and zb-h1: programs of so many ranks are
 LEAST_COMPARED = (PLAIN[0], "zb-h1")
 MOST_SWEPT = 1 << 12  # groups times ranks: beyond, cuts with recomputation are looked for by 1f1b alone
 SKIPPED = "not tried here; pipeline.schedule="
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is searched. numerics: with any number of micro-batches; counts: those to look at; schedules:
-    the first one is preferred; copies: of the pipeline, or of each stage, likewise; uneven: those of each
-    stage that promise most are looked at, too."""
-
-    numerics: Numerics
-    counts: tuple[int, ...]
-    schedules: tuple[str, ...]
-    receive_window: int
-    n_ranks: int
-    copies: tuple[Copies, ...] = (1,)
-    recompute: Wish = "none"
-    uneven: bool = False
-
-    def of(self, count: int) -> Numerics:
-        """With so many micro-batches."""
-        n = self.numerics
-        return replace(n, micro_batches=count, micro_batch=math.ceil(n.batch / count))
-
-    @property
-    def sizes(self) -> list[int]:
-        """Samples of the largest micro-batch for each of the counts, ascending."""
-        return sorted({self.of(count).micro_batch for count in self.counts})
 
 
 @dataclass(frozen=True)
@@ -166,15 +125,6 @@ def preferred(tried: Collection[Tried], best: Tried | None = None) -> Tried:
     return min(alike, key=lambda t: (most_copies(t.copies), t.schedule != PLAIN[0], t.dear))
 
 
-def schedules_of(name: str) -> tuple[str, ...]:
-    """Those to choose from: with "auto" all; those of one's own come last, as they were registered. Raises
-    PlanError for a name that no schedule has."""
-    if name == "auto":
-        return tuple(SCHEDULES)
-    check_name(name)
-    return (name,)
-
-
 def most_compared(schedule: str) -> float:
     """Ranks times micro-batches of one copy up to which it is made only to be compared."""
     if schedule in PLANNED:
@@ -182,64 +132,6 @@ def most_compared(schedule: str) -> float:
     if schedule in FILLED:
         return MOST_FILLED
     return math.inf if schedule in LEAST_COMPARED else MOST_COMPARED
-
-
-def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Copies, ...]:
-    """Numbers of copies to choose from: of the pipeline, or of each stage where they are given so. Raises
-    PlanError for one that does not fit."""
-    if replicas == "auto":
-        return tuple(n for n in legal_copies(numerics) if n_ranks % n == 0)
-    check_copies(replicas, n_ranks, numerics)
-    if isinstance(replicas, tuple) and len({*replicas}) == 1:
-        return (replicas[0],)
-    return (replicas,)
-
-
-def check_groups(asked: Asked, n_groups: int) -> None:
-    """Raises PlanError where a stage would have no group, however the ranks are shared by replicas."""
-    n_ranks, numerics = asked.n_ranks, asked.numerics
-    if not asked.uneven:
-        for copies in asked.copies:
-            check_stages(ranks_in_each(copies, n_ranks), n_groups, copies if isinstance(copies, int) else 1)
-        return
-    legal = legal_copies(numerics)
-    fewest = _fewest_stages(n_ranks, legal)
-    if fewest <= n_groups:
-        return
-    most = n_groups * legal[-1]
-    start = f"at most {counted(most, 'rank')}"
-    if most > n_ranks:
-        fit = [n for n in range(1, most + 1) if _fewest_stages(n, legal) <= n_groups]
-        start = f"{max(n for n in fit if n < n_ranks)} or {min(n for n in fit if n > n_ranks)} ranks"
-    blocks = even_blocks(numerics.micro_batches if len(asked.counts) == 1 else None, numerics.batch, n_ranks)
-    more_blocks = (
-        f", as pipeline.blocks = {numerics.blocks} allows {counted(legal[-1], 'replica')} at most; or, "
-        f"before the first step of a run, set pipeline.blocks=auto and pipeline.max_ranks={n_ranks}"
-    )
-    helps = _fewest_stages(n_ranks, legal_copies(replace(numerics, blocks=blocks))) <= n_groups
-    raise too_many(fewest, n_groups, f"start {start}{more_blocks if helps else ''}")
-
-
-def _fewest_stages(n_ranks: int, legal: Sequence[int]) -> int:
-    """With legal numbers of copies that are all the ranks: the largest first is best, as of two the smaller
-    one divides the larger one."""
-    found = 0
-    for copies in reversed(legal):
-        found, n_ranks = found + n_ranks // copies, n_ranks % copies
-    return found
-
-
-def counts_of(batch: int, blocks: int = 1) -> tuple[int, ...]:
-    """For each size of a micro-batch the least number that makes up the batch: those that differ in what a
-    micro-batch costs. Multiples of `blocks`, descending. Raises PlanError where there is none."""
-    least = (blocks * math.ceil(batch / (size * blocks)) for size in range(1, batch + 1))
-    counts = sorted({count for count in least if count <= batch}, reverse=True)
-    if not counts:
-        raise PlanError(
-            f"a batch of {batch} has no number of micro-batches that {blocks} blocks divide; use "
-            f"{batch} blocks at most"
-        )
-    return tuple(counts)
 
 
 def search(
@@ -323,23 +215,17 @@ class _Finder:
         return bound_s, bound_s
 
     def _simulate(self, costs: Costs, numerics: Numerics, schedule: str, copies: Copies) -> None:
-        asked, names, count = self.asked, [group.name for group in costs.groups], numerics.micro_batches
-        how = names, asked.n_ranks, copies, asked.recompute
+        asked, count = self.asked, numerics.micro_batches
         made: Made | None = None
         if why := self._why_not(schedule, numerics, copies):
             self._note(count, schedule, copies, None, None, why)
             return
         try:
-            quick = schedule != asked.schedules[0] and len(names) * asked.n_ranks > MOST_SWEPT
+            quick = schedule != asked.schedules[0] and len(costs.groups) * asked.n_ranks > MOST_SWEPT
             made = make_plan(
-                costs,
-                numerics,
-                schedule,
-                asked.receive_window,
-                *how,
-                quick,
-                self._by_hand(schedule, count, copies),
-            )
+                costs, numerics, schedule, asked.receive_window, asked.n_ranks, copies, asked.recompute,
+                quick, self._by_hand(schedule, count, copies),
+            )  # fmt: skip
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
         exact = False

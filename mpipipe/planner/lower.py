@@ -45,7 +45,7 @@ from typing import TypeVar
 import numpy as np
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.copies import exchange_of
+from mpipipe.planner.exchange import exchange_of
 from mpipipe.planner.schedules import stages_of_ranks
 from mpipipe.planner.stages import StageTie
 from mpipipe.values import Action, Instr, Int32, Op, Program, Schedule

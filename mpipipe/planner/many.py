@@ -15,11 +15,10 @@ from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.prediction import norm_seconds
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
-from mpipipe.planner.stages import Ending, Ranges, StageTie, calls, in_order, remade_s, stage_ties
+from mpipipe.planner.stages import Cuts, Ending, Ranges, StageTie, calls, in_order, remade_s, stage_ties
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Costs, Float64, Op, Plan, Recompute
 
-Cuts = tuple[int, ...]
 Key = tuple[int, int, int]  # op, stage, other stage of a message or -1
 
 
@@ -71,7 +70,7 @@ class Many:
         return max(float(self._ending(edges[s + 1], s).seconds[edges[s]]) / devices[s].speed for s in stages)
 
     def _walked(self, cuts: Sequence[Cuts], ties: Sequence[StageTie]) -> Float64:
-        layout, names = self.plan.layout, [group.name for group in self.costs.groups]
+        layout, names = self.plan.layout, self.costs.names
         layout = replace(layout, cuts=tuple(names[c] for c in cuts[0]))
         ends = match(program_for(layout, self.plan.numerics, self.costs.ties, names))
         norm_s = norm_seconds(self.costs.cluster, layout.n_stages)

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from mpipipe.errors import PlanError
+from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import own_bytes
 from mpipipe.values import Costs, Int64, Layout, Link, Plan
@@ -79,15 +80,14 @@ def mirror_s(costs: Costs, layout: Layout, cuts: Sequence[int]) -> float:
     return max(link.seconds(nbytes) + copy_s_per_byte * nbytes for link, nbytes in pairs)
 
 
-def with_mirrors(
-    plan: Plan, costs: Costs, cuts: Sequence[int], every: int | Literal["auto"]
-) -> tuple[Plan, str]:
+def with_mirrors(plan: Plan, costs: Costs, every: int | Literal["auto"]) -> tuple[Plan, str]:
     """The plan with mirrors every so many steps, which its step and its memory know, and a line for people.
     "auto": as often as loses the least time, not at all where there is no room. Raises PlanError where there
     is none for what was asked."""
     layout, n = plan.layout, plan.layout.n_ranks
     if every == 0 or n == 1:
         return plan, "no mirrors: " + ("run.mirror_every is 0" if n > 1 else "there is one rank")
+    cuts = cut_indices(layout, costs.names)
     taken = mirror_bytes(costs, layout, cuts)
     peaks = tuple(int(p + m) for p, m in zip(plan.prediction.peak_bytes, taken, strict=True))
     short = [p - device.memory_bytes for p, device in zip(peaks, costs.cluster.devices, strict=False)]

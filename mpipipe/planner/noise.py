@@ -8,16 +8,16 @@ bottleneck under some of the draws.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.many import Cuts, Many
+from mpipipe.planner.many import Many
 from mpipipe.planner.partition import partition
 from mpipipe.planner.programs import cut_indices
+from mpipipe.planner.stages import Cuts, neighbours
 from mpipipe.values import Costs, Float64, GroupCost, Layout, Plan, Value
 
 DRAWS = 32
@@ -53,7 +53,7 @@ def noise(plan: Plan, costs: Costs, draws: int = DRAWS, seed: int = 0) -> Noise 
         return None
     factors = _factors(costs.groups, spread, draws, seed)
     many = Many(plan, costs, factors)
-    ours = cut_indices(plan.layout, [group.name for group in costs.groups])
+    ours = cut_indices(plan.layout, costs.names)
     others = _others(many, ours, _MOST_ENDS // (instructions * draws))
     steps = many.steps_s([ours, *others])  # (cuts, draws)
     best = steps[1:].min(axis=0, initial=np.inf)
@@ -79,9 +79,9 @@ def shorter(
     spread, _ = spreads(costs)
     if not spread.any() or instructions > _MOST_INSTRUCTIONS or not _alone(plan.layout):
         return None
-    factors, names = _factors(costs.groups, spread, draws, seed), [group.name for group in costs.groups]
+    factors = _factors(costs.groups, spread, draws, seed)
     ours_s, theirs_s = (
-        Many(p, costs, factors).steps_s([cut_indices(p.layout, names)])[0] for p in (plan, other)
+        Many(p, costs, factors).steps_s([cut_indices(p.layout, costs.names)])[0] for p in (plan, other)
     )
     return int((ours_s < theirs_s * (1.0 - WORTH)).sum()), draws
 
@@ -129,12 +129,11 @@ def _others(many: Many, ours: Cuts, most: int) -> list[Cuts]:
     costs, plan = many.costs, many.plan
     n_groups, n_stages = len(costs.groups), plan.layout.n_stages
     near = list[tuple[float, Cuts]]()
-    for i, d in itertools.product(range(len(ours)), (-1, 1)):
-        cuts, changed = (*ours[:i], ours[i] + d, *ours[i + 1 :]), (i, i + 1)
-        if all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups))) and many.fits(cuts, changed):
-            near.append((many.slowest_s(cuts, changed), cuts))
+    for i, cuts in neighbours(n_groups, ours):
+        if many.fits(cuts, (i, i + 1)):
+            near.append((many.slowest_s(cuts, (i, i + 1)), cuts))
     exact = next((few for work, few in _PARTITIONED.items() if n_groups * n_stages <= work), 0)
-    drawn = [_least_bottleneck(many, factors) for factors in many.factors[:exact]]
+    drawn = (_least_bottleneck(many, factors) for factors in many.factors[:exact])
     found = [cuts for cuts in drawn if cuts is not None]
     return [c for c in dict.fromkeys([*(c for _, c in sorted(near)[:most]), *found]) if c != ours]
 

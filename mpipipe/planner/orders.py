@@ -12,22 +12,13 @@ from typing import NamedTuple
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import largest_share
 from mpipipe.planner.lower import tied_pairs
-from mpipipe.planner.schedules import (
-    BY_HAND,
-    build,
-    planned_by_room,
-    policies,
-    room_for,
-    to_lines,
-    work_of,
-)
+from mpipipe.planner.schedules import BY_HAND, build, planned_by_room, policies, room_for, to_lines, work_of
 from mpipipe.planner.schedules.fill import Use
 from mpipipe.planner.schedules.listed import Policy, listed_seconds, listed_shortest
-from mpipipe.planner.stages import in_order, stage_costs, stage_ties
+from mpipipe.planner.stages import Cuts, are_cuts, in_order, stage_costs, stage_ties
 from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost
 
 Actions = tuple[str, ...]
-Cuts = tuple[int, ...]
 # Seconds by stage, to the next one and to the one before; and those of tied parameters.
 Messages = tuple[list[float], list[float], list[Use]]
 _FEW = 12  # policies, for each stage of a rank, by which cuts are compared: the best ones of the first cuts
@@ -48,10 +39,8 @@ class Orders:
 
     def __init__(self, costs: Costs, layout: Layout, numerics: Numerics) -> None:
         self._placed = in_order(costs.but(copies=layout.n_copies), layout.order)
-        self._n_micro, self._window = (
-            largest_share(numerics.micro_batches, layout.n_copies),
-            layout.receive_window,
-        )
+        self._n_micro = largest_share(numerics.micro_batches, layout.n_copies)
+        self._window = layout.receive_window
         cluster = costs.cluster.loaded(*layout.copies)
         self._links = [cluster.link(a, b) for a, b in itertools.pairwise(layout.order)]
         place = {rank: i for i, rank in enumerate(dict.fromkeys(layout.order))}
@@ -109,7 +98,7 @@ class Orders:
                 for by in (-2, -1, 1, 2)
             ]
             for other in moved:
-                if other not in took_s and _inside(other, len(self._placed.groups)):
+                if other not in took_s and are_cuts(len(self._placed.groups), other):
                     took_s[other] = self._shortest_s(other, tried, least_s)
                     least_s = min(least_s, took_s[other])
             shortest = min(took_s, key=took_s.__getitem__)
@@ -179,7 +168,3 @@ class Orders:
         stages, messages = self._stages(cuts, mode)
         work = work_of(self._on, stages, *messages)
         return planned_by_room(self._on, self._n_micro, work, most)
-
-
-def _inside(cuts: Cuts, n_groups: int) -> bool:
-    return all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))

@@ -8,10 +8,10 @@ from typing import Literal
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import bottleneck_bound_s
 from mpipipe.planner.misfit import no_cut_text
-from mpipipe.planner.problem import Cuts, Problem
+from mpipipe.planner.problem import Problem
 from mpipipe.planner.schedules import build, check_name, kept_micro_batches
 from mpipipe.planner.sizes import counted
-from mpipipe.planner.stages import Ranges
+from mpipipe.planner.stages import Cuts, Ranges
 from mpipipe.values import RECOMPUTE, Costs
 
 Wish = Literal["auto", "none", "selective", "full"]  # for recomputation

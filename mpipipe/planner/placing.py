@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import step_bound_s
+from mpipipe.planner.copies import Order
 from mpipipe.planner.partition import Wish, partition
 from mpipipe.planner.stages import Ranges, in_order
 from mpipipe.values import Cluster, Costs, Device
@@ -30,7 +31,6 @@ KEPT = 4  # orders that are worth a simulation
 LEAST_GAIN = 1e-3  # for which stages leave the ranks of their number
 SAME_MEMORY = 0.02  # relative: ranks of one sort differ by that much by chance
 BOUND_ORDERS = 64  # orders of speeds of which the bound is the least
-Order = tuple[int, ...]
 Score = tuple[float, float]  # bottleneck, and seconds of a micro-batch on all links
 Unit = tuple[int | None, ...]
 

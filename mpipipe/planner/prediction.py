@@ -18,35 +18,24 @@ from mpipipe.planner.copies import fastest_copy, loaded, stages_in
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.programs import Cuts, cut_indices
+from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.recompute import with_least, with_mode
 from mpipipe.planner.schedules import grid, is_of_file, stashes
 from mpipipe.planner.schedules.orders import is_even, is_plain
 from mpipipe.planner.simulate import message_bytes, rank_memory_bytes, simulate, times_of
 from mpipipe.planner.sizes import size_text
-from mpipipe.planner.stages import stage_ties
-from mpipipe.values import (
-    Cluster,
-    Costs,
-    Int64,
-    Layout,
-    Op,
-    Plan,
-    Prediction,
-    Program,
-    Timeline,
-    makespan_s,
-)
+from mpipipe.planner.stages import Cuts, stage_ties
+from mpipipe.values import Cluster, Costs, Int64, Layout, Op, Plan, Prediction, Program, Timeline, makespan_s
 
 MEMORY_COUNTS = 0.2  # of plans that are nearly as fast: beside the step, relative
 
 
 def predict(
-    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str], bound_s: float | None = None
+    costs: Costs, layout: Layout, program: Program, bound_s: float | None = None
 ) -> tuple[Prediction, Timeline]:
     """What `program` will take. bound_s: `step_bound_s`, where it is known already, as it is the same for
     every cut. Raises PlanError if a rank's memory is too small for it."""
-    prediction, timeline = expect(costs, layout, program, group_names, bound_s)
+    prediction, timeline = expect(costs, layout, program, bound_s)
     _check_memory(
         timeline,
         costs.cluster,
@@ -56,11 +45,10 @@ def predict(
 
 
 def predict_with(
-    wish: Wish, costs: Costs, layout: Layout, program: Program, group_names: Sequence[str],
-    bound_s: float | None = None,
+    wish: Wish, costs: Costs, layout: Layout, program: Program, bound_s: float | None = None,
 ) -> tuple[Layout, Prediction]:  # fmt: skip
     """As `expect_with`; raises PlanError if a rank's memory is too small for it."""
-    layout, prediction, timeline = expect_with(wish, costs, layout, program, group_names, bound_s)
+    layout, prediction, timeline = expect_with(wish, costs, layout, program, bound_s)
     own_order = layout.schedule if is_of_file(layout.schedule) else ""
     ways_out = ["use smaller micro-batches", "give more memory" if own_order else "more ranks"]
     if wish not in ("auto", "full"):
@@ -70,10 +58,10 @@ def predict_with(
 
 
 def expect(
-    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str], bound_s: float | None = None
+    costs: Costs, layout: Layout, program: Program, bound_s: float | None = None
 ) -> tuple[Prediction, Timeline]:
     """As `predict`, whether the memory is there or not."""
-    cuts = cut_indices(layout, group_names)
+    cuts = cut_indices(layout, costs.names)
     norm_s = norm_seconds(costs.cluster, layout.n_ranks)
     ties, stages = stage_ties(costs.ties, cuts), stages_in(costs, layout, cuts)
     timeline = simulate(program, stages, loaded(costs.cluster, layout), norm_s, ties)
@@ -97,18 +85,23 @@ def expect(
     return prediction, timeline
 
 
+def expect_plan(plan: Plan, costs: Costs) -> tuple[Prediction, Timeline]:
+    """As `expect`, of a plan as it is, with these costs."""
+    program = program_for(plan.layout, plan.numerics, costs.ties, costs.names)
+    return expect(costs, plan.layout, program)
+
+
 def expect_with(
-    wish: Wish, costs: Costs, layout: Layout, program: Program, group_names: Sequence[str],
-    bound_s: float | None = None,
+    wish: Wish, costs: Costs, layout: Layout, program: Program, bound_s: float | None = None,
 ) -> tuple[Layout, Prediction, Timeline]:  # fmt: skip
     """As `expect`, and the layout with the recomputation that is wished for; auto: none, or what is needed
     for it to fit, but for mirrors."""
     layout = with_mode(layout, "none" if wish == "auto" else wish)
-    prediction, timeline = expect(costs, layout, program, group_names, bound_s)
+    prediction, timeline = expect(costs, layout, program, bound_s)
     if wish == "auto" and too_full(timeline.peak_bytes, costs.cluster) is not None:
-        less = with_least(costs, layout, cut_indices(layout, group_names), program)
+        less = with_least(costs, layout, cut_indices(layout, costs.names), program)
         if less != layout:
-            return less, *expect(costs, less, program, group_names, bound_s)
+            return less, *expect(costs, less, program, bound_s)
     return layout, prediction, timeline
 
 
@@ -175,20 +168,16 @@ def _check_memory(timeline: Timeline, cluster: Cluster, ways_out: Sequence[str],
         )
 
 
-def sizes_of_messages(
-    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str]
-) -> tuple[Int64, ...]:
+def sizes_of_messages(costs: Costs, layout: Layout, program: Program) -> tuple[Int64, ...]:
     """Bytes of each message instruction, 0 for the others: per rank an array (n,)."""
-    cuts = cut_indices(layout, group_names)
+    cuts = cut_indices(layout, costs.names)
     stages = stages_in(costs, layout, cuts)
     return message_bytes(program, stages, stage_ties(costs.ties, cuts))
 
 
-def tensor_peak_bytes(
-    costs: Costs, layout: Layout, program: Program, group_names: Sequence[str]
-) -> tuple[int, ...]:
+def tensor_peak_bytes(costs: Costs, layout: Layout, program: Program) -> tuple[int, ...]:
     """By rank, the most bytes of live tensors in a step. A process needs more: what `predict` says."""
-    stages = stages_in(costs, layout, cut_indices(layout, group_names))
-    sizes = sizes_of_messages(costs, layout, program, group_names)
+    stages = stages_in(costs, layout, cut_indices(layout, costs.names))
+    sizes = sizes_of_messages(costs, layout, program)
     ranks = range(len(program.codes))
     return tuple(int(rank_memory_bytes(program, stages, sizes, rank, tensors=True).max()) for rank in ranks)

@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 
 from mpipipe.planner.native import compiled
-from mpipipe.planner.stages import Ranges, blocks_ahead, bounds, crossing_s
+from mpipipe.planner.stages import Cuts, Ranges, blocks_ahead, bounds, crossing_s
 from mpipipe.planner.sweep import Low, Swept, low_for, sweep, sweep_near
 from mpipipe.values import Costs, Float64, Int64, Recompute
 
 ENDLESS = 2**62  # bytes
 MOST_WORK = 1 << 30  # (stage, first, end) that the search for least squares may look at
-Cuts = tuple[int, ...]
 
 
 class Problem:

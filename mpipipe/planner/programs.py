@@ -15,10 +15,9 @@ from mpipipe.planner.copies import check_copies, check_nodes, check_order, shape
 from mpipipe.planner.lower import at_window, lower, tied_pairs
 from mpipipe.planner.prove import prove
 from mpipipe.planner.schedules import build, check, check_name, forward_only, from_text, in_copies
-from mpipipe.planner.stages import StageTie, bounds, stage_ties
+from mpipipe.planner.stages import Cuts, StageTie, bounds, stage_ties
 from mpipipe.values import Layout, Numerics, Program, Schedule, Tie, share_of
 
-Cuts = tuple[int, ...]  # the first group of stages 1 .. S-1
 Failure = PlanError | DeadlockError
 
 

@@ -7,7 +7,7 @@ too, and memory. What changes is the `Layout`: the bits of a run stay what they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,6 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.copies import shape_of, stages_in
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import WORTH
-from mpipipe.planner.prediction import expect
 from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.recompute import wish_of
 from mpipipe.planner.search import make_plan, plan_of
@@ -55,8 +54,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     """
     if plan.costs is None:
         raise PlanError("the plan holds no costs to be refined; run again with this version of mpipipe")
-    names = [group.name for group in plan.costs.groups]
-    program = program_for(plan.layout, plan.numerics, plan.costs.ties, names)
+    program = program_for(plan.layout, plan.numerics, plan.costs.ties, plan.costs.names)
     if program.hash != measured.program.hash:
         raise PlanError(
             "the measured step is that of another program than the plan's; refine the run as it was"
@@ -64,16 +62,15 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
     if any((times[:, 1] < times[:, 0]).any() for times in measured.times):
         raise PlanError("the measured step has spans that end before they begin; run again to measure anew")
     costs = refined_costs(plan.costs, plan.layout, measured)
-    ran = plan_of(costs, plan.numerics, plan.layout, names)
+    ran = plan_of(costs, plan.numerics, plan.layout)
     layout = plan.layout
     try:
         best, _ = make_plan(
-            costs, plan.numerics, layout.schedule, layout.receive_window, names, layout.n_ranks,
+            costs, plan.numerics, layout.schedule, layout.receive_window, layout.n_ranks,
             shape_of(layout), wish_of(layout),
         )  # fmt: skip
         if layout.mirror_every:
-            cuts = cut_indices(best.layout, names)
-            best, _ = with_mirrors(best, costs, cuts, layout.mirror_every)
+            best, _ = with_mirrors(best, costs, layout.mirror_every)
     except PlanError:  # by the memory of `partition`, which is a little above what is simulated
         return Refined(ran, ran)
     worth = best.prediction.step_s < ran.prediction.step_s * (1.0 - WORTH)
@@ -83,7 +80,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
 def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     """Costs whose stages take what was measured. spread: of the micro-batches of each stage, median over
     least. Raises PlanError where spans are missing or cannot be."""
-    cuts = cut_indices(layout, [group.name for group in costs.groups])
+    cuts = cut_indices(layout, costs.names)
     placed = in_order(costs, layout.order)
     stages = stages_in(costs, layout, cuts)
     ratios = _ratios(stages, measured)
@@ -117,17 +114,6 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
         source="measured",
         spread=float(np.median([g.spread for g in groups])),
     )
-
-
-def gain(before: Plan, after: Plan, costs: Iterable[Costs]) -> float:
-    """By what share the step of `after` is shorter, on those of the costs on which that is least."""
-
-    def step_s(plan: Plan, on: Costs) -> float:
-        names = [group.name for group in on.groups]
-        program = program_for(plan.layout, plan.numerics, on.ties, names)
-        return expect(on, plan.layout, program, names)[0].step_s
-
-    return min(1.0 - step_s(after, on) / step_s(before, on) for on in costs)
 
 
 def stage_seconds(timeline: Timeline) -> Seconds:

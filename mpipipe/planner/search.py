@@ -16,23 +16,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import (
-    Copies,
-    check_copies,
-    largest_share,
-    nodes_for,
-    placements,
-    replicas_text,
-    shape_text,
-)
+from mpipipe.planner.copies import Copies, check_copies, largest_share, placements, replicas_text, shape_text
+from mpipipe.planner.exchange import nodes_for
 from mpipipe.planner.orders import Order, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages
 from mpipipe.planner.placing import LEAST_GAIN, promising
 from mpipipe.planner.prediction import dear, least_of, least_step_s, predict, predict_with
-from mpipipe.planner.programs import Cuts, Failure, alone, cut_indices, program_for, with_window
+from mpipipe.planner.programs import Failure, alone, cut_indices, program_for, with_window
 from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, stages_on
 from mpipipe.planner.schedules.orders import is_plain
-from mpipipe.planner.stages import StageTie, stage_ties
+from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
 from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced, has_one_stage_each
 from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Plan, Program
@@ -45,7 +38,6 @@ def make_plan(
     numerics: Numerics,
     schedule: str,
     receive_window: int,
-    group_names: Sequence[str],
     n_ranks: int,
     n_copies: Copies = 1,
     recompute: Wish = "none",
@@ -61,7 +53,7 @@ def make_plan(
     without, where there are any. quick: they end there, and where nothing fits nobody asks what is
     missing. by_hand: a plan with the order of `BY_HAND`, where there is one already."""
     check_copies(n_copies, n_ranks, numerics)
-    making = _Making(costs, numerics, schedule, receive_window, group_names, recompute, by_hand)
+    making = _Making(costs, numerics, schedule, receive_window, recompute, by_hand)
     if isinstance(n_copies, int):
         return making.even(n_ranks, n_copies, quick)
     return making.uneven(n_copies)
@@ -75,7 +67,6 @@ class _Making:
     numerics: Numerics
     schedule: str
     receive_window: int
-    group_names: Sequence[str]
     recompute: Wish
     by_hand: Plan | None
     bounds_s: dict[bool, float] = field(default_factory=dict)  # of plain programs, and of others
@@ -125,7 +116,7 @@ class _Making:
         """The best cuts of the order by hand that is never shorter; none where it does not fit."""
         with suppress(PlanError, DeadlockError):
             plan = self.by_hand or replace(self, schedule=BY_HAND[self.schedule])._on(ranks, starts)[0]
-            return [cut_indices(plan.layout, self.group_names)]
+            return [cut_indices(plan.layout, self.costs.names)]
         return []
 
     def uneven(self, copies: tuple[int, ...]) -> tuple[Plan, Program]:
@@ -144,7 +135,7 @@ class _Making:
 
     def _on(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> tuple[Plan, Program]:
         """With these ranks for each stage, and the best cuts from `starts` on."""
-        costs, numerics, names = self.costs, self.numerics, self.group_names
+        costs, numerics, names = self.costs, self.numerics, self.costs.names
         programs: dict[tuple[tuple[StageTie, ...], tuple[str, ...]], Program] = {}
         nodes = nodes_for(costs.cluster, ranks, numerics)
 
@@ -164,9 +155,7 @@ class _Making:
             layout = replace(layout, receive_window=program.receive_window)
             if most_s < math.inf and least_of(costs, layout, cuts, program) > most_s:
                 return None
-            layout, prediction = predict_with(
-                self.recompute, costs, layout, program, names, self._bound_s(program)
-            )
+            layout, prediction = predict_with(self.recompute, costs, layout, program, self._bound_s(program))
             programs[key] = program
             return Plan(numerics, layout, prediction, costs)
 
@@ -224,11 +213,11 @@ class _Making:
                 raise errors[-1]
             return min(made, key=lambda found: found.prediction.step_s, default=None)
 
-        n_groups = len(self.group_names)
+        n_groups = len(self.costs.groups)
         best = _refine(partial(plan, small), starts, n_groups, REFINE_WORK + 1)
         if not short or not small:
             return best
-        near = _refine(partial(plan, False), [cut_indices(best.layout, self.group_names)], n_groups, work)
+        near = _refine(partial(plan, False), [cut_indices(best.layout, self.costs.names)], n_groups, work)
         return min(best, near, key=lambda found: found.prediction.step_s)
 
     def _bound_s(self, program: Program) -> float:
@@ -238,25 +227,26 @@ class _Making:
         return self.bounds_s[plain]
 
 
-def plan_of(costs: Costs, numerics: Numerics, layout: Layout, group_names: Sequence[str]) -> Plan:
+def plan_of(costs: Costs, numerics: Numerics, layout: Layout) -> Plan:
     """The plan with a layout that is given. Raises PlanError and DeadlockError as `program_for` and
     `predict` do."""
-    program = program_for(layout, numerics, costs.ties, group_names)
-    return Plan(numerics, layout, predict(costs, layout, program, group_names)[0], costs)
+    program = program_for(layout, numerics, costs.ties, costs.names)
+    return Plan(numerics, layout, predict(costs, layout, program)[0], costs)
 
 
 def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:
     """Of a plan whose order follows from costs, that with the same cuts and the fewest stashes whose step
     takes so long at most, and which is less `dear`; any other plan as it is."""
-    (plan, _), names = made, [group.name for group in made[0].costs.groups] if made[0].costs else []
+    plan, _ = made
     layout, numerics, costs = plan.layout, plan.numerics, plan.costs
     if layout.schedule not in PLANNED or layout.recompute or costs is None:
         return made
+    names = costs.names
     for order in Orders(costs, layout, numerics).by_room(cut_indices(layout, names), most_s):
         with suppress(PlanError, DeadlockError):
             wished = replace(layout, actions=order.actions, receive_window=receive_window)
             other, program = with_window(wished, numerics, costs.ties, names, order.schedule)
-            found = Plan(numerics, other, predict(costs, other, program, names)[0], costs)
+            found = Plan(numerics, other, predict(costs, other, program)[0], costs)
             if found.prediction.step_s <= most_s and dear(found) < dear(plan):
                 return found, program
     return made
@@ -277,8 +267,7 @@ def _refine(
 
     def attempt(cuts: Cuts) -> Plan | None:
         nonlocal least_s
-        inside = all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
-        if inside and cuts not in tried:
+        if cuts not in tried:
             try:
                 found = tried[cuts] = plan(cuts, least_s)
             except (PlanError, DeadlockError) as error:  # it does not fit into memory, say
@@ -295,8 +284,8 @@ def _refine(
     chosen = min(every, key=lambda found: found.prediction.step_s)
     best = next(cuts for cuts, found in tried.items() if found is chosen)
     while work <= REFINE_WORK:
-        near = [(*best[:i], best[i] + d, *best[i + 1 :]) for i in range(len(best)) for d in (-1, 1)]
-        made = [(p.prediction.step_s, cuts, p) for cuts in near if (p := attempt(cuts)) is not None]
+        near = neighbours(n_groups, best)
+        made = [(p.prediction.step_s, cuts, p) for _, cuts in near if (p := attempt(cuts)) is not None]
         shortest = min(made, key=lambda each: each[:2], default=None)
         if shortest is None or shortest[0] >= chosen.prediction.step_s * (1 - 1e-9):
             break

@@ -17,10 +17,8 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.planner.partition import Wish, partition
 from mpipipe.planner.problem import ENDLESS
-from mpipipe.planner.stages import in_order
+from mpipipe.planner.stages import Cuts, in_order
 from mpipipe.values import Costs, Device, Link
-
-Cuts = tuple[int, ...]
 
 
 def shared(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:

@@ -15,16 +15,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import BUCKET_BYTES, BUCKETS_AHEAD, Exchange, exchange_of, halving
+from mpipipe.planner.exchange import BUCKET_BYTES, BUCKETS_AHEAD, Exchange, exchange_of, halving
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
-from mpipipe.planner.prove import prove
 from mpipipe.planner.schedules import stashes, work_of
 from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
-
-__all__ = ["message_bytes", "prove", "simulate"]
 
 Parts = tuple[int, ...]  # bytes of each tensor of a message
 TIED = {Op.SEND_TIED, Op.RECV_TIED, Op.SEND_COPY, Op.RECV_COPY}

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from mpipipe.errors import CaptureError, PlanError
-from mpipipe.planner.joint import LIKE, Asked, Joint, preferred, search
+from mpipipe.planner.asked import Asked
+from mpipipe.planner.joint import LIKE, Joint, preferred, search
 from mpipipe.values import OF_SAMPLES_BYTES, OF_SAMPLES_S, BatchBytes, Costs, GroupCost
 
 PER_RANK = 4  # micro-batches for each rank: about where a pipeline is worth its bubble

@@ -35,9 +35,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpipipe.errors import PlanError
-from mpipipe.values import RECOMPUTE, Costs, Float64, Link, Recompute, StageCost, Tie
+from mpipipe.values import RECOMPUTE, Costs, Float64, Int64, Link, Recompute, StageCost, Tie
 
-Int64 = NDArray[np.int64]
+Cuts = tuple[int, ...]  # the first group of the stages 1 .. S-1
 _FEW = 4  # times as large as the rows that are kept of it is a table at least
 _LEAST = 0.1  # of the seconds of a backward that are never taken for what it makes again
 Number = TypeVar("Number", np.int64, np.float64)
@@ -289,6 +289,17 @@ def bounds(n_groups: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
                 f"cuts must ascend strictly inside 0 .. {n_groups}, got {tuple(cuts)}"
             )
     return tuple(itertools.pairwise(edges))
+
+
+def are_cuts(n_groups: int, cuts: Cuts) -> bool:
+    """Whether no stage is empty."""
+    return all(a < b for a, b in itertools.pairwise((0, *cuts, n_groups)))
+
+
+def neighbours(n_groups: int, cuts: Cuts) -> list[tuple[int, Cuts]]:
+    """All that have one cut elsewhere by one group, each with the number of that cut."""
+    moved = ((i, (*cuts[:i], cuts[i] + d, *cuts[i + 1 :])) for i in range(len(cuts)) for d in (-1, 1))
+    return [(i, other) for i, other in moved if are_cuts(n_groups, other)]
 
 
 def in_order(costs: Costs, order: Sequence[int]) -> Costs:

@@ -8,14 +8,12 @@ from contextlib import suppress
 from functools import partial
 
 from mpipipe.errors import PlanError
+from mpipipe.planner.copies import Order
 from mpipipe.planner.partition import Partition, Wish, nearest, partition
-from mpipipe.planner.placing import Order
 from mpipipe.planner.schedules import PLAIN, PLANNED, is_of_file
 from mpipipe.planner.several import started
-from mpipipe.planner.stages import in_order
+from mpipipe.planner.stages import Cuts, in_order
 from mpipipe.values import Costs
-
-Cuts = tuple[int, ...]
 
 
 def starts(

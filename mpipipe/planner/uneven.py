@@ -15,14 +15,13 @@ import numpy as np
 
 from mpipipe.planner.copies import legal_copies
 from mpipipe.planner.schedules import PLANNED, stages_on
-from mpipipe.planner.stages import Ranges
+from mpipipe.planner.stages import Cuts, Ranges
 from mpipipe.values import Costs, Float64, Int64, Numerics
 
 MOST_STAGES = 6
 MOST_RANKS = 32  # above, there are too many shapes to look at within a plan's time
 MOST_GROUPS = 256
 SIMULATED = 4  # shapes
-Cuts = tuple[int, ...]
 Shape = tuple[int, ...]  # copies of each stage
 
 

@@ -32,24 +32,18 @@ class Order(Value):
         return gap(self.planned_s, self.bound_s)
 
 
-def any_order(graph: Graph, plan: Plan, costs: Costs, budget_s: float = BUDGET_S) -> Order | None:
+def any_order(graph: Graph, plan: Plan, costs: Costs) -> Order | None:
     """The plan's stages beside the best ones of the whole graph, without limits of memory. None for one
-    stage, for several per rank,
-    for ranks of unequal speed, and where no placement was found in `budget_s` seconds."""
+    stage, for several per rank, for ranks of unequal speed, and where no placement was found in time."""
     used = costs.cluster.in_order(plan.layout.order)
     alone = plan.layout.n_stages > plan.layout.ranks_per_copy or plan.layout.n_stages == 1
     if alone or len({device.speed for device in used.devices}) > 1:
         return None
     problem = problem_of(graph, costs, used)
-    stage_of = [
-        stage
-        for stage, (first, end) in enumerate(
-            bounds(len(graph.groups), cut_indices(plan.layout, graph.groups))
-        )
-        for _ in range(first, end)
-    ]
+    edges = bounds(len(graph.groups), cut_indices(plan.layout, graph.groups))
+    stage_of = [stage for stage, edge in enumerate(edges) for _ in range(*edge)]
     try:
-        found = place(problem, "the graph", contiguous=True, budget_s=budget_s)
+        found = place(problem, "the graph", contiguous=True, budget_s=BUDGET_S)
     except PlanError:
         return None
     return Order(loads(problem, stage_of).most_s, found.bound_s)

@@ -55,17 +55,16 @@ def describe(
     """`seconds`: what measuring and planning took; None = the costs are those of steps. timed: how many
     distinct groups were timed now, the others in earlier runs, and how many there are. width: of the table,
     in which names are shortened."""
-    names = [g.name for g in costs.groups]
-    cuts = cut_indices(plan.layout, names)
+    cuts = cut_indices(plan.layout, costs.names)
     starts = [0, *cuts]
     rows, unit = [], _unit(max(plan.prediction.peak_bytes))
     for s, cost in enumerate(stages_in(costs, plan.layout, cuts)[: plan.layout.n_stages]):
-        end = [*cuts, len(names)][s]
+        end = [*cuts, len(costs.groups)][s]
         ms = cost.seconds * 1e3
         send = (cost.act_bytes + cost.grad_bytes) / MIB
         memory = _memory(max(plan.prediction.peak_bytes[rank] for rank in plan.layout.ranks[s]), unit)
         row = (f"{ms:.2f}", f"{send:.2f}", memory)
-        rows.append((f"{s}", names[starts[s]], f"{end - starts[s]}", *row))
+        rows.append((f"{s}", costs.names[starts[s]], f"{end - starts[s]}", *row))
     headers = ("stage", "from", "groups", "F+B ms", "send MiB", f"memory {unit}")
     p = plan.prediction
     source: str = costs.source
@@ -104,7 +103,7 @@ def _decided(plan: Plan) -> str:
 
 def _recomputed(plan: Plan, costs: Costs) -> str:
     """A line, where stages make something again: which, and what of F+B that is."""
-    layout, cuts = plan.layout, cut_indices(plan.layout, [g.name for g in costs.groups])
+    layout, cuts = plan.layout, cut_indices(plan.layout, costs.names)
     without, found = stages_in(costs, replace(layout, recompute=()), cuts), stages_in(costs, layout, cuts)
     price_s = [b.seconds - a.seconds for a, b in zip(without, found, strict=True)]
     told = []
@@ -139,14 +138,13 @@ class Row:
 
 def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequence[int]) -> list[Row]:
     """parameters: elements, by stage."""
-    names = [g.name for g in costs.groups]
-    cuts = cut_indices(plan.layout, names)
-    edges, span = (0, *cuts, len(names)), timeline.makespan_s
+    cuts = cut_indices(plan.layout, costs.names)
+    edges, span = (0, *cuts, len(costs.groups)), timeline.makespan_s
     stages = stages_in(costs, plan.layout, cuts)[: plan.layout.n_stages]
     return [
         Row(
             stage=s,
-            start=names[edges[s]],
+            start=costs.names[edges[s]],
             groups=edges[s + 1] - edges[s],
             parameters=parameters[s],
             compute_s=cost.seconds,
@@ -220,7 +218,7 @@ def blocks_text(why: str, plan: Plan, costs: Costs) -> str:
     was not asked."""
     if not why:
         return ""
-    n, cuts = plan.numerics, cut_indices(plan.layout, [group.name for group in costs.groups])
+    n, cuts = plan.numerics, cut_indices(plan.layout, costs.names)
     replicas = counted(legal_copies(n)[-1], "exact replica")
     taken = size_text(block_sums_bytes(costs, plan.layout, cuts))
     return f"blocks: {n.blocks}, {why}; {replicas} at most; sums of blocks take {taken} on the fullest rank"

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mpipipe.errors import MpipipeError, ReportError
-from mpipipe.planner.prediction import expect
-from mpipipe.planner.programs import program_for
+from mpipipe.planner.prediction import expect_plan
 from mpipipe.report.metrics import read_metrics
 from mpipipe.report.plan_file import read_plan
 from mpipipe.report.trace import TRACE, Trace, read_trace
@@ -41,10 +40,8 @@ class RunData:
             return self.trace.timelines
         if self.plan is None or self.plan.costs is None:
             return {}
-        names = [group.name for group in self.plan.costs.groups]
         try:
-            program = program_for(self.plan.layout, self.plan.numerics, self.plan.costs.ties, names)
-            return {"predicted": expect(self.plan.costs, self.plan.layout, program, names)[1]}
+            return {"predicted": expect_plan(self.plan, self.plan.costs)[1]}
         except MpipipeError:  # a schedule of the user's own, which is known inside the run alone
             return {}
 

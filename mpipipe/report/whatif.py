@@ -52,8 +52,7 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     schedule that is not known here."""
     if plan.costs is None:
         raise PlanError("the plan holds no costs; make it anew with this version of mpipipe")
-    names = [group.name for group in plan.costs.groups]
-    now_s = plan_of(plan.costs, plan.numerics, plan.layout, names).prediction.step_s
+    now_s = plan_of(plan.costs, plan.numerics, plan.layout).prediction.step_s
     found = []
     for change, how, step in _changes(plan, plan.costs):
         try:
@@ -72,9 +71,8 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
     def planned(
         costs: Costs, numerics: Numerics = numerics, schedule: str = layout.schedule, n: int = n
     ) -> float:
-        names = [group.name for group in costs.groups]
         window, wish = layout.receive_window, wish_of(layout)
-        made, _ = make_plan(costs, numerics, schedule, window, names, n, copies, wish)
+        made, _ = make_plan(costs, numerics, schedule, window, n, copies, wish)
         return made.prediction.step_s
 
     finer = _finer(numerics)
@@ -145,7 +143,7 @@ def _with_more(cluster: Cluster, more: int) -> Cluster:
 
 def _balanced_s(plan: Plan, costs: Costs) -> float:
     """Of the plan as it is, but for the work, which every rank has the same share of by its speed."""
-    names, n = [group.name for group in costs.groups], plan.layout.n_ranks
+    names, n = costs.names, plan.layout.n_ranks
     cuts = cut_indices(plan.layout, names)
     stages = stages_in(costs, plan.layout, cuts)
     speeds = [costs.cluster.devices[rank].speed for order in plan.layout.copies for rank in order]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import Communicator, gathered
 from mpipipe.graph.cut import Code
 from mpipipe.graph.place import placed
 from mpipipe.graph.rewrite import source_line
@@ -113,7 +113,7 @@ def _replay(comm: Communicator, interpreter: Interpreter, source: Source, micro:
         if s < last and ranks[s + 1] != comm.rank:
             for port, t in zip(code.sent, tensors, strict=True):
                 comm.wait(comm.isend(as_bytes(Form.of(port).shape_like(t).cpu()), ranks[s + 1], 0))
-    found = {s: x for of_rank in comm.allgather_object(seen) for s, x in of_rank.items()}
+    found = gathered(comm, seen)
     return [found[s] for s in range(interpreter.n_stages)]
 
 

@@ -9,7 +9,7 @@
 Optimizer state sharded by whole parameters (ZeRO-1, Rajbhandari et al. 2020). The sums of the copies are
 added in the binary tree of the blocks, continued: so the bits are those of one copy. Fast ones that meet node
 by node are added where they are, as they come. Who meets whom, and for which owners, is in
-`mpipipe.planner.copies`.
+`mpipipe.planner.exchange`.
 
 Copy 0 owns the tied parameters, the sums of their uses on other stages, and the buffers: it is given the
 statistics of every micro-batch.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.graph.rewrite import BufferUpdate
-from mpipipe.planner.copies import BUCKET_BYTES, exchange_of, halving
+from mpipipe.planner.exchange import BUCKET_BYTES, exchange_of, halving
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.transport import Piece, flat
 from mpipipe.runtime.weights import StageWeights, Tree
@@ -42,7 +42,7 @@ class Copies:
         self.copy, self.n, self._exchange = stage.weights.copy, stage.weights.n_copies, exchange_of(nodes)
         self._low = halving(self.n)  # copies that halve; an odd number of such groups meets in pairs
         self._updates = updates
-        self._own: dict[int, _Sum] = {}  # by the address of its bucket
+        self._own: dict[int, Tree] = {}  # of each bucket of the own shard, by its address
 
     # -- gradients and statistics ------------------------------------------------------------------
 
@@ -50,10 +50,10 @@ class Copies:
         """The own sums are whole."""
         if self._exchange.by_node:
             return
-        self._own = {t.data_ptr(): _Sum(t, self.n // self._low) for t in self._buckets([self.copy])}
-        if self._low == 1:
-            for own in self._own.values():
-                own.add(self.copy, own.bucket)
+        for bucket in self._buckets([self.copy]):
+            own = self._own[bucket.data_ptr()] = Tree([bucket], self.n // self._low)
+            if self._low == 1:
+                own.add(self.copy, [bucket])
 
     def part_for(self, other: int, n_micro: int) -> list[Tensor]:
         """What a partner collects of the sums that are here, and of the statistics of their micro-batches."""
@@ -88,7 +88,7 @@ class Copies:
             mine.add_(its)
             its, other = mine, self.copy
         if own is not None and 2 * differ >= self._low:
-            own.add(other // self._low, its)
+            own.add(other // self._low, [its])
 
     def _micros(self, copy: int, other: int, n_micro: int) -> list[int]:
         """Whose sums a copy has when it meets another one."""
@@ -113,19 +113,6 @@ class Copies:
         weights = [group.data.buffer for group in self.weights.groups if group.owner in owners]
         buffers = dict.fromkeys(update.buffer for update in self._updates) if 0 in owners else ()
         return [*weights, *(self.weights.buffer(name) for name in buffers)]
-
-
-class _Sum:
-    """Of all groups, of one bucket of the own shard."""
-
-    def __init__(self, bucket: Tensor, n_groups: int) -> None:
-        self.bucket, self._left, self._tree = bucket, n_groups, Tree()
-
-    def add(self, group: int, sums: Tensor) -> None:
-        self._tree.add(group, [sums])
-        self._left -= 1
-        if self._left == 0:
-            self._tree.finish([self.bucket])
 
 
 def accumulators(weights: StageWeights, owners: Iterable[int]) -> list[Tensor]:

@@ -19,11 +19,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import DataError
-from mpipipe.graph.program import Batch, Mode, Specs, spec
+from mpipipe.graph.program import Batch, Mode, Specs, empty, spec
 from mpipipe.runtime.prefetch import Prefetch
 from mpipipe.runtime.transport import as_bytes
 from mpipipe.values import Split, TensorSpec
@@ -199,7 +197,7 @@ class Feed:
         for i, shapes in enumerate(specs):
             micro = {}
             for key in self._every_key(mode, shapes, self.comm.rank, i, len(specs)):
-                micro[key] = torch.empty(shapes[key].shape, dtype=getattr(torch, shapes[key].dtype))
+                micro[key] = empty(shapes[key])
                 self.comm.wait(self.comm.irecv(as_bytes(micro[key]), 0, 0))
             micros.append(micro)
         return micros

@@ -17,6 +17,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpipipe.errors import CheckpointError, MpipipeError
+from mpipipe.graph.program import empty
 from mpipipe.ops.device import CPU
 from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, Saved, Updater, check_fits
 from mpipipe.runtime.plain import DROPPED, overlay, plain, restored
@@ -296,7 +297,6 @@ def _is_there(optimizer: TorchOptimizer, key: str) -> bool:
 
 
 def _read(saved: Saved, name: str, device: torch.device) -> Tensor:
-    spec = saved.spec(name)
-    value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+    value = empty(saved.spec(name), device)
     saved.read(name, value)
     return value

@@ -89,14 +89,8 @@ class Interpreter:
         optimizer: Optimizer,
         resident_bytes: Callable[[], int] = int,
     ) -> None:
-        self.comm, self.variants, self.cuts, self.stages, self.ties = (
-            comm,
-            variants,
-            tuple(cuts),
-            stages,
-            ties,
-        )
-        self.resident_bytes = resident_bytes
+        self.comm, self.variants, self.cuts = comm, variants, tuple(cuts)
+        self.stages, self.ties, self.resident_bytes = stages, ties, resident_bytes
         self.numerics, self.clip = numerics, optimizer.clip
         self.updaters = {s: optimizer.attach(stage.weights) for s, stage in stages.items()}
         self.n_stages = len(cuts) + 1
@@ -122,34 +116,7 @@ class Interpreter:
     def run(self, program: Program, job: Job) -> Outcome:
         """Runs this rank's part of `program`; collective over the ranks of the program."""
         instrs = program.instrs(self.comm.rank)
-        self.job, self.program = job, program
-        self.copy, self.served = program.copy_on(self.comm.rank), program.copies_on(self.comm.rank)
-        self.share = program.share_on(self.comm.rank)
-        self.rank_of_stage = program.copies[self.served.start]  # the same ones are this one in all of them
-        self.copies = {s: Copies(at, self.updates[s], program.nodes_of(s)) for s, at in self.stages.items()}
-        self.trees = {s: Tree() for s in self.stages}
-        self.undone = dict.fromkeys(self.stages, len(self.share))  # micro-batches
-        firsts = [self._block_of(program.share(copy).start) for copy in self.served]
-        self.running = {s: list(firsts) for s in self.stages}  # block that each of its shares is summing up
-        n = len(instrs)
-        self.outcome = Outcome(np.zeros((n, 2)), np.zeros(n, np.int64), np.zeros(n))
-        self._data_s = 0.0
-        self.act: dict[Key, list[Tensor]] = {}
-        self.out: dict[Key, list[Tensor]] = {}
-        self.grad: dict[Key, list[Tensor]] = {}
-        self.back: dict[Key, list[Tensor]] = {}
-        self.lent: dict[Key, list[Tensor]] = {}
-        self.in_two = {i.stage for i in instrs if i.op == Op.I}  # stages
-        self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
-        self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
-        self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
-        self.losses: dict[int, Tensor] = {}  # which backward may have to put there
-        self.factor: float | None = None
-        receives = [i for i in instrs if i.op in RECVS]
-        self.mailbox = Mailbox(
-            self.comm, receives, program.receive_window, self._targets, self.landing, self.outbox
-        )
-        self._start_weights()
+        self._begin(program, job, instrs)
         held = self.resident_bytes()
         for i, instr in enumerate(instrs):
             self.outcome.times[i, 0] = time.perf_counter()
@@ -172,6 +139,38 @@ class Interpreter:
                 break
         self.outbox.wait_all()
         return self.outcome
+
+    def _begin(self, program: Program, job: Job, instrs: Sequence[Instr]) -> None:
+        """What belongs to one run alone."""
+        self.job, self.program = job, program
+        self.copy, self.served = program.copy_on(self.comm.rank), program.copies_on(self.comm.rank)
+        self.share = program.share_on(self.comm.rank)
+        self.rank_of_stage = program.copies[self.served.start]  # the same ones are this one in all of them
+        self.copies = {s: Copies(at, self.updates[s], program.nodes_of(s)) for s, at in self.stages.items()}
+        n_served = len(self.served)
+        self.trees = {s: Tree(at.weights.shares[0].tensors, n_served) for s, at in self.stages.items()}
+        self.undone = dict.fromkeys(self.stages, len(self.share))  # micro-batches
+        firsts = [self._block_of(program.share(copy).start) for copy in self.served]
+        self.running = {s: list(firsts) for s in self.stages}  # block that each of its shares is summing up
+        n = len(instrs)
+        self.outcome = Outcome(np.zeros((n, 2)), np.zeros(n, np.int64), np.zeros(n))
+        self._data_s = 0.0
+        self.act: dict[Key, list[Tensor]] = {}
+        self.out: dict[Key, list[Tensor]] = {}
+        self.grad: dict[Key, list[Tensor]] = {}
+        self.back: dict[Key, list[Tensor]] = {}
+        self.lent: dict[Key, list[Tensor]] = {}
+        self.in_two = {i.stage for i in instrs if i.op == Op.I}  # stages
+        self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
+        self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
+        self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
+        self.losses: dict[int, Tensor] = {}  # which backward may have to put there
+        self.factor: float | None = None
+        receives = [i for i in instrs if i.op in RECVS]
+        self.mailbox = Mailbox(
+            self.comm, receives, program.receive_window, self._targets, self.landing, self.outbox
+        )
+        self._start_weights()
 
     def code(self, stage: int, micro: int) -> Code:
         return self.variants.code(self.job.mode, self.job.source.specs[micro], self.cuts, stage)
@@ -341,7 +340,7 @@ class Interpreter:
         if len(self.served) > 1:
             self.trees[i.stage].add(served, weights.shares[served].tensors)
             if done == self.share.stop:
-                weights.add_up(self.trees[i.stage])
+                weights.begin_again()
         if done == self.share.stop and weights.n_copies > 1:
             self.copies[i.stage].begin()
 

@@ -14,12 +14,12 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from mpipipe.cluster.agree import code_version
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import Communicator, gathered
 from mpipipe.cluster.node import cores_available
 from mpipipe.graph.profile import Piece, Profiler, Sample
 from mpipipe.graph.rates import sampled
@@ -32,8 +32,6 @@ ALONE = 0.4  # of one of them, beside the others: what a single timing may be of
 LITTLE = 0.02  # of their sum: so much of one is nothing to a plan
 PASSING_S = 0.01  # forward and backward
 LIGHT_BYTES = 256 << 20  # of parameters: what every rank can make at the same time
-
-T = TypeVar("T", Sample, float)
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,14 @@ class Team:
         mine = self._mine(keys)
         found = {k: sampled(self.profiler, self.distinct[k]).times(self.factor) for k in mine}
         self._keep_busy(mine)
-        return self._all(found)
+        return gathered(self.comm, found)
 
     def seconds(self, keys: Iterable[str], times: int) -> dict[str, float]:
         """Forward and backward of each that can be timed, the shortest of some times."""
         mine = self._mine(keys)
         found = {k: self.profiler.run(self.distinct[k], times) * self.factor for k in mine}
         self._keep_busy(mine)
-        return self._all({k: seconds for k, seconds in found.items() if seconds < math.inf})
+        return gathered(self.comm, {k: seconds for k, seconds in found.items() if seconds < math.inf})
 
     def _keep_busy(self, mine: Sequence[str]) -> None:
         """Works until the other ranks of the node have timed their share: in a step, too, they share memory,
@@ -101,9 +99,6 @@ class Team:
         short = [each for each in light if each[0] <= PASSING_S]
         _, found = max(short) if short else min(light, default=(0.0, ""))
         return self.distinct.get(found)
-
-    def _all(self, found: dict[str, T]) -> dict[str, T]:
-        return {key: value for part in self.comm.allgather_object(found) for key, value in part.items()}
 
 
 def setting(numerics: Numerics, kind: str, comm: Communicator, on_core: bool, chilled_bytes: int) -> str:

@@ -49,9 +49,7 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     for s, seconds in (item for found in comm.allgather_object(mine) for item in found.items()):
         took[s] = list(map(max, took.get(s, seconds), seconds))
     groups: list[GroupCost] = []
-    for s, (first, end) in enumerate(
-        bounds(len(costs.groups), cut_indices(layout, [g.name for g in costs.groups]))
-    ):
+    for s, (first, end) in enumerate(bounds(len(costs.groups), cut_indices(layout, costs.names))):
         if s not in took:
             groups += costs.groups[first:end]
             continue

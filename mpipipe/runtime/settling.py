@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.variants import Variants
-from mpipipe.planner.joint import Asked, Joint
+from mpipipe.planner.asked import Asked
+from mpipipe.planner.joint import Joint
 from mpipipe.planner.sizing import costs_at, settle
 from mpipipe.runtime.costing import Measured
 from mpipipe.values import Costs, Numerics

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import Communicator, gathered
 from mpipipe.errors import MpipipeError
 from mpipipe.graph.cut import Code
 from mpipipe.graph.program import Batch, Mode, Specs
@@ -164,7 +164,7 @@ class Trainer:
             program = self._program(len(source.specs), train=False)
             o = self.interpreter.run(program, Job("eval", i, source))
             found |= {(i, m): [loss, o.weights[m], *rest] for m, (loss, *rest) in o.values.items()}
-        found = {key: row for of_rank in self.comm.allgather_object(found) for key, row in of_rank.items()}
+        found = gathered(self.comm, found)
         totals = [0.0] * 2 * (1 + len(self.variants.metrics))
         for _, of_batch in groupby(sorted(found.items()), lambda item: item[0][0]):
             sums = map(added, zip(*(row for _, row in of_batch), strict=True))
@@ -181,8 +181,7 @@ class Trainer:
         outcome = self.interpreter.run(self._program(len(micros), train=False), Job("predict", 0, source))
         if self.plan.layout.n_copies == 1:
             return list(outcome.predictions.values()) if self.comm.rank == self.last_rank else None
-        by_rank = self.comm.allgather_object(outcome.predictions)
-        found = {micro: tensors for of_rank in by_rank for micro, tensors in of_rank.items()}
+        found = gathered(self.comm, outcome.predictions)
         return [found[micro] for micro in range(len(micros))] if self.comm.rank == self.last_rank else None
 
     def structure(self, batch: Batch) -> pytree.TreeSpec:

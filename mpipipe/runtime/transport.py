@@ -25,7 +25,7 @@ from mpipipe.cluster.comm import Bytes, Communicator, Request
 from mpipipe.graph.cut import Port
 from mpipipe.graph.program import spec
 from mpipipe.ops.device import CPU, here
-from mpipipe.planner.copies import BUCKETS_AHEAD
+from mpipipe.planner.exchange import BUCKETS_AHEAD
 from mpipipe.values import Instr, Op, TensorSpec
 
 Piece = tuple[Tensor, Callable[[Tensor], None] | None]  # room for it, and what is done with it

@@ -227,10 +227,9 @@ class StageWeights:
             elif t.grad is not None and leaf[0] in self.grad:
                 t.grad = self.grad[leaf[0]]
 
-    def add_up(self, tree: Tree) -> None:
-        """The sums of all shares, which are in `tree`, into those of the first one."""
+    def begin_again(self) -> None:
+        """With the first share, which has the sums of all now."""
         self.add_to(0)
-        tree.finish(self.shares[0].tensors)
         for sums in self.shares[1:]:
             for t in sums.tensors:
                 t.zero_()
@@ -311,9 +310,11 @@ class BlockSums:
 
 
 class Tree:
-    """Sums of parts of the blocks that are alike large, added in the binary tree of the blocks, in place."""
+    """Sums of parts of the blocks that are alike large, added in the binary tree of the blocks, in place.
+    Once all parts are there the whole goes into `totals`, as by `BlockSums.finish`."""
 
-    def __init__(self) -> None:
+    def __init__(self, totals: Sequence[Tensor], n_parts: int) -> None:
+        self._totals, self._left = totals, n_parts
         self._sums: dict[tuple[int, int], list[Tensor]] = {}  # (level, index)
 
     @torch.no_grad()
@@ -325,13 +326,14 @@ class Tree:
                 its.add_(mine)
             sums, level, index = neighbour, level + 1, index >> 1
         self._sums[level, index] = sums
+        self._left -= 1
+        if self._left == 0:
+            self._finish()
 
-    @torch.no_grad()
-    def finish(self, totals: Sequence[Tensor]) -> None:
-        """The sums of all into `totals`, as `BlockSums.finish`; the tree is empty again."""
+    def _finish(self) -> None:
         trees = [sums for _, sums in sorted(self._sums.items())]  # the smallest first
         self._sums.clear()
-        for i, total in enumerate(totals):
+        for i, total in enumerate(self._totals):
             found = trees[0][i].add_(0.0)
             for tree in trees[1:]:
                 found.add_(tree[i])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -21,9 +22,17 @@ from typing import Literal
 import torch
 
 from mpipipe.errors import CheckpointError
-from mpipipe.graph.program import spec
+from mpipipe.graph.program import empty, spec
 from mpipipe.state.digests import begun_digest, pieces_of, tensor_digest
-from mpipipe.state.files import check_name, check_proves_damage, inside, parse_json, read_small, write_text
+from mpipipe.state.files import (
+    cannot_read,
+    check_name,
+    check_proves_damage,
+    inside,
+    parse_json,
+    read_small,
+    write_text,
+)
 from mpipipe.state.names import compare_names
 from mpipipe.state.resume import way_out
 from mpipipe.state.shards import Shard
@@ -130,24 +139,18 @@ class Reader:
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills `out`, which has the shape and dtype of the tensor, with its bits."""
         shard = self._shard(name)
-        try:
+        with self._reading(shard.path):
             shard.read(name, out)
-        except OSError as error:
-            check_proves_damage(shard.path, error)
-            raise self.damaged(f"{shard.path}: cannot be read ({error})") from error
         self.digests[name] = tensor_digest(name, out)
 
     def pieces(self, name: str, buffer: bytearray) -> Iterator[memoryview]:
         """The bytes of a tensor, in order, each piece read into `buffer`."""
         shard = self._shard(name)
         h = begun_digest(name, shard.specs[name])
-        try:
+        with self._reading(shard.path):
             for piece in shard.pieces(name, buffer):
                 h.update(piece)
                 yield piece
-        except OSError as error:
-            check_proves_damage(shard.path, error)
-            raise self.damaged(f"{shard.path}: cannot be read ({error})") from error
         self.digests[name] = h.hexdigest()
 
     def check(self, wanted: Mapping[str, TensorSpec]) -> None:
@@ -159,14 +162,19 @@ class Reader:
             raise CheckpointError(f"{self.folder}: has no tensor '{name}', among {len(self._index)} others")
         file = self._index[name]
         if file not in self._shards:
-            try:
+            with self._reading(self.folder / file):
                 self._shards[file] = Shard(inside(self.folder, file))
-            except (OSError, ValueError) as error:
-                check_proves_damage(self.folder / file, error)
-                raise self.damaged(f"{self.folder / file}: cannot be read ({error})") from error
         if name not in self._shards[file].specs:
             raise self.damaged(f"{self.folder / file}: lacks '{name}', which the index promises")
         return self._shards[file]
+
+    @contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        """Makes a CheckpointError of what is found wrong with a file."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise self.damaged(cannot_read(path, error)) from error
 
     def damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{what}; the checkpoint is damaged\n  {way_out(self.folder)}")
@@ -182,7 +190,6 @@ def load(folder: str | Path, names: Iterable[str] | None = None) -> dict[str, to
         raise CheckpointError(f"{folder}: has no parameter '{unknown[0]}' ({len(unknown)} names are missing)")
     found = {}
     for name in (name for name in source.names if name in asked):
-        there = source.spec(name)
-        found[name] = torch.empty(there.shape, dtype=getattr(torch, there.dtype))
+        found[name] = empty(source.spec(name))
         source.read(name, found[name])
     return found

@@ -16,30 +16,29 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import TypeVar
+from typing import Any
 
 from mpipipe.cluster.overlap import Overlap
-from mpipipe.cluster.routes import Route
 from mpipipe.graph.profile import Sample
 from mpipipe.runtime.costing import Updates
+from mpipipe.runtime.gemm import Routes
 from mpipipe.values import Value, digest, from_json, to_json
 
 MOST = 4096  # samples in a file; about 1 MB
-Routes = tuple[Route, ...]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Content(Value):
-    kind: str
-    samples: dict[str, Sample] = field(default_factory=dict)  # the last used are last
-    routes: dict[str, Routes] = field(default_factory=dict)  # likewise
-    tables: dict[str, dict[str, str]] = field(default_factory=dict)  # likewise
-    overlaps: dict[str, Overlap] = field(default_factory=dict)  # likewise
-    updates: dict[str, Updates] = field(default_factory=dict)  # likewise
+class Kept(Value):
+    """What a file has. Of each, by the name under which it is found again, the last used are last."""
+
+    kind: str = ""
+    samples: dict[str, Sample] = field(default_factory=dict)  # names: `mpipipe.runtime.known.names_of`
+    routes: dict[str, Routes] = field(default_factory=dict)  # `mpipipe.runtime.gemm`
+    tables: dict[str, dict[str, str]] = field(default_factory=dict)  # `mpipipe.runtime.op_table`
+    overlaps: dict[str, Overlap] = field(default_factory=dict)  # `mpipipe.cluster.overlap`
+    updates: dict[str, Updates] = field(default_factory=dict)  # `mpipipe.runtime.costing`
 
 
 class CostCache:
@@ -49,65 +48,38 @@ class CostCache:
         self._path = None if folder is None else folder / f"costs-{digest(kind)[:16]}.json"
         self._kind, self._say = kind, say
 
-    def read(self) -> dict[str, Sample]:
-        """By name (`mpipipe.runtime.known.names_of`); empty where there are none."""
-        return self._content().samples
-
-    def routes(self) -> dict[str, Routes]:
-        """By name (`mpipipe.runtime.gemm`); empty where there are none."""
-        return self._content().routes
-
-    def tables(self) -> dict[str, dict[str, str]]:
-        """By name (`mpipipe.runtime.op_table`); empty where there are none."""
-        return self._content().tables
-
-    def overlaps(self) -> dict[str, Overlap]:
-        """By name (`mpipipe.cluster.overlap`); empty where there are none."""
-        return self._content().overlaps
-
-    def updates(self) -> dict[str, Updates]:
-        """By name (`mpipipe.runtime.costing`); empty where there are none."""
-        return self._content().updates
-
-    def write(
-        self, samples: Mapping[str, Sample] = MappingProxyType({}),
-        routes: Mapping[str, Routes] = MappingProxyType({}),
-        tables: Mapping[str, dict[str, str]] = MappingProxyType({}),
-        overlaps: Mapping[str, Overlap] = MappingProxyType({}),
-        updates: Mapping[str, Updates] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
-        """Adds to what is there; the least lately used go when there are too many."""
-        if self._path is None or not (samples or routes or tables or overlaps or updates):
-            return
-        there = _Content(self._kind)
-        with suppress(ValueError):
-            there = self._there(self._path)
-        now = _Content(
-            self._kind, _newest(there.samples, samples), _newest(there.routes, routes),
-            _newest(there.tables, tables), _newest(there.overlaps, overlaps), _newest(there.updates, updates),
-        )  # fmt: skip
-        with suppress(OSError):  # no home, a read-only one, a full disk
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self._path, to_json(now, None))
-
-    def _content(self) -> _Content:
+    def read(self) -> Kept:
+        """What is there."""
         if self._path is None:
-            return _Content(self._kind)
+            return Kept(self._kind)
         try:
             return self._there(self._path)
         except ValueError as error:
             self._say(f"note: {self._path} is damaged, and made anew ({str(error).splitlines()[0]})")
-            return _Content(self._kind)
+            return Kept(self._kind)
 
-    def _there(self, path: Path) -> _Content:
+    def write(self, new: Kept) -> None:
+        """Adds to what is there; the least lately used go when there are too many."""
+        if self._path is None or new == Kept():
+            return
+        there = Kept(self._kind)
+        with suppress(ValueError):
+            there = self._there(self._path)
+        names = [f.name for f in fields(Kept) if f.name != "kind"]
+        every = {name: _newest(getattr(there, name), getattr(new, name)) for name in names}
+        with suppress(OSError):  # no home, a read-only one, a full disk
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self._path, to_json(Kept(self._kind, **every), None))
+
+    def _there(self, path: Path) -> Kept:
         """Raises ValueError where the file is not one of ours."""
         try:
-            return from_json(_Content, path.read_bytes())
+            return from_json(Kept, path.read_bytes())
         except OSError:
-            return _Content(self._kind)
+            return Kept(self._kind)
 
 
-def _newest(there: Mapping[str, T], new: Mapping[str, T]) -> dict[str, T]:
+def _newest(there: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in there.items() if name not in new}
     return dict(list({**kept, **new}.items())[-MOST:])
 

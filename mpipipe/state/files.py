@@ -95,6 +95,12 @@ def check_proves_damage(path: Path, error: Exception) -> None:
         ) from error
 
 
+def cannot_read(path: Path, error: Exception) -> str:
+    """What to say where that proves damage. Raises UnreadableError as `check_proves_damage`."""
+    check_proves_damage(path, error)
+    return f"{path}: cannot be read ({error})"
+
+
 def parse_json(text: bytes) -> Any:
     """Strict: no key twice, no infinity. Raises ValueError."""
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Bytes, Communicator
 from mpipipe.errors import CheckpointError, MpipipeError
+from mpipipe.graph.program import empty, spec
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
@@ -51,15 +52,14 @@ def collect(comm: Communicator, tensors: Tensors, order: Sequence[str]) -> dict[
     One tensor is on its way at a time, from the lowest rank that holds it: no rank but 0 needs memory.
     Raises CheckpointError on every rank for a name that none holds.
     """
-    held = comm.allgather_object({n: (tuple(t.shape), t.dtype) for n, t in tensors.items()})
+    held = comm.allgather_object({name: spec(t) for name, t in tensors.items()})
     owner = {name: rank for rank in reversed(range(comm.size)) for name in held[rank]}
     if missing := [name for name in order if name not in owner]:
         raise CheckpointError(f"'{missing[0]}' is held by no rank ({len(missing)} such names)")
     found: dict[str, Tensor] = {}
     for name in order:
         if comm.rank == 0:
-            shape, dtype = held[owner[name]][name]
-            found[name] = torch.empty(shape, dtype=dtype)
+            found[name] = empty(held[owner[name]][name])
             if owner[name] == 0:
                 found[name].copy_(tensors[name].detach())
             else:

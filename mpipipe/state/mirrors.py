@@ -13,7 +13,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, Request
-from mpipipe.graph.program import spec
+from mpipipe.graph.program import empty, spec
 from mpipipe.planner.mirrors import VERSIONS, partner_shift
 from mpipipe.runtime.transport import as_bytes
 from mpipipe.state.snapshot import Snapshot, needed_bytes, views
@@ -141,13 +141,8 @@ def newest_whole(comm: Communicator, kept: Sequence[Mirrors]) -> Found | None:
     first = next(rank for rank, offers in enumerate(by_rank) if key in offers)
     own = next((m for m in kept if key in m.whole()), None)
     facts: list[Facts] = comm.bcast_object(own.facts(key.step) if own and comm.rank == first else [], first)
-    where: dict[str, list[int]] = {}
-    for rank, offers in enumerate(by_rank):
-        for member in offers.get(key, ()):
-            for name in facts[key.members.index(member)].specs:
-                if rank not in where.setdefault(name, []):
-                    where[name].append(rank)
-    return _found(key, where, facts)
+    holders = ((rank, member) for rank, offers in enumerate(by_rank) for member in offers.get(key, ()))
+    return _found(key, holders, facts)
 
 
 class Received:
@@ -177,14 +172,16 @@ def offered(
 ) -> Found:
     """What the ranks hold after a step, itself, as long as nobody changes it. Collective."""
     facts = comm.allgather_object(Facts({n: spec(t) for n, t in tensors.items()}, numbers))
+    return _found(Key(step, comm.members, plan), enumerate(comm.members), facts)
+
+
+def _found(key: Key, holders: Iterable[tuple[int, int]], facts: Sequence[Facts]) -> Found:
+    """holders: a rank, and the member whose snapshot it has. facts: of each member."""
     where: dict[str, list[int]] = {}
-    for rank, fact in enumerate(facts):
-        for name in fact.specs:
-            where.setdefault(name, []).append(rank)
-    return _found(Key(step, comm.members, plan), where, facts)
-
-
-def _found(key: Key, where: Mapping[str, Sequence[int]], facts: Sequence[Facts]) -> Found:
+    for rank, member in holders:
+        for name in facts[key.members.index(member)].specs:
+            if rank not in where.setdefault(name, []):
+                where[name].append(rank)
     specs = {name: s for fact in facts for name, s in fact.specs.items()}
     return Found(key, where, specs, [part for fact in facts for part in fact.numbers])
 
@@ -196,8 +193,7 @@ def fetch(comm: Communicator, here: Mapping[str, Tensor], found: Found, wanted: 
     got = {name: t for name, t in here.items() if name in wanted}
     requests = []
     for name in asked[comm.rank]:
-        s = found.specs[name]
-        got[name] = torch.empty(s.shape, dtype=getattr(torch, s.dtype))
+        got[name] = empty(found.specs[name])
         requests.append(comm.irecv(as_bytes(got[name]), found.where[name][0], 0))
     for rank, names in enumerate(asked):
         to_it = (name for name in names if found.where[name][0] == comm.rank)

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from mpipipe.errors import CheckpointError, ConfigError, UnreadableError
-from mpipipe.state.files import check_proves_damage, inside, link_whole, read_small, sync_folder
+from mpipipe.state.files import cannot_read, check_proves_damage, inside, link_whole, read_small, sync_folder
 from mpipipe.state.writing import File
 from mpipipe.values import Numerics, Value, from_json, to_json
 
@@ -121,10 +121,8 @@ def read_state(folder: str | Path) -> RunState:
             f"{path}: not found; the folder is no checkpoint of a run, or one that was cut off"
         ) from error
     except (OSError, ValueError) as error:
-        check_proves_damage(path, error)
-        raise CheckpointError(
-            f"{path}: cannot be read ({error}); damaged, or written by another version of mpipipe"
-        ) from error
+        text = cannot_read(path, error)
+        raise CheckpointError(f"{text}; damaged, or written by another version of mpipipe") from error
 
 
 def damage(folder: str | Path) -> str:

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec
 
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import Communicator, gathered
 from mpipipe.errors import UnreadableError
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.digests import PIECE_BYTES, file_sha256, pieces_digest, shard_sha256
-from mpipipe.state.files import check_proves_damage, inside
+from mpipipe.state.files import cannot_read, inside
 from mpipipe.state.gather import together
 from mpipipe.state.resume import RUN, proven_damage, read_state, survey
 from mpipipe.state.shards import Shard, nbytes_of
@@ -53,8 +53,7 @@ def _flaw_of(folder: Path, name: str, facts: File, pool: ThreadPoolExecutor) -> 
     try:
         found = _sha256(inside(folder, name), pool)
     except (OSError, ValueError) as error:
-        check_proves_damage(path, error)
-        return f"{path}: cannot be read ({error})"
+        return cannot_read(path, error)
     return "" if found == facts.sha256 else _differ(path, found, facts)
 
 
@@ -115,7 +114,7 @@ def check_read(comm: Communicator, reader: Reader, files: Mapping[str, File]) ->
 
     Raises CheckpointError on every rank, with the file and both values.
     """
-    read = {name: d for part in comm.allgather_object(reader.digests) for name, d in part.items()}
+    read = gathered(comm, reader.digests)
     mine = [reader.index, *reader.files][comm.rank :: comm.size]
     wrong = (read_flaw(reader, file, read, files) for file in mine)
     for said in together(comm, str(reader.folder), lambda: next(filter(None, wrong), "")):
@@ -133,8 +132,7 @@ def read_flaw(reader: Reader, file: str, read: Mapping[str, str], files: Mapping
     try:
         shard = Shard(inside(reader.folder, file))
     except (OSError, ValueError) as error:
-        check_proves_damage(path, error)
-        return f"{path}: cannot be read ({error})"
+        return cannot_read(path, error)
     if shard.specs.keys() != set(reader.files[file]):
         return f"{path}: has other tensors than the index says"
     if not read.keys() >= shard.specs.keys():

@@ -151,11 +151,11 @@ def test_a_folder_that_a_node_does_not_see_is_refused_on_every_rank(tmp_path: Pa
     here, elsewhere = tmp_path / "a" / "config.yaml", tmp_path / "b" / "config.yaml"
     here.parent.mkdir()
     here.touch()
-    run_local(2, lambda comm: check_seen(comm, here, "run.dir", 0.0))
+    run_local(2, lambda comm: check_seen(comm, here, 0.0))
 
     def one_blind(comm: object) -> str:
         with pytest.raises(LaunchError) as told:
-            check_seen(comm, elsewhere if comm.rank else here, "run.dir", 0.0)  # type: ignore[attr-defined, arg-type]
+            check_seen(comm, elsewhere if comm.rank else here, 0.0)  # type: ignore[attr-defined, arg-type]
         return str(told.value)
 
     said = run_local(2, one_blind)

@@ -14,7 +14,7 @@ from exchanging import (
 from tiny import Case
 
 from mpipipe.cluster.mpi import MpiCommunicator
-from mpipipe.planner.copies import BUCKETS_AHEAD
+from mpipipe.planner.exchange import BUCKETS_AHEAD
 from mpipipe.values import Instr
 
 pytestmark = pytest.mark.mpi

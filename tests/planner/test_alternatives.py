@@ -24,21 +24,19 @@ def numerics(n_micro: int) -> Numerics:
 def found(
     costs: Costs, n_ranks: int, n_micro: int, memory: int = HUGE, schedule: str = "1f1b"
 ) -> dict[str, Alternative]:
-    names = [g.name for g in costs.groups]
 
     def of(ranks: int) -> Cluster:
         return cluster([1.0] * ranks, [memory] * ranks)
 
     costs = dataclasses.replace(costs, cluster=of(n_ranks))
-    plan, _ = make_plan(costs, numerics(n_micro), schedule, 4, names, n_ranks)
-    return {a.name: a for a in alternatives(plan, costs, names, of)}
+    plan, _ = make_plan(costs, numerics(n_micro), schedule, 4, n_ranks)
+    return {a.name: a for a in alternatives(plan, costs, of)}
 
 
 def test_each_is_simulated_with_the_same_costs():
     costs = uniform(8, 2)
     rows = found(costs, 2, 4)
-    names = [g.name for g in costs.groups]
-    plan = plan_of(costs, numerics(4), Layout(("g5",), ((0,), (1,)), "1f1b", 4), names)
+    plan = plan_of(costs, numerics(4), Layout(("g5",), ((0,), (1,)), "1f1b", 4))
     best = 12.0 * (4 + 2 - 1)  # stages of 12 s, the bubble of one of them
     assert rows["next best cut"].step_s == plan.prediction.step_s
     assert rows["next best cut"].loss == pytest.approx(plan.prediction.step_s / best - 1)
@@ -97,7 +95,7 @@ def test_equal_layers_are_those_that_a_person_would_cut():
     costs = dataclasses.replace(uniform(len(names), 2), groups=tuple(group(n) for n in names))
     even = next(a for name, a in found(costs, 2, 2).items() if "layers" in name)
     layout = Layout(("blocks.2.a/op.0",), ((0,), (1,)), "1f1b", 4)
-    assert even.step_s == plan_of(costs, numerics(2), layout, names).prediction.step_s
+    assert even.step_s == plan_of(costs, numerics(2), layout).prediction.step_s
 
 
 @pytest.mark.parametrize(

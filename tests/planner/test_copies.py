@@ -18,25 +18,28 @@ from planner_cases import HUGE, cluster, uniform
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, lower, make_plan, predict, program_for, prove
+from mpipipe.planner.asked import Asked, Replicas, check_groups, copies_of
 from mpipipe.planner.copies import (
-    BUCKET_BYTES,
-    BUCKETS_AHEAD,
     Copies,
-    Exchange,
     block_sums,
     block_sums_bytes,
     check_copies,
     even_blocks,
-    exchange_of,
     legal_copies,
-    owners_for,
-    partners,
     placements,
     shard,
     stages_in,
+)
+from mpipipe.planner.exchange import (
+    BUCKET_BYTES,
+    BUCKETS_AHEAD,
+    Exchange,
+    exchange_of,
+    owners_for,
+    partners,
     sums_held,
 )
-from mpipipe.planner.joint import Asked, Replicas, check_groups, copies_of, search
+from mpipipe.planner.joint import search
 from mpipipe.planner.prediction import sizes_of_messages
 from mpipipe.planner.schedules import SCHEDULES, build, in_copies, stages_on
 from mpipipe.planner.search import plan_of
@@ -133,13 +136,13 @@ def test_fast_copies_have_work_and_serve_equally_many(copies: Copies, n_ranks: i
 def test_copies_with_unlike_shares_take_as_long_as_the_largest_one() -> None:
     """Eight micro-batches on three ranks: three for the first of them."""
     costs = uniform(3, 3)
-    plan, program = make_plan(costs, fast(8), "1f1b", 4, names(costs), 3, 3)
+    plan, program = make_plan(costs, fast(8), "1f1b", 4, 3, 3)
     assert [len(program.share(copy)) for copy in range(3)] == [3, 3, 2]
-    nine, _ = make_plan(costs, fast(9), "1f1b", 4, names(costs), 3, 3)
+    nine, _ = make_plan(costs, fast(9), "1f1b", 4, 3, 3)
     assert plan.prediction.step_s == nine.prediction.step_s
     assert plan.prediction.lower_bound_s <= plan.prediction.step_s
     with pytest.raises(PlanError, match="8 micro-batches would have to be a multiple of 3"):
-        make_plan(costs, fast(8), "zb-planned", 4, names(costs), 3, 3)
+        make_plan(costs, fast(8), "zb-planned", 4, 3, 3)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 8, 12])
@@ -277,7 +280,7 @@ def test_most_bytes_go_to_the_nearest_copy() -> None:
     costs = dataclasses.replace(uniform(8, 8, param_bytes=100), blocks=8)
     on = layout(costs, 1, 8)
     program = program_for(on, numerics(8, 8), (), names(costs))
-    codes, sizes = program.codes[2], sizes_of_messages(costs, on, program, names(costs))[2]
+    codes, sizes = program.codes[2], sizes_of_messages(costs, on, program)[2]
     for op, order in ((Op.SEND_SHARD, [3, 0, 6]), (Op.SEND_UPDATE, [6, 0, 3])):
         sent = codes[:, 0] == op
         assert codes[sent, 4].tolist() == order
@@ -388,15 +391,15 @@ def test_fast_copies_add_up_node_by_node(n: int, first: int) -> None:
     """Between nodes go the bytes that must. Where both nodes have several copies a step is shorter than by
     halving, with links that pairs of ranks do not share; else as long, but for what goes within a node."""
     costs = on_two_nodes(n, first, Link(0.0, 100.0))
-    plan, program = make_plan(costs, fast(2 * n), "1f1b", 4, names(costs), n, n)
+    plan, program = make_plan(costs, fast(2 * n), "1f1b", 4, n, n)
     nodes = costs.cluster.node_of_rank
     assert plan.layout.nodes == program.nodes == nodes
-    sizes = sizes_of_messages(costs, plan.layout, program, names(costs))
+    sizes = sizes_of_messages(costs, plan.layout, program)
     for op in (Op.SEND_SHARD, Op.SEND_UPDATE):
         away = [int(nbytes[(codes[:, 0] == op) & (np.array(nodes)[codes[:, 4]] != nodes[rank])].sum())
                 for rank, (codes, nbytes) in enumerate(zip(program.codes, sizes, strict=True))]  # fmt: skip
         assert sum(away) == 600 * n  # of all weights, once
-    halved = plan_of(costs, plan.numerics, dataclasses.replace(plan.layout, nodes=()), names(costs))
+    halved = plan_of(costs, plan.numerics, dataclasses.replace(plan.layout, nodes=()))
     within_s = 0.01
     assert plan.prediction.step_s < halved.prediction.step_s + (within_s if n - first == 1 else 0.0)
     assert max(plan.prediction.peak_bytes) <= max(halved.prediction.peak_bytes)
@@ -404,9 +407,9 @@ def test_fast_copies_add_up_node_by_node(n: int, first: int) -> None:
 
 def test_exact_copies_and_those_of_one_node_say_nothing_of_nodes() -> None:
     costs = dataclasses.replace(on_two_nodes(6, 3, Link(0.0, 100.0)), blocks=6)
-    assert make_plan(costs, numerics(12, 6), "1f1b", 4, names(costs), 6, 6)[0].layout.nodes == ()
+    assert make_plan(costs, numerics(12, 6), "1f1b", 4, 6, 6)[0].layout.nodes == ()
     alone = on_two_nodes(6, 6, Link(0.0, 100.0))
-    plan = make_plan(alone, fast(12), "1f1b", 4, names(alone), 6, 6)[0]
+    plan = make_plan(alone, fast(12), "1f1b", 4, 6, 6)[0]
     assert plan.layout.nodes == ()
     given = dataclasses.replace(plan.layout, nodes=(0, 0, 0, 1, 1, 1))
     with pytest.raises(PlanError, match=r"layout.nodes is \[0, 0, 0, 1, 1, 1\] with pipeline.reduce = exact"):
@@ -461,7 +464,7 @@ def test_only_the_stage_that_ends_last_is_waited_for(schedule: str) -> None:
     order = build(schedule, 4, 4, 2).rank_of_stage
     on = Layout(("g2", "g4", "g6"), tuple((rank, rank + 2) for rank in order), schedule, 16)
     program = program_for(on, numerics(8, 2), (), names(costs))
-    _, timeline = predict(costs, on, program, names(costs))
+    _, timeline = predict(costs, on, program)
     for codes, times in zip(program.codes, timeline.times, strict=True):
         ends = {op: times[codes[:, 0] == op, 1].max(initial=0.0) for op in Op}
         assert ends[Op.RECV_SHARD] - max(ends[Op.B], ends[Op.W]) == pytest.approx(0.5)
@@ -486,15 +489,13 @@ def test_bytes_and_memory_are_those_of_the_closed_formulas() -> None:
         on = layout(costs, n_stages, n_copies)
         program = program_for(on, numerics(8, blocks), (), names(costs))
         stage = params * groups // n_stages
-        for codes, sizes in zip(
-            program.codes, sizes_of_messages(costs, on, program, names(costs)), strict=True
-        ):
+        for codes, sizes in zip(program.codes, sizes_of_messages(costs, on, program), strict=True):
             for op in (Op.SEND_SHARD, Op.SEND_UPDATE):
                 assert sizes[codes[:, 0] == op].sum() == stage * (n_copies - 1) // n_copies
         levels = 3 if n_copies == 1 else int(math.log2(blocks // n_copies))
         held = stage * (2 + levels + state / n_copies)
         coming = int(math.log2(n_copies)) * stage / n_copies
-        assert set(predict(costs, on, program, names(costs))[0].peak_bytes) == {held + coming}
+        assert set(predict(costs, on, program)[0].peak_bytes) == {held + coming}
 
 
 def test_of_large_sums_a_few_buckets_are_there_at_a_time() -> None:
@@ -504,7 +505,7 @@ def test_of_large_sums_a_few_buckets_are_there_at_a_time() -> None:
         costs = dataclasses.replace(uniform(n_copies, n_copies, param_bytes=shard), blocks=n_copies)
         on = layout(costs, 1, n_copies)
         program = program_for(on, numerics(n_copies, n_copies), (), names(costs))
-        held = predict(costs, on, program, names(costs))[1].memory_bytes[0]
+        held = predict(costs, on, program)[1].memory_bytes[0]
         ops = program.codes[0][:, 0].tolist()
         exchange = held[ops.index(Op.SEND_SHARD) : ops.index(Op.NORM)]
         assert exchange.max() - held[0] == BUCKETS_AHEAD * BUCKET_BYTES + waiting * shard
@@ -515,7 +516,7 @@ def test_the_update_is_shared_and_gradients_take_their_time_on_the_link() -> Non
     link = Link(0.0, 100.0)
     costs = uniform(4, 2, step_s_per_byte=0.01, param_bytes=100)
     costs = dataclasses.replace(costs, cluster=cluster([1.0] * 2, [HUGE] * 2, link), blocks=2)
-    plan, program = make_plan(costs, numerics(8, 2), "1f1b", 4, names(costs), 2, 2)
+    plan, program = make_plan(costs, numerics(8, 2), "1f1b", 4, 2, 2)
     assert plan.layout.ranks == ((0, 1),)
     work_s, update_s, each_way_s = 4 * 4 * 3.0, 400 * 0.01 / 2, 200 / 100.0
     assert plan.prediction.step_s == pytest.approx(work_s + each_way_s + update_s + each_way_s)
@@ -531,7 +532,7 @@ def test_sums_of_other_uses_go_to_copy_0_unless_each_micro_batch_has_merged_them
     on = Layout(("g1", "g2", "g3"), ((0, 2), (1, 3), (1, 3), (0, 2)), "zb-v", 4)
     program = program_for(on, numerics(8, 2, tied), costs.ties, names(costs))
     assert not any((codes[:, 0] == Op.SEND_TIED).any() for codes in program.codes)
-    codes, sizes = program.codes[2], sizes_of_messages(costs, on, program, names(costs))[2]
+    codes, sizes = program.codes[2], sizes_of_messages(costs, on, program)[2]
     sent = {stage: sizes[(codes[:, 0] == Op.SEND_SHARD) & (codes[:, 1] == stage)].sum() for stage in (0, 3)}
     assert sent == {0: 10, 3: 10 - 6 + (6 if tied == "per_use" else 0)}
 
@@ -560,7 +561,7 @@ def test_what_all_copies_do_decides_whether_cuts_next_to_the_first_are_simulated
     monkeypatch.setattr("mpipipe.planner.search.REFINE_WORK", most)
     monkeypatch.setattr("mpipipe.planner.search.least_of", lambda *_: tried.append(0) or 0.0)
     costs = uniform(8, 4)
-    make_plan(costs, numerics(8, 2), "1f1b", 4, names(costs), 4, 2)
+    make_plan(costs, numerics(8, 2), "1f1b", 4, 4, 2)
     assert bool(tried) == refines
 
 
@@ -572,7 +573,7 @@ def test_whose_shards_are_in_a_message_is_found_once_for_all_cuts(monkeypatch: p
     sizes = []
     for cut in (3, 4, 3):
         cuts = dataclasses.replace(layout(costs, 2, 2), cuts=(names(costs)[cut],))
-        sizes.append([s.tolist() for s in sizes_of_messages(costs, cuts, program, names(costs))])
+        sizes.append([s.tolist() for s in sizes_of_messages(costs, cuts, program)])
     assert sizes[0] == sizes[2] != sizes[1]
     assert len(asked) == sum(int((codes[:, 0] >= Op.SEND_SHARD).sum()) for codes in program.codes)
 
@@ -587,7 +588,7 @@ def test_the_copies_of_a_stage_come_together_where_that_is_faster() -> None:
     ):
         costs = uniform(2, 4, **sizes)
         costs = dataclasses.replace(costs, cluster=cluster([1.0] * 4, [HUGE] * 4, near, far), blocks=2)
-        plan, _ = make_plan(costs, numerics(8, 2), "1f1b", 4, names(costs), 4, 2)
+        plan, _ = make_plan(costs, numerics(8, 2), "1f1b", 4, 4, 2)
         assert plan.layout.ranks == expected
 
 
@@ -618,7 +619,7 @@ def test_a_large_parameter_is_one_copys_and_a_tied_one_the_firsts() -> None:
     held = [stage.fixed_bytes for stage in stages]
     assert [more - held[3] for more in held] == [20, 180, 20, 0]
     program = program_for(layout(costs, 1, 4), numerics(8, 4), costs.ties, names(costs))
-    sent = sizes_of_messages(costs, layout(costs, 1, 4), program, names(costs))[0]
+    sent = sizes_of_messages(costs, layout(costs, 1, 4), program)[0]
     ops = program.codes[0][:, 0]
     assert sent[ops == Op.SEND_SHARD].tolist() == [90, 10]  # for copies 1 and 3, then for 2
     assert sent[ops == Op.SEND_UPDATE].tolist() == [10, 10 + 10]  # its own, then with that of copy 2
@@ -646,4 +647,4 @@ def test_copies_are_where_they_fit(memory: tuple[int, ...], expected: tuple[tupl
     heavy = dataclasses.replace(costs.groups[1], param_bytes=1000)
     machine = cluster([1.0] * 4, list(memory), Link(0.0, 1e6), Link(0.0, 1e5))
     costs = dataclasses.replace(costs, groups=(costs.groups[0], heavy), cluster=machine, blocks=2)
-    assert make_plan(costs, numerics(8, 2), "1f1b", 4, names(costs), 4, 2)[0].layout.ranks == expected
+    assert make_plan(costs, numerics(8, 2), "1f1b", 4, 4, 2)[0].layout.ranks == expected

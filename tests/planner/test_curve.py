@@ -24,7 +24,6 @@ def numerics() -> Numerics:
 def curve(ranks: tuple[int, ...], memory: int = HUGE, samples: int | None = None, **nbytes: int) -> Curve:
     """Sixteen equal groups of 3 s; two ranks to a node, twelve at most."""
     costs = uniform(16, 1, **nbytes)
-    names = [group.name for group in costs.groups]
 
     def machine(n: int) -> Cluster:
         if n > 12:
@@ -33,7 +32,7 @@ def curve(ranks: tuple[int, ...], memory: int = HUGE, samples: int | None = None
 
     def planned(cluster: Cluster) -> Prediction:
         on, n = replace(costs, cluster=cluster), len(cluster.devices)
-        return make_plan(on, numerics(), "1f1b", 4, names, n)[0].prediction
+        return make_plan(on, numerics(), "1f1b", 4, n)[0].prediction
 
     return resource_curve(planned, BATCH, ranks, machine, samples)
 

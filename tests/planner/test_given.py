@@ -17,7 +17,7 @@ NAMES = ["g0", "g1", "g2", "g3"]
 
 
 def plan(**layout) -> Plan:
-    made, _ = make_plan(uniform(4, 2), NOW, "1f1b", 4, NAMES, 2)
+    made, _ = make_plan(uniform(4, 2), NOW, "1f1b", 4, 2)
     return dataclasses.replace(made, layout=dataclasses.replace(made.layout, **layout))
 
 

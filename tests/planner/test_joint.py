@@ -13,8 +13,9 @@ from planner_cases import HUGE, all_cuts, cluster, group, problems, uniform
 
 from mpipipe.errors import CaptureError, DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES
+from mpipipe.planner.asked import Asked, counts_of, schedules_of
 from mpipipe.planner.every_cut import cut_bounds_s, ways_to_cut
-from mpipipe.planner.joint import LIKE, Asked, counts_of, schedules_of, search
+from mpipipe.planner.joint import LIKE, search
 from mpipipe.planner.prediction import expect, norm_seconds, too_full
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import PLAIN
@@ -51,7 +52,7 @@ def steps_of_all(a: Asked, costs: Costs) -> dict[tuple[int, str, tuple[int, ...]
         starts, ranks = tuple(names[c] for c in cuts), tuple((r,) for r in range(a.n_ranks))
         layout, sized = Layout(starts, ranks, schedule, 4), of_size(costs, a.numerics.batch / count)
         program = program_for(layout, a.of(count), costs.ties, names)
-        prediction = expect(sized, layout, program, names)[0]
+        prediction = expect(sized, layout, program)[0]
         if too_full(prediction.peak_bytes, costs.cluster) is None:
             found[count, schedule, cuts] = prediction.step_s
     return found
@@ -113,7 +114,7 @@ def test_no_step_is_below_the_bound_of_its_cut(problem, schedule):
     for cut, bound in zip(cuts, bounds, strict=True):
         layout = Layout(tuple(names[c] for c in cut), tuple((r,) for r in range(n_ranks)), schedule, 4)
         program = program_for(layout, a.of(n_micro), costs.ties, names)
-        assert expect(costs, layout, program, names)[0].step_s >= (bound + norm_s) * (1 - 1e-12)
+        assert expect(costs, layout, program)[0].step_s >= (bound + norm_s) * (1 - 1e-12)
 
 
 def test_small_micro_batches_win_while_calls_are_free_and_large_ones_when_they_are_dear():

@@ -40,8 +40,7 @@ def costs(ranks: int, memory_bytes: int = 1 << 40, nodes: int = 1) -> Costs:
 
 def planned(c: Costs) -> Plan:
     numerics = Numerics(8, 2, 4, 1, 1, "torch", "mkl", "fp32", "per_use", {}, "", "", 0)
-    names = [g.name for g in c.groups]
-    return make_plan(c, numerics, "1f1b", 4, names, len(c.cluster.devices))[0]
+    return make_plan(c, numerics, "1f1b", 4, len(c.cluster.devices))[0]
 
 
 def cuts(c: Costs, plan: Plan) -> tuple[int, ...]:
@@ -75,16 +74,16 @@ def test_a_rank_keeps_two_versions_of_its_own_state_and_its_partner_s() -> None:
     (cut,) = cuts(c, plan)
     own = [3 * MIB * cut, 3 * MIB * (5 - cut)]  # the last group's weight is the first one's
     assert mirror_bytes(c, plan.layout, (cut,)).tolist() == [2 * sum(own)] * 2
-    mirrored, said = with_mirrors(plan, c, (cut,), 7)
+    mirrored, said = with_mirrors(plan, c, 7)
     assert mirrored.layout.mirror_every == 7
     assert "every 7 steps" in said
     names = [g.name for g in c.groups]
     program = program_for(mirrored.layout, mirrored.numerics, c.ties, names)
-    assert predict(c, mirrored.layout, program, names)[0] == mirrored.prediction
+    assert predict(c, mirrored.layout, program)[0] == mirrored.prediction
     longer_s = mirror_s(c, plan.layout, (cut,)) / 7
     assert mirrored.prediction.step_s == plan.prediction.step_s + longer_s
     assert longer_s > 0.0
-    assert predict(c, plan.layout, program, names)[0].peak_bytes == plan.prediction.peak_bytes
+    assert predict(c, plan.layout, program)[0].peak_bytes == plan.prediction.peak_bytes
 
 
 def test_a_weight_with_several_uses_is_owned_once() -> None:
@@ -102,7 +101,7 @@ def test_a_weight_with_several_uses_is_owned_once() -> None:
 def test_they_cost_less_than_their_share_of_a_step(nodes: int) -> None:
     c = costs(4, nodes=nodes)
     plan = planned(c)
-    found, said = with_mirrors(plan, c, cuts(c, plan), "auto")
+    found, said = with_mirrors(plan, c, "auto")
     cost_s = mirror_s(c, plan.layout, cuts(c, plan))
     assert cost_s <= MOST * found.layout.mirror_every * plan.prediction.step_s
     assert ("to another rank, as there is one node" in said) == (nodes == 1)
@@ -112,8 +111,8 @@ def test_they_are_left_out_where_there_is_no_room() -> None:
     roomy = costs(2)
     plan = planned(roomy)
     tight = costs(2, max(plan.prediction.peak_bytes) + MIB)
-    found, said = with_mirrors(plan, tight, cuts(tight, plan), "auto")
+    found, said = with_mirrors(plan, tight, "auto")
     assert found == plan
     assert "no mirrors" in said
     with pytest.raises(PlanError, match=r"run\.mirror_every = 3: mirrors need"):
-        with_mirrors(plan, tight, cuts(tight, plan), 3)
+        with_mirrors(plan, tight, 3)

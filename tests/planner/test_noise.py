@@ -23,8 +23,7 @@ def numerics(n_micro: int, tied: str = "per_use") -> Numerics:
 
 
 def planned(costs: Costs, n_stages: int, n_micro: int, schedule: str = "1f1b", tied: str = "per_use") -> Plan:
-    names = [group.name for group in costs.groups]
-    return make_plan(costs, numerics(n_micro, tied), schedule, 3, names, n_stages)[0]
+    return make_plan(costs, numerics(n_micro, tied), schedule, 3, n_stages)[0]
 
 
 @settings(max_examples=15)
@@ -39,7 +38,7 @@ def test_one_walk_is_as_many_simulations(problem, schedule: str, tied: str) -> N
     for c, each in enumerate(cuts):
         layout = replace(plan.layout, cuts=tuple(names[cut] for cut in each))
         for d in range(3):
-            simulated = plan_of(drawn_costs(costs, factors[d]), plan.numerics, layout, names)
+            simulated = plan_of(drawn_costs(costs, factors[d]), plan.numerics, layout)
             assert steps_s[c, d] == pytest.approx(simulated.prediction.step_s)
 
 
@@ -57,7 +56,7 @@ def test_only_cuts_that_fit_are_tried(problem, schedule: str) -> None:
     for cuts in all_cuts(len(names), n_stages):
         layout = replace(plan.layout, cuts=tuple(names[cut] for cut in cuts))
         if found.fits(cuts, range(n_stages)):
-            plan_of(costs, plan.numerics, layout, names)  # raises if it does not fit
+            plan_of(costs, plan.numerics, layout)  # raises if it does not fit
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -70,7 +69,7 @@ def test_of_two_stages_all_cuts_are_held_against_the_plan(seed: int) -> None:
     factors = module._factors(costs.groups, spreads(costs)[0], 20, seed)
     other = replace(plan.layout, cuts=tuple({names[1], names[2]} - set(plan.layout.cuts)))
     steps = np.array([
-        [plan_of(drawn_costs(costs, f), plan.numerics, layout, names).prediction.step_s for f in factors]
+        [plan_of(drawn_costs(costs, f), plan.numerics, layout).prediction.step_s for f in factors]
         for layout in (plan.layout, other)
     ])  # fmt: skip
     gains = np.maximum(0.0, 1 - steps[1] / steps[0])
@@ -130,7 +129,7 @@ def test_predict_is_the_draw_in_which_nothing_is_off() -> None:
 def test_a_plan_that_barely_fits_has_its_noise_too() -> None:
     costs, cuts = barely_fitting()
     layout = Layout(cuts, ((0,), (1,)), "1f1b", 8)
-    found = noise(plan_of(costs, numerics(4), layout, [g.name for g in costs.groups]), costs, draws=3)
+    found = noise(plan_of(costs, numerics(4), layout), costs, draws=3)
     assert found is not None
     assert (found.held, found.gain) == (3, 0.0), "nothing else fits"
 
@@ -144,11 +143,11 @@ def test_the_draws_in_which_one_plan_is_shorter_are_counted(problem) -> None:
     factors = module._factors(costs.groups, spreads(costs)[0], 5, 7)
     for cuts in list(all_cuts(len(names), n_stages))[:3]:
         layout = replace(plan.layout, cuts=tuple(names[cut] for cut in cuts))
-        other = plan_of(costs, plan.numerics, layout, names)
+        other = plan_of(costs, plan.numerics, layout)
         fewer = 0
         for each in factors:
             drawn = drawn_costs(costs, each)
-            a, b = (plan_of(drawn, p.numerics, p.layout, names).prediction.step_s for p in (plan, other))
+            a, b = (plan_of(drawn, p.numerics, p.layout).prediction.step_s for p in (plan, other))
             fewer += a < b * (1 - WORTH)
         assert shorter(plan, other, costs, draws=5, seed=7) == (fewer, 5)
     assert shorter(plan, plan, costs, draws=5) == (0, 5)

@@ -64,8 +64,7 @@ def bottleneck(costs: Costs, order: tuple[int, ...]) -> float:
 
 
 def planned(costs: Costs, n_ranks: int) -> Plan:
-    names = [g.name for g in costs.groups]
-    return make_plan(costs, NUMERICS, "1f1b", 4, names, n_ranks)[0]
+    return make_plan(costs, NUMERICS, "1f1b", 4, n_ranks)[0]
 
 
 @settings(max_examples=12)
@@ -158,7 +157,7 @@ def test_a_plan_is_the_one_of_the_cluster_numbered_anew(costs, order):
     for here, ranks in ((machine, order), (machine.in_order(order), range(4))):
         layout = Layout(("g1", "g3", "g6"), tuple((r,) for r in ranks), "1f1b", 4)
         program = program_for(layout, NUMERICS, (), names)
-        prediction, timeline = expect(replace(costs, cluster=here), layout, program, names)
+        prediction, timeline = expect(replace(costs, cluster=here), layout, program)
         assert prediction.gap >= 0
         by_stage = [(timeline.busy_s(r), prediction.peak_bytes[r]) for r in ranks]
         found.append((prediction.step_s, prediction.lower_bound_s, by_stage))
@@ -176,7 +175,7 @@ def test_the_bound_holds_for_every_cut_and_order(costs):
         for cuts in itertools.combinations(names[1:], 2):
             layout = Layout(cuts, tuple((r,) for r in order), "1f1b", 4)
             program = program_for(layout, NUMERICS, (), names)
-            steps.append(expect(costs, layout, program, names, 1.0)[0].step_s)
+            steps.append(expect(costs, layout, program, 1.0)[0].step_s)
     for few in (0, 64):  # orders of speeds that the bound goes through
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(placing, "BOUND_ORDERS", few)

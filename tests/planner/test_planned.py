@@ -11,7 +11,8 @@ from test_search import numerics
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, lower, make_plan, program_for, simulate
-from mpipipe.planner.joint import EQUAL, LIKE, Asked, schedules_of, search
+from mpipipe.planner.asked import Asked, schedules_of
+from mpipipe.planner.joint import EQUAL, LIKE, search
 from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.programs import cut_indices, with_window
@@ -28,7 +29,7 @@ COSTS = Costs(
 
 
 def planned(schedule: str, costs: Costs = COSTS) -> Plan:
-    return make_plan(costs, numerics(8), schedule, 4, NAMES, 3)[0]
+    return make_plan(costs, numerics(8), schedule, 4, 3)[0]
 
 
 def test_the_plan_has_the_order_in_it_and_is_no_longer_than_by_hand() -> None:
@@ -41,7 +42,7 @@ def test_the_plan_has_the_order_in_it_and_is_no_longer_than_by_hand() -> None:
     assert [str(i) for i in program.instrs(2) if i.peer < 0 and i.micro >= 0] == (
         again.layout.actions[2].split(",")
     )
-    assert plan_of(COSTS, plan.numerics, plan.layout, NAMES).prediction.step_s == plan.prediction.step_s
+    assert plan_of(COSTS, plan.numerics, plan.layout).prediction.step_s == plan.prediction.step_s
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,10 @@ def test_the_plan_has_the_order_in_it_and_is_no_longer_than_by_hand() -> None:
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_on_two_stages_each_it_is_no_longer_than_by_hand(schedule: str, hand: str, n_ranks: int) -> None:
     costs = replace(COSTS, cluster=cluster([1.0, 0.5, 1.0][:n_ranks], [HUGE] * n_ranks, Link(0.5, 16.0)))
-    ours, theirs = (make_plan(costs, numerics(9 if n_ranks == 3 else 8), name, 4, NAMES, n_ranks)[0]
+    ours, theirs = (make_plan(costs, numerics(9 if n_ranks == 3 else 8), name, 4, n_ranks)[0]
                     for name in (schedule, hand))  # fmt: skip
     assert ours.prediction.step_s <= theirs.prediction.step_s
-    assert plan_of(costs, ours.numerics, from_json(Plan, to_json(ours)).layout, NAMES) == ours
+    assert plan_of(costs, ours.numerics, from_json(Plan, to_json(ours)).layout) == ours
 
 
 def tied(n_ranks: int, seed: int = 0) -> Costs:
@@ -86,7 +87,7 @@ def test_an_order_that_knows_of_its_ties_is_shorter() -> None:
     """Than 1f1b, which does the gradient of a head at once; those that did not were longer."""
     n = replace(numerics(8), tied="eager")
     for seed in (0, 1, 3):
-        ours, theirs = (make_plan(tied(2, seed), n, name, 4, NAMES, 2)[0] for name in ("zb-planned", "1f1b"))
+        ours, theirs = (make_plan(tied(2, seed), n, name, 4, 2)[0] for name in ("zb-planned", "1f1b"))
         assert ours.prediction.step_s < theirs.prediction.step_s
 
 
@@ -119,12 +120,12 @@ def test_no_other_number_of_stashes_is_shorter(
     made, n = drawn(1, HUGE, n_ranks), numerics(96)
     machine = cluster([1.0] * n_ranks, [HUGE] * n_ranks, link) if link else made.cluster
     costs, names = replace(made, cluster=machine, call_s=call_s), [g.name for g in made.groups]
-    plan = make_plan(costs, n, schedule, 4, names, n_ranks)[0]
+    plan = make_plan(costs, n, schedule, 4, n_ranks)[0]
     others = []
     for order in Orders(costs, plan.layout, n).by_room(cut_indices(plan.layout, names), math.inf):
         wished = replace(plan.layout, actions=order.actions, receive_window=4)
         layout = with_window(wished, n, (), names)[0]
-        others.append(plan_of(costs, n, layout, names).prediction.step_s)
+        others.append(plan_of(costs, n, layout).prediction.step_s)
     assert len(others) > 3
     assert plan.prediction.step_s <= min(others)
 
@@ -139,9 +140,7 @@ def test_what_is_ruled_out_would_not_be_taken(
     def made(seed: int) -> Plan | None:
         costs = drawn(seed, memory, 2)
         with suppress(PlanError):
-            return make_plan(
-                costs, numerics(24), schedule, 4, [g.name for g in costs.groups], 2, recompute="auto"
-            )[0]
+            return make_plan(costs, numerics(24), schedule, 4, 2, recompute="auto")[0]
         return None
 
     found = [made(seed) for seed in range(4)]
@@ -162,7 +161,7 @@ def test_memory_that_messages_of_ties_take_is_left_for_them(tied: str, memory: i
     )
     tie, machine = Tie("wte.weight", 1000, (0, 1)), cluster([1.0] * 2, [memory] * 2)
     costs = Costs(ends, machine, (tie,), 2.0, 0.0, "modelled", 0.0)
-    made = make_plan(costs, replace(numerics(8), tied=tied), "zb-planned", 2, ["a", "b"], 2)[0]
+    made = make_plan(costs, replace(numerics(8), tied=tied), "zb-planned", 2, 2)[0]
     assert max(made.prediction.peak_bytes) <= memory
 
 
@@ -173,9 +172,8 @@ def test_as_good_is_held_against_the_shortest_of_all() -> None:
         found = search(
             Asked(numerics(8), (8,), schedules_of("auto"), 4, n_ranks), lambda _, costs=costs: costs
         )
-        names = [g.name for g in costs.groups]
         shortest = min(
-            make_plan(costs, numerics(8), name, 4, names, n_ranks)[0].prediction.step_s
+            make_plan(costs, numerics(8), name, 4, n_ranks)[0].prediction.step_s
             for name in ("interleaved-planned", "zb-planned")
         )
         assert found.best.step_s <= LIKE * shortest
@@ -186,8 +184,7 @@ def test_of_orders_that_are_as_good_that_with_least_memory_is_taken(schedule: st
     less = 0
     for seed in range(5):
         costs, n = drawn(seed, HUGE, 2), numerics(16)
-        names = [g.name for g in costs.groups]
-        shortest = make_plan(costs, n, "v-planned", 4, names, 2)[0].prediction
+        shortest = make_plan(costs, n, "v-planned", 4, 2)[0].prediction
         asked = Asked(n, (16,), schedules_of(schedule), 4, 2)
         taken = search(asked, lambda _, costs=costs: costs).plan.prediction
         assert taken.step_s <= like * shortest.step_s
@@ -217,9 +214,9 @@ def test_actions_of_another_size_are_refused() -> None:
 
 def step_s(costs: Costs, schedule: str, recompute: Wish = "auto") -> float:
     """Endless where no cut fits."""
-    names, n_ranks = [g.name for g in costs.groups], len(costs.cluster.devices)
+    n_ranks = len(costs.cluster.devices)
     try:
-        plan, _ = make_plan(costs, numerics(6), schedule, 2, names, n_ranks, recompute=recompute)
+        plan, _ = make_plan(costs, numerics(6), schedule, 2, n_ranks, recompute=recompute)
     except PlanError:
         return math.inf
     return plan.prediction.step_s
@@ -293,6 +290,6 @@ def test_a_cut_that_fits_without_is_not_taken_where_recomputation_is_shorter() -
     steps = []
     for memory in (26, 32, 38, 44, 50, 56):
         costs = Costs(groups, cluster([1.0] * 4, [memory] * 4), (), 2.0, 0.0, "modelled", 0.0)
-        steps.append(make_plan(costs, numerics(8), "1f1b", 2, [g.name for g in groups], 4, 1, "auto")[0])
+        steps.append(make_plan(costs, numerics(8), "1f1b", 2, 4, 1, "auto")[0])
     lengths = [plan.prediction.step_s for plan in steps]
     assert lengths == sorted(lengths, reverse=True)

@@ -14,7 +14,8 @@ from planner_cases import HUGE, all_cuts, cluster, group, problems
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import lower, make_plan, partition, predict, program_for, simulate, stage_costs
-from mpipipe.planner.joint import Asked, search
+from mpipipe.planner.asked import Asked
+from mpipipe.planner.joint import search
 from mpipipe.planner.problem import Problem
 from mpipipe.planner.recompute import with_least
 from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
@@ -81,7 +82,7 @@ def test_the_memory_of_a_step_by_hand(schedule: str):
     costs, names, modes = chain(HUGE), [f"g{i}" for i in range(6)], ("full", "selective")
     layout = Layout(("g3",), ((0,), (1,)), schedule, 4, recompute=modes)
     program = program_for(layout, numerics(4), (), names)
-    timeline = predict(costs, layout, program, names)[1]
+    timeline = predict(costs, layout, program)[1]
     stages = stage_costs(costs, (3,), modes)
     for rank, (codes, stage) in enumerate(zip(program.codes, stages, strict=True)):
         received = 4 * 10  # buffers for all that come, where an activation stays that is live
@@ -218,7 +219,7 @@ def test_for_given_cuts_no_other_modes_have_a_shorter_step(
 
     def step_s(modes: tuple[Recompute, ...]) -> float:
         try:
-            return predict(costs, replace(layout, recompute=modes), program, names)[0].step_s
+            return predict(costs, replace(layout, recompute=modes), program)[0].step_s
         except PlanError:
             return math.inf
 
@@ -234,10 +235,9 @@ def test_for_given_cuts_no_other_modes_have_a_shorter_step(
 
 
 def test_stages_are_recomputed_where_memory_asks_for_it():
-    names = [f"g{i}" for i in range(6)]
 
     def modes(memory: int, recompute: str) -> tuple[Recompute, ...]:
-        plan, _ = make_plan(chain(memory), numerics(4), "1f1b", 4, names, 2, recompute=recompute)
+        plan, _ = make_plan(chain(memory), numerics(4), "1f1b", 4, 2, recompute=recompute)
         return plan.layout.recompute
 
     assert modes(HUGE, "auto") == modes(HUGE, "none") == ()

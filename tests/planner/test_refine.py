@@ -13,10 +13,11 @@ from planner_cases import barely_fitting, problems
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for, simulate, stage_costs
+from mpipipe.planner.change import pays_off
 from mpipipe.planner.copies import stages_in
 from mpipipe.planner.prediction import norm_seconds
 from mpipipe.planner.programs import cut_indices
-from mpipipe.planner.refine import gain, refine, refined_costs, stage_seconds
+from mpipipe.planner.refine import refine, refined_costs, stage_seconds
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.stages import in_order, stage_ties
 from mpipipe.values import Layout, Op, Plan, Recompute, Timeline
@@ -50,7 +51,7 @@ def test_the_refined_costs_predict_the_step_that_was_measured(problem, ratios) -
     costs, n_stages, n_micro = problem
     names = [g.name for g in costs.groups]
     numerics = replace(made_plan()[0].numerics, batch=n_micro, micro_batch=1, micro_batches=n_micro)
-    plan = make_plan(costs, numerics, "1f1b", 3, names, n_stages)[0]
+    plan = make_plan(costs, numerics, "1f1b", 3, n_stages)[0]
     measured = step(plan, [(f, b, b, u) for f, b, u in ratios])
     refined = refine(plan, measured)
     assert refined.ran.layout == plan.layout
@@ -73,8 +74,8 @@ def test_backwards_in_two_are_refined_beside_those_in_one(schedule: str) -> None
     """Of an order that follows from costs the first stage does its backward in one, the others do not."""
     made, _ = made_plan(2, 8, 12)
     groups = tuple(replace(g, split_s=0.1 * g.bwd_weight_s) for g in made.costs.groups)  # type: ignore[union-attr]
-    costs, names = replace(made.costs, groups=groups), [g.name for g in groups]  # type: ignore[type-var]
-    plan, program = make_plan(costs, made.numerics, schedule, 3, names, 2)
+    costs = replace(made.costs, groups=groups)  # type: ignore[type-var]
+    plan, program = make_plan(costs, made.numerics, schedule, 3, 2)
     assert (Op.B in program.codes[0][:, 0]) == (schedule != "zb-h1")
     ratios = [(2.0, 3.0, 3.0, 1.0), (1.5, 2.0, 2.0, 1.0), (1.0, 0.5, 0.5, 1.0), (0.5, 4.0, 4.0, 1.0)]
     measured = step(plan, ratios)
@@ -92,7 +93,7 @@ def test_what_is_made_again_takes_as_much_longer_as_the_forward(schedule: str, m
     )
     layout = replace(plan.layout, schedule=schedule, recompute=(mode, "none"))
     names = [g.name for g in groups]
-    plan = plan_of(replace(plan.costs, groups=groups), plan.numerics, layout, names)  # type: ignore[type-var]
+    plan = plan_of(replace(plan.costs, groups=groups), plan.numerics, layout)  # type: ignore[type-var]
     measured = step(plan, [(2.0, 1.0, 1.0, 1.0)] * 2)
     assert refine(plan, measured).ran.prediction.step_s == pytest.approx(measured.makespan_s)
     refined = refined_costs(plan.costs, layout, measured)  # type: ignore[arg-type]
@@ -150,25 +151,33 @@ def test_what_cannot_be_a_measured_step_of_the_plan_is_refused() -> None:
         refine(plan, replace(measured, times=tuple(0 * t for t in measured.times)))
 
 
-def test_what_another_layout_gains_is_the_least_that_any_of_the_costs_says() -> None:
+def test_another_plan_pays_off_only_where_all_of_the_costs_say_so() -> None:
     plan, _ = made_plan()
     assert plan.costs is not None
-    names = [g.name for g in plan.costs.groups]
     even, half = (replace(plan.layout, cuts=(f"blocks.{i}",)) for i in (4, 2))
-    before, after = (plan_of(plan.costs, plan.numerics, layout, names) for layout in (half, even))
-    slow = refined_costs(plan.costs, even, step(after, [(1.0,) * 4, (2.0,) * 4]))
-    both = [gain(before, after, [costs]) for costs in (plan.costs, slow)]
-    assert both[0] == pytest.approx(1.0 - after.prediction.step_s / before.prediction.step_s)
-    assert both[1] < both[0]
-    assert gain(before, after, [plan.costs, slow]) == min(both)
-    assert gain(before, before, [plan.costs, slow]) == 0.0
+    before, after = (plan_of(plan.costs, plan.numerics, layout) for layout in (half, even))
+    stays, said = pays_off(before, after, [], 100, change_s=0.0)
+    assert not stays
+    assert f"{after.prediction.step_s:.3g} s; as it was, {before.prediction.step_s:.3g} s" in said
+    less, none = (
+        refined_costs(plan.costs, even, step(after, [(first,) * 4, (second,) * 4]))
+        for first, second in ((1.0, 2.0), (3.0, 1.0))
+    )
+    assert not pays_off(before, after, [less], 100, change_s=0.0)[0]
+    for parts in ([none], [less, none]):
+        stays, said = pays_off(before, after, parts, 100, change_s=0.0)
+        assert (stays, "whichever steps count" in said) == (True, True)
+    gain_s = before.prediction.step_s - after.prediction.step_s
+    assert not pays_off(before, after, [], 100, change_s=99 * gain_s)[0]
+    assert "too few steps are left" in pays_off(before, after, [], 100, change_s=101 * gain_s)[1]
+    assert pays_off(before, before, [], 100, change_s=0.0)[0]
 
 
 def test_a_plan_that_barely_fits_stays_as_it_is():
     costs, cuts = barely_fitting()
     numerics = replace(made_plan()[0].numerics, batch=4, micro_batch=1, micro_batches=4)
     layout = Layout(cuts, ((0,), (1,)), "1f1b", 8)
-    plan = plan_of(costs, numerics, layout, [g.name for g in costs.groups])
+    plan = plan_of(costs, numerics, layout)
     with pytest.raises(PlanError, match="cannot hold"):
-        make_plan(costs, numerics, "1f1b", 8, [g.name for g in costs.groups], 2)
+        make_plan(costs, numerics, "1f1b", 8, 2)
     assert refine(plan, step(plan, [(1.0, 1.0, 1.0, 1.0)] * 2)).plan.layout == layout

@@ -159,7 +159,7 @@ def test_a_layout_with_two_stages_per_rank_is_predicted():
     costs, names = of_groups(4, 2), [f"g{i}" for i in range(4)]
     for schedule, ranks, idle in (("zb-v", (0, 1, 1, 0), 1), ("interleaved", (0, 1, 0, 1), 3)):
         layout = Layout(("g1", "g2", "g3"), tuple((rank,) for rank in ranks), schedule, 4)
-        plan = plan_of(costs, numerics(4), layout, names)
+        plan = plan_of(costs, numerics(4), layout)
         assert plan.prediction.step_s == 6 * 4 + idle
         assert len(plan.prediction.peak_bytes) == 2
         assert plan.prediction.lower_bound_s == 6 * 4
@@ -176,13 +176,12 @@ def test_too_much_memory_is_shown_at_its_place(registered):
     layout = Layout(("g1",), ((0,), (1,)), "mine.csv", 4)
     program = program_for(layout, numerics(3), (), names)
     with pytest.raises(PlanError, match="rank 0 needs 30 bytes and has 20 bytes") as caught:
-        predict(costs, layout, program, names)
+        predict(costs, layout, program)
     assert "rank 0   0F0   0F1  [0F2]  0B0   0B1   0B2   <-- here" in str(caught.value)
 
 
 def planned(costs: Costs, schedule: str, m: int, recompute: Wish = "none") -> Plan:
-    names = [group.name for group in costs.groups]
-    return make_plan(costs, numerics(m), schedule, 4, names, len(costs.cluster.devices), 1, recompute)[0]
+    return make_plan(costs, numerics(m), schedule, 4, len(costs.cluster.devices), 1, recompute)[0]
 
 
 def test_a_plan_shows_where_an_order_from_a_file_needs_too_much(registered):

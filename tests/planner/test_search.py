@@ -34,7 +34,7 @@ def names(costs: Costs) -> list[str]:
 
 
 def planned(costs: Costs, n_ranks: int, n_micro: int, schedule: str = "1f1b", tied: str = "per_use"):
-    return make_plan(costs, numerics(n_micro, tied), schedule, 4, names(costs), n_ranks)
+    return make_plan(costs, numerics(n_micro, tied), schedule, 4, n_ranks)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_plan_is_within_memory_above_its_bound_and_comes_back_from_json(proble
     assert from_json(Plan, to_json(plan)) == plan
     again = program_for(plan.layout, plan.numerics, costs.ties, names(costs))
     assert again.hash == program.hash
-    assert predict(costs, plan.layout, again, names(costs))[0] == predicted
+    assert predict(costs, plan.layout, again)[0] == predicted
 
 
 @settings(max_examples=40, deadline=None)
@@ -133,7 +133,7 @@ def test_a_given_plan_that_needs_too_much_memory_is_refused():
     costs = dataclasses.replace(uniform(4, 2, param_bytes=10), cluster=cluster([1.0] * 2, [100, 100]))
     program = program_for(layout(("g3",)), numerics(2), (), names(costs))
     with pytest.raises(PlanError, match="rank 0 needs 120 bytes and has 100 bytes, 20 bytes short"):
-        predict(costs, layout(("g3",)), program, names(costs))
+        predict(costs, layout(("g3",)), program)
 
 
 def test_cuts_are_found_by_name():

@@ -21,8 +21,7 @@ NUMERICS = Numerics(12, 1, 12, 1, 1, "torch", "mkl", "fp32", "per_use", {}, "2",
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 def test_a_plan_is_made_proved_and_shorter_than_its_bound_allows(schedule, n_ranks):
     costs = uniform(12, n_ranks)
-    names = [g.name for g in costs.groups]
-    plan, program = make_plan(costs, NUMERICS, schedule, 1, names, n_ranks)
+    plan, program = make_plan(costs, NUMERICS, schedule, 1, n_ranks)
     prove(program)
     assert plan.layout.n_ranks == n_ranks
     assert plan.layout.receive_window == program.receive_window >= 1
@@ -55,4 +54,4 @@ def test_too_little_memory_is_told():
         small, groups=tuple(dataclasses.replace(g, param_bytes=100) for g in small.groups)
     )
     with pytest.raises(PlanError, match="short"):
-        make_plan(heavy, NUMERICS, "zb-v", 4, [g.name for g in heavy.groups], 2)
+        make_plan(heavy, NUMERICS, "zb-v", 4, 2)

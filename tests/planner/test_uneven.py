@@ -11,8 +11,9 @@ from planner_cases import all_cuts, group, uniform
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for
+from mpipipe.planner.asked import Asked, copies_of
 from mpipipe.planner.copies import check_copies, legal_copies
-from mpipipe.planner.joint import Asked, copies_of, search
+from mpipipe.planner.joint import search
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.uneven import balanced, promising_shapes
 from mpipipe.values import Costs, Layout, Numerics, Op, Tie
@@ -95,7 +96,7 @@ def test_unlike_numbers_are_taken_where_they_are_faster() -> None:
     assert found.plan.prediction.lower_bound_s <= found.plan.prediction.step_s
     assert found.bound_s <= found.best.step_s
     layout = found.plan.layout
-    assert plan_of(costs, numerics(16, 2), layout, names(costs)).prediction == found.plan.prediction
+    assert plan_of(costs, numerics(16, 2), layout).prediction == found.plan.prediction
 
 
 def test_memory_counts_the_gradients_that_are_added_up_apart() -> None:
@@ -105,7 +106,7 @@ def test_memory_counts_the_gradients_that_are_added_up_apart() -> None:
         uniform(2, 3, param_bytes=1000, stash_bytes=10), bytes_per_param_byte=6.0,
         state_bytes_per_param_byte=2.0, blocks=2,
     )  # fmt: skip
-    plan = make_plan(costs, numerics(4, 2), "1f1b", 4, names(costs), 3, (2, 1))[0]
+    plan = make_plan(costs, numerics(4, 2), "1f1b", 4, 3, (2, 1))[0]
     owner, other, serving = plan.prediction.peak_bytes
     assert owner == 1000 * (1 + 1 + 2) + 1000  # the other copy's gradient, while it is added
     assert other == 1000 * (1 + 1) + 2 * 10  # live micro-batches
@@ -119,7 +120,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(PlanError, match=r"3 replicas with pipeline\.blocks = 2"):
         check_copies((3, 1), 4, numerics(8, 2))
     with pytest.raises(PlanError, match=r"replicas 2\+1: unlike numbers need one stage on each rank"):
-        make_plan(costs, numerics(8, 2), "zb-v", 4, names(costs), 3, (2, 1))
+        make_plan(costs, numerics(8, 2), "zb-v", 4, 3, (2, 1))
     asked = Asked(numerics(8, 2), (8,), ("zb-v",), 4, 3, copies_of((2, 1), numerics(8, 2), 3))
     with pytest.raises(PlanError, match=r"replicas 2\+1: unlike numbers need one stage on each rank"):
         search(asked, lambda _: costs)
@@ -129,14 +130,14 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_rank_that_serves_many_copies_gets_the_window_that_it_needs() -> None:
     costs = dataclasses.replace(uniform(2, 9), ties=(Tie("w", 1, (0, 1)),))
     eager = dataclasses.replace(numerics(16, 8), tied="eager")
-    plan = make_plan(costs, eager, "zb-h1", 4, names(costs), 9, (1, 8))[0]
+    plan = make_plan(costs, eager, "zb-h1", 4, 9, (1, 8))[0]
     assert plan.layout.receive_window > 8
 
 
 def test_each_parameter_is_updated_once() -> None:
     costs = uniform(4, 4, step_s_per_byte=1.0, param_bytes=8)
     layout = Layout(("g1", "g3"), ((0, 1), (2,), (3,)), "1f1b", 4)
-    plan = plan_of(costs, numerics(4, 2), layout, names(costs))
+    plan = plan_of(costs, numerics(4, 2), layout)
     program = program_for(layout, numerics(4, 2), (), names(costs))
     steps = [np.count_nonzero(codes[:, 0] == Op.STEP) for codes in program.codes]
     assert steps == [1, 1, 1, 1]

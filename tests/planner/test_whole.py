@@ -48,7 +48,7 @@ def planned(
     links = {"node": Link(0.0, bytes_per_s)}
     costs = Costs(groups, Cluster(devices, (0,) * len(speeds), links), (), 4.0, 0.0, "measured", 0.0)
     layout = Layout(cuts, tuple((r,) for r in range(len(speeds))), "1f1b", 2)
-    return plan_of(costs, NUMERICS, layout, [g.name for g in groups])
+    return plan_of(costs, NUMERICS, layout)
 
 
 def test_a_chain_has_one_order():

@@ -18,9 +18,9 @@ from mpipipe.planner.schedules import (
     PLANNED,
     build,
     check_ends,
+    in_copies,
     live_micro_batches,
     live_stages,
-    on_ranks,
     stages_on,
     zb_planned,
 )
@@ -247,11 +247,11 @@ def test_forward_only_with_several_stages_per_rank(p, v, m, is_v):
 
 def test_stages_go_where_a_layout_has_them():
     schedule = made("zb-v", 2, 4)
-    moved = on_ranks(schedule, (1, 0, 0, 1))
+    moved = in_copies([schedule], [(1, 0, 0, 1)])
     check(moved)
     assert np.array_equal(moved.codes[1], schedule.codes[0])
     with pytest.raises(PlanError, match="the same stages must be together"):
-        on_ranks(schedule, (0, 1, 0, 1))
+        in_copies([schedule], [(0, 1, 0, 1)])
 
 
 # -- planned -----------------------------------------------------------------------------------------

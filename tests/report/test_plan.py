@@ -26,7 +26,7 @@ def plan(n_ranks: int = 2) -> Plan:
     devices = (Device("cpu", 1.0, 1 << 30, 1),) * n_ranks
     cluster = Cluster(devices, (0,) * n_ranks, {"node": Link(1e-6, 1e9)})
     costs = Costs(groups, cluster, (Tie("w", 8, (0, 3)),), 4.0, 1e-9, "modelled", 0.0)
-    return make_plan(costs, NUMERICS, "1f1b", 4, [g.name for g in groups], n_ranks)[0]
+    return make_plan(costs, NUMERICS, "1f1b", 4, n_ranks)[0]
 
 
 # -- the file ------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_a_long_name_takes_no_figure_from_the_cut():
     made = made_costs()
     groups = tuple(dataclasses.replace(g, name=name) for g, name in zip(made.groups, names, strict=True))
     costs = dataclasses.replace(made, groups=groups)
-    text = describe(make_plan(costs, NUMERICS, "1f1b", 4, names, 2)[0], costs, 1.0, width=100)
+    text = describe(make_plan(costs, NUMERICS, "1f1b", 4, 2)[0], costs, 1.0, width=100)
     head, *cut = text.splitlines()[1:4]
     assert head.split() == ["stage", "from", "groups", "F+B", "ms", "send", "MiB", "memory", "MiB"]
     for line in cut:

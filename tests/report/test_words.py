@@ -28,7 +28,7 @@ def even_plan(n_ranks: int, n_micro: int, n_groups: int, batch: int | None = Non
     cluster = replace(made_costs(n_ranks).cluster, devices=(Device("cpu", 1.0, 1 << 40, 1),) * n_ranks)
     costs = Costs(groups, cluster, (), 4.0, 0.0, "modelled", 0.0)
     numerics = replace(made_plan()[0].numerics, micro_batches=n_micro, batch=batch or n_micro, micro_batch=1)
-    plan, _ = make_plan(costs, numerics, "1f1b", 4, [g.name for g in groups], n_ranks)
+    plan, _ = make_plan(costs, numerics, "1f1b", 4, n_ranks)
     return replace(plan, costs=costs)
 
 

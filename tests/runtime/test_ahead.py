@@ -30,7 +30,7 @@ def counted(case: Case, plan: Plan, program: Program, ranks: int) -> list[Int64]
     costs = Costs(groups, machine, variants.graph.ties, 4.0, 0.0, "modelled", 0.0, blocks=case.blocks)
     stages = stages_in(costs, plan.layout, cut_indices(plan.layout, names))
     without = [replace(stage, at_once_bytes=0) for stage in stages]
-    sizes = sizes_of_messages(costs, plan.layout, program, names)
+    sizes = sizes_of_messages(costs, plan.layout, program)
     return [
         rank_memory_bytes(program, stages, sizes, rank) - rank_memory_bytes(program, without, sizes, rank)
         for rank in range(ranks)

@@ -211,7 +211,7 @@ def test_the_planner_counts_what_is_there(schedule: str, ranks: int) -> None:
     found = trainers(schedule, ranks)
     layout, program = found[0].plan.layout, found[0].program
     stages = stages_in(costs, layout, cut_indices(layout, graph.groups))
-    sizes = sizes_of_messages(costs, layout, program, graph.groups)
+    sizes = sizes_of_messages(costs, layout, program)
     for rank, trainer in enumerate(found):
         weights = [stage.weights for stage in trainer.interpreter.stages.values()]
         tensors = [t for w in weights for t in (*w.data.values(), *w.grad.values(), *w.extra.values())]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.planner.copies import BUCKETS_AHEAD
+from mpipipe.planner.exchange import BUCKETS_AHEAD
 from mpipipe.planner.simulate import AHEAD, receive_bytes
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Incoming, Landing, Mailbox, Outbox, Piece

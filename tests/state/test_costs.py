@@ -12,7 +12,7 @@ from mpipipe.cluster.routes import Route
 from mpipipe.graph.profile import Sample
 from mpipipe.runtime.costing import Updates
 from mpipipe.state import costs
-from mpipipe.state.costs import CostCache
+from mpipipe.state.costs import CostCache, Kept
 
 ONE, TWO = Sample(0.1, 0.2, 0.3, 0.01, 16, 8, (0, 1), ()), Sample(1 / 3, 0.0, 0.0, 0.0, 0, 0, (), (2,))
 
@@ -24,11 +24,11 @@ def cache(folder: Path | None, kind: str = "a processor") -> tuple[CostCache, li
 
 def test_what_was_written_is_read_by_the_same_kind_of_machine(tmp_path: Path) -> None:
     first, said = cache(tmp_path / "new" / "folder")
-    assert first.read() == {}
-    first.write({"a": ONE})
-    first.write({"b": TWO})
-    assert cache(tmp_path / "new" / "folder")[0].read() == {"a": ONE, "b": TWO}
-    assert cache(tmp_path / "new" / "folder", "another")[0].read() == {}
+    assert first.read().samples == {}
+    first.write(Kept(samples={"a": ONE}))
+    first.write(Kept(samples={"b": TWO}))
+    assert cache(tmp_path / "new" / "folder")[0].read().samples == {"a": ONE, "b": TWO}
+    assert cache(tmp_path / "new" / "folder", "another")[0].read().samples == {}
     assert said == []
     assert len(list((tmp_path / "new" / "folder").iterdir())) == 1, "nothing half-written stays"
 
@@ -36,51 +36,52 @@ def test_what_was_written_is_read_by_the_same_kind_of_machine(tmp_path: Path) ->
 def test_routes_are_kept_beside_them(tmp_path: Path) -> None:
     found = (Route("mkl", 1e11, 3e-7, True), Route("onednn", 2e11, 4e-7, True))
     kept, _ = cache(tmp_path)
-    kept.write({"a": ONE})
-    kept.write({}, {"few": (), "model": found})
-    kept.write({"b": TWO})
+    kept.write(Kept(samples={"a": ONE}))
+    kept.write(Kept(routes={"few": (), "model": found}))
+    kept.write(Kept(samples={"b": TWO}))
     again, said = cache(tmp_path)
-    assert again.read() == {"a": ONE, "b": TWO}
-    assert again.routes() == {"few": (), "model": found}
+    assert again.read().samples == {"a": ONE, "b": TWO}
+    assert again.read().routes == {"few": (), "model": found}
     (path,) = tmp_path.iterdir()
     old = {"kind": "a processor", "samples": json.loads(path.read_text())["samples"]}  # before there were any
     path.write_text(json.dumps(old))
-    assert (cache(tmp_path)[0].read(), cache(tmp_path)[0].routes(), said) == ({"a": ONE, "b": TWO}, {}, [])
+    assert cache(tmp_path)[0].read() == Kept("a processor", {"a": ONE, "b": TWO})
+    assert said == []
 
 
 def test_what_an_update_takes_is_kept_beside_them(tmp_path: Path) -> None:
     found = Updates(1e-9, 1 / 3, 2e-6)
     kept, _ = cache(tmp_path)
-    kept.write({"a": ONE}, updates={"adamw": found})
-    kept.write({"b": TWO})
-    assert cache(tmp_path)[0].updates() == {"adamw": found}
+    kept.write(Kept(samples={"a": ONE}, updates={"adamw": found}))
+    kept.write(Kept(samples={"b": TWO}))
+    assert cache(tmp_path)[0].read().updates == {"adamw": found}
 
 
 def test_the_least_lately_used_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "MOST", 2)
     kept, _ = cache(tmp_path)
     for name in ("a", "b", "a", "c"):
-        kept.write({name: ONE})
-    assert list(kept.read()) == ["a", "c"]
+        kept.write(Kept(samples={name: ONE}))
+    assert list(kept.read().samples) == ["a", "c"]
 
 
 def test_how_messages_move_is_kept_beside_them(tmp_path: Path) -> None:
     found, (kept, said) = Overlap((Felt("node", 1 << 20, 1e-4, 0.0, 1 / 3),)), cache(tmp_path)
-    kept.write(overlaps={"a job": found})
-    kept.write({"a": ONE})
-    assert (cache(tmp_path)[0].overlaps(), said) == ({"a job": found}, [])
+    kept.write(Kept(overlaps={"a job": found}))
+    kept.write(Kept(samples={"a": ONE}))
+    assert (cache(tmp_path)[0].read().overlaps, said) == ({"a job": found}, [])
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"kind": "k", "samples": {"a": 1}}', "\x00\xff"])
 def test_a_damaged_file_is_told_of_and_made_anew(tmp_path: Path, text: str) -> None:
     kept, said = cache(tmp_path)
-    kept.write({"a": ONE})
+    kept.write(Kept(samples={"a": ONE}))
     (path,) = tmp_path.iterdir()
     path.write_bytes(text.encode("latin-1"))
-    assert kept.read() == {}
+    assert kept.read().samples == {}
     assert [str(path) in line for line in said] == [True]
-    kept.write({"b": TWO})
-    assert kept.read() == {"b": TWO}
+    kept.write(Kept(samples={"b": TWO}))
+    assert kept.read().samples == {"b": TWO}
     assert len(said) == 1
 
 
@@ -88,6 +89,6 @@ def test_without_a_place_nothing_is_kept_and_nothing_fails(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     for folder in (None, tmp_path / "file", Path("/proc/nowhere")):  # no home, no folder, not writable
         kept, said = cache(folder)
-        kept.write({"a": ONE})
-        assert kept.read() == {}
+        kept.write(Kept(samples={"a": ONE}))
+        assert kept.read().samples == {}
         assert said == []

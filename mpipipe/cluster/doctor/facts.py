@@ -124,10 +124,10 @@ class LinkTimes(Value):
     hidden: float  # share of a large message's time that passed while neither rank asked for it
     devices: tuple[str, ...]  # network adapters that this process has opened
 
-    def bytes_per_s(self, least_bytes: int = 1 << 20) -> float:
+    def bytes_per_s(self) -> float:
         """The best among the large messages."""
         pairs = zip(self.nbytes, self.seconds, strict=True)
-        return max((n / max(s, 1e-9) for n, s in pairs if n >= least_bytes), default=0.0)
+        return max((n / max(s, 1e-9) for n, s in pairs if n >= 1 << 20), default=0.0)
 
 
 @dataclass(frozen=True)

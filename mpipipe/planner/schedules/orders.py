@@ -83,16 +83,10 @@ def is_in_two(order: Schedule | Program) -> bool:
     return any(_IN_TWO[codes[:, 0]].any() for codes in order.codes)
 
 
-def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
-    """The same order with stage s on rank `ranks[s]`. Raises PlanError where stages of one rank would be on
-    two, or the other way round."""
-    return in_copies([schedule], [ranks])
-
-
 def in_copies(parts: Sequence[Schedule], copies: Sequence[Sequence[int]]) -> Schedule:
     """The order of several copies of a pipeline from that of each, with stage s of copy c on rank
     `copies[c][s]`; micro-batches are numbered on from copy to copy. What several copies have on one rank they
-    do in turn there. Raises PlanError as `on_ranks`."""
+    do in turn there. Raises PlanError where stages of one rank would be on two, or the other way round."""
     held: dict[int, list[Int32]] = {}
     done = 0
     for part, ranks in zip(parts, copies, strict=True):
@@ -132,11 +126,7 @@ def _in_turn(parts: Sequence[Int32]) -> Int32:
 def live_micro_batches(schedule: Schedule) -> tuple[int, ...]:
     """Per stage, the largest number of micro-batches between their F and the end of their
     backward; 1 for a stage without backward, which keeps only what it works on."""
-    live = [0] * schedule.n_stages
-    for codes, stages in zip(schedule.codes, stages_of_ranks(schedule), strict=True):
-        for stage in stages:
-            live[stage] = int(stashes(codes[codes[:, 1] == stage], 1).max(initial=0))
-    return tuple(live)
+    return tuple(kept_micro_batches(schedule).sum(axis=2).max(axis=1).tolist())
 
 
 def kept_micro_batches(schedule: Schedule) -> Int64:

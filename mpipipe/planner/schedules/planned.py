@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.fill import Use, Work, seconds, units
 from mpipipe.planner.schedules.listed import Policy, listed, listed_shortest
-from mpipipe.planner.schedules.orders import live_stages, two_each, v_shaped, wrapped
+from mpipipe.planner.schedules.orders import live_stages, one_each, two_each, v_shaped, wrapped
 from mpipipe.planner.schedules.v_shape import zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
 from mpipipe.planner.sizes import size_text
@@ -164,11 +164,7 @@ def _room_of(
 def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
     """While no costs are known: F, I and W of all stages take equally long, messages nothing, and there is
     memory for as many stashes as zb-h1 keeps. Raises PlanError for several stages per rank."""
-    if n_ranks not in (None, n_stages):
-        raise PlanError(
-            f"schedule 'zb-planned' has one stage per rank, not {n_stages} on {n_ranks}; choose v-planned or "
-            "interleaved-planned"
-        )
+    one_each("zb-planned", n_stages, n_ranks)
     return _even(range(n_stages), n_micro)
 
 

@@ -9,11 +9,7 @@ from mpipipe.errors import PlanError, did_you_mean, nearest
 from mpipipe.planner.schedules.interleaved import STAGES_PER_RANK, interleaved
 from mpipipe.planner.schedules.orders import Build
 from mpipipe.planner.schedules.plain import gpipe, one_f_one_b
-from mpipipe.planner.schedules.planned import (
-    interleaved_planned_even,
-    v_planned_even,
-    zb_planned_even,
-)
+from mpipipe.planner.schedules.planned import interleaved_planned_even, v_planned_even, zb_planned_even
 from mpipipe.planner.schedules.text import from_lines, from_text
 from mpipipe.planner.schedules.v_shape import v_half, zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2

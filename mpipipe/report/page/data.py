@@ -98,8 +98,7 @@ def _message_sizes(plan: Plan, programs: Sequence[Program]) -> dict[str, int]:
     if plan.costs is None or not programs:
         return {}
     try:
-        names = [group.name for group in plan.costs.groups]
-        per_rank = sizes_of_messages(plan.costs, plan.layout, programs[0], names)
+        per_rank = sizes_of_messages(plan.costs, plan.layout, programs[0])
     except PlanError:  # a plan that was edited by hand
         return {}
     sizes = {}
