@@ -28,6 +28,7 @@ from mpipipe.planner.asked import Asked, copies_of
 from mpipipe.planner.change import fits_still, pays_off, stays_as_it_is
 from mpipipe.planner.copies import Copies, shape_of
 from mpipipe.planner.prediction import predict
+from mpipipe.planner.programs import program_for
 from mpipipe.planner.refine import refined_costs
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.sizes import counted

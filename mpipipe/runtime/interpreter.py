@@ -154,7 +154,7 @@ class Interpreter:
         self.running = {s: list(firsts) for s in self.stages}  # block that each of its shares is summing up
         n = len(instrs)
         self.outcome = Outcome(np.zeros((n, 2)), np.zeros(n, np.int64), np.zeros(n))
-        self._data_s = 0.0
+        self._data_s: float = 0.0  # that the instruction which runs has waited for its samples
         self.act: dict[Key, list[Tensor]] = {}
         self.out: dict[Key, list[Tensor]] = {}
         self.grad: dict[Key, list[Tensor]] = {}
