@@ -91,6 +91,7 @@ class Interpreter:
     ) -> None:
         self.comm, self.variants, self.cuts = comm, variants, tuple(cuts)
         self.stages, self.ties, self.resident_bytes = stages, ties, resident_bytes
+        self._data_s = 0.0  # that the instruction which runs has waited for its samples
         self.numerics, self.clip = numerics, optimizer.clip
         self.updaters = {s: optimizer.attach(stage.weights) for s, stage in stages.items()}
         self.n_stages = len(cuts) + 1
@@ -154,7 +155,6 @@ class Interpreter:
         self.running = {s: list(firsts) for s in self.stages}  # block that each of its shares is summing up
         n = len(instrs)
         self.outcome = Outcome(np.zeros((n, 2)), np.zeros(n, np.int64), np.zeros(n))
-        self._data_s: float = 0.0  # that the instruction which runs has waited for its samples
         self.act: dict[Key, list[Tensor]] = {}
         self.out: dict[Key, list[Tensor]] = {}
         self.grad: dict[Key, list[Tensor]] = {}
