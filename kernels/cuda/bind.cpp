@@ -50,17 +50,12 @@ void dropout(uint64_t key, uint32_t step, uint32_t micro, uint64_t threshold, Sc
     cuda::dropout<T, Scale>({key, step, micro}, threshold, scale, x, y, n, queue);
 }
 
-void words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t* out, size_t n, CudaStream queue) {
-    cuda::words({key, step, micro}, start, n, out, queue);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_kernels_cuda, m) {
     m.doc() = "Kernels of mpipipe for GPUs; the contract is kernels/include.";
     m.attr("version") = kVersion;
 
-    def_on_device(m, "words", &words);
     def_on_device(m, "dropout_f32", &dropout<float, float>);
     def_on_device(m, "dropout_f64", &dropout<double, double>);
     def_on_device(m, "dropout_bf16", &dropout<bf16, float>);

@@ -61,7 +61,6 @@ extern template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, 
 // On a GPU: pointers to its memory, work in the order of `queue`.
 namespace cuda {
 
-void words(Stream stream, uint64_t start, size_t n, uint32_t* out, CudaStream queue);
 template <typename T, typename Scale>
 void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n, CudaStream queue);
 
