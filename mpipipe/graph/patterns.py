@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from mpipipe.graph.means import equal
-from mpipipe.graph.regions import Region
+from mpipipe.graph.regions import region_of
 from mpipipe.graph.rewrite import arguments_of, item, schema_name
 from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm, batch_norm_with_statistics
@@ -102,7 +102,7 @@ class _Finder:
         ever written in place."""
         a, inside = self.anatomy, set(match.nodes)
         for n in match.nodes:
-            if n not in a.index or not n.meta.get("region", Region()).plain:
+            if n not in a.index or not region_of(n).plain:
                 return False
             others = any(u in a.needed and u not in inside for u in n.users)
             if n not in match.results and (others or n in self.outputs or n in self.kept):
