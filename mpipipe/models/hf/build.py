@@ -175,9 +175,6 @@ def _class_of(transformers: Any, config: Any, task: str | None, path: str | Path
 
 def _make(model_class: Any, config: Any, kind: Kind, freeze: tuple[str, ...]) -> nn.Module:
     model = model_class._from_config(copy.deepcopy(config), dtype=torch.float32)
-    experts = getattr(model.config, "_experts_implementation", None)
-    if experts == "grouped_mm" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
-        model.set_experts_implementation("batched_mm")  # the other one looks at addresses in memory
     for name, p in model.named_parameters(remove_duplicate=False):
         if matches(name, freeze):
             p.requires_grad_(False)
