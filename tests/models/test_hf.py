@@ -199,7 +199,7 @@ def save(folder: Path, model: hf.HfModel, parts: list[dict[str, Tensor]], order:
 
 
 def opened(model: hf.HfModel, folder: Path) -> Any:
-    architecture = json.loads(model.config_json)["architectures"][0]
+    architecture = json.loads(model.texts["config.json"])["architectures"][0]
     module, info = getattr(library(), architecture).from_pretrained(folder, output_loading_info=True)
     assert {k: v for k, v in info.items() if v} == {}, "nothing missing, nothing too much"
     return module.eval()

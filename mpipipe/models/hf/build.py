@@ -36,7 +36,6 @@ class HfModel:
 
     factory, loss, metrics   as everywhere; batch keys are the library's names
     initial                  weights on disk, or None: random ones
-    config_json              config.json as the run writes it
     vocab                    token ids; mask: the id that hides a token
     image_size, channels     of pixel_values, (height, width)
     labels                   classes, of kinds image and sequence
@@ -47,7 +46,6 @@ class HfModel:
     loss: Callable[..., Any]
     metrics: dict[str, Callable[..., Any]]
     initial: Initial | None
-    config_json: str
     kind: Kind
     vocab: int | None
     mask: int | None
@@ -104,7 +102,6 @@ def build(
         loss=loss_of(kind),
         metrics=metrics_of(kind),
         initial=None if found.weights is None else Mapped(found.weights, model, fresh),
-        config_json=texts[CONFIG],
         kind=kind,
         vocab=ids,
         mask=_mask(transformers, config, found) if kind == "masked" else None,
