@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import machine
+from benchmarks.common import machine, say
 from benchmarks.kernels.harness import Call, Case, Compared, compare
 from benchmarks.step import pipeline
 from mpipipe import Pipeline
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps(found | {"machine": machine()}), flush=True)
         low, high = found["quartiles"]
         said = f"{found['ratio']:.3f} ({low:.3f} to {high:.3f}), bar {BAR}"
-        print(f"{found['model']}, {found['bits']}: {said}", file=sys.stderr, flush=True)
+        say(f"{found['model']}, {found['bits']}: {said}")
 
 
 if __name__ == "__main__":
