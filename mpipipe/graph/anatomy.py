@@ -19,7 +19,8 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from mpipipe.graph.capture import Captured, autocast
-from mpipipe.graph.patterns import Match, chosen, matches
+from mpipipe.graph.match import Match, chosen
+from mpipipe.graph.patterns import matches
 from mpipipe.graph.program import spec
 from mpipipe.graph.rewrite import aliased_inputs, mutated_inputs
 from mpipipe.graph.source import TRACING
