@@ -20,7 +20,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from mpipipe.graph.profile import REFUSALS, Piece, Profiler, Sample
+from mpipipe.graph.pieces import Piece, Sample
+from mpipipe.graph.profile import REFUSALS, Profiler
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.work import Form, Tallier, Tally, Work, counted, made
 

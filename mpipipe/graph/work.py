@@ -27,7 +27,8 @@ from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
 from mpipipe.graph.layers import Layer
-from mpipipe.graph.profile import Parts, Piece, Profiler, Remade, Waiting, arguments, grad_bytes
+from mpipipe.graph.pieces import Parts, Piece, Remade, Waiting, grad_bytes
+from mpipipe.graph.profile import Profiler, arguments
 from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.split import split
@@ -83,7 +84,7 @@ class Work:
 @dataclass(frozen=True)
 class Tally:
     """One group and one micro-batch. into: the part of backward that only the input gradients take;
-    the rest as in `profile.Sample`. opaque: it has layers that run as they are written, not counted."""
+    the rest as in `pieces.Sample`. opaque: it has layers that run as they are written, not counted."""
 
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from mpipipe.cluster.overlap import Overlap
 from mpipipe.cluster.routes import Route
-from mpipipe.graph.profile import Sample
+from mpipipe.graph.pieces import Sample
 from mpipipe.runtime.costing import Updates
 from mpipipe.values import Value, digest, from_json, to_json
 
