@@ -133,9 +133,9 @@ class Tallier(Profiler):
         held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         workspace = max(at_work + grad_bytes(code), piece.workspace_bytes)
         return Tally(
-                forward, backward, into, workspace, saved, of_received, of_sent, held + saved, opaque, again,
-                remade, at_work, waiting, returned,
-            )  # fmt: skip
+            forward, backward, into, workspace, saved, of_received, of_sent, held + saved, opaque, again,
+            remade, at_work, waiting, returned,
+        )  # fmt: skip
 
     def _made_again(
         self, code: Code, received: list[Tensor], rest: list[object]
