@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.budget import OTHER, SETTLED, SIZES, SLOW, Size, estimate_s
 from benchmarks.case import Case
-from benchmarks.common import TIMEOUT_S, machine, seconds_text
+from benchmarks.common import TIMEOUT_S, machine, say, seconds_text
 from benchmarks.peers import ALONE, SCHEDULES, SIDES
 from benchmarks.results import OURS, ROWS, VARIANTS, Run, said_of_bars, summary
 from benchmarks.turns import Side, take_turns
@@ -150,10 +150,6 @@ def groups_of(runs: dict[str, dict[int, Run]], most_bytes: int) -> list[list[str
 
 def mean_step_s(runs: dict[str, dict[int, Run]]) -> float:
     return statistics.mean(run.get("step_s", 0.0) for rounds in runs.values() for run in rounds.values())
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def sizes(a: argparse.Namespace) -> dict[str, Size]:

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.bars import at_least, at_most
-from benchmarks.common import machine, seconds_text
+from benchmarks.common import machine, say, seconds_text
 from benchmarks.joint import one_run
 from benchmarks.turns import Side, take_turns
 from mpipipe.planner.sizes import counted
@@ -80,7 +80,7 @@ def by_turns(
     beside, *runs = take_turns(every, a.steps)
     ceiling_s = [step_s / a.ranks for step_s in beside["steps_s"][1:]]
     for name, run in zip(("alone", *sides), (beside, *runs), strict=True):
-        print(f"{model} {name}: {seconds_text(run['steps_s'][1:])} s a step", file=sys.stderr)
+        say(f"{model} {name}: {seconds_text(run['steps_s'][1:])} s a step")
     return {name: _against(ceiling_s, run) for name, run in zip(sides, runs, strict=True)}, ceiling_s
 
 

@@ -84,6 +84,11 @@ def seconds_text(seconds: Iterable[float]) -> str:
     return " ".join(f"{s:.3f}" for s in seconds)
 
 
+def say(text: str) -> None:
+    """To people, beside the JSON lines."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
     import torch  # slow, and whoever only starts runs does not need it

@@ -29,7 +29,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import config_of, launch, machine
+from benchmarks.common import config_of, launch, machine, say
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
 from mpipipe.configured import optimizer_settings
@@ -100,7 +100,7 @@ class Racing:
         del trainer
         gc.collect()  # before the weights of the next one are made
         if pipe.rank == 0:
-            print(f"{side}: {statistics.median(more):.4f} s a step", file=sys.stderr, flush=True)
+            say(f"{side}: {statistics.median(more):.4f} s a step")
 
     def _step_s(self, trainer: Trainer, step: int) -> float:
         comm = self.pipe.comm
@@ -150,7 +150,7 @@ def rank_main(model: str, folder: Path, rounds: int, steps: int, near: float) ->
 def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         how = [f"--rounds={a.rounds}", f"--steps={a.steps}", f"--near={a.near}"]
-        print(f"{model}: its cuts take turns", file=sys.stderr)
+        say(f"{model}: its cuts take turns")
         launch(a.ranks, "-m", "benchmarks.cuts", "--models", model, "--folder", folder, *how)
         found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
     return {"model": model, "ranks": a.ranks} | found | {"machine": machine()}

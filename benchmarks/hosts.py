@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import at_most
-from benchmarks.common import AS_PLANNED, config_of, environment, machine, run
+from benchmarks.common import AS_PLANNED, config_of, environment, machine, run, say
 from mpipipe.planner import make_plan
 from mpipipe.report.account import account
 from mpipipe.report.plan_file import plan_text
@@ -63,10 +63,6 @@ class Hosts:
         say(" ".join([model, *settings]))
         run([*start, *work])
         return folder
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def plan_of(folder: Path) -> Plan:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import AS_PLANNED, config_of, machine, steps_of, train
+from benchmarks.common import AS_PLANNED, config_of, machine, say, steps_of, train
 from mpipipe.config import load
 from mpipipe.planner.asked import counts_of
 from mpipipe.report.plan_file import read_plan
@@ -70,7 +70,7 @@ def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
                     f"{n.micro_batches} of {n.micro_batch}, {plan.layout.schedule}, {plan.layout.cuts}"
                 )
             step_s = figures["step_s"]
-            print(f"{model} round {number + 1}: {side}: {step_s:.4f} s a step", file=sys.stderr)
+            say(f"{model} round {number + 1}: {side}: {step_s:.4f} s a step")
     by_side = {side: _medians(rounds) for side, rounds in found.items()}
     best = min((side for side in sides if side != AUTO), key=lambda side: by_side[side]["step_s"])
     ratio = by_side[best]["step_s"] / by_side[AUTO]["step_s"]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, environment, machine
+from benchmarks.common import ROOT, environment, machine, say
 
 CONFIG = """
 model: {name: gpt, layers: 20, d_model: 2048, heads: 16, context: 64}
@@ -55,7 +55,7 @@ def guarded(command: Sequence[str], limit_bytes: int) -> int:
         text = out.read()
     if process.returncode:
         sys.exit(f"{' '.join(command)}\nended with code {process.returncode}:\n{text[-4000:]}")
-    print(text, file=sys.stderr)
+    say(text)
     return before - least
 
 

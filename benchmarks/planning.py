@@ -29,7 +29,7 @@ from benchmarks.common import ROOT, config_of, environment, machine, run
 from benchmarks.scale import CASES, table
 from mpipipe.config import Config, load, parse
 from mpipipe.data import open_dataset
-from mpipipe.graph.profile import Sample, pieces
+from mpipipe.graph.pieces import Sample, pieces
 from mpipipe.graph.rates import Trials, sample_of
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants

@@ -41,7 +41,7 @@ import mpipipe.runtime.feed
 import mpipipe.runtime.trainer
 import mpipipe.train
 from benchmarks.bars import at_most
-from benchmarks.common import AS_PLANNED, config_of, launch, machine
+from benchmarks.common import AS_PLANNED, config_of, launch, machine, say
 from mpipipe.cluster.mpi import connect
 from mpipipe.config import load
 from mpipipe.planner.prediction import tensor_peak_bytes
@@ -265,7 +265,7 @@ def model_line(model: str, ranks: int, a: argparse.Namespace) -> dict[str, Any]:
             rounds.append(ratios(r) | r | {"load_before": load_before})
             text = f"predicted {r['predicted_step_s']:.4f} s, measured {r['step_s']:.4f} s a step"
             where = f"{model} on {counted(ranks, 'rank')} {schedules[-1]} round {i + 1}/{a.rounds}"
-            print(f"{where}: {text} (load {load_before:.1f})", file=sys.stderr)
+            say(f"{where}: {text} (load {load_before:.1f})")
     left_out = [] if a.start else ["start"]
     if not a.tensors:
         left_out += ["tensor_peak_bytes", "predicted_tensor_peak_bytes", "tensor_ratio"]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import at_least
-from benchmarks.common import config_of, machine, run
+from benchmarks.common import config_of, machine, run, say
 from mpipipe.planner import make_plan
 from mpipipe.report.plan_file import read_plan
 from mpipipe.report.table import text_table
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
             counts = (f"{line[key]:,}" for key in ("copies", "ranks", "micro_batches"))
             shares = (f"{line[key]:.3f}" for key in ("busy", "efficiency"))
             rows.append((schedule, *counts, f"{line['step_s']:.4g}", *shares, f"{line['plan_cpu_s']:.1f}"))
-    print(text_table(COLUMNS, rows, 110, (0,)), file=sys.stderr)
+    say(text_table(COLUMNS, rows, 110, (0,)))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.common import ROOT, environment, machine
+from benchmarks.common import ROOT, environment, machine, say
 from mpipipe.cluster.job import kill_all, remains
 from mpipipe.report.metrics import last_step
 
@@ -248,16 +248,16 @@ def one_job(job: SurvivingJob, kills: int, wanted: str, tally: Tally, chance: ra
                 tally.late += 1
                 break
             if found is None:
-                print(f"{number.name} {where}: ends: {job.said()}", file=sys.stderr, flush=True)
+                say(f"{number.name} {where}: ends: {job.said()}")
                 break
             recoveries, (lost, back) = recoveries + 1, found
             tally.replayed.append(lost)
             tally.seconds[number.name].append(back - at)
-            print(f"{number.name} {where}: {lost} steps lost, {back - at:.1f} s", file=sys.stderr, flush=True)
+            say(f"{number.name} {where}: {lost} steps lost, {back - at:.1f} s")
         job.process.wait(HANG_S)
         tally.same_bits &= job.process.returncode == 0 and _weights(job.run_dir) == wanted
     except (TimeoutError, subprocess.TimeoutExpired):
-        print(f"hangs: {job.said()}", file=sys.stderr, flush=True)
+        say(f"hangs: {job.said()}")
         tally.hangs += 1
     finally:
         job.close()

@@ -44,6 +44,10 @@ void each(const float* x, float* y, size_t n) {
 
 }  // namespace
 
+#define DEF(kernel) \
+    def(m, #kernel "_f32", &cpu::kernel<float>); \
+    def(m, #kernel "_bf16", &cpu::kernel<bf16>);
+
 PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     m.doc() = "Compiled kernels of mpipipe; the contract is kernels/include.";
     m.attr("version") = kVersion;
@@ -61,31 +65,10 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "dropout_f64", &dropout<double, double>);
     def(m, "dropout_bf16", &dropout<bf16, float>);
 
-    def(m, "adamw_f32", &cpu::adamw<float>);
-    def(m, "adamw_bf16", &cpu::adamw<bf16>);
-    def(m, "norms_f32", &cpu::norms<float>);
-    def(m, "norms_bf16", &cpu::norms<bf16>);
+    MPIPIPE_KERNELS(DEF)
     def(m, "accumulate_bf16", &cpu::accumulate);
-    def(m, "attention_f32", &cpu::attention<float>);
-    def(m, "attention_bf16", &cpu::attention<bf16>);
-    def(m, "attention_backward_f32", &cpu::attention_backward<float>);
-    def(m, "attention_backward_bf16", &cpu::attention_backward<bf16>);
-    def(m, "layer_norm_f32", &cpu::layer_norm<float>);
-    def(m, "layer_norm_bf16", &cpu::layer_norm<bf16>);
-    def(m, "layer_norm_backward_f32", &cpu::layer_norm_backward<float>);
-    def(m, "layer_norm_backward_bf16", &cpu::layer_norm_backward<bf16>);
-    def(m, "rms_norm_f32", &cpu::rms_norm<float>);
-    def(m, "rms_norm_bf16", &cpu::rms_norm<bf16>);
-    def(m, "rms_norm_backward_f32", &cpu::rms_norm_backward<float>);
-    def(m, "rms_norm_backward_bf16", &cpu::rms_norm_backward<bf16>);
-    def(m, "batch_norm_f32", &cpu::batch_norm<float>);
-    def(m, "batch_norm_bf16", &cpu::batch_norm<bf16>);
-    def(m, "batch_norm_backward_f32", &cpu::batch_norm_backward<float>);
-    def(m, "batch_norm_backward_bf16", &cpu::batch_norm_backward<bf16>);
-    def(m, "cross_entropy_forward_f32", &cpu::cross_entropy_forward<float>);
-    def(m, "cross_entropy_forward_bf16", &cpu::cross_entropy_forward<bf16>);
-    def(m, "cross_entropy_backward_f32", &cpu::cross_entropy_backward<float>);
-    def(m, "cross_entropy_backward_bf16", &cpu::cross_entropy_backward<bf16>);
+    DEF(batch_norm)
+    DEF(batch_norm_backward)
     def(m, "reference_cross_entropy_forward_f32", &reference::cross_entropy_forward<float>);
     def(m, "reference_cross_entropy_forward_bf16", &reference::cross_entropy_forward<bf16>);
     def(m, "reference_cross_entropy_backward_f32", &reference::cross_entropy_backward<float>);
@@ -96,10 +79,6 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "bias_gelu_backward_f32", &cpu::bias_gelu_backward<float, float>);
     def(m, "bias_gelu_backward_bf16", &cpu::bias_gelu_backward<bf16, bf16>);
     def(m, "bias_gelu_backward_bf16_f32", &cpu::bias_gelu_backward<bf16, float>);
-    def(m, "swiglu_f32", &cpu::swiglu<float>);
-    def(m, "swiglu_bf16", &cpu::swiglu<bf16>);
-    def(m, "swiglu_backward_f32", &cpu::swiglu_backward<float>);
-    def(m, "swiglu_backward_bf16", &cpu::swiglu_backward<bf16>);
     def(m, "math_exp", &each<exp_>);  // for the tests of math.h
     def(m, "math_sigmoid", &each<sigmoid>);
     def(m, "math_normal_cdf", &each<normal_cdf>);

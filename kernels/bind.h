@@ -19,6 +19,15 @@ struct FromPython<T*> {
     static T* of(type address) { return reinterpret_cast<T*>(address); }
 };
 
+// The kernels that a processor and a GPU have for the same two types: KERNEL(name) defines name_f32 and name_bf16.
+#define MPIPIPE_KERNELS(KERNEL) \
+    KERNEL(adamw) KERNEL(norms) \
+    KERNEL(attention) KERNEL(attention_backward) \
+    KERNEL(layer_norm) KERNEL(layer_norm_backward) \
+    KERNEL(rms_norm) KERNEL(rms_norm_backward) \
+    KERNEL(cross_entropy_forward) KERNEL(cross_entropy_backward) \
+    KERNEL(swiglu) KERNEL(swiglu_backward)
+
 // m.name(...) calls `kernel` without the interpreter's lock. The callers (mpipipe/ops) own the checks.
 template <typename Result, typename... Arguments>
 void def(pybind11::module_& m, const char* name, Result (*kernel)(Arguments...)) {

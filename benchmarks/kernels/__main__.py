@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import benchmarks.kernels
-from benchmarks.common import machine
+from benchmarks.common import machine, say
 from benchmarks.kernels.harness import Case, Skipped, compare
 from benchmarks.kernels.limits import CPU_INFO, Seen, has_bars, set_fastest_route
 from benchmarks.kernels.lines import lines, of_memory, of_skipped, said
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
     threads = [int(n) for n in a.threads.split(",")]
     for line in measured(a.kernels, threads, a.rounds, a.case):
         print(json.dumps(line | common), flush=True)
-        print(said(line), file=sys.stderr, flush=True)
+        say(said(line))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.common import machine
+from benchmarks.common import machine, say
 from benchmarks.kernels.__main__ import ROUNDS, modules
 from benchmarks.kernels.harness import Case, compare
 from benchmarks.kernels.limits import Clock, Limits, limits
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
         limit = limits(clock, TRIAD, SIZE, units=True)
     for line in measured(a.kernels or names, a.rounds, "cuda", clock, limit):
         print(json.dumps(line | common), flush=True)
-        print(said(line), file=sys.stderr, flush=True)
+        say(said(line))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.kernels.harness import Case, Compared, Skipped
 from benchmarks.kernels.limits import Limits
 from benchmarks.kernels.memory import Memory, Taken
+from mpipipe.planner.sizes import counted
 
 Line = dict[str, Any]
 
@@ -107,8 +108,7 @@ def _of_call(case: Case, found: Compared, threads: int, barred: bool) -> Line:
 
 def said(line: Line) -> str:
     """For people."""
-    threads = f"{line['threads']} thread{'' if line['threads'] == 1 else 's'}"
-    at = f"{line['kernel']}, {line['case']}, {threads}: "
+    at = f"{line['kernel']}, {line['case']}, {counted(line['threads'], 'thread')}: "
     if line["ratio"] is None:
         return f"{at}not measured: {line['reason']}"
     if "us" in line:

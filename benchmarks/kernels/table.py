@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mpipipe.planner.sizes import counted
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 MARKED = re.compile(r"(?<=<!-- kernels -->\n).*(?=<!-- end of kernels -->)", re.DOTALL)
 
@@ -24,7 +26,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown: a row for each case, a column for each number of threads. Of equal lines the last counts."""
     lines = {(found["kernel"], found["case"], found["threads"]): found for found in results}
     threads = sorted({n for _, _, n in lines})
-    columns = [f"{n} thread{'' if n == 1 else 's'}" for n in threads]
+    columns = [counted(n, "thread") for n in threads]
     rows = [
         ["kernel", "case", *columns, "bar", "at most"],
         ["---", "---", *["---:"] * len(columns), "---:", "---"],

@@ -25,6 +25,7 @@ CHECK(philox) {
     }
 }
 
+#ifndef cpu  // a GPU has the words inside of dropout alone
 CHECK(words) {
     const Stream stream{draw.word(), 7, 5};
     for (uint64_t start : {uint64_t{0}, uint64_t{3}, (uint64_t{1} << 34) - 130, uint64_t{1} << 60})
@@ -35,6 +36,7 @@ CHECK(words) {
             run.same("n = " + std::to_string(n), got, want);
         }
 }
+#endif
 
 template <typename T, typename Scale>
 static void dropout(Run& run, Draw& draw) {

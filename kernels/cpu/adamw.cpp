@@ -78,9 +78,7 @@ void adamw(T* param, T* grad, float* m, float* v, float* master, size_t n, doubl
     if (whole < n) update_rest<T>(c, all.from(whole), n - whole);
 }
 
-template void adamw<float>(float*, float*, float*, float*, float*, size_t, double, double, double, double, double,
-                           double, int64_t, int);
-template void adamw<bf16>(bf16*, bf16*, float*, float*, float*, size_t, double, double, double, double, double, double,
-                          int64_t, int);
+template decltype(adamw<float>) adamw<float>;
+template decltype(adamw<bf16>) adamw<bf16>;
 
 }  // namespace mpipipe::cpu

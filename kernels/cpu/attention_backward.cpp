@@ -219,13 +219,7 @@ void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, S
     });
 }
 
-template void attention_backward<float>(const float*, const float*, const float*, Strides, Strides, Strides, size_t,
-                                        size_t, size_t, size_t, size_t, size_t, bool, float, const int64_t*,
-                                        const bool*, const float*, Strides, const float*, const float*, Strides,
-                                        float*, Strides, float*, Strides, float*, Strides, int);
-template void attention_backward<bf16>(const bf16*, const bf16*, const bf16*, Strides, Strides, Strides, size_t,
-                                       size_t, size_t, size_t, size_t, size_t, bool, float, const int64_t*,
-                                       const bool*, const bf16*, Strides, const float*, const bf16*, Strides, bf16*,
-                                       Strides, bf16*, Strides, bf16*, Strides, int);
+template decltype(attention_backward<float>) attention_backward<float>;
+template decltype(attention_backward<bf16>) attention_backward<bf16>;
 
 }  // namespace mpipipe::cpu

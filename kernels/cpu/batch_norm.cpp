@@ -234,13 +234,9 @@ void batch_norm_backward(const T* dy, const T* x, const T* y, const float* weigh
     run(dy, x, y, weight, bias, mean, rstd, dx, dresidual, dweight, dbias, batch, channels, places, threads);
 }
 
-#define MPIPIPE_INSTANTIATE(T)                                                                                        \
-    template void batch_norm(const T*, const T*, const float*, const float*, float, bool, T*, float*, float*, float*, \
-                             size_t, size_t, size_t, int);                                                            \
-    template void batch_norm_backward(const T*, const T*, const T*, const float*, const float*, const float*,         \
-                                      const float*, bool, T*, T*, float*, float*, size_t, size_t, size_t, int);
-MPIPIPE_INSTANTIATE(float)
-MPIPIPE_INSTANTIATE(bf16)
-#undef MPIPIPE_INSTANTIATE
+template decltype(batch_norm<float>) batch_norm<float>;
+template decltype(batch_norm<bf16>) batch_norm<bf16>;
+template decltype(batch_norm_backward<float>) batch_norm_backward<float>;
+template decltype(batch_norm_backward<bf16>) batch_norm_backward<bf16>;
 
 }  // namespace mpipipe::cpu

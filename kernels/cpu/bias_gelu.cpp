@@ -61,12 +61,11 @@ void bias_gelu_backward(const T* dy, const T* x, const B* bias, bool tanh, T* dx
     (tanh ? backward<Tanh, T, B> : backward<Exact, T, B>)(dy, x, b.p, dx, dbias, rows, d, threads);
 }
 
-#define MPIPIPE_INSTANTIATE(T, B)                                              \
-    template void bias_gelu(const T*, const B*, bool, T*, size_t, size_t, int); \
-    template void bias_gelu_backward(const T*, const T*, const B*, bool, T*, B*, size_t, size_t, int);
-MPIPIPE_INSTANTIATE(float, float)
-MPIPIPE_INSTANTIATE(bf16, bf16)
-MPIPIPE_INSTANTIATE(bf16, float)
-#undef MPIPIPE_INSTANTIATE
+template decltype(bias_gelu<float, float>) bias_gelu<float, float>;
+template decltype(bias_gelu<bf16, bf16>) bias_gelu<bf16, bf16>;
+template decltype(bias_gelu<bf16, float>) bias_gelu<bf16, float>;
+template decltype(bias_gelu_backward<float, float>) bias_gelu_backward<float, float>;
+template decltype(bias_gelu_backward<bf16, bf16>) bias_gelu_backward<bf16, bf16>;
+template decltype(bias_gelu_backward<bf16, float>) bias_gelu_backward<bf16, float>;
 
 }  // namespace mpipipe::cpu

@@ -156,15 +156,13 @@ void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, co
     backward<false, T>(dy, ds, s, weight, nullptr, rstd, dx, dweight, nullptr, rows, d, threads);
 }
 
-#define MPIPIPE_INSTANTIATE(T)                                                                                        \
-    template void layer_norm(const T*, const T*, const T*, const T*, float, T*, T*, float*, float*, size_t, size_t,   \
-                             int);                                                                                    \
-    template void layer_norm_backward(const T*, const T*, const T*, const T*, const float*, const float*, T*, T*, T*, \
-                                      size_t, size_t, int);                                                           \
-    template void rms_norm(const T*, const T*, const T*, float, T*, T*, float*, size_t, size_t, int);                 \
-    template void rms_norm_backward(const T*, const T*, const T*, const T*, const float*, T*, T*, size_t, size_t, int);
-MPIPIPE_INSTANTIATE(float)
-MPIPIPE_INSTANTIATE(bf16)
-#undef MPIPIPE_INSTANTIATE
+template decltype(layer_norm<float>) layer_norm<float>;
+template decltype(layer_norm<bf16>) layer_norm<bf16>;
+template decltype(layer_norm_backward<float>) layer_norm_backward<float>;
+template decltype(layer_norm_backward<bf16>) layer_norm_backward<bf16>;
+template decltype(rms_norm<float>) rms_norm<float>;
+template decltype(rms_norm<bf16>) rms_norm<bf16>;
+template decltype(rms_norm_backward<float>) rms_norm_backward<float>;
+template decltype(rms_norm_backward<bf16>) rms_norm_backward<bf16>;
 
 }  // namespace mpipipe::cpu

@@ -56,7 +56,7 @@ void norms(const T* x, const int64_t* offsets, const int64_t* counts, size_t n, 
         out[i] = std::sqrt(std::accumulate(sums.data() + first[i], sums.data() + first[i + 1], 0.0));
 }
 
-template void norms<float>(const float*, const int64_t*, const int64_t*, size_t, double*, int);
-template void norms<bf16>(const bf16*, const int64_t*, const int64_t*, size_t, double*, int);
+template decltype(norms<float>) norms<float>;
+template decltype(norms<bf16>) norms<bf16>;
 
 }  // namespace mpipipe::cpu

@@ -48,11 +48,9 @@ void swiglu_backward(const T* dy, const T* gate, size_t gate_stride, const T* up
     });
 }
 
-#define MPIPIPE_INSTANTIATE(T)                                                                    \
-    template void swiglu(const T*, size_t, const T*, size_t, T*, size_t, size_t, int);            \
-    template void swiglu_backward(const T*, const T*, size_t, const T*, size_t, T*, T*, size_t, size_t, int);
-MPIPIPE_INSTANTIATE(float)
-MPIPIPE_INSTANTIATE(bf16)
-#undef MPIPIPE_INSTANTIATE
+template decltype(swiglu<float>) swiglu<float>;
+template decltype(swiglu<bf16>) swiglu<bf16>;
+template decltype(swiglu_backward<float>) swiglu_backward<float>;
+template decltype(swiglu_backward<bf16>) swiglu_backward<bf16>;
 
 }  // namespace mpipipe::cpu

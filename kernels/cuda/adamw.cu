@@ -33,9 +33,7 @@ void adamw(T* param, T* grad, float* m, float* v, float* master, size_t n, doubl
     launch(update<T>, dim3(blocks_of_threads(n)), stream, c, param, grad, m, v, master, n);
 }
 
-template void adamw<float>(float*, float*, float*, float*, float*, size_t, double, double, double, double, double,
-                           double, int64_t, CudaStream);
-template void adamw<bf16>(bf16*, bf16*, float*, float*, float*, size_t, double, double, double, double, double, double,
-                          int64_t, CudaStream);
+template decltype(adamw<float>) adamw<float>;
+template decltype(adamw<bf16>) adamw<bf16>;
 
 }  // namespace mpipipe::cuda

@@ -78,11 +78,7 @@ void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_
     });
 }
 
-template void attention<float>(const float*, const float*, const float*, Strides, Strides, Strides, size_t, size_t,
-                               size_t, size_t, size_t, size_t, bool, float, const int64_t*, const bool*, float*,
-                               Strides, float*, CudaStream);
-template void attention<bf16>(const bf16*, const bf16*, const bf16*, Strides, Strides, Strides, size_t, size_t,
-                              size_t, size_t, size_t, size_t, bool, float, const int64_t*, const bool*, bf16*,
-                              Strides, float*, CudaStream);
+template decltype(attention<float>) attention<float>;
+template decltype(attention<bf16>) attention<bf16>;
 
 }  // namespace mpipipe::cuda

@@ -50,49 +50,25 @@ void dropout(uint64_t key, uint32_t step, uint32_t micro, uint64_t threshold, Sc
     cuda::dropout<T, Scale>({key, step, micro}, threshold, scale, x, y, n, queue);
 }
 
-void words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start, uint32_t* out, size_t n, CudaStream queue) {
-    cuda::words({key, step, micro}, start, n, out, queue);
-}
-
 }  // namespace
+
+#define DEF(kernel) \
+    def_on_device(m, #kernel "_f32", &cuda::kernel<float>); \
+    def_on_device(m, #kernel "_bf16", &cuda::kernel<bf16>);
 
 PYBIND11_MODULE(_kernels_cuda, m) {
     m.doc() = "Kernels of mpipipe for GPUs; the contract is kernels/include.";
     m.attr("version") = kVersion;
 
-    def_on_device(m, "words", &words);
     def_on_device(m, "dropout_f32", &dropout<float, float>);
     def_on_device(m, "dropout_f64", &dropout<double, double>);
     def_on_device(m, "dropout_bf16", &dropout<bf16, float>);
-    def_on_device(m, "adamw_f32", &cuda::adamw<float>);
-    def_on_device(m, "adamw_bf16", &cuda::adamw<bf16>);
-    def_on_device(m, "norms_f32", &cuda::norms<float>);
-    def_on_device(m, "norms_bf16", &cuda::norms<bf16>);
+    MPIPIPE_KERNELS(DEF)
     def_on_device(m, "accumulate_bf16", &cuda::accumulate);
-    def_on_device(m, "attention_f32", &cuda::attention<float>);
-    def_on_device(m, "attention_bf16", &cuda::attention<bf16>);
-    def_on_device(m, "attention_backward_f32", &cuda::attention_backward<float>);
-    def_on_device(m, "attention_backward_bf16", &cuda::attention_backward<bf16>);
-    def_on_device(m, "layer_norm_f32", &cuda::layer_norm<float>);
-    def_on_device(m, "layer_norm_bf16", &cuda::layer_norm<bf16>);
-    def_on_device(m, "layer_norm_backward_f32", &cuda::layer_norm_backward<float>);
-    def_on_device(m, "layer_norm_backward_bf16", &cuda::layer_norm_backward<bf16>);
-    def_on_device(m, "rms_norm_f32", &cuda::rms_norm<float>);
-    def_on_device(m, "rms_norm_bf16", &cuda::rms_norm<bf16>);
-    def_on_device(m, "rms_norm_backward_f32", &cuda::rms_norm_backward<float>);
-    def_on_device(m, "rms_norm_backward_bf16", &cuda::rms_norm_backward<bf16>);
-    def_on_device(m, "cross_entropy_forward_f32", &cuda::cross_entropy_forward<float>);
-    def_on_device(m, "cross_entropy_forward_bf16", &cuda::cross_entropy_forward<bf16>);
-    def_on_device(m, "cross_entropy_backward_f32", &cuda::cross_entropy_backward<float>);
-    def_on_device(m, "cross_entropy_backward_bf16", &cuda::cross_entropy_backward<bf16>);
     def_on_device(m, "bias_gelu_f32", &cuda::bias_gelu<float, float>);
     def_on_device(m, "bias_gelu_bf16", &cuda::bias_gelu<bf16, bf16>);
     def_on_device(m, "bias_gelu_bf16_f32", &cuda::bias_gelu<bf16, float>);
     def_on_device(m, "bias_gelu_backward_f32", &cuda::bias_gelu_backward<float, float>);
     def_on_device(m, "bias_gelu_backward_bf16", &cuda::bias_gelu_backward<bf16, bf16>);
     def_on_device(m, "bias_gelu_backward_bf16_f32", &cuda::bias_gelu_backward<bf16, float>);
-    def_on_device(m, "swiglu_f32", &cuda::swiglu<float>);
-    def_on_device(m, "swiglu_bf16", &cuda::swiglu<bf16>);
-    def_on_device(m, "swiglu_backward_f32", &cuda::swiglu_backward<float>);
-    def_on_device(m, "swiglu_backward_bf16", &cuda::swiglu_backward<bf16>);
 }

@@ -74,13 +74,9 @@ void cross_entropy_backward(T* logits, size_t rows, size_t columns, const float*
            ignored, log_sum, on_label, on_all, scale);
 }
 
-template void cross_entropy_forward<float>(const float*, size_t, size_t, const float*, const int64_t*, int64_t,
-                                           int64_t, double*, CudaStream);
-template void cross_entropy_forward<bf16>(const bf16*, size_t, size_t, const float*, const int64_t*, int64_t,
-                                          int64_t, double*, CudaStream);
-template void cross_entropy_backward<float>(float*, size_t, size_t, const float*, const int64_t*, int64_t, int64_t,
-                                            const float*, float, float, float, CudaStream);
-template void cross_entropy_backward<bf16>(bf16*, size_t, size_t, const float*, const int64_t*, int64_t, int64_t,
-                                           const float*, float, float, float, CudaStream);
+template decltype(cross_entropy_forward<float>) cross_entropy_forward<float>;
+template decltype(cross_entropy_forward<bf16>) cross_entropy_forward<bf16>;
+template decltype(cross_entropy_backward<float>) cross_entropy_backward<float>;
+template decltype(cross_entropy_backward<bf16>) cross_entropy_backward<bf16>;
 
 }  // namespace mpipipe::cuda

@@ -40,7 +40,7 @@ void norms(const T* x, const int64_t* offsets, const int64_t* counts, size_t n, 
     launch(roots, dim3(blocks_of_threads(n)), stream, sums.p, n, out);
 }
 
-template void norms<float>(const float*, const int64_t*, const int64_t*, size_t, double*, CudaStream);
-template void norms<bf16>(const bf16*, const int64_t*, const int64_t*, size_t, double*, CudaStream);
+template decltype(norms<float>) norms<float>;
+template decltype(norms<bf16>) norms<bf16>;
 
 }  // namespace mpipipe::cuda

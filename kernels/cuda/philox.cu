@@ -1,4 +1,4 @@
-// A thread ciphers a block of the stream and uses its four words.
+// A thread ciphers a block of the stream and drops or keeps an element by each of its four words.
 #include "mpipipe/philox.h"
 
 #include "launch.cuh"
@@ -23,60 +23,30 @@ __device__ Words cipher(Stream stream, uint64_t block) {
     return {{c0, c1, c2, c3}};
 }
 
-// use(i, word) for the elements start + i of the stream, i < n.
-template <typename Use>
-__device__ void for_elements(Stream stream, uint64_t start, size_t n, Use use) {
-    const uint64_t skip = start % 4;
-    for (uint64_t b = thread(); 4 * b < skip + n; b += threads()) {
-        const Words words = cipher(stream, start / 4 + b);
-        for (unsigned w = 0; w < 4; ++w) {
-            const uint64_t at = 4 * b + w;
-            if (at >= skip && at < skip + n) use(at - skip, words.of[w]);
-        }
-    }
-}
-
-struct Store {
-    uint32_t* out;
-    __device__ void operator()(size_t i, uint32_t word) const { out[i] = word; }
-};
-
 __device__ inline float kept(float x, float scale) { return x * scale; }
 __device__ inline double kept(double x, double scale) { return x * scale; }
 __device__ inline bf16 kept(bf16 x, float scale) { return to_bf16(wide(x) * scale); }
 
 template <typename T, typename Scale>
-struct Drop {
-    uint64_t threshold;
-    Scale scale;
-    const T* x;
-    T* y;
-    __device__ void operator()(size_t i, uint32_t word) const { y[i] = word >= threshold ? kept(x[i], scale) : T{}; }
-};
-
-template <typename Use>
-__global__ void run(Stream stream, uint64_t start, size_t n, Use use) {
-    for_elements(stream, start, n, use);
-}
-
-template <typename Use>
-void over_stream(Stream stream, uint64_t start, size_t n, Use use, CudaStream queue) {
-    launch(run<Use>, dim3(n ? blocks_of_threads(n / 4 + 2) : 0), queue, stream, start, n, use);
+__global__ void drop(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n) {
+    for (uint64_t b = thread(); 4 * b < n; b += threads()) {
+        const Words words = cipher(stream, b);
+        for (unsigned w = 0; w < 4; ++w) {
+            const uint64_t i = 4 * b + w;
+            if (i < n) y[i] = words.of[w] >= threshold ? kept(x[i], scale) : T{};
+        }
+    }
 }
 
 }  // namespace
 
-void words(Stream stream, uint64_t start, size_t n, uint32_t* out, CudaStream queue) {
-    over_stream(stream, start, n, Store{out}, queue);
-}
-
 template <typename T, typename Scale>
 void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n, CudaStream queue) {
-    over_stream(stream, 0, n, Drop<T, Scale>{threshold, scale, x, y}, queue);
+    launch(drop<T, Scale>, dim3(blocks_of_threads((n + 3) / 4)), queue, stream, threshold, scale, x, y, n);
 }
 
-template void dropout<float, float>(Stream, uint64_t, float, const float*, float*, size_t, CudaStream);
-template void dropout<double, double>(Stream, uint64_t, double, const double*, double*, size_t, CudaStream);
-template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, bf16*, size_t, CudaStream);
+template decltype(dropout<float, float>) dropout<float, float>;
+template decltype(dropout<double, double>) dropout<double, double>;
+template decltype(dropout<bf16, float>) dropout<bf16, float>;
 
 }  // namespace mpipipe::cuda

@@ -40,12 +40,9 @@ void swiglu_backward(const T* dy, const T* gate, size_t gate_stride, const T* up
     launch(backward<T>, dim3(blocks(rows)), stream, dy, gate, gate_stride, up, up_stride, dgate, dup, rows, d);
 }
 
-#define MPIPIPE_INSTANTIATE(T)                                                                         \
-    template void swiglu(const T*, size_t, const T*, size_t, T*, size_t, size_t, CudaStream);          \
-    template void swiglu_backward(const T*, const T*, size_t, const T*, size_t, T*, T*, size_t, size_t, \
-                                  CudaStream);
-MPIPIPE_INSTANTIATE(float)
-MPIPIPE_INSTANTIATE(bf16)
-#undef MPIPIPE_INSTANTIATE
+template decltype(swiglu<float>) swiglu<float>;
+template decltype(swiglu<bf16>) swiglu<bf16>;
+template decltype(swiglu_backward<float>) swiglu_backward<float>;
+template decltype(swiglu_backward<bf16>) swiglu_backward<bf16>;
 
 }  // namespace mpipipe::cuda

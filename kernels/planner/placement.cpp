@@ -41,10 +41,7 @@ Budget::Budget(double seconds, int64_t limit) : states(limit), start_(Clock::now
 
 std::vector<double> loads(const Problem& problem, const std::vector<int>& device) {
     std::vector<double> load(problem.n_devices(), 0.0);
-    for (int item = 0; item < problem.n_items(); ++item) {
-        const int d = device[item];
-        load[d] += d < problem.n_accelerators ? problem.accelerator_s[item] : problem.cpu_s[item];
-    }
+    for (int item = 0; item < problem.n_items(); ++item) load[device[item]] += problem.time_s(device[item], item);
     std::vector<int> holders;
     for (int t = 0; t < problem.n_tensors(); ++t) {
         holders.clear();
@@ -60,8 +57,7 @@ std::vector<double> loads(const Problem& problem, const std::vector<int>& device
 
 bool supported(const Problem& problem, const std::vector<int>& device) {
     for (int item = 0; item < problem.n_items(); ++item)
-        if (std::isinf(device[item] < problem.n_accelerators ? problem.accelerator_s[item] : problem.cpu_s[item]))
-            return false;
+        if (std::isinf(problem.time_s(device[item], item))) return false;
     return true;
 }
 

@@ -31,6 +31,7 @@ struct Problem {
     int n_items() const { return static_cast<int>(accelerator_s.size()); }
     int n_tensors() const { return static_cast<int>(pins.size()); }
     int n_devices() const { return n_accelerators + n_cpus; }
+    double time_s(int device, int item) const { return device < n_accelerators ? accelerator_s[item] : cpu_s[item]; }
     void add_edge(int source, int dest);                    // source < dest
     void add_tensor(double cost, std::vector<int> members);  // no cost or one pin: nobody ever pays, left out
     void forget_duplicate_edges();

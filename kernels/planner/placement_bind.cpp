@@ -90,53 +90,48 @@ std::vector<int> placement_of(const Problem& problem, const Array<int32_t>& star
     return device;
 }
 
-template <typename Solve>
-py::dict solved(double budget_s, int64_t live_limit, const Solve& solve) {
-    require(budget_s >= 0, "budget_s is negative or no number");
-    require(live_limit > 0, "live_limit is not positive");
-    const Budget budget(budget_s, live_limit);
-    Solution solution;
-    {
-        const py::gil_scoped_release no_gil;
-        solution = solve(budget);
-    }
-    return answer(solution, budget);
+// m.name(arguments of problem_of, budget_s, live_limit, more...): `prepare(problem, more...)` gives what is then solved
+// within a budget, without the interpreter's lock.
+template <typename... More, typename Prepare, typename... Names>
+void def(py::module_& m, const char* name, const Prepare& prepare, const Names&... names) {
+    m.def(
+        name,
+        [prepare](int n_devices, int n_cpus, const Array<double>& accelerator_s, const Array<double>& cpu_s,
+                  const Array<double>& nbytes, double capacity, const Array<int32_t>& edge_source,
+                  const Array<int32_t>& edge_dest, const Array<double>& tensor_cost, const Array<int32_t>& pin_start,
+                  const Array<int32_t>& pins, double budget_s, int64_t live_limit, const More&... more) {
+            const Problem problem = problem_of(n_devices, n_cpus, accelerator_s, cpu_s, nbytes, capacity, edge_source,
+                                               edge_dest, tensor_cost, pin_start, pins);
+            const auto solve = prepare(problem, more...);
+            require(budget_s >= 0, "budget_s is negative or no number");
+            require(live_limit > 0, "live_limit is not positive");
+            const Budget budget(budget_s, live_limit);
+            Solution solution;
+            {
+                const py::gil_scoped_release no_gil;
+                solution = solve(budget);
+            }
+            return answer(solution, budget);
+        },
+        py::arg("n_devices"), py::arg("n_cpus"), py::arg("accelerator_s"), py::arg("cpu_s"), py::arg("nbytes"),
+        py::arg("capacity"), py::arg("edge_source"), py::arg("edge_dest"), py::arg("tensor_cost"),
+        py::arg("pin_start"), py::arg("pins"), py::arg("budget_s"), py::arg("live_limit"), names...);
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def(
-        "solve_contiguous",
-        [](int n_devices, int n_cpus, const Array<double>& accelerator_s, const Array<double>& cpu_s,
-           const Array<double>& nbytes, double capacity, const Array<int32_t>& edge_source,
-           const Array<int32_t>& edge_dest, const Array<double>& tensor_cost, const Array<int32_t>& pin_start,
-           const Array<int32_t>& pins, double budget_s, int64_t live_limit) {
-            const Problem problem = problem_of(n_devices, n_cpus, accelerator_s, cpu_s, nbytes, capacity, edge_source,
-                                               edge_dest, tensor_cost, pin_start, pins);
-            return solved(budget_s, live_limit,
-                          [&](const Budget& budget) { return solve_contiguous(problem, budget); });
+    def(m, "solve_contiguous", [](const Problem& problem) {
+        return [&problem](const Budget& budget) { return solve_contiguous(problem, budget); };
+    });
+    def<uint64_t, Array<int32_t>>(
+        m, "solve_chunks",
+        [](const Problem& problem, uint64_t seed, const Array<int32_t>& start) {
+            return [&problem, seed, from = placement_of(problem, start)](const Budget& budget) {
+                return solve_chunks(problem, budget, seed, from);
+            };
         },
-        py::arg("n_devices"), py::arg("n_cpus"), py::arg("accelerator_s"), py::arg("cpu_s"), py::arg("nbytes"),
-        py::arg("capacity"), py::arg("edge_source"), py::arg("edge_dest"), py::arg("tensor_cost"),
-        py::arg("pin_start"), py::arg("pins"), py::arg("budget_s"), py::arg("live_limit"));
-    m.def(
-        "solve_chunks",
-        [](int n_devices, int n_cpus, const Array<double>& accelerator_s, const Array<double>& cpu_s,
-           const Array<double>& nbytes, double capacity, const Array<int32_t>& edge_source,
-           const Array<int32_t>& edge_dest, const Array<double>& tensor_cost, const Array<int32_t>& pin_start,
-           const Array<int32_t>& pins, double budget_s, int64_t live_limit, uint64_t seed,
-           const Array<int32_t>& start) {
-            const Problem problem = problem_of(n_devices, n_cpus, accelerator_s, cpu_s, nbytes, capacity, edge_source,
-                                               edge_dest, tensor_cost, pin_start, pins);
-            const std::vector<int> from = placement_of(problem, start);
-            return solved(budget_s, live_limit,
-                          [&](const Budget& budget) { return solve_chunks(problem, budget, seed, from); });
-        },
-        py::arg("n_devices"), py::arg("n_cpus"), py::arg("accelerator_s"), py::arg("cpu_s"), py::arg("nbytes"),
-        py::arg("capacity"), py::arg("edge_source"), py::arg("edge_dest"), py::arg("tensor_cost"),
-        py::arg("pin_start"), py::arg("pins"), py::arg("budget_s"), py::arg("live_limit"), py::arg("seed"),
-        py::arg("start"));
+        py::arg("seed"), py::arg("start"));
 }
 
 }  // namespace mpipipe::placement

@@ -50,12 +50,7 @@ class Annealer {
 
   private:
     bool done() const { return best_load_ <= bound_ * (1 + progress); }
-    bool may_hold(int d, int item) const {
-        return !std::isinf(d < problem_.n_accelerators ? problem_.accelerator_s[item] : problem_.cpu_s[item]);
-    }
-    double time_s(int d, int item) const {
-        return d < problem_.n_accelerators ? problem_.accelerator_s[item] : problem_.cpu_s[item];
-    }
+    bool may_hold(int d, int item) const { return !std::isinf(problem_.time_s(d, item)); }
     int& pins_on(int t, int d) { return held_pins_[static_cast<size_t>(t) * n_devices_ + d]; }
 
     void scatter() {
@@ -93,8 +88,8 @@ class Annealer {
             --here;
             ++there;
         }
-        load_[from] -= time_s(from, item);
-        load_[to] += time_s(to, item);
+        load_[from] -= problem_.time_s(from, item);
+        load_[to] += problem_.time_s(to, item);
         bytes_[from] -= problem_.nbytes[item];
         bytes_[to] += problem_.nbytes[item];
         device_[item] = to;

@@ -53,7 +53,7 @@ class Search {
     bool try_device(int accelerators, int cpus, int32_t index, bool on_cpu);
     void offer_all(int accelerators, int cpus, int32_t index, bool on_cpu);
     void look_for_the_end(int accelerators, int cpus);
-    std::vector<int> placement() const;
+    std::vector<int> placement();
 
     const Problem& problem_;
     const Budget& budget_;
@@ -192,18 +192,15 @@ std::optional<std::vector<int>> Search::run() {
     return placement();
 }
 
-std::vector<int> Search::placement() const {
+std::vector<int> Search::placement() {
     std::vector<int> device(problem_.n_items());
     int f = end_accelerators_, c = end_cpus_;
-    const auto at = [&](int accelerators, int cpus) -> const Layer& {
-        return layers_[accelerators * (problem_.n_cpus + 1) + cpus];
-    };
-    int32_t index = at(f, c).find(all_.data(), all_hash_);
+    int32_t index = layer(f, c).find(all_.data(), all_hash_);
     while (f + c > 0) {
-        const Layer& whole = at(f, c);
+        const Layer& whole = layer(f, c);
         const State& state = whole.state(index);
         (state.parent_cpu ? c : f) -= 1;
-        const Word *now = whole.ideal(index), *before = at(f, c).ideal(state.parent);
+        const Word *now = whole.ideal(index), *before = layer(f, c).ideal(state.parent);
         for (int item = 0; item < problem_.n_items(); ++item)
             if (has(now, item) && !has(before, item))
                 device[item] = state.parent_cpu ? problem_.n_accelerators + c : f;

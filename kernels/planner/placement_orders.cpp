@@ -10,6 +10,7 @@ namespace mpipipe::placement {
 namespace {
 
 constexpr double unreached = std::numeric_limits<double>::infinity();
+constexpr int rounds = 8;  // of random orders
 
 struct Step {
     double load = unreached;
@@ -56,8 +57,7 @@ class Piece {
     std::vector<int> touched_;
 };
 
-}  // namespace
-
+// The placement of least load below `limit` that cuts `order` into pieces; memory (n + 1) x (k + 1) x (c + 1).
 Chain cut_order(const Problem& problem, const std::vector<int>& order, double limit, const Budget& budget) {
     const int n = problem.n_items(), k = problem.n_accelerators, c = problem.n_cpus;
     const int width = (k + 1) * (c + 1);
@@ -108,6 +108,8 @@ Chain cut_order(const Problem& problem, const std::vector<int>& order, double li
     return chain;
 }
 
+}  // namespace
+
 std::vector<int> topological_order(const Problem& problem, Preference preference, Random& random) {
     const int n = problem.n_items();
     std::vector<int> missing(n), ready, order, held(problem.n_tensors());
@@ -154,9 +156,17 @@ std::vector<int> topological_order(const Problem& problem, Preference preference
 
 namespace {
 
-void try_order(const Problem& problem, const std::vector<int>& order, const Budget& budget, BestOrder& best) {
-    Chain chain = cut_order(problem, order, best.chain.load, budget);
-    if (chain.load < best.chain.load) best = {std::move(chain), order};
+// Further random orders, near the best and far from it, as long as the budget lasts.
+void improve(const Problem& problem, const Budget& budget, Random& random, BestOrder& best) {
+    for (int round = 0; round < rounds && !budget.over(); ++round) {
+        const bool near = round % 4 >= 2;
+        auto order = topological_order(problem, round % 2 ? Preference::cut : Preference::random, random);
+        if (near)  // the stages of the best, each in a new order: the pieces may then move
+            std::stable_sort(order.begin(), order.end(),
+                             [&](int a, int b) { return best.chain.stage[a] < best.chain.stage[b]; });
+        Chain chain = cut_order(problem, order, best.chain.load, budget);
+        if (chain.load < best.chain.load) best = {std::move(chain), std::move(order)};
+    }
 }
 
 }  // namespace
@@ -182,19 +192,8 @@ BestOrder best_order(const Problem& problem, double lower_bound, const Budget& b
         }
         if (limit > most) break;
     }
-    if (!best.order.empty()) improve(problem, budget, 8, random, best);
+    if (!best.order.empty()) improve(problem, budget, random, best);
     return best;
-}
-
-void improve(const Problem& problem, const Budget& budget, int rounds, Random& random, BestOrder& best) {
-    for (int round = 0; round < rounds && !budget.over(); ++round) {
-        const bool near = round % 4 >= 2;
-        auto order = topological_order(problem, round % 2 ? Preference::cut : Preference::random, random);
-        if (near)  // the stages of the best, each in a new order: the pieces may then move
-            std::stable_sort(order.begin(), order.end(),
-                             [&](int a, int b) { return best.chain.stage[a] < best.chain.stage[b]; });
-        try_order(problem, order, budget, best);
-    }
 }
 
 }  // namespace mpipipe::placement

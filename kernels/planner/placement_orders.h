@@ -34,17 +34,12 @@ struct Chain {
 enum class Preference { newest, oldest, random, cut };  // among the items that may come next
 std::vector<int> topological_order(const Problem& problem, Preference preference, Random& random);
 
-// The placement of least load below `limit` that cuts `order` into pieces; memory (n + 1) x (k + 1) x (c + 1).
-Chain cut_order(const Problem& problem, const std::vector<int>& order, double limit, const Budget& budget);
-
 // The best of several orders; `order` is its topological order. No device: none fits, or the budget ended first.
 struct BestOrder {
     Chain chain;
     std::vector<int> order;
 };
 BestOrder best_order(const Problem& problem, double lower_bound, const Budget& budget, Random& random);
-// Further random orders, near the best and far from it, as long as rounds and budget last.
-void improve(const Problem& problem, const Budget& budget, int rounds, Random& random, BestOrder& best);
 // A load that no placement exceeds.
 double upper_limit(const Problem& problem);
 

@@ -25,9 +25,7 @@ void adamw(T* param, T* grad, float* m, float* v, float* master, size_t n, doubl
     }
 }
 
-template void adamw<float>(float*, float*, float*, float*, float*, size_t, double, double, double, double, double,
-                           double, int64_t, int);
-template void adamw<bf16>(bf16*, bf16*, float*, float*, float*, size_t, double, double, double, double, double, double,
-                          int64_t, int);
+template decltype(adamw<float>) adamw<float>;
+template decltype(adamw<bf16>) adamw<bf16>;
 
 }  // namespace mpipipe::reference

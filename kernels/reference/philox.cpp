@@ -47,8 +47,8 @@ void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, s
     }
 }
 
-template void dropout<float, float>(Stream, uint64_t, float, const float*, float*, size_t, int);
-template void dropout<double, double>(Stream, uint64_t, double, const double*, double*, size_t, int);
-template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, bf16*, size_t, int);
+template decltype(dropout<float, float>) dropout<float, float>;
+template decltype(dropout<double, double>) dropout<double, double>;
+template decltype(dropout<bf16, float>) dropout<bf16, float>;
 
 }  // namespace mpipipe::reference

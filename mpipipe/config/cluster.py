@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, Strict, ValidationError, model_validator
 
-from mpipipe.config.read import lines_of, read_sections, read_text
+from mpipipe.config.read import lines_of, place_of, read_sections, read_text
 from mpipipe.config.sections import Above0, Count, Positive, Section, Size
 from mpipipe.config.whole import Config
 from mpipipe.errors import ConfigError, PlanError, did_you_mean, nearest
@@ -60,9 +60,7 @@ class ClusterConfig(Section):
     devices: Annotated[tuple[CountedConfig, ...], Strict(False)] = ()  # or different ones, by rank
     gemm: Gemm | None = None  # library of the fp32 products whose rates these are; null = mkl
     ranks_per_node: Positive = 1
-    ranks_per_numa: Positive | None = (
-        None  # that share a NUMA domain; null: it is not told apart from the node
-    )
+    ranks_per_numa: Positive | None = None  # that share a NUMA domain; null: not told apart from the node
     ranks_per_core: Positive | None = None  # that share a core
     node_of_rank: Numbers = ()  # instead of ranks_per_node: the number of each rank's node
     numa_of_rank: Numbers = ()  # and of its domain, numbered through all nodes
@@ -191,11 +189,9 @@ def load_cluster(path: str | Path) -> ClusterConfig:
 def _messages(error: ValidationError, source: str, lines: dict[tuple[str, ...], int]) -> Iterator[str]:
     for detail in error.errors():
         path = tuple(map(str, detail["loc"]))
-        known = [path[:length] for length in range(len(path), 0, -1) if path[:length] in lines]
-        place = f"{source}, line {lines[known[0]]}" if known else source
-        key = ".".join(path)
+        place, key = place_of(path, source, lines), ".".join(path)
         if detail["type"] == "extra_forbidden":
-            valid = _valid_keys(detail["loc"])
+            valid = _keys(path[:-1])
             meant = did_you_mean(nearest(path[-1], valid))
             yield f"{place}: '{key}' is not a key{meant} (valid here: {', '.join(valid)})"
         elif detail["type"] == "missing":
@@ -209,16 +205,11 @@ def _messages(error: ValidationError, source: str, lines: dict[tuple[str, ...], 
             yield f"{place}: {key} = {detail['input']!r}; expected {wanted}"
 
 
-def _valid_keys(loc: tuple[int | str, ...]) -> list[str]:
-    """Of the section in which the last part of `loc` is not a key."""
-    return _keys(loc[:-1])
-
-
-def _keys(loc: tuple[int | str, ...]) -> list[str]:
-    """Of the section at `loc`."""
+def _keys(path: tuple[str, ...]) -> list[str]:
+    """Of the section at `path`."""
     sections: dict[str, Any] = {
         "device": DeviceConfig, "devices": CountedConfig, "flops_per_s": FlopsConfig, "links": LinksConfig,
         **dict.fromkeys(LEVELS, LinkConfig),
     }  # fmt: skip
-    inside = [part for part in loc if isinstance(part, str) and part in sections]
+    inside = [part for part in path if part in sections]
     return list(sections[inside[-1]].model_fields if inside else ClusterConfig.model_fields)

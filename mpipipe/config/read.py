@@ -203,6 +203,11 @@ def _place(
     for written, item in changed.items():
         if written[: len(path)] == path or path[: len(written)] == written:
             return f"override '{item}'" if path else source
+    return place_of(path, source, lines)
+
+
+def place_of(path: tuple[str, ...], source: str, lines: dict[tuple[str, ...], int]) -> str:
+    """The line of a key, or of the nearest one above it that is written."""
     known = [path[:length] for length in range(len(path), 0, -1) if path[:length] in lines]
     return f"{source}, line {lines[known[0]]}" if known else source
 

@@ -173,8 +173,8 @@ def _philox(seed: int, stream: str, step: int) -> np.random.Philox:
     return np.random.Philox(key=key, counter=step << 128)
 
 
-def generator(seed: int, stream: str, step: int) -> np.random.Generator:
-    return np.random.Generator(_philox(seed, stream, step))
+def generator(seed: int, stream: str) -> np.random.Generator:
+    return np.random.Generator(_philox(seed, stream, 0))
 
 
 def draws(seed: int, stream: str, step: int, start: int, stop: int) -> NDArray[np.uint64]:

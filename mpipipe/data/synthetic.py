@@ -51,7 +51,7 @@ class SyntheticVectors(DatasetBase):
         self.sample = {"x": TensorSpec((inputs,), "float32"), "y": TensorSpec((), "int64")}
         self._inputs, self._samples, self._seed = inputs, samples, seed
         self.train_samples = samples
-        self._teacher = generator(seed, "teacher", 0).standard_normal((inputs, classes))
+        self._teacher = generator(seed, "teacher").standard_normal((inputs, classes))
         self._sets: dict[Split, tuple[NDArray[np.float32], NDArray[np.int64]]] = {}
 
     def batch(self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]) -> Batch:
@@ -62,7 +62,7 @@ class SyntheticVectors(DatasetBase):
 
     def _set(self, split: Split) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         if split not in self._sets:
-            x = generator(self._seed, f"{split} set", 0).standard_normal((self._samples, self._inputs))
+            x = generator(self._seed, f"{split} set").standard_normal((self._samples, self._inputs))
             self._sets[split] = (x.astype(np.float32), (x @ self._teacher).argmax(axis=1))
         return self._sets[split]
 

@@ -19,10 +19,12 @@ from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from mpipipe.graph.capture import Captured, autocast
-from mpipipe.graph.patterns import Match, chosen, matches
+from mpipipe.graph.match import Match, chosen
+from mpipipe.graph.patterns import matches
 from mpipipe.graph.program import spec
 from mpipipe.graph.rewrite import aliased_inputs, mutated_inputs
 from mpipipe.graph.source import TRACING
+from mpipipe.graph.tape import tensors
 from mpipipe.values import TensorSpec
 
 
@@ -31,15 +33,11 @@ def spec_of(node: fx.Node) -> TensorSpec:
 
 
 def output_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
-    value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return tuple(spec(v) for v in values if isinstance(v, torch.Tensor))
+    return tuple(map(spec, tensors(node.meta["val"])))
 
 
 def needs_grad(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+    return any(t.requires_grad for t in tensors(node.meta["val"]))
 
 
 @dataclass(frozen=True)

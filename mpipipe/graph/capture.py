@@ -38,7 +38,7 @@ from mpipipe.graph.refusals import (
     refuse_backward_hooks,
     strange_weight,
 )
-from mpipipe.graph.regions import Region, apply_regions, inline_regions
+from mpipipe.graph.regions import apply_regions, inline_regions, region_of
 from mpipipe.graph.rewrite import (
     BufferUpdate,
     Untraceable,
@@ -129,7 +129,7 @@ def _capture(
             trace = _trace_layers if by_layer else _trace
             exported, updates = trace(program, source, batch, precision)
         graph = exported.graph
-        inputs = dict(zip([n for n in graph.nodes if n.op == "placeholder"], specs, strict=True))
+        inputs = dict(zip(graph.find_nodes(op="placeholder"), specs, strict=True))
         _drop_checks(graph)
         copy_written_inputs(graph)
         copy_bare_outputs(graph)
@@ -170,7 +170,7 @@ def _trace_layers(
         graph, outputs, structure, updates = chain(source, batch, program.mode == "train")
     given = tree_unflatten([n.meta["val"] for n in outputs], structure)
     tail = _export(program, (batch, given), source, precision)
-    batch_nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    batch_nodes = graph.find_nodes(op="placeholder")
     append(graph, tail.graph, [*batch_nodes, *outputs])
     return fx.GraphModule(tail, graph), updates
 
@@ -240,7 +240,7 @@ def _attributes(
             continue
         value = attrgetter(str(node.target))(exported)
         # of a loss that is a module; what is no part of one has been refused
-        learns = [n for n in node.users if n.meta.get("region", Region()).grad is not False]
+        learns = [n for n in node.users if region_of(n).grad is not False]
         if isinstance(value, nn.Parameter) and value.requires_grad and learns:
             raise CaptureError(f"{source_line(learns[0])}\n  {strange_weight(value)}")
         if isinstance(value, FakeTensor):
@@ -282,14 +282,14 @@ class _Propagate(fx.Interpreter):
 
 
 def _propagate(module: fx.GraphModule, source: ModelSource, precision: str) -> None:
-    values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     with source.fake_mode, torch.enable_grad(), autocast(precision):
         _Propagate(module, garbage_collect_values=False).run(*values, enable_io_processing=False)
 
 
 def _outputs(graph: fx.Graph, module: Program) -> tuple[tuple[fx.Node, ...], fx.Node | float | None]:
     """Outputs and weight; scalars, where they are sums."""
-    results = tuple(next(n for n in graph.nodes if n.op == "output").args[0])
+    results = tuple(graph.output_node().args[0])
     if module.mode == "predict":
         return results, None
     weight = results[-1] if module.found.weight is None else module.found.weight

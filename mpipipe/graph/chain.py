@@ -85,7 +85,7 @@ def _made_up(like: Tensor) -> Tensor:
 
 def append(graph: fx.Graph, tail: fx.Graph, inputs: Sequence[fx.Node]) -> None:
     """Puts the graph of the loss behind; inputs: what its placeholders are."""
-    env = dict(zip([n for n in tail.nodes if n.op == "placeholder"], inputs, strict=True))
+    env = dict(zip(tail.find_nodes(op="placeholder"), inputs, strict=True))
     for n in tail.nodes:
         if n.op == "output":
             graph.output(fx.node.map_arg(n.args[0], env.__getitem__))

@@ -12,7 +12,7 @@ import torch
 
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.cut import Code, extract
-from mpipipe.graph.patterns import Match
+from mpipipe.graph.match import Match
 from mpipipe.graph.profile import Profiler
 from mpipipe.graph.source import TRACING
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from mpipipe.errors import PlanError
 from mpipipe.graph.anatomy import Anatomy, needs_grad, spec_of
-from mpipipe.graph.patterns import replace
+from mpipipe.graph.match import replace
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.values import Graph, TensorSpec
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from mpipipe.graph.anatomy import Anatomy, needs_grad, output_specs, spec_of
 from mpipipe.graph.groups import group_of
-from mpipipe.graph.profile import Piece, Remade, Sample
+from mpipipe.graph.pieces import Piece, Remade, Sample
 from mpipipe.graph.split import split
 from mpipipe.values import GroupCost
 

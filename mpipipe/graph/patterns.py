@@ -17,15 +17,29 @@ fused form has the bits of the parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from mpipipe.graph.match import Match
 from mpipipe.graph.means import equal
-from mpipipe.graph.regions import Region
+from mpipipe.graph.nodes import (
+    CAST,
+    FLOATS,
+    VIEWS,
+    Shape,
+    all_alike,
+    dtype_of,
+    is_op,
+    only_user,
+    product_of,
+    reads_of,
+    same_dtype,
+    val,
+)
+from mpipipe.graph.regions import region_of
 from mpipipe.graph.rewrite import arguments_of, item, schema_name
 from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm, batch_norm_with_statistics
@@ -38,37 +52,8 @@ if TYPE_CHECKING:
     from mpipipe.graph.anatomy import Anatomy
 
 _MASK_ELEMENTS = 1 << 26  # of a constant mask that is made to see what it is
-_VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::alias", "aten::flatten"}
-_CAST = "aten::to"
 _FILL = "aten::masked_fill"
 _SCALES = ("aten::mul", "aten::div", _FILL)
-_FLOATS = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Match:
-    """Operators that `op(*args)` may stand for. form: what its speed depends on, but for the number of rows:
-    the key of `Numerics.op_table`; results: those of `nodes` that others read, op's results in order."""
-
-    op: Callable[..., Any]
-    form: str
-    nodes: tuple[fx.Node, ...]
-    results: tuple[fx.Node, ...]
-    args: tuple[Any, ...]
-    atomic: bool = True  # no cut may part it
-    contested: bool = True  # whether it may be slower than torch's; if not, `form` is in no table
-    same_bits: bool = False  # as torch's: used whatever the bits are to be
-
-    @property
-    def first(self) -> fx.Node:
-        """The result in whose place the operator runs."""
-        return min(self.results, key=self.nodes.index)
-
-    @property
-    def inputs(self) -> list[fx.Node]:
-        found: dict[fx.Node, None] = {}
-        fx.node.map_arg(self.args, lambda n: found.setdefault(n))
-        return list(found)
 
 
 def matches(anatomy: Anatomy) -> tuple[Match, ...]:
@@ -102,7 +87,7 @@ class _Finder:
         ever written in place."""
         a, inside = self.anatomy, set(match.nodes)
         for n in match.nodes:
-            if n not in a.index or not n.meta.get("region", Region()).plain:
+            if n not in a.index or not region_of(n).plain:
                 return False
             others = any(u in a.needed and u not in inside for u in n.users)
             if n not in match.results and (others or n in self.outputs or n in self.kept):
@@ -116,30 +101,30 @@ class _Finder:
             return None
         g, chain = arguments_of(node), [node]
         x = g["self"]
-        while _is(x, *_VIEWS, _CAST, _FILL):
+        while is_op(x, *VIEWS, CAST, _FILL):
             chain.append(x)
             x = x.args[0]
-        matrix = _product(x)
+        matrix = product_of(x)
         labels = g["target"]
         if matrix is None or matrix[3] or g["weight"] is not None or g["reduction"] == 0:
             return None
-        width = _val(x).shape[-1]
+        width = val(x).shape[-1]
         if (
-            any(_val(n).shape[-1] != width for n in chain[1:])
-            or any(_is(n, _CAST) and _val(n).dtype != torch.float32 for n in chain)  # in which ours computes
-            or _val(node).dtype not in _FLOATS
-            or _val(g["self"]).dim() != 2
-            or _val(labels).dim() != 1
+            any(val(n).shape[-1] != width for n in chain[1:])
+            or any(is_op(n, CAST) and val(n).dtype != torch.float32 for n in chain)  # in which ours computes
+            or val(node).dtype not in FLOATS
+            or val(g["self"]).dim() != 2
+            or val(labels).dim() != 1
         ):
             return None
         values, weight, bias, _ = matrix
-        form = f"linear_cross_entropy {_val(values).shape[-1]}x{width} {_dtype(x)}"
+        form = f"linear_cross_entropy {val(values).shape[-1]}x{width} {dtype_of(x)}"
         output = self._scaled_output(node)
         after, then = output or ((), ())
-        masks, zero = ([n.args[1] for n in some if _is(n, _FILL)] for some in (chain, after))
+        masks, zero = ([n.args[1] for n in some if is_op(n, _FILL)] for some in (chain, after))
         if not all(mask in self.anatomy.free and any(equal(mask, z) for z in zero) for mask in masks):
             return None  # where one of them is true, these logits count for nothing, and no others may
-        dtype = _val(node).dtype
+        dtype = val(node).dtype
         # read after backward only, and no rounded copy of what is made there
         late = self.training and output is not None and dtype == torch.float32
         settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1, dtype, late, then)
@@ -152,10 +137,10 @@ class _Finder:
         them, where all they do is to multiply by numbers that need no gradient; or None."""
         nodes, then, last = list[fx.Node](), list[tuple[Any, ...]](), loss
         while not (last in self.outputs and len(last.users) == 1):
-            user = _only_user(last)
-            if user is None or not _is(user, *_VIEWS, _CAST, *_SCALES) or _form(user) != _form(last):
+            user = only_user(last)
+            if user is None or not is_op(user, *VIEWS, CAST, *_SCALES) or _form(user) != _form(last):
                 return None
-            if not _is(user, *_VIEWS, _CAST):
+            if not is_op(user, *VIEWS, CAST):
                 others = _others(user, last)
                 if others is None:
                     return None
@@ -171,7 +156,7 @@ class _Finder:
 
     def linear_gelu_new(self, node: fx.Node) -> Match | None:
         """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), written out (Hendrycks & Gimpel 2016)."""
-        m = _Shape()
+        m = Shape()
         x = m.any()
         cube = m.op("mul", m.op("pow", x, 3.0), 0.044715)
         inner = m.op("mul", m.op("add", x, cube), math.sqrt(2 / math.pi))
@@ -182,15 +167,15 @@ class _Finder:
 
     def _gelu(self, node: fx.Node, x: Any, nodes: list[fx.Node], approximate: str) -> Match | None:
         views: list[fx.Node] = []
-        while _is(x, *_VIEWS):
+        while is_op(x, *VIEWS):
             views.insert(0, x)
             x = x.args[0]
-        matrix = _product(x)
-        if matrix is None or matrix[2] is None or _val(node).shape[-1] != _val(x).shape[-1]:
+        matrix = product_of(x)
+        if matrix is None or matrix[2] is None or val(node).shape[-1] != val(x).shape[-1]:
             return None
         values, weight, bias, transposed = matrix
-        form = f"bias_gelu {_val(x).shape[-1]} {_dtype(node)}"
-        shape = tuple(_val(node).shape)
+        form = f"bias_gelu {val(x).shape[-1]} {dtype_of(node)}"
+        shape = tuple(val(node).shape)
         args = (values, weight, bias, approximate, transposed, shape)
         return Match(fused.linear_gelu, form, (x, *views, *nodes), (node,), args)
 
@@ -198,11 +183,11 @@ class _Finder:
         if schema_name(node) != "aten::mul":
             return None
         for gate, up in (node.args, node.args[::-1]):
-            if not _is(gate, "aten::silu") or not isinstance(up, fx.Node) or gate is up:
+            if not is_op(gate, "aten::silu") or not isinstance(up, fx.Node) or gate is up:
                 continue
             x = gate.args[0]
-            if isinstance(x, fx.Node) and _alike(x, up, node):
-                form = f"swiglu {_val(node).shape[-1]} {_dtype(node)}"
+            if isinstance(x, fx.Node) and all_alike(x, up, node):
+                form = f"swiglu {val(node).shape[-1]} {dtype_of(node)}"
                 return Match(swiglu, form, (gate, node), (node,), (x, up))
         return None
 
@@ -213,9 +198,9 @@ class _Finder:
             return None
         g = arguments_of(node)
         x, weight, bias = g["input"], g["weight"], g["bias"]
-        if list(g["normalized_shape"]) != list(_val(x).shape[-1:]) or not _same_dtype(node, x, weight, bias):
+        if list(g["normalized_shape"]) != list(val(x).shape[-1:]) or not same_dtype(node, x, weight, bias):
             return None
-        form = f"layer_norm {_val(x).shape[-1]} {_dtype(x)}"
+        form = f"layer_norm {val(x).shape[-1]} {dtype_of(x)}"
         return Match(layer_norm, form, (node,), (node,), (x, weight, bias, g["eps"]))
 
     def rms_norm(self, node: fx.Node) -> Match | None:
@@ -223,14 +208,14 @@ class _Finder:
             return None
         g = arguments_of(node)
         x, weight, eps = g["input"], g["weight"], g["eps"]
-        if list(g["normalized_shape"]) != list(_val(x).shape[-1:]) or not _same_dtype(node, x, weight):
+        if list(g["normalized_shape"]) != list(val(x).shape[-1:]) or not same_dtype(node, x, weight):
             return None
         eps = torch.finfo(torch.float32).eps if eps is None else eps  # bfloat16 is computed in float32
         return self._rms(node, [node], x, weight, eps)
 
     def rms_written_out(self, node: fx.Node) -> Match | None:
         """weight * to(x * rsqrt(mean(x^2) + eps)), x perhaps cast to float32 before."""
-        m = _Shape()
+        m = Shape()
         x, weight, eps = m.any(), m.any(), m.any()
         mean = m.op("mean", m.op("pow", x, 2), [-1], True)
         scaled = m.op("mul", x, m.op("rsqrt", m.op("add", mean, eps)))
@@ -239,29 +224,29 @@ class _Finder:
         wide, w = m.of[x], m.of[weight]
         nodes = sorted(m.seen, key=self._place)
         values = wide
-        if _is(wide, _CAST) and _val(wide.args[0]).dtype == _val(node).dtype != _val(wide).dtype:
+        if is_op(wide, CAST) and val(wide.args[0]).dtype == val(node).dtype != val(wide).dtype:
             values, nodes = wide.args[0], [wide, *nodes]
-        fits = isinstance(w, fx.Node) and tuple(_val(w).shape) == tuple(_val(values).shape[-1:])
-        if not fits or not isinstance(m.of[eps], float) or not _same_dtype(node, values, w):
+        fits = isinstance(w, fx.Node) and tuple(val(w).shape) == tuple(val(values).shape[-1:])
+        if not fits or not isinstance(m.of[eps], float) or not same_dtype(node, values, w):
             return None
         return self._rms(node, nodes, values, w, m.of[eps])
 
     def _rms(self, node: fx.Node, nodes: list[fx.Node], x: Any, weight: Any, eps: float) -> Match:
-        form = f"rms_norm {_val(x).shape[-1]} {_dtype(x)}"
+        form = f"rms_norm {val(x).shape[-1]} {dtype_of(x)}"
         return Match(rms_norm, form, tuple(nodes), (node,), (x, weight, eps))
 
     def with_residual(self, norm: Match) -> Match | None:
         """The norm, and the sum that it is of, where one other reads that: the gradient of a sum with more
         readers would be added up in another order."""
         total, casts = norm.args[0], list[fx.Node]()
-        while _is(total, _CAST) and _val(total).dtype == _val(total.args[0]).dtype and len(total.users) > 0:
+        while is_op(total, CAST) and val(total).dtype == val(total.args[0]).dtype and len(total.users) > 0:
             casts.insert(0, total)
             total = total.args[0]
-        if not _is(total, "aten::add"):
+        if not is_op(total, "aten::add"):
             return None
         a, b = total.args[:2]
         nodes = isinstance(a, fx.Node) and isinstance(b, fx.Node)
-        if not nodes or total.kwargs or len(total.args) > 2 or not _alike(a, b, total):
+        if not nodes or total.kwargs or len(total.args) > 2 or not all_alike(a, b, total):
             return None
         read = norm.args[0]
         others = [u for u in read.users if u not in norm.nodes]
@@ -278,13 +263,13 @@ class _Finder:
         if node.target is not batch_norm_with_statistics:
             return None
         x, weight, bias, _ = args = tuple[Any, ...](node.args)
-        shape, weights = _val(x).shape, [t for t in (weight, bias) if t is not None]
+        shape, weights = val(x).shape, [t for t in (weight, bias) if t is not None]
         parts: dict[Any, fx.Node] = {u.args[1]: u for u in node.users if u.target is item}
-        if len(shape) < 3 or _val(x).dtype not in _FLOATS or parts.keys() != {0, 1, 2}:
+        if len(shape) < 3 or val(x).dtype not in FLOATS or parts.keys() != {0, 1, 2}:
             return None
-        if any(_val(t).dtype != torch.float32 for t in weights):
+        if any(val(t).dtype != torch.float32 for t in weights):
             return None
-        form = f"batch_norm {shape[1]}x{math.prod(shape[2:])} {_dtype(x)}"
+        form = f"batch_norm {shape[1]}x{math.prod(shape[2:])} {dtype_of(x)}"
         results = tuple(parts[i] for i in range(3))
         return Match(batch_norm, form, (node, *results), results, args, atomic=False)
 
@@ -294,14 +279,14 @@ class _Finder:
         another order."""
         y, *statistics = norm.results
         read, chain, residual = [norm.args[0]], [y], None
-        user = _only_user(y)
-        if _is(user, "aten::add") and len(user.args) == 2 and not user.kwargs:
+        user = only_user(y)
+        if is_op(user, "aten::add") and len(user.args) == 2 and not user.kwargs:
             residual = next((a for a in user.args if a is not y), None)
-            if not isinstance(residual, fx.Node) or not _alike(y, residual, user):
+            if not isinstance(residual, fx.Node) or not all_alike(y, residual, user):
                 return None
             read, chain = [*read, residual], [*chain, user]
-            user = _only_user(user)
-        if not _is(user, "aten::relu") or any(_reads(n) > 2 for n in read):
+            user = only_user(user)
+        if not is_op(user, "aten::relu") or any(reads_of(n) > 2 for n in read):
             return None
         nodes, results = (norm.nodes[0], *chain, user, *statistics), (user, *statistics)
         args = (*norm.args, True, residual)
@@ -316,11 +301,11 @@ class _Finder:
         g = arguments_of(node)
         q, k, v, mask = g["query"], g["key"], g["value"], g["attn_mask"]
         causal = g["is_causal"]
-        four = all(_val(t).dim() == 4 and _val(t).dtype in _FLOATS for t in (q, k, v))
-        if not four or g["dropout_p"] or _val(q).shape[-1] != _val(v).shape[-1] or 0 in _val(q).shape:
+        four = all(val(t).dim() == 4 and val(t).dtype in FLOATS for t in (q, k, v))
+        if not four or g["dropout_p"] or val(q).shape[-1] != val(v).shape[-1] or 0 in val(q).shape:
             return None
-        (batch, heads, tokens, width), (samples, kv_heads, keys, _) = _val(q).shape, _val(k).shape
-        alike = _val(node).shape == _val(q).shape and _val(k).shape == _val(v).shape and samples == batch
+        (batch, heads, tokens, width), (samples, kv_heads, keys, _) = val(q).shape, val(k).shape
+        alike = val(node).shape == val(q).shape and val(k).shape == val(v).shape and samples == batch
         if not alike or not kv_heads or heads % kv_heads:
             return None  # torch's would broadcast
         if mask is not None:
@@ -329,8 +314,8 @@ class _Finder:
                 return None
             causal, mask = kind == "causal", mask if kind == "keys" else None
         kind = "causal" if causal else "full" if mask is None else "masked"
-        form = f"flash_attention {heads}/{kv_heads}x{tokens}x{keys}x{width} {kind} {_dtype(node)}"
-        args = (q, k, v, mask, causal, g["scale"], _val(node).dtype)
+        form = f"flash_attention {heads}/{kv_heads}x{tokens}x{keys}x{width} {kind} {dtype_of(node)}"
+        args = (q, k, v, mask, causal, g["scale"], val(node).dtype)
         return Match(fused.attention, form, (node,), (node,), args)
 
     def _mask_kind(self, mask: fx.Node, queries: int, keys: int) -> str:
@@ -341,7 +326,7 @@ class _Finder:
 
     def _seen_mask(self, mask: fx.Node, queries: int, keys: int) -> str:
         """causal or full, for one that the model makes of nothing; keys: alike for all queries; or other."""
-        value = _val(mask)
+        value = val(mask)
         if value.dtype != torch.bool or value.dim() != 4:
             return "other"
         made_of = self.anatomy.made_by(mask)
@@ -356,11 +341,11 @@ class _Finder:
         return "keys" if alike else "other"
 
     def linear(self, node: fx.Node) -> Match | None:
-        matrix = _product(node)
+        matrix = product_of(node)
         if not self.training or matrix is None or not self._learns(matrix[1]):
             return None
         x, weight, bias, transposed = matrix
-        form = f"linear {_val(x).shape[-1]}x{_val(node).shape[-1]} {_dtype(node)}"
+        form = f"linear {val(x).shape[-1]}x{val(node).shape[-1]} {dtype_of(node)}"
         args = (x, weight, bias, transposed)
         return Match(linear, form, (node,), (node,), args, contested=False)
 
@@ -371,8 +356,8 @@ class _Finder:
         weight, padding = g["weight"], g["padding_idx"]
         if not self._learns(weight) or g["scale_grad_by_freq"] or g["sparse"]:
             return None
-        rows, width = _val(weight).shape
-        form = f"embedding {rows}x{width} {_dtype(node)}"
+        rows, width = val(weight).shape
+        form = f"embedding {rows}x{width} {dtype_of(node)}"
         args = (g["indices"], weight, None if padding < 0 else padding)
         return Match(embedding, form, (node,), (node,), args, contested=False, same_bits=True)
 
@@ -389,109 +374,14 @@ class _Finder:
 
 def _others(node: fx.Node, value: fx.Node) -> tuple[Any, ...] | None:
     """The arguments of one of `_SCALES` but `value`, where it multiplies that by what has no gradient."""
-    first, *others = node.args[::-1] if node.args[0] is not value and _is(node, "aten::mul") else node.args
-    filled = not _is(node, _FILL) or others[1:] == [0]
-    known = all(not isinstance(a, fx.Node) or not _val(a).requires_grad for a in others)
+    first, *others = node.args[::-1] if node.args[0] is not value and is_op(node, "aten::mul") else node.args
+    filled = not is_op(node, _FILL) or others[1:] == [0]
+    known = all(not isinstance(a, fx.Node) or not val(a).requires_grad for a in others)
     return tuple(others) if first is value and filled and known and not node.kwargs else None
 
 
-class _Shape:
-    """A piece of a graph to look for: operators of operators; `any` is whatever stands there, the same
-    wherever it is used again. mul and add take their two operands in either order."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, Any] = {}
-        self.seen: set[fx.Node] = set()
-        self._n = 0
-
-    def any(self) -> int:
-        self._n += 1
-        return -self._n
-
-    def op(self, name: str, *args: Any) -> tuple[Any, ...]:
-        return ("op", name, args)
-
-    def cast(self, inner: Any) -> tuple[Any, ...]:
-        """It, or a cast of it."""
-        return ("cast", "", (inner,))
-
-    def fits(self, *pairs: tuple[Any, Any]) -> bool:
-        """Whether each (wanted, found) does; if not, all is as it was."""
-        kept, seen = dict(self.of), set(self.seen)
-        if all(self._fits(wanted, found) for wanted, found in pairs):
-            return True
-        self.of, self.seen = kept, seen
-        return False
-
-    def _fits(self, wanted: Any, found: Any) -> bool:
-        if isinstance(wanted, int) and wanted < 0:
-            return self.of.setdefault(wanted, found) is found
-        if not isinstance(wanted, tuple):
-            same_number = isinstance(wanted, float) and isinstance(found, float)
-            return math.isclose(wanted, found) if same_number else bool(wanted == found)
-        if not isinstance(found, fx.Node) or found.op != "call_function":
-            return False
-        kind, name, args = wanted
-        if kind == "cast":
-            if not _is(found, _CAST):
-                return self._fits(args[0], found)
-            self.seen.add(found)
-            return self._fits(args[0], found.args[0])
-        if schema_name(found) != f"aten::{name}" or found.kwargs or len(found.args) != len(args):
-            return False
-        self.seen.add(found)
-        orders = [found.args, found.args[::-1]] if name in ("mul", "add") else [found.args]
-        return any(self.fits(*zip(args, order, strict=True)) for order in orders)
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _val(node: fx.Node) -> Any:
-    return node.meta["val"]
-
-
 def _form(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(_val(node).shape), _val(node).dtype
-
-
-def _dtype(node: fx.Node) -> str:
-    return str(_val(node).dtype).removeprefix("torch.")
-
-
-def _is(node: Any, *names: str) -> TypeGuard[Any]:
-    """An operator of one of these names."""
-    return isinstance(node, fx.Node) and node.op == "call_function" and schema_name(node) in names
-
-
-def _alike(*nodes: fx.Node) -> bool:
-    """One shape, one floating dtype that the kernels know."""
-    first = _val(nodes[0])
-    return first.dtype in _FLOATS and all(
-        _val(n).shape == first.shape and _val(n).dtype == first.dtype for n in nodes
-    )
-
-
-def _same_dtype(*nodes: fx.Node | None) -> bool:
-    dtypes = {_val(n).dtype for n in nodes if n is not None}
-    return len(dtypes) == 1 and dtypes <= set(_FLOATS)
-
-
-def _product(node: Any) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
-    """(values, weight, bias, whether the weight is (I, O)) of a linear or an addmm."""
-    if not _is(node, "aten::linear", "aten::addmm") or _val(node).dtype not in _FLOATS:
-        return None
-    g = arguments_of(node)
-    if schema_name(node) == "aten::linear":
-        product = g["input"], g["weight"], g["bias"], False
-    elif g["beta"] == 1 and g["alpha"] == 1:
-        product = g["mat1"], g["mat2"], g["self"], True
-    else:
-        return None
-    _, weight, bias, _ = product
-    fits = _val(weight).dim() == 2 and (bias is None or _val(bias).shape == _val(node).shape[-1:])
-    return product if fits else None  # else they are broadcast
+    return tuple(val(node).shape), val(node).dtype
 
 
 @torch.no_grad()
@@ -502,39 +392,3 @@ def _evaluate(nodes: Iterable[fx.Node]) -> dict[fx.Node, Any]:
         args, kwargs = fx.node.map_arg((n.args, n.kwargs), real.__getitem__)
         real[n] = n.target(*args, **kwargs)  # type: ignore[operator]
     return real
-
-
-def replace(match: Match, env: dict[Any, fx.Node], inputs: Callable[[fx.Node], fx.Node]) -> None:
-    """In a copy of the graph: the copies of the matched operators give way to ours. env: node -> its copy,
-    brought up to date; inputs: of a matched operator's input, its copy."""
-    old = [env[n] for n in match.nodes]
-    first = env[match.first]
-    graph = first.graph
-    with graph.inserting_before(first):
-        args = fx.node.map_arg(match.args, inputs)
-        new = graph.call_function(match.op, args)
-        values = [_val(n) for n in match.results]
-        new.meta["val"] = values[0] if len(values) == 1 else tuple(values)
-        parts = [new]
-        if len(values) > 1:
-            parts = [graph.call_function(item, (new, i)) for i in range(len(values))]
-    for result, part in zip(match.results, parts, strict=True):
-        part.meta["val"] = _val(result)
-        env[result].replace_all_uses_with(part)
-        env[result] = part
-    for n in reversed(old):
-        graph.erase_node(n)
-
-
-def _reads(node: fx.Node) -> int:
-    """How often it is read; an operator may read it twice."""
-    return sum(max(1, user.args.count(node)) for user in node.users)
-
-
-def chosen(found: Iterable[Match], wanted: Callable[[Match], bool], body: set[fx.Node]) -> Iterator[Match]:
-    """Of the matches that lie in `body` and are wanted, those that are used: none overlap."""
-    taken: set[fx.Node] = set()
-    for match in found:
-        if wanted(match) and taken.isdisjoint(match.nodes) and body.issuperset(match.nodes):
-            taken.update(match.nodes)
-            yield match

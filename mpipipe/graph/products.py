@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from mpipipe.graph.profile import pieces
+from mpipipe.graph.pieces import pieces
 from mpipipe.graph.rates import reduced
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.variants import Variants

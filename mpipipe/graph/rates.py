@@ -20,7 +20,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from mpipipe.graph.profile import REFUSALS, Piece, Profiler, Sample
+from mpipipe.graph.pieces import Piece, Sample
+from mpipipe.graph.profile import REFUSALS, Profiler
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.work import Form, Tallier, Tally, Work, counted, made
 
@@ -104,12 +105,12 @@ class Trials:
         return min(seconds[1:] or seconds)
 
 
-def reduced(work: Work, flops: float, nbytes: int = TRIAL_BYTES) -> Work:
-    """The same operator with its largest dimensions halved until it is no more than that, as far as they
-    go. Inside a fake mode."""
+def reduced(work: Work, flops: float) -> Work:
+    """The same operator with its largest dimensions halved until it is no more than these and `TRIAL_BYTES`,
+    as far as they go. Inside a fake mode."""
     small, sizes, fixed = work, {size: size for size in _reducible(work)}, set[int]()
     least = 2 if "convolution" in work.name else 2 * LEAST_SIZE
-    while small.flops > flops or small.nbytes > nbytes:
+    while small.flops > flops or small.nbytes > TRIAL_BYTES:
         can = [size for size, now in sizes.items() if now >= least and size not in fixed]
         if not can:
             break

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code, Selective
-from mpipipe.graph.rewrite import aliased_inputs, memory_of, mutated_inputs, schema_name
+from mpipipe.graph.rewrite import aliased_inputs, memory_of, mutated_inputs, schema_name, torch_op
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import storage_id
 from mpipipe.ops import fused
@@ -51,7 +51,7 @@ def selective(anatomy: Anatomy, code: Code, sent_too: bool = False) -> Code:
     part_products(graph)
     module = fx.GraphModule(code.forward, graph)
     seen = _Seen(anatomy, replace(code, forward=module))
-    results = next(n for n in graph.nodes if n.op == "output")
+    results = graph.output_node()
     sent = set(results.args[0][0])
     out = {n for n in results.all_input_nodes if n not in sent} if sent_too else set(results.all_input_nodes)
     kept = seen.kept | ({seen.memory[n] for n in sent if n in seen.memory} if sent_too else set())
@@ -95,7 +95,7 @@ def selective(anatomy: Anatomy, code: Code, sent_too: bool = False) -> Code:
 
 def is_cheap(node: fx.Node) -> bool:
     """Whether its result costs little to make again, beside the products of a stage."""
-    op = node.meta.get("torch_op", node.target)
+    op = torch_op(node)
     pointwise = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags
     return pointwise or schema_name(node) in _CHEAP or node.target in _OWN or bool(aliased_inputs(node))
 
@@ -190,7 +190,7 @@ def _refill(
 ) -> fx.GraphModule:
     """(arguments of forward..., held...) -> nothing; the first of `held`, `dropped`, are filled."""
     refill = fx.Graph()
-    env = {n: refill.placeholder(n.name) for n in graph.nodes if n.op == "placeholder"}
+    env = {n: refill.placeholder(n.name) for n in graph.find_nodes(op="placeholder")}
     handles = {n: refill.placeholder(f"held_{i}") for i, n in enumerate(held)}
     env |= {n: handle for n, handle in handles.items() if n not in dropped}
     for n in graph.nodes:

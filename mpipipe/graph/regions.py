@@ -46,6 +46,11 @@ class Region(NamedTuple):
         return f" in {', '.join(parts)}" if parts else ""
 
 
+def region_of(node: fx.Node) -> Region:
+    found: Region = node.meta.get("region", Region())
+    return found
+
+
 class Within:
     """A call of a torch operator inside a region."""
 
@@ -106,17 +111,17 @@ def _autocast(settings: list[Any]) -> Region:
 
 
 def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, inputs: Any, outer: Region) -> None:
-    env = dict(zip([n for n in body.nodes if n.op == "placeholder"], inputs, strict=True))
+    env = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(call):
         for n in body.nodes:
             if n.op in ("placeholder", "output"):
                 continue
             env[n] = graph.node_copy(n, env.__getitem__)
-            inner = n.meta.get("region", Region())
+            inner = region_of(n)
             env[n].meta["region"] = Region(
                 outer.grad if inner.grad is None else inner.grad, inner.autocast or outer.autocast
             )
-    results = next(n for n in body.nodes if n.op == "output").args[0]
+    results = body.output_node().args[0]
     for user in list(call.users):
         if user.target is not getitem:
             raise AssertionError(f"{user} reads the result of {call} whole")
@@ -128,7 +133,7 @@ def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, inputs: Any, outer: 
 def apply_regions(graph: fx.Graph) -> None:
     """Makes operators run within their regions; last, when no pass looks at targets any more."""
     for node in graph.nodes:
-        region = node.meta.get("region", Region())
+        region = region_of(node)
         if node.op == "call_function" and not region.plain:
             node.meta.setdefault("torch_op", node.target)
             node.target = _within(node.target, region)

@@ -23,7 +23,7 @@ from torch import fx
 
 from mpipipe import ops
 from mpipipe.errors import CaptureError
-from mpipipe.graph.regions import Region
+from mpipipe.graph.regions import region_of
 from mpipipe.ops.batch_norm import batch_norm_with_statistics
 
 _HERE = str(Path(__file__).parent)
@@ -63,9 +63,14 @@ def source_line(node: fx.Node) -> str:
     return "File " + " ".join(user[-1].split())
 
 
+def torch_op(node: fx.Node) -> Any:
+    """A node's torch operator, also after its target was replaced by ours; or a plain function."""
+    return node.meta.get("torch_op", node.target)
+
+
 def schema_of(node: fx.Node) -> Any:
-    """The schema of a node's torch operator, also after its target was replaced by ours; or None."""
-    return getattr(node.meta.get("torch_op", node.target), "_schema", None)
+    """The schema of a node's torch operator, or None."""
+    return getattr(torch_op(node), "_schema", None)
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -76,18 +81,17 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 def schema_name(node: fx.Node) -> str:
     """`aten::linear`, or the name of a plain function."""
-    schema = schema_of(node)
-    target = node.meta.get("torch_op", node.target)
-    return schema.name if schema is not None else getattr(target, "__name__", str(target))
+    schema, op = schema_of(node), torch_op(node)
+    return schema.name if schema is not None else getattr(op, "__name__", str(op))
 
 
 def op_text(node: fx.Node) -> str:
     """`aten.linear.default`, or the name of a plain function, and the region it runs in: the same text in
     every process."""
-    target = node.meta.get("torch_op", node.target)
-    plain = getattr(target, "text", getattr(target, "__name__", ""))
-    name = str(target) if schema_of(node) is not None else plain
-    return name + node.meta.get("region", Region()).text
+    op = torch_op(node)
+    plain = getattr(op, "text", getattr(op, "__name__", ""))
+    name = str(op) if schema_of(node) is not None else plain
+    return name + region_of(node).text
 
 
 def settings_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
@@ -100,9 +104,9 @@ def settings_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
 
 def _given(node: fx.Node) -> list[tuple[Any, fx.Node]]:
     """The nodes among a torch operator's arguments, and those in a list of them, each with its place in the
-    schema; by position or by name, as `out=` is."""
-    pairs = []
-    for i, argument in enumerate(schema_of(node).arguments):
+    schema; by position or by name, as `out=` is. None of a plain function."""
+    pairs, schema = [], schema_of(node)
+    for i, argument in enumerate(() if schema is None else schema.arguments):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
         values = value if isinstance(value, (list, tuple)) else [value]
         pairs += [(argument, v) for v in values if isinstance(v, fx.Node)]
@@ -111,11 +115,8 @@ def _given(node: fx.Node) -> list[tuple[Any, fx.Node]]:
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node's result may share memory with."""
-    if getattr(node.meta.get("torch_op", node.target), "__name__", "") in ("getitem", "item"):
+    if getattr(torch_op(node), "__name__", "") in ("getitem", "item"):
         return [node.args[0]]  # type: ignore[list-item]
-    schema = schema_of(node)
-    if schema is None:
-        return []
     found = [v for a, v in _given(node) if a.alias_info is not None]
     if not found and schema_name(node) in _MAYBE_ALIAS and isinstance(node.args[0], fx.Node):
         found.append(node.args[0])
@@ -131,9 +132,6 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes whose tensors an in-place operator writes."""
-    schema = schema_of(node)
-    if schema is None:
-        return []
     return [v for a, v in _given(node) if a.alias_info is not None and a.alias_info.is_write]
 
 
@@ -141,7 +139,7 @@ def copy_written_inputs(graph: fx.Graph) -> None:
     """A batch tensor that forward changes in place is copied first. The copy is an operator like any other,
     so stages after the write get what was written, and not their own load of the batch."""
     written = {memory_of(target) for n in graph.nodes for target in mutated_inputs(n)}
-    for node in [n for n in graph.nodes if n.op == "placeholder" and n in written]:
+    for node in [n for n in graph.find_nodes(op="placeholder") if n in written]:
         first = next(n for n in graph.nodes if n in node.users)
         with graph.inserting_before(first):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -151,7 +149,7 @@ def copy_written_inputs(graph: fx.Graph) -> None:
 
 def copy_bare_outputs(graph: fx.Graph) -> None:
     """A model may return a batch input or a weight itself; the last stage then returns a copy."""
-    output = next(n for n in graph.nodes if n.op == "output")
+    output = graph.output_node()
     for node in [n for n in output.all_input_nodes if n.op != "call_function"]:
         with graph.inserting_before(output):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -180,7 +178,7 @@ def make_random_ops_ours(
     ]  # fmt: skip
     if not random:
         return None
-    with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         micro = graph.placeholder("micro")
         micro.prepend(step := graph.placeholder("step"))
     step.meta["val"] = micro.meta["val"] = 0

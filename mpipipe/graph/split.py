@@ -15,7 +15,7 @@ from torch import fx
 
 from mpipipe.graph.cut import Code
 from mpipipe.graph.recompute import part_products
-from mpipipe.graph.regions import Region
+from mpipipe.graph.regions import region_of
 from mpipipe.graph.rewrite import schema_name
 from mpipipe.ops import fused
 from mpipipe.ops.deferred import Deferred
@@ -37,7 +37,7 @@ def split(code: Code) -> Code:
     of the micro-batch."""
     graph = deepcopy(code.forward.graph)
     part_products(graph)
-    arguments = [n for n in graph.nodes if n.op == "placeholder"]
+    arguments = graph.find_nodes(op="placeholder")
     before = len(code.received) + len(code.inputs)
     weights = dict(zip(arguments[before : before + len(code.leaves)], code.leaves, strict=False))
     body = next(n for n in graph.nodes if n.op != "placeholder")
@@ -54,7 +54,7 @@ def split(code: Code) -> Code:
 
 def _positions(node: fx.Node, weights: dict[fx.Node, tuple[str, int]]) -> tuple[int, ...]:
     """Of the weights among the arguments; none where their gradients cannot wait."""
-    plain = node.op == "call_function" and node.meta.get("region", Region()).plain
+    plain = node.op == "call_function" and region_of(node).plain
     if not plain or (schema_name(node) not in _DEFERRED and node.target not in _OWN):
         return ()
     reads = Counter(n for n in (*node.args, *node.kwargs.values()) if isinstance(n, fx.Node) and n in weights)

@@ -27,7 +27,8 @@ from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
 from mpipipe.graph.layers import Layer
-from mpipipe.graph.profile import Parts, Piece, Profiler, Remade, Waiting, arguments, grad_bytes
+from mpipipe.graph.pieces import Parts, Piece, Remade, Waiting, grad_bytes
+from mpipipe.graph.profile import Profiler, arguments
 from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.split import split
@@ -83,7 +84,7 @@ class Work:
 @dataclass(frozen=True)
 class Tally:
     """One group and one micro-batch. into: the part of backward that only the input gradients take;
-    the rest as in `profile.Sample`. opaque: it has layers that run as they are written, not counted."""
+    the rest as in `pieces.Sample`. opaque: it has layers that run as they are written, not counted."""
 
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
@@ -132,9 +133,9 @@ class Tallier(Profiler):
         held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         workspace = max(at_work + grad_bytes(code), piece.workspace_bytes)
         return Tally(
-                forward, backward, into, workspace, saved, of_received, of_sent, held + saved, opaque, again,
-                remade, at_work, waiting, returned,
-            )  # fmt: skip
+            forward, backward, into, workspace, saved, of_received, of_sent, held + saved, opaque, again,
+            remade, at_work, waiting, returned,
+        )  # fmt: skip
 
     def _made_again(
         self, code: Code, received: list[Tensor], rest: list[object]
@@ -280,7 +281,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any, forms: list[Form]) -> fl
     if _is_ours(func):
         return _own_flops(name, args)
     if name.startswith(_ATTENTION):
-        return _attention_flops(name, args)
+        return _attention_flops(name, args, (4, 7))
     if name.startswith(_RNN):  # input (T, B, I), weights (gates H, I) and (gates H, H)
         once = 2.0 * math.prod(forms[0].shape[:2]) * sum(math.prod(f.shape) for f in forms[1:3])
         return once * (2.0 if name.endswith("backward") else 1.0)
@@ -290,12 +291,10 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any, forms: list[Form]) -> fl
 
 
 def _own_flops(name: str, args: Any) -> float:
-    """Of those that are products; `_attention_flops` says of how many. The loss of the head makes in
-    backward its logits again but for those of one tile, or all of them there only; and wanted gradients."""
+    """Of those that are products. The loss of the head makes in backward its logits again but for those of
+    one tile, or all of them there only; and wanted gradients."""
     if name.startswith("flash_attention"):
-        back = name.endswith("backward")
-        q, k, causal = (args[1], args[2], args[8]) if back else (args[0], args[1], args[5])
-        return _of_attention(5 if back else 2, q, k, causal)
+        return _attention_flops(name, args, (5, 8))
     if name.startswith(_HEAD_LOSS):
         back = name.endswith("backward")
         x, weight = args[1:3] if back else args[:2]
@@ -306,16 +305,13 @@ def _own_flops(name: str, args: Any) -> float:
     return 0.0
 
 
-def _attention_flops(name: str, args: Any) -> float:
-    """Two products forward, five backward (Dao et al. 2022); a causal one does half."""
+def _attention_flops(name: str, args: Any, causal: tuple[int, int]) -> float:
+    """Two products forward, five backward (Dao et al. 2022); a causal one does half. causal: where the
+    argument is that says so, forward and backward; it may be left out."""
     back = name.endswith("backward")
-    q, k = (args[1], args[2]) if back else (args[0], args[1])
-    causal = args[7 if back else 4] if len(args) > (7 if back else 4) else False
-    return _of_attention(5 if back else 2, q, k, causal)
-
-
-def _of_attention(products: int, q: Tensor, k: Tensor, causal: bool) -> float:
-    return products * 2.0 * q.numel() * k.shape[-2] * (0.5 if causal else 1.0)
+    q, k = args[back : back + 2]
+    halved = any(args[causal[back] : causal[back] + 1])
+    return (5 if back else 2) * 2.0 * q.numel() * k.shape[-2] * (0.5 if halved else 1.0)
 
 
 def _form(x: Any) -> Any:

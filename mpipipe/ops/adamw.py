@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from mpipipe.ops.accumulate import overlap
 from mpipipe.ops.native import by_device, workers
+from mpipipe.ops.pointers import address
 
 Tensor = torch.Tensor
 _KERNELS = by_device({torch.float32: ("adamw_f32",), torch.bfloat16: ("adamw_bf16",)})
@@ -52,7 +53,7 @@ def adamw(
         return
     found[0](
         param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(),
-        0 if master is None else master.data_ptr(), param.numel(), factor, lr, *betas, eps, weight_decay,
+        address(master), param.numel(), factor, lr, *betas, eps, weight_decay,
         step, *workers(param),
     )  # fmt: skip
 

@@ -50,16 +50,18 @@ def attention(
         factor = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
         root = math.sqrt(abs(factor))
         scores = (q.to(wide) * math.copysign(root, factor)) @ (k.to(wide) * root).transpose(-2, -1)
-        allowed, nothing = attn_mask, None
+        nothing = None
         if is_causal:
-            allowed = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
-        elif allowed is not None:  # what sees nothing sees all, then gives 0: softmax of -inf alone is NaN
-            boolean = allowed.dtype == torch.bool
-            nothing = (~allowed if boolean else allowed == -math.inf).all(-1, keepdim=True)
-            allowed = allowed | nothing if boolean else allowed.masked_fill(nothing, 0.0)
-        if allowed is not None:
-            boolean = allowed.dtype == torch.bool
-            scores = scores.masked_fill(~allowed, -math.inf) if boolean else scores + allowed
+            hidden = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(hidden, -math.inf)
+        elif attn_mask is not None:  # what sees nothing sees all, then gives 0: softmax of -inf alone is NaN
+            boolean = attn_mask.dtype == torch.bool
+            hidden = ~attn_mask if boolean else attn_mask == -math.inf
+            nothing = hidden.all(-1, keepdim=True)
+            if boolean:
+                scores = scores.masked_fill(hidden & ~nothing, -math.inf)
+            else:
+                scores = scores + attn_mask.masked_fill(nothing, 0.0)
         o = dropout(torch.softmax(scores, -1), dropout_p, key, step, micro) @ v.to(wide)
         if nothing is not None:
             o = o.masked_fill(nothing, 0.0)  # as torch has it

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
-from mpipipe.ops.pointers import check, pointer
+from mpipipe.ops.pointers import address, check, contiguous, pointer
 
 Tensor = torch.Tensor
 
@@ -161,7 +161,7 @@ def _backward(
         pointer("dy", dy, x.shape, x), pointer("x", x, x.shape, x), pointer("y", y, x.shape, x),
         pointer("weight", weight, channels, mean), pointer("bias", bias, channels, mean),
         pointer("mean", mean, channels, mean), pointer("rstd", rstd, channels, mean), relu, dx.data_ptr(),
-        0 if passed is None else passed.data_ptr(), dweight.data_ptr(), dbias.data_ptr(), *_sizes(x),
+        address(passed), dweight.data_ptr(), dbias.data_ptr(), *_sizes(x),
     )  # fmt: skip
     return dx, passed, dweight, dbias
 
@@ -198,8 +198,7 @@ def _gradients(ctx: Any, dy: Tensor, found: tuple[Tensor | None, ...]) -> tuple[
 def _operator(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, relu: bool
 ) -> tuple[Tensor, ...]:
-    added = None if residual is None else residual.contiguous()
-    return _forward(x.contiguous(), added, weight, bias, eps, relu)
+    return _forward(x.contiguous(), contiguous(residual), weight, bias, eps, relu)
 
 
 def _operator_fake(
@@ -214,8 +213,7 @@ def _operator_backward(
     dy: Tensor, x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
     rstd: Tensor, relu: bool, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    result = None if y is None else y.contiguous()
-    given = dy.contiguous(), x.contiguous(), result, weight, bias, mean, rstd
+    given = dy.contiguous(), x.contiguous(), contiguous(y), weight, bias, mean, rstd
     dx, passed, dweight, dbias = _backward(*given, relu, keep)
     return dx, x.new_empty(0) if passed is None else passed, dweight, dbias
 

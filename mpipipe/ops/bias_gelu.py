@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import by_device, workers
-from mpipipe.ops.pointers import check, pointer
+from mpipipe.ops.native import by_device
+from mpipipe.ops.pointers import address, check, contiguous, pointer, row_sizes
 
 Tensor = torch.Tensor
 
@@ -63,8 +63,7 @@ class _BiasGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-        x = x.contiguous()
-        bias = None if bias is None else bias.contiguous()
+        x, bias = x.contiguous(), contiguous(bias)
         ctx.save_for_backward(x, bias)
         ctx.tanh = tanh
         return _forward(x, bias, tanh)
@@ -87,8 +86,7 @@ def _sizes(x: Tensor) -> tuple[int, ...]:
     """Rows, d and who computes; raises ValueError for a single number."""
     if x.dim() == 0:
         raise ValueError("gelu of shape (): x must be (..., d)")
-    d = x.shape[-1]
-    return x.numel() // d if d else 0, d, *workers(x)
+    return row_sizes(x)
 
 
 def _forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
@@ -110,8 +108,7 @@ def _backward(
     given = (
         pointer("dy", dy, x.shape, x), pointer("x", x, x.shape, x), pointer("bias", bias, x.shape[-1:], like)
     )  # fmt: skip
-    to_dbias = 0 if dbias is None else dbias.data_ptr()
-    _KERNELS[x.device.type, (x.dtype, like.dtype)][1](*given, tanh, dx.data_ptr(), to_dbias, *sizes)
+    _KERNELS[x.device.type, (x.dtype, like.dtype)][1](*given, tanh, dx.data_ptr(), address(dbias), *sizes)
     return dx, dbias
 
 
@@ -119,7 +116,7 @@ def _backward(
 
 
 def _operator(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    return _forward(x.contiguous(), None if bias is None else bias.contiguous(), tanh)
+    return _forward(x.contiguous(), contiguous(bias), tanh)
 
 
 def _operator_fake(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
@@ -131,8 +128,7 @@ def _operator_fake(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 def _operator_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, wants_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    given = dy.contiguous(), x.contiguous(), None if bias is None else bias.contiguous()
-    dx, dbias = _backward(*given, tanh, wants_bias)
+    dx, dbias = _backward(dy.contiguous(), x.contiguous(), contiguous(bias), tanh, wants_bias)
     return dx, x.new_empty(0) if dbias is None else dbias
 
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
+from mpipipe.ops.pointers import address, contiguous
 
 Tensor = torch.Tensor
 Keys = Tensor | None  # which are seen: as lengths, as a mask, or all
@@ -142,14 +143,11 @@ def _like(x: Tensor) -> Tensor:
     return y if y.stride(3) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _packed(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v, key_lengths, key_mask = _rows(q), _rows(k), _rows(v), _packed(key_lengths), _packed(key_mask)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    key_lengths, key_mask = contiguous(key_lengths), contiguous(key_mask)
     if key_lengths is not None:
         _check_lengths(key_lengths, k.shape[2])
     o = _like(q)
@@ -166,8 +164,8 @@ def _backward(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys,
     o: Tensor, lse: Tensor, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, key_lengths, key_mask = _rows(q), _rows(k), _rows(v), _packed(key_lengths), _packed(key_mask)
-    d_o = _rows(d_o)
+    q, k, v, d_o = _rows(q), _rows(k), _rows(v), _rows(d_o)
+    key_lengths, key_mask = contiguous(key_lengths), contiguous(key_mask)
     dq, dk, dv = _like(q), _like(k), _like(v)
     _KERNELS[q.device.type, q.dtype][1](
         *_problem(q, k, v, key_lengths, key_mask, causal, scale),
@@ -183,11 +181,10 @@ def _problem(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments that both kernels begin with."""
     (b, h, t, e), (_, hk, s, _) = q.shape, k.shape
-    lengths = 0 if key_lengths is None else key_lengths.data_ptr()
-    mask = 0 if key_mask is None else key_mask.data_ptr()
+    masks = address(key_lengths), address(key_mask)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
     strides = q.stride(), k.stride(), v.stride()
-    return *addresses, *strides, b, h, hk, t, s, e, causal, scale, lengths, mask
+    return *addresses, *strides, b, h, hk, t, s, e, causal, scale, *masks
 
 
 def _fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

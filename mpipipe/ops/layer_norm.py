@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import Table, by_device, workers
-from mpipipe.ops.pointers import check, pointer
+from mpipipe.ops.native import Table, by_device
+from mpipipe.ops.pointers import address, check, contiguous, pointer, row_sizes
 
 Tensor = torch.Tensor
 
@@ -78,7 +78,7 @@ def _public(
     elif wants_gradient(x, residual, weight, bias):
         y, s = _Norm.apply(x, residual, weight, bias, eps, centred)
     else:
-        given = x.contiguous(), _contiguous(residual), _contiguous(weight), _contiguous(bias)
+        given = x.contiguous(), contiguous(residual), contiguous(weight), contiguous(bias)
         y, s, _ = _forward(*given, eps, centred)
     return y if residual is None else (y, s)
 
@@ -115,7 +115,7 @@ class _Norm(torch.autograd.Function):
         centred: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         x = x.contiguous()
-        y, s, stats = _forward(x, _contiguous(residual), _contiguous(weight), _contiguous(bias), eps, centred)
+        y, s, stats = _forward(x, contiguous(residual), contiguous(weight), contiguous(bias), eps, centred)
         ctx.save_for_backward(x if s is None else s, weight, stats)
         ctx.set_materialize_grads(False)
         ctx.centred = centred
@@ -130,19 +130,15 @@ class _Norm(torch.autograd.Function):
         s, weight, stats = ctx.saved_tensors
         dx, dweight, dbias = _backward(
             dy.contiguous(),
-            _contiguous(ds),
+            contiguous(ds),
             s,
-            _contiguous(weight),
+            contiguous(weight),
             stats,
             ctx.centred,
             wants_weight,
             wants_bias,
         )
         return dx, dx if wants_residual else None, dweight, dbias, None, None
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _forward(
@@ -154,22 +150,21 @@ def _forward(
     if x.dim() == 0:
         raise ValueError("norm of shape (): x must be (..., d)")
     d = x.shape[-1:]
-    rows = x.numel() // d[0] if d[0] else 0
+    rows, *_ = sizes = row_sizes(x)
     y = torch.empty_like(x)
     s = None if residual is None else torch.empty_like(x)
     stats = torch.empty((1 + centred, rows), dtype=torch.float32, device=x.device)
-    at, to_s = stats.data_ptr(), 0 if s is None else s.data_ptr()
+    at = stats.data_ptr()
     inputs = (
         pointer("x", x, x.shape, x),
         pointer("residual", residual, x.shape, x),
         pointer("weight", weight, d, x),
     )
-    sizes = rows, d[0], *workers(x)
     kernel = _KERNELS[centred][x.device.type, x.dtype][0]
     if centred:
-        kernel(*inputs, pointer("bias", bias, d, x), eps, to_s, y.data_ptr(), at, at + 4 * rows, *sizes)
+        kernel(*inputs, pointer("bias", bias, d, x), eps, address(s), y.data_ptr(), at, at + 4 * rows, *sizes)
     else:
-        kernel(*inputs, eps, to_s, y.data_ptr(), at, *sizes)
+        kernel(*inputs, eps, address(s), y.data_ptr(), at, *sizes)
     return y, s, stats
 
 
@@ -179,23 +174,21 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x (and residual), weight and bias; ValueError as `_forward`."""
     d = s.shape[-1:]
-    rows = stats.shape[1]
+    rows, *_ = sizes = row_sizes(s)
     dx = torch.empty_like(s)
     dweight = s.new_empty(d) if wants_weight else None
     dbias = s.new_empty(d) if wants_bias else None
-    at = pointer("stats", stats, (1 + centred, s.numel() // d[0] if d[0] else 0), stats)
+    at = pointer("stats", stats, (1 + centred, rows), stats)
     inputs = (
         pointer("dy", dy, s.shape, s), pointer("ds", ds, s.shape, s), pointer("s", s, s.shape, s),
         pointer("weight", weight, d, s),
     )  # fmt: skip
-    to_dweight = 0 if dweight is None else dweight.data_ptr()
-    sizes = rows, d[0], *workers(s)
     kernel = _KERNELS[centred][s.device.type, s.dtype][1]
     if centred:
-        to_dbias = 0 if dbias is None else dbias.data_ptr()
-        kernel(*inputs, at, at + 4 * rows, dx.data_ptr(), to_dweight, to_dbias, *sizes)
+        to = dx.data_ptr(), address(dweight), address(dbias)
+        kernel(*inputs, at, at + 4 * rows, *to, *sizes)
     else:
-        kernel(*inputs, at, dx.data_ptr(), to_dweight, *sizes)
+        kernel(*inputs, at, dx.data_ptr(), address(dweight), *sizes)
     return dx, dweight, dbias
 
 
@@ -209,7 +202,7 @@ def _or_empty(like: Tensor, *results: Tensor | None) -> tuple[Tensor, ...]:
 def _operator(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, ...]:
-    given = x.contiguous(), _contiguous(residual), _contiguous(weight), _contiguous(bias)
+    given = x.contiguous(), contiguous(residual), contiguous(weight), contiguous(bias)
     return _or_empty(x, *_forward(*given, eps, centred))
 
 
@@ -229,7 +222,7 @@ def _operator_backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor, centred: bool,
     wants_weight: bool, wants_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    given = dy.contiguous(), _contiguous(ds), s.contiguous(), _contiguous(weight), stats.contiguous()
+    given = dy.contiguous(), contiguous(ds), s.contiguous(), contiguous(weight), stats.contiguous()
     return _or_empty(s, *_backward(*given, centred, wants_weight, wants_bias))
 
 

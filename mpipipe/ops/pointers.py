@@ -1,10 +1,28 @@
-"""Tensors as the compiled kernels take them: addresses, after the checks that keep it in their memory."""
+"""Tensors as the compiled kernels take them: addresses, after the checks that keep it in their memory, and
+sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+
+from mpipipe.ops.native import workers
+
+
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def address(x: torch.Tensor | None) -> int:
+    """0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
+def row_sizes(x: torch.Tensor) -> tuple[int, ...]:
+    """Rows and d of x (..., d), and who computes."""
+    d = x.shape[-1]
+    return x.numel() // d if d else 0, d, *workers(x)
 
 
 def check(

@@ -11,6 +11,7 @@ must be refused at capture, because its numbers would depend on the layout.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,11 +104,7 @@ def _randint(high: int, size: Any, **options: Options) -> Tensor:
 
 def _randint_low(low: int, high: int, size: Any, **options: Options) -> Tensor:
     options["dtype"] = options.get("dtype") or torch.int64
-
-    def draw(shape: Any, **how: Any) -> Tensor:
-        return integers(low, high, shape, **how)
-
-    return _filled(draw, size, None, options)
+    return _filled(partial(integers, low, high), size, None, options)
 
 
 def _randint_like(x: Tensor, high: int, **options: Options) -> Tensor:

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import by_device, workers
-from mpipipe.ops.pointers import check, pointer
+from mpipipe.ops.native import by_device
+from mpipipe.ops.pointers import check, pointer, row_sizes
 
 Tensor = torch.Tensor
 
@@ -96,17 +96,11 @@ def _row_pointer(name: str, x: Tensor, like: Tensor) -> tuple[int, int]:
     return x.data_ptr(), stride
 
 
-def _sizes(x: Tensor) -> tuple[int, ...]:
-    """Rows, d and who computes."""
-    d = x.shape[-1]
-    return x.numel() // d if d else 0, d, *workers(x)
-
-
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     """Raises ValueError for tensors without a stride of rows, or that do not fit each other."""
     given = *_row_pointer("gate", gate, gate), *_row_pointer("up", up, gate)
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _KERNELS[gate.device.type, gate.dtype][0](*given, y.data_ptr(), *_sizes(gate))
+    _KERNELS[gate.device.type, gate.dtype][0](*given, y.data_ptr(), *row_sizes(gate))
     return y
 
 
@@ -117,7 +111,7 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dup = torch.empty_like(dgate)
     from_dy = pointer("dy", dy, gate.shape, gate)
     _KERNELS[gate.device.type, gate.dtype][1](
-        from_dy, *given, dgate.data_ptr(), dup.data_ptr(), *_sizes(gate)
+        from_dy, *given, dgate.data_ptr(), dup.data_ptr(), *row_sizes(gate)
     )
     return dgate, dup
 

@@ -16,11 +16,12 @@ from mpipipe.report.table import text_table
 if TYPE_CHECKING:  # imported by `draw_curve` alone: it costs half a second
     from matplotlib.axes import Axes
 
+_WIDTH = 128  # of a table
 _KNEE, _LINE = "#c0392b", "#2e86c1"
 _ABOVE = 1.0005  # an efficiency that is shown as more than 100 %
 
 
-def curve_table(curve: Curve, width: int = 128) -> str:
+def curve_table(curve: Curve, width: int = _WIDTH) -> str:
     """A row for each number of ranks, also where no plan fits; `<` marks the knee. Node-hours are those of
     `Curve.steps`, as `advice` says."""
     heads = ("ranks", "nodes", "samples/s", "efficiency", "bubble", "memory", "node-hours", "")
@@ -50,9 +51,7 @@ def advice(curve: Curve) -> str:
     return f"{text}; that is the largest level that was planned, and larger ones may be worth it as well"
 
 
-def splits_table(
-    curves: Mapping[Split, Curve], nodes: Sequence[int], spares: int = 0, width: int = 128
-) -> str:
+def splits_table(curves: Mapping[Split, Curve], nodes: Sequence[int], spares: int = 0) -> str:
     """The predicted step for each number of nodes and each way to share out their cores, in ms; `<` marks the
     shortest. At the end the next best. spares: ranks that are in no level."""
     heads = ("nodes", *map(_short, curves), "next best")
@@ -64,7 +63,7 @@ def splits_table(
             f"{'< ' * (split in order[:1])}{number(s * 1e3)}" if s else "-" for split, s in steps.items()
         ]
         rows.append((str(n), *cells, _next_best(order, steps)))
-    return text_table(heads, rows, width, (len(heads) - 1,), (len(heads) - 1,), gap=2)
+    return text_table(heads, rows, _WIDTH, (len(heads) - 1,), (len(heads) - 1,), gap=2)
 
 
 def _next_best(order: Sequence[Split], steps: Mapping[Split, float]) -> str:

@@ -55,7 +55,7 @@ def draw_text(timeline: Timeline, width: int = 100, span_s: float | None = None)
     """
     timeline = _norms_met(timeline)
     n = len(timeline.times)
-    columns, start = _columns(timeline, width), _start(timeline)
+    columns, start = _columns(timeline, width), start_s(timeline)
     scale, turns = columns / (span_s or timeline.makespan_s or 1.0), _turns(timeline)
     lines = [
         f"{_head(timeline, rank)}{_row(timeline.spans(rank), turns, start, scale, columns)}|"
@@ -181,7 +181,7 @@ def _panel(axes: Axes, timeline: Timeline, row_inches: float, per_s: float) -> N
     from matplotlib.colors import to_rgb
 
     timeline = _norms_met(timeline)
-    start, ranks = _start(timeline), range(len(timeline.times))
+    start, ranks = start_s(timeline), range(len(timeline.times))
     turns = np.array([*_turns(timeline), 0])  # the last one: of a NORM, whose stage is -1
     for op, turn in itertools.product(_ops([timeline]), range(max(turns) + 1)):
         boxes = [_boxes(timeline, rank, op, turns == turn, start, per_s) for rank in ranks]
@@ -269,5 +269,6 @@ def _ops(timelines: Iterable[Timeline]) -> list[Op]:
     return [op for op in _COLOUR if op in found]
 
 
-def _start(timeline: Timeline) -> float:
+def start_s(timeline: Timeline) -> float:
+    """Of the first instruction of any rank."""
     return min((float(t[:, 0].min()) for t in timeline.times if len(t)), default=0.0)

@@ -27,6 +27,7 @@ from mpipipe.values import Costs, Plan, Timeline
 if TYPE_CHECKING:  # it imports scipy, which no run needs
     from mpipipe.planner.whole import Order
 
+_WIDTH = 120  # of a table
 _MOST_LISTED = 8  # numbers
 _MOST_CUTS = 3  # in a line
 _MOST_ROWS = 24  # of stages; more do not fit on a screen
@@ -157,7 +158,7 @@ def stage_rows(plan: Plan, costs: Costs, timeline: Timeline, parameters: Sequenc
     ]
 
 
-def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: int = 120) -> str:
+def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: int = _WIDTH) -> str:
     """The cut, and what a step should take. per_step: tokens or samples (`unit`) of a step."""
     folded, left_out = _folded(rows)
     p = plan.prediction
@@ -250,14 +251,14 @@ def steadiness(found: Noise | None) -> list[str]:
     return lines
 
 
-def against(found: Sequence[Alternative], width: int = 120) -> str:
+def against(found: Sequence[Alternative]) -> str:
     """Why not another plan: a row each. time: per sample, beside that of the plan."""
     rows = []
     for a in found:
         step = "-" if a.step_s is None else _seconds(a.step_s)
         loss = "-" if a.loss is None else f"{a.loss:+.1%}" if abs(a.loss) >= 0.0005 else "0.0%"
         rows.append((a.name, step, loss, a.why))
-    return text_table(("instead", "step", "time", "why"), rows, width, (0, 3), wrapped=(3,))
+    return text_table(("instead", "step", "time", "why"), rows, _WIDTH, (0, 3), wrapped=(3,))
 
 
 def _folded(rows: Sequence[Row]) -> tuple[list[list[Row]], int]:

@@ -16,7 +16,8 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.memory import Memory
 from mpipipe.cluster.node import cores_available, processor
 from mpipipe.graph.group_costs import group_costs
-from mpipipe.graph.profile import Piece, Profiler, Sample, pieces
+from mpipipe.graph.pieces import Piece, Sample, pieces
+from mpipipe.graph.profile import Profiler
 from mpipipe.graph.variants import Variants
 from mpipipe.ops import device
 from mpipipe.runtime.known import Team, names_of, reuse, setting

@@ -21,7 +21,8 @@ import numpy as np
 from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator, gathered
 from mpipipe.cluster.node import cores_available
-from mpipipe.graph.profile import Piece, Profiler, Sample
+from mpipipe.graph.pieces import Piece, Sample
+from mpipipe.graph.profile import Profiler
 from mpipipe.graph.rates import sampled
 from mpipipe.ops.native import version_in_use
 from mpipipe.values import Numerics, digest

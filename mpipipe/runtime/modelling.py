@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from mpipipe.errors import PlanError
-from mpipipe.graph.profile import Piece, Sample, pieces
+from mpipipe.graph.pieces import Piece, Sample, pieces
 from mpipipe.graph.rates import Rates, sample_of, sampled
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier, Tally

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe.cluster.overlap import Overlap
-from mpipipe.graph.profile import Sample
+from mpipipe.graph.pieces import Sample
 from mpipipe.runtime.costing import Updates
 from mpipipe.runtime.gemm import Routes
 from mpipipe.values import Value, digest, from_json, to_json

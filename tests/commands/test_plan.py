@@ -22,7 +22,8 @@ from mpipipe.commands.machines import There
 from mpipipe.config import parse
 from mpipipe.config.cluster import load_cluster
 from mpipipe.errors import PlanError
-from mpipipe.graph.profile import Profiler, Sample
+from mpipipe.graph.pieces import Sample
+from mpipipe.graph.profile import Profiler
 from mpipipe.planner.curve import Curve
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.sizes import size_text

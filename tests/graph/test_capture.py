@@ -22,7 +22,7 @@ from mpipipe.graph.anatomy import Anatomy
 from mpipipe.graph.capture import Batch
 from mpipipe.graph.capture import capture as capture_one
 from mpipipe.graph.cut import Code, extract, weight_code
-from mpipipe.graph.profile import pieces
+from mpipipe.graph.pieces import pieces
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.values import TensorSpec, from_json, to_json

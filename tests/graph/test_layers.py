@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_unflatten
 
 from mpipipe.errors import CaptureError
 from mpipipe.graph.group_costs import group_costs
-from mpipipe.graph.profile import Profiler, pieces
+from mpipipe.graph.pieces import pieces
+from mpipipe.graph.profile import Profiler
 
 DRAW = torch.Generator().manual_seed(3)
 BATCH = {"x": torch.randn(6, 8, generator=DRAW), "y": torch.randint(4, (6,), generator=DRAW)}

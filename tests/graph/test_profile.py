@@ -18,7 +18,8 @@ from mpipipe.cluster import memory
 from mpipipe.graph import profile
 from mpipipe.graph.cut import Code
 from mpipipe.graph.group_costs import group_costs
-from mpipipe.graph.profile import Live, Profiler, Sample, pieces, working_set_bytes
+from mpipipe.graph.pieces import Sample, pieces
+from mpipipe.graph.profile import Live, Profiler, working_set_bytes
 from mpipipe.graph.rates import sampled
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.split import split

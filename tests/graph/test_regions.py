@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpipipe.graph.capture import Batch
-from mpipipe.graph.profile import Profiler, pieces
+from mpipipe.graph.pieces import pieces
+from mpipipe.graph.profile import Profiler
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.values import Graph

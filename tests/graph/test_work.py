@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpipipe.graph.anatomy import Lowering
-from mpipipe.graph.profile import Parts, Piece, Profiler, Waiting, pieces
+from mpipipe.graph.pieces import Parts, Piece, Waiting, pieces
+from mpipipe.graph.profile import Profiler
 from mpipipe.graph.rates import TRIAL_BYTES, TRIAL_FLOPS, Roofline, Trials, sample_of
 from mpipipe.graph.source import TRACING, ModelSource
 from mpipipe.graph.split import split

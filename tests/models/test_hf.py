@@ -157,15 +157,6 @@ def test_the_balance_of_experts_is_part_of_the_loss_as_the_library_adds_it() -> 
     assert run_local(1, body)[0] == pytest.approx(float(outputs.loss), rel=1e-6)
 
 
-@pytest.mark.full
-def test_experts_as_older_torch_runs_them_capture_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.9.1")
-    model = built("mixtral", router_aux_loss_coef=0.02)  # a key of its own in the cache
-    variants = hf_tiny.variants(model)
-    assert variants.source.module.config._experts_implementation == "batched_mm"
-    assert variants.graph.groups
-
-
 LARGE: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
               "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096},
@@ -208,7 +199,7 @@ def save(folder: Path, model: hf.HfModel, parts: list[dict[str, Tensor]], order:
 
 
 def opened(model: hf.HfModel, folder: Path) -> Any:
-    architecture = json.loads(model.config_json)["architectures"][0]
+    architecture = json.loads(model.texts["config.json"])["architectures"][0]
     module, info = getattr(library(), architecture).from_pretrained(folder, output_loading_info=True)
     assert {k: v for k, v in info.items() if v} == {}, "nothing missing, nothing too much"
     return module.eval()

@@ -11,7 +11,7 @@ from tiny import Case, even_cuts, placement, plan_of, warm
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.graph.group_costs import group_costs
-from mpipipe.graph.profile import Sample, pieces
+from mpipipe.graph.pieces import Sample, pieces
 from mpipipe.planner.copies import Copies, stages_in
 from mpipipe.planner.prediction import sizes_of_messages
 from mpipipe.planner.programs import cut_indices

@@ -17,7 +17,7 @@ from tiny import TOKENS, cross_entropy
 from mpipipe import Pipeline
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.graph.profile import Sample
+from mpipipe.graph.pieces import Sample
 from mpipipe.runtime import costing, known
 from mpipipe.runtime.known import Reused, Team, names_of, reuse, setting, slowdown, still_held
 from mpipipe.runtime.optimizer import OptimizerSettings

@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.group_costs import group_costs
-from mpipipe.graph.profile import Live, Profiler, pieces
+from mpipipe.graph.pieces import pieces
+from mpipipe.graph.profile import Live, Profiler
 from mpipipe.planner import stage_costs
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.transport import Form, as_bytes

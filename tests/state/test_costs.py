@@ -9,7 +9,7 @@ import pytest
 
 from mpipipe.cluster.overlap import Felt, Overlap
 from mpipipe.cluster.routes import Route
-from mpipipe.graph.profile import Sample
+from mpipipe.graph.pieces import Sample
 from mpipipe.runtime.costing import Updates
 from mpipipe.state import costs
 from mpipipe.state.costs import CostCache, Kept

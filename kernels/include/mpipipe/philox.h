@@ -52,16 +52,11 @@ void words(Stream stream, uint64_t start, size_t n, uint32_t* out, int threads);
 template <typename T, typename Scale>
 void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n, int threads);
 
-extern template void dropout<float, float>(Stream, uint64_t, float, const float*, float*, size_t, int);
-extern template void dropout<double, double>(Stream, uint64_t, double, const double*, double*, size_t, int);
-extern template void dropout<bf16, float>(Stream, uint64_t, float, const bf16*, bf16*, size_t, int);
-
 }  // namespace cpu
 
 // On a GPU: pointers to its memory, work in the order of `queue`.
 namespace cuda {
 
-void words(Stream stream, uint64_t start, size_t n, uint32_t* out, CudaStream queue);
 template <typename T, typename Scale>
 void dropout(Stream stream, uint64_t threshold, Scale scale, const T* x, T* y, size_t n, CudaStream queue);
 

@@ -36,7 +36,6 @@ class HfModel:
 
     factory, loss, metrics   as everywhere; batch keys are the library's names
     initial                  weights on disk, or None: random ones
-    config_json              config.json as the run writes it
     vocab                    token ids; mask: the id that hides a token
     image_size, channels     of pixel_values, (height, width)
     labels                   classes, of kinds image and sequence
@@ -47,7 +46,6 @@ class HfModel:
     loss: Callable[..., Any]
     metrics: dict[str, Callable[..., Any]]
     initial: Initial | None
-    config_json: str
     kind: Kind
     vocab: int | None
     mask: int | None
@@ -104,7 +102,6 @@ def build(
         loss=loss_of(kind),
         metrics=metrics_of(kind),
         initial=None if found.weights is None else Mapped(found.weights, model, fresh),
-        config_json=texts[CONFIG],
         kind=kind,
         vocab=ids,
         mask=_mask(transformers, config, found) if kind == "masked" else None,
@@ -175,9 +172,6 @@ def _class_of(transformers: Any, config: Any, task: str | None, path: str | Path
 
 def _make(model_class: Any, config: Any, kind: Kind, freeze: tuple[str, ...]) -> nn.Module:
     model = model_class._from_config(copy.deepcopy(config), dtype=torch.float32)
-    experts = getattr(model.config, "_experts_implementation", None)
-    if experts == "grouped_mm" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
-        model.set_experts_implementation("batched_mm")  # the other one looks at addresses in memory
     for name, p in model.named_parameters(remove_duplicate=False):
         if matches(name, freeze):
             p.requires_grad_(False)

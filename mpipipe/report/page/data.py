@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from mpipipe.errors import PlanError
 from mpipipe.planner.prediction import sizes_of_messages
 from mpipipe.report.account import exposed_s
+from mpipipe.report.draw import start_s
 from mpipipe.report.run import RunData
 from mpipipe.values import Float64, Op, Plan, Program, Timeline
 
@@ -77,11 +78,11 @@ def _program(program: Program) -> list[dict[str, list[int]]]:
 
 
 def _timeline(name: str, timeline: Timeline, program: int) -> dict[str, Any]:
-    start_s = min((float(t[:, 0].min()) for t in timeline.times if len(t)), default=0.0)
+    start = start_s(timeline)
     per_rank = zip(timeline.times, exposed_s(timeline), timeline.memory_bytes, strict=True)
     ranks = []
     for times, exposed, held in per_rank:
-        ns = _ns(times - start_s)
+        ns = _ns(times - start)
         before = np.concatenate([[0], ns[:-1, 1]]) if len(ns) else np.zeros(0, np.int64)
         columns = (ns[:, 0] - before, ns[:, 1] - ns[:, 0], _ns(exposed), np.diff(held, prepend=0))
         keys = ("gap_ns", "took_ns", "exposed_ns", "held_bytes")
