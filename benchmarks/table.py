@@ -33,7 +33,7 @@ HEAD = ["model", "trained by", "step", "times ours", "peak memory per rank"]
 GROUPS = {"best pipeline of torch": SCHEDULES, "torch DDP": ("ddp",), "torch, one process": ALONE}
 IN_SHORT = (
     "Seconds of an optimizer step from the same first weights on the same cores, 2 ranks, by turns step by "
-    "step; in brackets times ours; then the memory of the fullest rank."
+    "step; in brackets times ours, where a side had turns; then the memory of the fullest rank."
 )
 
 
@@ -60,22 +60,22 @@ def in_short(results: Sequence[dict[str, Any]]) -> str:
     lines = [_row(["model", *ours, *GROUPS]), _row(["---", *["---:"] * len([*ours, *GROUPS])])]
     for found in results:
         sides, alone = found["sides"], _alone(found)
-        cells = [_cell(sides, side) for side in ROWS.values()]
+        cells = [_cell(sides, side, alone) for side in ROWS.values()]
         for names in GROUPS.values():
             ran = [name for name in names if "ratio" in sides.get(name, {})]
             ran = [name for name in ran if name not in alone] or ran
             best = min(ran, key=lambda name: sides[name]["ratio"], default=None)
-            cells.append(_cell(sides, best) if best else "")
+            cells.append(_cell(sides, best, alone) if best else "")
         lines.append(_row([_model(found), *cells]))
-    at = dict.fromkeys(f"{_machine(found)}; {found['date']}" for found in results)
+    at = dict.fromkeys(map(_machine, results))
     more = "All sides, and each command: [Benchmarks](docs/benchmarks.md#all-sides)."
     return "\n\n".join(["\n".join(lines), fill(f"{IN_SHORT} {'. '.join(at)}. {more}", 110)]) + "\n"
 
 
-def _cell(sides: dict[str, Any], side: str) -> str:
+def _cell(sides: dict[str, Any], side: str, alone: Sequence[str]) -> str:
     figures = sides[side]
     called = f"{SIDES[side].rpartition(', ')[2]}: " if side in SCHEDULES else ""
-    ratio = f" ({figures['ratio']:.2f})" if side != OURS else ""
+    ratio = f" ({figures['ratio']:.2f})" if side not in (OURS, *alone) else ""
     return f"{called}{figures['step_s']:.3g} s{ratio}, {max(figures['peak_bytes']) / 2**20:.0f} MiB"
 
 

@@ -348,9 +348,9 @@ def test_the_table_shows_every_side_and_where_it_was_measured():
     short = in_short(results)
     assert [line for line in short.splitlines() if line.startswith("|")][2:] == [
         "| gpt10m, 11 M parameters | 3 s, 4 MiB | 2.25 s (0.75), 4 MiB | 1F1B: 4.5 s (1.50), 4 MiB "
-        "| 2.8 s (0.93), 4 MiB |  |"
+        "| 2.8 s, 4 MiB |  |"
     ]
-    assert "Abacus, 2 cores, 24 GiB, AVX2, torch 2.13.0; 2026-11-30." in short.replace("\n", " ")
+    assert "Abacus, 2 cores, 24 GiB, AVX2, torch 2.13.0." in short.replace("\n", " ")
 
 
 @pytest.mark.parametrize("page", [README, PAGE])
