@@ -289,7 +289,7 @@ def _propagate(module: fx.GraphModule, source: ModelSource, precision: str) -> N
 
 def _outputs(graph: fx.Graph, module: Program) -> tuple[tuple[fx.Node, ...], fx.Node | float | None]:
     """Outputs and weight; scalars, where they are sums."""
-    results = tuple(graph.output_node().args[0])
+    results = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
     if module.mode == "predict":
         return results, None
     weight = results[-1] if module.found.weight is None else module.found.weight

@@ -51,7 +51,7 @@ def selective(anatomy: Anatomy, code: Code, sent_too: bool = False) -> Code:
     part_products(graph)
     module = fx.GraphModule(code.forward, graph)
     seen = _Seen(anatomy, replace(code, forward=module))
-    results = graph.output_node()
+    results: Any = graph.output_node()
     sent = set(results.args[0][0])
     out = {n for n in results.all_input_nodes if n not in sent} if sent_too else set(results.all_input_nodes)
     kept = seen.kept | ({seen.memory[n] for n in sent if n in seen.memory} if sent_too else set())

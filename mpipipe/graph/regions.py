@@ -121,7 +121,7 @@ def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, inputs: Any, outer: 
             env[n].meta["region"] = Region(
                 outer.grad if inner.grad is None else inner.grad, inner.autocast or outer.autocast
             )
-    results = body.output_node().args[0]
+    results: Any = body.output_node().args[0]
     for user in list(call.users):
         if user.target is not getitem:
             raise AssertionError(f"{user} reads the result of {call} whole")
