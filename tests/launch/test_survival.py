@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from alone import train_alone
 
 from mpipipe.cluster.job import kill_all, remains
 
@@ -118,9 +119,7 @@ def weights(run: Path) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> str:
-    done = start(folder, "-m", "mpipipe.train", "config.yaml", "run.dir=whole")
-    assert done.returncode == 0, done.stderr
-    return weights(folder / "whole")
+    return train_alone(folder, "run.dir=whole").weights_sha256
 
 
 DIED = {
