@@ -27,8 +27,9 @@ CONFIG = """\
 model: {name: mlp, inputs: 8, hidden: [8, 8, 8], classes: 4, dropout: 0.0}
 data: {name: synthetic, samples: 64}
 train: {steps: 7200, batch: 8}
-pipeline: {micro_batches: 4, cost_cache: false}
+pipeline: {micro_batches: 4, cost_cache: false, schedule: 1f1b}
 """
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 
 CLUSTER = Path(__file__).resolve().parents[2] / "examples" / "cluster.yaml"
@@ -230,6 +231,7 @@ def test_ranks_and_threads_of_a_given_plan_are_those_it_was_made_for(
     ]
 
 
+@pytest.mark.slow
 def test_of_ways_that_are_measured_submit_takes_the_fastest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
