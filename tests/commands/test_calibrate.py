@@ -74,6 +74,7 @@ def test_the_rates_are_those_of_the_route_that_a_training_would_take(tmp_path: P
         assert (config.gemm, config.device.flops_per_s.fp32) == (gemm, rate)
 
 
+@pytest.mark.slow
 def test_a_busy_machine_is_said_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, words = tmp_path / "c.yaml", "note: others use this machine too: load 1000.0 on "
     assert words not in calibrated(file)[0]

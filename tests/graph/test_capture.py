@@ -356,6 +356,7 @@ class Keeps(DropsInPython):
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.slow
 def test_what_python_keeps_and_draws_may_decide_nothing(by_layer: bool) -> None:
     source = ModelSource(lambda: nn.Sequential(Keeps(), nn.Identity()), 0)
     capture_one(source, sum_and_count, SPECS, "train", by_layer=by_layer)
@@ -498,6 +499,7 @@ def test_a_weight_that_depends_on_the_outputs_is_refused() -> None:
         weight_of(lambda out, batch: (out.sum(), out.detach().abs().sum() + batch["y"].numel()))
 
 
+@pytest.mark.slow
 def test_a_weight_is_a_number_or_a_function_of_the_batch() -> None:
     assert weight_of(lambda out, batch: (out.sum(), 3)) == 3.0
     batch = {"x": torch.arange(8.0).view(2, 4), "y": torch.tensor([1, -100])}
@@ -651,6 +653,7 @@ def test_too_many_shapes_propose_padding() -> None:
         variants.anatomy("train", of(7))
 
 
+@pytest.mark.slow
 def test_shapes_that_differ_in_their_rows_alone_count_once() -> None:
     def of(rows: int, length: int = 8) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((rows, length, 4), "float32"), "y": TensorSpec((rows,), "int64")}

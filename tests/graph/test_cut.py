@@ -141,6 +141,7 @@ def live(graph: Graph, first_group: int) -> set[str]:
 
 
 @pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.slow
 def test_what_crosses_is_what_is_alive(model: str) -> None:
     variants = captured(model, 2)
     graph, anatomy = variants.graph, variants.primary
@@ -196,6 +197,7 @@ def masked() -> Variants:
     return Variants(ModelSource(Masked, 0), cross_entropy, specs, 2, "fp32")
 
 
+@pytest.mark.slow
 def test_integers_and_constants_are_made_again_where_they_are_needed() -> None:
     variants = masked()
     graph = variants.graph

@@ -81,6 +81,7 @@ def test_bits_are_those_of_eager_torch_wherever_it_is_cut(precision: str) -> Non
         assert differences(expected, {n: g for n, g in got.items() if n not in idle}) == [], cuts
 
 
+@pytest.mark.slow
 def test_a_layer_is_a_group_and_has_costs() -> None:
     variants = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
     assert variants.graph.groups[:4] == ("0.0/Linear.0", "0.1/ReLU.0", "1/Branch.0", "2.0/BatchNorm1d.0")
@@ -117,6 +118,7 @@ def test_batch_norm_statistics_leave_as_outputs() -> None:
     assert statistics[2] is None
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_follow_the_cut() -> None:
     variants = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
     first = variants.source.materialise([*variants.source.params, *variants.source.buffers])
@@ -141,6 +143,7 @@ class Noisy(Branch):
         return nn.functional.dropout(super().forward(x), 0.5) + torch.poisson(x.abs())
 
 
+@pytest.mark.slow
 def test_random_numbers_follow_step_micro_batch_and_layer_alone() -> None:
     variants = variants_of(lambda: [Noisy(), Noisy(), nn.Linear(8, 4)], loss, BATCH)  # type: ignore[arg-type]
     first = variants.source.materialise(variants.source.params)
@@ -168,6 +171,7 @@ class Two(Branch):
         return super().forward(left) * right
 
 
+@pytest.mark.slow
 def test_the_first_layer_takes_its_inputs_by_name() -> None:
     batch = {"right": BATCH["x"] + 1.0, "left": BATCH["x"], "y": BATCH["y"]}
     make: Callable[[], Any] = lambda: nn.Sequential(Two(), nn.Linear(8, 4))  # noqa: E731
@@ -210,6 +214,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.slow
 def test_a_layer_may_have_a_module_twice(mode: str) -> None:
     make = lambda: nn.Sequential(Twice(), Twice(), nn.Linear(8, 4))  # noqa: E731
     variants = variants_of(make, loss, BATCH)

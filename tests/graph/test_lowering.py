@@ -296,6 +296,7 @@ def exact(variants: Variants, batch: Batch, dtype: torch.dtype = torch.float64) 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow
 def test_the_error_is_at_most_twice_that_of_torch(precision: str) -> None:
     plain = tiny.captured("gpt, untied, no dropout", 2, precision)
     true = exact(plain, gpt_batch())
@@ -414,6 +415,7 @@ def of_attention(body: Callable[..., Tensor], **parts: Callable[[], Any]) -> Var
         (lambda tokens: (tokens > 3)[:, None, None], "masked"),
     ],
 )
+@pytest.mark.slow
 def test_a_mask_is_taken_for_what_it_is(mask: Callable[[Tensor], Tensor], kind: str | None) -> None:
     variants = of_attention(lambda m, x, tokens: attend(m, x, tokens, attn_mask=mask(tokens)))
     found = [m.form.split()[2] for m in variants.primary.matches if m.op is fused.attention]
@@ -447,6 +449,7 @@ def drawn(*shape: int) -> Callable[[], nn.Parameter]:
     ],
     ids=["batch of q", "head of q", "mask of one key", "vector for a weight", "number for a bias", "addmm"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_what_torch_broadcasts_is_left_to_it(
     body: Callable[..., Tensor], parts: dict[str, Callable[[], Any]]
 ) -> None:
@@ -490,6 +493,7 @@ def test_a_head_with_one_number_for_a_bias_is_torchs(biases: int) -> None:
         (torch.float32, lambda y: y.bfloat16().float(), []),
     ],
 )
+@pytest.mark.slow
 def test_a_loss_is_computed_in_the_dtype_that_it_has(
     dtype: torch.dtype, cast: Callable[[Tensor], Tensor], late: list[bool]
 ) -> None:

@@ -89,6 +89,7 @@ def sized(rows: int) -> dict[str, TensorSpec]:
 
 
 @pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.slow
 def test_a_micro_batch_that_is_too_small_is_refused_by_name(listed: bool) -> None:
     def make() -> nn.Module:
         return nn.Sequential(Images()) if listed else Images()

@@ -120,6 +120,7 @@ def test_truncated_normals_are_drawn_by_torch_itself() -> None:
 
 
 @pytest.mark.parametrize("model", full_but(["thrice"], ["gpt", "conv and norm", "thrice"]))
+@pytest.mark.slow
 def test_first_weights_do_not_depend_on_the_cut(model: str) -> None:
     case = Case(model)
     source = case.variants.source

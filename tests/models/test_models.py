@@ -62,6 +62,7 @@ def test_mlp_exports_to_the_same_bits(rows: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.slow
 def test_dropout_is_in_the_exported_graph_in_train_mode_only(rows: int) -> None:
     for model, x in ((gpt(dropout=0.3), tokens(rows)), (MLP(6, [8], 3, 0.3), torch.randn(rows, 6))):
         for train in (True, False):

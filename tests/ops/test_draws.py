@@ -40,6 +40,7 @@ def test_uniform_never_reaches_one(dtype):
     assert abs(u.double().mean().item() - 0.5) < 0.01
 
 
+@pytest.mark.slow
 def test_distributions():
     """Kolmogorov-Smirnov at a level that a right stream fails once in a million, for a fixed stream."""
     from scipy import stats  # here: it takes a while

@@ -74,6 +74,7 @@ def test_the_policy_allows_this_script_and_this_style_alone(run: RunData) -> Non
     )
 
 
+@pytest.mark.slow
 def test_nothing_in_a_run_becomes_markup(run: RunData) -> None:
     assert run.plan is not None
     assert run.plan.costs is not None
@@ -159,6 +160,7 @@ def test_ranks_of_several_stages_are_counted_once(run: RunData) -> None:
     assert cells[cells.index("blocks.6") + 1] == peaks[1]
 
 
+@pytest.mark.slow
 def test_the_bars_of_a_rank_fill_its_row(run: RunData) -> None:
     boxes = [a for name, a in Parsed(page(run)).elements if name == "rect" and a["class"] != "compute_s"]
     rows = [a for name, a in Parsed(page(run)).elements if name == "rect" and a["class"] == "other_s"]
@@ -167,6 +169,7 @@ def test_the_bars_of_a_rank_fill_its_row(run: RunData) -> None:
     assert len(boxes) == 2 * 4
 
 
+@pytest.mark.slow
 def test_long_curves_are_means_of_steps_and_say_so(run: RunData) -> None:
     lines = made_metrics(10 * MOST_POINTS, 0.1)
     lines[0]["loss"] = float("nan")

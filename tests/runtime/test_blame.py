@@ -119,6 +119,7 @@ def test_a_weight_that_was_not_finite_before_the_step(n_stages: int) -> None:
 
 
 @pytest.mark.parametrize(("n_stages", "value", "what"), [(1, math.nan, "nan"), (3, -math.inf, "inf")])
+@pytest.mark.slow
 def test_a_sample_of_the_batch(n_stages: int, value: float, what: str) -> None:
     found = said(n_stages, net(), Spoilt(value))
     assert f"the loss is nan: the input 'x' holds {what} in sample 5 of the batch, in micro-batch 2" in found

@@ -92,6 +92,7 @@ def plain(factory: Factory, clip: float | None) -> dict[str, str]:
     return found | {name: tensor_digest(name, p) for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_parameter_in_two_groups_is_refused_by_name() -> None:
     def twice(named: list) -> torch.optim.Optimizer:
         params = [p for _, p in named]

@@ -166,6 +166,7 @@ class Counted:
 
 
 @pytest.mark.parametrize(("flops_per_s", "most_s"), [(1e9, 18.1), (2e10, 1.0), (1e11, 0.5), (1e13, 0.2)])
+@pytest.mark.slow
 def test_the_budget_bounds_what_the_choice_takes(
     monkeypatch: pytest.MonkeyPatch, flops_per_s: float, most_s: float
 ) -> None:

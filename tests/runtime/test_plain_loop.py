@@ -94,6 +94,7 @@ def test_one_rank_has_the_bits_of_a_plain_loop(case: Case) -> None:
     assert differences(plain_loop(case, plain_model(case)), train_local(case, 1)) == []
 
 
+@pytest.mark.slow
 def test_without_clipping_too() -> None:
     case = Case("gpt, no dropout", tied="eager", clip=None)
     expected, got = plain_loop(case, plain_model(case)), train_local(case, 1)
