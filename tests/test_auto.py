@@ -206,6 +206,7 @@ def test_data_by_micro_batch_have_a_number_already() -> None:
         run_local(1, lambda comm: pipeline(comm, data=Mine()))
 
 
+@pytest.mark.slow
 def test_blocks_divide_the_number_and_too_many_are_refused(price: dict[str, float]) -> None:
     price.update(call=1.0)
     assert numerics(1, blocks=2).micro_batches == 2
@@ -218,6 +219,7 @@ def test_ranks_of_which_only_some_search_are_caught() -> None:
         run_local(2, lambda comm: pipeline(comm, micro_batches="auto" if comm.rank else 1))
 
 
+@pytest.mark.slow
 def test_links_are_measured_for_the_first_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = list[int]()
     monkeypatch.setattr(costing, "measure_links", lambda comm: measured.append(comm.size) or {})

@@ -200,6 +200,7 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
 
 
 @pytest.mark.usefixtures("own_schedules")
+@pytest.mark.slow
 def test_a_rehearsal_runs_the_code_that_the_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here only the last stage does its backward in two."""
     asked, code = set[tuple[int, bool]](), Variants.training_code
@@ -1057,6 +1058,7 @@ def test_a_schedule_of_one_s_own_changes_no_bits() -> None:
     ],
     ids=["order", "missing", "text", "deadlock"],
 )
+@pytest.mark.slow
 def test_a_schedule_that_cannot_run_is_refused(lines: list[str], says: str) -> None:
     register_schedule("wrong", lambda n_stages, n_micro: lines)
     with pytest.raises((PlanError, DeadlockError), match=says):

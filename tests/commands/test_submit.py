@@ -269,6 +269,7 @@ def test_the_most_nodes_that_submit_is_told_are_the_ranks_that_may_come(
     assert ("blocks: for the 8 ranks that may come" in capsys.readouterr().out) == bool(more)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_begun_keeps_its_threads_and_the_ranks_that_may_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -349,6 +350,7 @@ def programs(folder: Path, **texts: str) -> None:
         path.chmod(0o755)
 
 
+@pytest.mark.slow
 def test_what_was_decided_wins_over_the_environment_of_sbatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,7 @@ class Convolves(nn.Module):
         (nn.ConvTranspose3d, 3),
     ],
 )
+@pytest.mark.slow
 def test_a_head_may_be_any_convolution(convolution: type[nn.Conv1d], dims: int) -> None:
     def specs(rows: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((rows, 2, *[8] * dims), "float32")}
@@ -151,6 +152,7 @@ def test_what_crosses_is_what_is_alive(model: str) -> None:
             assert {name_of[p.name] for p in code.received} == live(graph, graph.groups.index(cut))
 
 
+@pytest.mark.slow
 def test_a_skip_is_relayed_through_the_stages_between() -> None:
     variants = captured("skips", 2)
     parts = codes(variants, even_cuts(variants.graph.groups, 5))

@@ -256,6 +256,7 @@ class Hooked(nn.Linear):
 
 
 @pytest.mark.parametrize("layer", [Reverse, Dampens, Hooked])
+@pytest.mark.slow
 def test_a_layer_may_have_a_backward_of_its_own(layer: type[nn.Module]) -> None:
     make = lambda: nn.Sequential(nn.Linear(8, 8), layer(), nn.Linear(8, 4))  # noqa: E731
     variants = variants_of(make, loss, BATCH)

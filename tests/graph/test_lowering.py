@@ -89,6 +89,7 @@ def test_the_bits_of_torch_lower_what_has_these_bits() -> None:
     assert {m.op for m in anatomy.lowered(anatomy.order)} == {embedding}
 
 
+@pytest.mark.slow
 def test_the_table_chooses_and_what_it_does_not_have_is_ours() -> None:
     variants = tiny.captured("gpt, no dropout", 2)
     form = next(m.form for m in variants.primary.matches if m.form.startswith("flash_attention"))
@@ -358,6 +359,7 @@ def assert_the_same(variants: Variants, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_a_norm_without_an_eps_has_that_of_torch(dtype: torch.dtype) -> None:
     """Of values so small that it decides."""
     variants = of_small(lambda m, x, _: m.norm(1e-3 * x), dtype=dtype, norm=lambda: nn.RMSNorm(WIDTH))
@@ -385,6 +387,7 @@ def adaptive(m: Any, x: Tensor, _: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("body", "form"), [(scaled_late, "rms_norm"), (scaled_early, "rms_norm+"), (adaptive, "layer_norm")]
 )
+@pytest.mark.slow
 def test_a_sum_is_added_by_its_norm_only_if_the_weight_is_there(
     body: Callable[..., Tensor], form: str
 ) -> None:

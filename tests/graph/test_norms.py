@@ -167,6 +167,7 @@ class Elsewhere(Reads):
         (Elsewhere, "aten::batch_norm keeps running statistics"),
     ],
 )
+@pytest.mark.slow
 def test_what_changes_at_the_end_of_a_step_has_no_other_reader(model: type[nn.Module], says: str) -> None:
     with pytest.raises(CaptureError, match=f"(?s){says}") as caught:
         assert variants_of(model, loss, BATCH).primary

@@ -47,6 +47,7 @@ def exported(model: nn.Module, *args: torch.Tensor) -> nn.Module:
         [(True, "train", 5), (False, "eval", 1)], itertools.product([True, False], ["train", "eval"], [1, 5])
     ),
 )
+@pytest.mark.slow
 def test_gpt_exports_to_the_same_bits(rows: int, mode: str, tied: bool) -> None:
     model = gpt(tied).train(mode == "train")
     x = tokens(rows)

@@ -62,6 +62,7 @@ def test_only_cuts_that_fit_are_tried(problem, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.slow
 def test_of_two_stages_all_cuts_are_held_against_the_plan(seed: int) -> None:
     """Three groups have two cuts: the draws are simulated one by one."""
     costs = replace(made_costs(2, 3), spread=0.5)

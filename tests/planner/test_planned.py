@@ -48,6 +48,7 @@ def test_the_plan_has_the_order_in_it_and_is_no_longer_than_by_hand() -> None:
     ("schedule", "hand"), [("v-planned", "zb-v"), ("interleaved-planned", "interleaved")]
 )
 @pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.slow
 def test_on_two_stages_each_it_is_no_longer_than_by_hand(schedule: str, hand: str, n_ranks: int) -> None:
     costs = replace(COSTS, cluster=cluster([1.0, 0.5, 1.0][:n_ranks], [HUGE] * n_ranks, Link(0.5, 16.0)))
     ours, theirs = (make_plan(costs, numerics(9 if n_ranks == 3 else 8), name, 4, NAMES, n_ranks)[0]

@@ -83,6 +83,7 @@ def test_a_message_delays_the_next_stage_only():
 
 @pytest.mark.parametrize("name", PLAIN)
 @given(st.integers(1, 8), st.integers(1, 12))
+@pytest.mark.slow
 def test_the_bubble_is_p_minus_1_over_m_plus_p_minus_1(name, p, m):
     stage = dataclasses.replace(EVEN, bwd_input_s=1.0, bwd_weight_s=1.0)
     timeline = even(name, p, m, stage)

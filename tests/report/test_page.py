@@ -51,6 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     return read_run(made_run(tmp_path_factory.mktemp("page") / "made"))
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else(run: RunData) -> None:
     text = page(run)
     elements = Parsed(text).elements

@@ -99,6 +99,7 @@ def test_only_what_helps_is_told_the_best_first(run: RunData) -> None:
         (1.0, 0.3, "were for 45%, so costs are off: plan --refine takes those of this run"),
     ],
 )
+@pytest.mark.slow
 def test_costs_that_the_run_has_refuted_are_told(run: RunData, step: float, idle: float, says: str) -> None:
     """step: measured over predicted; idle: how much more of it than predicted."""
     assert run.report is not None

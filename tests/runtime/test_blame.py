@@ -176,6 +176,7 @@ def kinked(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n_stages", [1, 3])
+@pytest.mark.slow
 def test_a_gradient_alone(n_stages: int) -> None:
     """The slope of the square root at zero, infinite, times that of what is cut off, zero."""
     found = said(n_stages, net(kinked, 1), step=0)

@@ -90,6 +90,7 @@ def test_the_bits_are_those_of_whole_gradients(
     assert differences(train_local(CASE, 1), got) == []
 
 
+@pytest.mark.slow
 def test_a_rank_has_one_gradient_of_the_table_for_both_uses() -> None:
     (alone,) = trainers("1f1b", 1)
     assert len(gradients(alone)) == 1
