@@ -265,6 +265,7 @@ def test_what_a_message_costs_its_rank_is_measured(monkeypatch: pytest.MonkeyPat
     assert 0.002 < costs[0].call_s < 0.2, "half of it is the receive"
 
 
+@pytest.mark.slow
 def test_what_is_timed_leaves_no_message_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     made, exchange = [], Loopback.exchange
 
@@ -278,6 +279,7 @@ def test_what_is_timed_leaves_no_message_behind(monkeypatch: pytest.MonkeyPatch)
     assert not any(loop._outbox.pending() or loop._mailbox.pending() for loop in made)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_groups_are_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpipipe.measuring.measure", lambda *_: pytest.fail("timed"))
     with pytest.raises(PlanError, match=r"3 stages, and .* 1 part at most.* start at most 1 rank\b"):
@@ -443,6 +445,7 @@ def plain(pipe: Pipeline, model: Callable[[], nn.Module] = Net) -> nn.Module | N
     return module
 
 
+@pytest.mark.slow
 def test_evaluation_equals_a_computation_by_hand() -> None:
     """11 samples in batches of 4: the last is ragged, and every sample counts the same."""
 
@@ -997,6 +1000,7 @@ def test_what_evaluation_alone_reads_is_there_on_any_number_of_ranks_and_after_a
         assert [(v, s) for v, s, _ in found] == [(values, spare)] * 2
 
 
+@pytest.mark.slow
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(MpipipeError, match="all are frozen"):
         alone(lambda comm: pipeline(comm, lambda: Net().requires_grad_(False)))
@@ -1039,6 +1043,7 @@ def backwards(n_stages: int, n_micro: int) -> list[str]:
 
 
 @pytest.mark.usefixtures("own_schedules")
+@pytest.mark.slow
 def test_a_schedule_of_one_s_own_changes_no_bits() -> None:
     register_schedule("backwards", backwards)
     assert trained(2, schedule="backwards") == plainly_trained()

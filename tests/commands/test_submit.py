@@ -258,6 +258,7 @@ def test_of_ways_that_are_measured_submit_takes_the_fastest(
 
 
 @pytest.mark.parametrize(("nodes", "blocks", "more"), [("1-4", "auto", 8), ("1", "auto", 0), ("1-4", "1", 0)])
+@pytest.mark.slow
 def test_the_most_nodes_that_submit_is_told_are_the_ranks_that_may_come(
     nodes: str, blocks: str, more: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,6 +371,7 @@ def test_what_was_decided_wins_over_the_environment_of_sbatch(
     assert f"not submitted; to submit it: sbatch {said} r/submit.sh\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_argument_of_two_lines_leaves_the_script_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["c.yaml", "run.dir=r", "sample.prompt=Once\nupon", "--nodes", "1", "--dry-run"]
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -380,6 +382,7 @@ def test_an_argument_of_two_lines_leaves_the_script_whole(monkeypatch: pytest.Mo
     assert "'sample.prompt=Once\nupon'" in rest
 
 
+@pytest.mark.slow
 def test_an_sbatch_that_does_not_answer_may_have_submitted_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -413,6 +416,7 @@ def test_submit_writes_a_script_that_is_complete_and_hands_it_to_sbatch(
     assert f"set -- {tmp_path}/c.yaml 'run.dir=my run' train.lr=0.5 'run.dir={tmp_path}/my run'" in lines
 
 
+@pytest.mark.slow
 def test_submit_without_slurm_says_where_to_go_and_still_writes_the_script(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -286,6 +286,7 @@ class OwnWithoutGradient(Base):
         return checkpoint(self.lin, rounds(x) * scale, use_reentrant=False)
 
 
+@pytest.mark.slow
 def test_a_backward_that_is_not_called_is_no_reason_to_refuse() -> None:
     capture_one(ModelSource(OwnWithoutGradient, 0), sum_and_count, SPECS, "train")
     for mode in ("eval", "predict"):
@@ -337,6 +338,7 @@ class FirstTime(Base):
         (FirstTime, "another one the second time, by 'seen_one'"),
     ],
 )
+@pytest.mark.slow
 def test_a_forward_that_is_another_one_each_time_is_refused(model: type[nn.Module], says: str) -> None:
     with pytest.raises(CaptureError, match=f"the model, or the loss, .*{says}"):
         capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
@@ -552,6 +554,7 @@ def test_a_batch_that_does_not_fit_forward_is_refused(model: type[nn.Module], sa
         capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
 
 
+@pytest.mark.slow
 def test_batch_keys_are_parameters_of_forward() -> None:
     with_mask = {**SPECS, "mask": TensorSpec((2, 4), "float32")}
     found = capture_one(ModelSource(TakesTwo, 0), sum_and_count, with_mask, "train")
@@ -639,6 +642,7 @@ def test_a_metric_that_is_no_scalar_is_refused() -> None:
         capture_one(ModelSource(Base, 0), sum_and_count, SPECS, "eval", metrics=metrics)
 
 
+@pytest.mark.slow
 def test_too_many_shapes_propose_padding() -> None:
     def of(length: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((2, length, 4), "float32"), "y": TensorSpec((2,), "int64")}
@@ -700,6 +704,7 @@ class Learns(nn.Module):
         return y + z + self.counted(x).argmax(-1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_unused_parameters_are_those_without_a_gradient() -> None:
     variants = Variants(ModelSource(Learns, 0), sum_and_count, lambda rows: SPECS, 2, "fp32")
     model = Learns()

@@ -249,6 +249,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("one_group", [True, False])
+@pytest.mark.slow
 def test_gradients_that_autograd_adds_up_first_are_left_to_it(one_group: bool) -> None:
     """Of two look-ups in one group, torch adds the sum of both to what is there."""
     variants = Variants(ModelSource(Twice, 0), cross_entropy, SyntheticTokens(50, 6, 0).specs, 2, "fp32")
@@ -306,6 +307,7 @@ def test_what_training_leaves_as_it_is_may_be_read_on_any_stage() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.slow
 def test_what_training_changes_on_another_stage_is_refused_on_every_rank(stage: int) -> None:
     variants = in_evaluation("a")
     assert variants.code("eval", variants.first, (), 0).leaves

@@ -96,6 +96,7 @@ def test_a_layer_is_a_group_and_has_costs() -> None:
     assert other.graph.hash == variants.graph.hash
 
 
+@pytest.mark.slow
 def test_batch_norm_statistics_leave_as_outputs() -> None:
     variants = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
     assert [(u.buffer, u.momentum) for u in variants.primary.captured.updates] == [
@@ -271,6 +272,7 @@ def with_shared() -> nn.Sequential:
     return nn.Sequential(shared, act, inner, Branch(), shared, act, inner, nn.Linear(8, 4))
 
 
+@pytest.mark.slow
 def test_a_layer_that_comes_twice_runs_twice() -> None:
     variants = variants_of(with_shared, loss, BATCH)
     first = variants.source.materialise(variants.source.params)
@@ -365,6 +367,7 @@ class Skips(TwoNorms):
     ("layer", "says"),
     [(Shrinks, r"layer 0 \(Shrinks\) returned .*, at capture"), (Skips, "ran the BatchNorms")],
 )
+@pytest.mark.slow
 def test_what_changes_after_capture_is_refused_when_it_happens(layer: type[nn.Module], says: str) -> None:
     variants = variants_of(lambda: nn.Sequential(layer(), nn.Linear(8, 4)), summed, BATCH)
     staged(variants, (), BATCH)

@@ -36,6 +36,7 @@ class Shared(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_batch_norm_used_twice_has_the_statistics_of_eager_torch() -> None:
     variants = variants_of(Shared, loss, BATCH)
     source = variants.source
@@ -182,6 +183,7 @@ class InEvaluation(Reads):
         return y if self.training else y + self.bn.running_mean.abs()
 
 
+@pytest.mark.slow
 def test_evaluation_may_read_them_on_the_stage_that_owns_them() -> None:
     variants = variants_of(InEvaluation, loss, BATCH)
     specs, groups = specs_of(BATCH), variants.graph.groups

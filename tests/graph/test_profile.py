@@ -47,6 +47,7 @@ def test_what_a_call_costs_is_not_counted(variants: Variants) -> None:
         assert profiler.run(piece, 0) == math.inf
 
 
+@pytest.mark.slow
 def test_what_a_backward_in_two_takes_longer_is_found_where_a_weight_gradient_waits(
     variants: Variants, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ def test_operators_that_refuse_made_up_numbers_get_halves_or_are_modelled() -> N
 
 
 @pytest.mark.skipif(not memory._restart_peak(), reason="the system cannot forget the highest so far")
+@pytest.mark.slow
 def test_what_a_library_takes_beside_is_workspace(
     variants: Variants, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_losses_of_the_parts_add_up_to_the_whole() -> None:
     "overrides",
     [["model.name=mlp"], ["model.layers=1", "model.d_model=32", "model.vocab=40", "model.context=8"]],
 )
+@pytest.mark.slow
 def test_build_gives_a_model_that_reads_the_data_and_learns(overrides: list[str]) -> None:
     config = parse("data: {name: synthetic}", overrides=overrides)
     data = open_dataset(config, ".")

@@ -62,6 +62,7 @@ def test_normal_is_box_muller(n):
     np.testing.assert_allclose(normal((n,), KEY, 1, 2, dtype=torch.float64).numpy(), expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_integers():
     from scipy import stats  # here: it takes a while
 

@@ -62,6 +62,7 @@ def test_the_page_needs_nothing_else(run: RunData) -> None:
     assert len(text) < 200_000
 
 
+@pytest.mark.slow
 def test_the_policy_allows_this_script_and_this_style_alone(run: RunData) -> None:
     parsed = Parsed(page(run))
     policy = next(
@@ -132,6 +133,7 @@ def test_the_drawn_instructions_are_those_of_the_timelines(run: RunData) -> None
     assert data["words"][0].format(micro=3, stage=1) == "forward of micro-batch 3 on stage 1"
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_summary(run: RunData) -> None:
     shown = " ".join(Parsed(page(run)).inside["dd"])
     report = run.report

@@ -78,6 +78,7 @@ def test_equal_stages_are_a_bound() -> None:
     assert "stages of equal work" not in {w.change for w in what_if(even_plan(2, 4, 4))}
 
 
+@pytest.mark.slow
 def test_only_what_helps_is_told_the_best_first(run: RunData) -> None:
     assert run.plan is not None
     found = what_if(run.plan)
@@ -120,6 +121,7 @@ def test_the_parts_of_a_step_add_up(run: RunData) -> None:
     assert sum(changes) == pytest.approx(step * 1e3, abs=0.3)
 
 
+@pytest.mark.slow
 def test_the_text_has_the_summary_the_step_and_what_would_help(run: RunData) -> None:
     text = words(run, 110)
     assert all(len(line) <= 110 for line in text.splitlines())
@@ -127,6 +129,7 @@ def test_the_text_has_the_summary_the_step_and_what_would_help(run: RunData) -> 
         assert part in text
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_takes_no_figure(run: RunData) -> None:
     assert run.report is not None
     ranks = tuple(replace(rank, sent_bytes=123456 << 20, exposed_s=123.4567) for rank in run.report.ranks)

@@ -126,6 +126,7 @@ def test_a_sample_of_the_batch(n_stages: int, value: float, what: str) -> None:
     assert "(stage 0, rank 0); mend that sample" in found
 
 
+@pytest.mark.slow
 def test_a_sample_is_called_by_the_index_that_it_has_in_the_data() -> None:
     class Named(Spoilt):
         def name_of(self, split: str, step: int, sample: int) -> str:

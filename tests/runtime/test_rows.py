@@ -148,6 +148,7 @@ def test_what_waits_before_the_norm_is_what_was_counted(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("1f1b", 2), ("zb-v", 2)])
+@pytest.mark.slow
 def test_a_rehearsal_leaves_nothing_for_the_first_step(schedule: str, ranks: int) -> None:
     costs, order = costs_of(ranks), placement(schedule, ranks)
     plan = plan_of(CASE, schedule, even_cuts(CASE.variants.graph.groups, len(order)), 3, order)
