@@ -70,7 +70,7 @@ OF_OTHERS = mpi or jobs or slurm or browser or kernels or full
 test-fast: setup ## tests without MPI, but the slow ones: for while one works
 	$(WITHOUT_MPI) -m "not ($(OF_OTHERS) or slow)" $(K)
 
-test-slow: setup ## the other tests without MPI, each of which takes seconds
+test-slow: setup ## the other tests without MPI, each of which takes a quarter of a second or more
 	$(WITHOUT_MPI) -m "slow and not ($(OF_OTHERS))" $(K)
 
 test-kernels: setup ## each kernel against float64 and its reference, under sanitizers; each benchmark once

@@ -204,12 +204,14 @@ def made_up_times(monkeypatch: pytest.MonkeyPatch, code_version_once: Callable[.
     import torch  # here: most tests start without it
 
     from mpipipe.graph.profile import Profiler
+    from mpipipe.values import Link
 
     before = torch.get_num_threads()
     monkeypatch.setattr(Profiler, "_once", lambda *_: (1e-3, 2e-3))
     monkeypatch.setattr(Profiler, "_call_s", (0.0, 0.0))
     monkeypatch.setattr("mpipipe.runtime.costing._UPDATE_ELEMENTS", 1 << 10)
     monkeypatch.setattr("mpipipe.runtime.costing._reference_s", lambda _: 1e-3)
+    monkeypatch.setattr("mpipipe.runtime.costing.measure_links", lambda _: {"node": Link(1e-6, 1e9)})
     for reader in ("cluster.agree", "runtime.known", "runtime.op_table"):
         monkeypatch.setattr(f"mpipipe.{reader}.code_version", code_version_once)
     for caller in ("cluster.memory", "pipeline", "survival"):

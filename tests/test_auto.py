@@ -24,7 +24,7 @@ from mpipipe.planner.schedules.registry import BUILT_IN
 from mpipipe.runtime import costing, gemm
 from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.digests import tensor_digest
-from mpipipe.values import Link, Numerics
+from mpipipe.values import Numerics
 
 FEATURES, CLASSES, BATCH = 8, 4, 4
 Batch = dict[str, Tensor]
@@ -43,7 +43,6 @@ def price(monkeypatch: pytest.MonkeyPatch, made_up_times: None, captured_once: N
 
     monkeypatch.setattr(Profiler, "_once", once)
     monkeypatch.setattr(Profiler, "_in_two", lambda self, *_: (*once(self), 0.0))
-    monkeypatch.setattr(costing, "measure_links", lambda _: {"node": Link(1e-6, 1e9)})
     return seconds
 
 
@@ -192,6 +191,7 @@ def test_more_ranks_than_may_come_are_refused_before_the_first_step_only() -> No
     assert blocks_of("auto", 16, 16, 4, 2, of_blocks(2), "exact")[0] == 2
 
 
+@pytest.mark.slow
 def test_a_batch_norm_never_gets_a_single_sample(price: dict[str, float]) -> None:
     price.update(call=1e-9)
     assert numerics(2, model=lambda: Net(norm=True)).micro_batches == 2
@@ -206,6 +206,7 @@ def test_data_by_micro_batch_have_a_number_already() -> None:
         run_local(1, lambda comm: pipeline(comm, data=Mine()))
 
 
+@pytest.mark.slow
 def test_blocks_divide_the_number_and_too_many_are_refused(price: dict[str, float]) -> None:
     price.update(call=1.0)
     assert numerics(1, blocks=2).micro_batches == 2
@@ -218,6 +219,7 @@ def test_ranks_of_which_only_some_search_are_caught() -> None:
         run_local(2, lambda comm: pipeline(comm, micro_batches="auto" if comm.rank else 1))
 
 
+@pytest.mark.slow
 def test_links_are_measured_for_the_first_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = list[int]()
     monkeypatch.setattr(costing, "measure_links", lambda comm: measured.append(comm.size) or {})
@@ -230,6 +232,7 @@ def test_links_are_measured_for_the_first_size_alone(monkeypatch: pytest.MonkeyP
 # -- gemm="auto" -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_route_is_measured_once_and_kept_by_checkpoints_and_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,6 +291,7 @@ def stepping(file: Path, name: str, processes: int, steps: int) -> Side[int]:
     return Side(processes, main)
 
 
+@pytest.mark.slow
 def test_sides_take_turns_step_by_step(tmp_path: Path) -> None:
     file = tmp_path / "said"
     sides = [stepping(file, "pair", 2, 3), stepping(file, "short", 1, 2), stepping(file, "alone", 1, 3)]

@@ -100,9 +100,10 @@ def accuracy(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
 
 
 def pipeline(comm: Communicator, model: Any = Net, data: Any = None, **how: Any) -> Pipeline:
-    """Four micro-batches of 2 samples, unless told otherwise."""
+    """Four micro-batches of 2 samples by one schedule, for a search takes a while, unless told otherwise."""
     given = {
-        "loss": loss, "batch": BATCH, "micro_batches": 4, "gemm": "mkl", "say": lambda _: None, **how,
+        "loss": loss, "batch": BATCH, "micro_batches": 4, "gemm": "mkl", "schedule": "1f1b",
+        "say": lambda _: None, **how,
     }  # fmt: skip
     return Pipeline(model, data=Samples(37) if data is None else data, comm=comm, **given)
 
@@ -121,8 +122,8 @@ def trained(ranks: int, model: Any = Net, data: Callable[[], Any] | None = None,
 
 @cache
 def plainly_trained() -> Result:
-    """On one rank, with nothing said."""
-    return trained(1)
+    """On one rank, with nothing said, by the schedule that is found."""
+    return trained(1, schedule="auto")
 
 
 def alone(body: Callable[[Communicator], Any]) -> Any:
@@ -162,6 +163,7 @@ def test_measured_costs_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained(2) == expected
 
 
+@pytest.mark.slow
 def test_a_rehearsal_leaves_no_gradient_of_tied_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsed = trained(1, tied="eager")
     monkeypatch.setattr("mpipipe.pipeline.rehearse", lambda trainer, costs: costs)
@@ -198,6 +200,7 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
 
 
 @pytest.mark.usefixtures("own_schedules")
+@pytest.mark.slow
 def test_a_rehearsal_runs_the_code_that_the_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here only the last stage does its backward in two."""
     asked, code = set[tuple[int, bool]](), Variants.training_code
@@ -230,10 +233,12 @@ class Factored(nn.Module):
 
 
 @pytest.mark.parametrize("how", [{}, {"schedule": "zb-h1", "tied": "eager"}], ids=["1f1b", "zb-h1"])
+@pytest.mark.slow
 def test_a_stage_of_operators_that_refuse_made_up_numbers_is_not_rehearsed(how: dict[str, Any]) -> None:
     assert trained(5, Factored, **how) == trained(1, Factored), "each group is a stage"
 
 
+@pytest.mark.slow
 def test_a_rehearsal_asks_for_the_first_step_alone() -> None:
     class Few:
         def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -245,6 +250,7 @@ def test_a_rehearsal_asks_for_the_first_step_alone() -> None:
     assert len(trained(2, data=Few)["losses"]) == 3
 
 
+@pytest.mark.slow
 def test_what_a_message_costs_its_rank_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     send = Outbox.send
 
@@ -259,6 +265,7 @@ def test_what_a_message_costs_its_rank_is_measured(monkeypatch: pytest.MonkeyPat
     assert 0.002 < costs[0].call_s < 0.2, "half of it is the receive"
 
 
+@pytest.mark.slow
 def test_what_is_timed_leaves_no_message_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     made, exchange = [], Loopback.exchange
 
@@ -272,6 +279,7 @@ def test_what_is_timed_leaves_no_message_behind(monkeypatch: pytest.MonkeyPatch)
     assert not any(loop._outbox.pending() or loop._mailbox.pending() for loop in made)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_groups_are_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpipipe.measuring.measure", lambda *_: pytest.fail("timed"))
     with pytest.raises(PlanError, match=r"3 stages, and .* 1 part at most.* start at most 1 rank\b"):
@@ -310,6 +318,7 @@ class WritesWhatItWasGiven(nn.Module):
         return self.head(torch.tanh(x))
 
 
+@pytest.mark.slow
 def test_what_may_be_its_own_input_may_be_written_in_place() -> None:
     model, samples = WritesWhatItWasGiven(), Samples(BATCH)
     outputs = model.head(torch.tanh(model.first(samples.x) + 7.0)).detach()
@@ -322,6 +331,7 @@ def test_what_may_be_its_own_input_may_be_written_in_place() -> None:
 # -- losses and batches ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_mean_loss_with_its_weight_is_the_sum_loss() -> None:
     """Labels that are ignored are spread unevenly over the micro-batches, one has no others: a mean of means
     would be wrong."""
@@ -360,12 +370,14 @@ def test_a_mean_where_a_sum_is_promised_is_refused() -> None:
         alone(lambda comm: pipeline(comm, loss=wrong))
 
 
+@pytest.mark.slow
 def test_elements_without_keys_are_named_after_forward() -> None:
     expected = plainly_trained()
     for form in (lambda x, y: [x, y], lambda x, y: {"x": x, "labels": y}):
         assert trained(1, data=partial(Samples, 37, form=form)) == expected
 
 
+@pytest.mark.slow
 def test_an_argument_of_forward_that_a_batch_brings_is_used() -> None:
     ones = trained(1, data=lambda: Samples(37, form=lambda x, y: (x, torch.ones(()), y)))
     twos = trained(1, data=lambda: Samples(37, form=lambda x, y: (x, torch.tensor(2.0), y)))
@@ -395,6 +407,7 @@ def test_a_plain_iterable_trains_to_the_bits_of_map_style_data() -> None:
         assert run_local(ranks, body)[0] == expected, ranks
 
 
+@pytest.mark.slow
 def test_training_ends_with_data_that_ends() -> None:
     def body(comm: Communicator) -> tuple[int, bool]:
         pipe = pipeline(comm, data=iter(Epochs(Samples(2 * BATCH))))
@@ -406,6 +419,7 @@ def test_training_ends_with_data_that_ends() -> None:
     assert run_local(2, body) == [(2, False)] * 2
 
 
+@pytest.mark.slow
 def test_batches_of_an_iterable_may_have_other_sizes_later() -> None:
     """A last batch that is smaller is cut into smaller micro-batches; one that is too small is refused."""
 
@@ -431,6 +445,7 @@ def plain(pipe: Pipeline, model: Callable[[], nn.Module] = Net) -> nn.Module | N
     return module
 
 
+@pytest.mark.slow
 def test_evaluation_equals_a_computation_by_hand() -> None:
     """11 samples in batches of 4: the last is ragged, and every sample counts the same."""
 
@@ -472,6 +487,7 @@ class Structured(nn.Module):
         return {"logits": self.second(hidden), "pair": (hidden, hidden.square().mean()), "kind": None}
 
 
+@pytest.mark.slow
 def test_prediction_has_the_structure_and_the_bits_of_the_model() -> None:
     x = Samples(8, seed=3).x[:5]  # micro-batches of 2, 2 and 1
 
@@ -501,6 +517,7 @@ def test_prediction_has_the_structure_and_the_bits_of_the_model() -> None:
     assert all(torch.equal(a, b) for other in ranks[1:] for a, b in zip(ranks[0], other, strict=True))
 
 
+@pytest.mark.slow
 def test_state_dicts_speak_the_names_of_the_model() -> None:
     """Tied names included, buffers that are not persistent left out."""
     wanted = set(Net().state_dict())
@@ -528,6 +545,7 @@ def test_state_dicts_speak_the_names_of_the_model() -> None:
 # -- fit --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_callbacks_see_every_step_with_its_values_on_every_rank() -> None:
     def body(comm: Communicator) -> list[tuple[int, dict[str, float]]]:
         seen: list[tuple[int, dict[str, float]]] = []
@@ -553,6 +571,7 @@ def test_callbacks_see_every_step_with_its_values_on_every_rank() -> None:
     assert all(always <= set(values) for _, values in ranks[0])
 
 
+@pytest.mark.slow
 def test_what_a_callback_raises_ends_all_ranks() -> None:
     def fails(pipe: Pipeline, step: int, values: dict[str, float]) -> None:
         if pipe.rank == 1:
@@ -625,6 +644,7 @@ class Fourier(nn.Module):
 
 
 @pytest.mark.parametrize("how", [{}, {"bits": "fast"}], ids=["torch", "fast"])
+@pytest.mark.slow
 def test_a_model_may_compute_with_complex_numbers(tmp_path: Path, how: dict[str, Any]) -> None:
     def body(comm: Communicator, first: int = 0) -> Result:
         pipe = pipeline(comm, Fourier, resume=tmp_path / "1" if first else None, **how)
@@ -739,6 +759,7 @@ def test_replicas_read_what_is_theirs(
     assert all(torch.equal(outputs, expected[2]) for _, _, outputs, _ in ranks)
 
 
+@pytest.mark.slow
 def test_replicas_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1; or, .* blocks"):
         run_local(2, lambda comm: pipeline(comm, replicas=2))
@@ -813,6 +834,7 @@ def test_what_does_not_fit_a_checkpoint_is_refused(
         alone(lambda comm: pipeline(comm, resume=saved, **changed))
 
 
+@pytest.mark.slow
 def test_new_numerics_go_on_from_the_weights_and_the_state(saved: Path) -> None:
     def body(comm: Communicator) -> int:
         pipe = pipeline(comm, resume=saved, seed=5, new_numerics=True)
@@ -822,6 +844,7 @@ def test_new_numerics_go_on_from_the_weights_and_the_state(saved: Path) -> None:
     assert alone(body) == 3
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_plan_says_it_in_a_line_on_rank_0() -> None:
     def body(comm: Communicator) -> list[str]:
         said: list[str] = []
@@ -838,6 +861,7 @@ def test_the_first_step_of_a_plan_says_it_in_a_line_on_rank_0() -> None:
     assert (again, second) == (line, [])
 
 
+@pytest.mark.slow
 def test_say_is_called_as_print_is(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
 
@@ -852,6 +876,7 @@ def test_say_is_called_as_print_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "a-2\n\n"
 
 
+@pytest.mark.slow
 def test_a_resume_that_is_not_exact_says_so(tmp_path: Path) -> None:
     def body(comm: Communicator, **how: Any) -> list[str]:
         said: list[str] = []
@@ -884,6 +909,7 @@ class Spare(nn.Module):
         return self.head(torch.tanh(self.fixed(x)))
 
 
+@pytest.mark.slow
 def test_unused_parameters_are_refused_unless_they_may_stay() -> None:
     with pytest.raises(MpipipeError, match=r"'spare.weight', 'spare.bias': no stage uses them.*to keep"):
         alone(lambda comm: pipeline(comm, Spare))
@@ -934,6 +960,7 @@ class Quantised(nn.Module):
         return self.head(torch.tanh(self.first(x) * self.levels))
 
 
+@pytest.mark.slow
 def test_frozen_weights_may_be_integers() -> None:
     assert trained(2, Quantised) == trained(1, Quantised)
 
@@ -973,6 +1000,7 @@ def test_what_evaluation_alone_reads_is_there_on_any_number_of_ranks_and_after_a
         assert [(v, s) for v, s, _ in found] == [(values, spare)] * 2
 
 
+@pytest.mark.slow
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(MpipipeError, match="all are frozen"):
         alone(lambda comm: pipeline(comm, lambda: Net().requires_grad_(False)))
@@ -1015,6 +1043,7 @@ def backwards(n_stages: int, n_micro: int) -> list[str]:
 
 
 @pytest.mark.usefixtures("own_schedules")
+@pytest.mark.slow
 def test_a_schedule_of_one_s_own_changes_no_bits() -> None:
     register_schedule("backwards", backwards)
     assert trained(2, schedule="backwards") == plainly_trained()
@@ -1034,6 +1063,7 @@ def test_a_schedule_of_one_s_own_changes_no_bits() -> None:
     ],
     ids=["order", "missing", "text", "deadlock"],
 )
+@pytest.mark.slow
 def test_a_schedule_that_cannot_run_is_refused(lines: list[str], says: str) -> None:
     register_schedule("wrong", lambda n_stages, n_micro: lines)
     with pytest.raises((PlanError, DeadlockError), match=says):
@@ -1082,6 +1112,7 @@ def test_a_script_without_mpirun_has_one_rank(tmp_path: Path) -> None:
 # -- plans from elsewhere --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_edited_plan_gives_the_same_bits_with_its_own_cuts(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
 
@@ -1119,6 +1150,7 @@ def test_an_edited_plan_gives_the_same_bits_with_its_own_cuts(tmp_path: Path) ->
         ({"layout": {"cuts": ("no.such/group.0",)}}, "which is no group of this model; did you mean"),
     ],
 )
+@pytest.mark.slow
 def test_a_plan_of_another_run_is_refused(change: dict[str, Any], words: str) -> None:
     plan = run_local(2, lambda comm: pipeline(comm, schedule="1f1b").plan)[0]
     for part, values in change.items():
@@ -1127,6 +1159,7 @@ def test_a_plan_of_another_run_is_refused(change: dict[str, Any], words: str) ->
         run_local(2, lambda comm: pipeline(comm, plan=plan))
 
 
+@pytest.mark.slow
 def test_ranks_that_were_given_different_plans_are_caught() -> None:
     plan = run_local(2, lambda comm: pipeline(comm).plan)[0]
     plans = plan, replace(plan, layout=replace(plan.layout, receive_window=1))

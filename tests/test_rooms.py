@@ -172,6 +172,7 @@ def test_the_rules_can_fail():
     )
 
 
+@pytest.mark.slow
 def test_pure_rooms_run_without_torch_and_mpi():
     """Really imported, in a fresh process: a plan can be made and read on a laptop without either."""
     modules = [

@@ -271,6 +271,7 @@ def test_a_run_goes_over_to_what_its_first_steps_have_shown(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("made_up_times", "rank_1_is_slow")
+@pytest.mark.slow
 def test_fit_goes_over_to_what_its_first_steps_have_shown() -> None:
     def body(comm: Communicator, refine: bool) -> tuple[str, dict[str, Tensor]]:
         data = [(torch.full((8,), float(i)), i) for i in range(32)]

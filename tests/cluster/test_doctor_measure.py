@@ -36,6 +36,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_links_are_measured_by_one_rank_of_each_pair() -> None:
     found = run_local(5, transport.measure, node_of_rank=(0, 0, 1, 1, 1))
     assert [[(link.level, link.peer) for link in links] for links in found] == [

@@ -65,6 +65,7 @@ def test_pairs_are_disjoint_alone_on_their_nodes_and_then_all_at_once():
     assert pairs["switch"].together == {0: 3, 3: 0, 1: 4, 4: 1, 2: 5, 5: 2}
 
 
+@pytest.mark.slow
 def test_every_level_is_measured_and_all_ranks_agree(monkeypatch):
     monkeypatch.setattr(links, "LENGTHS", (8, 4096, 1 << 20))
     monkeypatch.setattr(links, "SWEEPS", 1)

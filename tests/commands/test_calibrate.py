@@ -48,6 +48,7 @@ def calibrated(
     return run_local(len(nodes), body, node_of_rank=nodes)
 
 
+@pytest.mark.slow
 def test_one_rank_tells_and_the_file_is_a_cluster(tmp_path: Path) -> None:
     said, *others = calibrated(tmp_path / "cluster.yaml")
     assert others == ["", ""]
@@ -65,6 +66,7 @@ def test_one_rank_tells_and_the_file_is_a_cluster(tmp_path: Path) -> None:
     assert cluster.spanned == ("node", "switch")
 
 
+@pytest.mark.slow
 def test_the_rates_are_those_of_the_route_that_a_training_would_take(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     for asked, gemm, rate in (("auto", "onednn", 2e11), ("mkl", "mkl", 1e11)):
@@ -74,6 +76,7 @@ def test_the_rates_are_those_of_the_route_that_a_training_would_take(tmp_path: P
         assert (config.gemm, config.device.flops_per_s.fp32) == (gemm, rate)
 
 
+@pytest.mark.slow
 def test_a_busy_machine_is_said_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, words = tmp_path / "c.yaml", "note: others use this machine too: load 1000.0 on "
     assert words not in calibrated(file)[0]
@@ -92,6 +95,7 @@ def test_ranks_that_share_cores_are_said_and_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", [(0,), (0, 0)])
+@pytest.mark.slow
 def test_on_one_node_what_is_missing_is_said_and_can_be_filled_in(
     tmp_path: Path, nodes: tuple[int, ...]
 ) -> None:

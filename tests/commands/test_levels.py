@@ -33,6 +33,7 @@ def test_what_is_no_number_of_ranks_is_refused(text: str) -> None:
         levels(text)
 
 
+@pytest.mark.slow
 def test_a_curve_is_json_or_a_picture(tmp_path: Path) -> None:
     curve = Curve((Level(2, 1, 4.0, 4.0, 1.0, 0.1, 3 << 30, 20.0),), (), 1000.0, False, 2, "")
     for name in ("curve.json", "curve.png"):

@@ -81,6 +81,7 @@ def test_it_says_where_to_cut_what_that_takes_and_why_not_another(run: Plan) -> 
         assert words in out, words
 
 
+@pytest.mark.slow
 def test_several_levels_of_ranks_are_a_curve_on_the_same_costs(run: Plan) -> None:
     code, out, err = run(MLP, "--ranks", "1..16", "--cluster", "cluster.yaml", "-o", "c.json")
     assert (code, err) == (0, "")
@@ -98,6 +99,7 @@ def test_several_levels_of_ranks_are_a_curve_on_the_same_costs(run: Plan) -> Non
     assert curve.levels[1].step_s == read_plan("p.json").prediction.step_s
 
 
+@pytest.mark.slow
 def test_spares_are_started_and_not_planned_for(run: Plan) -> None:
     spare = ("--cluster", "cluster.yaml", "run.recover=mpi", "run.spares=1")
     code, out, _ = run(MLP, "--ranks", "3", *spare, "-o", "plan.json")
@@ -141,6 +143,7 @@ def test_blocks_and_copies_are_settled_for_each_number_of_ranks() -> None:
         assert of_one.prediction_on(cluster) == of_four.prediction_on(cluster), "time and memory"
 
 
+@pytest.mark.slow
 def test_a_plan_says_which_blocks_it_has_and_what_they_take(run: Plan) -> None:
     given = ("--ranks", "1", "--cluster", "cluster.yaml", "train.batch=8", "pipeline.micro_batches=8")
     assert "\nblocks: " not in run(MLP, *given)[1]
@@ -189,6 +192,7 @@ def test_seconds_are_operations_and_bytes_at_the_rates_of_the_cluster(run: Plan)
     assert linear.fwd_s > 64 * 64 * 4 / 1e9
 
 
+@pytest.mark.slow
 def test_a_plan_file_holds_the_layout_and_the_costs(run: Plan) -> None:
     code, out, _ = run(MLP, "--ranks", "2", "--cluster", "cluster.yaml", "-o", "p.json")
     made = read_plan("p.json")
@@ -281,6 +285,7 @@ def test_a_layer_that_cannot_be_counted_must_be_small_to_be_timed_here() -> None
         modelling._check_opaque(distinct, {"a": tally(512 << 20)})
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_any_machine_is_planned(run: Plan) -> None:
     """A hundred billion parameters; nothing of that size may be allocated."""
     huge = MLP.replace("[64, 64, 64, 64, 64, 64]", str([160_000] * 5))
@@ -294,6 +299,7 @@ def test_a_model_larger_than_any_machine_is_planned(run: Plan) -> None:
     assert held.now_bytes - before < 200 << 20
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_what_would(run: Plan) -> None:
     Path("cluster.yaml").write_text(CLUSTER.replace("1 GiB", "12 MiB"))
     wide = MLP.replace("[64, 64, 64, 64, 64, 64]", str([600] * 6))
@@ -304,6 +310,7 @@ def test_where_nothing_fits_it_says_what_would(run: Plan) -> None:
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_small_groups_are_timed_here(run: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Profiler, "sample", lambda *_: Sample(1e-3, 1e-3, 1e-3, 0.0, 0, 0, (), ()))
     monkeypatch.setattr(costing, "_UPDATE_ELEMENTS", 1 << 10)
@@ -369,6 +376,7 @@ def test_a_wrong_cluster_file_is_named_with_the_line(run: Plan, old: str, new: s
     assert re.search(words, err), err
 
 
+@pytest.mark.slow
 def test_different_devices_are_counted_in_the_order_of_ranks(run: Plan) -> None:
     device = CLUSTER.splitlines()[0].removeprefix("device: {").removesuffix("}")
     slow = device.replace("1.0e+9, bf16", "5.0e+8, bf16").replace("new", "old")
@@ -412,6 +420,7 @@ def test_a_searched_number_of_micro_batches_keeps_the_batch_across_rows(run: Pla
     assert all(-(-16 // int(count)) == int(size) and int(count) != made.micro_batches for count, size in rows)
 
 
+@pytest.mark.slow
 def test_a_budget_ends_the_search_and_one_that_is_too_short_says_so(run: Plan) -> None:
     auto = MLP.replace("micro_batches: 4", "micro_batches: auto")
     code, out, err = run(auto, "--ranks", "2", "--cluster", "cluster.yaml", "--budget", "0s")

@@ -27,8 +27,9 @@ CONFIG = """\
 model: {name: mlp, inputs: 8, hidden: [8, 8, 8], classes: 4, dropout: 0.0}
 data: {name: synthetic, samples: 64}
 train: {steps: 7200, batch: 8}
-pipeline: {micro_batches: 4, cost_cache: false}
+pipeline: {micro_batches: 4, cost_cache: false, schedule: 1f1b}
 """
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 
 CLUSTER = Path(__file__).resolve().parents[2] / "examples" / "cluster.yaml"
@@ -230,6 +231,7 @@ def test_ranks_and_threads_of_a_given_plan_are_those_it_was_made_for(
     ]
 
 
+@pytest.mark.slow
 def test_of_ways_that_are_measured_submit_takes_the_fastest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +258,7 @@ def test_of_ways_that_are_measured_submit_takes_the_fastest(
 
 
 @pytest.mark.parametrize(("nodes", "blocks", "more"), [("1-4", "auto", 8), ("1", "auto", 0), ("1-4", "1", 0)])
+@pytest.mark.slow
 def test_the_most_nodes_that_submit_is_told_are_the_ranks_that_may_come(
     nodes: str, blocks: str, more: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +270,7 @@ def test_the_most_nodes_that_submit_is_told_are_the_ranks_that_may_come(
     assert ("blocks: for the 8 ranks that may come" in capsys.readouterr().out) == bool(more)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_begun_keeps_its_threads_and_the_ranks_that_may_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,6 +351,7 @@ def programs(folder: Path, **texts: str) -> None:
         path.chmod(0o755)
 
 
+@pytest.mark.slow
 def test_what_was_decided_wins_over_the_environment_of_sbatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -366,6 +371,7 @@ def test_what_was_decided_wins_over_the_environment_of_sbatch(
     assert f"not submitted; to submit it: sbatch {said} r/submit.sh\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_argument_of_two_lines_leaves_the_script_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["c.yaml", "run.dir=r", "sample.prompt=Once\nupon", "--nodes", "1", "--dry-run"]
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -376,6 +382,7 @@ def test_an_argument_of_two_lines_leaves_the_script_whole(monkeypatch: pytest.Mo
     assert "'sample.prompt=Once\nupon'" in rest
 
 
+@pytest.mark.slow
 def test_an_sbatch_that_does_not_answer_may_have_submitted_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -409,6 +416,7 @@ def test_submit_writes_a_script_that_is_complete_and_hands_it_to_sbatch(
     assert f"set -- {tmp_path}/c.yaml 'run.dir=my run' train.lr=0.5 'run.dir={tmp_path}/my run'" in lines
 
 
+@pytest.mark.slow
 def test_submit_without_slurm_says_where_to_go_and_still_writes_the_script(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -286,6 +286,7 @@ class OwnWithoutGradient(Base):
         return checkpoint(self.lin, rounds(x) * scale, use_reentrant=False)
 
 
+@pytest.mark.slow
 def test_a_backward_that_is_not_called_is_no_reason_to_refuse() -> None:
     capture_one(ModelSource(OwnWithoutGradient, 0), sum_and_count, SPECS, "train")
     for mode in ("eval", "predict"):
@@ -366,6 +367,7 @@ def test_a_tensor_that_a_layer_remembers_is_refused_and_one_that_it_shows_is_not
         (FirstTime, "another one the second time, by 'seen_one'"),
     ],
 )
+@pytest.mark.slow
 def test_a_forward_that_is_another_one_each_time_is_refused(model: type[nn.Module], says: str) -> None:
     with pytest.raises(CaptureError, match=f"the model, or the loss, .*{says}"):
         capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
@@ -385,6 +387,7 @@ class Keeps(DropsInPython):
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.slow
 def test_what_python_keeps_and_draws_may_decide_nothing(by_layer: bool) -> None:
     source = ModelSource(lambda: nn.Sequential(Keeps(), nn.Identity()), 0)
     capture_one(source, sum_and_count, SPECS, "train", by_layer=by_layer)
@@ -527,6 +530,7 @@ def test_a_weight_that_depends_on_the_outputs_is_refused() -> None:
         weight_of(lambda out, batch: (out.sum(), out.detach().abs().sum() + batch["y"].numel()))
 
 
+@pytest.mark.slow
 def test_a_weight_is_a_number_or_a_function_of_the_batch() -> None:
     assert weight_of(lambda out, batch: (out.sum(), 3)) == 3.0
     batch = {"x": torch.arange(8.0).view(2, 4), "y": torch.tensor([1, -100])}
@@ -579,6 +583,7 @@ def test_a_batch_that_does_not_fit_forward_is_refused(model: type[nn.Module], sa
         capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
 
 
+@pytest.mark.slow
 def test_batch_keys_are_parameters_of_forward() -> None:
     with_mask = {**SPECS, "mask": TensorSpec((2, 4), "float32")}
     found = capture_one(ModelSource(TakesTwo, 0), sum_and_count, with_mask, "train")
@@ -666,6 +671,7 @@ def test_a_metric_that_is_no_scalar_is_refused() -> None:
         capture_one(ModelSource(Base, 0), sum_and_count, SPECS, "eval", metrics=metrics)
 
 
+@pytest.mark.slow
 def test_too_many_shapes_propose_padding() -> None:
     def of(length: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((2, length, 4), "float32"), "y": TensorSpec((2,), "int64")}
@@ -680,6 +686,7 @@ def test_too_many_shapes_propose_padding() -> None:
         variants.anatomy("train", of(7))
 
 
+@pytest.mark.slow
 def test_shapes_that_differ_in_their_rows_alone_count_once() -> None:
     def of(rows: int, length: int = 8) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((rows, length, 4), "float32"), "y": TensorSpec((rows,), "int64")}
@@ -726,6 +733,7 @@ class Learns(nn.Module):
         return y + z + self.counted(x).argmax(-1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_unused_parameters_are_those_without_a_gradient() -> None:
     variants = Variants(ModelSource(Learns, 0), sum_and_count, lambda rows: SPECS, 2, "fp32")
     model = Learns()

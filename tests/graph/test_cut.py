@@ -101,6 +101,7 @@ class Convolves(nn.Module):
         (nn.ConvTranspose3d, 3),
     ],
 )
+@pytest.mark.slow
 def test_a_head_may_be_any_convolution(convolution: type[nn.Conv1d], dims: int) -> None:
     def specs(rows: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((rows, 2, *[8] * dims), "float32")}
@@ -141,6 +142,7 @@ def live(graph: Graph, first_group: int) -> set[str]:
 
 
 @pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.slow
 def test_what_crosses_is_what_is_alive(model: str) -> None:
     variants = captured(model, 2)
     graph, anatomy = variants.graph, variants.primary
@@ -150,6 +152,7 @@ def test_what_crosses_is_what_is_alive(model: str) -> None:
             assert {name_of[p.name] for p in code.received} == live(graph, graph.groups.index(cut))
 
 
+@pytest.mark.slow
 def test_a_skip_is_relayed_through_the_stages_between() -> None:
     variants = captured("skips", 2)
     parts = codes(variants, even_cuts(variants.graph.groups, 5))
@@ -196,6 +199,7 @@ def masked() -> Variants:
     return Variants(ModelSource(Masked, 0), cross_entropy, specs, 2, "fp32")
 
 
+@pytest.mark.slow
 def test_integers_and_constants_are_made_again_where_they_are_needed() -> None:
     variants = masked()
     graph = variants.graph
@@ -245,6 +249,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("one_group", [True, False])
+@pytest.mark.slow
 def test_gradients_that_autograd_adds_up_first_are_left_to_it(one_group: bool) -> None:
     """Of two look-ups in one group, torch adds the sum of both to what is there."""
     variants = Variants(ModelSource(Twice, 0), cross_entropy, SyntheticTokens(50, 6, 0).specs, 2, "fp32")
@@ -302,6 +307,7 @@ def test_what_training_leaves_as_it_is_may_be_read_on_any_stage() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.slow
 def test_what_training_changes_on_another_stage_is_refused_on_every_rank(stage: int) -> None:
     variants = in_evaluation("a")
     assert variants.code("eval", variants.first, (), 0).leaves

@@ -82,6 +82,7 @@ def test_bits_are_those_of_eager_torch_wherever_it_is_cut(precision: str) -> Non
         assert differences(expected, {n: g for n, g in got.items() if n not in idle}) == [], cuts
 
 
+@pytest.mark.slow
 def test_a_layer_is_a_group_and_has_costs() -> None:
     variants = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
     assert variants.graph.groups[:4] == ("0.0/Linear.0", "0.1/ReLU.0", "1/Branch.0", "2.0/BatchNorm1d.0")
@@ -96,6 +97,7 @@ def test_a_layer_is_a_group_and_has_costs() -> None:
     assert other.graph.hash == variants.graph.hash
 
 
+@pytest.mark.slow
 def test_batch_norm_statistics_leave_as_outputs() -> None:
     variants = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
     assert [(u.buffer, u.momentum) for u in variants.primary.captured.updates] == [
@@ -118,6 +120,7 @@ def test_batch_norm_statistics_leave_as_outputs() -> None:
     assert statistics[2] is None
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_follow_the_cut() -> None:
     variants = variants_of(layers, loss, BATCH)  # type: ignore[arg-type]
     first = variants.source.materialise([*variants.source.params, *variants.source.buffers])
@@ -142,6 +145,7 @@ class Noisy(Branch):
         return nn.functional.dropout(super().forward(x), 0.5) + torch.poisson(x.abs())
 
 
+@pytest.mark.slow
 def test_random_numbers_follow_step_micro_batch_and_layer_alone() -> None:
     variants = variants_of(lambda: [Noisy(), Noisy(), nn.Linear(8, 4)], loss, BATCH)  # type: ignore[arg-type]
     first = variants.source.materialise(variants.source.params)
@@ -169,6 +173,7 @@ class Two(Branch):
         return super().forward(left) * right
 
 
+@pytest.mark.slow
 def test_the_first_layer_takes_its_inputs_by_name() -> None:
     batch = {"right": BATCH["x"] + 1.0, "left": BATCH["x"], "y": BATCH["y"]}
     make: Callable[[], Any] = lambda: nn.Sequential(Two(), nn.Linear(8, 4))  # noqa: E731
@@ -211,6 +216,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.slow
 def test_a_layer_may_have_a_module_twice(mode: str) -> None:
     make = lambda: nn.Sequential(Twice(), Twice(), nn.Linear(8, 4))  # noqa: E731
     variants = variants_of(make, loss, BATCH)
@@ -252,6 +258,7 @@ class Hooked(nn.Linear):
 
 
 @pytest.mark.parametrize("layer", [Reverse, Dampens, Hooked])
+@pytest.mark.slow
 def test_a_layer_may_have_a_backward_of_its_own(layer: type[nn.Module]) -> None:
     make = lambda: nn.Sequential(nn.Linear(8, 8), layer(), nn.Linear(8, 4))  # noqa: E731
     variants = variants_of(make, loss, BATCH)
@@ -266,6 +273,7 @@ def with_shared() -> nn.Sequential:
     return nn.Sequential(shared, act, inner, Branch(), shared, act, inner, nn.Linear(8, 4))
 
 
+@pytest.mark.slow
 def test_a_layer_that_comes_twice_runs_twice() -> None:
     variants = variants_of(with_shared, loss, BATCH)
     first = variants.source.materialise(variants.source.params)
@@ -360,6 +368,7 @@ class Skips(TwoNorms):
     ("layer", "says"),
     [(Shrinks, r"layer 0 \(Shrinks\) returned .*, at capture"), (Skips, "ran the BatchNorms")],
 )
+@pytest.mark.slow
 def test_what_changes_after_capture_is_refused_when_it_happens(layer: type[nn.Module], says: str) -> None:
     variants = variants_of(lambda: nn.Sequential(layer(), nn.Linear(8, 4)), summed, BATCH)
     staged(variants, (), BATCH)

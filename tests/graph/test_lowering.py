@@ -89,6 +89,7 @@ def test_the_bits_of_torch_lower_what_has_these_bits() -> None:
     assert {m.op for m in anatomy.lowered(anatomy.order)} == {embedding}
 
 
+@pytest.mark.slow
 def test_the_table_chooses_and_what_it_does_not_have_is_ours() -> None:
     variants = tiny.captured("gpt, no dropout", 2)
     form = next(m.form for m in variants.primary.matches if m.form.startswith("flash_attention"))
@@ -296,6 +297,7 @@ def exact(variants: Variants, batch: Batch, dtype: torch.dtype = torch.float64) 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow
 def test_the_error_is_at_most_twice_that_of_torch(precision: str) -> None:
     plain = tiny.captured("gpt, untied, no dropout", 2, precision)
     true = exact(plain, gpt_batch())
@@ -357,6 +359,7 @@ def assert_the_same(variants: Variants, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_a_norm_without_an_eps_has_that_of_torch(dtype: torch.dtype) -> None:
     """Of values so small that it decides."""
     variants = of_small(lambda m, x, _: m.norm(1e-3 * x), dtype=dtype, norm=lambda: nn.RMSNorm(WIDTH))
@@ -384,6 +387,7 @@ def adaptive(m: Any, x: Tensor, _: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("body", "form"), [(scaled_late, "rms_norm"), (scaled_early, "rms_norm+"), (adaptive, "layer_norm")]
 )
+@pytest.mark.slow
 def test_a_sum_is_added_by_its_norm_only_if_the_weight_is_there(
     body: Callable[..., Tensor], form: str
 ) -> None:
@@ -414,6 +418,7 @@ def of_attention(body: Callable[..., Tensor], **parts: Callable[[], Any]) -> Var
         (lambda tokens: (tokens > 3)[:, None, None], "masked"),
     ],
 )
+@pytest.mark.slow
 def test_a_mask_is_taken_for_what_it_is(mask: Callable[[Tensor], Tensor], kind: str | None) -> None:
     variants = of_attention(lambda m, x, tokens: attend(m, x, tokens, attn_mask=mask(tokens)))
     found = [m.form.split()[2] for m in variants.primary.matches if m.op is fused.attention]
@@ -447,6 +452,7 @@ def drawn(*shape: int) -> Callable[[], nn.Parameter]:
     ],
     ids=["batch of q", "head of q", "mask of one key", "vector for a weight", "number for a bias", "addmm"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_what_torch_broadcasts_is_left_to_it(
     body: Callable[..., Tensor], parts: dict[str, Callable[[], Any]]
 ) -> None:
@@ -490,6 +496,7 @@ def test_a_head_with_one_number_for_a_bias_is_torchs(biases: int) -> None:
         (torch.float32, lambda y: y.bfloat16().float(), []),
     ],
 )
+@pytest.mark.slow
 def test_a_loss_is_computed_in_the_dtype_that_it_has(
     dtype: torch.dtype, cast: Callable[[Tensor], Tensor], late: list[bool]
 ) -> None:

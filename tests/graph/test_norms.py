@@ -36,6 +36,7 @@ class Shared(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_batch_norm_used_twice_has_the_statistics_of_eager_torch() -> None:
     variants = variants_of(Shared, loss, BATCH)
     source = variants.source
@@ -89,6 +90,7 @@ def sized(rows: int) -> dict[str, TensorSpec]:
 
 
 @pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.slow
 def test_a_micro_batch_that_is_too_small_is_refused_by_name(listed: bool) -> None:
     def make() -> nn.Module:
         return nn.Sequential(Images()) if listed else Images()
@@ -166,6 +168,7 @@ class Elsewhere(Reads):
         (Elsewhere, "aten::batch_norm keeps running statistics"),
     ],
 )
+@pytest.mark.slow
 def test_what_changes_at_the_end_of_a_step_has_no_other_reader(model: type[nn.Module], says: str) -> None:
     with pytest.raises(CaptureError, match=f"(?s){says}") as caught:
         assert variants_of(model, loss, BATCH).primary
@@ -180,6 +183,7 @@ class InEvaluation(Reads):
         return y if self.training else y + self.bn.running_mean.abs()
 
 
+@pytest.mark.slow
 def test_evaluation_may_read_them_on_the_stage_that_owns_them() -> None:
     variants = variants_of(InEvaluation, loss, BATCH)
     specs, groups = specs_of(BATCH), variants.graph.groups

@@ -33,6 +33,7 @@ def arguments(variants: Variants, code: Code) -> list[object]:
 
 
 @pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.slow
 def test_every_stage_computes_where_its_arguments_are(model: str) -> None:
     variants = captured(model, 2)
     groups = variants.graph.groups

@@ -38,6 +38,7 @@ def ticks() -> Iterator[float]:
     return map(float, count())
 
 
+@pytest.mark.slow
 def test_what_a_call_costs_is_not_counted(variants: Variants) -> None:
     clock = ticks()  # each reading is a second later, whatever is done between
     profiler = Profiler(variants.primary, "fp32", lambda: next(clock))
@@ -47,6 +48,7 @@ def test_what_a_call_costs_is_not_counted(variants: Variants) -> None:
         assert profiler.run(piece, 0) == math.inf
 
 
+@pytest.mark.slow
 def test_what_a_backward_in_two_takes_longer_is_found_where_a_weight_gradient_waits(
     variants: Variants, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +114,7 @@ def test_the_most_that_tensors_take_is_seen_between_operators() -> None:
     assert 3 * kib + 4 < live.most_bytes < 7 * kib, "gradients on their way"
 
 
+@pytest.mark.slow
 def test_tensors_at_work_are_counted_alike_with_and_without_values(variants: Variants) -> None:
     profiler, tallier = Profiler(variants.primary, "fp32"), Tallier(variants.primary, "fp32")
     for piece in pieces(variants.primary, variants.graph, variants.uses):
@@ -137,6 +140,7 @@ def entropy(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
     return binary_cross_entropy(outputs, batch["labels"], reduction="sum"), float(len(outputs))
 
 
+@pytest.mark.slow
 def test_operators_that_refuse_made_up_numbers_get_halves_or_are_modelled() -> None:
     def specs(rows: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((rows, 4), "float32"), "labels": TensorSpec((rows,), "float32")}
@@ -155,6 +159,7 @@ def test_operators_that_refuse_made_up_numbers_get_halves_or_are_modelled() -> N
 
 
 @pytest.mark.skipif(not memory._restart_peak(), reason="the system cannot forget the highest so far")
+@pytest.mark.slow
 def test_what_a_library_takes_beside_is_workspace(
     variants: Variants, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ class ViewApart(Base):
         return self.third(torch.tanh(self.second(same)) * view)
 
 
+@pytest.mark.slow
 def test_a_view_made_under_no_grad_has_no_gradient() -> None:
     variants = variants_of(ViewApart, loss, BATCH)
     expected = plain(variants, ViewApart, BATCH)
@@ -120,6 +121,7 @@ def test_a_view_made_under_no_grad_has_no_gradient() -> None:
         profiler.sample(piece)
 
 
+@pytest.mark.slow
 def test_tables_and_constants_are_made_again_where_they_are_needed() -> None:
     for model, width in ((Rotary, 1), (Constants, 1)):
         variants = variants_of(model, loss, BATCH)
@@ -130,6 +132,7 @@ def test_tables_and_constants_are_made_again_where_they_are_needed() -> None:
                 assert len(crosses) < width + (model is Constants), [p.name for p in crosses]
 
 
+@pytest.mark.slow
 def test_the_graph_s_hash_knows_regions_and_the_values_of_constants() -> None:
     class Scaled(Base):
         factor = 1.0
@@ -167,6 +170,7 @@ def smoothed(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
     return total, 1.0
 
 
+@pytest.mark.slow
 def test_the_graph_s_hash_knows_numbers_and_not_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def graph(seed: int = 0) -> Graph:
         return Variants(ModelSource(Numbers, seed), smoothed, lambda _: specs_of(BATCH), 3, "fp32").graph

@@ -120,6 +120,7 @@ def test_truncated_normals_are_drawn_by_torch_itself() -> None:
 
 
 @pytest.mark.parametrize("model", full_but(["thrice"], ["gpt", "conv and norm", "thrice"]))
+@pytest.mark.slow
 def test_first_weights_do_not_depend_on_the_cut(model: str) -> None:
     case = Case(model)
     source = case.variants.source
@@ -236,6 +237,7 @@ def test_what_is_saved_is_what_torch_saves() -> None:
      lambda m: m.to("cpu", torch.float64), lambda m: m.half().double()],
     ids=["double", "bfloat16", "float", "cpu", "to", "twice"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_factory_may_convert_what_it_makes(convert: Callable[[nn.Module], nn.Module]) -> None:
     plain, source = ModelSource(Tied, 0), ModelSource(lambda: convert(Tied()), 0)
     model = Tied()

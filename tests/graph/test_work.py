@@ -74,6 +74,7 @@ def test_what_backward_keeps_is_found_without_memory(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["parts", "skips"])
+@pytest.mark.slow
 def test_gradients_that_are_parts_of_something_larger_are_found_without_memory(model: str) -> None:
     variants = of_model(model, "fp32")
     counted, real = Tallier(variants.primary, "fp32"), Timeless(variants.primary, "fp32")
@@ -82,6 +83,7 @@ def test_gradients_that_are_parts_of_something_larger_are_found_without_memory(m
     assert any(there for there, _ in both)
 
 
+@pytest.mark.slow
 def test_what_waits_for_weight_gradients_of_kernels_in_bf16() -> None:
     variants = of_model("gpt, no dropout, fast", "bf16")
     counted, real = Tallier(variants.primary, "bf16"), Timeless(variants.primary, "bf16")
@@ -90,6 +92,7 @@ def test_what_waits_for_weight_gradients_of_kernels_in_bf16() -> None:
     assert any(there.own_bytes for there, _ in both)
 
 
+@pytest.mark.slow
 def test_in_bf16_but_for_the_statistics_of_norms() -> None:
     """A mean and a variance per channel, whose dtype fake tensors do not tell."""
     variants = of_model("conv and norm", "bf16")
@@ -99,6 +102,7 @@ def test_in_bf16_but_for_the_statistics_of_norms() -> None:
     assert sum(t.saved_bytes for t, _ in both) == pytest.approx(sum(kept[0] for _, kept in both), rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_an_lstm_keeps_is_near() -> None:
     """oneDNN keeps a buffer that only it knows."""
     lstm = built_in_tiny.made("lstm", "vocab: 32, layers: 1, width: 64, hidden: 128, context: 32")
@@ -163,6 +167,7 @@ def works_of(variants: Variants) -> list[Work]:
     return [w for p in pieces(variants.primary, variants.graph, variants.uses) for w in tallier.works(p)]
 
 
+@pytest.mark.slow
 def test_our_operators_count_as_those_of_torch() -> None:
     """But for the logits that are made twice; and the gradients of embedding and head are no tensors."""
     plain = of_model("gpt, no dropout", "fp32")

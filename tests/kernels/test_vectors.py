@@ -27,6 +27,7 @@ def built(instruction_set: str) -> dict[str, list[Instruction]]:
 
 @pytest.mark.parametrize("instruction_set", ["v3", "v4"])
 @pytest.mark.parametrize("kernel", LOOPS)
+@pytest.mark.slow
 def test_the_hot_loop_works_on_vectors(kernel: str, instruction_set: str) -> None:
     loop = LOOPS[kernel]
     found = count(built(instruction_set), loop.symbol, loop.x86, REGISTERS[instruction_set])

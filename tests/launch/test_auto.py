@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from alone import train_alone
 
 from mpipipe.state.resume import newest, read_state
 from mpipipe.values import Plan, from_json
@@ -24,30 +25,25 @@ pipeline: {micro_batches: auto, schedule: auto}
 
 
 def test_ranks_search_together_and_a_resumed_run_keeps_what_they_found(
-    launch: Launch, tmp_path: Path
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
-
-    def train(ranks: int, folder: str, steps: int, *arguments: str) -> str:
-        given = ["config.yaml", f"run.dir={folder}", f"train.steps={steps}", *arguments]
-        job = launch(ranks, "-m", "mpipipe.train", *given, cwd=tmp_path)
-        assert job.returncode == 0, job.stderr
-        return job.stdout
-
-    assert "; took " in train(2, "searched", 2)
+    job = launch(2, "-m", "mpipipe.train", "config.yaml", "run.dir=searched", "train.steps=2", cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert "; took " in job.stdout
     saved = newest(tmp_path / "searched")
     assert saved is not None
     kept = read_state(saved).numerics
     plan = from_json(Plan, (tmp_path / "searched" / "plan.json").read_text())
     assert plan.numerics == kept
     assert kept.batch == 8
-    assert "tried 1f1b, gpipe with" not in train(1, "searched", 4, "--resume")
+    train_alone(tmp_path, "run.dir=searched", "train.steps=4", "--resume")
+    assert "tried " not in capsys.readouterr().out
     again = newest(tmp_path / "searched")
     assert again is not None
     assert read_state(again).numerics == kept
-    train(1, "given", 4, f"pipeline.micro_batches={kept.micro_batches}")
-    hashes = [
-        json.loads((tmp_path / name / "summary.json").read_text())["weights_sha256"]
-        for name in ("searched", "given")
-    ]
-    assert hashes[0] == hashes[1]
+    given = train_alone(
+        tmp_path, "run.dir=given", "train.steps=4", f"pipeline.micro_batches={kept.micro_batches}"
+    )
+    searched = json.loads((tmp_path / "searched" / "summary.json").read_text())
+    assert searched["weights_sha256"] == given.weights_sha256

@@ -153,6 +153,7 @@ def test_a_model_of_tokens_without_a_tokenizer_says_why_it_writes_nothing(
 # -- the plan -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # the message is in tests/test_pipeline.py, and the next test ends a job at this place
 def test_more_ranks_than_the_model_has_cuts(launch: Launch, folder: Path, tmp_path: Path) -> None:
     job = train(launch, folder, 2, "config.yaml", "model.hidden=[]", f"run.dir={tmp_path}/run")
     said = refusal(job)

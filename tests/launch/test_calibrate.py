@@ -3,14 +3,15 @@ bits (make test-mpi)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mpipipe.commands.plan import main
 from mpipipe.config.cluster import load_cluster
 from mpipipe.values import Plan, from_json
 
@@ -33,12 +34,14 @@ links: {node: {latency_s: 1e-6, bytes_per_s: 1e+9}, switch: {latency_s: 1e-4, by
 """
 
 
-def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mpipipe", "plan", "config.yaml", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+def plan(folder: Path, *arguments: str) -> int:
+    with contextlib.chdir(folder):
+        return main(["config.yaml", *arguments])
 
 
-def test_two_ranks_are_measured_and_planned_for(launch: Launch, tmp_path: Path) -> None:
+def test_two_ranks_are_measured_and_planned_for(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     job = launch(2, "-m", "mpipipe", "calibrate", cwd=tmp_path)
     assert job.returncode == 0, job.stderr
@@ -46,8 +49,8 @@ def test_two_ranks_are_measured_and_planned_for(launch: Launch, tmp_path: Path) 
     cluster = load_cluster(tmp_path / "cluster.yaml").of(2, "fp32", 1, 0, None)
     assert cluster.node_of_rank == (0, 0)
     assert 0 < cluster.link(0, 1).latency_s < 0.1
-    made = plan(tmp_path, "--ranks", "2", "--cluster", "cluster.yaml")
-    assert (made.returncode, made.stderr) == (0, "")
+    assert plan(tmp_path, "--ranks", "2", "--cluster", "cluster.yaml") == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.full  # the message itself is in tests/commands
@@ -58,14 +61,17 @@ def test_what_cannot_be_written_ends_all_ranks_with_one_message(launch: Launch, 
 
 
 @pytest.mark.full  # tests/mpi has orders of the ranks, and tests/planner those that are planned
-def test_ranks_in_the_order_of_a_plan_train_to_the_bits_of_one(launch: Launch, tmp_path: Path) -> None:
+def test_ranks_in_the_order_of_a_plan_train_to_the_bits_of_one(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "cluster.yaml").write_text(SLOW_FIRST)
-    made = plan(tmp_path, "--ranks", "3", "--cluster", "cluster.yaml", "-o", "p.json")
-    assert (made.returncode, made.stderr) == (0, "")
+    assert plan(tmp_path, "--ranks", "3", "--cluster", "cluster.yaml", "-o", "p.json") == 0
+    said = capsys.readouterr()
+    assert said.err == ""
     chosen = from_json(Plan, (tmp_path / "p.json").read_text()).layout
     assert chosen.order != (0, 1, 2)
-    assert f"in the order of the stages: {', '.join(map(str, chosen.order))}" in made.stdout
+    assert f"in the order of the stages: {', '.join(map(str, chosen.order))}" in said.out
     summaries, metrics = [], []
     for ranks, name, given in ((3, "p", ["--plan", "p.json"]), (1, "one", [])):
         job = launch(ranks, "-m", "mpipipe.train", "config.yaml", f"run.dir={name}", *given, cwd=tmp_path)

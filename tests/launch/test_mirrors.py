@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alone import train_alone
 
 from mpipipe.cluster.survivors import FLAGS
 
@@ -71,13 +72,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the weights are in the end."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "config.yaml").write_text(CONFIG)
-    job = launch(1, "-m", "mpipipe.train", "config.yaml", "run.recover=restart", cwd=folder)
-    assert job.returncode == 0, job.stderr
-    return str(summary(folder)["weights_sha256"])
+    return train_alone(folder, "run.recover=restart").weights_sha256
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpipipe.commands.plan import main
 from mpipipe.report.trace import read_trace, write_trace
 from mpipipe.values import Op, Plan, from_json
 
@@ -66,7 +67,9 @@ def test_an_edited_plan_trains_to_the_same_weights_with_its_own_cuts(launch: Lau
     assert ran.hash == edited["plan_hash"]
 
 
-def test_a_refined_plan_trains_to_the_same_weights(launch: Launch, folder: Path) -> None:
+def test_a_refined_plan_trains_to_the_same_weights(
+    launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The measured step is made to say that a stage with several groups was slow, so that the cut moves."""
     plan = from_json(Plan, (folder / "first" / "plan.json").read_text())
     assert plan.costs is not None
@@ -84,10 +87,11 @@ def test_a_refined_plan_trains_to_the_same_weights(launch: Launch, folder: Path)
         replace(trace, timelines={**trace.timelines, "measured": slower}),
     )
 
-    refine = [sys.executable, "-c", PLANS, "plan", "--refine", "first", "-o", "refined.json"]
-    made = subprocess.run(refine, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    assert (made.returncode, made.stderr) == (0, ""), made.stderr
-    assert "new plan: " in made.stdout
+    monkeypatch.chdir(folder)
+    assert main(["--refine", "first", "-o", "refined.json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert "new plan: " in said.out
     given = ["--plan", "refined.json", "run.dir=second"]
     job = launch(2, "-m", "mpipipe.train", "config.yaml", *given, cwd=folder)
     assert job.returncode == 0, job.stderr

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alone import train_alone
 
+from mpipipe.errors import CheckpointError
 from mpipipe.state.resume import newest, survey
 
 pytestmark = pytest.mark.jobs
@@ -105,9 +107,8 @@ def contents(run: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path, launch: Launch) -> dict[str, Any]:
-    job = train(launch, folder, 1, "whole")
-    assert job.returncode == 0, job.stderr
+def undisturbed(folder: Path) -> dict[str, Any]:
+    train_alone(folder, "run.dir=whole")
     return told(folder / "whole")
 
 
@@ -175,8 +176,7 @@ def test_other_numerics_are_refused_until_they_are_asked_for(
     assert "--new-numerics" in job.stderr
     assert contents(run) == before, "nothing has changed"
 
-    job = train(launch, folder, 1, "other", "--resume", "train.seed=5", "--new-numerics")
-    assert job.returncode == 0, job.stderr
+    train_alone(folder, "run.dir=other", "--resume", "train.seed=5", "--new-numerics")
     found = told(run)
     assert found["steps"][:3] == undisturbed["steps"][:3]
     assert [step["step"] for step in found["steps"]] == list(range(1, STEPS + 1))
@@ -186,7 +186,7 @@ def test_other_numerics_are_refused_until_they_are_asked_for(
 
 
 def test_damaged_checkpoints_are_passed_over_and_a_finished_run_says_so(
-    launch: Launch, folder: Path, undisturbed: dict[str, Any]
+    folder: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copied(folder / "whole", "damaged")
     last = newest(run)
@@ -198,20 +198,18 @@ def test_damaged_checkpoints_are_passed_over_and_a_finished_run_says_so(
     bits = bytearray(flipped.read_bytes())
     bits[-1] ^= 1
     flipped.write_bytes(bits)
-    job = train(launch, folder, 1, "damaged", "--resume")
-    assert job.returncode == 0, job.stderr
-    assert f"note: passed over {Path('damaged') / 'checkpoints' / last.name}: " in job.stdout
-    assert f"{shard.name}: has " in job.stdout
-    assert f"{Path('damaged') / flipped.relative_to(run)}: its sha256 is " in job.stdout
-    assert "resuming damaged after 3 steps" in job.stdout
+    train_alone(folder, "run.dir=damaged", "--resume")
+    said = capsys.readouterr().out
+    assert f"note: passed over {Path('damaged') / 'checkpoints' / last.name}: " in said
+    assert f"{shard.name}: has " in said
+    assert f"{Path('damaged') / flipped.relative_to(run)}: its sha256 is " in said
+    assert "resuming damaged after 3 steps" in said
     assert told(run) == undisturbed
     kept = [path.name for path in (run / "checkpoints").glob("*.damaged")]
     assert sorted(kept) == ["step-00000006.damaged", f"{last.name}.damaged"]
 
-    job = train(launch, folder, 1, "damaged", "--resume")
-    assert job.returncode != 0
-    assert f"all of the {STEPS} steps are done; raise train.steps to go on" in job.stderr
-    assert "Traceback" not in job.stderr
+    with pytest.raises(CheckpointError, match=f"all of the {STEPS} steps are done; raise train.steps to go"):
+        train_alone(folder, "run.dir=damaged", "--resume")
 
 
 def test_a_time_limit_ends_with_a_checkpoint_and_the_run_can_go_on(
@@ -230,8 +228,7 @@ def test_a_time_limit_ends_with_a_checkpoint_and_the_run_can_go_on(
     losses = [[step["loss"] for step in steps] for steps in (told(run)["steps"], undisturbed["steps"])]
     assert losses[0] == losses[1][: summary["steps"]]
 
-    job = train(launch, folder, 1, "limited", "--resume")
-    assert job.returncode == 0, job.stderr
+    train_alone(folder, "run.dir=limited", "--resume")
     found = told(run)
     assert found["weights"] == undisturbed["weights"]
     losses = [[step["loss"] for step in steps] for steps in (found["steps"], undisturbed["steps"])]

@@ -84,6 +84,7 @@ def test_nor_do_those_of_any_model(name: str, how: dict[str, Any]) -> None:
     assert_same_bits(HfCase(name, **how), (2, 3, 4))
 
 
+@pytest.mark.slow
 def test_a_weight_used_in_three_places_is_one() -> None:
     variants = tiny_t5().variants
     assert {k: v for k, v in variants.source.alias.items() if k != v} == dict.fromkeys(
@@ -271,6 +272,7 @@ def assert_same(found: dict[str, Tensor], module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow
 def test_each_rank_starts_from_the_weights_of_the_folder(name: str, tmp_path: Path) -> None:
     """As the library saves them: in several files; experts one by one, which here are one tensor."""
     module = real(built(name))
@@ -335,6 +337,7 @@ def test_names_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:
 # -- what is frozen, what does not fit ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_not_trained(tmp_path: Path) -> None:
     path = hf_tiny.write_config("gpt2", tmp_path)
     model = hf.build(path, freeze=["transformer.w?e.weight", "*.h.0.*"])

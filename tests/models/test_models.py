@@ -47,6 +47,7 @@ def exported(model: nn.Module, *args: torch.Tensor) -> nn.Module:
         [(True, "train", 5), (False, "eval", 1)], itertools.product([True, False], ["train", "eval"], [1, 5])
     ),
 )
+@pytest.mark.slow
 def test_gpt_exports_to_the_same_bits(rows: int, mode: str, tied: bool) -> None:
     model = gpt(tied).train(mode == "train")
     x = tokens(rows)
@@ -62,6 +63,7 @@ def test_mlp_exports_to_the_same_bits(rows: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.slow
 def test_dropout_is_in_the_exported_graph_in_train_mode_only(rows: int) -> None:
     for model, x in ((gpt(dropout=0.3), tokens(rows)), (MLP(6, [8], 3, 0.3), torch.randn(rows, 6))):
         for train in (True, False):
@@ -143,6 +145,7 @@ def test_losses_of_the_parts_add_up_to_the_whole() -> None:
     "overrides",
     [["model.name=mlp"], ["model.layers=1", "model.d_model=32", "model.vocab=40", "model.context=8"]],
 )
+@pytest.mark.slow
 def test_build_gives_a_model_that_reads_the_data_and_learns(overrides: list[str]) -> None:
     config = parse("data: {name: synthetic}", overrides=overrides)
     data = open_dataset(config, ".")

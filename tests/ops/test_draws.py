@@ -40,6 +40,7 @@ def test_uniform_never_reaches_one(dtype):
     assert abs(u.double().mean().item() - 0.5) < 0.01
 
 
+@pytest.mark.slow
 def test_distributions():
     """Kolmogorov-Smirnov at a level that a right stream fails once in a million, for a fixed stream."""
     from scipy import stats  # here: it takes a while
@@ -61,6 +62,7 @@ def test_normal_is_box_muller(n):
     np.testing.assert_allclose(normal((n,), KEY, 1, 2, dtype=torch.float64).numpy(), expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_integers():
     from scipy import stats  # here: it takes a while
 

@@ -144,6 +144,7 @@ def test_threads_and_instruction_sets_do_not_change_bits(dtype):
 
 
 @pytest.mark.parametrize("key", [KEY, 2**64 - 1])
+@pytest.mark.slow
 def test_the_registered_operator(key):
     how = (threshold(0.25), 1 / 0.75, _signed(key), 1, 2)
     x = torch.randn(9, 4, requires_grad=True)

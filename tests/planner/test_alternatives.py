@@ -55,6 +55,7 @@ def test_other_numbers_of_micro_batches_have_the_window_that_their_order_needs()
     assert all(row.step_s is not None and "deadlock" not in row.why for row in rows), rows
 
 
+@pytest.mark.slow
 def test_memory_that_differs_by_nothing_is_left_out():
     """Of groups that keep nothing, gpipe holds as much as 1f1b; where they do, more."""
     bare = uniform(8, 2)
@@ -71,6 +72,7 @@ def test_another_number_of_micro_batches_is_compared_per_sample():
     assert rows["2 micro-batches, batch 8"].loss == pytest.approx((2 + 1) / 2 / ((4 + 1) / 4) - 1)
 
 
+@pytest.mark.slow
 def test_other_numbers_of_ranks_are_planned_anew():
     rows = found(uniform(8, 2), 2, 4)
     assert rows["1 rank"].step_s == 8 * 3.0 * 4
@@ -79,6 +81,7 @@ def test_other_numbers_of_ranks_are_planned_anew():
     assert "16 ranks" not in found(uniform(8, 8), 8, 4), "there are 8 groups"
 
 
+@pytest.mark.slow
 def test_where_memory_forbids_one_it_says_by_how_much_and_on_which_rank():
     rows = found(uniform(4, 2, stash_bytes=100), 2, 8, memory=500)
     assert rows["schedule gpipe"] == Alternative(

@@ -98,6 +98,7 @@ def same_cuts(problem: Problem) -> bool:
 
 @settings(max_examples=50, deadline=None)
 @given(problems(), SCHEDULE, st.integers(0, 5), TIED, st.booleans())
+@pytest.mark.slow
 def test_the_cuts_are_those_of_the_sweeps(problem, schedule, window, tied, update):
     costs, n_stages, n_micro = problem
     same_cuts(problem_of(costs, n_stages, n_micro, schedule, window, tied, update))
@@ -108,6 +109,7 @@ def test_the_cuts_are_those_of_the_sweeps(problem, schedule, window, tied, updat
     problems(memory="tight", remakes=True), st.sampled_from(["1f1b", "zb-h1", "zb-h2"]), st.integers(0, 5),
     TIED, st.booleans(), st.sampled_from([RECOMPUTE, *((mode,) for mode in RECOMPUTE)]),
 )  # fmt: skip
+@pytest.mark.slow
 def test_sweeps_with_recomputation_and_backwards_in_two_are_the_same(
     problem, schedule, window, tied, update, modes
 ):
@@ -232,7 +234,7 @@ def test_the_same_fault_is_found(made, rng):
     st.integers(0, 9),
     st.data(),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_lists_are_the_same(placed, p, m, most, data):
     on = {"one": range(p), "v": v_shaped(p), "wrapped": wrapped(2 * p, p)}[placed]
     seconds = [tuple(data.draw(FEW_SECONDS) for _ in on) for _ in range(6)]

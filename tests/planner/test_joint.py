@@ -104,6 +104,7 @@ def _compare(problem: tuple[Costs, int, int]) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(problems(memory="huge", max_groups=6), st.sampled_from(PLAIN))
+@pytest.mark.slow
 def test_no_step_is_below_the_bound_of_its_cut(problem, schedule):
     costs, n_ranks, n_micro = problem
     cuts = list(all_cuts(len(costs.groups), n_ranks))
@@ -175,6 +176,7 @@ def priced(split_s: float, call_s: float) -> str:
     return search(one, lambda _: costs).plan.layout.schedule
 
 
+@pytest.mark.slow
 def test_what_a_backward_in_two_and_a_call_cost_decides_against_schedules_that_have_many():
     assert priced(0.0, 0.0) == "zb-v"
     assert priced(1.0, 0.0) == "interleaved"

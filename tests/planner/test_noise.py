@@ -44,6 +44,7 @@ def test_one_walk_is_as_many_simulations(problem, schedule: str, tied: str) -> N
 
 @settings(max_examples=8)
 @given(problems("mixed"), st.sampled_from(["1f1b", "gpipe"]))
+@pytest.mark.slow
 def test_only_cuts_that_fit_are_tried(problem, schedule: str) -> None:
     """As `predict` says, or more carefully: it counts the receives that follow each other in the program."""
     costs, n_stages, n_micro = problem
@@ -60,6 +61,7 @@ def test_only_cuts_that_fit_are_tried(problem, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.slow
 def test_of_two_stages_all_cuts_are_held_against_the_plan(seed: int) -> None:
     """Three groups have two cuts: the draws are simulated one by one."""
     costs = replace(made_costs(2, 3), spread=0.5)
@@ -136,6 +138,7 @@ def test_a_plan_that_barely_fits_has_its_noise_too() -> None:
 
 @settings(max_examples=6)
 @given(problems("huge"))
+@pytest.mark.slow
 def test_the_draws_in_which_one_plan_is_shorter_are_counted(problem) -> None:
     costs, n_stages, n_micro = problem
     costs = replace(costs, spread=0.3, source="measured")

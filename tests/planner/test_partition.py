@@ -51,6 +51,7 @@ def test_is_the_optimum_of_all_cuts(problem, schedule, window, tied):
 
 @settings(max_examples=40, deadline=None)
 @given(problems(memory="tight", max_groups=6), SCHEDULE, WINDOW, TIED)
+@pytest.mark.slow
 def test_the_error_names_the_smallest_number_of_stages_that_would_do(problem, schedule, window, tied):
     costs, n_stages, n_micro = problem
     size = memories(costs)[0]
@@ -68,6 +69,7 @@ def test_the_error_names_the_smallest_number_of_stages_that_would_do(problem, sc
 
 @settings(max_examples=30, deadline=None)
 @given(problems(memory="tight"), SCHEDULE)
+@pytest.mark.slow
 def test_the_missing_bytes_are_exact(problem, schedule):
     """One byte less than said and the same stage still fails; all of them, and it does not."""
     costs, n_stages, n_micro = problem

@@ -150,6 +150,7 @@ def test_the_largest_memory_is_given_to_the_stage_that_needs_it():
 
 @settings(max_examples=15)
 @given(cases(4), st.permutations(range(4)))
+@pytest.mark.slow
 def test_a_plan_is_the_one_of_the_cluster_numbered_anew(costs, order):
     endless = tuple(replace(d, memory_bytes=HUGE) for d in costs.cluster.devices)
     machine = replace(costs.cluster, devices=endless)

@@ -49,6 +49,7 @@ def test_the_plan_has_the_order_in_it_and_is_no_longer_than_by_hand() -> None:
     ("schedule", "hand"), [("v-planned", "zb-v"), ("interleaved-planned", "interleaved")]
 )
 @pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.slow
 def test_on_two_stages_each_it_is_no_longer_than_by_hand(schedule: str, hand: str, n_ranks: int) -> None:
     costs = replace(COSTS, cluster=cluster([1.0, 0.5, 1.0][:n_ranks], [HUGE] * n_ranks, Link(0.5, 16.0)))
     ours, theirs = (make_plan(costs, numerics(9 if n_ranks == 3 else 8), name, 4, n_ranks)[0]
@@ -113,6 +114,7 @@ def test_an_order_takes_what_its_simulation_says(on: tuple[int, ...]) -> None:
     [("zb-planned", 3, Link(10.0, 1.0), 0.0), ("zb-planned", 3, Link(2.0, 4.0), 0.0),
      ("zb-planned", 3, None, 0.2), ("v-planned", 2, None, 0.0)],
 )  # fmt: skip
+@pytest.mark.slow
 def test_no_other_number_of_stashes_is_shorter(
     schedule: str, n_ranks: int, link: Link | None, call_s: float
 ) -> None:
@@ -131,7 +133,15 @@ def test_no_other_number_of_stashes_is_shorter(
 
 
 @pytest.mark.parametrize("schedule", ["zb-planned", "v-planned", "interleaved-planned"])
-@pytest.mark.parametrize("memory", [36, 44, 60, HUGE])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        60,  # where bounds that are a tenth too high change every plan
+        pytest.param(44, marks=pytest.mark.slow),
+        pytest.param(36, marks=pytest.mark.full),
+        pytest.param(HUGE, marks=pytest.mark.full),
+    ],
+)
 def test_what_is_ruled_out_would_not_be_taken(
     schedule: str, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,11 +153,11 @@ def test_what_is_ruled_out_would_not_be_taken(
             return make_plan(costs, numerics(24), schedule, 4, 2, recompute="auto")[0]
         return None
 
-    found = [made(seed) for seed in range(4)]
+    found = [made(seed) for seed in range(2)]
     asked = list[float]()
     monkeypatch.setattr("mpipipe.planner.search.least_of", lambda *_: asked.append(0.0) or 0.0)
     monkeypatch.setattr("mpipipe.planner.orders._ROUNDING", 0.0)
-    assert [made(seed) for seed in range(4)] == found
+    assert [made(seed) for seed in range(2)] == found
     assert asked, "nothing was looked at twice"
     assert any(plan is not None for plan in found)
 
@@ -165,6 +175,7 @@ def test_memory_that_messages_of_ties_take_is_left_for_them(tied: str, memory: i
     assert max(made.prediction.peak_bytes) <= memory
 
 
+@pytest.mark.slow
 def test_as_good_is_held_against_the_shortest_of_all() -> None:
     """Not against one that was made leaner, and so longer, before."""
     for seed, n_ranks in ((8, 2), (39, 3)):
@@ -180,6 +191,7 @@ def test_as_good_is_held_against_the_shortest_of_all() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "like"), [("v-planned", EQUAL), ("auto", LIKE)])
+@pytest.mark.slow
 def test_of_orders_that_are_as_good_that_with_least_memory_is_taken(schedule: str, like: float) -> None:
     less = 0
     for seed in range(5):
@@ -193,6 +205,7 @@ def test_of_orders_that_are_as_good_that_with_least_memory_is_taken(schedule: st
     assert less
 
 
+@pytest.mark.slow
 def test_little_memory_gives_another_order() -> None:
     wide = planned("zb-planned")
     devices = tuple(replace(d, memory_bytes=130) for d in COSTS.cluster.devices)
@@ -249,6 +262,7 @@ def test_whatever_the_memory_it_is_no_longer_than_zb_h1(seed: int) -> None:
     assert len(lengths) > 3
 
 
+@pytest.mark.slow
 def test_all_is_made_again_where_that_is_shorter_than_to_wait() -> None:
     groups = tuple(
         replace(group(f"g{i}", param_bytes=1, stash_bytes=6, act_bytes=1, grad_bytes=1), waiting_bytes=5)

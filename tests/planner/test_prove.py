@@ -161,6 +161,7 @@ def test_1f1b_needs_receives_posted_ahead():
 
 
 @pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.slow
 def test_every_schedule_is_free_of_deadlock(name):
     for n_stages, n_micro, window in itertools.product(range(1, 8), range(1, 9), [1, 2, 4]):
         prove(lower(SCHEDULES[name](n_stages, n_micro), (), "per_use", window))
@@ -168,6 +169,7 @@ def test_every_schedule_is_free_of_deadlock(name):
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in PLAIN])
+@pytest.mark.slow
 def test_every_other_schedule_ends_with_some_window_and_all_larger_ones(name):
     """So that the search may find the least one by halving."""
     for n_ranks, n_micro in itertools.product(range(1, 6), range(1, 9)):
@@ -199,6 +201,7 @@ def proved(order: Schedule, window: int) -> bool:
     st.sampled_from(["per_use", "eager"]),
     st.integers(1, 4),
 )
+@pytest.mark.slow
 def test_no_ties_lead_to_deadlock(name, n_stages, n_micro, ties, tied, window):
     prove(lower(SCHEDULES[name](n_stages, n_micro), on(n_stages, ties), tied, window))
 

@@ -166,6 +166,7 @@ def one_after_the_other(n_stages: int, n_micro: int) -> Schedule:
     st.sampled_from([1, 2, 4]),
     st.data(),
 )
+@pytest.mark.slow
 def test_the_partitioner_counts_no_less_than_the_simulation(
     found: tuple[Costs, int, int],
     build: Callable[[int, int], Schedule],

@@ -85,6 +85,7 @@ def test_no_cut_and_no_schedule_beats_the_bound(problem, schedule):
 
 
 @given(st.integers(1, 6), st.integers(1, 8))
+@pytest.mark.slow
 def test_a_balanced_pipeline_meets_its_bound(p, m):
     plan, _ = planned(uniform(p, p, param_bytes=8, step_s_per_byte=0.125), p, m)
     assert plan.prediction.gap == pytest.approx(0.0, abs=1e-12)

@@ -83,6 +83,7 @@ def test_a_message_delays_the_next_stage_only():
 
 @pytest.mark.parametrize("name", PLAIN)
 @given(st.integers(1, 8), st.integers(1, 12))
+@pytest.mark.slow
 def test_the_bubble_is_p_minus_1_over_m_plus_p_minus_1(name, p, m):
     stage = dataclasses.replace(EVEN, bwd_input_s=1.0, bwd_weight_s=1.0)
     timeline = even(name, p, m, stage)
@@ -91,6 +92,7 @@ def test_the_bubble_is_p_minus_1_over_m_plus_p_minus_1(name, p, m):
 
 
 @given(st.integers(1, 8), st.integers(1, 12))
+@pytest.mark.slow
 def test_stash_of_1f1b_is_that_of_the_stages_to_come(p, m):
     peaks = {name: even(name, p, m).peak_bytes for name in PLAIN}
     for s in range(p):

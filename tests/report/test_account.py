@@ -39,6 +39,7 @@ def simulated(
     SECONDS,
     st.booleans(),
 )
+@pytest.mark.slow
 def test_the_parts_add_up_to_the_makespan(name, costs, n_micro, link, norm_s, tied) -> None:
     timeline = simulated(name, costs, n_micro, link, norm_s, tied)
     found = account(timeline)

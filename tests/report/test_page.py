@@ -51,6 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     return read_run(made_run(tmp_path_factory.mktemp("page") / "made"))
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else(run: RunData) -> None:
     text = page(run)
     elements = Parsed(text).elements
@@ -61,6 +62,7 @@ def test_the_page_needs_nothing_else(run: RunData) -> None:
     assert len(text) < 200_000
 
 
+@pytest.mark.slow
 def test_the_policy_allows_this_script_and_this_style_alone(run: RunData) -> None:
     parsed = Parsed(page(run))
     policy = next(
@@ -74,6 +76,7 @@ def test_the_policy_allows_this_script_and_this_style_alone(run: RunData) -> Non
     )
 
 
+@pytest.mark.slow
 def test_nothing_in_a_run_becomes_markup(run: RunData) -> None:
     assert run.plan is not None
     assert run.plan.costs is not None
@@ -130,6 +133,7 @@ def test_the_drawn_instructions_are_those_of_the_timelines(run: RunData) -> None
     assert data["words"][0].format(micro=3, stage=1) == "forward of micro-batch 3 on stage 1"
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_summary(run: RunData) -> None:
     shown = " ".join(Parsed(page(run)).inside["dd"])
     report = run.report
@@ -159,6 +163,7 @@ def test_ranks_of_several_stages_are_counted_once(run: RunData) -> None:
     assert cells[cells.index("blocks.6") + 1] == peaks[1]
 
 
+@pytest.mark.slow
 def test_the_bars_of_a_rank_fill_its_row(run: RunData) -> None:
     boxes = [a for name, a in Parsed(page(run)).elements if name == "rect" and a["class"] != "compute_s"]
     rows = [a for name, a in Parsed(page(run)).elements if name == "rect" and a["class"] == "other_s"]
@@ -167,6 +172,7 @@ def test_the_bars_of_a_rank_fill_its_row(run: RunData) -> None:
     assert len(boxes) == 2 * 4
 
 
+@pytest.mark.slow
 def test_long_curves_are_means_of_steps_and_say_so(run: RunData) -> None:
     lines = made_metrics(10 * MOST_POINTS, 0.1)
     lines[0]["loss"] = float("nan")

@@ -57,6 +57,7 @@ def test_steps_beyond_the_checkpoint_of_a_resume_are_shown_once(tmp_path: Path, 
     assert read(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
 
 
+@pytest.mark.slow
 def test_without_the_package_the_message_names_the_line_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_of_many_stages_those_are_shown_that_are_farthest_off() -> None:
     assert lines[-1] == "(28 stages more, which are less far off)"
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_has_them(tmp_path: Path) -> None:
     run = read_run(made_run(tmp_path / "made"))
     text = words(run)

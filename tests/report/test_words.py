@@ -37,6 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     return read_run(made_run(tmp_path_factory.mktemp("words") / "made"))
 
 
+@pytest.mark.slow
 def test_twice_the_micro_batches_save_half_of_the_filling() -> None:
     """(m + S - 1) c becomes (2 m + S - 1) c / 2, but for the one latency of the norm."""
     plan = even_plan(n_ranks=4, n_micro=8, n_groups=4, batch=16)
@@ -48,6 +49,7 @@ def test_twice_the_micro_batches_save_half_of_the_filling() -> None:
     assert not any("micro-batches" in w.change for w in what_if(even_plan(4, 8, 4)))  # a sample is not halved
 
 
+@pytest.mark.slow
 def test_one_rank_more_and_less_are_planned_anew() -> None:
     """12 groups: (m + S - 1) (12 / S) c; S = 3 needs (8 + 2) 4 c, S = 4 (8 + 3) 3 c."""
     more = {w.change: w for w in what_if(even_plan(3, 8, 12))}["one more rank like the last"]
@@ -68,6 +70,7 @@ def test_a_single_rank_has_no_links_to_plan_for_another() -> None:
     assert not any("more rank" in w.change for w in what_if(replace(plan, costs=alone)))
 
 
+@pytest.mark.slow
 def test_equal_stages_are_a_bound() -> None:
     """Three groups on two ranks: (4 + 1) 6 with a stage of two, (4 + 1) 4.5 if they could be halved."""
     found = {w.change: w for w in what_if(even_plan(2, 4, 3))}
@@ -75,6 +78,7 @@ def test_equal_stages_are_a_bound() -> None:
     assert "stages of equal work" not in {w.change for w in what_if(even_plan(2, 4, 4))}
 
 
+@pytest.mark.slow
 def test_only_what_helps_is_told_the_best_first(run: RunData) -> None:
     assert run.plan is not None
     found = what_if(run.plan)
@@ -96,6 +100,7 @@ def test_only_what_helps_is_told_the_best_first(run: RunData) -> None:
         (1.0, 0.3, "were for 45%, so costs are off: plan --refine takes those of this run"),
     ],
 )
+@pytest.mark.slow
 def test_costs_that_the_run_has_refuted_are_told(run: RunData, step: float, idle: float, says: str) -> None:
     """step: measured over predicted; idle: how much more of it than predicted."""
     assert run.report is not None
@@ -116,6 +121,7 @@ def test_the_parts_of_a_step_add_up(run: RunData) -> None:
     assert sum(changes) == pytest.approx(step * 1e3, abs=0.3)
 
 
+@pytest.mark.slow
 def test_the_text_has_the_summary_the_step_and_what_would_help(run: RunData) -> None:
     text = words(run, 110)
     assert all(len(line) <= 110 for line in text.splitlines())
@@ -123,6 +129,7 @@ def test_the_text_has_the_summary_the_step_and_what_would_help(run: RunData) -> 
         assert part in text
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_takes_no_figure(run: RunData) -> None:
     assert run.report is not None
     ranks = tuple(replace(rank, sent_bytes=123456 << 20, exposed_s=123.4567) for rank in run.report.ranks)
@@ -133,6 +140,7 @@ def test_a_narrow_screen_takes_no_figure(run: RunData) -> None:
     assert "…" not in text
 
 
+@pytest.mark.slow
 def test_a_run_that_has_gone_on_is_not_told_as_it_ended_before(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "resumed")
     with (folder / "metrics.jsonl").open("a") as metrics:
@@ -155,6 +163,7 @@ def test_a_plan_that_was_edited_in_the_folder_is_not_taken_for_the_one_that_ran(
     assert "there is no plan to simulate" in words(found)
 
 
+@pytest.mark.slow
 def test_codes_that_mean_nothing_are_noted(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "made")
     trace = json.loads((folder / "timeline.json").read_text())
@@ -166,6 +175,7 @@ def test_codes_that_mean_nothing_are_noted(tmp_path: Path) -> None:
     words(found)
 
 
+@pytest.mark.slow
 def test_what_a_run_lacks_is_said(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"is no run folder.*runs/latest"):
         read_run(tmp_path)

@@ -54,6 +54,7 @@ def counted(case: Case, plan: Plan, program: Program, ranks: int) -> list[Int64]
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_sums_of_blocks_that_have_not_begun(case: Case, schedule: str, stages: int, copies: Copies) -> None:
     warm(case)
     order = placement(schedule, stages)

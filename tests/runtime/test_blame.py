@@ -119,12 +119,14 @@ def test_a_weight_that_was_not_finite_before_the_step(n_stages: int) -> None:
 
 
 @pytest.mark.parametrize(("n_stages", "value", "what"), [(1, math.nan, "nan"), (3, -math.inf, "inf")])
+@pytest.mark.slow
 def test_a_sample_of_the_batch(n_stages: int, value: float, what: str) -> None:
     found = said(n_stages, net(), Spoilt(value))
     assert f"the loss is nan: the input 'x' holds {what} in sample 5 of the batch, in micro-batch 2" in found
     assert "(stage 0, rank 0); mend that sample" in found
 
 
+@pytest.mark.slow
 def test_a_sample_is_called_by_the_index_that_it_has_in_the_data() -> None:
     class Named(Spoilt):
         def name_of(self, split: str, step: int, sample: int) -> str:
@@ -175,6 +177,7 @@ def kinked(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n_stages", [1, 3])
+@pytest.mark.slow
 def test_a_gradient_alone(n_stages: int) -> None:
     """The slope of the square root at zero, infinite, times that of what is cut off, zero."""
     found = said(n_stages, net(kinked, 1), step=0)

@@ -84,6 +84,7 @@ def _runs(case: Case, schedule: str, ranks: int) -> bool:
 
 
 @pytest.mark.parametrize("model", full_but(["conv and norm"], GROUPS))
+@pytest.mark.slow
 def test_groups_are_so_many(model: str) -> None:
     """Not counted while tests are collected: every worker would capture every model."""
     assert len(Case(model).variants.graph.groups) == GROUPS[model]
@@ -315,6 +316,7 @@ def test_kernels_add_to_the_sum_of_one_block(schedule: str, ranks: int, copies: 
 
 
 @pytest.mark.parametrize("window", [1, 16])
+@pytest.mark.slow
 def test_the_receive_window_changes_no_bits(window: int) -> None:
     case = Case("gpt", tied="eager")
     assert differences(one_stage(case, 1), train_local(case, 4, window=window)) == []

@@ -92,6 +92,7 @@ def plain(factory: Factory, clip: float | None) -> dict[str, str]:
     return found | {name: tensor_digest(name, p) for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_parameter_in_two_groups_is_refused_by_name() -> None:
     def twice(named: list) -> torch.optim.Optimizer:
         params = [p for _, p in named]
@@ -101,6 +102,7 @@ def test_a_parameter_in_two_groups_is_refused_by_name() -> None:
         run_local(1, lambda comm: trained(comm, twice, None))
 
 
+@pytest.mark.slow
 def test_parameters_left_out_and_foreign_ones_are_refused() -> None:
     def short(named: list) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for _, p in named][1:], lr=0.1)

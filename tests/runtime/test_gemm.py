@@ -96,6 +96,7 @@ def test_a_model_tells_all_its_products_at_their_own_sizes(monkeypatch: pytest.M
     assert found[0].work.op(*args, **kwargs).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_large_ones_are_reduced_and_count_for_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpipipe.graph.rates.LEAST_SIZE", 8)
     whole, small = products(variants_of(), "fp32", 1e9), products(variants_of(), "fp32", 1e4)
@@ -166,6 +167,7 @@ class Counted:
 
 
 @pytest.mark.parametrize(("flops_per_s", "most_s"), [(1e9, 18.1), (2e10, 1.0), (1e11, 0.5), (1e13, 0.2)])
+@pytest.mark.slow
 def test_the_budget_bounds_what_the_choice_takes(
     monkeypatch: pytest.MonkeyPatch, flops_per_s: float, most_s: float
 ) -> None:
@@ -220,6 +222,7 @@ def test_all_ranks_take_what_is_best_for_all(monkeypatch: pytest.MonkeyPatch) ->
     assert {c.gemm for c in chosen(2, rounds, monkeypatch=monkeypatch)} == {"mkl"}
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_finds_the_same_choice_again(monkeypatch: pytest.MonkeyPatch) -> None:
     (alone,) = chosen(1, [made(1e11, 2e11)], monkeypatch=monkeypatch)
     again = chosen(3, [made(2e11, 1e11)] * 3, known=alone.found, monkeypatch=monkeypatch)

@@ -86,6 +86,7 @@ def test_nothing_is_added_where_a_core_is_left_or_nothing_can_be_asked(monkeypat
 
 
 @pytest.mark.parametrize("model", ["gpt", "mlp", "skips"])
+@pytest.mark.slow
 def test_what_a_rank_holds_of_the_batch_is_what_its_plan_counts(model: str) -> None:
     case = Case(model, batch=16, micro_batches=8)
     warm(case)

@@ -53,6 +53,7 @@ def test_what_is_said_of_it() -> None:
     assert in_words(Decision({"gate 8": "torch"}, {})) == "kernels: none; left to torch: gate"
 
 
+@pytest.mark.slow
 def test_the_heaviest_form_comes_first_and_each_has_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is no time left."""
     monkeypatch.setattr("mpipipe.graph.contest.BUDGET_S", 0.0)

@@ -94,12 +94,14 @@ def test_one_rank_has_the_bits_of_a_plain_loop(case: Case) -> None:
     assert differences(plain_loop(case, plain_model(case)), train_local(case, 1)) == []
 
 
+@pytest.mark.slow
 def test_without_clipping_too() -> None:
     case = Case("gpt, no dropout", tied="eager", clip=None)
     expected, got = plain_loop(case, plain_model(case)), train_local(case, 1)
     assert differences({**expected, "norms": got["norms"]}, got) == []
 
 
+@pytest.mark.slow
 def test_tied_per_use_is_the_plain_sum_in_another_order() -> None:
     """The same first loss; after it, close but not the same: this is why `tied` is part of Numerics."""
     case = Case("gpt, no dropout", tied="per_use")
@@ -139,6 +141,7 @@ def test_tied_per_use_adds_up_each_use_first_and_then_the_uses_in_order() -> Non
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.slow
 def test_batch_norm_trains_to_the_same_bits_and_its_statistics_to_close_ones(optimizer: str) -> None:
     """Losses, norms, parameters and the count of batches are the plain loop's, bit for bit. The running
     mean and variance are applied after the step, (1 - m) * old + m * new, where torch does it inside its

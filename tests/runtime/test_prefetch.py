@@ -167,12 +167,14 @@ def ends(load: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_program_may_end_while_a_batch_is_loaded() -> None:
     """A thread that came back from torch then would abort it."""
     done = ends("return torch.randn(1500, 1500) @ torch.randn(1500, 1500)")
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_program_ends_though_a_batch_never_comes() -> None:
     done = ends("threading.Event().wait()")
     assert (done.returncode, done.stderr) == (0, "")

@@ -63,6 +63,7 @@ def after_forward(recompute: Recompute) -> tuple[Stage, Code, list[Tensor]]:
     return stage, code, stage.forward(code, 0, received, {}, 0, True)
 
 
+@pytest.mark.slow
 def test_results_are_let_go_after_forward_and_are_there_again_for_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -80,6 +80,7 @@ def gradients(trainer: Trainer) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), full_but(FAST, ALL))
+@pytest.mark.slow
 def test_the_bits_are_those_of_whole_gradients(
     schedule: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_bits_are_those_of_whole_gradients(
     assert differences(train_local(CASE, 1), got) == []
 
 
+@pytest.mark.slow
 def test_a_rank_has_one_gradient_of_the_table_for_both_uses() -> None:
     (alone,) = trainers("1f1b", 1)
     assert len(gradients(alone)) == 1
@@ -112,6 +114,7 @@ def test_rows_are_forgotten_with_the_step() -> None:
     assert not stage.weights.grad[TABLE].any()
 
 
+@pytest.mark.slow
 def test_no_gradient_is_lost_where_another_shape_reads_the_table_otherwise() -> None:
     """The last micro-batch of 7 has a single sample."""
     variants, case = tied(odd=True), Case("gpt, large table", batch=7)
@@ -145,6 +148,7 @@ def test_what_waits_before_the_norm_is_what_was_counted(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("1f1b", 2), ("zb-v", 2)])
+@pytest.mark.slow
 def test_a_rehearsal_leaves_nothing_for_the_first_step(schedule: str, ranks: int) -> None:
     costs, order = costs_of(ranks), placement(schedule, ranks)
     plan = plan_of(CASE, schedule, even_cuts(CASE.variants.graph.groups, len(order)), 3, order)
@@ -175,6 +179,7 @@ def test_rows_that_wait_are_summed_up_before_they_are_added() -> None:
     assert dict(zip(rows.tolist(), sums.flatten().tolist(), strict=True)) == {2: 2.0, 9: 5.0}
 
 
+@pytest.mark.slow
 def test_where_a_use_has_a_whole_gradient() -> None:
     assert kept(replace(CASE, tied="eager")) == {}  # uses are merged in each micro-batch
     assert kept(replace(CASE, blocks=2)) == {}  # sums of blocks are added up

@@ -204,6 +204,7 @@ def test_a_tensor_is_read_into_its_place_and_nothing_beside_it(tmp_path: Path) -
         assert tensor_digest(name, out) == tensor_digest(name, tensor)
 
 
+@pytest.mark.slow
 def test_reading_takes_the_memory_of_the_tensor_not_of_the_file(tmp_path: Path) -> None:
     save(tmp_path, {f"{i}": torch.ones(1 << 20) for i in range(32)}, 1)  # 128 MiB
     out, source = torch.zeros(1 << 20), Reader(tmp_path)

@@ -78,6 +78,7 @@ def resume(comm: Communicator, case: Case, schedule: str, folder: Path) -> dict[
         ],
     ),
 )
+@pytest.mark.slow
 def test_any_number_of_ranks_goes_on_from_any_other(
     tmp_path: Path, case: str, schedule: str, ranks: int, others: int
 ) -> None:

@@ -180,6 +180,7 @@ def test_a_lost_rank_changes_no_bits(
     assert max(again) <= EVERY or any(where == "recovery" for _, where, _ in kills)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_too_few_say_that_another_start_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*_: Any) -> None:
         raise PlanError("rank 0 needs 2 GiB and has 1 GiB")
@@ -219,6 +220,7 @@ def test_a_spare_takes_over_with_the_same_cuts_and_bits(
     assert max(again, default=0) <= EVERY
 
 
+@pytest.mark.slow
 def test_spares_make_every_call_and_get_what_it_comes_to(tmp_path: Path) -> None:
     def body(comm: Communicator) -> list[Any]:
         pipe = pipeline(comm, spares=1, val=[*Samples()])
@@ -235,6 +237,7 @@ def test_spares_make_every_call_and_get_what_it_comes_to(tmp_path: Path) -> None
     assert [found[-2:] for found in (*workers, spare)] == [[False, 0], [False, 1], [True, 2]]
 
 
+@pytest.mark.slow
 def test_a_spare_that_is_lost_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     arm(monkeypatch, ((3, "wait", 0),))
@@ -260,6 +263,7 @@ def test_spares_that_leave_nobody_to_work_are_refused() -> None:
         run_local(2, body)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_steps_that_are_done_again_are_taken_as_they_are(tmp_path: Path) -> None:
     """The rank is lost where the others wait for the last checkpoint, at the end of `fit`."""
     kept: list[int] = []
@@ -284,6 +288,7 @@ def test_checkpoints_of_steps_that_are_done_again_are_taken_as_they_are(tmp_path
     assert kept == [*range(1, STEPS + 1), *range(STEPS - 1, STEPS + 1)], "links and pruning come again"
 
 
+@pytest.mark.slow
 def test_a_newer_checkpoint_goes_before_the_mirrors_if_its_bits_are_right(tmp_path: Path) -> None:
     def body(comm: Communicator) -> tuple[str, dict[str, str]]:
         def save(pipe: Pipeline, step: int, _: dict[str, float]) -> None:
@@ -498,6 +503,7 @@ class Odd(torch.optim.SGD):
                 self.state[p].setdefault("history", []).append(1)
 
 
+@pytest.mark.slow
 def test_statistics_that_no_checkpoint_has_go_over_too() -> None:
     def body(comm: Communicator, refine: bool) -> tuple[dict[str, float], bool]:
         pipe = pipeline(comm, recover="restart", model=Quiet, val=[*Samples()])
@@ -513,6 +519,7 @@ def test_statistics_that_no_checkpoint_has_go_over_too() -> None:
     assert refined[0][0] == kept[0][0]
 
 
+@pytest.mark.slow
 def test_the_plan_stays_where_an_optimizer_keeps_what_nothing_can_hold() -> None:
     def body(comm: Communicator) -> tuple[bool, str]:
         pipe = pipeline(comm, recover="restart", optimizer=lambda named: Odd([p for _, p in named], lr=0.01))
@@ -529,6 +536,7 @@ def test_the_plan_stays_where_an_optimizer_keeps_what_nothing_can_hold() -> None
         assert "'history'" in said
 
 
+@pytest.mark.slow
 def test_all_ranks_agree_on_whether_they_look_at_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(comm: Communicator, **how: Any) -> list[int]:
         return list(pipeline(comm, optimizer=None, recover="restart", **how).survival.looks)
@@ -541,6 +549,7 @@ def test_all_ranks_agree_on_whether_they_look_at_another_plan(monkeypatch: pytes
         run_local(2, lambda comm: looks(comm, refine=comm.rank == 0))
 
 
+@pytest.mark.slow
 def test_the_plan_stays_where_another_one_gains_nothing_or_the_data_cannot_go_back() -> None:
     def body(comm: Communicator) -> list[str]:
         pipe = pipeline(comm, recover="restart")

@@ -243,6 +243,7 @@ entries = st.fixed_dictionaries(
 
 @settings(max_examples=25)
 @given(header=st.dictionaries(st.text(max_size=3), entries | json_values, max_size=3) | json_values)
+@pytest.mark.slow
 def test_whatever_a_header_says_it_is_read_as_tensors_of_this_file_or_refused(
     tmp_path_factory: pytest.TempPathFactory, header: Any
 ) -> None:

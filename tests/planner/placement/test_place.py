@@ -94,6 +94,7 @@ def test_the_programme_bounds_every_placement() -> None:
         assert solved.bound_s == pytest.approx(brute_force_s(problem, contiguous=False), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_bound_from_one_device_is_below_every_placement() -> None:
     tight = 0
     for seed in range(300, 320):

@@ -196,6 +196,7 @@ def test_no_budget():
     assert kept["load"] == pytest.approx(found["load"])
 
 
+@pytest.mark.slow
 def test_the_same_answer_twice():
     problem = items(inception(4, 3, 3), 4, 1)
     first, second = (compiled.solve_contiguous(**problem, **BUDGET) for _ in range(2))
