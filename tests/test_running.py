@@ -228,19 +228,21 @@ def test_a_long_capture_within_training_is_no_standstill(
 
 @pytest.fixture
 def rank_1_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the steps of a run it takes ten times as long as planned, and another plan always pays off."""
+    """By the steps of a run each of its instructions takes ten times as long as one of rank 0, and another plan
+    always pays off."""
     typical = Recorder.typical
 
     def of_a_slow_rank(recorder: Recorder) -> list[Timeline]:
         found = typical(recorder)
         for timeline in found:
-            timeline.times[1][:, 1] += 9.0 * (timeline.times[1][:, 1] - timeline.times[1][:, 0])
+            for times, seconds in zip(timeline.times, (0.1, 1.0), strict=True):
+                times[:, 1] = times[:, 0] + seconds
         return found
 
     monkeypatch.setattr(Recorder, "typical", of_a_slow_rank)
     monkeypatch.setattr(
         LocalCommunicator, "oversubscribed", property(lambda _: False, lambda *_: None), raising=False
-    )  # else times are of others, too
+    )  # or no plan is made anew
     monkeypatch.setattr("mpipipe.survival.MOST", 1e9)
     monkeypatch.setattr("mpipipe.planner.change.LASTING", 0.2)
     monkeypatch.setattr(Pipeline, "build_s", property(lambda _: 0.0, lambda *_: None), raising=False)
