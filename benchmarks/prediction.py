@@ -212,7 +212,7 @@ def one_round(config: str, overrides: Sequence[str], ranks: int) -> dict[str, An
 
 def _tensors(plan: Plan) -> list[int]:
     assert plan.costs is not None
-    names = [group.name for group in plan.costs.groups]
+    names = plan.costs.names
     program = program_for(plan.layout, plan.numerics, plan.costs.ties, names)
     return list(tensor_peak_bytes(plan.costs, plan.layout, program))
 

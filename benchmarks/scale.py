@@ -59,7 +59,7 @@ def numerics_of(n_micro: int) -> Numerics:
 
 def measured(n_groups: int, n_ranks: int, n_micro: int) -> dict[str, Any]:
     costs, numerics = made_up(n_groups, n_ranks), numerics_of(n_micro)
-    names = [group.name for group in costs.groups]
+    names = costs.names
     plan_s, (plan, program) = _timed(lambda: make_plan(costs, numerics, "1f1b", 4, n_ranks))
     layout, bound_s = plan.layout, plan.prediction.lower_bound_s
     found = {

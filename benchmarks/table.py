@@ -73,8 +73,11 @@ def in_short(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(sides: dict[str, Any], side: str, alone: Sequence[str]) -> str:
-    figures = sides[side]
+    figures = sides.get(side, {})
+    if "step_s" not in figures:
+        return "failed" if figures else ""
     called = f"{SIDES[side].rpartition(', ')[2]}: " if side in SCHEDULES else ""
+    called = "compiled: " if side == "compile" else called
     ratio = f" ({figures['ratio']:.2f})" if side not in (OURS, *alone) else ""
     return f"{called}{figures['step_s']:.3g} s{ratio}, {max(figures['peak_bytes']) / 2**20:.0f} MiB"
 
@@ -153,8 +156,11 @@ def main(argv: Sequence[str]) -> None:
     if not a.write:
         print(table(results), end="")
         return
-    for page, made in ((PAGE, table), (README, in_short)):
-        page.write_text(written(page.read_text(), made(results)))
+    pages = {
+        page: written(page.read_text(), made(results)) for page, made in ((PAGE, table), (README, in_short))
+    }
+    for page, text in pages.items():
+        page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def simulated(found: Costs, cuts: Sequence[int], schedule: str, micro: int = MIC
     numerics = Numerics(batch=micro, micro_batch=1, micro_batches=micro, blocks=1, threads=1, bits="torch",
                         gemm="mkl", precision="fp32", tied="per_use", op_table={}, torch="",
                         instruction_set="", seed=0)  # fmt: skip
-    names = [group.name for group in found.groups]
+    names = found.names
     ranks = tuple((rank,) for rank in range(len(cuts) + 1))
     layout = Layout(tuple(names[cut] for cut in cuts), ranks, schedule, receive_window=4)
     return predict(found, layout, program_for(layout, numerics, (), names))[1]

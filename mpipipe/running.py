@@ -290,7 +290,7 @@ class Run:
 
     def _steps_left(self, step: Step) -> int:
         """Of this start: until the steps are done or the time is over. What rank 0 says counts."""
-        in_time = self.limit.left_s() / max(step.seconds, 1e-9)
+        in_time = self.limit.left_s() / max(float(np.median(self.step_s)), 1e-9)
         return int(min(self.config.train.steps - step.step, in_time))
 
     def _stop_after(self, last: Step, metrics: Metrics | None) -> Step:

@@ -194,7 +194,7 @@ class Survival:
         del self.looks[0]
         if not pipe.comm.bcast_object(searches * pipe.search_s <= MOST * steps_left * recorder.step_s):
             return []
-        return recorder.typical()
+        return recorder.typical(pipe.predicted)
 
     def refine(self, pipe: Pipeline, typical: Sequence[Timeline], steps_left: int) -> tuple[bool, str]:
         """As `Pipeline.refine`."""
@@ -207,14 +207,13 @@ class Survival:
         except MpipipeError as error:
             pipe.costs = planned
             return False, f"the plan stays: {error}"
-        found = True, ""
-        if pipe.rank == 0:
-            stays, said = pays_off(before, plan, parts, steps_left, pipe.build_s)
-            found = stays, said + _slower(pipe.predicted, typical[0])
+        found = pays_off(before, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
         stays, said = pipe.comm.bcast_object(found)
         taken = False
         if not stays:
-            taken, said = self._go_over(pipe, plan, f"after {counted(steps, 'step')} {said}")
+            taken, said = self._go_over(
+                pipe, plan, f"after {counted(steps, 'step')} {said}{_slower(pipe.predicted, typical[0])}"
+            )
         if not taken:
             pipe.costs = planned
         return taken, said

@@ -62,7 +62,7 @@ while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal en
 wait "$child" && rc=0 || rc=$?
 trap - USR1 TERM INT
 # A preemption with GraceTime sends SIGTERM to the steps alone: under srun the ranks have saved, and ended with 0.
-preempted=$(scontrol show job -o "$id" 2>/dev/null | sed -n 's/.* PreemptTime=\([0-9][^ ]*\).*/\1/p' || true)
+preempted=$(SLURM_TIME_FORMAT=standard scontrol show job -o "$id" 2>/dev/null | sed -n 's/.* PreemptTime=\([0-9][^ ]*\).*/\1/p' || true)
 [[ $preempted < $began ]] || asked=--asked # not that of an earlier start
 [ -n "$again" ] && [ $rc = 0 -o -n "$asked" ] || exit "$rc"
 "${python[@]}" -m mpipipe launch "$@" $asked --unfinished || exit "$rc"

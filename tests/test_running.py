@@ -124,7 +124,7 @@ def test_the_steps_that_are_left_are_those_that_the_time_allows(monkeypatch: pyt
     run, asked_with = with_made_up_steps(0), list[int]()
     monkeypatch.setattr(run.pipe, "shown", lambda left: asked_with.append(left) or [])
     run.loop(None, [])
-    run.pipe.step, run.limit = 0, TimeLimit(2.0, {}, lambda: 1000.0, began=880.45)
+    run.pipe.step, run.limit = 0, TimeLimit(2.0, {}, lambda: 1000.0, began=892.45)
     monkeypatch.setattr(run.limit, "reached", lambda *_: None)
     run.loop(None, [])
     assert asked_with == [8, 7, 4, 4], "of nine; of the half second that is left, at 0.1 s each"
@@ -228,12 +228,12 @@ def test_a_long_capture_within_training_is_no_standstill(
 
 @pytest.fixture
 def rank_1_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the steps of a run each of its instructions takes ten times as long as one of rank 0, and another plan
-    always pays off."""
+    """By the steps of a run each of its instructions takes ten times as long as one of rank 0, and another
+    plan always pays off."""
     typical = Recorder.typical
 
-    def of_a_slow_rank(recorder: Recorder) -> list[Timeline]:
-        found = typical(recorder)
+    def of_a_slow_rank(recorder: Recorder, planned: Timeline) -> list[Timeline]:
+        found = typical(recorder, planned)
         for timeline in found:
             for times, seconds in zip(timeline.times, (0.1, 1.0), strict=True):
                 times[:, 1] = times[:, 0] + seconds

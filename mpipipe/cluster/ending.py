@@ -105,8 +105,8 @@ class TimeLimit:
             self.ends.append((TIME_OF_JOB, float(job_end), 60.0))
 
     def left_s(self) -> float:
-        """Seconds to the first end; infinite where there is none."""
-        return min((end for _, end, _ in self.ends), default=math.inf) - self.now()
+        """Seconds until the first end is near; infinite where there is none."""
+        return min((end - least_s for _, end, least_s in self.ends), default=math.inf) - self.now()
 
     def reached(self, step_s: float, save_s: float) -> str | None:
         """The end that is near, as a reason to stop. step_s, save_s: seconds of the longest step and of the

@@ -33,7 +33,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def reads_of(node: fx.Node) -> int:
+def times_read(node: fx.Node) -> int:
     """How often it is read; an operator may read it twice."""
     return sum(max(1, user.args.count(node)) for user in node.users)
 

@@ -35,8 +35,8 @@ from mpipipe.graph.nodes import (
     is_op,
     only_user,
     product_of,
-    reads_of,
     same_dtype,
+    times_read,
     val,
 )
 from mpipipe.graph.regions import region_of
@@ -286,7 +286,7 @@ class _Finder:
                 return None
             read, chain = [*read, residual], [*chain, user]
             user = only_user(user)
-        if not is_op(user, "aten::relu") or any(reads_of(n) > 2 for n in read):
+        if not is_op(user, "aten::relu") or any(times_read(n) > 2 for n in read):
             return None
         nodes, results = (norm.nodes[0], *chain, user, *statistics), (user, *statistics)
         args = (*norm.args, True, residual)

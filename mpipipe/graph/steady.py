@@ -41,17 +41,19 @@ def refuse_changes(
     """
     before, kept, state = numbers(model), _kept(model), _drawn()
     first, after = run()
-    changed = {key for key, _ in (after.items() - before.items()) | (_kept(model).items() - kept.items())}
-    if not changed and _drawn() == state:
+    counts = {key for key, _ in after.items() - before.items()}
+    changed = counts | {key for key, _ in _kept(model).items() - kept.items()}
+    drawn = _drawn() != state
+    if not changed and not drawn:
         return first
     with _put_back(model):
-        for _ in range(TIMES):
+        for _ in range(TIMES if drawn or counts else 1):  # what was kept shows itself at once
             _put(model, after)
             was = after
             result, after = run()
-            if counts := sorted(key for key, _ in after.items() - was.items()):
+            if anew := sorted(key for key, _ in after.items() - was.items()):
                 raise CaptureError(
-                    f"{what} changes {_name(counts[0])} in forward, each time anew; a graph knows it as it "
+                    f"{what} changes {_name(anew[0])} in forward, each time anew; a graph knows it as it "
                     "was once: give what forward depends on as a key of the batch, count in a buffer "
                     "(`self.count.add_(1)`), or outside of forward"
                 )
@@ -69,7 +71,7 @@ def refuse_changes(
 def _kept(model: nn.Module) -> Mapping[tuple[str, str], tuple[int, int]]:
     """The tensors that modules keep as plain attributes: which ones, and how often they were written to."""
     return {
-        (path, name): (id(value), value._version)
+        (path, name): (id(value), 0 if value.is_inference() else value._version)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, Tensor)

@@ -1,7 +1,8 @@
 """What a captured graph's operators become where the kernels are used: thin forms around these that take the
 arguments as torch's operators have them, with the dtypes that torch gives under autocast.
 
-mpipipe/graph/patterns.py puts them into a stage's code; nothing else calls them.
+mpipipe/graph/patterns.py finds where, mpipipe/graph/match.py puts them into a stage's code; nothing else
+calls them.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def partners(copy: int, n_copies: int) -> Iterator[int]:
     differ in bit k alone send each other the sums that the other one's half of all owners will have, so each
     message is half of the one before, and most bytes go to ranks that are near: a power of two of them on
     each node adds up before anything leaves it. What is added then is beside each other in the tree of the
-    blocks. What is left, an odd number of copies with the same low
-    bits, meets in pairs, each for the shard of one owner."""
+    blocks. What is left, an odd number of copies with the same low bits, meets in pairs, each for the
+    shard of one owner."""
     low = halving(n_copies)
     yield from (copy ^ (1 << bit) for bit in range(low.bit_length() - 1))
     odd, own = n_copies // low, copy // low

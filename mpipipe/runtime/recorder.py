@@ -13,6 +13,12 @@ from mpipipe.values import Float64, Int64, Program, Timeline
 KEPT_STEPS = 50  # of which the times are remembered
 
 
+def computing_s(took_s: Float64, data_s: Float64, planned_s: Float64 | float) -> Float64:
+    """Seconds of instructions without their wait for samples, which stays on the rank that reads them
+    whatever it computes. Not less than was planned: where no core is left to load, that is part of it."""
+    return np.maximum(took_s - data_s, np.minimum(took_s, planned_s))
+
+
 class Recorder:
     """Of one rank."""
 
@@ -49,12 +55,13 @@ class Recorder:
         found = self._comm.allgather_object((times - offset_s - start_s[chosen], memory_bytes))
         return Timeline(self._program, tuple(t for t, _ in found), tuple(m for _, m in found))
 
-    def typical(self) -> list[Timeline]:
+    def typical(self, planned: Timeline) -> list[Timeline]:
         """Of all steps kept but the first, of every other one of them, and of those between: what each
-        instruction took, in the median, without its wait for samples, which stays on the rank that reads them
-        whatever it computes; all begin at 0. Of two steps at least. Collective."""
+        instruction took, in the median, as `computing_s` counts it; all begin at 0. Of two steps at least.
+        planned: a step of the plan. Collective."""
         kept = list(self._kept)[1:]
-        seconds = np.array([times[:, 1] - times[:, 0] - data_s for times, _, data_s in kept])  # (steps, ...)
+        planned_s = planned.times[self._comm.rank] @ [-1.0, 1.0]
+        seconds = np.array([computing_s(times @ [-1.0, 1.0], wait_s, planned_s) for times, _, wait_s in kept])
         parts = [np.median(part, axis=0) for part in (seconds, seconds[::2], seconds[1::2])]
         mine = [np.stack([np.zeros_like(took), took], axis=1) for took in parts]
         found = self._comm.allgather_object((mine, kept[-1][1]))

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.runtime.interpreter import Outcome
+from mpipipe.runtime.recorder import computing_s
 from mpipipe.values import COMPUTE, Timeline
 
 WINDOW = 50  # steps of which the median counts
@@ -44,7 +45,7 @@ class Slowness:
     def add(self, outcome: Outcome) -> Slow | None:
         """One step; a rank that is slow for long, each once, everywhere. Collective every `WINDOW` steps."""
         start_s, end_s = outcome.times[self._computes].sum(axis=0).tolist()
-        self._steps_s.append(end_s - start_s - float(outcome.data_s.sum()))
+        self._steps_s.append(float(computing_s(end_s - start_s, outcome.data_s.sum(), self._predicted_s)))
         if len(self._steps_s) < WINDOW:
             return None
         factor = statistics.median(self._steps_s) / self._predicted_s if self._predicted_s else 1.0

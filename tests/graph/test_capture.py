@@ -341,6 +341,11 @@ class Remembers(Base):
 class ShowsItsMap(Base):
     """What it keeps, it does not read."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.first = torch.ones(2)
+
     def forward(self, x: Tensor) -> Tensor:
         self.map = self.lin(x).detach()
         return self.lin(x)

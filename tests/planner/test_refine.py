@@ -156,21 +156,21 @@ def test_another_plan_pays_off_only_where_all_of_the_costs_say_so() -> None:
     assert plan.costs is not None
     even, half = (replace(plan.layout, cuts=(f"blocks.{i}",)) for i in (4, 2))
     before, after = (plan_of(plan.costs, plan.numerics, layout) for layout in (half, even))
-    stays, said = pays_off(before, after, [], 100, change_s=0.0)
+    stays, said = pays_off(before, after, [], 100, build_s=0.0)
     assert not stays
     assert f"{after.prediction.step_s:.3g} s; as it was, {before.prediction.step_s:.3g} s" in said
     less, none = (
         refined_costs(plan.costs, even, step(after, [(first,) * 4, (second,) * 4]))
         for first, second in ((1.0, 2.0), (3.0, 1.0))
     )
-    assert not pays_off(before, after, [less], 100, change_s=0.0)[0]
+    assert not pays_off(before, after, [less], 100, build_s=0.0)[0]
     for parts in ([none], [less, none]):
-        stays, said = pays_off(before, after, parts, 100, change_s=0.0)
+        stays, said = pays_off(before, after, parts, 100, build_s=0.0)
         assert (stays, "whichever steps count" in said) == (True, True)
     gain_s = before.prediction.step_s - after.prediction.step_s
-    assert not pays_off(before, after, [], 100, change_s=99 * gain_s)[0]
-    assert "too few steps are left" in pays_off(before, after, [], 100, change_s=101 * gain_s)[1]
-    assert pays_off(before, before, [], 100, change_s=0.0)[0]
+    assert not pays_off(before, after, [], 100, build_s=99 * gain_s)[0]
+    assert "too few steps are left" in pays_off(before, after, [], 100, build_s=101 * gain_s)[1]
+    assert pays_off(before, before, [], 100, build_s=0.0)[0]
 
 
 def test_a_plan_that_barely_fits_stays_as_it_is():

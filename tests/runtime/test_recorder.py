@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
@@ -12,6 +15,10 @@ from mpipipe.runtime.recorder import KEPT_STEPS, Recorder
 from mpipipe.values import Timeline
 
 PROGRAM = lower(SCHEDULES["1f1b"](2, 1), (), "per_use", 4)
+NOTHING = Timeline(  # was planned
+    PROGRAM, tuple(np.zeros((len(codes), 2)) for codes in PROGRAM.codes),
+    tuple(np.zeros(len(codes), np.int64) for codes in PROGRAM.codes),
+)  # fmt: skip
 
 
 def outcome(start_s: float, seconds: float, held: int) -> Outcome:
@@ -50,7 +57,7 @@ def test_a_typical_step_has_the_medians_of_each_instruction() -> None:
         for step, took_s in enumerate([99.0, 1.0, 30.0, 3.0, 10.0, 2.0]):
             recorder.add(outcome(100.0 * step + comm.rank, took_s, 5))
         assert recorder.counted == 5
-        return recorder.typical()
+        return recorder.typical(NOTHING)
 
     for found in run_local(2, body):
         for timeline, took_s in zip(found, (3.0, 2.0, 20.0), strict=True):
@@ -60,18 +67,22 @@ def test_a_typical_step_has_the_medians_of_each_instruction() -> None:
                 assert timeline.memory_bytes[rank].tolist()[:2] == [12, 5]
 
 
-def test_a_typical_step_does_not_wait_for_its_samples() -> None:
+@pytest.mark.parametrize(("planned_s", "first_s"), [(0.0, 0.25), (0.5, 0.5), (9.0, 1.0)])
+def test_a_typical_step_does_not_wait_for_its_samples(planned_s: float, first_s: float) -> None:
+    """Beyond what was planned, which loading may be part of."""
+    n = len(PROGRAM.codes[0])
+
     def body(comm: Communicator) -> list[Timeline]:
         recorder = Recorder(comm, PROGRAM)
         for step in range(4):
-            found = outcome(100.0 * step, float(len(PROGRAM.codes[0])), 5)  # a second each
+            found = outcome(100.0 * step, float(n), 5)  # a second each
             found.data_s[0] = 0.75
             recorder.add(found)
-        return recorder.typical()
+        return recorder.typical(replace(NOTHING, times=(np.array([[0.0, planned_s]] * n),) * 2))
 
     for timeline in run_local(2, body)[0]:
         for times in timeline.times:
-            np.testing.assert_allclose(times[:, 1] - times[:, 0], [0.25, *[1.0] * (len(times) - 1)])
+            np.testing.assert_allclose(times[:, 1] - times[:, 0], [first_s, *[1.0] * (n - 1)])
 
 
 def test_a_single_step_is_its_own_median() -> None:
