@@ -33,7 +33,8 @@ HEAD = ["model", "trained by", "step", "times ours", "peak memory per rank"]
 GROUPS = {"best pipeline of torch": SCHEDULES, "torch DDP": ("ddp",), "torch, one process": ALONE}
 IN_SHORT = (
     "Seconds of an optimizer step from the same first weights on the same cores, 2 ranks, by turns step by "
-    "step; in brackets times ours, where a side had turns; then the memory of the fullest rank."
+    "step; in brackets how many times as long as ours, the median over pairs of steps of one turn, where a "
+    "side had turns; then the memory of the fullest rank."
 )
 
 
@@ -64,7 +65,9 @@ def in_short(results: Sequence[dict[str, Any]]) -> str:
         for names in GROUPS.values():
             ran = [name for name in names if "ratio" in sides.get(name, {})]
             ran = [name for name in ran if name not in alone] or ran
-            best = min(ran, key=lambda name: sides[name]["ratio"], default=None)
+            best = min(
+                ran, key=lambda name: (round(sides[name]["ratio"], 2), sides[name]["step_s"]), default=None
+            )
             cells.append(_cell(sides, best, alone) if best else "")
         lines.append(_row([_model(found), *cells]))
     at = dict.fromkeys(map(_machine, results))

@@ -146,9 +146,10 @@ def _train(
     """As `train`, in the run folder that there is. place: as `_place` gives it."""
     run_dir, said, resumed = place
     checkpoint, passed_over = newest_sound(comm, run_dir) if resumed else (None, [])
+    changed = list[str]()  # said when the resume is not refused
     if resumed:
-        said, new_data = comm.bcast_object(
-            _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], False)
+        said, changed, new_data = comm.bcast_object(
+            _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], [], False)
         )
     if not resumed or new_data:  # else the corpus is there, and must stay as it was
         prepare(config, run_dir, comm.rank == 0)
@@ -176,6 +177,8 @@ def _train(
             refine=c.run.refine, initial=built.initial, resume=checkpoint, new_numerics=new_numerics,
             plan=plan, comm=comm, say=log.say,
         )  # fmt: skip
+        for line in changed:
+            log.say(line)
         owner = None
         if comm.rank == 0:
             set_aside(passed_over)
@@ -204,8 +207,8 @@ def _place(config: Config, resume: bool) -> tuple[Path, list[str], bool]:
 
 def _going_on(
     config: Config, run_dir: Path, checkpoint: Path | None, passed_over: Sequence[tuple[Path, str]]
-) -> tuple[list[str], bool]:
-    """(what to say of a run that goes on, whether its data was another); on one rank."""
+) -> tuple[list[str], list[str], bool]:
+    """(what to say of a run that goes on, and of its settings, whether its data was another); on one rank."""
     if checkpoint is None and (unread := unreadable(passed_over)):
         raise CheckpointError(
             "\n".join([f"{run_dir}: no checkpoint can be read", *(f"  {wrong}" for _, wrong in unread)])
@@ -214,7 +217,7 @@ def _going_on(
     step = 0 if checkpoint is None else read_state(checkpoint).step
     if step >= config.train.steps:
         raise CheckpointError(
-            f"{checkpoint}: all of the {config.train.steps} steps are done; raise train.steps to go on"
+            f"{checkpoint}: {step} steps are done, and train.steps = {config.train.steps}; raise it to go on"
         )
     before = load(run_dir / CONFIG) if step else config
     new_data = step == 0 or before.data != config.data
@@ -222,7 +225,7 @@ def _going_on(
         f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
     )
     notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
-    return [*notes, f"mpipipe: {going_on}", *otherwise(before, config)], new_data
+    return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), new_data
 
 
 def otherwise(before: Config, now: Config) -> list[str]:
@@ -242,7 +245,8 @@ def _beginning(comm: Communicator, config: Config, threads: int, run_dir: Path) 
     advice, every = busy_advice(comm, load_average()), config.train.save_every
     place = f"the newest checkpoint, at most {counted(every, 'step')} back" if every else "the beginning"
     recovery = (
-        f"recovery: by restart from {place} (train.save_every); `python -m mpipipe run` restarts by itself"
+        f"recovery: a run that dies begins again from {place} (train.save_every={every}); `python -m mpipipe "
+        "run` starts it by itself"
     )
     working = first_working(comm.node_of_rank, config.run.spares)
     spares = [rank for rank in range(comm.size) if rank not in working]

@@ -23,7 +23,10 @@ def write_corpus(path: str | None, run_dir: Path) -> Path:
     """Concatenates a folder's files, or the Python standard library's (`path` None), in the order
     of their names into the run folder. A file is left where it is. Raises DataError."""
     if path is not None and not Path(path).exists():
-        raise DataError(f"data.path = '{path}': no such file or folder; null = the standard library's text")
+        raise DataError(
+            f"data.path = '{path}': no such file or folder; there is none at {Path(path).absolute()}; name "
+            "one with text, or null for the standard library's"
+        )
     target = corpus_path(path, run_dir)
     if target != run_dir / CORPUS:
         return target

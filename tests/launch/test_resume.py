@@ -208,7 +208,9 @@ def test_damaged_checkpoints_are_passed_over_and_a_finished_run_says_so(
     kept = [path.name for path in (run / "checkpoints").glob("*.damaged")]
     assert sorted(kept) == ["step-00000006.damaged", f"{last.name}.damaged"]
 
-    with pytest.raises(CheckpointError, match=f"all of the {STEPS} steps are done; raise train.steps to go"):
+    with pytest.raises(
+        CheckpointError, match=f"{STEPS} steps are done, and train.steps = {STEPS}; raise it to go on"
+    ):
         train_alone(folder, "run.dir=damaged", "--resume")
 
 
