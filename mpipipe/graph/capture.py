@@ -50,7 +50,7 @@ from mpipipe.graph.rewrite import (
     schema_name,
     source_line,
 )
-from mpipipe.graph.source import TRACING, ModelSource, user_frame
+from mpipipe.graph.source import TRACING, ModelSource, set_mode, user_frame
 from mpipipe.graph.steady import Numbers, refuse_changes
 from mpipipe.values import TensorSpec
 
@@ -121,7 +121,7 @@ def _capture(
     if mode == "train" and not by_layer:
         refuse_backward_hooks(source.module)
     program = (Tail if by_layer else Program)(source.module, loss, metrics, mode)
-    program.train(mode == "train")
+    set_mode(program, mode == "train", source.in_eval.values())
     with TRACING:
         with source.fake_mode:
             batch = {k: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for k, s in specs.items()}

@@ -82,6 +82,7 @@ class ModelSource:
     initial          first values that replace those of the model, for the names that it has
     params, buffers  canonical name -> fake tensor, in order of registration
     alias            every name of a parameter or buffer -> its canonical name
+    in_eval          parts that stay in eval mode in training, by path, as after `model.bn.eval()`
 
     Raises CaptureError when what is made is no model, or cannot be made without values.
     """
@@ -92,6 +93,9 @@ class ModelSource:
         self._tape = Tape()
         made = self._made(model)
         self.module, self._real = _twin(made, self.fake_mode)
+        # a model that is in eval mode itself, as a pretrained one that was just opened, says nothing of parts
+        root = self.module.training
+        self.in_eval = {n: m for n, m in self.module.named_modules() if root and not m.training}
         self.params = dict(self.module.named_parameters())
         self.buffers = dict(self.module.named_buffers())
         canonical = {id(t): n for n, t in [*self.params.items(), *self.buffers.items()]}
@@ -220,6 +224,13 @@ class ModelSource:
             out.copy_(self.materialise([name])[name])
 
 
+def set_mode(model: nn.Module, train: bool, in_eval: Iterable[nn.Module]) -> None:
+    """Puts a model, or a part of it, into training or eval mode."""
+    model.train(train)
+    for part in in_eval:
+        part.training = False
+
+
 @contextmanager
 def _new_parameters() -> Iterator[Callable[[nn.Module], None]]:
     """Inside, `.half()`, `.to(...)` and the like give a module new parameters: torch would swap a fake tensor
@@ -285,7 +296,11 @@ def _checked(made: Any) -> nn.Module:
                     f"the weight {name!r} has a hook on its gradient, which nothing here would call; do the "
                     "same in forward (`weight * mask` for a mask) or in the optimizer, and remove the hook"
                 )
-    return nn.Sequential(*layers) if listed else made
+    if not listed:
+        return layers[0]
+    model = nn.Sequential(*layers)
+    model.training = any(layer.training for layer in layers)
+    return model
 
 
 def _twin(module: nn.Module, fake_mode: FakeTensorMode) -> tuple[nn.Module, dict[int, Tensor]]:
