@@ -30,6 +30,7 @@ from mpipipe.graph.program import Batch as Batch
 from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs, is_list
 from mpipipe.graph.refusals import (
     NoStrangeWeights,
+    as_if_run,
     cannot,
     no_assignments,
     no_own_backwards,
@@ -204,7 +205,10 @@ def _exported(
 ) -> fx.GraphModule:
     learns = no_own_backwards() if program.mode == "train" else nullcontext()
     try:
-        with no_assignments(source.module), learns, NoStrangeWeights(source), autocast(precision), quiet():
+        with (
+            no_assignments(source.module), learns, NoStrangeWeights(source), autocast(precision), quiet(),
+            as_if_run(),
+        ):  # fmt: skip
             # autocast is not recorded, but what the model asks about it is true
             exported = torch.export.export(program, arguments, strict=False).module(check_guards=False)
     except CaptureError as error:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny import SHAPES, capture, captured, full_but
 from torch import Tensor, nn
+from torch.distributions import Distribution, Normal, kl_divergence
 from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -460,6 +461,23 @@ class Temperature(nn.Module):
 
 
 HEAD = nn.Linear(4, 4)
+
+
+class Variational(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        assert not torch.compiler.is_exporting()  # which is for other shapes
+        found, wanted = Normal(self.lin(x), self.lin(x).exp()), Normal(0.0, 1.0)
+        return kl_divergence(found, wanted) + found.rsample()
+
+
+def test_distributions_do_not_look_at_values_in_a_trace() -> None:
+    checks, exporting = Distribution._validate_args, torch.compiler.is_exporting
+    source = ModelSource(Variational, 0)
+    assert capture_one(source, sum_and_count, SPECS, "train").rng, "the draw is one of ours"
+    with pytest.raises(CaptureError):
+        capture_one(ModelSource(Branches, 0), sum_and_count, SPECS, "train")
+    assert Distribution._validate_args is checks
+    assert torch.compiler.is_exporting is exporting
 
 
 class Unregistered(Base):

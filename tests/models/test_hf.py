@@ -31,6 +31,7 @@ from mpipipe.data.base import DatasetBase, Split
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.text import Text
 from mpipipe.errors import CheckpointError, ConfigError, DataError
+from mpipipe.graph.rewrite import arguments_of, schema_name
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import build, hf
@@ -136,6 +137,24 @@ def test_loss_and_gradients_are_the_library_s_own_over_one_big_batch(name: str, 
     norms = [p.grad.norm() for p in module.parameters() if p.grad is not None]
     assert loss == pytest.approx(float(whole.detach()), rel=1e-6)
     assert norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-5)
+
+
+def test_causal_attention_without_a_mask_has_none_in_the_graph() -> None:
+    """As when the library runs the model: it keeps one in an export, with other bits."""
+    variants, model = hf_tiny.captured("llama", 2), built("llama")
+    calls = [n for n in variants.primary.captured.graph.nodes if "product_attention" in schema_name(n)]
+    assert [arguments_of(n)["is_causal"] for n in calls] == [True, True]
+    assert not any(arguments_of(n).get("attn_mask") for n in calls)
+    data = hf_tiny.dataset(model)
+    batch = data.batch("train", 0, 0, 2, keys_of(data))
+    module = real(model).train()
+    first = variants.source.materialise([*variants.source.params, *variants.source.buffers])
+    code = variants.code("train", data.specs(2), (), 0)
+    weights = [first[n] for n, _ in code.leaves]
+    (total, *_), _ = code.forward(
+        *(batch[k] for k in code.inputs), *weights, *(first[n] for n in code.buffers)
+    )
+    assert torch.equal(total, model.loss(module(**batch), batch)[0])
 
 
 @pytest.mark.full
