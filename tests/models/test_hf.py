@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import subprocess
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", minversion="5.0")
 
+import by_hand
 import hf_tiny
 import tiny
 from hf_tiny import CONFIGS, CONTEXT, SEED, VOCAB, HfCase, Images, built, keys_of, tiny_moe, tiny_t5
@@ -140,21 +142,16 @@ def test_loss_and_gradients_are_the_library_s_own_over_one_big_batch(name: str, 
 
 
 def test_causal_attention_without_a_mask_has_none_in_the_graph() -> None:
-    """As when the library runs the model: it keeps one in an export, with other bits."""
-    variants, model = hf_tiny.captured("llama", 2), built("llama")
-    calls = [n for n in variants.primary.captured.graph.nodes if "product_attention" in schema_name(n)]
-    assert [arguments_of(n)["is_causal"] for n in calls] == [True, True]
-    assert not any(arguments_of(n).get("attn_mask") for n in calls)
-    data = hf_tiny.dataset(model)
-    batch = data.batch("train", 0, 0, 2, keys_of(data))
-    module = real(model).train()
-    first = variants.source.materialise([*variants.source.params, *variants.source.buffers])
-    code = variants.code("train", data.specs(2), (), 0)
-    weights = [first[n] for n, _ in code.leaves]
-    (total, *_), _ = code.forward(
-        *(batch[k] for k in code.inputs), *weights, *(first[n] for n in code.buffers)
-    )
-    assert torch.equal(total, model.loss(module(**batch), batch)[0])
+    """As when the library runs the model: in an export it keeps one, with other bits."""
+    torch.manual_seed(0)
+    module = library().LlamaForCausalLM(library().LlamaConfig(**CONFIGS["llama"])).train()
+    batch = {"input_ids": torch.randint(VOCAB, (2, CONTEXT))}
+    variants = by_hand.variants_of(module, lambda out, _: (out.logits.square().sum(), 1.0), batch)
+    graph = variants.primary.captured.graph
+    calls = [arguments_of(n) for n in graph.nodes if "product_attention" in schema_name(n)]
+    assert [(c["is_causal"], c["attn_mask"]) for c in calls] == [(True, None), (True, None)]
+    expected = by_hand.plain(variants, lambda: copy.deepcopy(module), batch)
+    assert by_hand.differences(expected, by_hand.staged(variants, (), batch)) == []
 
 
 @pytest.mark.full
