@@ -26,6 +26,7 @@ from mpipipe.graph.cut import Code, extract, weight_code
 from mpipipe.graph.pieces import pieces
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
+from mpipipe.models.losses import from_mean
 from mpipipe.values import TensorSpec, from_json, to_json
 
 
@@ -449,6 +450,17 @@ def test_a_loss_of_another_form_is_refused(what: str) -> None:
     loss, says = BAD_LOSSES[what]
     with pytest.raises(CaptureError, match=says):
         capture_one(ModelSource(Base, 0), loss, SPECS, "train")
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.MSELoss()], ids=str)
+def test_a_loss_of_torch_s_own_is_told_what_it_is_called_with(loss: Any) -> None:
+    says = (
+        r"loss is torch's .*called as loss\(outputs, batch\), and batch is a dict .* `lambda outputs, batch"
+    )
+    with pytest.raises(CaptureError, match=says):
+        capture_one(ModelSource(Base, 0), loss, SPECS, "train")
+    with pytest.raises(CaptureError, match=says):
+        from_mean(loss, lambda batch: 1.0)
 
 
 class Temperature(nn.Module):
