@@ -103,6 +103,18 @@ def check_trained(variants: Variants, unused: str) -> None:
         )
 
 
+def note_of_modes(source: ModelSource) -> str:
+    """What to say of parts that are in eval mode while the model is not, which may have been forgotten."""
+    left = [path for path in source.in_eval if path.rpartition(".")[0] not in source.in_eval]
+    if not left:
+        return ""
+    more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+    return (
+        f"in eval mode in training, as in the model that was given: {', '.join(map(repr, left[:5]))}{more}; "
+        "call model.train() before, where that is not meant"
+    )
+
+
 def check_device(variants: Variants) -> None:
     """Raises CaptureError for layers that run as they are written, on an accelerator: they make tensors of
     their own, in main memory, and draw from torch's generator there."""

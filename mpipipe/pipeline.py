@@ -31,6 +31,7 @@ from mpipipe.checks import (
     check_samples,
     check_shape,
     check_trained,
+    note_of_modes,
 )
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
@@ -322,6 +323,8 @@ class Pipeline(SharedWork):
         check_device(self.variants)
         for note in before.check_graph(self.variants.graph, self.numerics, self.size):
             self.say(f"note: {note}")
+        if modes := note_of_modes(self.variants.source):
+            self.say(f"note: {modes}")
         if before.plan is None:
             check_groups(asked, len(self.variants.graph.groups))
 

@@ -30,6 +30,7 @@ from mpipipe.graph.program import Batch as Batch
 from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs, is_list
 from mpipipe.graph.refusals import (
     NoStrangeWeights,
+    as_if_run,
     cannot,
     no_assignments,
     no_own_backwards,
@@ -50,7 +51,7 @@ from mpipipe.graph.rewrite import (
     schema_name,
     source_line,
 )
-from mpipipe.graph.source import TRACING, ModelSource, user_frame
+from mpipipe.graph.source import TRACING, ModelSource, set_mode, user_frame
 from mpipipe.graph.steady import Numbers, refuse_changes
 from mpipipe.values import TensorSpec
 
@@ -121,7 +122,7 @@ def _capture(
     if mode == "train" and not by_layer:
         refuse_backward_hooks(source.module)
     program = (Tail if by_layer else Program)(source.module, loss, metrics, mode)
-    program.train(mode == "train")
+    set_mode(program, mode == "train", source.in_eval.values())
     with TRACING:
         with source.fake_mode:
             batch = {k: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for k, s in specs.items()}
@@ -204,7 +205,10 @@ def _exported(
 ) -> fx.GraphModule:
     learns = no_own_backwards() if program.mode == "train" else nullcontext()
     try:
-        with no_assignments(source.module), learns, NoStrangeWeights(source), autocast(precision), quiet():
+        with (
+            no_assignments(source.module), learns, NoStrangeWeights(source), autocast(precision), quiet(),
+            as_if_run(),
+        ):  # fmt: skip
             # autocast is not recorded, but what the model asks about it is true
             exported = torch.export.export(program, arguments, strict=False).module(check_guards=False)
     except CaptureError as error:

@@ -44,7 +44,7 @@ def chain(
     given = first_call(layers[0][1], nodes)
     for path, module in layers:
         flat, inputs = split(given, fx.Node)
-        layer = Layer(path, module, inputs, train)
+        layer = Layer(path, module, inputs, train, source.in_eval.values())
         items = _call(graph, source, layer, flat, of_tensor)
         n_outputs = len(layer.forms)
         updates += layer.updates(source.alias, items[0].args[0], items[n_outputs:])  # type: ignore[arg-type]

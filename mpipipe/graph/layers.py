@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpipipe.errors import CaptureError
 from mpipipe.graph.program import flat_outputs
 from mpipipe.graph.rewrite import BufferUpdate
-from mpipipe.graph.source import user_frame
+from mpipipe.graph.source import set_mode, user_frame
 from mpipipe.graph.steady import Numbers, numbers, refuse_changes
 from mpipipe.graph.tape import storage_id, tensors
 from mpipipe.ops.generators import seeded
@@ -59,14 +59,21 @@ class Layer:
 
     takes_stream = True
 
-    def __init__(self, path: str, module: nn.Module, inputs: pytree.TreeSpec, train: bool) -> None:
+    def __init__(
+        self, path: str, module: nn.Module, inputs: pytree.TreeSpec, train: bool,
+        in_eval: Iterable[nn.Module],
+    ) -> None:  # fmt: skip
         self.path, self.module, self.inputs, self.train = path, module, inputs, train
         self.params, self.buffers = _names(module, "_parameters"), _names(module, "_buffers")
         kind = type(module).__name__
         self.__name__ = re.sub(r"\W", "_", kind)
-        settings = re.sub(r"0x[0-9a-f]+", "", repr(module)).encode()
+        stays = set(in_eval)
+        self.in_eval = {n: m for n, m in module.named_modules() if m in stays}
+        set_mode(module, train, self.in_eval.values())
+        modes = f" in eval: {sorted(self.in_eval)}" if self.in_eval else ""
+        settings = (re.sub(r"0x[0-9a-f]+", "", repr(module)) + modes).encode()
         self.text = f"{kind} {hashlib.sha256(settings).hexdigest()[:8]}"  # equal for equal work
-        self.norms = [(n, m) for n, m in module.named_modules() if train and _has_statistics(m)]
+        self.norms = [(n, m) for n, m in module.named_modules() if m.training and _has_statistics(m)]
         self.writes_input = False
         self.structure: pytree.TreeSpec | None = None  # of the outputs, found by `probe`
         self.forms: list[_Form] = []
@@ -156,7 +163,7 @@ class Layer:
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
         """Outputs, and mean and variance of each BatchNorm that ran, by name."""
-        self.module.train(self.train)
+        set_mode(self.module, self.train, self.in_eval.values())
         state = dict(zip(self.params, weights, strict=True))
         state |= {n: t.clone() for n, t in zip(self.buffers, buffers, strict=True)}
         for norm, _ in self.norms:

@@ -155,7 +155,19 @@ def _of_transformers(model: nn.Module) -> bool:
     return any(c.__name__ == "PreTrainedModel" for c in type(model).__mro__)
 
 
+def refuse_torchs_loss(function: object, what: str = "loss") -> None:
+    """Of nn.CrossEntropyLoss() and the like, which take outputs and labels."""
+    if str(getattr(function, "__module__", "")).startswith("torch.nn."):
+        name = getattr(function, "__name__", f"{type(function).__name__}()")
+        raise CaptureError(
+            f"the {what} is torch's {name}; it is called as {what}(outputs, batch), and batch is a dict of "
+            "tensors: give `lambda outputs, batch: ...` that calls it with batch['labels'], say, and returns "
+            "(sum, weight), or the mean with Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
+        )
+
+
 def _pair(function: Loss, outputs: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:
+    refuse_torchs_loss(function, what)
     pair = function(outputs, batch)
     fits = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], Tensor)
     if not fits or not isinstance(pair[1], (Tensor, int, float)):

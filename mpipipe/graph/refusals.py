@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -79,6 +81,29 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         log.disabled = before
+
+
+@contextmanager
+def as_if_run() -> Iterator[None]:
+    """Lets the model do in a trace what it does when it runs.
+
+    An export may be for other shapes than those it sees, so libraries take other ways in it: transformers
+    keeps the mask of causal attention, with other bits. Here shapes are fixed. torch's own code is told the
+    truth. Distributions look at the values of their parameters, only to refuse some.
+    """
+    asked, checks = torch.compiler.is_exporting, Distribution._validate_args
+
+    def is_exporting() -> bool:
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        return asked() and caller.startswith("torch.")
+
+    torch.compiler.is_exporting = is_exporting
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        torch.compiler.is_exporting = asked
+        Distribution.set_default_validate_args(checks)
 
 
 _MANUALLY = (

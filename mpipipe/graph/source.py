@@ -18,17 +18,22 @@ made (an instance) or what lies on disk (`initial`) are its values as they are.
 from __future__ import annotations
 
 import copy
+import dis
 import hashlib
 import sysconfig
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -39,7 +44,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from mpipipe.errors import CaptureError, MpipipeError
-from mpipipe.graph.tape import Tape
+from mpipipe.graph.tape import Tape, storage_id
 
 # torch's tracer has process-wide state and, while it runs, turns oneDNN off for the whole process: one
 # thread traces at a time, and none computes meanwhile (ranks are threads in the in-process carrier)
@@ -82,6 +87,7 @@ class ModelSource:
     initial          first values that replace those of the model, for the names that it has
     params, buffers  canonical name -> fake tensor, in order of registration
     alias            every name of a parameter or buffer -> its canonical name
+    in_eval          parts that stay in eval mode in training, by path, as after `model.bn.eval()`
 
     Raises CaptureError when what is made is no model, or cannot be made without values.
     """
@@ -91,7 +97,11 @@ class ModelSource:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._tape = Tape()
         made = self._made(model)
+        _refuse_shared_memory(made)
         self.module, self._real = _twin(made, self.fake_mode)
+        # a model that is in eval mode itself, as a pretrained one that was just opened, says nothing of parts
+        root = self.module.training
+        self.in_eval = {n: m for n, m in self.module.named_modules() if root and not m.training}
         self.params = dict(self.module.named_parameters())
         self.buffers = dict(self.module.named_buffers())
         canonical = {id(t): n for n, t in [*self.params.items(), *self.buffers.items()]}
@@ -220,6 +230,13 @@ class ModelSource:
             out.copy_(self.materialise([name])[name])
 
 
+def set_mode(model: nn.Module, train: bool, in_eval: Iterable[nn.Module]) -> None:
+    """Puts a model, or a part of it, into training or eval mode."""
+    model.train(train)
+    for part in in_eval:
+        part.training = False
+
+
 @contextmanager
 def _new_parameters() -> Iterator[Callable[[nn.Module], None]]:
     """Inside, `.half()`, `.to(...)` and the like give a module new parameters: torch would swap a fake tensor
@@ -272,6 +289,7 @@ def _checked(made: Any) -> nn.Module:
                 f"{place} is of type {type(layer).__name__}, not a torch.nn.Module; give the module itself, "
                 "a list of modules, or a function that returns either"
             )
+        _refuse_compiled(layer, listed)
         for name, t in [*layer.named_parameters(), *layer.named_buffers()]:
             if nn.parameter.is_lazy(t):
                 raise CaptureError(f"{name!r} {_LAZY}")
@@ -285,7 +303,69 @@ def _checked(made: Any) -> nn.Module:
                     f"the weight {name!r} has a hook on its gradient, which nothing here would call; do the "
                     "same in forward (`weight * mask` for a mask) or in the optimizer, and remove the hook"
                 )
-    return nn.Sequential(*layers) if listed else made
+    if not listed:
+        return layers[0]
+    model = nn.Sequential(*layers)
+    model.training = any(layer.training for layer in layers)
+    return model
+
+
+def _refuse_compiled(layer: nn.Module, listed: bool) -> None:
+    """What forward says of its arguments is lost by torch.compile, and operators by torch.jit."""
+    if type(layer).__name__ == "OptimizedModule" and not listed:
+        raise CaptureError(
+            "the model is what torch.compile made of one; give the module itself, before torch.compile: its "
+            "operators are planned here one by one"
+        )
+    for path, part in layer.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'!r} was made by torch.jit.script or torch.jit.trace, which cannot be "
+                "captured; give the module itself, before torch.jit"
+            )
+
+
+def _refuse_shared_memory(module: nn.Module) -> None:
+    """Of tensors that are two: here each would have memory of its own, and the change of one be lost on the
+    other. What nothing trains may share: it does not change."""
+    found: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, t in [*module.named_parameters(), *module.named_buffers()]:
+        if t.layout is not torch.strided or not t.numel():
+            continue
+        others = found.setdefault(storage_id(t), [])
+        for other, o in others:
+            if (t.requires_grad or o.requires_grad) and _overlap(t, o):
+                raise CaptureError(
+                    f"{other!r} and {name!r} are two tensors that share memory, so that in PyTorch an "
+                    "update of one changes both; let both be one parameter (`b.weight = a.weight`), make one "
+                    "from the other in forward (`linear(x, a.weight.t())`), or give it memory of its own by "
+                    ".clone()"
+                )
+        others.append((name, t))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one storage have an element in common."""
+    (first, last), (other_first, other_last) = _ends(a), _ends(b)
+    if last <= other_first or other_last <= first:
+        return False
+    if a.element_size() != b.element_size():
+        return True
+    start = min(first, other_first)
+    taken = np.zeros((max(last, other_last) - start) // a.element_size(), bool)  # NumPy: they may be fake
+
+    def view(t: Tensor) -> np.ndarray:
+        return as_strided(taken[(_ends(t)[0] - start) // t.element_size() :], t.shape, t.stride())
+
+    view(a)[...] = True
+    return bool(view(b).any())
+
+
+def _ends(t: Tensor) -> tuple[int, int]:
+    """The first byte of its storage that it has, and the one behind its last."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    first = int(t.storage_offset())
+    return first * t.element_size(), (first + reach) * t.element_size()
 
 
 def _twin(module: nn.Module, fake_mode: FakeTensorMode) -> tuple[nn.Module, dict[int, Tensor]]:
@@ -296,11 +376,66 @@ def _twin(module: nn.Module, fake_mode: FakeTensorMode) -> tuple[nn.Module, dict
     if not real:
         return module, {}
     fakes = {key: fake_mode.from_tensor(t) for key, t in real.items()}
+    memo: dict[int, Any] = {**tensors, **fakes}
     try:
-        twin = copy.deepcopy(module, {**tensors, **fakes})
+        twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise CaptureError(
             f"the model, a {type(module).__name__}, cannot be copied ({type(error).__name__}: {error}); give "
             "the function that makes it instead"
         ) from error
+    _refuse_functions_of(module, memo)
     return twin, {id(fake): real[key] for key, fake in fakes.items()}
+
+
+def _refuse_functions_of(module: nn.Module, copies: dict[int, Any]) -> None:
+    """A function is not copied with the object that has it: what it knows from where it was made, as `self`
+    in a hook made by `__init__`, is the original. copies: id of an original -> its copy."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            found = () if name in ("_modules", "_parameters", "_buffers") else _functions(value)
+            for function, variable, known in ((f, *pair) for f in found for pair in _knows(f)):
+                if copies.get(id(known), known) is known:
+                    continue
+                attribute, code = repr(f"{path}.{name}".removeprefix(".")), function.__code__
+                place = f"a hook of {path or 'the model'!r}" if "_hooks" in name else attribute
+                raise CaptureError(
+                    f'File "{code.co_filename}", line {code.co_firstlineno}\n  {place} is or has the '
+                    f"function {function.__qualname__}, which knows {variable!r}, a {type(known).__name__} "
+                    "of the model that was given; what runs is a copy, which it would not see: give the "
+                    "function that makes the model instead"
+                )
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """Those that are the value, or in a container of it."""
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, MethodType | partial):
+        yield from _functions(getattr(value, "func", getattr(value, "__func__", None)))
+    elif isinstance(value, dict | list | tuple | set):
+        for inner in list(value.values() if isinstance(value, dict) else value):
+            yield from _functions(inner)
+
+
+def _knows(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables of a function that are not its own, with their values and what is in these."""
+    known = dict(function.__kwdefaults__ or {})
+    defaults = function.__defaults__ or ()
+    if defaults:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        known |= zip(names[-len(defaults) :], defaults, strict=True)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that has no value yet
+            known[name] = cell.cell_contents
+    for i in dis.get_instructions(function):
+        if i.opname == "LOAD_GLOBAL" and i.argval in function.__globals__:
+            known[i.argval] = function.__globals__[i.argval]
+    for name, value in known.items():
+        yield name, value
+        if isinstance(value, MethodType):
+            yield name, value.__self__
+        elif isinstance(value, list | tuple):
+            yield from ((name, inner) for inner in value)
+        elif isinstance(value, dict):
+            yield from ((name, inner) for inner in value.values())

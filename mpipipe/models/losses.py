@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from mpipipe.data.base import IGNORED
 from mpipipe.errors import ConfigError
-from mpipipe.graph.program import LABELS, Batch, Loss
+from mpipipe.graph.program import LABELS, Batch, Loss, refuse_torchs_loss
 
 
 def labels_of(batch: Batch) -> Tensor:
@@ -61,6 +61,8 @@ def from_mean(loss: Callable[[Any, Batch], Any], weight_of: Callable[[Batch], An
     mean may be 0 / 0, counts as a sum of 0 with a gradient of 0; where the model itself computes the mean
     (its outputs hold the loss), that must be finite there.
     """
+
+    refuse_torchs_loss(loss)
 
     def summed(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
         weight = weight_of(batch)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny import SHAPES, capture, captured, full_but
 from torch import Tensor, nn
+from torch.distributions import Distribution, Normal, kl_divergence
 from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +26,7 @@ from mpipipe.graph.cut import Code, extract, weight_code
 from mpipipe.graph.pieces import pieces
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
+from mpipipe.models.losses import from_mean
 from mpipipe.values import TensorSpec, from_json, to_json
 
 
@@ -458,6 +460,17 @@ def test_a_loss_of_another_form_is_refused(what: str) -> None:
         capture_one(ModelSource(Base, 0), loss, SPECS, "train")
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.MSELoss()], ids=str)
+def test_a_loss_of_torch_s_own_is_told_what_it_is_called_with(loss: Any) -> None:
+    says = (
+        r"loss is torch's .*called as loss\(outputs, batch\), and batch is a dict .* `lambda outputs, batch"
+    )
+    with pytest.raises(CaptureError, match=says):
+        capture_one(ModelSource(Base, 0), loss, SPECS, "train")
+    with pytest.raises(CaptureError, match=says):
+        from_mean(loss, lambda batch: 1.0)
+
+
 class Temperature(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -468,6 +481,23 @@ class Temperature(nn.Module):
 
 
 HEAD = nn.Linear(4, 4)
+
+
+class Variational(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        assert not torch.compiler.is_exporting()  # which is for other shapes
+        found, wanted = Normal(self.lin(x), self.lin(x).exp()), Normal(0.0, 1.0)
+        return kl_divergence(found, wanted) + found.rsample()
+
+
+def test_distributions_do_not_look_at_values_in_a_trace() -> None:
+    checks, exporting = Distribution._validate_args, torch.compiler.is_exporting
+    source = ModelSource(Variational, 0)
+    assert capture_one(source, sum_and_count, SPECS, "train").rng, "the draw is one of ours"
+    with pytest.raises(CaptureError):
+        capture_one(ModelSource(Branches, 0), sum_and_count, SPECS, "train")
+    assert Distribution._validate_args is checks
+    assert torch.compiler.is_exporting is exporting
 
 
 class Unregistered(Base):

@@ -202,6 +202,30 @@ class Within(nn.Module):
         return torch.tanh(self.inner(x))
 
 
+@pytest.mark.parametrize("made", [0, 1], ids=["layers as they are", "layers by a function"])
+def test_a_part_that_is_in_eval_mode_stays_so(made: int) -> None:
+    def mixed() -> nn.Sequential:
+        torch.manual_seed(0)
+        found = nn.Sequential(*layers(), nn.Dropout(0.5))
+        found[2][0].eval()  # type: ignore[index]
+        found[6].eval()
+        return found
+
+    variants = variants_of([mixed(), mixed][made], loss, BATCH)  # type: ignore[list-item]
+    assert variants.primary.captured.by_layer
+    assert variants.primary.captured.updates == ()
+    eager = mixed()
+    first = variants.source.materialise([*variants.source.params, *variants.source.buffers])
+    eager.load_state_dict(first)
+    total, _ = loss(eager(BATCH["x"]), BATCH)
+    code = variants.code("train", specs_of(BATCH), (), 0)
+    leaves = [first[n] for n, _ in code.leaves]
+    (mine, *_), _ = code.forward(
+        *(BATCH[k] for k in code.inputs), *leaves, *(first[n] for n in code.buffers), 0, 0
+    )
+    assert torch.equal(mine, total)
+
+
 class Twice(nn.Module):
     """One module with a parameter and a buffer under two names; a parameter that two modules have."""
 

@@ -10,6 +10,7 @@ import torch
 from by_hand import every_cut, specs_of, variants_of
 from torch import Tensor, nn
 
+from mpipipe.checks import note_of_modes
 from mpipipe.errors import CaptureError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
@@ -195,3 +196,40 @@ def test_evaluation_may_read_them_on_the_stage_that_owns_them() -> None:
     says = r"(?s)line \d+.*'bn.running_mean' on stage 1 .* in mode eval, but training changes it on stage 0"
     with pytest.raises(CaptureError, match=says):
         variants.code("eval", specs, (after,), 1)
+
+
+class Tuned(nn.Module):
+    """A part of it is in eval mode, as where its statistics are not to move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.body.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.body(x)))
+
+
+@pytest.mark.parametrize("made", [Tuned, Tuned()], ids=["function", "instance"])
+def test_parts_in_eval_mode_stay_so_in_training(made: nn.Module) -> None:
+    variants = variants_of(made, loss, BATCH)  # type: ignore[arg-type]
+    captured = variants.primary.captured
+    assert list(variants.source.in_eval) == ["body", "body.0", "body.1", "body.2"]
+    assert {u.buffer.split(".")[0] for u in captured.updates} == {"norm"}
+    assert captured.rng
+    assert [captured.name[n] for n in captured.rng[0].users] == ["drop/dropout.0"]
+    variants.anatomy("eval", specs_of(BATCH))
+    again = variants.anatomy("train", {"x": TensorSpec((4, 8), "float32")}).captured
+    assert [u.buffer for u in again.updates] == [u.buffer for u in captured.updates]
+
+
+def test_a_model_in_eval_mode_is_trained_all_of_it() -> None:
+    variants = variants_of(Tuned().eval(), loss, BATCH)  # type: ignore[arg-type]
+    assert not variants.source.in_eval
+    assert len(variants.primary.captured.updates) == 6
+
+
+def test_a_note_names_the_parts_that_stay_in_eval_mode() -> None:
+    assert note_of_modes(ModelSource(nn.Linear(1, 1), 0)) == ""
+    assert note_of_modes(ModelSource(Tuned(), 0)).split("; ")[0].endswith(" given: 'body'")

@@ -7,7 +7,9 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ class ManyInits(nn.Module):
         self.cut_off = nn.Parameter(torch.empty(5, 7).normal_(std=0.02).clamp_(-0.04, 0.04))
         self.uniform = nn.Parameter(nn.init.xavier_uniform_(torch.empty(4, 8), gain=2.0))
         self.copy = nn.Parameter(self.uniform.detach().clone() * 2.0 + 1.0)
-        self.turned = nn.Parameter(self.orthogonal.detach().t())  # not contiguous
+        self.turned = nn.Parameter(self.orthogonal.detach().t().clone())  # not contiguous
         self.rows = nn.Parameter(torch.randn(3, 4)[1:])
         both = torch.rand(8)
         self.left, self.right = nn.Parameter(both[:4].clone()), nn.Parameter(both[4:].clone())
@@ -318,6 +320,9 @@ def test_initial_values_replace_those_it_has_by_any_name(model: object) -> None:
         (lambda: nn.LazyLinear(3), "a weight has no shape yet.*number of input features"),
         (lambda: nn.LazyLinear(3).half(), "a weight has no shape yet"),
         (nn.LazyLinear(3), "'weight' has no shape yet.*number of input features"),
+        (torch.compile(nn.Linear(2, 2)), "what torch.compile made of one; give the module itself"),
+        (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), r"'0' was made by torch\.jit.*before torch.jit"),
+        (torch.jit.script(nn.Linear(2, 2)), r"'the model' was made by torch\.jit.*give the module itself"),
         (nn.Linear(2, 3, device="meta"), r"'weight' is on the device meta, not on the CPU.*\.to\('cpu'\)"),
     ],
 )
@@ -331,6 +336,72 @@ def test_an_instance_that_cannot_be_copied_is_refused() -> None:
     model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(CaptureError, match=r"a Linear, cannot be copied .* give the function that makes it"):
         ModelSource(model, 0)
+
+
+class Penalises(nn.Module):
+    """Hooks and functions of each way to know the model, of which its copy has none."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.lin, self.kept = nn.Linear(2, 2), list[Tensor]()
+        kept, layers, method = self.kept, [self.lin], self.note
+        if how == "self":
+            self.lin.register_forward_hook(lambda m, i, out: self.kept.append(out))
+        elif how == "kept":
+            self.lin.register_forward_pre_hook(lambda m, i: kept.append(i[0]))
+        elif how == "default":
+            self.lin.then = [lambda x, to=self.lin.weight: x @ to]  # type: ignore[assignment]
+        elif how == "layers":
+            self.then = partial(lambda x, n: layers[n](x), n=0)
+        elif how == "method":
+            self.then = lambda x: method(x)
+        elif how == "partial":  # which is copied with what it is given, as a method is
+            self.then = partial(Penalises.note, self)
+            self.lin.register_forward_hook(self.hook)
+
+    def note(self, x: Tensor) -> Tensor:
+        return self.lin(x)
+
+    def hook(self, *_: object) -> None:
+        self.kept.clear()
+
+
+@pytest.mark.parametrize(
+    ("how", "place", "variable"),
+    [("self", "hook of 'lin'", "self"), ("kept", "hook of 'lin'", "kept"), ("default", "'lin.then'", "to"),
+     ("layers", "'then'", "layers"), ("method", "'then'", "method")],
+)  # fmt: skip
+def test_a_function_that_knows_the_given_instance_is_refused(how: str, place: str, variable: str) -> None:
+    says = f"{place} is or has the function .*lambda.*, which knows '{variable}', a .* give the function that"
+    with pytest.raises(CaptureError, match=says):
+        ModelSource(Penalises(how), 0)
+    assert ModelSource(lambda: Penalises(how), 0).params
+
+
+def test_what_is_copied_with_the_given_instance_is_not_refused() -> None:
+    model = Penalises("partial")
+    twin: Any = ModelSource(model, 0).module
+    assert twin.then.args[0] is twin
+    model.register_forward_hook(lambda m, i, out: torch.relu(out))
+    assert ModelSource(model, 0).params
+
+
+def test_two_parameters_in_one_memory_are_refused() -> None:
+    def made(make: Callable[[Tensor], Tensor]) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+        model[1].weight = nn.Parameter(make(model[0].weight.detach()))
+        return model
+
+    for model in (made(Tensor.t), lambda: made(Tensor.t)):
+        with pytest.raises(
+            CaptureError, match=r"'0\.weight' and '1\.weight' are two tensors that share memory"
+        ):
+            ModelSource(model, 0)
+    assert ModelSource(made(lambda w: w.t().clone()), 0).params
+    assert ModelSource(made(Tensor.t).requires_grad_(False), 0).params, "nothing changes them"
+    columns, parts = torch.ones(3, 4), nn.ParameterList()
+    parts += [nn.Parameter(columns[:, :2]), nn.Parameter(columns[:, 2:])]
+    assert len(ModelSource(parts, 0).params) == 2
 
 
 def test_an_initialisation_that_reads_draws_is_refused_with_the_user_s_line() -> None:

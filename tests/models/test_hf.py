@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import subprocess
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", minversion="5.0")
 
+import by_hand
 import hf_tiny
 import tiny
 from hf_tiny import CONFIGS, CONTEXT, SEED, VOCAB, HfCase, Images, built, keys_of, tiny_moe, tiny_t5
@@ -31,6 +33,7 @@ from mpipipe.data.base import DatasetBase, Split
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.text import Text
 from mpipipe.errors import CheckpointError, ConfigError, DataError
+from mpipipe.graph.rewrite import arguments_of, schema_name
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import build, hf
@@ -137,6 +140,19 @@ def test_loss_and_gradients_are_the_library_s_own_over_one_big_batch(name: str, 
     norms = [p.grad.norm() for p in module.parameters() if p.grad is not None]
     assert loss == pytest.approx(float(whole.detach()), rel=1e-6)
     assert norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-5)
+
+
+def test_causal_attention_without_a_mask_has_none_in_the_graph() -> None:
+    """As when the library runs the model: in an export it keeps one, with other bits."""
+    torch.manual_seed(0)
+    module = library().LlamaForCausalLM(library().LlamaConfig(**CONFIGS["llama"])).train()
+    batch = {"input_ids": torch.randint(VOCAB, (2, CONTEXT))}
+    variants = by_hand.variants_of(module, lambda out, _: (out.logits.square().sum(), 1.0), batch)
+    graph = variants.primary.captured.graph
+    calls = [arguments_of(n) for n in graph.nodes if "product_attention" in schema_name(n)]
+    assert [(c["is_causal"], c["attn_mask"]) for c in calls] == [(True, None), (True, None)]
+    expected = by_hand.plain(variants, lambda: copy.deepcopy(module), batch)
+    assert by_hand.differences(expected, by_hand.staged(variants, (), batch)) == []
 
 
 @pytest.mark.full
