@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
 from mpipipe import Pipeline, register_schedule
 from mpipipe.cluster.comm import Communicator
@@ -393,6 +394,24 @@ def test_a_plain_iterable_trains_to_the_bits_of_map_style_data() -> None:
 
     for ranks in (1, 2, 3):
         assert run_local(ranks, body)[0] == expected, ranks
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples(2 * BATCH)
+        return (samples[i] for i in range(len(samples)))
+
+
+def test_a_loader_over_a_stream_of_samples_begins_again() -> None:
+    """It has a `__len__`, which raises."""
+
+    def body(comm: Communicator, data: Any, val: Any) -> list[float]:
+        pipe = pipeline(comm, lambda: nn.Linear(FEATURES, CLASSES), data, val=val)
+        return [*(pipe.step().loss for _ in range(3)), pipe.evaluate()["loss"]]
+
+    loader = DataLoader(Streamed(), batch_size=BATCH)
+    expected = alone(partial(body, data=Epochs(Samples(2 * BATCH)), val=Samples(2 * BATCH)))
+    assert alone(partial(body, data=loader, val=loader)) == expected
 
 
 def test_training_ends_with_data_that_ends() -> None:
