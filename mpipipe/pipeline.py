@@ -41,7 +41,7 @@ from mpipipe.cluster.node import cache_folder
 from mpipipe.cluster.spares import SharedWork
 from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import Dataset
-from mpipipe.data.user import as_batch, from_user
+from mpipipe.data.user import as_batch, from_user, length
 from mpipipe.decided import Before, Decided, decide
 from mpipipe.errors import EndOfData, MpipipeError
 from mpipipe.graph.anatomy import Lowering
@@ -225,7 +225,7 @@ class Pipeline(SharedWork):
         self._agree(
             schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
-            samples=len(data) if hasattr(data, "__len__") else None, searched=count is None, gemm=gemm,
+            samples=length(data), searched=count is None, gemm=gemm,
             kernels=kernels, recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares,
             refine=refine, checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
             plan=before.plan and before.plan.hash,

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
-from mpipipe import Pipeline, register_schedule
+from mpipipe import OptimizerSettings, Pipeline, register_schedule
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import (
@@ -407,6 +408,24 @@ def test_a_plain_iterable_trains_to_the_bits_of_map_style_data() -> None:
         assert run_local(ranks, body)[0] == expected, ranks
 
 
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples(2 * BATCH)
+        return (samples[i] for i in range(len(samples)))
+
+
+def test_a_loader_over_a_stream_of_samples_begins_again() -> None:
+    """It has a `__len__`, which raises."""
+
+    def body(comm: Communicator, data: Any, val: Any) -> list[float]:
+        pipe = pipeline(comm, lambda: nn.Linear(FEATURES, CLASSES), data, val=val)
+        return [*(pipe.step().loss for _ in range(3)), pipe.evaluate()["loss"]]
+
+    loader = DataLoader(Streamed(), batch_size=BATCH)
+    expected = alone(partial(body, data=Epochs(Samples(2 * BATCH)), val=Samples(2 * BATCH)))
+    assert alone(partial(body, data=loader, val=loader)) == expected
+
+
 @pytest.mark.slow
 def test_training_ends_with_data_that_ends() -> None:
     def body(comm: Communicator) -> tuple[int, bool]:
@@ -429,6 +448,40 @@ def test_batches_of_an_iterable_may_have_other_sizes_later() -> None:
     assert run_local(2, lambda comm: body(comm, 6)) == [alone(lambda comm: body(comm, 6))] * 2
     with pytest.raises(DataError, match=r"step 1: a batch of 2 samples for 3 micro-batches"):
         run_local(2, lambda comm: body(comm, 2))
+
+
+def doubles() -> list[nn.Module]:
+    return [nn.Linear(FEATURES, 6).double(), nn.Tanh(), nn.Linear(6, CLASSES).double()]
+
+
+@pytest.mark.parametrize("built_in", [False, True])
+def test_clipping_in_float64_has_the_bits_of_a_plain_loop(built_in: bool) -> None:
+    def in_float64(n: int) -> Samples:
+        return Samples(n, form=lambda x, y: (x.double(), y))
+
+    def body(comm: Communicator) -> list[Tensor] | None:
+        settings = OptimizerSettings("sgd", lr=0.1, momentum=0.0, weight_decay=0.0)
+        optimizer = settings if built_in else lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        pipe = pipeline(comm, doubles, in_float64(BATCH), optimizer=optimizer, clip=0.05, shuffle=False)
+        first = {name: t.clone() for name, t in pipe.state_dict().items()}
+        norms = [pipe.step().grad_norm for _ in range(3)]
+        weights = pipe.state_dict()
+        if comm.rank:
+            return None
+        model, data = nn.Sequential(*doubles()), Samples(BATCH)
+        model.load_state_dict(first)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        for norm in norms:
+            plain.zero_grad()
+            for x, labels in zip(data.x.double().split(2), data.labels.split(2), strict=True):
+                (loss(model(x), {"labels": labels})[0] / BATCH).backward()
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False).item() == norm
+            plain.step()
+        assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())
+        return list(weights.values())
+
+    one, two = alone(body), run_local(2, body)[0]
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 # -- evaluation, prediction, state ----------------------------------------------------------------------

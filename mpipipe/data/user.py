@@ -22,7 +22,7 @@ from mpipipe.data.structure import Structure, as_batch
 from mpipipe.errors import DataError
 from mpipipe.runtime.feed import rows_of, split_evenly
 
-__all__ = ["Stream", "UserData", "as_batch", "from_user"]
+__all__ = ["Stream", "UserData", "as_batch", "from_user", "length"]
 
 _EXAMPLES = 4  # micro-batches that are compared to learn whether shapes vary
 _ABSENT = object()
@@ -67,6 +67,14 @@ def from_user(
     examples = [as_batch(source(0, *part), names, "step 0") for part in seen]
     structure = Structure.of(examples, [stop - start for start, stop in seen], varying, "step 0")
     return UserData(source, held_out, names, structure)
+
+
+def length(data: Any) -> int | None:
+    """None where data has none: a DataLoader has `__len__`, which raises over an IterableDataset."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
 
 
 def _source(

@@ -37,6 +37,7 @@ from mpipipe.graph.refusals import (
     norms_that_fit,
     quiet,
     refuse_backward_hooks,
+    refuse_sparse_gradients,
     strange_weight,
 )
 from mpipipe.graph.regions import apply_regions, inline_regions, region_of
@@ -119,6 +120,8 @@ def _capture(
     source: ModelSource, loss: Loss, specs: Specs, mode: Mode, precision: str,
     metrics: Mapping[str, Metric], by_layer: bool,
 ) -> Captured:  # fmt: skip
+    if mode == "train":
+        refuse_sparse_gradients(source.module)
     if mode == "train" and not by_layer:
         refuse_backward_hooks(source.module)
     program = (Tail if by_layer else Program)(source.module, loss, metrics, mode)

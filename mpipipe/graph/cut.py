@@ -27,6 +27,8 @@ from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.values import Graph, TensorSpec
 
 Leaf = tuple[str, int]  # (canonical parameter name, index of the group that uses it)
+Homes = Mapping[str, tuple[bool, int]]  # parameter -> (whether training changes it, the stage that owns it)
+NOWHERE: Homes = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -86,21 +88,26 @@ def stage_table(graph: Graph, cuts: Sequence[str]) -> dict[str, int]:
     return {n.name: sum(start <= n.group for start in starts) for n in graph.nodes if n.group >= 0}
 
 
-def stages_of(anatomy: Anatomy, table: dict[str, int]) -> dict[fx.Node, int]:
+def stages_of(anatomy: Anatomy, table: dict[str, int], homes: Homes = NOWHERE) -> dict[fx.Node, int]:
     """Operator of this variant -> stage; one that training does not have follows its inputs."""
     stages: dict[fx.Node, int] = {}
+    param, name = anatomy.captured.param, anatomy.captured.name
     last, outputs = max(table.values(), default=0), set(anatomy.captured.outputs)
     for node in anatomy.order:
         alone = last if node in outputs else 0  # the weight of a metric: made of the batch, where the loss is
-        latest = max((stages[n] for n in node.all_input_nodes if n in stages), default=alone)
-        stages[node] = max(table.get(anatomy.captured.name[node], latest), latest)
+        read = [homes[param[n]] for n in node.all_input_nodes if param.get(n) in homes]
+        made = [stages[n] for n in node.all_input_nodes if n in stages]
+        new = max(read, default=(False, alone))[1] if not made else 0
+        stages[node] = max([table.get(name[node], new), *made])
     return stages
 
 
-def reads_of(anatomy: Anatomy, table: dict[str, int]) -> dict[int, dict[str, fx.Node]]:
+def reads_of(
+    anatomy: Anatomy, table: dict[str, int], homes: Homes = NOWHERE
+) -> dict[int, dict[str, fx.Node]]:
     """Stage -> parameter -> the first operator of this variant that reads it there."""
     param, found = anatomy.captured.param, dict[int, dict[str, fx.Node]]()
-    for node, stage in stages_of(anatomy, table).items():
+    for node, stage in stages_of(anatomy, table, homes).items():
         for n in node.all_input_nodes:
             if n in param:
                 found.setdefault(stage, {}).setdefault(param[n], node)
@@ -120,10 +127,11 @@ def crossing(anatomy: Anatomy, stages: dict[fx.Node, int], n_stages: int, stage:
 
 
 def stage_code(
-    anatomy: Anatomy, table: dict[str, int], uses: dict[str, int], n_stages: int, stage: int
-) -> Code:
+    anatomy: Anatomy, table: dict[str, int], uses: dict[str, int], n_stages: int, stage: int,
+    homes: Homes = NOWHERE,
+) -> Code:  # fmt: skip
     """The code of one stage. `uses`: node name -> group in the training graph."""
-    stages = stages_of(anatomy, table)
+    stages = stages_of(anatomy, table, homes)
     received = crossing(anatomy, stages, n_stages, stage - 1) if stage else []
     sent = crossing(anatomy, stages, n_stages, stage)
     body = [n for n in anatomy.order if stages[n] == stage]

@@ -196,6 +196,19 @@ def refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Gradients are added up in dense buffers here. torch adds rows one by one, the same row more than once,
+    to the weight itself (SGD), or keeps state for those alone (SparseAdam): other bits, or other updates."""
+    tables = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    for path, table in tables:
+        if table.sparse and table.weight.requires_grad:
+            raise CaptureError(
+                f"{path or 'the model'!r}, a {type(table).__name__}, has sparse=True, and gradients are "
+                "dense here, with which SGD has other bits and SparseAdam cannot work; make it with "
+                "sparse=False, and take AdamW, say, for SparseAdam"
+            )
+
+
 _SLIPS = (LookupError, NameError, AttributeError, TypeError, ArithmeticError, AssertionError, ImportError)
 
 

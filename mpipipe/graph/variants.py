@@ -19,7 +19,7 @@ import torch
 from mpipipe.errors import CaptureError
 from mpipipe.graph.anatomy import Anatomy, Lowering
 from mpipipe.graph.capture import capture
-from mpipipe.graph.cut import Code, reads_of, stage_code, stage_table, weight_code
+from mpipipe.graph.cut import Code, Homes, reads_of, stage_code, stage_table, weight_code
 from mpipipe.graph.groups import make_graph
 from mpipipe.graph.program import Loss, Metric, Mode, Specs, is_list
 from mpipipe.graph.recompute import selective
@@ -151,7 +151,7 @@ class Variants:
 
     def _make_code(self, mode: Mode, specs: Specs, cuts: Sequence[str], stage: int) -> Code:
         anatomy, table = self.anatomy(mode, specs), stage_table(self.graph, cuts)
-        code = stage_code(anatomy, table, self.uses, len(cuts) + 1, stage)
+        code = stage_code(anatomy, table, self.uses, len(cuts) + 1, stage, self._homes(cuts))
         self._refuse_old_copies(anatomy, code, cuts, stage)
         self.borrowed(mode, specs, cuts)  # or it has raised
         return code
@@ -196,7 +196,7 @@ class Variants:
             found: dict[int, tuple[str, ...]] = {}
             if cuts and anatomy is not self.primary:
                 owner, held = self.stage_of_param(cuts), reads_of(self.primary, table)
-                for stage, readers in reads_of(anatomy, table).items():
+                for stage, readers in reads_of(anatomy, table, self._homes(cuts)).items():
                     new = [n for n in readers if owner[n] != stage and n not in held.get(stage, {})]
                     for name in [n for n in new if n in self.primary.learning]:
                         raise CaptureError(
@@ -229,6 +229,10 @@ class Variants:
         }
         names = [*self.graph.params, *self.graph.buffers]
         return {name: updates.get(name, owner.get(name, 0)) for name in names}
+
+    def _homes(self, cuts: Sequence[str]) -> Homes:
+        owner = self.stage_of_param(cuts)
+        return {name: (name in self.primary.learning, owner[name]) for name in self.graph.params}
 
     def rows_bytes(self, numerics: Numerics) -> dict[str, int]:
         """Tied parameters that are a table in whose first of two uses rows are looked up, and nothing else:

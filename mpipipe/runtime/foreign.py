@@ -19,7 +19,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from mpipipe.errors import CheckpointError, MpipipeError
 from mpipipe.graph.program import empty
 from mpipipe.ops.device import CPU
-from mpipipe.runtime.optimizer import Optimizer, OptimizerSettings, Saved, Updater, check_fits
+from mpipipe.runtime.optimizer import (
+    Optimizer,
+    OptimizerSettings,
+    Saved,
+    Updater,
+    check_fits,
+    norm_dtype,
+)
 from mpipipe.runtime.plain import DROPPED, overlay, plain, restored
 from mpipipe.runtime.weights import StageWeights
 
@@ -64,7 +71,7 @@ def optimizer_of(
 class ForeignUpdater:
     def __init__(self, factory: Factory, weights: StageWeights) -> None:
         self.params: dict[str, nn.Parameter] = {}
-        grads = {name: grad for group in weights.own_groups for name, grad in group.grad.views.items()}
+        grads = weights.own_grads  # in the order of the model: a factory may go by it, on one rank
         self.grads = list(grads.values())
         for name, grad in grads.items():
             self.params[name] = nn.Parameter(weights.data[name])  # shares the memory of the flat buffer
@@ -75,6 +82,8 @@ class ForeignUpdater:
             made = self._make(factory)
             self.optimizer, self.scheduler = made if isinstance(made, tuple) else (made, None)
             self._check(self.optimizer)
+            if self.params.keys() != weights.learning.keys():
+                self._check_alike(factory, weights.learning)
         self.kind = type(self.optimizer).__name__ if self.optimizer else ""
 
     def _make(self, factory: Factory) -> Made:
@@ -133,15 +142,39 @@ class ForeignUpdater:
                 "parameters it is called with, not those of a model of your own"
             )
 
+    def _check_alike(self, factory: Factory, everything: Mapping[str, Tensor]) -> None:
+        """Refuses options that depend on which other parameters are in the list, as those by position do: on
+        another number of ranks they would be others. A factory or an optimizer that cannot take parameters
+        without values is let through."""
+        whole = {
+            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))
+            for name, p in everything.items()
+        }
+        try:
+            made = factory(list(whole.items()))
+            of_all = _options_by_name(made[0] if isinstance(made, tuple) else made, whole)
+        except Exception:  # what it raises is of the user's own, and any
+            return
+        assert self.optimizer is not None, "or there is nothing to compare"
+        for name, options in _options_by_name(self.optimizer, self.params).items():
+            then = of_all.get(name, options)
+            for key in options:
+                if key in then and options[key] != then[key]:
+                    raise MpipipeError(
+                        f"the optimizer factory sets {key} = {options[key]!r} for {name!r} in the list of "
+                        f"the {len(self.params)} parameters of one stage, and {key} = {then[key]!r} in that "
+                        f"of all {len(whole)}: it would depend on the number of ranks; let it go by the "
+                        "parameter's name or shape, not by its position or by how many there are"
+                    )
+
     @torch.no_grad()
     def update(self, step: int, factor: float | None) -> None:
         if self.optimizer is None:
             return
         if factor is not None:
-            scale = torch.tensor(factor, dtype=torch.float32)
             for p in self.params.values():
                 assert p.grad is not None
-                p.grad.mul_(scale)
+                p.grad.mul_(torch.tensor(factor, dtype=norm_dtype([p.grad.dtype])))
         self.optimizer.step()
         for grad in self.grads:
             grad.zero_()
@@ -288,6 +321,16 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group is set to; lists may go by the parameters of the stage, and are the factory's."""
     single = {key: plain(v) for key, v in group.items() if not isinstance(v, (list, dict))}
     return {key: value for key, value in single.items() if value is not DROPPED}
+
+
+def _options_by_name(optimizer: TorchOptimizer, params: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    names = {id(p): name for name, p in params.items()}
+    return {
+        names[id(p)]: _options(group)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) in names
+    }
 
 
 def _is_there(optimizer: TorchOptimizer, key: str) -> bool:

@@ -30,7 +30,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.ops import device
 from mpipipe.runtime.copies import Copies, of_all_copies
 from mpipipe.runtime.feed import Source
-from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norms
+from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norm_dtype, norms
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties, take_gradients
 from mpipipe.runtime.transport import Form, Landing, Mailbox, Outbox, Pool
@@ -103,6 +103,7 @@ class Interpreter:
         self.updates = {s: variants.code("train", variants.first, cuts, s).updates for s in stages}
         # only of what has a gradient, as torch does it: a zero between norms changes how their sum is rounded
         self.position = {name: i for i, name in enumerate(variants.trained)}
+        self.norm_dtype = norm_dtype(variants.source.params[name].dtype for name in variants.trained)
         self._handlers = {
             Op.F: self._forward, Op.B: self._backward, Op.NORM: self._norm, Op.STEP: self._step,
             Op.I: self._backward_input, Op.W: self._backward_weight,
@@ -373,7 +374,7 @@ class Interpreter:
         if not (finite := np.isfinite(all_norms)).all():
             pairs = zip(self.position, finite, strict=True)
             self.outcome.not_finite = tuple(name for name, good in pairs if not good)
-        self.outcome.norm, factor = clip_coefficient(all_norms.tolist(), self.clip or np.inf)
+        self.outcome.norm, factor = clip_coefficient(all_norms.tolist(), self.clip or np.inf, self.norm_dtype)
         self.factor = factor if self.clip is not None else None
 
     def _forget_step(self) -> None:

@@ -155,11 +155,19 @@ def _flat_norms(flat: Flat, bits: Bits) -> dict[str, float]:
     return dict(zip(flat.views, ops.norms(flat.buffer, offsets, counts).float().tolist(), strict=True))
 
 
-def clip_coefficient(all_norms: list[float], clip: float) -> tuple[float, float]:
-    """(total norm, factor of all gradients); `all_norms` in canonical order."""
-    total = torch.linalg.vector_norm(torch.tensor(all_norms, dtype=torch.float32))
+def clip_coefficient(
+    all_norms: list[float], clip: float, dtype: torch.dtype = torch.float32
+) -> tuple[float, float]:
+    """(total norm, factor of all gradients); `all_norms` in canonical order; dtype: float64 where one of the
+    gradients is, as torch promotes their norms."""
+    total = torch.linalg.vector_norm(torch.tensor(all_norms, dtype=dtype))
     factor = torch.clamp(clip / (total + 1e-6), max=1.0)
     return float(total), float(factor)
+
+
+def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """In which torch computes the factor of gradients of these."""
+    return torch.float64 if any(d in (torch.float64, torch.complex128) for d in dtypes) else torch.float32
 
 
 class FlatUpdater:
@@ -179,7 +187,7 @@ class FlatUpdater:
                 self._update_at_once(group, state, step, 1.0 if factor is None else factor)
                 continue
             if factor is not None:
-                group.grad.buffer.mul_(torch.tensor(factor, dtype=torch.float32))
+                group.grad.buffer.mul_(torch.tensor(factor, dtype=norm_dtype([group.grad.buffer.dtype])))
             self._update_group(group, places, step)
             group.grad.buffer.zero_()
 

@@ -165,6 +165,17 @@ class StageWeights:
         """What this copy updates."""
         return [group for group in self.groups if group.owner == self.copy]
 
+    @property
+    def own_grads(self) -> dict[str, Tensor]:
+        """Of what this copy updates, in canonical order."""
+        found = {name: grad for group in self.own_groups for name, grad in group.grad.views.items()}
+        return {name: found[name] for name in self._source.params if name in found}
+
+    @property
+    def learning(self) -> dict[str, Tensor]:
+        """The parameters of all stages that are trained, fake, in canonical order."""
+        return {name: p for name, p in self._source.params.items() if name in self._trained}
+
     def _make_leaves(
         self, source: ModelSource, leaves: Sequence[Leaf], owner: dict[str, int], as_rows: Collection[str],
         in_place: Mapping[str, Tensor],

@@ -281,6 +281,19 @@ def test_hooks_on_gradients_are_refused_by_name() -> None:
     capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name(layer: Any) -> None:
+    """Of what is trained."""
+    model = nn.Sequential(nn.Sequential(layer(8, 4, sparse=True)), nn.Linear(4, 4))
+    specs = {"input": TensorSpec((3, 2), "int64"), "y": TensorSpec((3,), "float32")}
+    says = rf"'0.0', a {layer.__name__}, has sparse=True, .*; make it with sparse=False"
+    with pytest.raises(CaptureError, match=says):
+        capture_one(ModelSource(model, 0), sum_and_count, specs, "train")
+    capture_one(ModelSource(model, 0), sum_and_count, specs, "predict")
+    model[0].requires_grad_(False)
+    capture_one(ModelSource(model, 0), sum_and_count, specs, "train")
+
+
 class OwnWithoutGradient(Base):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

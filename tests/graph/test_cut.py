@@ -306,6 +306,40 @@ def test_what_training_leaves_as_it_is_may_be_read_on_any_stage() -> None:
     assert variants.code("eval", variants.first, (cut,), 1).leaves
 
 
+class EarlyAndFused(nn.Module):
+    """Returns what its first layer makes, too; evaluation has an operator of its own on the last weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.a(x)
+        y = torch.tanh(self.b(torch.tanh(first)))
+        return self.c(y) if self.training else y @ self.c.weight.squeeze().t(), first
+
+
+def test_what_reads_a_weight_alone_is_where_training_reads_it() -> None:
+    """An output as well: it goes on from there to the last stage."""
+
+    def loss(outputs: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return outputs[0].square().sum(), outputs[0].shape[0]
+
+    x = torch.ones(2, 4)
+    variants = variants_of(EarlyAndFused, loss, {"x": x})
+    cuts = tuple(next(g for g in variants.graph.groups if g.startswith(layer)) for layer in ("b/", "c/"))
+    assert variants.borrowed("eval", variants.first, cuts) == {}
+    weights, sent = variants.source.materialise(variants.source.params), list[Tensor]()
+    for stage, reads in enumerate([{"a.weight", "a.bias"}, {"b.weight", "b.bias"}, {"c.weight"}]):
+        code = variants.code("predict", variants.first, cuts, stage)
+        assert {name for name, _ in code.leaves} == reads
+        sent, _ = code.forward(*sent, *[x for _ in code.inputs], *(weights[name] for name, _ in code.leaves))
+    model = EarlyAndFused().eval()
+    model.load_state_dict(weights)
+    for found, expected in zip(sent, model(x), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.slow
 def test_what_training_changes_on_another_stage_is_refused_on_every_rank(stage: int) -> None:

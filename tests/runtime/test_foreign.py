@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -116,6 +117,38 @@ def test_parameters_left_out_and_foreign_ones_are_refused() -> None:
         run_local(1, lambda comm: trained(comm, foreign, None))
 
 
+def test_a_factory_gets_the_order_of_the_model() -> None:
+    """Rates by position are those of a plain loop, where one rank has it all."""
+
+    def by_position(named: list) -> torch.optim.Optimizer:
+        names.append([name for name, _ in named])
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 * 0.9**i} for i, (_, p) in enumerate(named)])
+
+    names: list[list[str]] = []
+    run_local(1, lambda comm: trained(comm, by_position, None, steps=1))
+    assert names == [list(CASE.variants.trained)]
+
+
+@pytest.mark.parametrize("rate", [lambda i, named: 0.1 * 0.9**i, lambda i, named: 0.1 / len(named)])
+def test_options_by_position_or_number_are_refused_where_the_model_is_cut(rate: Any) -> None:
+    def factory(named: list) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": rate(i, named)} for i, (_, p) in enumerate(named)])
+
+    Run(factory, CUTS[0])
+    says = r"lr = [\d.]+ for '[ac]' in the list of the 2 parameters of one stage, and lr = [\d.]+ in .* all 4"
+    with pytest.raises(MpipipeError, match=says):
+        Run(factory, CUTS[1])
+
+
+def test_a_factory_that_reads_values_is_let_through() -> None:
+    """It cannot be called for all parameters: a stage has the values of its own."""
+
+    def by_value(named: list) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": 0.01 * float(p.detach().norm())} for _, p in named])
+
+    assert Run(by_value, CUTS[1]).rates() == Run(by_value, CUTS[0]).rates()
+
+
 # -- what a checkpoint keeps of it ------------------------------------------------------------------------
 
 NAMES = {"a": (3, 2), "b": (2,), "c": (2, 4), "d": (4,)}
@@ -157,10 +190,10 @@ class Run:
         self.updaters = []
         self.grads = {name: torch.zeros(shape) for name, shape in NAMES.items()}
         for names in stages:
-            grad = SimpleNamespace(views={n: self.grads[n] for n in names})
             weights = SimpleNamespace(
-                data={n: self.data[n] for n in names}, own_groups=[SimpleNamespace(grad=grad)]
-            )
+                data={n: self.data[n] for n in names}, own_grads={n: self.grads[n] for n in names},
+                learning={n: self.data[n] for n in chain(*stages)},
+            )  # fmt: skip
             self.updaters.append(ForeignUpdater(factory, weights))  # type: ignore[arg-type]
 
     def train(self, first: int, last: int) -> None:
