@@ -473,7 +473,11 @@ def test_a_loss_of_another_form_is_refused(what: str) -> None:
         capture_one(ModelSource(Base, 0), loss, SPECS, "train")
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.MSELoss()], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.MSELoss()],
+    ids=["module", "function", "mean"],
+)
 def test_a_loss_of_torch_s_own_is_told_what_it_is_called_with(loss: Any) -> None:
     says = (
         r"loss is torch's .*called as loss\(outputs, batch\), and batch is a dict .* `lambda outputs, batch"
