@@ -291,29 +291,23 @@ def _take(mirrors: Mirrors, step: int, trainer: Trainer) -> None:
 
 def needed(names: Iterable[str], variants: Variants, layout: Layout, rank: int) -> set[str]:
     """Weights that the stages of a rank own or read, optimizer state of those that their copies update."""
-    mine, owner = _stages_of(rank, layout), variants.stage_of_param(layout.cuts)
+    mine, owner = layout.stages_on(rank), variants.stage_of_param(layout.cuts)
     codes = (variants.code("train", variants.first, layout.cuts, stage) for stage in mine)
     read = {name for name, stage in owner.items() if stage in mine}
     read |= {name for code in codes for name, _ in code.leaves}
     updated = set[str]()
     for stage in mine:
         ranks = layout.ranks[stage]
-        copies = updates_of(
-            variants.source, variants.graph, stage, owner, variants.trained, len(ranks)
-        ).items()
-        updated |= {name for name, copy in copies if ranks[copy] == rank}
+        by = updates_of(variants.source, variants.graph, stage, owner, variants.trained, len(ranks))
+        updated |= {name for name, copy in by.items() if ranks[copy] == rank}
     return {name for name in names if name in read or name.rpartition("/")[0] in updated}
-
-
-def _stages_of(rank: int, layout: Layout) -> list[int]:
-    return [stage for stage, ranks in enumerate(layout.ranks) if rank in ranks]
 
 
 def _check(variants: Variants, plan: Plan, comm: Communicator) -> None:
     """What would be refused when the trainer of the plan is built, or later, while there still is another.
     Raises MpipipeError."""
     graph, layout = variants.graph, plan.layout
-    variants.check(layout.cuts, _stages_of(comm.rank, layout))
+    variants.check(layout.cuts, layout.stages_on(comm.rank))
     check_tags(comm, program_for(layout, plan.numerics, graph.ties, graph.groups))
 
 

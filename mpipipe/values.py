@@ -462,6 +462,9 @@ class Layout(Value):
     def n_ranks(self) -> int:
         return len({rank for on in self.ranks for rank in on})
 
+    def stages_on(self, rank: int) -> list[int]:
+        return [stage for stage, on in enumerate(self.ranks) if rank in on]
+
     @property
     def n_copies(self) -> int:
         """Of the pipeline: as many as there are of the stages that have most."""

@@ -63,7 +63,7 @@ class Trainer:
         n_shares = 1 if numerics.reduce == "fast" else len(self.program.copies_on(comm.rank))
         as_rows = kept_rows(graph.ties, variants.rows_bytes(numerics), numerics.blocks, layout.n_copies)
         stages: dict[int, Stage] = {}
-        for s in self._stages_of(comm.rank):
+        for s in layout.stages_on(comm.rank):
             leaves = variants.code("train", variants.first, layout.cuts, s).leaves
             there = [stage.weights for stage in stages.values()]
             weights = StageWeights(
@@ -77,16 +77,13 @@ class Trainer:
         )
         self.feed = Feed(comm, data, self._reads, variants.first)
 
-    def _stages_of(self, rank: int) -> list[int]:
-        return [s for s, ranks in enumerate(self.plan.layout.ranks) if rank in ranks]
-
     def _reads(
         self, mode: Mode, specs: Specs, rank: int, micro: int, n_micro: int
     ) -> tuple[frozenset[str], tuple[frozenset[str], ...]]:
         """The batch keys of a micro-batch that a rank reads before the step, for the loss weight, and at the
         forward of each of its stages."""
         layout, cuts = self.plan.layout, self.plan.layout.cuts
-        copy, stages = self.program.copy_on(rank), self._stages_of(rank)
+        copy, stages = self.program.copy_on(rank), layout.stages_on(rank)
         if micro not in share_of(copy, len(layout.ranks[stages[0]]), n_micro):
             return frozenset(), ()
         codes = [self.variants.code(mode, specs, cuts, stage) for stage in stages]
