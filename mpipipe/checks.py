@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from mpipipe.cluster.agree import agree
@@ -95,32 +95,41 @@ def check_trained(variants: Variants, unused: str) -> None:
         )
     left = variants.unused
     if left and unused == "error":
-        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
         raise MpipipeError(
-            f"the loss does not depend on {', '.join(map(repr, left[:5]))}{more}: no stage uses them, so "
-            "they would stay as they are; freeze them with requires_grad_(False), use them, or set "
-            "train.unused to keep"
+            f"the loss does not depend on {_some(left)}: no stage uses them, so they would stay as they are; "
+            "freeze them with requires_grad_(False), use them, or set train.unused to keep"
         )
 
 
-def note_of_modes(source: ModelSource) -> str:
-    """What to say of parts that are in eval mode while the model is not, which may have been forgotten."""
+def notes_of_parts(source: ModelSource, written: Mapping[str, str]) -> list[str]:
+    """What to say of parts that may not be as they were meant.
+
+    They are in eval mode while the model is not; or they run as they are written (part -> why), and so are
+    neither cut inside nor computed by kernels."""
     left = [path for path in source.in_eval if path.rpartition(".")[0] not in source.in_eval]
-    if not left:
-        return ""
-    more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-    return (
-        f"in eval mode in training, as in the model that was given: {', '.join(map(repr, left[:5]))}{more}; "
-        "call model.train() before, where that is not meant"
-    )
+    notes = []
+    if left:
+        notes.append(
+            f"in eval mode in training, as in the model that was given: {_some(left)}; call model.train() "
+            "before, where that is not meant"
+        )
+    for why in dict.fromkeys(written.values()):
+        parts = [part.removeprefix("model.") for part, of in written.items() if of == why]
+        notes.append(f"as it cannot be captured, this runs as it is written: {_some(parts)}, for {why}")
+    return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more
 
 
 def check_device(variants: Variants) -> None:
-    """Raises CaptureError for layers that run as they are written, on an accelerator: they make tensors of
+    """Raises CaptureError for parts that run as they are written, on an accelerator: they make tensors of
     their own, in main memory, and draw from torch's generator there."""
-    if variants.primary.captured.by_layer and not device.on_host():
+    written = [part.removeprefix("model.") for part in variants.primary.captured.written]
+    if written and not device.on_host():
         raise CaptureError(
-            f"pipeline.device = {device.here().type}: the layers of this model cannot be traced and run as "
-            "they are written, which they do on processors only; set pipeline.device=cpu, or give a model "
-            "that can be traced"
+            f"pipeline.device = {device.here().type}: {_some(written)} cannot be captured, and what runs as "
+            "it is written does so on processors only; set pipeline.device=cpu, or let it be captured"
         )

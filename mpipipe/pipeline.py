@@ -31,7 +31,7 @@ from mpipipe.checks import (
     check_samples,
     check_shape,
     check_trained,
-    note_of_modes,
+    notes_of_parts,
 )
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
@@ -323,8 +323,8 @@ class Pipeline(SharedWork):
         check_device(self.variants)
         for note in before.check_graph(self.variants.graph, self.numerics, self.size):
             self.say(f"note: {note}")
-        if modes := note_of_modes(self.variants.source):
-            self.say(f"note: {modes}")
+        for note in notes_of_parts(self.variants.source, self.variants.primary.captured.written):
+            self.say(f"note: {note}")
         if before.plan is None:
             check_groups(asked, len(self.variants.graph.groups))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -20,18 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
 from mpipipe.cluster.memory import uncollected
 from mpipipe.errors import CaptureError, MpipipeError
-from mpipipe.graph.chain import Tail, append, chain
+from mpipipe.graph.layers import Unrunnable
 from mpipipe.graph.means import refuse_mean
 from mpipipe.graph.program import Batch as Batch
-from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs, is_list
+from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs
 from mpipipe.graph.refusals import (
     NoStrangeWeights,
     as_if_run,
     cannot,
+    is_slip,
     no_assignments,
     no_own_backwards,
     norms_that_fit,
@@ -49,11 +50,13 @@ from mpipipe.graph.rewrite import (
     keep_lifted_tensors_apart,
     make_buffers_functional,
     make_random_ops_ours,
+    module_of,
     schema_name,
     source_line,
 )
 from mpipipe.graph.source import TRACING, ModelSource, set_mode, user_frame
 from mpipipe.graph.steady import Numbers, refuse_changes
+from mpipipe.graph.written import Written, more_parts
 from mpipipe.values import TensorSpec
 
 
@@ -84,7 +87,7 @@ class Captured:
     weight: fx.Node | float | None
     updates: tuple[BufferUpdate, ...]
     structure: TreeSpec | None = None
-    by_layer: bool = False  # each layer is one operator, which runs as it is written
+    written: Mapping[str, str] = field(default_factory=dict)  # parts that run as they are written -> the line
     precision: str = "fp32"
 
 
@@ -101,38 +104,49 @@ def capture(
     mode: Mode,
     precision: str = "fp32",
     metrics: Mapping[str, Metric] | None = None,
-    by_layer: bool | None = None,
+    written: Mapping[str, str] | None = None,
 ) -> Captured:
     """Captures `source` for one micro-batch of the given shapes.
 
-    by_layer: whether each layer of an nn.Sequential is one opaque operator; None: if nothing else does.
+    written: parts of which it is known that they cannot be traced, and the line that is why; others are
+    found here.
     Raises CaptureError with the user's source line where the model cannot be captured.
     """
-    try:
-        return _capture(source, loss, specs, mode, precision, metrics or {}, bool(by_layer))
-    except Untraceable:
-        if by_layer is not None or not is_list(source.module):
-            raise
-    return _capture(source, loss, specs, mode, precision, metrics or {}, True)
+    parts, failed = dict(written or {}), None
+    while True:
+        program = Program(source.module, loss, metrics or {}, mode)
+        try:
+            return _capture(program, source, specs, precision, parts)
+        except Untraceable as error:
+            more = more_parts(error, program, source, parts)
+            if not more:
+                raise
+            parts |= dict.fromkeys(more, str(error).split("\n  ")[0])
+            failed = error
+        except Unrunnable as error:
+            if failed is None:
+                raise
+            if failed.__cause__ is not None and is_slip(failed.__cause__):
+                raise failed from None
+            raise CaptureError(f"{failed}\n  {error}") from error
 
 
 def _capture(
-    source: ModelSource, loss: Loss, specs: Specs, mode: Mode, precision: str,
-    metrics: Mapping[str, Metric], by_layer: bool,
-) -> Captured:  # fmt: skip
+    program: Program, source: ModelSource, specs: Specs, precision: str, parts: Mapping[str, str]
+) -> Captured:
+    mode = program.mode
     if mode == "train":
         refuse_sparse_gradients(source.module)
-    if mode == "train" and not by_layer:
-        refuse_backward_hooks(source.module)
-    program = (Tail if by_layer else Program)(source.module, loss, metrics, mode)
+        refuse_backward_hooks(source.module, parts)
     set_mode(program, mode == "train", source.in_eval.values())
+    written = Written(program, source, parts)
     with TRACING:
         with source.fake_mode:
             batch = {k: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for k, s in specs.items()}
         with norms_that_fit(source.module):
-            trace = _trace_layers if by_layer else _trace
-            exported, updates = trace(program, source, batch, precision)
+            exported = _export(program, batch, source, precision, written)
         graph = exported.graph
+        updates = written.put_in(graph)
         inputs = dict(zip(graph.find_nodes(op="placeholder"), specs, strict=True))
         _drop_checks(graph)
         copy_written_inputs(graph)
@@ -147,7 +161,7 @@ def _capture(
     outputs, weight = _outputs(graph, program)
     return Captured(
         mode, graph, name, param, buffer, constant, inputs, rng, outputs, weight, tuple(updates),
-        program.found.structure, by_layer, precision,
+        program.found.structure, dict(parts), precision,
     )  # fmt: skip
 
 
@@ -160,30 +174,11 @@ def warm_up_tracer() -> None:
         capture(source, lambda y, batch: (y.sum(), 1.0), {"input": TensorSpec((1, 1), "float32")}, "train")
 
 
-def _trace(
-    program: Program, source: ModelSource, batch: Batch, precision: str
-) -> tuple[fx.GraphModule, list[BufferUpdate]]:
-    return _export(program, (batch,), source, precision), []
-
-
-def _trace_layers(
-    program: Program, source: ModelSource, batch: Batch, precision: str
-) -> tuple[fx.GraphModule, list[BufferUpdate]]:
-    """The layers as they are, and behind them the traced loss."""
-    with autocast(precision):
-        graph, outputs, structure, updates = chain(source, batch, program.mode == "train")
-    given = tree_unflatten([n.meta["val"] for n in outputs], structure)
-    tail = _export(program, (batch, given), source, precision)
-    batch_nodes = graph.find_nodes(op="placeholder")
-    append(graph, tail.graph, [*batch_nodes, *outputs])
-    return fx.GraphModule(tail, graph), updates
-
-
 def _export(
-    program: Program, arguments: tuple[Any, ...], source: ModelSource, precision: str
+    program: Program, batch: Batch, source: ModelSource, precision: str, written: Written
 ) -> fx.GraphModule:
     def run() -> tuple[fx.GraphModule, Numbers]:
-        return _exported(program, arguments, source, precision), program.found.numbers
+        return _exported(program, batch, source, precision, written), program.found.numbers
 
     return refuse_changes("the model, or the loss,", program, run, _equal)
 
@@ -204,22 +199,22 @@ def _equal(one: fx.GraphModule, other: fx.GraphModule) -> bool:
 
 
 def _exported(
-    program: Program, arguments: tuple[Any, ...], source: ModelSource, precision: str
+    program: Program, batch: Batch, source: ModelSource, precision: str, written: Written
 ) -> fx.GraphModule:
     learns = no_own_backwards() if program.mode == "train" else nullcontext()
     try:
         with (
             no_assignments(source.module), learns, NoStrangeWeights(source), autocast(precision), quiet(),
-            as_if_run(),
+            as_if_run(), written.stand_ins(),
         ):  # fmt: skip
             # autocast is not recorded, but what the model asks about it is true
-            exported = torch.export.export(program, arguments, strict=False).module(check_guards=False)
+            exported = torch.export.export(program, (batch,), strict=False).module(check_guards=False)
     except CaptureError as error:
-        raise type(error)(f"{user_frame(error)}\n  {error}") from error
+        raise type(error)(f"{user_frame(error.__cause__ or error)}\n  {error}") from error  # type: ignore[arg-type]
     except MpipipeError as error:  # a model that refuses its input
         raise CaptureError(f"{user_frame(error)}\n  {error}") from error
     except Exception as error:
-        raise Untraceable(cannot(user_frame(error), error, arguments[0])) from error
+        raise Untraceable(cannot(user_frame(error), error, batch)) from error
     inline_regions(exported)
     return exported
 
@@ -267,8 +262,7 @@ def _canonical_names(graph: fx.Graph) -> dict[fx.Node, str]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        stack = node.meta.get("nn_module_stack") or {}
-        path = list(stack.values())[-1][0] if stack else ""
+        path = module_of(node)
         path = "loss" if path == "" else path.removeprefix("model").removeprefix(".")
         stem = f"{path}/{schema_name(node).removeprefix('aten::')}"
         names[node] = f"{stem}.{count.get(stem, 0)}"
@@ -283,7 +277,7 @@ class _Propagate(fx.Interpreter):
         try:
             result = super().run_node(n)
         except Exception as error:
-            raise Untraceable(cannot(source_line(n), error)) from error
+            raise Untraceable(cannot(source_line(n), error), module_of(n)) from error
         n.meta["val"] = result
         return result
 

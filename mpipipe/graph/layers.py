@@ -1,6 +1,4 @@
-"""A list of layers that torch.export cannot trace: each layer is one operator that runs as it is written.
-
-    x -> [Layer 0] -> tensors -> [Layer 1] -> ... -> tensors -> loss, traced as always
+"""A layer that torch.export cannot trace, of any size: one operator that runs as it is written.
 
 What a layer does with values (loops, `if`, `.item()`) is its own business. What it must keep:
 
@@ -29,10 +27,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpipipe.errors import CaptureError
+from mpipipe.errors import CaptureError, MpipipeError
 from mpipipe.graph.program import flat_outputs
 from mpipipe.graph.rewrite import BufferUpdate
-from mpipipe.graph.source import set_mode, user_frame
+from mpipipe.graph.source import set_mode
 from mpipipe.graph.steady import Numbers, numbers, refuse_changes
 from mpipipe.graph.tape import storage_id, tensors
 from mpipipe.ops.generators import seeded
@@ -46,6 +44,10 @@ def _form(t: Tensor) -> _Form:
 
 def _forms(tree: Any) -> list[_Form]:
     return [_form(t) for t in tensors(tree)]
+
+
+class Unrunnable(CaptureError):
+    """A layer that fails on made-up numbers."""
 
 
 class Layer:
@@ -99,17 +101,17 @@ class Layer:
 
         try:
             outputs, statistics = refuse_changes(self.what, self.module, run, same)
-        except CaptureError:
+        except MpipipeError:
             raise
         except _ReadsStatistics as error:
             raise CaptureError(
-                f"{user_frame(error)}\n  {self.what} reads the statistics of a BatchNorm in training; they "
+                f"{self.what} reads the statistics of a BatchNorm in training; they "
                 "are changed at the end of a step: compute what is needed from the inputs (`x.mean(0)`), or "
                 "read a buffer that nothing changes"
             ) from error
         except Exception as error:
-            raise CaptureError(
-                f"{user_frame(error)}\n  {self.what} cannot be run on made-up numbers, of shapes "
+            raise Unrunnable(
+                f"{self.what} cannot be run as it is written on made-up numbers, of shapes "
                 f"{[tuple(t.shape) for t in inputs]}: {type(error).__name__}: {error}"
             ) from error
         self.writes_input = versions != [t._version for t in inputs]
@@ -120,7 +122,7 @@ class Layer:
 
     def __call__(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], buffers: Sequence[Tensor],
-        key: int, step: int, micro: int,
+        key: int = 0, step: int = 0, micro: int = 0,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         if any(isinstance(t, FakeTensor) for t in [*inputs, *weights]):
             return self.fakes()

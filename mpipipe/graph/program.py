@@ -52,10 +52,14 @@ class Found:
     weight: float | None = None  # of the loss, where it is a number
     structure: pytree.TreeSpec | None = None  # of the model's outputs
     numbers: Numbers = field(default_factory=dict)  # of the modules, behind forward
+    at: str | None = None  # the loss, or "metrics.<name>", while it is called
 
 
 class Program(nn.Module):
-    """`found` is filled by `forward`; an object of its own, because a tracer puts attributes back."""
+    """`found` is filled by `forward`; an object of its own, because a tracer puts attributes back. stand_in:
+    "loss" or "metrics.<name>", and its function -> what is called instead."""
+
+    stand_in: Callable[[str, Loss], Loss] = staticmethod(lambda _, function: function)
 
     def __init__(self, model: nn.Module, loss: Loss, metrics: Mapping[str, Metric], mode: Mode) -> None:
         super().__init__()
@@ -75,13 +79,24 @@ class Program(nn.Module):
         if self.mode == "predict":
             tensors, self.found.structure = flat_outputs(outputs)
             return tensors
-        total, weight = _pair(self.loss, outputs, batch, "loss")
-        measured = [_pair(m, outputs, batch, f"metric {name!r}") for name, m in self.metrics.items()]
+        total, weight = self._pair("loss", self.loss, outputs, batch, "loss")
+        measured = [
+            self._pair(f"metrics.{name}", m, outputs, batch, f"metric {name!r}")
+            for name, m in self.metrics.items()
+        ]
         flat = [t if isinstance(t, Tensor) else torch.full((), float(t)) for pair in measured for t in pair]
         if isinstance(weight, Tensor):
             return total, *flat, weight
         self.found.weight = float(weight)
         return total, *flat
+
+    def _pair(
+        self, name: str, function: Loss, outputs: Any, batch: Batch, what: str
+    ) -> tuple[Tensor, Tensor | float]:
+        self.found.at = name
+        pair = pair_of(self.stand_in(name, function), outputs, batch, what)
+        self.found.at = None
+        return pair
 
 
 def is_list(model: nn.Module) -> bool:
@@ -166,20 +181,26 @@ def refuse_torchs_loss(function: object, what: str = "loss") -> None:
         )
 
 
-def _pair(function: Loss, outputs: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:
+def pair_of(function: Loss, outputs: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor | float]:
+    """(sum, weight) of a loss or a metric, which is called `what` in errors. Raises CaptureError for
+    anything else."""
     refuse_torchs_loss(function, what)
     pair = function(outputs, batch)
     fits = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], Tensor)
     if not fits or not isinstance(pair[1], (Tensor, int, float)):
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        where = f' (File "{code.co_filename}", line {code.co_firstlineno})' if code else ""
         found = f"{len(pair)} values" if isinstance(pair, (tuple, list)) else _kind(pair)
         raise CaptureError(
-            f"the {what}{where} returned {found} instead of (sum, weight): return the summed loss and the "
-            "weight it is divided by, for example `F.cross_entropy(..., reduction='sum'), labels.numel()`; "
-            "or the mean, with Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
+            f"the {what}{place_of(function)} returned {found} instead of (sum, weight): return the summed "
+            "loss and the weight it is divided by, for example `F.cross_entropy(..., reduction='sum'), "
+            "labels.numel()`; or the mean, with Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
         )
     return pair[0], pair[1]
+
+
+def place_of(function: Loss) -> str:
+    """Where it stands, in brackets; nothing for one that Python does not have."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f' (File "{code.co_filename}", line {code.co_firstlineno})' if code else ""
 
 
 def _kind(x: Any) -> str:
@@ -205,11 +226,7 @@ def flat_outputs(outputs: Any) -> tuple[tuple[Tensor, ...], pytree.TreeSpec]:
     Dicts, tuples, lists, named tuples and dataclasses, nested in any way; other leaves are kept as they
     are. Raises CaptureError where there is no tensor at all.
     """
-    for leaf in pytree.tree_leaves(outputs):
-        kind = type(leaf)
-        if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
-            torch.export.register_dataclass(kind)  # and once more, for those inside
-            return flat_outputs(outputs)
+    register_dataclasses(outputs)
     tensors, structure = split(outputs, Tensor)
     if not tensors:
         raise CaptureError(
@@ -217,6 +234,15 @@ def flat_outputs(outputs: Any) -> tuple[tuple[Tensor, ...], pytree.TreeSpec]:
             "a dict or a dataclass"
         )
     return tuple(tensors), structure
+
+
+def register_dataclasses(tree: Any) -> None:
+    """Lets torch look into those of the user."""
+    for leaf in pytree.tree_leaves(tree):
+        kind = type(leaf)
+        if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
+            torch.export.register_dataclass(kind)
+            return register_dataclasses(tree)  # once more, for those inside
 
 
 def split(tree: Any, kind: type[T]) -> tuple[list[T], pytree.TreeSpec]:

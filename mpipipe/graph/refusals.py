@@ -8,13 +8,14 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from functools import partial
+from functools import partial, partialmethod
 from io import StringIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -107,8 +108,7 @@ def as_if_run() -> Iterator[None]:
 
 
 _MANUALLY = (
-    "give the model as a list of layers or an nn.Sequential: a layer that cannot be captured then runs as it "
-    "is written"
+    "put what does that into an nn.Module of its own: a part that cannot be captured runs as it is written"
 )
 
 
@@ -130,7 +130,7 @@ def no_own_backwards() -> Iterator[None]:
         # torch's own belong to an operator that is recorded, but for the old way to recompute
         again = function is CheckpointFunction
         torchs = function.__module__.startswith("torch.") and not again
-        learns = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        learns = any(isinstance(x, FakeTensor) and x.requires_grad for x in args)
         if torchs or not learns or not torch.is_grad_enabled():
             return super(_FUNCTION, function).apply(*args)
         if again:
@@ -143,7 +143,9 @@ def no_own_backwards() -> Iterator[None]:
             f"operators would leave out; {_INSTEAD}"
         )
 
-    def hook(t: Tensor, *_: Any, **__: Any) -> NoReturn:
+    def hook(t: Tensor, name: str, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(t, FakeTensor):
+            return before[name](t, *args, **kwargs)
         raise Untraceable(
             "registers a hook on the gradient of a tensor, which a graph of operators would leave out; "
             f"{_INSTEAD}"
@@ -152,7 +154,7 @@ def no_own_backwards() -> Iterator[None]:
     before = {name: getattr(Tensor, name) for name in _HOOKS}
     _FUNCTION.apply = classmethod(apply)
     for name in _HOOKS:
-        setattr(Tensor, name, hook)
+        setattr(Tensor, name, partialmethod(hook, name))
     try:
         yield
     finally:
@@ -186,13 +188,15 @@ def strange_weight(t: Tensor) -> str:
     )
 
 
-def refuse_backward_hooks(model: nn.Module) -> None:
-    """Those of modules; layers that run as they are written have them."""
+def refuse_backward_hooks(model: nn.Module, written: Iterable[str]) -> None:
+    """Those of modules; parts that run as they are written have them."""
     for path, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        inside = any(f"model.{path}.".startswith(f"{part}.") for part in written)
+        if (module._backward_hooks or module._backward_pre_hooks) and not inside:
             raise Untraceable(
                 f"{path or 'the model'!r}, a {type(module).__name__}, has a backward hook, which a graph of "
-                f"operators would leave out; remove it, or {_MANUALLY}"
+                f"operators would leave out; remove it, or {_MANUALLY}",
+                f"model.{path}",
             )
 
 
@@ -212,7 +216,7 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
 _SLIPS = (LookupError, NameError, AttributeError, TypeError, ArithmeticError, AssertionError, ImportError)
 
 
-def _slip(error: Exception) -> bool:
+def is_slip(error: BaseException) -> bool:
     """Whether the model's or the loss's own line raises it, and not torch's tracer because of that line."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return isinstance(error, _SLIPS) and "/torch/" not in last and not last.startswith(_HERE)
@@ -221,7 +225,7 @@ def _slip(error: Exception) -> bool:
 def cannot(where: str, error: Exception, keys: Iterable[str] = ()) -> str:
     """What to say of a model that torch's tracer gives up on. keys: of the batch."""
     reason = str(error).strip().split("\n")[0]
-    if _slip(error):
+    if is_slip(error):
         has = f"; the batch has the keys {sorted(keys)}" if isinstance(error, KeyError) else ""
         return (
             f"{where}\n  {type(error).__name__}: {reason}{has}\n"

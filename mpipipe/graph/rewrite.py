@@ -50,7 +50,20 @@ class BufferUpdate:
 
 
 class Untraceable(CaptureError):
-    """What a model computes cannot be a graph; layers that run as they are written may do."""
+    """What a model computes cannot be a graph; a part that runs as it is written may do.
+
+    module: the one in which it was found, by its name in the graph ("" is the loss); None: see the cause
+    """
+
+    def __init__(self, text: str, module: str | None = None) -> None:
+        super().__init__(text)
+        self.module = module
+
+
+def module_of(node: fx.Node) -> str:
+    """The innermost module whose forward made a node, by its name in what was traced: "model.blocks.0"."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def source_line(node: fx.Node) -> str:
@@ -187,7 +200,8 @@ def make_random_ops_ours(
         if twin is None:
             raise Untraceable(
                 f"{source_line(node)}\n  uses the random operator {node.target}, which has no reproducible "
-                "twin; use dropout, rand, randn, randint or bernoulli, or draw the numbers in the data set"
+                "twin; use dropout, rand, randn, randint or bernoulli, or draw the numbers in the data set",
+                module_of(node),
             )
         node.meta["torch_op"] = node.target
         node.target = twin

@@ -21,7 +21,7 @@ from mpipipe.graph.anatomy import Anatomy, Lowering
 from mpipipe.graph.capture import capture
 from mpipipe.graph.cut import Code, Homes, reads_of, stage_code, stage_table, weight_code
 from mpipipe.graph.groups import make_graph
-from mpipipe.graph.program import Loss, Metric, Mode, Specs, is_list
+from mpipipe.graph.program import Loss, Metric, Mode, Specs
 from mpipipe.graph.recompute import selective
 from mpipipe.graph.rewrite import reader_of, source_line
 from mpipipe.graph.source import ModelSource
@@ -90,9 +90,10 @@ class Variants:
                     "  pad the batches to a few lengths (buckets: multiples of 64, say), or raise "
                     "capture.max_shapes"
                 )
-            how = self._by_layer(mode, shapes)
+            primary = self._anatomies.get("train", {}).get(_shapes(self.first))
+            written = primary.captured.written if primary else {}  # cuts are stated in the names there
             with self.during(_capture_of(mode)):
-                captured = capture(self.source, self.loss, specs, mode, self.precision, self.metrics, how)
+                captured = capture(self.source, self.loss, specs, mode, self.precision, self.metrics, written)
             known[shapes] = Anatomy(captured, self.lowering)
         return known[shapes]
 
@@ -107,13 +108,6 @@ class Variants:
     def first(self) -> Specs:
         """The shapes of the primary graph."""
         return self.specs(self.rows)
-
-    def _by_layer(self, mode: Mode, shapes: Shapes) -> bool | None:
-        """The primary graph decides: a cut is stated in its names."""
-        primary = mode == "train" and shapes == _shapes(self.first)
-        if primary or not is_list(self.source.module):
-            return None
-        return self.primary.captured.by_layer
 
     @cached_property
     def primary(self) -> Anatomy:

@@ -369,7 +369,7 @@ class ShowsItsMap(Base):
 def test_a_tensor_that_a_layer_remembers_is_refused_and_one_that_it_shows_is_not() -> None:
     def by_layer(model: type[nn.Module]) -> None:
         layers = ModelSource(lambda: nn.Sequential(model(), nn.Identity()), 0)
-        capture_one(layers, sum_and_count, SPECS, "train", by_layer=True)
+        capture_one(layers, sum_and_count, SPECS, "train", written={"model.0": "it is given"})
 
     with pytest.raises(
         CaptureError, match=r"layer 0 \(Remembers\) is another one the second time, by 'last'"
@@ -393,7 +393,7 @@ def test_a_forward_that_is_another_one_each_time_is_refused(model: type[nn.Modul
         capture_one(ModelSource(model, 0), sum_and_count, SPECS, "train")
     layers = ModelSource(lambda: nn.Sequential(model(), nn.Identity()), 0)
     with pytest.raises(CaptureError, match=rf"layer 0 \({model.__name__}\) .*{says}"):
-        capture_one(layers, sum_and_count, SPECS, "train", by_layer=True)
+        capture_one(layers, sum_and_count, SPECS, "train", written={"model.0": "it is given"})
 
 
 class Keeps(DropsInPython):
@@ -406,11 +406,11 @@ class Keeps(DropsInPython):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("written", [{}, {"model.0": "it is given"}])
 @pytest.mark.slow
-def test_what_python_keeps_and_draws_may_decide_nothing(by_layer: bool) -> None:
+def test_what_python_keeps_and_draws_may_decide_nothing(written: dict[str, str]) -> None:
     source = ModelSource(lambda: nn.Sequential(Keeps(), nn.Identity()), 0)
-    capture_one(source, sum_and_count, SPECS, "train", by_layer=by_layer)
+    capture_one(source, sum_and_count, SPECS, "train", written=written)
 
 
 class Counts(Base):

@@ -10,7 +10,7 @@ import torch
 from by_hand import every_cut, specs_of, variants_of
 from torch import Tensor, nn
 
-from mpipipe.checks import note_of_modes
+from mpipipe.checks import notes_of_parts
 from mpipipe.errors import CaptureError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
@@ -231,5 +231,6 @@ def test_a_model_in_eval_mode_is_trained_all_of_it() -> None:
 
 
 def test_a_note_names_the_parts_that_stay_in_eval_mode() -> None:
-    assert note_of_modes(ModelSource(nn.Linear(1, 1), 0)) == ""
-    assert note_of_modes(ModelSource(Tuned(), 0)).split("; ")[0].endswith(" given: 'body'")
+    assert notes_of_parts(ModelSource(nn.Linear(1, 1), 0), {}) == []
+    (note,) = notes_of_parts(ModelSource(Tuned(), 0), {})
+    assert note.split("; ")[0].endswith(" given: 'body'")
