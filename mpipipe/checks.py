@@ -115,7 +115,7 @@ def notes_of_parts(source: ModelSource, written: Mapping[str, str]) -> list[str]
         )
     for why in dict.fromkeys(written.values()):
         parts = [part.removeprefix("model.") for part, of in written.items() if of == why]
-        notes.append(f"as it cannot be captured, this runs as it is written: {_some(parts)}, for {why}")
+        notes.append(f"as it cannot be captured, this runs as it is written: {_some(parts)}; see {why}")
     return notes
 
 

@@ -39,6 +39,7 @@ from mpipipe.graph.refusals import (
     quiet,
     refuse_backward_hooks,
     refuse_sparse_gradients,
+    refuse_transforms,
     strange_weight,
 )
 from mpipipe.graph.regions import apply_regions, inline_regions, region_of
@@ -146,6 +147,7 @@ def _capture(
         with norms_that_fit(source.module):
             exported = _export(program, batch, source, precision, written)
         graph = exported.graph
+        refuse_transforms(graph)
         updates = written.put_in(graph)
         inputs = dict(zip(graph.find_nodes(op="placeholder"), specs, strict=True))
         _drop_checks(graph)
@@ -246,11 +248,13 @@ def _attributes(
         if isinstance(value, nn.Parameter) and value.requires_grad and learns:
             raise CaptureError(f"{source_line(learns[0])}\n  {strange_weight(value)}")
         if isinstance(value, FakeTensor):
+            user, what = next(iter(node.users)), str(node.target).removeprefix("model.")
             try:
                 value = source.constant(value)
+            except Untraceable as error:
+                raise Untraceable(f"{source_line(user)}\n  {what!r} {error}", module_of(user)) from error
             except CaptureError as error:
-                what = str(node.target).removeprefix("model.")
-                raise CaptureError(f"{source_line(next(iter(node.users)))}\n  {what!r} {error}") from error
+                raise CaptureError(f"{source_line(user)}\n  {what!r} {error}") from error
         constant[node] = value.detach()
     return param, buffer, constant
 

@@ -343,11 +343,12 @@ class Profiler:
     def _saved(self, piece: Piece, received: Sequence[Tensor], rest: Sequence[object]) -> Saved:
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def pack(t: Tensor) -> None:  # a tensor kept here would keep its graph, and so itself, for ever
+        def pack(t: Tensor) -> Tensor:  # a part may differentiate in its forward
             storages.setdefault(storage_id(t), t.untyped_storage())
+            return t.detach()  # which has no graph, and so does not keep itself
 
         inputs = arguments(piece.code, received, rest)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.empty(0))
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with hooks:
             sent, _ = self._run(piece.code, inputs)
         resident = [t for t in rest[len(piece.code.inputs) :] if isinstance(t, Tensor)]  # weights and buffers

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpipipe.errors import CaptureError
-from mpipipe.graph.rewrite import Untraceable
+from mpipipe.graph.rewrite import Untraceable, module_of, source_line
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.tape import tensors
 
@@ -210,6 +210,18 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
                 f"{path or 'the model'!r}, a {type(table).__name__}, has sparse=True, and gradients are "
                 "dense here, with which SGD has other bits and SparseAdam cannot work; make it with "
                 "sparse=False, and take AdamW, say, for SparseAdam"
+            )
+
+
+def refuse_transforms(graph: fx.Graph) -> None:
+    """torch.vmap and the like begin and end by calls that nothing refers to, and what is between has no gradient
+    in the graph."""
+    for node in graph.nodes:
+        if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            raise Untraceable(
+                f"{source_line(node)}\n  torch.func ({node.target.__name__}) cannot be captured; write it "
+                f"with operators (a batched product for vmap), or {_MANUALLY}",
+                module_of(node),
             )
 
 

@@ -44,6 +44,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from mpipipe.errors import CaptureError, MpipipeError
+from mpipipe.graph.rewrite import Untraceable
 from mpipipe.graph.tape import Tape, storage_id
 
 # torch's tracer has process-wide state and, while it runs, turns oneDNN off for the whole process: one
@@ -186,7 +187,7 @@ class ModelSource:
                 "by self.register_buffer(name, tensor)"
             )
         if not self._tape.wrote(fake):
-            raise CaptureError(
+            raise Untraceable(
                 "is a tensor of forward that no operator makes in the graph, as `x.data` is; use "
                 "`x.detach()`, and write a result by `=` instead of `out=`"
             )

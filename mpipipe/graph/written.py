@@ -246,21 +246,21 @@ def _made_up(like: Tensor) -> Tensor:
         return t.requires_grad_(like.requires_grad).clone()  # a part may write what another has made, no leaf
 
 
-def more_parts(error: Untraceable, program: Program, source: ModelSource, parts: Collection[str]) -> set[str]:
+def more_parts(error: Untraceable, program: Program, source: ModelSource, parts: Collection[str]) -> list[str]:
     """The innermost part in which tracing failed, of those that are traced, and modules of its class: they
     would fail likewise. Empty where it is the model itself, or most of it, which could not be cut."""
     paths = {id(vars(m)): path for path, m in source.module.named_modules() if path}  # a tracer makes proxies
     inside = [path for path in _where(error, paths) if MODEL + path not in parts]
     if not inside:
         function = "loss" if error.module == "" else program.found.at
-        return {function} - set(parts) if function else set()
+        return [function] if function and function not in parts else []
     path = inside[-1]
     part = source.module.get_submodule(path)
     if not is_list(source.module) and 2 * _size(part) > _size(source.module):
-        return set()
+        return []
     if type(part).__module__.startswith("torch."):
-        return {MODEL + path}
-    return {MODEL + p for p, m in source.module.named_modules() if type(m) is type(part) and p}
+        return [MODEL + path]
+    return [MODEL + p for p, m in source.module.named_modules() if type(m) is type(part) and p]
 
 
 def _where(error: Untraceable, paths: dict[int, str]) -> list[str]:
