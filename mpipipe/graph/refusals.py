@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpipipe.errors import CaptureError
+from mpipipe.graph.known import masks_as_if_run
 from mpipipe.graph.rewrite import Untraceable
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.tape import tensors
@@ -89,7 +90,8 @@ def as_if_run() -> Iterator[None]:
 
     An export may be for other shapes than those it sees, so libraries take other ways in it: transformers
     keeps the mask of causal attention, with other bits. Here shapes are fixed. torch's own code is told the
-    truth. Distributions look at the values of their parameters, only to refuse some.
+    truth. Distributions look at the values of their parameters, only to refuse some. For what else decides
+    on masks see `known`.
     """
     asked, checks = torch.compiler.is_exporting, Distribution._validate_args
 
@@ -100,7 +102,8 @@ def as_if_run() -> Iterator[None]:
     torch.compiler.is_exporting = is_exporting
     Distribution.set_default_validate_args(False)
     try:
-        yield
+        with masks_as_if_run():
+            yield
     finally:
         torch.compiler.is_exporting = asked
         Distribution.set_default_validate_args(checks)
