@@ -213,13 +213,17 @@ def test_attention_has_a_mask_where_the_library_makes_one(
     assert by_hand.differences(by_hand.plain(variants, Own, batch), by_hand.staged(variants, (), batch)) == []
 
 
-@pytest.mark.parametrize("name", tiny.full_but(["gpt2"], ["gpt2", "llama", "qwen2", "mistral"]))
+@pytest.mark.parametrize(
+    "name", tiny.full_but(["gpt2", "mamba"], ["gpt2", "llama", "qwen2", "mistral", "mamba"])
+)
 @pytest.mark.slow
 def test_loss_and_gradients_of_a_micro_batch_have_the_bits_of_the_library(name: str, tmp_path: Path) -> None:
-    if name in CONFIGS:
-        path = hf_tiny.write_config(name, tmp_path, tie_word_embeddings=False, **PLAIN.get(name, {}))
-    else:
-        path = hf_tiny.write_config("llama", tmp_path, model_type=name, architectures=None, sliding_window=8)
+    changes: dict[str, Any] = {"tie_word_embeddings": False, **PLAIN.get(name, {})}
+    if name not in CONFIGS:
+        changes |= {"model_type": name, "architectures": None, "sliding_window": 8}
+    if name == "mamba":
+        changes["intermediate_size"] = None
+    path = hf_tiny.write_config(name if name in CONFIGS else "llama", tmp_path, **changes)
     model = hf.build(path, task="causal", vocab=VOCAB)
     data, variants = hf_tiny.dataset(model), hf_tiny.variants(model)
     batch = data.batch("train", 0, 0, 2, keys_of(data))
