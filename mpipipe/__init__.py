@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mpipipe.errors import MpipipeError as MpipipeError
-    from mpipipe.models.hf import build as hf_model  # noqa: F401
+    from mpipipe.models.hf.build import build as hf_model  # noqa: F401
     from mpipipe.models.losses import from_mean as from_mean
     from mpipipe.pipeline import Pipeline as Pipeline
     from mpipipe.pipeline import Step as Step

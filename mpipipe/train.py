@@ -52,7 +52,7 @@ from mpipipe.runtime.process import imports_are_done, resident_memory
 from mpipipe.state.files import room_in
 from mpipipe.state.owner import own
 from mpipipe.state.resume import read_state, set_aside, unreadable
-from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY, create, make_latest, renew, reopen
+from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY, create, forget, make_latest, renew, reopen
 from mpipipe.state.verify import newest_sound
 from mpipipe.values import Report
 
@@ -128,15 +128,21 @@ def train(
     resident_memory()  # from here on it counts
     place = comm.bcast_object(_place(config, resume) if comm.rank == 0 else None)
     assert place is not None
-    run_dir, _, _ = place
-    check_seen(comm, run_dir / CONFIG)
-    if comm.rank == 0:
-        clear(run_dir)
-    comm.barrier()
-    with room_in(run_dir), closing(Watchdog(comm.rank, comm.size, run_dir, config.run.watchdog)) as watchdog:
-        watchdog.start()
-        asked = [] if asked is None else asked
-        return _train(comm, config, place, new_numerics, plan, asked, watchdog, limit)
+    run_dir, _, there = place
+    try:
+        check_seen(comm, run_dir / CONFIG)
+        if comm.rank == 0:
+            clear(run_dir)
+        comm.barrier()
+        sees = Watchdog(comm.rank, comm.size, run_dir, config.run.watchdog)
+        with room_in(run_dir), closing(sees) as watchdog:
+            watchdog.start()
+            asked = [] if asked is None else asked
+            return _train(comm, config, place, new_numerics, plan, asked, watchdog, limit)
+    except BaseException as error:
+        if comm.rank == 0 and config.run.dir is None and not there:
+            forget(run_dir, error)
+        raise
 
 
 def _train(

@@ -22,7 +22,7 @@ from mpipipe.cluster.ending import TimeLimit
 from mpipipe.cluster.local import LocalCommunicator, run_local
 from mpipipe.cluster.watchdog import STOOD_STILL, Watchdog, explained
 from mpipipe.config import parse
-from mpipipe.errors import EndOfData
+from mpipipe.errors import EndOfData, MpipipeError
 from mpipipe.graph import variants
 from mpipipe.pipeline import Pipeline, Step
 from mpipipe.report.plan_file import read_plan
@@ -128,6 +128,23 @@ def test_the_steps_that_are_left_are_those_that_the_time_allows(monkeypatch: pyt
     monkeypatch.setattr(run.limit, "reached", lambda *_: None)
     run.loop(None, [])
     assert asked_with == [8, 7, 4, 4], "of nine; of the half second that is left, at 0.1 s each"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"), [("{path: nowhere}", "nowhere'"), ("{path: text}", "does not fit|memory")]
+)
+def test_a_start_that_fails_leaves_no_folder_that_it_named_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("0123456789" * 20)
+    text = f"data: {data}\nmodel: {{layers: 1, d_model: 8, heads: 1, context: 4}}\n"
+    text += "pipeline: {memory_bytes: 1000}\n"
+    for given, left in (("null", 0), ("runs/named", 1)):
+        config = parse(f"{text}run: {{dir: {given}}}\n")
+        with pytest.raises(MpipipeError, match=says):
+            run_local(2, lambda comm, config=config: train(comm, config))
+        assert len(list((tmp_path / "runs").iterdir())) == left
 
 
 @pytest.mark.parametrize(

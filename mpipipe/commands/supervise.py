@@ -30,11 +30,11 @@ from mpipipe.commands.arguments import positive
 from mpipipe.commands.asking import Asking
 from mpipipe.commands.job import FINISHED, how_ended
 from mpipipe.config import load
-from mpipipe.errors import LaunchError
+from mpipipe.errors import LaunchError, MpipipeError
 from mpipipe.planner.sizes import counted
 from mpipipe.report.metrics import last_step
 from mpipipe.state.resume import newest, read_state
-from mpipipe.state.rundir import METRICS, SUMMARY, create, make_latest, reopen
+from mpipipe.state.rundir import METRICS, SUMMARY, create, forget, make_latest, reopen
 
 LOOK_S = 1.0  # between two looks at a run
 LINGER_S = 3 * GRACE_S  # for a launcher whose ranks have left
@@ -133,9 +133,10 @@ class Supervisor:
         if options.spares:
             options.keys.append(f"run.spares={options.spares}")
         self.config = load(options.config, options.keys)
+        self.all_hosts, self.all_ranks = self._places()  # which may be wrong: before there is a folder
         here = reopen(self.config) if options.resume else None
         self.run_dir = (here or create(self.config)).absolute()
-        self.all_hosts, self.all_ranks = self._places()
+        self.names_folder, self.said = self.config.run.dir is None and here is None, list[str]()
         # a launcher knows the hosts of its Slurm job by itself, as long as all of them are there
         self.hosts, self.ranks = self.all_hosts if options.hosts else None, self.all_ranks
         self.began_at, self.summary_before = _saved(self.run_dir), self._summary()
@@ -156,6 +157,18 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the run."""
+        try:
+            return self._run()
+        except MpipipeError as error:
+            self._forget(str(error))
+            raise
+
+    def _forget(self, said: str) -> None:
+        """The run folder, where all starts were in vain."""
+        if self.names_folder:
+            forget(self.run_dir, said)
+
+    def _run(self) -> int:
         self._check_alone()
         if self.options.resume and how_ended(self.config, self.run_dir) == "finished":
             _say(f"{self.run_dir}: {FINISHED}")
@@ -171,6 +184,7 @@ class Supervisor:
             if self._ended():  # its summary comes last: whatever was after it, it is done
                 return 0
             if self.asking.asked or mendable:
+                self._forget("\n".join(self.said))
                 return code
             about_hosts = self._look_for_hosts()
             saved = _saved(self.run_dir)
@@ -221,6 +235,7 @@ class Supervisor:
         finally:
             self.asking.job = None
             job.end()
+            self.said = job.said
         why = explained(self.run_dir)
         if isinstance(code, str):
             return 128 + signal.SIGKILL, f"{why or code}; the launcher did not return", job.heard

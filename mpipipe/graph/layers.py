@@ -145,18 +145,21 @@ class Layer:
         return (*self._same_gradient(flat), *(t for pair in statistics.values() for t in pair))
 
     def _same_gradient(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Whether an output needs a gradient is planned too; where this time it has none, it passes none."""
+        """Whether an output needs a gradient is planned too; where this time it has none, it passes none. No
+        leaf, as what follows may write into it."""
         wanted = self.learns and torch.is_grad_enabled()
         return [
-            t.detach().requires_grad_() if wanted and t.is_floating_point() and not t.requires_grad else t
+            t.detach().requires_grad_().clone()
+            if wanted and t.is_floating_point() and not t.requires_grad
+            else t
             for t in tensors
         ]
 
     def fakes(self) -> tuple[Tensor, ...]:
         """Results without values, inside a fake mode."""
         outputs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, dtype, stride in self.forms]
-        for t in outputs:
-            t.requires_grad_(self.learns and t.is_floating_point() and torch.is_grad_enabled())
+        learns = self.learns and torch.is_grad_enabled()
+        outputs = [t.requires_grad_().clone() if learns and t.is_floating_point() else t for t in outputs]
         of_norm = dict(self.norms)
         statistics = [torch.empty(of_norm[n].num_features) for n in self.counted for _ in range(2)]
         return (*outputs, *statistics)
@@ -184,7 +187,10 @@ class Layer:
                 f"{self.what} changes {changed} in place; only BatchNorm statistics are supported: return "
                 "it as an output, or keep it outside of forward"
             )
-        return outputs, self._counted(state)
+        # what follows may write into it, and a stage into what it has received
+        given = {storage_id(t) for t in [*inputs, *state.values()]}
+        own = pytree.tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in given else t, outputs)
+        return own, self._counted(state)
 
     def _counted(self, state: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         found = {}

@@ -4,6 +4,7 @@ graph has the form that is looked for."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -18,6 +19,16 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 def val(node: fx.Node) -> Any:
     return node.meta["val"]
+
+
+@torch.no_grad()
+def evaluate(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
+    """Values of operators that read nothing but each other and `given`, in program order."""
+    real = dict(given or {})
+    for n in nodes:
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), real.__getitem__)
+        real[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+    return real
 
 
 def is_op(node: Any, *names: str) -> TypeGuard[Any]:

@@ -17,7 +17,7 @@ fused form has the bits of the parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ from mpipipe.graph.nodes import (
     Shape,
     all_alike,
     dtype_of,
+    evaluate,
     is_op,
     only_user,
     product_of,
@@ -331,7 +332,7 @@ class _Finder:
             return "other"
         made_of = self.anatomy.made_by(mask)
         if made_of <= self.anatomy.free and value.numel() <= _MASK_ELEMENTS:
-            real = _evaluate(n for n in self.anatomy.operators if n in made_of)[mask]
+            real = evaluate(n for n in self.anatomy.operators if n in made_of)[mask]
             if bool(real.all()):
                 return "full"
             whole = real.shape[2:] == (queries, keys)  # else it is broadcast
@@ -382,13 +383,3 @@ def _others(node: fx.Node, value: fx.Node) -> tuple[Any, ...] | None:
 
 def _form(node: fx.Node) -> tuple[Any, ...]:
     return tuple(val(node).shape), val(node).dtype
-
-
-@torch.no_grad()
-def _evaluate(nodes: Iterable[fx.Node]) -> dict[fx.Node, Any]:
-    """Values of operators that read nothing else, in program order."""
-    real: dict[fx.Node, Any] = {}
-    for n in nodes:
-        args, kwargs = fx.node.map_arg((n.args, n.kwargs), real.__getitem__)
-        real[n] = n.target(*args, **kwargs)  # type: ignore[operator]
-    return real

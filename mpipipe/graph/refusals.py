@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpipipe.errors import CaptureError
+from mpipipe.graph.known import masks_as_if_run
 from mpipipe.graph.rewrite import Untraceable, module_of, source_line
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.tape import tensors
@@ -90,7 +91,8 @@ def as_if_run() -> Iterator[None]:
 
     An export may be for other shapes than those it sees, so libraries take other ways in it: transformers
     keeps the mask of causal attention, with other bits. Here shapes are fixed. torch's own code is told the
-    truth. Distributions look at the values of their parameters, only to refuse some.
+    truth. Distributions look at the values of their parameters, only to refuse some. For what else decides
+    on masks see `known`.
     """
     asked, checks = torch.compiler.is_exporting, Distribution._validate_args
 
@@ -101,7 +103,8 @@ def as_if_run() -> Iterator[None]:
     torch.compiler.is_exporting = is_exporting
     Distribution.set_default_validate_args(False)
     try:
-        yield
+        with masks_as_if_run():
+            yield
     finally:
         torch.compiler.is_exporting = asked
         Distribution.set_default_validate_args(checks)
@@ -214,8 +217,8 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
 
 
 def refuse_transforms(graph: fx.Graph) -> None:
-    """torch.vmap and the like begin and end by calls that nothing refers to, and what is between has no gradient
-    in the graph."""
+    """torch.vmap and the like begin and end by calls that nothing refers to, and what is between has no
+    gradient in the graph."""
     for node in graph.nodes:
         if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
             raise Untraceable(

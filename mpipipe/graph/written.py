@@ -9,7 +9,6 @@ A part is named as an attribute of what is traced: "model.blocks.0.experts", "lo
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mpipipe.errors import CaptureError
+from mpipipe.graph.known import untraced
 from mpipipe.graph.layers import Layer
 from mpipipe.graph.program import (
     Batch,
@@ -39,14 +38,14 @@ from mpipipe.graph.program import (
 from mpipipe.graph.rewrite import BufferUpdate, Untraceable, item
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.steady import numbers
-from mpipipe.ops.library import define
+from mpipipe.ops.library import define, differentiate
 from mpipipe.values import TensorSpec
 
 MODEL = "model."
 _forms: list[Sequence[Tensor]] = []  # what each call in this trace returns
 
 
-def _never(call: int, inputs: list[Tensor], weights: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
+def _never(*_: Any) -> Any:
     raise AssertionError("it stands in a trace alone")
 
 
@@ -57,6 +56,7 @@ def _fake(call: int, inputs: list[Tensor], weights: list[Tensor], buffers: list[
 _AS_WRITTEN = define(
     "as_written(int call, Tensor[] inputs, Tensor[] weights, Tensor[] buffers) -> Tensor[]", _never, _fake
 )
+differentiate("as_written", _never, lambda ctx, inputs, output: None)  # so that results are no leaves
 
 
 class Written:
@@ -95,10 +95,10 @@ class Written:
 
     def _shadow(self, path: str, module: nn.Module) -> nn.Module:
         """A module with the same attributes that calls the operator; the hooks are run by the part."""
-        shadow = copy.copy(module)
+        shadow = object.__new__(type(module))  # a copy may do more, such as that of an LSTM
         for name, value in vars(module).items():
-            if "_hooks" in name and isinstance(value, dict):
-                shadow.__dict__[name] = type(value)()
+            hooks = "_hooks" in name and isinstance(value, dict)
+            shadow.__dict__[name] = type(value)() if hooks else value
 
         @wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -140,10 +140,10 @@ class Written:
 
     @contextmanager
     def _real(self) -> Iterator[None]:
-        """Inside, operators run, whatever is traced outside."""
+        """Inside, parts run, and stand-ins in them are the part."""
         self.probing = True
         try:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with untraced():
                 yield
         finally:
             self.probing = False
@@ -212,10 +212,8 @@ class _Function(nn.Module):
 
     def __init__(self, function: Loss, name: str) -> None:
         super().__init__()
-        self.__dict__ |= {
-            "function": function,
-            "name": name,
-        }  # a loss that is a module is none of the model's
+        # a loss that is a module is no part of it
+        self.__dict__ |= {"function": function, "name": name}
 
     def extra_repr(self) -> str:
         return getattr(self.function, "__qualname__", type(self.function).__name__)
@@ -239,14 +237,16 @@ class _Weight(_Function):
 
 def _made_up(like: Tensor) -> Tensor:
     """Normal numbers, or zeros where they are integers: valid ids."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with untraced():
         t = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
         if t.is_floating_point():
             t.normal_(generator=torch.Generator().manual_seed(0))
         return t.requires_grad_(like.requires_grad).clone()  # a part may write what another has made, no leaf
 
 
-def more_parts(error: Untraceable, program: Program, source: ModelSource, parts: Collection[str]) -> list[str]:
+def more_parts(
+    error: Untraceable, program: Program, source: ModelSource, parts: Collection[str]
+) -> list[str]:
     """The innermost part in which tracing failed, of those that are traced, and modules of its class: they
     would fail likewise. Empty where it is the model itself, or most of it, which could not be cut."""
     paths = {id(vars(m)): path for path, m in source.module.named_modules() if path}  # a tracer makes proxies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
 import yaml
@@ -14,6 +15,8 @@ from mpipipe.report.table import text_table
 from mpipipe.values import Report
 
 _ABSENT = "-"
+_LONG = 200  # letters of a list: of a longer one only the place where two part is said
+_SHOWN = 40  # letters of a part
 _OF_THE_BITS = ("model.", "data.", "train.", "kernels.", "numerics.")  # keys that decide losses and weights
 _NOT_OF_THE_BITS = ("train.save_every", "train.keep")
 
@@ -40,9 +43,9 @@ def compare(a: RunData, b: RunData, width: int = 100) -> str:
 # -- settings ---------------------------------------------------------------------------------
 
 
-def _settings(run: RunData) -> dict[str, str]:
+def _settings(run: RunData) -> dict[str, Any]:
     """Every key of the config, the numerics and the layout, by dotted name; `run.dir` is in the headings."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     try:
         found |= _flat("", yaml.safe_load(run.config))
     except yaml.YAMLError as error:
@@ -53,18 +56,41 @@ def _settings(run: RunData) -> dict[str, str]:
     return found
 
 
-def _flat(prefix: str, value: Any) -> dict[str, str]:
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping) and value:
         join = {f"{prefix}.{key}" if prefix else str(key): inner for key, inner in value.items()}
-        return {k: text for key, inner in join.items() for k, text in _flat(key, inner).items()}
-    return {prefix: "null" if value is None else str(value)}
+        return {k: v for key, inner in join.items() for k, v in _flat(key, inner).items()}
+    return {prefix: value}
 
 
-def _differences(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key in dict.fromkeys([*a, *b]):
         pair = a.get(key, _ABSENT), b.get(key, _ABSENT)
-        if pair[0] != pair[1]:
-            yield key, *pair
+        mine, theirs = ("null" if value is None else str(value) for value in pair)
+        if mine == theirs:
+            continue
+        if max(len(mine), len(theirs)) > _LONG and any(isinstance(value, list | tuple) for value in pair):
+            mine, theirs = _first(*([] if value in (None, _ABSENT) else value for value in pair))
+        yield key, mine, theirs
+
+
+def _first(a: Sequence[Any], b: Sequence[Any]) -> tuple[str, str]:
+    """Of two lists: how many parts differ, and what is where they first do, as "[rank][action]: 0F3" of the
+    orders "0F0,0F1,...", each of which is a list of its own."""
+    pairs = list(zip_longest(a, b))
+    differ = [i for i, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    place, pair = f"[{differ[0]}]", pairs[differ[0]]
+    if all(isinstance(part, str) for part in pair):
+        words = list(zip_longest(*(part.split(",") for part in pair)))
+        at = next(i for i, (mine, theirs) in enumerate(words) if mine != theirs)
+        place, pair = f"{place}[{at}]", words[at]
+    mine, theirs = (_ABSENT if part is None else _begun(str(part)) for part in pair)
+    where = f"{len(differ)} of {len(pairs)} differ, first {place}: "
+    return where + mine, where + theirs
+
+
+def _begun(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _may_not_differ(settings: Sequence[tuple[str, str, str]]) -> bool:

@@ -7,7 +7,9 @@ runs/latest -> 20261121-004717-gpt
 from __future__ import annotations
 
 import re
+import shutil
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mpipipe.config import Config, load, to_yaml
@@ -17,6 +19,10 @@ from mpipipe.state.files import link_whole, write_text
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"  # its existence says that the run has ended
 METRICS = "metrics.jsonl"  # its existence says that training began
+_OF_ANY_START = (
+    *(CONFIG, "train.log", "corpus.bin", "source-*/corpus.bin"),
+    *("flight/rank-*.alive", "flight/rank-*.stack"),
+)
 
 
 def create(config: Config, base: str | Path = "runs", now: datetime | None = None) -> Path:
@@ -32,6 +38,14 @@ def create(config: Config, base: str | Path = "runs", now: datetime | None = Non
             "folder of yours, with room"
         ) from error
     return folder
+
+
+def forget(folder: Path, error: BaseException | str = "") -> None:
+    """Removes the folder of a start that has failed, one that `create` has named. It stays where there is
+    more in it than any start leaves before it plans, and where the error names it: a user may look there."""
+    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
+    if str(folder) not in str(error) and all(any(fnmatchcase(f, p) for p in _OF_ANY_START) for f in found):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_latest(config: Config, folder: Path) -> None:

@@ -246,6 +246,23 @@ def test_a_folder_of_its_own_is_the_latest_once_training_begins(folder) -> None:
     assert f"run.dir={made}" in (folder / "starts").read_text()
 
 
+def test_nothing_is_left_of_one_that_began_nothing_but_what_a_message_names(folder, capfd) -> None:
+    (folder / "config.yaml").write_text("run: {name: mine}\n")
+    line = "echo 'mpipipe: error: no such data' >&2; exit 1"
+    assert supervise(folder, line, words=("--restarts", "1"))[0] == 1
+    for words in (("--hosts", "a:x"), ("--", "./none")):
+        assert main(["config.yaml", *words]) == 1
+    assert list((folder / "runs").iterdir()) == []
+    (folder / "starts").unlink()
+    named = 'echo mpipipe: error: "$PWD"/runs/*/config.yaml holds nothing >&2; exit 1'
+    assert supervise(folder, named)[0] == 1
+    (kept,) = (folder / "runs").iterdir()
+    assert f"{kept}/config.yaml holds nothing" in capfd.readouterr().err
+    (folder / "starts").unlink()
+    assert supervise(folder, line, words=(f"run.dir={folder / 'given'}",))[0] == 1
+    assert (folder / "given" / "config.yaml").exists(), "the next start takes it again"
+
+
 def test_new_numerics_are_asked_for_until_a_checkpoint_has_them(folder, monkeypatch) -> None:
     options = _parser().parse_args(["config.yaml", "--resume", "--new-numerics"])
     create(parse("run: {dir: run}"))

@@ -419,7 +419,65 @@ class Wrapped(nn.Module):
         return self.last(torch.relu(x + self.body(x)))
 
 
-@pytest.mark.parametrize("body", [Branch, Reverse, Dampens, Hooked, Twice])
+class Passes(nn.Module):
+    """Returns what it was given, most of the time; what follows writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+        self.wide = nn.Sequential(nn.Linear(8, 99), nn.Linear(99, 8))
+        self.clip, self.last = Clip(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.clip(self.wide(x))))
+
+
+class Clip(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(-9, 9) if x.abs().max() > 9 else x
+
+
+class Lists(nn.Module):
+    """An LSTM, whose weights are in a list beside, and a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(8, 99), nn.Linear(99, 8))
+        self.body, self.last = Recurs(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.wide(x)))
+
+
+class Recurs(nn.LSTM):
+    def __init__(self) -> None:
+        super().__init__(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y, _ = super().forward(x[:, None])
+        return y[:, 0] if y.sum() > 0 else -y[:, 0]
+
+
+class Forces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        (grad,) = torch.autograd.grad(torch.tanh(self.lin(x)).sum(), x, create_graph=True)
+        return grad
+
+
+class Maps(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: torch.tanh(super(Maps, self).forward(row)))(x)
+
+
+@pytest.mark.parametrize("body", [Branch, Reverse, Dampens, Hooked, Twice, Forces, Maps])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.slow
 def test_a_part_of_any_model_runs_as_it_is_written(body: type[nn.Module], precision: str) -> None:
@@ -430,6 +488,16 @@ def test_a_part_of_any_model_runs_as_it_is_written(body: type[nn.Module], precis
     for cuts in every_cut(variants):
         got = staged(variants, cuts, BATCH)
         assert differences(expected, {n: g for n, g in got.items() if n in expected or g.any()}) == [], cuts
+
+
+@pytest.mark.parametrize("make", [Passes, Lists])
+@pytest.mark.slow
+def test_a_part_may_return_what_it_was_given_or_be_an_lstm(make: type[nn.Module]) -> None:
+    variants = variants_of(make, loss, BATCH)
+    assert len(variants.primary.captured.written) == 1
+    expected = plain(variants, make, BATCH)
+    for cuts in every_cut(variants):
+        assert differences(expected, staged(variants, cuts, BATCH)) == [], cuts
 
 
 class Repeated(nn.Module):

@@ -37,6 +37,7 @@ from mpipipe.graph.rewrite import arguments_of, schema_name
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import build, hf
+from mpipipe.models.hf.forward import weight_of
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import save_shard, shard_name, write_index
 from mpipipe.values import TensorSpec
@@ -142,17 +143,97 @@ def test_loss_and_gradients_are_the_library_s_own_over_one_big_batch(name: str, 
     assert norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-5)
 
 
+def attention_calls(variants: Variants) -> list[dict[str, Any]]:
+    """The arguments of each."""
+    graph = variants.primary.captured.graph
+    return [arguments_of(n) for n in graph.nodes if "product_attention" in schema_name(n)]
+
+
 def test_causal_attention_without_a_mask_has_none_in_the_graph() -> None:
     """As when the library runs the model: in an export it keeps one, with other bits."""
     torch.manual_seed(0)
     module = library().LlamaForCausalLM(library().LlamaConfig(**CONFIGS["llama"])).train()
     batch = {"input_ids": torch.randint(VOCAB, (2, CONTEXT))}
     variants = by_hand.variants_of(module, lambda out, _: (out.logits.square().sum(), 1.0), batch)
-    graph = variants.primary.captured.graph
-    calls = [arguments_of(n) for n in graph.nodes if "product_attention" in schema_name(n)]
+    calls = attention_calls(variants)
     assert [(c["is_causal"], c["attn_mask"]) for c in calls] == [(True, None), (True, None)]
     expected = by_hand.plain(variants, lambda: copy.deepcopy(module), batch)
     assert by_hand.differences(expected, by_hand.staged(variants, (), batch)) == []
+
+
+def zeroed_behind(mask: Tensor) -> Tensor:
+    mask[:, 8:] = 0
+    return mask
+
+
+def ones(ids: Tensor) -> Tensor:
+    return torch.ones(ids.shape, dtype=torch.long)
+
+
+def positions(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1]).unsqueeze(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "masked"),
+    [
+        (lambda ids: {}, False),
+        (lambda ids: {"attention_mask": ones(ids)}, False),
+        (lambda ids: {"attention_mask": torch.ones_like(ids)}, False),
+        (lambda ids: {"position_ids": positions(ids) + 2}, False),
+        (lambda ids: {"position_ids": positions(ids) % 8}, True),
+        (lambda ids: {"attention_mask": (positions(ids) < 12).long().expand(ids.shape)}, True),
+        (lambda ids: {"attention_mask": zeroed_behind(ones(ids))}, True),
+        (lambda ids: {"attention_mask": (ids < 28).long()}, True),
+        (lambda ids: {"position_ids": ids.cumsum(1)}, True),
+    ],
+    ids=["none", "ones", "as ids", "positions", "packed", "padded", "written", "of ids", "packed by ids"],
+)
+@pytest.mark.slow
+def test_attention_has_a_mask_where_the_library_makes_one(
+    given: Callable[[Tensor], dict[str, Tensor]], masked: bool
+) -> None:
+    """Without a cache it looks at positions and masks, which in a trace have values where no input has a
+    part in them."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = library().LlamaConfig(**CONFIGS["llama"] | {"num_hidden_layers": 1})
+            self.inner = library().AutoModelForCausalLM.from_config(config)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            logits: Tensor = self.inner(input_ids, use_cache=False, **given(input_ids)).logits
+            return logits
+
+    batch = {"input_ids": torch.arange(2 * CONTEXT).view(2, CONTEXT)}
+    variants = by_hand.variants_of(Own, lambda out, _: (out.square().sum(), 1.0), batch)
+    (call,) = attention_calls(variants)
+    assert (call["is_causal"], call["attn_mask"] is not None) == (not masked, masked)
+    assert by_hand.differences(by_hand.plain(variants, Own, batch), by_hand.staged(variants, (), batch)) == []
+
+
+@pytest.mark.parametrize(
+    "name", tiny.full_but(["gpt2", "mamba"], ["gpt2", "llama", "qwen2", "mistral", "mamba"])
+)
+@pytest.mark.slow
+def test_loss_and_gradients_of_a_micro_batch_have_the_bits_of_the_library(name: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"tie_word_embeddings": False, **PLAIN.get(name, {})}
+    if name not in CONFIGS:
+        changes |= {"model_type": name, "architectures": None, "sliding_window": 8}
+    if name == "mamba":
+        changes["intermediate_size"] = None
+    path = hf_tiny.write_config(name if name in CONFIGS else "llama", tmp_path, **changes)
+    model = hf.build(path, task="causal", vocab=VOCAB)
+    data, variants = hf_tiny.dataset(model), hf_tiny.variants(model)
+    batch = data.batch("train", 0, 0, 2, keys_of(data))
+
+    got = by_hand.staged(variants, (), batch)
+    module = real(model).train()
+    loss = type(module).forward(module, **batch).loss.float() * weight_of("causal", batch["labels"])
+    loss.backward()
+    expected = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    assert by_hand.differences({"loss": loss.detach(), **expected}, got) == []
 
 
 @pytest.mark.full
@@ -195,8 +276,6 @@ def test_models_of_full_size_are_captured_and_cut_in_ten_seconds(name: str) -> N
 
 
 def test_several_kinds_of_labels_give_their_weight() -> None:
-    from mpipipe.models.hf.forward import weight_of
-
     labels = torch.tensor([[-100, 3, 4, -100], [5, -100, -100, -100]])
     assert float(weight_of("causal", labels)) == 2.0  # the first label of a sample is nobody's next token
     assert float(weight_of("masked", labels)) == 3.0

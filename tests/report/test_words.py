@@ -234,6 +234,25 @@ def test_two_runs_of_the_same_bits(tmp_path: Path) -> None:
     assert row[-3] == "-"
 
 
+def test_of_long_orders_that_differ_the_first_place_is_shown(run: RunData) -> None:
+    def ordered(*actions: str) -> RunData:
+        assert run.plan is not None
+        return replace(run, plan=replace(run.plan, layout=replace(run.plan.layout, actions=actions)))
+
+    def row(other: RunData) -> list[str]:
+        text = compare(order, other, 200)
+        return re.split("  +", next(line for line in text.splitlines() if line.startswith("layout.actions")))
+
+    first, second = "0F0,0B0,0F1,0B1," * 20, "1F0,1B0,1F1,1B1," * 20
+    order = ordered(first, second)
+    part = "1 of 2 differ, first [1][2]: "
+    assert row(ordered(first, second.replace("1F1", "1W1"))) == ["layout.actions", part + "1F1", part + "1W1"]
+    whole = "2 of 2 differ, first [0]: "
+    begun = f"{first[:40]}…"
+    assert row(ordered()) == ["layout.actions", whole + begun, whole + "-"]
+    assert row(replace(run, plan=None)) == ["layout.actions", whole + begun, whole + "-"]
+
+
 def test_runs_that_part_say_where(tmp_path: Path) -> None:
     one, other = (made_run(tmp_path / name) for name in ("one", "other"))
     lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]

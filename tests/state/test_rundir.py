@@ -10,7 +10,7 @@ import pytest
 
 from mpipipe.config import Config, load, parse
 from mpipipe.errors import ConfigError
-from mpipipe.state.rundir import create, make_latest, renew, reopen, run_name
+from mpipipe.state.rundir import create, forget, make_latest, renew, reopen, run_name
 
 NOON = datetime(2026, 1, 2, 12, 0, 5, tzinfo=UTC)
 
@@ -30,6 +30,31 @@ def test_default_folder_is_named_by_time_and_run_and_latest_points_at_it_once_it
     make_latest(config, second)
     assert (tmp_path / "latest").resolve() == second.resolve()
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, second.name, "latest"]
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "stays"),
+    [
+        ((), "no such model", False),
+        (("train.log", "corpus.bin", "source-1/corpus.bin", "flight/rank-12.alive"), "no such model", False),
+        (("train.log",), "runs/one/corpus.bin: holds 3 tokens", True),
+        (("metrics.jsonl",), "", True),
+        (("plan.json",), "", True),
+        (("flight/diagnosis.txt",), "", True),
+        (("notes/train.log",), "", True),
+    ],
+)
+def test_of_a_start_that_failed_the_folder_stays_where_there_is_more_in_it_or_the_error_names_it(
+    tmp_path: Path, more: tuple[str, ...], error: str, stays: bool
+) -> None:
+    folder = create(parse("", overrides=[f"run.dir={tmp_path / 'runs' / 'one'}"]))
+    for name in more:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    forget(folder, ConfigError(error.replace("runs/one", str(folder))))
+    assert folder.exists() == stays
+    assert not stays or all((folder / name).exists() for name in ("config.yaml", *more))
+    assert folder.parent.exists()
 
 
 def test_a_named_folder_is_used_once(tmp_path: Path) -> None:

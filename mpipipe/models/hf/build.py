@@ -175,6 +175,9 @@ def _make(model_class: Any, config: Any, kind: Kind, freeze: tuple[str, ...]) ->
     for name, p in model.named_parameters(remove_duplicate=False):
         if matches(name, freeze):
             p.requires_grad_(False)
+    for part in model.modules():
+        if hasattr(part, "use_associative_scan"):  # of Mamba: only a compiler takes it, and no graph holds it
+            part.use_associative_scan = False
     return with_batch_keys(cast(nn.Module, model), kind)
 
 
