@@ -239,14 +239,14 @@ def captured_once(monkeypatch: pytest.MonkeyPatch, captures: dict[Any, Any]) -> 
         self.model = model
         make(self, model, seed, *rest)
 
-    def once(source: Any, loss: Any, specs: Any, mode: str, precision: str, metrics: Any, how: Any) -> Any:
+    def once(source: Any, loss: Any, specs: Any, mode: str, precision: str, metrics: Any, written: Any) -> Any:
         name = _name_of(source.model)
         if name is None:
-            return capture(source, loss, specs, mode, precision, metrics, how)
-        key = name, source.seed, loss, *specs.items(), mode, precision, *metrics.items(), how
+            return capture(source, loss, specs, mode, precision, metrics, written)
+        key = name, source.seed, loss, *specs.items(), mode, precision, *metrics.items(), *written.items()
         with TRACING:
             if key not in captures:
-                captures[key] = capture(source, loss, specs, mode, precision, metrics, how)
+                captures[key] = capture(source, loss, specs, mode, precision, metrics, written)
             return captures[key]
 
     monkeypatch.setattr(ModelSource, "__init__", made)
