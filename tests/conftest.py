@@ -239,7 +239,9 @@ def captured_once(monkeypatch: pytest.MonkeyPatch, captures: dict[Any, Any]) -> 
         self.model = model
         make(self, model, seed, *rest)
 
-    def once(source: Any, loss: Any, specs: Any, mode: str, precision: str, metrics: Any, written: Any) -> Any:
+    def once(
+        source: Any, loss: Any, specs: Any, mode: str, precision: str, metrics: Any, written: Any
+    ) -> Any:
         name = _name_of(source.model)
         if name is None:
             return capture(source, loss, specs, mode, precision, metrics, written)
