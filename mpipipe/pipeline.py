@@ -421,7 +421,8 @@ class Pipeline(SharedWork):
         asked to stop, say so to all.
 
         Raises MpipipeError on every rank when the loss or a gradient is not finite, EndOfData where the data
-        has ended, and CheckpointError when a save in the background has failed.
+        has ended, CaptureError where a number that the loss reads has changed, and CheckpointError when a
+        save in the background has failed.
         """
 
         def work() -> Step:
@@ -436,6 +437,8 @@ class Pipeline(SharedWork):
         """As `step`, with the times of this rank's instructions; of the working ranks alone."""
         self.note_lost_spares()
         self.saver.poll()
+        if "loss" not in self.variants.primary.captured.written:
+            self.variants.steady.check()
         start = time.perf_counter()
         outcome = self.trainer.step(self.steps_done, stop=stop)
         if outcome is None:

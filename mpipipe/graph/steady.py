@@ -1,11 +1,14 @@
-"""Is forward the same each time? A graph holds what Python computed once: neither `self.calls += 1` nor
-`random.random()` happens again when it runs."""
+"""Is forward the same each time, and the loss? A graph holds what Python computed once: neither
+`self.calls += 1` nor `random.random()` happens again when it runs."""
 
 from __future__ import annotations
 
+import dis
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import TypeVar
 
 import numpy as np
@@ -26,8 +29,68 @@ def numbers(model: nn.Module) -> Numbers:
         (path, name): value
         for path, module in model.named_modules(remove_duplicate=False)
         for name, value in vars(module).items()
-        if type(value) in (int, float, bool) and name != "training"
+        if _is_number(value) and name != "training"
     }
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float, bool)
+
+
+def read_by(function: object, seen: frozenset[int] = frozenset()) -> dict[str, Callable[[], object]]:
+    """The plain numbers that a loss knows beside its arguments, by name -> what gives the value now.
+
+    Attributes of the object that it is, variables around the function and in its file; also those that
+    functions around it know. seen: the ids of those that were looked at.
+    """
+    found: dict[str, Callable[[], object]] = {}
+    if id(function) in seen:
+        return found
+    seen |= {id(function)}
+    if isinstance(function, MethodType):
+        return read_by(function.__self__, seen) | read_by(function.__func__, seen)
+    if isinstance(function, FunctionType):
+        names = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
+        around = function.__globals__
+        found |= {n: partial(around.get, n) for n in sorted(names) if _is_number(around.get(n))}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            value = cell.cell_contents
+            if _is_number(value):
+                found[name] = partial(getattr, cell, "cell_contents")
+            elif callable(value) and not isinstance(value, type):
+                found |= read_by(value, seen)
+    elif hasattr(function, "__dict__"):
+        kept, kind = vars(function), type(function).__name__
+        found |= {
+            f"{kind}.{n}": partial(kept.get, n) for n, v in kept.items() if _is_number(v) and n != "training"
+        }
+    return found
+
+
+class Steady:
+    """Refuses another value of a plain number that a loss read when it was captured."""
+
+    def __init__(self, loss: object) -> None:
+        self._now = read_by(loss)
+        self._first = self._values()
+
+    def _values(self) -> dict[str, object]:
+        return {name: now() for name, now in self._now.items()}
+
+    def captured(self) -> None:
+        """What the capture itself has changed, such as a count of calls, may go on changing."""
+        values = self._values()
+        self._now = {name: now for name, now in self._now.items() if values[name] == self._first[name]}
+
+    def check(self) -> None:
+        """Raises CaptureError."""
+        for name, now in self._now.items():
+            if (value := now()) != self._first[name]:
+                raise CaptureError(
+                    f"{name!r}, which the loss reads, was {self._first[name]} when it was captured, and is "
+                    f"{value} now; the graph keeps what it was: give it as a key of the batch, which data "
+                    "with batch(step, micro) computes from the step, or make the Pipeline anew"
+                )
 
 
 def refuse_changes(

@@ -26,6 +26,7 @@ from mpipipe.graph.recompute import selective
 from mpipipe.graph.rewrite import reader_of, source_line
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.split import split
+from mpipipe.graph.steady import Steady
 from mpipipe.ops.device import on_host
 from mpipipe.ops.embedding import embedding, sums_by_row
 from mpipipe.values import Graph, Numerics, TensorSpec
@@ -57,6 +58,7 @@ class Variants:
         self.source, self.loss, self.specs, self.rows, self.precision = source, loss, specs, rows, precision
         self.metrics, self.max_shapes = dict(metrics or {}), max_shapes
         self.during: Callable[[str], AbstractContextManager[object]] = nullcontext
+        self.steady = Steady(loss)
         self._anatomies: dict[Mode, dict[Shapes, Anatomy]] = {}
         self._codes: dict[tuple[Mode, Shapes, tuple[str, ...], int], Code] = {}
         self._training: dict[tuple[Shapes, tuple[str, ...], int, bool, bool], Code] = {}
@@ -95,6 +97,7 @@ class Variants:
             with self.during(_capture_of(mode)):
                 captured = capture(self.source, self.loss, specs, mode, self.precision, self.metrics, written)
             known[shapes] = Anatomy(captured, self.lowering)
+            self.steady.captured()
         return known[shapes]
 
     def _of_any_rows(self, shapes: Shapes) -> Shapes:

@@ -25,6 +25,7 @@ from mpipipe.graph.capture import capture as capture_one
 from mpipipe.graph.cut import Code, extract, weight_code
 from mpipipe.graph.pieces import pieces
 from mpipipe.graph.source import ModelSource
+from mpipipe.graph.steady import Steady
 from mpipipe.graph.variants import Variants
 from mpipipe.models.losses import from_mean
 from mpipipe.values import TensorSpec, from_json, to_json
@@ -411,6 +412,56 @@ class Keeps(DropsInPython):
 def test_what_python_keeps_and_draws_may_decide_nothing(written: dict[str, str]) -> None:
     source = ModelSource(lambda: nn.Sequential(Keeps(), nn.Identity()), 0)
     capture_one(source, sum_and_count, SPECS, "train", written=written)
+
+
+RATE, CALLS = 0.5, 0
+
+
+class Weighted:
+    """A loss with numbers of its own, around it, and in its file."""
+
+    def __init__(self) -> None:
+        self.beta, self.floor = 1.0, 0.0
+        self.calls = 0
+
+    def __call__(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        global CALLS
+        CALLS, self.calls = CALLS + 1, self.calls + 1
+        return self.beta * RATE * outputs.sum(), 1.0
+
+
+def test_a_number_of_the_loss_that_changes_after_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighted, beta = Weighted(), 1.0
+
+    def around(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        total, weight = weighted(outputs, batch)
+        return RATE * beta * total, weight
+
+    mean = from_mean(lambda outputs, batch: beta * outputs.mean(), lambda batch: 1.0)
+    steady = {
+        name: Steady(loss) for name, loss in {"object": weighted, "around": around, "mean": mean}.items()
+    }
+    capture_one(ModelSource(Base, 0), around, SPECS, "train")
+    for of in steady.values():
+        of.captured()
+        of.check()
+    weighted.calls, weighted.floor = 9, 0.0
+    steady["object"].check()
+    weighted.beta = 0.5
+    for name in ("object", "around"):
+        with pytest.raises(
+            CaptureError, match=r"'Weighted.beta', which the loss reads, was 1.0 .* is 0.5 now"
+        ):
+            steady[name].check()
+    steady["mean"].check()
+    weighted.beta, beta = 1.0, 2.0
+    for name in ("around", "mean"):
+        with pytest.raises(CaptureError, match="'beta', which the loss reads, was 1.0 .* is 2.0 now"):
+            steady[name].check()
+    beta = 1.0
+    monkeypatch.setitem(globals(), "RATE", 0.25)
+    with pytest.raises(CaptureError, match="'RATE', which the loss reads, was 0.5 .* is 0.25 now"):
+        steady["around"].check()
 
 
 class Counts(Base):
