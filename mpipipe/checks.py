@@ -8,10 +8,9 @@ from typing import Literal
 from mpipipe.cluster.agree import agree
 from mpipipe.cluster.comm import Communicator
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
-from mpipipe.errors import CaptureError, MpipipeError
+from mpipipe.errors import MpipipeError
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
-from mpipipe.ops import device
 from mpipipe.planner.asked import Replicas
 from mpipipe.state.digests import tensor_digest, weights_sha256
 from mpipipe.values import RECOMPUTE
@@ -122,14 +121,3 @@ def notes_of_parts(source: ModelSource, written: Mapping[str, str]) -> list[str]
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + more
-
-
-def check_device(variants: Variants) -> None:
-    """Raises CaptureError for parts that run as they are written, on an accelerator: they make tensors of
-    their own, in main memory, and draw from torch's generator there."""
-    written = [part.removeprefix("model.") for part in variants.primary.captured.written]
-    if written and not device.on_host():
-        raise CaptureError(
-            f"pipeline.device = {device.here().type}: {_some(written)} cannot be captured, and what runs as "
-            "it is written does so on processors only; set pipeline.device=cpu, or let it be captured"
-        )

@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 from mpipipe import __version__, ops
 from mpipipe.checks import (
     check_choices,
-    check_device,
     check_given,
     check_kernels,
     check_metrics,
@@ -320,7 +319,6 @@ class Pipeline(SharedWork):
     def _check_model(self, before: Before, asked: Asked, unused: str) -> None:
         """What can be refused before anything is timed for a plan."""
         check_trained(self.variants, unused)
-        check_device(self.variants)
         for note in before.check_graph(self.variants.graph, self.numerics, self.size):
             self.say(f"note: {note}")
         for note in notes_of_parts(self.variants.source, self.variants.primary.captured.written):

@@ -27,7 +27,7 @@ from mpipipe.errors import CaptureError, MpipipeError
 from mpipipe.graph.layers import Unrunnable
 from mpipipe.graph.means import refuse_mean
 from mpipipe.graph.program import Batch as Batch
-from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs
+from mpipipe.graph.program import Loss, Metric, Mode, Program, Specs, place_of
 from mpipipe.graph.refusals import (
     NoStrangeWeights,
     as_if_run,
@@ -122,7 +122,8 @@ def capture(
             more = more_parts(error, program, source, parts)
             if not more:
                 raise
-            parts |= dict.fromkeys(more, str(error).split("\n  ")[0])
+            why = place_of(loss).strip(" ()") if more == ["loss"] else ""
+            parts |= dict.fromkeys(more, why or str(error).split("\n  ")[0])
             failed = error
         except Unrunnable as error:
             if failed is None:
@@ -156,7 +157,7 @@ def _capture(
         keep_lifted_tensors_apart(graph)
         param, buffer, constant = _attributes(exported, source)
         name = _canonical_names(graph)
-        updates += make_buffers_functional(graph, name, buffer)
+        updates = make_buffers_functional(graph, name, buffer, updates)
         rng = make_random_ops_ours(graph, name, source.seed)
         apply_regions(graph)
         _propagate(exported, source, precision)

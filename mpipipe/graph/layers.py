@@ -28,7 +28,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpipipe.errors import CaptureError, MpipipeError
-from mpipipe.graph.program import flat_outputs
+from mpipipe.graph.program import flat_outputs, split
+from mpipipe.graph.refusals import strange_weight
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.graph.source import set_mode
 from mpipipe.graph.steady import Numbers, numbers, refuse_changes
@@ -76,15 +77,12 @@ class Layer:
         settings = (re.sub(r"0x[0-9a-f]+", "", repr(module)) + modes).encode()
         self.text = f"{kind} {hashlib.sha256(settings).hexdigest()[:8]}"  # equal for equal work
         self.norms = [(n, m) for n, m in module.named_modules() if m.training and _has_statistics(m)]
-        self.writes_input = False
+        self.what = f"layer {path} ({kind})"
+        self.writes_input, self.must_be_new = False, False  # must_be_new: see written
         self.structure: pytree.TreeSpec | None = None  # of the outputs, found by `probe`
         self.forms: list[_Form] = []
         self.counted: list[str] = []  # norms that ran
         self.learns = False
-
-    @property
-    def what(self) -> str:
-        return f"layer {self.path} ({type(self.module).__name__})"
 
     def probe(self, inputs: Sequence[Tensor], weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Finds what the outputs are; the numbers of the inputs do not matter."""
@@ -119,23 +117,33 @@ class Layer:
         self.forms = [_form(t) for t in flat]
         self.counted = list(statistics)
         self.learns = any(t.requires_grad for t in [*inputs, *weights])
+        _refuse_strange(flat, inputs, weights)
 
     def __call__(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], buffers: Sequence[Tensor],
         key: int = 0, step: int = 0, micro: int = 0,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        if any(isinstance(t, FakeTensor) for t in [*inputs, *weights]):
+        if any(isinstance(t, FakeTensor) for t in [*inputs, *weights, *buffers]):
             return self.fakes()
         if self.writes_input:
             inputs = [t.clone() for t in inputs]
+        versions = [t._version for t in inputs]
         with _seeded(key, step, micro):
             outputs, statistics = self._run(inputs, weights, buffers)
+        if not self.writes_input and versions != [t._version for t in inputs]:
+            raise CaptureError(
+                f"{self.what} writes into what it is given, and at capture it did not; what others read must "
+                "not depend on that: let it write into a copy (`x = x.clone()`)"
+            )
         flat, structure = flat_outputs(outputs)
         found = [_form(t) for t in flat]
         if found != self.forms or structure != self.structure:
+            same = _words(found) == _words(self.forms)
+            rest = ", with other strides or values that are no tensors" if same else ""
             raise CaptureError(
-                f"{self.what} returned {_words(found)}, at capture {_words(self.forms)}; what crosses a cut "
-                "is planned: outputs must follow from the shapes of the inputs alone (pad, or use a mask)"
+                f"{self.what} returned {_words(found)}, at capture {_words(self.forms)}{rest}; what "
+                "crosses a cut is planned: outputs must follow from the shapes of the inputs alone (pad, or "
+                "use a mask)"
             )
         if list(statistics) != self.counted:
             raise CaptureError(
@@ -149,17 +157,14 @@ class Layer:
         leaf, as what follows may write into it."""
         wanted = self.learns and torch.is_grad_enabled()
         return [
-            t.detach().requires_grad_().clone()
-            if wanted and t.is_floating_point() and not t.requires_grad
-            else t
-            for t in tensors
+            no_leaf(t) if wanted and t.is_floating_point() and not t.requires_grad else t for t in tensors
         ]
 
     def fakes(self) -> tuple[Tensor, ...]:
         """Results without values, inside a fake mode."""
         outputs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, dtype, stride in self.forms]
         learns = self.learns and torch.is_grad_enabled()
-        outputs = [t.requires_grad_().clone() if learns and t.is_floating_point() else t for t in outputs]
+        outputs = [no_leaf(t) if learns and t.is_floating_point() else t for t in outputs]
         of_norm = dict(self.norms)
         statistics = [torch.empty(of_norm[n].num_features) for n in self.counted for _ in range(2)]
         return (*outputs, *statistics)
@@ -187,8 +192,19 @@ class Layer:
                 f"{self.what} changes {changed} in place; only BatchNorm statistics are supported: return "
                 "it as an output, or keep it outside of forward"
             )
-        # what follows may write into it, and a stage into what it has received
+        again, structure = split((args, kwargs), Tensor)
+        if structure != self.inputs or any(a is not b for a, b in zip(again, inputs, strict=True)):
+            raise CaptureError(
+                f"{self.what} changes a list or dict that it is given; as it cannot be captured, that would "
+                "be lost: return what it makes"
+            )
         given = {storage_id(t) for t in [*inputs, *state.values()]}
+        if self.must_be_new and any(storage_id(t) in given for t in tensors(outputs)):
+            raise CaptureError(
+                f"{self.what} returned what it was given, or a part of it, into which forward writes then: "
+                "return a copy (`x.clone()`)"
+            )
+        # what follows may write into it, and a stage into what it has received
         own = pytree.tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in given else t, outputs)
         return own, self._counted(state)
 
@@ -218,6 +234,29 @@ class Layer:
                 BufferUpdate(count, None, None, node),
             ]
         return found
+
+
+def no_leaf(like: Tensor) -> Tensor:
+    """The same values and strides, with a gradient that goes nowhere: forward may write into it."""
+    with torch.enable_grad():
+        room = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        return room.copy_(like.detach().requires_grad_())
+
+
+def _refuse_strange(outputs: Iterable[Tensor], inputs: Iterable[Tensor], weights: Iterable[Tensor]) -> None:
+    """Raises CaptureError where a gradient would reach a leaf that is neither."""
+    known = {id(t) for t in weights}
+    seen = {t.grad_fn for t in [*inputs, *weights] if t.grad_fn is not None}
+    todo = [t.grad_fn for t in outputs]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise CaptureError(strange_weight(leaf))
+        todo += [n for n, _ in node.next_functions]
 
 
 def _names(module: nn.Module, kind: str) -> list[str]:

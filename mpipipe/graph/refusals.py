@@ -197,8 +197,8 @@ def refuse_backward_hooks(model: nn.Module, written: Iterable[str]) -> None:
         inside = any(f"model.{path}.".startswith(f"{part}.") for part in written)
         if (module._backward_hooks or module._backward_pre_hooks) and not inside:
             raise Untraceable(
-                f"{path or 'the model'!r}, a {type(module).__name__}, has a backward hook, which a graph of "
-                f"operators would leave out; remove it, or {_MANUALLY}",
+                f"{path or 'the model'!r}, a {type(module).__name__}, has a backward hook,\n  which a graph "
+                f"of operators would leave out; remove it, or {_MANUALLY}",
                 f"model.{path}",
             )
 

@@ -13,7 +13,7 @@ recomputation may run it as often as they like.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,10 +215,11 @@ def _takes_stream(node: fx.Node) -> bool:
 
 
 def make_buffers_functional(
-    graph: fx.Graph, names: dict[fx.Node, str], buffer_of: dict[fx.Node, str]
+    graph: fx.Graph, names: dict[fx.Node, str], buffer_of: dict[fx.Node, str], others: list[BufferUpdate]
 ) -> list[BufferUpdate]:
-    """Takes buffer mutations out of the graph and returns them. `buffer_of`: get_attr -> buffer."""
-    updates: list[BufferUpdate] = []
+    """Takes buffer mutations out of the graph and returns them, behind others that are out of it already.
+    `buffer_of`: get_attr -> buffer."""
+    updates = list(others)
     for node in list(graph.nodes):
         if schema_name(node) not in _NORMS or not node.args[5] or node.args[3] is None:
             continue
@@ -236,7 +237,7 @@ def make_buffers_functional(
                 updates.append(_counter(node, target, buffer_of))
                 graph.erase_node(node)
     for name in {u.buffer: None for u in updates}:
-        if reader := reader_of(name, buffer_of):
+        if reader := reader_of(name, buffer_of, {u.node for u in others}):
             raise CaptureError(
                 f"{source_line(reader)}\n  reads {name!r}, which a BatchNorm or a counter changes; that is "
                 "done at the end of a step, on one stage: compute what is needed from the batch "
@@ -245,9 +246,10 @@ def make_buffers_functional(
     return updates
 
 
-def reader_of(name: str, buffer_of: Mapping[fx.Node, str]) -> fx.Node | None:
+def reader_of(name: str, buffer_of: Mapping[fx.Node, str], but: Collection[fx.Node] = ()) -> fx.Node | None:
     """The operator that reads a buffer; where there are several, one that is no BatchNorm."""
-    readers = [user for node, buffer in buffer_of.items() if buffer == name for user in node.users]
+    users = (user for node, buffer in buffer_of.items() if buffer == name for user in node.users)
+    readers = [user for user in users if user not in but]
     return max(readers, key=lambda n: schema_name(n) != "aten::batch_norm", default=None)
 
 

@@ -27,11 +27,22 @@ from mpipipe.graph.rewrite import reader_of, source_line
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.split import split
 from mpipipe.graph.steady import Steady
-from mpipipe.ops.device import on_host
+from mpipipe.ops.device import here, on_host
 from mpipipe.ops.embedding import embedding, sums_by_row
 from mpipipe.values import Graph, Numerics, TensorSpec
 
 Shapes = tuple[tuple[str, TensorSpec], ...]  # Specs, sorted
+
+
+def _check_device(written: Iterable[str]) -> None:
+    """Raises CaptureError for parts that run as they are written, on an accelerator: they make tensors of
+    their own, in main memory, and draw from torch's generator there."""
+    if written and not on_host():
+        parts = ", ".join(repr(part.removeprefix("model.")) for part in written)
+        raise CaptureError(
+            f"pipeline.device = {here().type}: {parts} cannot be captured, and what runs as it is written "
+            "does so on processors only; set pipeline.device=cpu, or let it be captured"
+        )
 
 
 class Variants:
@@ -96,6 +107,7 @@ class Variants:
             written = primary.captured.written if primary else {}  # cuts are stated in the names there
             with self.during(_capture_of(mode)):
                 captured = capture(self.source, self.loss, specs, mode, self.precision, self.metrics, written)
+            _check_device(captured.written)
             known[shapes] = Anatomy(captured, self.lowering)
             self.steady.captured()
         return known[shapes]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from operator import getitem
 from typing import Any
 
@@ -22,22 +22,22 @@ from torch.utils import _pytree as pytree
 
 from mpipipe.errors import CaptureError
 from mpipipe.graph.known import untraced
-from mpipipe.graph.layers import Layer
+from mpipipe.graph.layers import Layer, no_leaf
 from mpipipe.graph.program import (
     Batch,
     Loss,
     Program,
     empty,
     is_list,
+    layers_of,
     pair_of,
     place_of,
     register_dataclasses,
     spec,
     split,
 )
-from mpipipe.graph.rewrite import BufferUpdate, Untraceable, item
+from mpipipe.graph.rewrite import BufferUpdate, Untraceable, item, memory_of, mutated_inputs
 from mpipipe.graph.source import ModelSource
-from mpipipe.graph.steady import numbers
 from mpipipe.ops.library import define, differentiate
 from mpipipe.values import TensorSpec
 
@@ -69,17 +69,17 @@ class Written:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Inside, a call of a part is traced as one operator."""
+        """Inside, a call of a part is traced as one operator. What parts leave in their attributes is gone
+        afterwards: each trace begins alike."""
         self.layers.clear()
         _forms.clear()
-        shadows = {
-            id(module): self._shadow(path, module)
-            for path, module in self.program.model.named_modules()
-            if MODEL + path in self.parts
-        }
+        model = self.program.model
+        parts = {path: m for path, m in model.named_modules() if MODEL + path in self.parts}
+        kept = [(vars(m), dict(vars(m))) for part in parts.values() for m in part.modules()]
+        shadows = {id(m): self._shadow(path, m) for path, m in parts.items()}
         places = [
             (parent, name, child)
-            for parent in self.program.model.modules()
+            for parent in model.modules()
             for name, child in parent._modules.items()
             if id(child) in shadows
         ]
@@ -92,20 +92,31 @@ class Written:
             del self.program.stand_in
             for parent, name, child in places:
                 parent._modules[name] = child
+            for attributes, before in kept:
+                attributes.clear()
+                attributes.update(before)
 
     def _shadow(self, path: str, module: nn.Module) -> nn.Module:
         """A module with the same attributes that calls the operator; the hooks are run by the part."""
-        shadow = object.__new__(type(module))  # a copy may do more, such as that of an LSTM
-        for name, value in vars(module).items():
-            hooks = "_hooks" in name and isinstance(value, dict)
-            shadow.__dict__[name] = type(value)() if hooks else value
+        shadows = _copies(module)
+        shadow = shadows[id(module)]
+        for name, value in vars(shadow).items():
+            if "_hooks" in name and isinstance(value, dict):
+                shadow.__dict__[name] = type(value)()
 
         @wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.probing:  # inside of another part
                 return module(*args, **kwargs)
-            outputs = self._call(path, module, args, kwargs)
-            vars(shadow).update({n: number for (part, n), number in numbers(module).items() if not part})
+            before = {id(m): _attributes(m) for m in module.modules()}
+            layer, outputs = self._call(path, module, args, kwargs)
+            for m in module.modules():
+                for name in _changed(before[id(m)], _attributes(m)):
+                    shadows[id(m)].__dict__[name] = _Left(
+                        f"{layer.what} leaves {name!r} behind, which is read outside of it; a part that "
+                        "cannot be captured runs as it is written, and the graph would not see that: return "
+                        "it as an output"
+                    )
             return outputs
 
         shadow.forward = forward
@@ -115,28 +126,17 @@ class Written:
         """What is called in place of the loss, or of a metric."""
         if name not in self.parts:
             return function
+        if name == "loss":
+            return partial(self._loss, function)
+        return lambda outputs, batch: self._call(name, _Function(function, name), (outputs, batch), {})[1]
 
-        def call(outputs: Any, batch: Batch) -> Any:
-            total, weight = self._call(name, _Function(function, name), (outputs, batch), {})
-            if name == "loss" and isinstance(weight, Tensor):
-                of_batch = _Weight(function, name, outputs)
-                self._refuse_weight_of_outputs(of_batch, outputs, batch)
-                weight = self._call("loss.weight", of_batch, (batch,), {})
-            return total, weight
-
-        return call
-
-    def _refuse_weight_of_outputs(self, of_batch: _Weight, outputs: Any, batch: Batch) -> None:
-        made_up, given = (pytree.tree_map_only(Tensor, _made_up, tree) for tree in (outputs, batch))
-        with self._real(), torch.no_grad():
-            one = float(of_batch(given))
-            other = float(pair_of(of_batch.function, made_up, given, "loss")[1])
-        if one != other:
-            raise CaptureError(
-                f"the weight of the loss{place_of(of_batch.function)} depends on the outputs of the model: "
-                f"for one batch it was {one} and {other}; let it be what the batch alone says, such as how "
-                "many labels count"
-            )
+    def _loss(self, function: Loss, outputs: Any, batch: Batch) -> Any:
+        """Its weight is known before there are outputs: it is taken of made-up ones, and compared later."""
+        _, weight = self._call("loss.weight", _Weight(function, "loss", outputs), (batch,), {})
+        part = _Total(function, "loss")
+        _, total = self._call("loss", part, (outputs, batch, weight), {})
+        part.compares = True
+        return total, weight
 
     @contextmanager
     def _real(self) -> Iterator[None]:
@@ -148,11 +148,13 @@ class Written:
         finally:
             self.probing = False
 
-    def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Layer, Any]:
         """Puts a call of a part into the trace. Raises CaptureError where it cannot be one operator."""
         register_dataclasses((args, kwargs))
         flat, inputs = split((args, kwargs), Tensor)
         layer = Layer(path, module, inputs, self.program.mode == "train", self.source.in_eval.values())
+        if isinstance(module, _Function):
+            layer.what = f"the {path.replace('.', ' ')}{place_of(module.function)}"
         parameters = dict(module.named_parameters(remove_duplicate=False))
         state = parameters | dict(module.named_buffers(remove_duplicate=False))
         weights, buffers = ([state[n] for n in part] for part in (layer.params, layer.buffers))
@@ -167,19 +169,19 @@ class Written:
         _forms.append(forms)
         results = _AS_WRITTEN(len(self.layers) - 1, flat, weights, buffers)
         assert layer.structure is not None
-        return pytree.tree_unflatten(results, layer.structure)
+        return layer, pytree.tree_unflatten(results, layer.structure)
 
     def _probe(self, layer: Layer, made_up: Sequence[Tensor]) -> None:
-        names = [
-            [self.source.alias[f"{layer.path}.{n}"] for n in part] for part in (layer.params, layer.buffers)
-        ]
-        first = self.source.materialise(dict.fromkeys(n for part in names for n in part))
-        for name, t in first.items():
-            t.requires_grad_(self.source.tensor(name).requires_grad)
-        layer.probe(made_up, *([first[n] for n in part] for part in names))
-        if layer.writes_input and not is_list(self.source.module):
+        state = {n: self.source.alias[f"{layer.path}.{n}"] for n in [*layer.params, *layer.buffers]}
+        weights = {n: _made_up(self.source.tensor(n), 0.02) for n in {state[n]: None for n in layer.params}}
+        buffers = self.source.materialise(dict.fromkeys(state[n] for n in layer.buffers))
+        layer.probe(
+            made_up, [weights[state[n]] for n in layer.params], [buffers[state[n]] for n in layer.buffers]
+        )
+        alone = is_list(self.source.module) and layer.path in dict(layers_of(self.source.module))
+        if layer.writes_input and not alone:
             raise CaptureError(
-                f"{layer.what} writes into what it is given; as it cannot be traced, that would be lost: let "
+                f"{layer.what} writes into what it is given; as it cannot be captured, that would be lost: let "
                 "it write into a copy (`x = x.clone()`) and return that"
             )
 
@@ -201,7 +203,77 @@ class Written:
                     statistics.append(graph.call_function(item, (node, i)))
                 statistics[-1].meta = {**node.meta, "val": node.meta["val"][i]}
             updates += layer.updates(self.source.alias, node, statistics)
+        _let_results_be_new(graph)
         return updates
+
+
+def _let_results_be_new(graph: fx.Graph) -> None:
+    """A part may return what it was given, which no graph says. Where forward writes into the result, and uses
+    what was given elsewhere, it must not."""
+    for node in graph.nodes:
+        for target in mutated_inputs(node):
+            made = memory_of(target)
+            call: Any = made.args[0] if made.target is item else made
+            if isinstance(call.target, Layer):
+                given = {memory_of(n) for n in call.args[0]}
+                same = {n for n in graph.nodes if memory_of(n) in given}
+                if any(user not in same and user is not call for n in same for user in n.users):
+                    call.target.must_be_new = True
+
+
+def _copies(module: nn.Module) -> dict[int, nn.Module]:
+    """id of each module in it -> one with the same attributes, and copies for its modules."""
+    found = {
+        id(m): object.__new__(type(m)) for m in module.modules()
+    }  # a copy may do more, as that of an LSTM
+    for m in module.modules():
+        inner = {name: child and found[id(child)] for name, child in m._modules.items()}
+        found[id(m)].__dict__.update({**vars(m), "_modules": inner})
+    return found
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """As they are now, containers with what is in them."""
+    return {
+        name: (value, list(value.items() if isinstance(value, dict) else value))
+        if isinstance(value, dict | list | set)
+        else value
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules", "training")
+    }
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, tuple | list) and type(one) is type(other) and len(one) == len(other):
+            return all(map(same, one, other))
+        return one is other or (
+            isinstance(one, int | float | str) and type(one) is type(other) and one == other
+        )
+
+    return [name for name, value in after.items() if name not in before or not same(before[name], value)]
+
+
+class _Left:
+    """In place of what a part leaves in an attribute. Whoever uses it is told."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CaptureError(self.text)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))._refuse()
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul"),
+    *("neg", "bool", "float", "int", "index", "len", "iter", "getitem", "getattr", "call", "contains"),
+    *("lt", "le", "gt", "ge", "eq", "ne"),
+):
+    setattr(_Left, f"__{_name}__", _Left._refuse)
 
 
 class _Function(nn.Module):
@@ -219,7 +291,8 @@ class _Function(nn.Module):
         return getattr(self.function, "__qualname__", type(self.function).__name__)
 
     def forward(self, outputs: Any, batch: Batch) -> Any:
-        return pair_of(self.function, outputs, batch, self.name)
+        total, weight = pair_of(self.function, outputs, batch, self.name)
+        return total, torch.as_tensor(weight)
 
 
 class _Weight(_Function):
@@ -227,21 +300,38 @@ class _Weight(_Function):
 
     def __init__(self, function: Loss, name: str, outputs: Any) -> None:
         super().__init__(function, name)
+        register_dataclasses(outputs)
         self.__dict__["outputs"] = pytree.tree_map_only(Tensor, spec, outputs)
 
     def forward(self, batch: Batch) -> Tensor:  # type: ignore[override]
         zeros = pytree.tree_map_only(TensorSpec, lambda s: empty(s).zero_(), self.outputs)
         with torch.no_grad():
-            return torch.as_tensor(pair_of(self.function, zeros, batch, self.name)[1])
+            return super().forward(zeros, batch)[1].to(torch.float64)
 
 
-def _made_up(like: Tensor) -> Tensor:
+class _Total(_Function):
+    """The sum of a loss whose weight is known."""
+
+    compares = False  # with made-up numbers it would be another one
+
+    def forward(self, outputs: Any, batch: Batch, weight: Tensor) -> Tensor:  # type: ignore[override]
+        total, own = super().forward(outputs, batch)
+        if self.compares and float(own) != float(weight):
+            raise CaptureError(
+                f"the weight of the loss{place_of(self.function)} depends on the outputs of the model, or on "
+                f"chance: for one batch it was {float(own)} and {float(weight)}; let it be what the batch alone "
+                "says, such as how many labels count"
+            )
+        return total
+
+
+def _made_up(like: Tensor, scale: float = 1.0) -> Tensor:
     """Normal numbers, or zeros where they are integers: valid ids."""
     with untraced():
         t = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
         if t.is_floating_point():
-            t.normal_(generator=torch.Generator().manual_seed(0))
-        return t.requires_grad_(like.requires_grad).clone()  # a part may write what another has made, no leaf
+            t.normal_(0.0, scale, generator=torch.Generator().manual_seed(0))
+        return no_leaf(t) if like.requires_grad else t  # a part may write what another has made
 
 
 def more_parts(
@@ -252,15 +342,17 @@ def more_parts(
     paths = {id(vars(m)): path for path, m in source.module.named_modules() if path}  # a tracer makes proxies
     inside = [path for path in _where(error, paths) if MODEL + path not in parts]
     if not inside:
-        function = "loss" if error.module == "" else program.found.at
-        return [function] if function and function not in parts else []
+        metrics = [f"metrics.{name}" for name in program.metrics]
+        functions = [*metrics, "loss"] if error.module == "" else [program.found.at]
+        return [name for name in functions if name and name not in parts][:1]
     path = inside[-1]
     part = source.module.get_submodule(path)
-    if not is_list(source.module) and 2 * _size(part) > _size(source.module):
-        return []
-    if type(part).__module__.startswith("torch."):
-        return [MODEL + path]
-    return [MODEL + p for p, m in source.module.named_modules() if type(m) is type(part) and p]
+    alike = [path]
+    if not type(part).__module__.startswith("torch."):
+        alike = [p for p, m in source.module.named_modules() if type(m) is type(part) and p]
+    most = _size(source.module) * (1.0 if is_list(source.module) else 0.5)
+    small = [p for p in alike if _size(source.module.get_submodule(p)) <= most]
+    return [MODEL + p for p in small] if path in small else []
 
 
 def _where(error: Untraceable, paths: dict[int, str]) -> list[str]:
