@@ -29,11 +29,11 @@ class Job:
     who died; stdout is untouched."""
 
     def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], mark: str, awaited: str = ""
+        self, command: Sequence[str], environ: Mapping[str, str], mark: str, awaited: Sequence[str] = ()
     ) -> None:
-        """mark: an argument that the ranks have; awaited: words of a line on stderr, by which `heard` is
-        true. Raises OSError when the launcher cannot be started."""
-        self.mark, self.awaited, self.heard = mark, awaited, False
+        """mark: an argument that the ranks have; awaited: words of lines on stderr; `heard` are those
+        that came. Raises OSError when the launcher cannot be started."""
+        self.mark, self.awaited, self.heard = mark, awaited, set[str]()
         self._process = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -49,8 +49,8 @@ class Job:
                 sys.stderr.buffer.flush()
             line = raw.decode(errors="replace").rstrip("\n")
             self._tail.append(line)
-            if self.awaited and self.awaited in line:  # a launcher may add a line for each node behind it
-                self.heard = True
+            # not from the last lines, as a launcher may add one for each node behind it
+            self.heard.update(words for words in self.awaited if words in line)
 
     @property
     def said(self) -> list[str]:

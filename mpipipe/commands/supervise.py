@@ -136,7 +136,7 @@ class Supervisor:
         self.all_hosts, self.all_ranks = self._places()  # which may be wrong: before there is a folder
         here = reopen(self.config) if options.resume else None
         self.run_dir = (here or create(self.config)).absolute()
-        self.names_folder, self.said = self.config.run.dir is None and here is None, list[str]()
+        self.names_folder, self.named = self.config.run.dir is None and here is None, False
         # a launcher knows the hosts of its Slurm job by itself, as long as all of them are there
         self.hosts, self.ranks = self.all_hosts if options.hosts else None, self.all_ranks
         self.began_at, self.summary_before = _saved(self.run_dir), self._summary()
@@ -163,9 +163,9 @@ class Supervisor:
             self._forget(str(error))
             raise
 
-    def _forget(self, said: str) -> None:
-        """The run folder, where all starts were in vain."""
-        if self.names_folder:
+    def _forget(self, said: str = "") -> None:
+        """The run folder, where all starts were in vain and none has named it."""
+        if self.names_folder and not self.named:
             forget(self.run_dir, said)
 
     def _run(self) -> int:
@@ -184,7 +184,7 @@ class Supervisor:
             if self._ended():  # its summary comes last: whatever was after it, it is done
                 return 0
             if self.asking.asked or mendable:
-                self._forget("\n".join(self.said))
+                self._forget()
                 return code
             about_hosts = self._look_for_hosts()
             saved = _saved(self.run_dir)
@@ -223,7 +223,7 @@ class Supervisor:
         shown = shlex.join([*line[: line.index(sys.executable)], "python", "-m", PROGRAM])
         _say(f"{'starts again' if again else 'starts'}: {shown} ...; run folder {self.run_dir}")
         try:
-            self.asking.job = job = Job(line, self.environ, self._mark, MENDABLE)
+            self.asking.job = job = Job(line, self.environ, self._mark, (MENDABLE, str(self.run_dir)))
         except OSError as error:
             raise LaunchError(
                 f"{line[0]}: cannot be started ({error.strerror}); name another launcher behind --"
@@ -235,11 +235,11 @@ class Supervisor:
         finally:
             self.asking.job = None
             job.end()
-            self.said = job.said
-        why = explained(self.run_dir)
+            self.named |= str(self.run_dir) in job.heard
+        why, mendable = explained(self.run_dir), MENDABLE in job.heard
         if isinstance(code, str):
-            return 128 + signal.SIGKILL, f"{why or code}; the launcher did not return", job.heard
-        return code if code >= 0 else 128 - code, why or cause(code, job.said), job.heard
+            return 128 + signal.SIGKILL, f"{why or code}; the launcher did not return", mendable
+        return code if code >= 0 else 128 - code, why or cause(code, job.said), mendable
 
     def _watch(self, job: Job) -> int | str:
         """The launcher's exit code; of one that is there though its ranks are not, what became of them."""

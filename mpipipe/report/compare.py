@@ -17,6 +17,7 @@ from mpipipe.values import Report
 _ABSENT = "-"
 _LONG = 200  # letters of a list: of a longer one only the place where two part is said
 _SHOWN = 40  # letters of a part
+_BEFORE = 10  # of these, letters that are still the same
 _OF_THE_BITS = ("model.", "data.", "train.", "kernels.", "numerics.")  # keys that decide losses and weights
 _NOT_OF_THE_BITS = ("train.save_every", "train.keep")
 
@@ -70,27 +71,47 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[s
         if mine == theirs:
             continue
         if max(len(mine), len(theirs)) > _LONG and any(isinstance(value, list | tuple) for value in pair):
-            mine, theirs = _first(*([] if value in (None, _ABSENT) else value for value in pair))
+            lists = [[] if value in (None, _ABSENT) else value for value in pair]
+            both = all(isinstance(value, list | tuple) for value in lists)  # else one is a word, or a number
+            mine, theirs = _first(*lists) if both else _excerpts(mine, theirs)
         yield key, mine, theirs
 
 
 def _first(a: Sequence[Any], b: Sequence[Any]) -> tuple[str, str]:
     """Of two lists: how many parts differ, and what is where they first do, as "[rank][action]: 0F3" of the
     orders "0F0,0F1,...", each of which is a list of its own."""
-    pairs = list(zip_longest(a, b))
-    differ = [i for i, (mine, theirs) in enumerate(pairs) if mine != theirs]
-    place, pair = f"[{differ[0]}]", pairs[differ[0]]
-    if all(isinstance(part, str) for part in pair):
-        words = list(zip_longest(*(part.split(",") for part in pair)))
+    texts = list(zip_longest(map(repr, a), map(repr, b)))  # as 0 and 0.0 are equal, and settings that differ
+    differ = [i for i, (mine, theirs) in enumerate(texts) if mine != theirs]
+    if not differ:
+        return f"a {type(a).__name__}", f"a {type(b).__name__}"
+    first = differ[0]
+    place, pair = f"[{first}]", texts[first]
+    parts = [parts[first] for parts in (a, b) if first < len(parts)]
+    if len(parts) == 1:  # the other list is shorter
+        pair = (str(parts[0]), None) if pair[1] is None else (None, str(parts[0]))
+    elif all(isinstance(part, str) for part in parts):
+        words = list(zip_longest(*(part.split(",") for part in parts)))
         at = next(i for i, (mine, theirs) in enumerate(words) if mine != theirs)
         place, pair = f"{place}[{at}]", words[at]
-    mine, theirs = (_ABSENT if part is None else _begun(str(part)) for part in pair)
-    where = f"{len(differ)} of {len(pairs)} differ, first {place}: "
+    mine, theirs = _excerpts(*pair)
+    where = f"{len(differ)} of {len(texts)} differ, first {place}: "
     return where + mine, where + theirs
 
 
-def _begun(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+def _excerpts(a: str | None, b: str | None) -> tuple[str, str]:
+    """Of two texts what is shown: of long ones from a little before the place where they part."""
+    begin = 0
+    if a and b and max(len(a), len(b)) > _SHOWN:
+        parted = (at for at, (mine, theirs) in enumerate(zip_longest(a, b)) if mine != theirs)
+        begin = max(0, next(parted, 0) - _BEFORE)
+    return _excerpt(a, begin), _excerpt(b, begin)
+
+
+def _excerpt(text: str | None, begin: int) -> str:
+    if text is None:
+        return _ABSENT
+    end = begin + _SHOWN
+    return f"{'…' if begin else ''}{text[begin:end]}{'…' if len(text) > end else ''}"
 
 
 def _may_not_differ(settings: Sequence[tuple[str, str, str]]) -> bool:

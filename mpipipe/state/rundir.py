@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from contextlib import suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -42,10 +43,18 @@ def create(config: Config, base: str | Path = "runs", now: datetime | None = Non
 
 def forget(folder: Path, error: BaseException | str = "") -> None:
     """Removes the folder of a start that has failed, one that `create` has named. It stays where there is
-    more in it than any start leaves before it plans, and where the error names it: a user may look there."""
+    more in it than any start leaves before it plans, and where the error names it: a user may look there.
+    What cannot be removed stays with the configuration, by which a folder is known as that of a run."""
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
     if str(folder) not in str(error) and all(any(fnmatchcase(f, p) for p in _OF_ANY_START) for f in found):
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            for path in folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that other ranks have open
+                elif path.name != CONFIG:
+                    path.unlink(missing_ok=True)
+            if all(path.name == CONFIG for path in folder.iterdir()):
+                shutil.rmtree(folder)
 
 
 def make_latest(config: Config, folder: Path) -> None:

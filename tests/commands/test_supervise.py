@@ -254,7 +254,8 @@ def test_nothing_is_left_of_one_that_began_nothing_but_what_a_message_names(fold
         assert main(["config.yaml", *words]) == 1
     assert list((folder / "runs").iterdir()) == []
     (folder / "starts").unlink()
-    named = 'echo mpipipe: error: "$PWD"/runs/*/config.yaml holds nothing >&2; exit 1'
+    noise = "for node in $(seq 99); do echo srun: error: n$node: task: Exited with exit code 1 >&2; done"
+    named = f'echo mpipipe: error: "$PWD"/runs/*/config.yaml holds nothing >&2; {noise}; exit 1'
     assert supervise(folder, named)[0] == 1
     (kept,) = (folder / "runs").iterdir()
     assert f"{kept}/config.yaml holds nothing" in capfd.readouterr().err

@@ -7,13 +7,14 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_run import made_costs, made_plan, made_run
 
 from mpipipe.errors import PlanError, ReportError
 from mpipipe.planner import make_plan
-from mpipipe.report.compare import compare
+from mpipipe.report.compare import _differences, compare
 from mpipipe.report.run import RunData, read_run
 from mpipipe.report.summary import summary
 from mpipipe.report.whatif import what_if
@@ -251,6 +252,30 @@ def test_of_long_orders_that_differ_the_first_place_is_shown(run: RunData) -> No
     begun = f"{first[:40]}…"
     assert row(ordered()) == ["layout.actions", whole + begun, whole + "-"]
     assert row(replace(run, plan=None)) == ["layout.actions", whole + begun, whole + "-"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "shown"),
+    [
+        ([0.0] * 100, [0] * 100, ("100 of 100 differ, first [0]: 0.0", "100 of 100 differ, first [0]: 0")),
+        (["1"] * 100, [1] * 100, ("100 of 100 differ, first [0]: '1'", "100 of 100 differ, first [0]: 1")),
+        ([1] * 90, [*[1] * 90, None], ("1 of 91 differ, first [90]: -", "1 of 91 differ, first [90]: None")),
+        ((1,) * 100, [1] * 100, ("a tuple", "a list")),
+        (["x" * 9] * 50, 3, (f"{['x' * 9] * 50}"[:40] + "…", "3")),
+        (["x" * 9] * 50, "auto", (f"{['x' * 9] * 50}"[:40] + "…", "auto")),
+        (
+            [list(range(100))], [[*range(99), 100]],
+            ("1 of 1 differ, first [0]: …, 97, 98, 99]", "1 of 1 differ, first [0]: …, 97, 98, 100]"),
+        ),
+        (
+            ["x" * 90 + "y" * 150], ["x" * 90 + "z" * 150],
+            tuple(f"1 of 1 differ, first [0][0]: …{'x' * 10}{by * 30}…" for by in "yz"),
+        ),
+    ],
+)  # fmt: skip
+def test_of_any_two_long_lists_it_is_said_what_differs(a: Any, b: Any, shown: tuple[str, str]) -> None:
+    assert list(_differences({"key": a}, {"key": b})) == [("key", *shown)]
+    assert list(_differences({"key": b}, {"key": a})) == [("key", *shown[::-1])]
 
 
 def test_runs_that_part_say_where(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,28 @@ def test_of_a_start_that_failed_the_folder_stays_where_there_is_more_in_it_or_th
     assert folder.exists() == stays
     assert not stays or all((folder / name).exists() for name in ("config.yaml", *more))
     assert folder.parent.exists()
+
+
+def test_of_a_folder_that_cannot_be_removed_the_configuration_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, which keeps files that other ranks have open."""
+    folder, rmdir = create(parse(""), tmp_path), os.rmdir
+    (folder / "flight").mkdir()
+    for name in ("flight/rank-1.alive", "train.log"):
+        (folder / name).touch()
+
+    def busy(path: Any, **rest: Any) -> None:
+        if Path(path).name == "flight":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmdir(path, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        forget(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "flight"]
+    forget(folder)
+    assert not folder.exists()
 
 
 def test_a_named_folder_is_used_once(tmp_path: Path) -> None:
