@@ -217,7 +217,7 @@ def _takes_stream(node: fx.Node) -> bool:
 def make_buffers_functional(
     graph: fx.Graph, names: dict[fx.Node, str], buffer_of: dict[fx.Node, str], others: list[BufferUpdate]
 ) -> list[BufferUpdate]:
-    """Takes buffer mutations out of the graph and returns them, behind others that are out of it already.
+    """Takes buffer mutations out of the graph and returns them, among others that are out of it already.
     `buffer_of`: get_attr -> buffer."""
     updates = list(others)
     for node in list(graph.nodes):
@@ -243,7 +243,8 @@ def make_buffers_functional(
                 "done at the end of a step, on one stage: compute what is needed from the batch "
                 "(`x.mean(0)`), read a buffer that nothing changes, or read it outside of forward"
             )
-    return updates
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(updates, key=lambda u: order[u.node])  # a BatchNorm may run twice
 
 
 def reader_of(name: str, buffer_of: Mapping[fx.Node, str], but: Collection[fx.Node] = ()) -> fx.Node | None:

@@ -181,8 +181,8 @@ class Written:
         alone = is_list(self.source.module) and layer.path in dict(layers_of(self.source.module))
         if layer.writes_input and not alone:
             raise CaptureError(
-                f"{layer.what} writes into what it is given; as it cannot be captured, that would be lost: let "
-                "it write into a copy (`x = x.clone()`) and return that"
+                f"{layer.what} writes into what it is given; as it cannot be captured, that would be lost: "
+                "let it write into a copy (`x = x.clone()`) and return that"
             )
 
     def put_in(self, graph: fx.Graph) -> list[BufferUpdate]:
@@ -208,8 +208,8 @@ class Written:
 
 
 def _let_results_be_new(graph: fx.Graph) -> None:
-    """A part may return what it was given, which no graph says. Where forward writes into the result, and uses
-    what was given elsewhere, it must not."""
+    """A part may return what it was given, which no graph says. Where forward writes into the result, and
+    uses what was given elsewhere, it must not."""
     for node in graph.nodes:
         for target in mutated_inputs(node):
             made = memory_of(target)
@@ -319,8 +319,8 @@ class _Total(_Function):
         if self.compares and float(own) != float(weight):
             raise CaptureError(
                 f"the weight of the loss{place_of(self.function)} depends on the outputs of the model, or on "
-                f"chance: for one batch it was {float(own)} and {float(weight)}; let it be what the batch alone "
-                "says, such as how many labels count"
+                f"chance: for one batch it was {float(own)} and {float(weight)}; let it be what the batch "
+                "alone says, such as how many labels count"
             )
         return total
 

@@ -456,11 +456,11 @@ def test_a_number_of_the_loss_that_changes_after_capture_is_refused(monkeypatch:
     steady["mean"].check()
     weighted.beta, beta = 1.0, 2.0
     for name in ("around", "mean"):
-        with pytest.raises(CaptureError, match="'beta', which the loss reads, was 1.0 .* is 2.0 now"):
+        with pytest.raises(CaptureError, match=r"'beta', which the loss reads, was 1.0 .* is 2.0 now"):
             steady[name].check()
     beta = 1.0
     monkeypatch.setitem(globals(), "RATE", 0.25)
-    with pytest.raises(CaptureError, match="'RATE', which the loss reads, was 0.5 .* is 0.25 now"):
+    with pytest.raises(CaptureError, match=r"'RATE', which the loss reads, was 0.5 .* is 0.25 now"):
         steady["around"].check()
 
 
