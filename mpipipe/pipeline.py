@@ -435,8 +435,7 @@ class Pipeline(SharedWork):
         """As `step`, with the times of this rank's instructions; of the working ranks alone."""
         self.note_lost_spares()
         self.saver.poll()
-        if "loss" not in self.variants.primary.captured.written:
-            self.variants.steady.check()
+        self.variants.refuse_another_loss()
         start = time.perf_counter()
         outcome = self.trainer.step(self.steps_done, stop=stop)
         if outcome is None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import dis
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import FunctionType, MethodType
-from typing import TypeVar
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -38,33 +38,58 @@ def _is_number(value: object) -> bool:
 
 
 def read_by(function: object, seen: frozenset[int] = frozenset()) -> dict[str, Callable[[], object]]:
-    """The plain numbers that a loss knows beside its arguments, by name -> what gives the value now.
+    """The plain numbers that a loss reads beside its arguments, by name -> what gives the value now.
 
-    Attributes of the object that it is, variables around the function and in its file; also those that
-    functions around it know. seen: the ids of those that were looked at.
+    Attributes of the object that it is or is a method of, variables around the function and in its file; also
+    those of functions that it knows from there. seen: the ids of those that were looked at.
     """
     found: dict[str, Callable[[], object]] = {}
     if id(function) in seen:
         return found
     seen |= {id(function)}
+    if isinstance(function, partial):
+        return read_by(function.func, seen)
     if isinstance(function, MethodType):
-        return read_by(function.__self__, seen) | read_by(function.__func__, seen)
-    if isinstance(function, FunctionType):
-        names = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
-        around = function.__globals__
-        found |= {n: partial(around.get, n) for n in sorted(names) if _is_number(around.get(n))}
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        return _attributes(function.__self__, function.__func__) | read_by(function.__func__, seen)
+    if not isinstance(function, FunctionType):
+        for part in function.modules() if isinstance(function, nn.Module) else [function]:
+            call = getattr(type(part), "forward" if isinstance(part, nn.Module) else "__call__", None)
+            if isinstance(call, FunctionType):
+                found |= _attributes(part, call) | read_by(call, seen)
+        return found
+    around = function.__globals__
+    for name in sorted(_names(function.__code__, "LOAD_GLOBAL")):
+        value = around.get(name)
+        if _is_number(value):
+            found[name] = partial(around.get, name)
+        elif isinstance(value, FunctionType) and value.__globals__ is around:
+            found |= read_by(value, seen)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that has no value yet
             value = cell.cell_contents
             if _is_number(value):
                 found[name] = partial(getattr, cell, "cell_contents")
             elif callable(value) and not isinstance(value, type):
                 found |= read_by(value, seen)
-    elif hasattr(function, "__dict__"):
-        kept, kind = vars(function), type(function).__name__
-        found |= {
-            f"{kind}.{n}": partial(kept.get, n) for n, v in kept.items() if _is_number(v) and n != "training"
-        }
     return found
+
+
+def _attributes(owner: object, function: Callable[..., Any]) -> dict[str, Callable[[], object]]:
+    """Numbers of an object that one of its methods reads, itself or in methods that it calls."""
+    kept, names, todo = getattr(owner, "__dict__", {}), set[str](), [function.__code__]
+    while todo:
+        new = _names(todo.pop(), "LOAD_ATTR", "LOAD_METHOD") - names
+        names |= new
+        methods = (getattr(type(owner), name, None) for name in new)
+        todo += [m.__code__ for m in methods if isinstance(m, FunctionType)]
+    read = (n for n in kept if n in names and n != "training" and _is_number(kept[n]))
+    return {f"{type(owner).__name__}.{n}": partial(kept.get, n) for n in read}
+
+
+def _names(code: CodeType, *loads: str) -> set[str]:
+    """What some code loads so, and code within it."""
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in loads}
+    return found.union(*(_names(inner, *loads) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 class Steady:
@@ -72,15 +97,16 @@ class Steady:
 
     def __init__(self, loss: object) -> None:
         self._now = read_by(loss)
-        self._first = self._values()
+        self._first = self.values()
 
-    def _values(self) -> dict[str, object]:
+    def values(self) -> dict[str, object]:
+        """Those that are watched, as they are now."""
         return {name: now() for name, now in self._now.items()}
 
-    def captured(self) -> None:
-        """What the capture itself has changed, such as a count of calls, may go on changing."""
-        values = self._values()
-        self._now = {name: now for name, now in self._now.items() if values[name] == self._first[name]}
+    def captured(self, before: Mapping[str, object]) -> None:
+        """What a capture itself has changed, such as a count of calls, may go on changing."""
+        values = self.values()
+        self._now = {name: now for name, now in self._now.items() if values[name] == before[name]}
 
     def check(self) -> None:
         """Raises CaptureError."""

@@ -103,13 +103,14 @@ class Variants:
                     "  pad the batches to a few lengths (buckets: multiples of 64, say), or raise "
                     "capture.max_shapes"
                 )
+            before = self.steady.values()
             primary = self._anatomies.get("train", {}).get(_shapes(self.first))
             written = primary.captured.written if primary else {}  # cuts are stated in the names there
             with self.during(_capture_of(mode)):
                 captured = capture(self.source, self.loss, specs, mode, self.precision, self.metrics, written)
             _check_device(captured.written)
             known[shapes] = Anatomy(captured, self.lowering)
-            self.steady.captured()
+            self.steady.captured(before)
         return known[shapes]
 
     def _of_any_rows(self, shapes: Shapes) -> Shapes:
@@ -123,6 +124,12 @@ class Variants:
     def first(self) -> Specs:
         """The shapes of the primary graph."""
         return self.specs(self.rows)
+
+    def refuse_another_loss(self) -> None:
+        """Raises CaptureError where a number that the loss reads is another one than at its capture; one that
+        runs as it is written reads it anew."""
+        if "loss" not in self.primary.captured.written:
+            self.steady.check()
 
     @cached_property
     def primary(self) -> Anatomy:

@@ -9,6 +9,7 @@ A part is named as an attribute of what is traced: "model.blocks.0.experts", "lo
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from mpipipe.errors import CaptureError
 from mpipipe.graph.known import untraced
-from mpipipe.graph.layers import Layer, no_leaf
+from mpipipe.graph.layers import Layer, Unrunnable, no_leaf
 from mpipipe.graph.program import (
     Batch,
     Loss,
@@ -38,25 +39,24 @@ from mpipipe.graph.program import (
 )
 from mpipipe.graph.rewrite import BufferUpdate, Untraceable, item, memory_of, mutated_inputs
 from mpipipe.graph.source import ModelSource
-from mpipipe.ops.library import define, differentiate
 from mpipipe.values import TensorSpec
 
 MODEL = "model."
 _forms: list[Sequence[Tensor]] = []  # what each call in this trace returns
 
 
-def _never(*_: Any) -> Any:
-    raise AssertionError("it stands in a trace alone")
-
-
 def _fake(call: int, inputs: list[Tensor], weights: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in _forms[call]]
 
 
-_AS_WRITTEN = define(
-    "as_written(int call, Tensor[] inputs, Tensor[] weights, Tensor[] buffers) -> Tensor[]", _never, _fake
+# an operator of traces alone: it never runs, and has a derivative so that its results are no leaves
+_LIBRARY = torch.library.Library("mpipipe_traced", "DEF")
+_LIBRARY.define("as_written(int call, Tensor[] inputs, Tensor[] weights, Tensor[] buffers) -> Tensor[]")
+torch.library.register_fake("mpipipe_traced::as_written", _fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "mpipipe_traced::as_written", lambda *_: None, setup_context=lambda *_, **__: None, lib=_LIBRARY
 )
-differentiate("as_written", _never, lambda ctx, inputs, output: None)  # so that results are no leaves
+_AS_WRITTEN = torch.ops.mpipipe_traced.as_written
 
 
 class Written:
@@ -100,6 +100,7 @@ class Written:
         """A module with the same attributes that calls the operator; the hooks are run by the part."""
         shadows = _copies(module)
         shadow = shadows[id(module)]
+        first, left = _attributes(shadow), set[str]()
         for name, value in vars(shadow).items():
             if "_hooks" in name and isinstance(value, dict):
                 shadow.__dict__[name] = type(value)()
@@ -108,10 +109,16 @@ class Written:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.probing:  # inside of another part
                 return module(*args, **kwargs)
+            if given := [n for n in _changed(first, _attributes(shadow)) if n not in ("forward", *left)]:
+                raise CaptureError(
+                    f"sets {given[0]!r} of {path!r} before it calls it; as that part cannot be captured, it "
+                    "runs as it is written, and would not see that: give it as an argument"
+                )
             before = {id(m): _attributes(m) for m in module.modules()}
             layer, outputs = self._call(path, module, args, kwargs)
             for m in module.modules():
                 for name in _changed(before[id(m)], _attributes(m)):
+                    left.add(name)
                     shadows[id(m)].__dict__[name] = _Left(
                         f"{layer.what} leaves {name!r} behind, which is read outside of it; a part that "
                         "cannot be captured runs as it is written, and the graph would not see that: return "
@@ -159,7 +166,10 @@ class Written:
         state = parameters | dict(module.named_buffers(remove_duplicate=False))
         weights, buffers = ([state[n] for n in part] for part in (layer.params, layer.buffers))
         with self._real():
-            self._probe(layer, [_made_up(t) for t in flat])
+            try:
+                self._probe(layer, [_made_up(t) for t in flat])
+            except Unrunnable:  # it may want shares, as a loss of probabilities does
+                self._probe(layer, [_made_up(t, shares=True) for t in flat])
             forms = [
                 torch.empty_strided(shape, stride, dtype=dtype, device="meta")
                 for shape, dtype, stride in layer.forms
@@ -232,15 +242,25 @@ def _copies(module: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
+_OF_TORCH = ("_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs")
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """As they are now, containers with what is in them."""
-    return {
-        name: (value, list(value.items() if isinstance(value, dict) else value))
-        if isinstance(value, dict | list | set)
-        else value
-        for name, value in vars(module).items()
-        if name not in ("_parameters", "_buffers", "_modules", "training")
-    }
+    """As they are now, containers and plain objects with what is in them."""
+    own = (n for n in vars(module) if n not in _OF_TORCH and "_hooks" not in n)
+    return {name: _inside(vars(module)[name], 3) for name in own}
+
+
+def _inside(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if depth == 0 or kind is _Left or isinstance(value, nn.Module | Tensor | type) or callable(value):
+        return value
+    if isinstance(value, dict):
+        return [value, *((key, _inside(x, depth - 1)) for key, x in value.items())]
+    if isinstance(value, list | tuple | set):
+        return [value, *(_inside(x, depth - 1) for x in value)]
+    kept = getattr(value, "__dict__", None)
+    return [value, *((key, _inside(x, depth - 1)) for key, x in kept.items())] if kept else value
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -263,9 +283,16 @@ class _Left:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise CaptureError(self.text)
 
+    def _kind(self) -> Any:
+        """What `isinstance` asks; torch looks at each attribute of a module."""
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        return _Left if caller.startswith(("torch.", "mpipipe.")) else self._refuse()
+
+    __class__ = property(_kind)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))._refuse()
+        next(x for x in pytree.tree_leaves((args, kwargs)) if type(x) is cls)._refuse()
 
 
 for _name in (
@@ -325,12 +352,13 @@ class _Total(_Function):
         return total
 
 
-def _made_up(like: Tensor, scale: float = 1.0) -> Tensor:
-    """Normal numbers, or zeros where they are integers: valid ids."""
+def _made_up(like: Tensor, scale: float = 1.0, shares: bool = False) -> Tensor:
+    """Normal numbers, or shares between 0 and 1, or zeros where they are integers: valid ids."""
     with untraced():
         t = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
         if t.is_floating_point():
-            t.normal_(0.0, scale, generator=torch.Generator().manual_seed(0))
+            draw = torch.Generator().manual_seed(0)
+            t = t.uniform_(generator=draw) if shares else t.normal_(0.0, scale, generator=draw)
         return no_leaf(t) if like.requires_grad else t  # a part may write what another has made
 
 

@@ -571,6 +571,22 @@ def of_outputs(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
     return nn.functional.cross_entropy(outputs[sure], batch["y"][sure], reduction="sum"), sure.sum()
 
 
+def of_shares(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """That refuses what is no share; runs of a part before are made up, too."""
+    chosen = batch["y"] > 0
+    shares, wanted = outputs[chosen], nn.functional.one_hot(batch["y"][chosen], 4).float()
+    return nn.functional.binary_cross_entropy(shares, wanted, reduction="sum"), chosen.sum()
+
+
+@pytest.mark.slow
+def test_a_loss_of_shares_runs_as_it_is_written() -> None:
+    make = lambda: nn.Sequential(nn.Linear(8, 4), nn.Sigmoid())  # noqa: E731
+    variants = variants_of(make, of_shares, BATCH)  # type: ignore[arg-type]
+    assert set(variants.primary.captured.written) == {"loss"}
+    expected = plain(variants, make, BATCH)
+    assert differences(expected, staged(variants, (), BATCH)) == []
+
+
 class WritesInput(Branch):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.tanh_())
@@ -625,6 +641,43 @@ class WritesResult(Wrapped):
         return self.last(x + self.body(x).mul_(3.0))
 
 
+class Sets(Wrapped):
+    def forward(self, x: Tensor) -> Tensor:
+        self.body.scale = x.mean()
+        return super().forward(x)
+
+
+class Asks(Wrapped):
+    """As models of experts sum up what their parts have left."""
+
+    def __init__(self) -> None:
+        super().__init__(Leaves())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        left = [m.size for m in self.modules() if isinstance(getattr(m, "size", None), Tensor)]
+        return y * (1.0 + sum(left))
+
+
+class LeavesInside(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[str, list[float]] = {"aux": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.losses["aux"].append(float(y.mean()))
+        return y
+
+
+class ReadsInside(Wrapped):
+    def __init__(self) -> None:
+        super().__init__(LeavesInside())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * sum(self.body.losses["aux"])  # type: ignore[union-attr,index,arg-type]
+
+
 ELSEWHERE = nn.Parameter(torch.ones(8))
 
 
@@ -661,11 +714,17 @@ class ReadsOutside(Wrapped):
         (lambda: Reads("size"), r"test_layers.py.*body \(Leaves\) leaves 'size' behind"),
         (lambda: Reads("sign"), r"test_layers.py.*body \(Leaves\) leaves 'sign' behind"),
         (Gives, r"test_layers.py.*body \(Fills\) changes a list or dict"),
+        (lambda: Sets(Branch()), r"test_layers.py.*sets 'scale' of 'body' before"),
+        (Asks, r"test_layers.py.*body \(Leaves\) leaves 'size' behind"),
+        (ReadsInside, r"test_layers.py.*body \(LeavesInside\) leaves 'losses' behind"),
         (WritesResult, r"body \(Clip\) returned what it was given"),
         (lambda: Wrapped(Strange()), r"test_layers.py.*shape \[8\] that wants a gradient"),
         (ReadsOutside, r"test_layers.py.*reads 'body.norm.running_mean'"),
     ],
-    ids=["input", "input in a list", "tensor", "number", "list", "result", "weight", "statistics"],
+    ids=[
+        *("input", "input in a list", "tensor", "number", "list", "set before", "by its class", "inside"),
+        *("result", "weight", "statistics"),
+    ],
 )
 @pytest.mark.slow
 def test_what_a_graph_would_not_see_of_a_part_is_refused(make: Any, says: str) -> None:
