@@ -205,8 +205,8 @@ class Layer:
                 "return a copy (`x.clone()`)"
             )
         # what follows may write into it, and a stage into what it has received
-        own = pytree.tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in given else t, outputs)
-        return own, self._counted(state)
+        outputs = pytree.tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in given else t, outputs)
+        return outputs, self._counted(state)
 
     def _counted(self, state: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         found = {}

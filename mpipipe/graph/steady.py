@@ -135,7 +135,7 @@ def refuse_changes(
     drawn = _drawn() != state
     if not changed and not drawn:
         return first
-    with _put_back(model):
+    with put_back(model):
         for _ in range(TIMES if drawn or counts else 1):  # what was kept shows itself at once
             _put(model, after)
             was = after
@@ -183,7 +183,8 @@ def _put(model: nn.Module, found: Numbers) -> None:
 
 
 @contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Gives its modules the attributes back afterwards that they have now."""
     before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     try:
         yield

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from operator import getitem
 from typing import Any
@@ -39,6 +39,7 @@ from mpipipe.graph.program import (
 )
 from mpipipe.graph.rewrite import BufferUpdate, Untraceable, item, memory_of, mutated_inputs
 from mpipipe.graph.source import ModelSource
+from mpipipe.graph.steady import put_back
 from mpipipe.values import TensorSpec
 
 MODEL = "model."
@@ -75,7 +76,6 @@ class Written:
         _forms.clear()
         model = self.program.model
         parts = {path: m for path, m in model.named_modules() if MODEL + path in self.parts}
-        kept = [(vars(m), dict(vars(m))) for part in parts.values() for m in part.modules()]
         shadows = {id(m): self._shadow(path, m) for path, m in parts.items()}
         places = [
             (parent, name, child)
@@ -83,18 +83,18 @@ class Written:
             for name, child in parent._modules.items()
             if id(child) in shadows
         ]
-        for parent, name, child in places:
-            parent._modules[name] = shadows[id(child)]
-        self.program.stand_in = self._function
-        try:
-            yield
-        finally:
-            del self.program.stand_in
+        with ExitStack() as stack:
+            for part in parts.values():
+                stack.enter_context(put_back(part))
             for parent, name, child in places:
-                parent._modules[name] = child
-            for attributes, before in kept:
-                attributes.clear()
-                attributes.update(before)
+                parent._modules[name] = shadows[id(child)]
+            self.program.stand_in = self._function
+            try:
+                yield
+            finally:
+                del self.program.stand_in
+                for parent, name, child in places:
+                    parent._modules[name] = child
 
     def _shadow(self, path: str, module: nn.Module) -> nn.Module:
         """A module with the same attributes that calls the operator; the hooks are run by the part."""
