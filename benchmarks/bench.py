@@ -1,6 +1,7 @@
 """mpipipe against every stock way to train the same model, model by model: one JSON line each.
 
     python -m benchmarks.bench [--models gpt10m,gpt85m,vgg] [--sides 1f1b,ddp] [--turns 10] [--steps 3]
+                               [--ceiling]
 
 Ours is the real command line, read from its run folder. Each peer (`benchmarks/peers/`) gets its best
 setting first: the split of a pipeline, the micro-batch of the others. Then each side runs alone, which is
@@ -29,18 +30,21 @@ from benchmarks.budget import OTHER, SETTLED, SIZES, SLOW, Size, estimate_s
 from benchmarks.case import Case
 from benchmarks.common import TIMEOUT_S, machine, say, seconds_text
 from benchmarks.peers import ALONE, SCHEDULES, SIDES
-from benchmarks.results import OURS, ROWS, VARIANTS, Run, said_of_bars, summary
+from benchmarks.results import CEILINGS, OURS, ROWS, VARIANTS, Run, said_of_bars, summary
 from benchmarks.turns import Side, take_turns
 from mpipipe.cluster.node import memory_available_bytes
 from mpipipe.cluster.routes import fastest
 from mpipipe.runtime.routes import measure_routes
 
 LEAST_TURNS = 2  # fewer say nothing
+OF_CEILINGS = {ceiling: side for side, ceiling in CEILINGS.items()}
 BASE_BYTES = 300 << 20  # of a process below its peak: what imports take, but for libraries, which are shared
 
 
-def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """One model. Turns are as many as end within the limit."""
+def compare(
+    case: Case, size: Size, sides: Sequence[str], limit_s: float, ceiling: bool = False
+) -> dict[str, Any]:
+    """One model. Turns are as many as end within the limit. ceiling: with the sides of `CEILINGS`, too."""
     start = time.monotonic()
     prepared = case.prepare()
     choices, searched = settings_of(case, size, sides, prepared)
@@ -49,8 +53,8 @@ def compare(case: Case, size: Size, sides: Sequence[str], limit_s: float) -> dic
     for name in (OURS, *VARIANTS, *sides):
         runs[name] = {0: alone(case, name, choices, size.steps)}
     start_s = max(0.0, (time.monotonic() - began) / len(runs) - size.steps * mean_step_s(runs))
-    groups = groups_of(runs, memory_available_bytes(os.environ))
-    turns_s = sum(runs[name][0]["step_s"] for names in groups for name in names)
+    groups = groups_of(runs, memory_available_bytes(os.environ), ceiling)
+    turns_s = sum(turn_s(runs, name, case.ranks) for names in groups for name in names)
     left_s = limit_s - (time.monotonic() - start) - start_s * sum(map(len, groups))
     turns = min(size.turns, int(left_s / turns_s) - SETTLED) if groups else 0
     if turns < LEAST_TURNS:
@@ -94,6 +98,8 @@ def settings_of(
 
 def run_of(case: Case, name: str, choices: dict[str, str], steps: int) -> Run:
     ours = {OURS: ()} | {name: keys for name, (_, keys) in VARIANTS.items()}
+    if name in OF_CEILINGS:
+        return case.apart(steps, ours[OF_CEILINGS[name]])
     return case.ours(steps, ours[name]) if name in ours else case.peer(name, choices[name], steps)
 
 
@@ -120,19 +126,22 @@ def by_turns(
     found = take_turns([side(name) for name in names], SETTLED + turns)
     for name, run in zip(names, found, strict=True):
         each = run.get("steps_s", ())[SETTLED:]
-        runs[name] |= {first + i: run | {"step_s": step_s} for i, step_s in enumerate(each)}
+        rounds = {first + i: run | {"step_s": step_s} for i, step_s in enumerate(each)}
+        runs[name] = runs.get(name, {}) | rounds
         said = seconds_text(each) if each else f"failed: {run['failed']}"
         say(f"{case.model} {name}: by turns {said}")
 
 
-def groups_of(runs: dict[str, dict[int, Run]], most_bytes: int) -> list[list[str]]:
-    """Peers that are near the best one, so many at a time as find room beside ours, the best ones first."""
+def groups_of(runs: dict[str, dict[int, Run]], most_bytes: int, ceiling: bool = False) -> list[list[str]]:
+    """Peers that are near the best one, so many at a time as find room beside ours, the best ones first.
+    ceiling: beside the sides of `CEILINGS`, too."""
 
     def needs(name: str) -> int:
-        peaks: list[int] = runs[name][0]["peak_bytes"]
-        return sum(peaks) + len(peaks) * BASE_BYTES
+        peaks: list[int] = runs[OF_CEILINGS.get(name, name)][0]["peak_bytes"]
+        ranks = len(peaks)
+        return sum(peaks) * (ranks if name in OF_CEILINGS else 1) + ranks * BASE_BYTES
 
-    ours = [*ROWS.values()]
+    ours = [*ROWS.values(), *(CEILINGS.values() if ceiling else ())]
     step_s = {name: rounds[0]["step_s"] for name, rounds in runs.items() if "step_s" in rounds[0]}
     peers = sorted(step_s.keys() - {OURS, *VARIANTS}, key=lambda name: step_s[name])
     near = [name for name in peers if step_s[name] <= SLOW * step_s[peers[0]]]
@@ -146,6 +155,11 @@ def groups_of(runs: dict[str, dict[int, Run]], most_bytes: int) -> list[list[str
         else:
             groups.append([name])
     return [[*ours, *group] for group in groups]
+
+
+def turn_s(runs: dict[str, dict[int, Run]], name: str, ranks: int) -> float:
+    """Of a side of `CEILINGS` as a guess: each of its processes does the whole step."""
+    return ranks * runs[OF_CEILINGS[name]][0]["step_s"] if name in OF_CEILINGS else runs[name][0]["step_s"]
 
 
 def mean_step_s(runs: dict[str, dict[int, Run]]) -> float:
@@ -165,6 +179,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--turns", type=int, help="steps of each side by turns; default: by the model")
     parser.add_argument("--steps", type=int, help="of a run alone; the first is not counted")
     parser.add_argument("--candidates", type=int, help="splits of each schedule that are run")
+    parser.add_argument(
+        "--ceiling", action="store_true", help="by turns also with processes that know nothing of each other"
+    )
     parser.add_argument("--minutes", type=float, default=45.0, help="so many turns as end within that")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a run alone")
     parser.add_argument("--ranks", type=int, default=2)
@@ -186,7 +203,7 @@ def main(argv: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             case = Case(model, a.ranks, gemm, Path(folder), a.timeout)
             limit_s = a.minutes * 60 * needs[model] / sum(needs.values())
-            found = compare(case, size, sides, limit_s)
+            found = compare(case, size, sides, limit_s, a.ceiling)
             print(json.dumps(found), flush=True)
             for text in said_of_bars(found):
                 say(f"{model} {text}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,22 @@ class Case:
             steps = steps_of(run_dir)
         figures = {key: summary[key] for key in KEPT} | {"cuts": plan["layout"]["cuts"]}
         return figures | {"losses": [s["loss"] for s in steps], "steps_s": [s["step_s"] for s in steps]}
+
+    def apart(self, steps: int, keys: Sequence[str] = ()) -> Run:
+        """As many processes of one rank as ours has ranks, that know nothing of each other, at the same time:
+        what a step of theirs takes on the average, divided by their number. A pipeline without any bubble,
+        message or imbalance would take that."""
+        one = replace(self, ranks=1)
+        with ThreadPoolExecutor(self.ranks) as pool:
+            runs = [run.result() for run in [pool.submit(one.ours, steps, keys) for _ in range(self.ranks)]]
+        each = zip(*(run["steps_s"] for run in runs), strict=True)
+        steps_s = [statistics.mean(step) / self.ranks for step in each]
+        return {
+            "step_s": statistics.median(steps_s),
+            "steps_s": steps_s,
+            "peak_bytes": [max(run["peak_bytes"]) for run in runs],
+            "losses": runs[0]["losses"],
+        }
 
     def peer(self, side: str, choice: str, steps: int) -> Run:
         """With a setting of its own; of a run that fails, the reason."""

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from benchmarks.bars import at_most, bars_of
+from benchmarks.bars import at_least, at_most, bars_of
 from benchmarks.peers import ALONE, SCHEDULES, SIDES
 
 Run = dict[str, Any]  # step_s, peak_bytes, losses and the setting; or failed, a reason
@@ -17,6 +17,10 @@ VARIANTS = {  # of ours, which are no peers: what they are called, and keys besi
     "mpipipe_fast": ("bits: fast", ("train.bits=fast",)),
 }
 ROWS = {"kernels_off": OURS, "kernels_on": "mpipipe_fast"}  # what is compared with peers; the side of ours
+CEILINGS = {  # by the side of ours that would be as fast without bubble and message: `Case.apart`
+    OURS: "mpipipe_apart",
+    "mpipipe_fast": "mpipipe_fast_apart",
+}
 GROUPS: dict[str, Collection[str]] = {  # of peers
     "peer": SIDES,
     "pipeline": SCHEDULES,
@@ -77,8 +81,8 @@ def _compared(rounds: Rounds, ours: Rounds) -> dict[str, Any]:
 
 
 def _ratio(rounds: Rounds, ours: Rounds) -> float:
-    """The median over the rounds of a side, which ours all has."""
-    return statistics.median(run["step_s"] / ours[i]["step_s"] for i, run in rounds.items())
+    """The median over the rounds that both have."""
+    return statistics.median(run["step_s"] / ours[i]["step_s"] for i, run in rounds.items() if i in ours)
 
 
 def _loss_error(run: Run, ours: Run) -> float:
@@ -98,10 +102,17 @@ def row_of(row: str, model: str, good: Mapping[str, Rounds]) -> dict[str, Any]:
         found |= {f"ratio_to_best_{group}": ratios[best] if best else None, f"best_{group}": best}
     peers = {name: _peaks([*good[name].values()]) for name in good if name in SIDES and good[name]}
     peaks = _peaks([*ours.values()])
+    ceiling = good.get(CEILINGS[ROWS[row]])
+    if ceiling:
+        found["ratio_of_ceiling"] = _ratio(ceiling, ours)
+    bars = [_bar(group, found, bar) for group, bar in bars_of(model, row).items()]
+    for bar in bars if ceiling else ():
+        best = good.get(found[f"best_{bar['group']}"], {})
+        bar["ceiling_over_best"] = _ratio(ceiling, best) if ceiling.keys() & best.keys() else None
     return {
         "side": ROWS[row],
         **found,
-        "bars": [_bar(group, found, bar) for group, bar in bars_of(model, row).items()],
+        "bars": bars,
         "peak_bytes_of_worst_rank": _against(peaks, peers, max),
         "peak_bytes_of_all_ranks": _against(peaks, peers, sum),
     }
@@ -120,7 +131,8 @@ def _against(
     needs = {name: of_ranks(peaks) for name, peaks in peers.items()}
     least = min(needs, key=lambda name: needs[name], default=None)
     found = {"ours": of_ranks(ours), "least_of_peers": needs[least] if least else None, "peer": least}
-    return found | {"ratio": needs[least] / of_ranks(ours) if least else None}
+    ratio = needs[least] / of_ranks(ours) if least else None
+    return found | {"ratio": ratio, **at_least(ratio, 1.0)}
 
 
 def said_of_bars(found: Mapping[str, Any]) -> list[str]:
@@ -131,5 +143,11 @@ def said_of_bars(found: Mapping[str, Any]) -> list[str]:
             best, times = figures[f"best_{bar['group']}"], bar["ours_over_best"]
             text = f"{row}: bar {bar['bar']:.2f} of the best {bar['group'].replace('_', ' ')}: "
             said = "none ran" if best is None else f"{times:.3f} of {best}, "
-            lines.append(text + said + {True: "met", False: "MISSED", None: ""}[bar["met"]])
+            met = {True: "met", False: "MISSED", None: ""}[bar["met"]]
+            ceiling = bar.get("ceiling_over_best")
+            met += f"; without bubble and message {ceiling:.3f}" if ceiling else ""
+            lines.append(text + said + met)
+        if memory := figures["peak_bytes_of_worst_rank"]["peer"]:
+            times = figures["peak_bytes_of_worst_rank"]["ratio"]
+            lines.append(f"{row}: memory of the fullest rank: {memory} needs {times:.3f} times as much")
     return lines

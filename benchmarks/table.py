@@ -19,7 +19,7 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.peers import ALONE, SCHEDULES, SIDES
-from benchmarks.results import OURS, ROWS, VARIANTS
+from benchmarks.results import CEILINGS, OURS, ROWS, VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
@@ -122,6 +122,9 @@ def _cells(side: str, figures: dict[str, Any], compared: bool, best: bool) -> li
 
 
 def _name(side: str) -> str:
+    for ours, ceiling in CEILINGS.items():
+        if side == ceiling:
+            return f"{_name(ours)}, without bubble and message"
     return f"{OURS}, {VARIANTS[side][0]}" if side in VARIANTS else {OURS: OURS, **SIDES}[side]
 
 

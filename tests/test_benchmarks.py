@@ -44,7 +44,7 @@ from benchmarks.peers.splits import (  # noqa: E402
     splits,
     step_s,
 )
-from benchmarks.results import GROUPS, OURS, ROWS, said_of_bars, summary  # noqa: E402
+from benchmarks.results import CEILINGS, GROUPS, OURS, ROWS, said_of_bars, summary  # noqa: E402
 from benchmarks.table import PAGE, README, in_short, table, written  # noqa: E402
 from benchmarks.turns import GATE, Side, take_turns  # noqa: E402
 
@@ -147,8 +147,10 @@ def test_a_bar_is_missed_above_it_and_null_where_no_such_peer_ran() -> None:
     assert met == {"kernels_off": {"pipeline": False}, "kernels_on": {"parallel": False, "one_process": None}}
     assert said_of_bars(found) == [
         "kernels_off: bar 0.97 of the best pipeline: 1.000 of 1f1b, MISSED",
+        "kernels_off: memory of the fullest rank: 1f1b needs 1.000 times as much",
         "kernels_on: bar 0.87 of the best parallel: 0.950 of 1f1b, MISSED",
         "kernels_on: bar 0.97 of the best one process: none ran",
+        "kernels_on: memory of the fullest rank: 1f1b needs 1.000 times as much",
     ]
 
 
@@ -156,10 +158,11 @@ def test_memory_is_beside_the_peer_that_needs_least() -> None:
     wide, narrow = run(9.0) | {"peak_bytes": [5 << 20]}, run(9.0) | {"peak_bytes": [3 << 20, 3 << 20]}
     row = summary({OURS: {0: run(2.0)}, "one_process": {0: wide}, "ddp": {0: narrow}})["rows"]["kernels_off"]
     assert row["peak_bytes_of_worst_rank"] == {
-        "ours": 4 << 20, "least_of_peers": 3 << 20, "peer": "ddp", "ratio": 0.75
+        "ours": 4 << 20, "least_of_peers": 3 << 20, "peer": "ddp", "ratio": 0.75, "bar": 1.0, "met": False
     }  # fmt: skip
     assert row["peak_bytes_of_all_ranks"] == {
-        "ours": 6 << 20, "least_of_peers": 5 << 20, "peer": "one_process", "ratio": 5 / 6
+        "ours": 6 << 20, "least_of_peers": 5 << 20, "peer": "one_process", "ratio": 5 / 6,
+        "bar": 1.0, "met": False,
     }  # fmt: skip
 
 
@@ -177,7 +180,8 @@ def test_bars_of_the_ceiling() -> None:
         "to_ceiling": {"bar": 0.97, "met": False},
     }
     assert ceiling._bars("gpipe", near) == {"to_simulated": {"bar": 0.97, "met": True}}
-    assert ceiling._bars("2 ranks", near) == ceiling._bars("no_clip", near) == {}
+    assert ceiling._bars("no_clip", near) == {"to_ceiling": {"bar": 0.97, "met": False}}
+    assert ceiling._bars("2 ranks", near) == {}
     assert set(ceiling.SCHEDULES.split(",")) == {*BUILT_IN}
     sides = {"2 ranks": {"step_s": 2.0}, "4 ranks": {"step_s": 2.2}}
     assert ceiling._four_to_two(sides) == {"four_to_two": {"ratio": 1.1, "bar": 1.1, "met": True}}
@@ -222,6 +226,9 @@ class FakeCase:
     def ours(self, steps: int, keys: Sequence[str] = ()) -> dict[str, Any]:
         return self._run(steps, 1.0 if "train.bits=fast" in keys else 2.0)
 
+    def apart(self, steps: int, keys: Sequence[str] = ()) -> dict[str, Any]:
+        return self._run(steps, 0.8 if "train.bits=fast" in keys else 1.5)
+
     def peer(self, side: str, choice: str, steps: int) -> dict[str, Any]:
         return self._run(steps, 2.5 if side == "1f1b" else 4.0)
 
@@ -230,9 +237,9 @@ class FakeCase:
         return run(step_s, steps_s=[9.0] + [step_s] * (steps - 1))
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> dict[str, Any]:
+def compared(monkeypatch: pytest.MonkeyPatch, limit_s: float, ceiling: bool = False) -> dict[str, Any]:
     monkeypatch.setattr(bench, "take_turns", lambda sides, steps: [side.run("gate") for side in sides])
-    return bench.compare(FakeCase(), SIZES["vgg"], ["1f1b", "zbv"], limit_s)  # type: ignore[arg-type]
+    return bench.compare(FakeCase(), SIZES["vgg"], ["1f1b", "zbv"], limit_s, ceiling)  # type: ignore[arg-type]
 
 
 def test_the_line_of_the_bench_has_the_bars_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +265,19 @@ def test_sides_near_the_best_peer_take_as_many_turns_as_there_is_time_for(
     assert compared(monkeypatch, 5.0)["settings"]["turns"] == 0
 
 
+def test_what_ranks_could_do_at_most_is_beside_ours_and_the_best_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = compared(monkeypatch, 200.0, ceiling=True)
+    off, on = found["rows"]["kernels_off"], found["rows"]["kernels_on"]
+    assert (off["ratio_of_ceiling"], on["ratio_of_ceiling"]) == (0.75, 0.8)
+    assert [bar["ceiling_over_best"] for bar in off["bars"]] == [pytest.approx(0.6)]
+    assert [bar["ceiling_over_best"] for bar in on["bars"]] == [pytest.approx(0.32)]
+    assert found["best_peer"] == "1f1b", "they are no peers"
+    assert said_of_bars(found)[0].endswith("of 1f1b, met; without bubble and message 0.600")
+    assert "| mpipipe, bits: fast, without bubble and message | 0.4 s | 0.40 |" in table([found])
+
+
 def test_peers_that_find_no_room_beside_others_are_in_a_group_of_their_own() -> None:
     base, mine = bench.BASE_BYTES, [*ROWS.values()]
     runs = {name: {0: run(1.0, peak_bytes=[0])} for name in mine}
@@ -266,6 +286,8 @@ def test_peers_that_find_no_room_beside_others_are_in_a_group_of_their_own() -> 
     groups = bench.groups_of(runs, (len(mine) + 4) * base)
     assert groups == [[*mine, "1f1b", "zbv"], [*mine, "ddp"]]
     assert bench.groups_of(runs, 100 * base) == [[*mine, "1f1b", "zbv", "ddp"]]
+    both = [*mine, *CEILINGS.values()]
+    assert bench.groups_of(runs, (len(both) + 4) * base, ceiling=True)[0] == [*both, "1f1b", "zbv"]
 
 
 # a process of a side: notes when its steps begin and end; the one called "short" ends before others
