@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
-from mpipipe.ops.pointers import address, contiguous
+from mpipipe.ops.pointers import address, check, contiguous
 
 Tensor = torch.Tensor
 Keys = Tensor | None  # which are seen: as lengths, as a mask, or all
@@ -55,7 +55,7 @@ def flash_attention(
     """
     _check(q, k, v, key_lengths, key_mask)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    if (q.device.type, q.dtype) not in _KERNELS or (q.is_cuda and q.shape[3] > _WIDEST_ON_GPU):
+    if not _served(q):
         return _by_torch(q, k, v, key_lengths, key_mask, causal, factor)
     if traced(q):
         return _operator(q, k, v, key_lengths, key_mask, causal, factor)[0]
@@ -63,6 +63,10 @@ def flash_attention(
         result: Tensor = _FlashAttention.apply(q, k, v, key_lengths, key_mask, causal, factor)
         return result
     return _forward(q, k, v, key_lengths, key_mask, causal, factor)[0]  # some microseconds sooner
+
+
+def _served(q: Tensor) -> bool:
+    return (q.device.type, q.dtype) in _KERNELS and not (q.is_cuda and q.shape[3] > _WIDEST_ON_GPU)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys) -> None:
@@ -187,11 +191,57 @@ def _problem(
     return *addresses, *strides, b, h, hk, t, s, e, causal, scale, *masks
 
 
-def _fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+# -- the registered operators: nobody has looked at what they are called with -----------------------------
+
+
+def _check_backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, o: Tensor, lse: Tensor
+) -> None:
+    _check(q, k, v, key_lengths, key_mask)
+    for name, x in (("d_o", d_o), ("o", o)):
+        check(name, x, q.shape, q)
+    check("lse", lse, q.shape[:3], q.new_empty(0, dtype=torch.float32))
+
+
+def _check_served(q: Tensor) -> None:
+    if not _served(q):
+        raise ValueError(
+            f"flash_attention: q is {tuple(q.shape)} {q.dtype} on {q.device}; the compiled kernels take "
+            f"float32 and bfloat16 of the CPU or of a GPU, there with widths up to {_WIDEST_ON_GPU}"
+        )
+
+
+def _operator_forward(
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, key_lengths, key_mask)
+    _check_served(q)
+    return _forward(q, k, v, key_lengths, key_mask, causal, scale)
+
+
+def _operator_backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys,
+    o: Tensor, lse: Tensor, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_backward(d_o, q, k, v, key_lengths, key_mask, o, lse)
+    _check_served(q)
+    if key_lengths is not None:
+        _check_lengths(key_lengths, k.shape[2])
+    return _backward(d_o, q, k, v, key_lengths, key_mask, _rows(o), lse.contiguous(), causal, scale)
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, *_: Any
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, key_lengths, key_mask)
     return _like(_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, o: Tensor, lse: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_backward(d_o, q, k, v, key_lengths, key_mask, o, lse)
     return _like(_rows(q)), _like(_rows(k)), _like(_rows(v))
 
 
@@ -217,13 +267,13 @@ def _by_torch(
 _operator = define(
     "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? key_lengths, Tensor? key_mask, bool causal, "
     "float scale) -> (Tensor, Tensor)",
-    _forward,
+    _operator_forward,
     _fake_forward,
 )
 _backward_operator = define(
     "flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor? key_lengths, "
     "Tensor? key_mask, Tensor o, Tensor lse, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
-    _backward,
+    _operator_backward,
     _fake_backward,
 )
 differentiate(
