@@ -8,8 +8,8 @@ Invariants
   2. A query that sees nothing gives 0, and no gradient.
   3. Results lie in memory as their inputs do, o and dq as q: where q is a transposed view of a projection's
      output, the way back is free.
-Float32 and bfloat16 of the processor, and float32 of a GPU, run on the kernel, in float32; anything else is
-torch's own attention.
+Float32 and bfloat16 of the processor run on the kernel, in float32, and so they do on a GPU, but bfloat16
+only where torch's own form in tiles is switched off; anything else is torch's own attention.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ _KERNELS = by_device(
         torch.bfloat16: ("attention_bf16", "attention_backward_bf16"),
     }
 )
-# Of a GPU: torch's own uses the units for bfloat16, ours does not
-_KERNELS.pop(("cuda", torch.bfloat16), None)
 _WIDEST_ON_GPU = 128  # kMostWidth of the header
 
 
@@ -55,7 +53,7 @@ def flash_attention(
     """
     _check(q, k, v, key_lengths, key_mask)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    if not _served(q):
+    if not _served(q) or _torch_is_faster(q):
         return _by_torch(q, k, v, key_lengths, key_mask, causal, factor)
     if traced(q):
         return _operator(q, k, v, key_lengths, key_mask, causal, factor)[0]
@@ -67,6 +65,12 @@ def flash_attention(
 
 def _served(q: Tensor) -> bool:
     return (q.device.type, q.dtype) in _KERNELS and not (q.is_cuda and q.shape[3] > _WIDEST_ON_GPU)
+
+
+def _torch_is_faster(q: Tensor) -> bool:
+    """Of a GPU torch's form in tiles uses the units for bfloat16, ours does not; a rank switches it off
+    (mpipipe.ops.device), which leaves torch the plain one."""
+    return q.is_cuda and q.dtype is torch.bfloat16 and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys) -> None:

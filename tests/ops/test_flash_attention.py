@@ -356,6 +356,24 @@ def test_the_registered_derivative_checks_what_forward_gave(name, kind):
     assert len(operator(Q, Q, K, K, None, MASK, Q, Q[..., 0], False, 0.5)) == 3
 
 
+def test_bfloat16_of_a_gpu_takes_the_kernel_where_torch_has_the_plain_form_alone(monkeypatch):
+    """As on a rank, whose scores would take memory; elsewhere torch's form in tiles is the faster one."""
+    monkeypatch.setitem(door._KERNELS, ("cuda", torch.bfloat16), (None, None))
+    tiles = torch.backends.cuda.flash_sdp_enabled()
+    with FakeTensorMode():
+        x, wide = (torch.empty(1, 2, 4, width, dtype=torch.bfloat16, device="cuda") for width in (128, 129))
+    try:
+        for on in (True, False):
+            torch.backends.cuda.enable_flash_sdp(on)
+            assert door._torch_is_faster(x) is on
+            assert not door._torch_is_faster(x.float())
+            assert not door._torch_is_faster(Q.bfloat16())
+    finally:
+        torch.backends.cuda.enable_flash_sdp(tiles)
+    assert door._served(x)
+    assert not door._served(wide)
+
+
 def test_without_kernels(monkeypatch):
     inputs = problem()
     expected = flash_attention(*inputs, causal=True)
