@@ -230,6 +230,7 @@ def test_wrong_arguments_are_refused(dtype):
 MIXED = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # which torch then computes
 @pytest.mark.parametrize("of_weight", MIXED)
 @pytest.mark.parametrize("dtype", MIXED[:3])
 @pytest.mark.parametrize("centred", [True, False])
