@@ -49,6 +49,8 @@ LOOPS = {
     "rms_norm_backward_bf16": Loop(r"\brun_sums<false, mpipipe::bf16>", FUSED, ARM_FUSED, 2, FIXED),
     "batch_norm_f32": Loop(r"\brun_forward<true, true, float>", FUSED, ARM_FUSED, 1),
     "batch_norm_bf16": Loop(r"\brun_forward<true, true, mpipipe::bf16>", FUSED, ARM_FUSED, 1),
+    "batch_norm_sums_f32": Loop(r"\brun_sums<.*Passed.*, float>", FUSED, ARM_FUSED, 8, FIXED),
+    "batch_norm_sums_bf16": Loop(r"\brun_sums<.*Passed.*, mpipipe::bf16>", FUSED, ARM_FUSED, 8, FIXED),
     "batch_norm_backward_f32": Loop(r"\brun_gradient<.*, float>", FUSED, ARM_FUSED, 4),
     "batch_norm_backward_bf16": Loop(r"\brun_gradient<.*, mpipipe::bf16>", FUSED, ARM_FUSED, 4),
     "cross_entropy_forward": Loop(r"cpu::.*\badd_block\(", FUSED, ARM_FUSED, 4, FIXED),

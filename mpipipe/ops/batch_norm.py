@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
-from mpipipe.ops.pointers import address, check, contiguous, pointer
+from mpipipe.ops.pointers import address, check, contiguous, pointer, refuse_dtypes
 
 Tensor = torch.Tensor
 
@@ -47,8 +47,8 @@ def batch_norm(
     """(y, mean (C,), unbiased variance (C,)) of a batch x (B, C, ...), floating point.
 
     y is the normalised x * weight + bias, plus `residual`, of the shape of x; below 0 set to 0 with `relu`.
-    weight and bias: (C,). The statistics have no gradient. Raises ValueError for other shapes, or tensors on
-    several devices."""
+    weight and bias: (C,). The statistics have no gradient. Raises ValueError for other shapes, dtypes
+    that torch does not mix, or tensors on several devices."""
     if x.dim() < 2 or not x.is_floating_point():
         raise ValueError(f"batch_norm of {x.dtype} {tuple(x.shape)}: x must be (B, C, ...), floating point")
     if not _served(x, weight, bias, residual):
@@ -89,7 +89,11 @@ def _by_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The meaning of the kernels, and the way of all that they do not serve."""
     _check(x, weight, bias, residual)
-    y, mean, variance = batch_norm_with_statistics(x, weight, bias, eps)
+    try:
+        y, mean, variance = batch_norm_with_statistics(x, weight, bias, eps)
+    except RuntimeError as error:
+        refuse_dtypes("batch_norm", x, error, weight=weight, bias=bias)
+        raise
     y = y if residual is None else y + residual
     return torch.relu(y) if relu else y, mean, variance
 
@@ -213,6 +217,9 @@ def _operator_backward(
     dy: Tensor, x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
     rstd: Tensor, relu: bool, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    like = x.new_empty(0, dtype=torch.float32)
+    for name, t in (("mean", mean), ("rstd", rstd)):  # with which `_backward` compares the others
+        check(name, t, x.shape[1:2], like)
     given = dy.contiguous(), x.contiguous(), contiguous(y), weight, bias, mean, rstd
     dx, passed, dweight, dbias = _backward(*given, relu, keep)
     return dx, x.new_empty(0) if passed is None else passed, dweight, dbias

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
 from mpipipe.ops.philox import check_stream, threshold, words
 
@@ -57,8 +57,15 @@ def dropout(x: torch.Tensor, p: float, key: int, step: int, micro: int) -> torch
     if traced(x):
         result = torch.ops.mpipipe.dropout(x, drop, scale, _signed(key), step, micro)
     else:
-        result = _Dropout.apply(x, drop, scale, Stream(key, step, micro))
+        result = _eager(x, drop, scale, Stream(key, step, micro))
     return result
+
+
+def _eager(x: torch.Tensor, drop: int, scale: float, stream: Stream) -> torch.Tensor:
+    if wants_gradient(x):
+        result: torch.Tensor = _Dropout.apply(x, drop, scale, stream)
+        return result
+    return _masked(x, drop, scale, stream)  # some microseconds sooner
 
 
 class _Dropout(torch.autograd.Function):
@@ -71,7 +78,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _Dropout.apply(grads[0], *ctx.how), None, None, None
+        return _eager(grads[0], *ctx.how), None, None, None
 
 
 def _masked(x: torch.Tensor, drop: int, scale: float, stream: Stream) -> torch.Tensor:

@@ -8,8 +8,8 @@ Invariants
   2. A query that sees nothing gives 0, and no gradient.
   3. Results lie in memory as their inputs do, o and dq as q: where q is a transposed view of a projection's
      output, the way back is free.
-Float32 and bfloat16 of the processor, and float32 of a GPU, run on the kernel, in float32; anything else is
-torch's own attention.
+Float32 and bfloat16 of the processor run on the kernel, in float32, and so they do on a GPU, but bfloat16
+only where torch's own form in tiles is switched off; anything else is torch's own attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import by_device, workers
-from mpipipe.ops.pointers import address, contiguous
+from mpipipe.ops.pointers import address, check, contiguous
 
 Tensor = torch.Tensor
 Keys = Tensor | None  # which are seen: as lengths, as a mask, or all
@@ -31,8 +31,6 @@ _KERNELS = by_device(
         torch.bfloat16: ("attention_bf16", "attention_backward_bf16"),
     }
 )
-# Of a GPU: torch's own uses the units for bfloat16, ours does not
-_KERNELS.pop(("cuda", torch.bfloat16), None)
 _WIDEST_ON_GPU = 128  # kMostWidth of the header
 
 
@@ -55,7 +53,7 @@ def flash_attention(
     """
     _check(q, k, v, key_lengths, key_mask)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    if (q.device.type, q.dtype) not in _KERNELS or (q.is_cuda and q.shape[3] > _WIDEST_ON_GPU):
+    if not _served(q) or _torch_is_faster(q):
         return _by_torch(q, k, v, key_lengths, key_mask, causal, factor)
     if traced(q):
         return _operator(q, k, v, key_lengths, key_mask, causal, factor)[0]
@@ -63,6 +61,16 @@ def flash_attention(
         result: Tensor = _FlashAttention.apply(q, k, v, key_lengths, key_mask, causal, factor)
         return result
     return _forward(q, k, v, key_lengths, key_mask, causal, factor)[0]  # some microseconds sooner
+
+
+def _served(q: Tensor) -> bool:
+    return (q.device.type, q.dtype) in _KERNELS and not (q.is_cuda and q.shape[3] > _WIDEST_ON_GPU)
+
+
+def _torch_is_faster(q: Tensor) -> bool:
+    """Of a GPU torch's form in tiles uses the units for bfloat16, ours does not; a rank switches it off
+    (mpipipe.ops.device), which leaves torch the plain one."""
+    return q.is_cuda and q.dtype is torch.bfloat16 and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys) -> None:
@@ -187,11 +195,57 @@ def _problem(
     return *addresses, *strides, b, h, hk, t, s, e, causal, scale, *masks
 
 
-def _fake_forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+# -- the registered operators: nobody has looked at what they are called with -----------------------------
+
+
+def _check_backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, o: Tensor, lse: Tensor
+) -> None:
+    _check(q, k, v, key_lengths, key_mask)
+    for name, x in (("d_o", d_o), ("o", o)):
+        check(name, x, q.shape, q)
+    check("lse", lse, q.shape[:3], q.new_empty(0, dtype=torch.float32))
+
+
+def _check_served(q: Tensor) -> None:
+    if not _served(q):
+        raise ValueError(
+            f"flash_attention: q is {tuple(q.shape)} {q.dtype} on {q.device}; the compiled kernels take "
+            f"float32 and bfloat16 of the CPU or of a GPU, there with widths up to {_WIDEST_ON_GPU}"
+        )
+
+
+def _operator_forward(
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, key_lengths, key_mask)
+    _check_served(q)
+    return _forward(q, k, v, key_lengths, key_mask, causal, scale)
+
+
+def _operator_backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys,
+    o: Tensor, lse: Tensor, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_backward(d_o, q, k, v, key_lengths, key_mask, o, lse)
+    _check_served(q)
+    if key_lengths is not None:
+        _check_lengths(key_lengths, k.shape[2])
+    return _backward(d_o, q, k, v, key_lengths, key_mask, _rows(o), lse.contiguous(), causal, scale)
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, *_: Any
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, key_lengths, key_mask)
     return _like(_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys, o: Tensor, lse: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_backward(d_o, q, k, v, key_lengths, key_mask, o, lse)
     return _like(_rows(q)), _like(_rows(k)), _like(_rows(v))
 
 
@@ -217,13 +271,13 @@ def _by_torch(
 _operator = define(
     "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? key_lengths, Tensor? key_mask, bool causal, "
     "float scale) -> (Tensor, Tensor)",
-    _forward,
+    _operator_forward,
     _fake_forward,
 )
 _backward_operator = define(
     "flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor? key_lengths, "
     "Tensor? key_mask, Tensor o, Tensor lse, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
-    _backward,
+    _operator_backward,
     _fake_backward,
 )
 differentiate(

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import Table, by_device
-from mpipipe.ops.pointers import address, check, contiguous, pointer, row_sizes
+from mpipipe.ops.pointers import address, check, contiguous, pointer, refuse_dtypes, row_sizes
 
 Tensor = torch.Tensor
 
@@ -50,7 +50,8 @@ def layer_norm(
 
     x and residual: (..., d), floating point; weight and bias: (d,). s is x, and the result y alone; with
     `residual`, s = x + residual, and the result (y, s). Both have the shape and dtype of s.
-    Raises ValueError for other shapes, integers, or tensors on several devices.
+    Raises ValueError for other shapes, integers, dtypes that torch does not mix, or tensors on several
+    devices.
     """
     return _public(True, x, weight, bias, eps, residual)
 
@@ -96,7 +97,11 @@ def _by_torch(
         s = x + residual
         return _public(centred, s, weight, bias, eps, None), s
     d = x.shape[-1:]
-    return F.layer_norm(x, d, weight, bias, eps) if centred else F.rms_norm(x, d, weight, eps)
+    try:
+        return F.layer_norm(x, d, weight, bias, eps) if centred else F.rms_norm(x, d, weight, eps)
+    except RuntimeError as error:
+        refuse_dtypes("norm", x, error, weight=weight, bias=bias)
+        raise
 
 
 def _shapes(
@@ -213,7 +218,7 @@ def _operator_fake(
         if t is not None:
             check(name, t, shape, x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows = x.numel() // x.shape[-1]
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     stats = x.new_empty((1 + centred, rows), dtype=torch.float32)
     return *_or_empty(x, y, None if residual is None else torch.empty_like(y)), stats
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from mpipipe.ops.cross_entropy import KERNELS, backward, forward, forward_and_backward
 from mpipipe.ops.gradients import destination, has_data, wanted
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
+from mpipipe.ops.pointers import check
 
 
 def linear_cross_entropy(
@@ -85,6 +86,11 @@ def _check(
         raise ValueError(
             f"linear_cross_entropy: bias is {tuple(bias.shape)} {bias.dtype}, weight {tuple(weight.shape)} "
             f"{weight.dtype}: bias must be ({weight.shape[0]},) of the same dtype"
+        )
+    if bias is not None and bias.device != x.device:
+        raise ValueError(
+            f"linear_cross_entropy: bias is on {bias.device}, x on {x.device}: all must be on one device; "
+            "move one of them"
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"linear_cross_entropy: label_smoothing={label_smoothing} must be between 0 and 1")
@@ -183,13 +189,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *_backward(ctx, grad), None
 
 
+def _check_served(x: Tensor, weight: Tensor) -> None:
+    for name, t in (("x", x), ("weight", weight)):
+        if (t.device.type, t.dtype) not in KERNELS:
+            raise ValueError(
+                f"linear_cross_entropy: {name} is {t.dtype} on {t.device}; the compiled kernels take float32 "
+                "and bfloat16 of the CPU or of a GPU"
+            )
+
+
+def _check_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor | None,
+    label_smoothing: float,
+) -> None:  # fmt: skip
+    _check(x, weight, labels, bias, label_smoothing, weight.dtype)
+    check("grad", grad, (), x, any_dtype=True)
+    if log_sum is not None:
+        check("log_sum", log_sum, x.shape[:1], x.new_empty(0, dtype=torch.float32))
+
+
 def _without_tile(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Loss and log-sum-exp; a graph's results are values, neither a buffer that backward uses up nor late."""
-    _check_labels(inputs[2], inputs[1].shape[0], inputs[4])  # those of a graph have values here alone
+    x, weight, labels, bias, ignore_index, smoothing, *_ = inputs
+    _check(x, weight, labels, bias, smoothing, weight.dtype)  # who calls the operator by its name has not
+    _check_served(x, weight)
+    _check_labels(labels, weight.shape[0], ignore_index)  # those of a graph have values here alone
     return forward(*(*inputs[:6], False))[:2]
 
 
-def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake(
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, smoothing: float,
+    late: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check(x, weight, labels, bias, smoothing, weight.dtype)
     wide = torch.float32
     return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide)
 
@@ -199,12 +231,14 @@ def _dense(
     ignore_index: int, smoothing: float, want: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Of a graph: gradients of x, weight and bias, empty ones where not wanted. log_sum: none where late."""
+    _check_backward(grad, x, weight, labels, bias, log_sum, smoothing)
+    _check_served(x, weight)
     given, settings = (grad, x, weight, labels, bias), (ignore_index, smoothing)
     wanted_ = want[0], want[1], want[2]
     if log_sum is None:
         grads = forward_and_backward(*given, *settings, wanted_, None)[1:]
     else:
-        grads = backward(*given, log_sum, None, *settings, wanted_, None)
+        grads = backward(*given, log_sum.contiguous(), None, *settings, wanted_, None)
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 
 
@@ -212,6 +246,7 @@ def _fake_dense(
     grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor | None,
     ignore_index: int, smoothing: float, want: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_backward(grad, x, weight, labels, bias, log_sum, smoothing)
     like = (x, weight, bias)
     grads = (
         (None if t is None else t.new_empty(t.shape)) if w else None for t, w in zip(like, want, strict=True)

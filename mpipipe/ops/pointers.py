@@ -37,6 +37,16 @@ def check(
         raise ValueError(f"{name} is on {x.device}, other arguments are on {like.device}; move one of them")
 
 
+def refuse_dtypes(of: str, x: torch.Tensor, error: RuntimeError, **others: torch.Tensor | None) -> None:
+    """Raises ValueError for torch's refusal where an argument has another dtype than x; torch takes some."""
+    for name, t in others.items():
+        if t is not None and t.dtype != x.dtype:
+            said = (str(error).splitlines() or [""])[0]
+            raise ValueError(
+                f"{of}: {name} is {t.dtype}, x is {x.dtype}; cast one of them (torch says: {said})"
+            )
+
+
 def pointer(name: str, x: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> int:
     """Address of the elements of `x`, contiguous, after `check`; 0 for None. ValueError for other strides."""
     if x is None:

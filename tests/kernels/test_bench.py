@@ -176,14 +176,18 @@ def test_calls_are_held_to_microseconds() -> None:
 def test_limits_are_the_most_that_was_seen() -> None:
     """A look that other work disturbs lowers nothing; what a kernel achieves asks for another one."""
     looks = [Limits(30.0, 100.0, 150.0), Limits(40.0, 90.0), Limits(20.0, 80.0), Limits(35.0, 210.0)]
+    looks += [Limits(44.0, 90.0), Limits(46.0, 90.0), Limits(45.0, 90.0), Limits(45.0, 90.0)]
     seen = Seen(lambda: looks.pop(0))
     before = torch.get_num_threads()
     assert seen.again(before) == Limits(30.0, 100.0, 150.0)
     assert seen.again(before) == Limits(40.0, 100.0, 150.0)
-    assert seen.at_least(before, 140.0, bf16=True).of(True) == {"gb_s": 40.0, "gf_s": 150.0}
-    assert len(looks) == 2, "not asked again"
-    assert seen.at_least(before, 200.0, bf16=False).of(False) == {"gb_s": 40.0, "gf_s": 210.0}
-    assert not looks
+    assert seen.at_least(before, Limits(0.0, 140.0), bf16=True).of(True) == {"gb_s": 40.0, "gf_s": 150.0}
+    assert len(looks) == 6, "not asked again"
+    assert seen.at_least(before, Limits(0.0, 200.0), bf16=False).of(False) == {"gb_s": 40.0, "gf_s": 210.0}
+    assert seen.at_least(before, Limits(45.5, 0.0), bf16=False).of(False) == {"gb_s": 46.0, "gf_s": 210.0}
+    assert len(looks) == 2
+    assert seen.at_least(before, Limits(90.0, 0.0), bf16=False, looks=2).gb_s == 46.0
+    assert not looks, "nor for ever"
 
 
 def test_memory_is_that_of_processes_of_their_own() -> None:

@@ -191,6 +191,20 @@ def test_wrong_arguments_are_refused(dtype):
         batch_norm(x, torch.ones(8, device="meta"))
 
 
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes_that_torch_does_not_mix(dtype, of_weight):
+    """Both dtypes by name, and only where torch would not compute it."""
+    x, weight = torch.randn(3, 8, 2).to(dtype), torch.ones(8, dtype=of_weight)
+    try:
+        theirs = batch_norm_with_statistics(x, weight, None, EPS)[0]
+    except RuntimeError:
+        with pytest.raises(ValueError, match=f"weight is {of_weight}, x is {dtype}; cast one of them"):
+            batch_norm(x, weight)
+    else:
+        torch.testing.assert_close(batch_norm(x, weight)[0], theirs)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("relu", "add"), WAYS)
@@ -200,6 +214,19 @@ def test_registered_operator(relu, add, dtype):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for args in (leaves, (leaves[0], None, None, None)):
         torch.library.opcheck(torch.ops.mpipipe.batch_norm, (*args, EPS, relu), test_utils=tests)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["mean", "rstd"])
+def test_the_registered_derivative_checks_the_statistics(name):
+    x, fitting = torch.ones(3, 8, 2), {"mean": torch.ones(8), "rstd": torch.ones(8)}
+    for wrong, text in [
+        (torch.ones(7), r"\(7,\); it must have \(8,\)"),
+        (torch.ones(8).bfloat16(), "bfloat16"),
+    ]:
+        given_ = (fitting | {name: wrong}).values()
+        with pytest.raises(ValueError, match=f"{name} .*{text}"):
+            torch.ops.mpipipe.batch_norm_backward(x, x, None, None, None, *given_, False, False)
 
 
 @needs_kernels

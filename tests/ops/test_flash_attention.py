@@ -319,6 +319,61 @@ def test_wrong_arguments_are_refused(said):
         flash_attention(q, k, v, **masks)
 
 
+MASK = torch.ones(2, 6, dtype=torch.bool)
+REFUSED_BY_OPERATOR = {  # q, k, v, key_lengths, key_mask
+    "batch and width": (Q, K[..., :7], K[..., :7], None, None),
+    "k is .*v is": (Q, K, K[:, :, 1:], None, None),
+    "v torch.bfloat16": (Q, K, K.bfloat16(), None, None),
+    "float64 on cpu": (Q.double(), K.double(), K.double(), None, None),
+    "q is on cpu, k on meta": (Q, K.to("meta"), K, None, None),
+    r"key_mask is \(2, 5\)": (Q, K, K, None, MASK[:, 1:]),
+    "go from 1 to 7": (Q, K, K, torch.tensor([1, 7]), None),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("said", REFUSED_BY_OPERATOR)
+def test_the_registered_operators_check_what_they_are_given(said):
+    """Nobody else does, and the kernels would read past the end of it."""
+    given_ = REFUSED_BY_OPERATOR[said]
+    with pytest.raises(ValueError, match=said):
+        torch.ops.mpipipe.flash_attention(*given_, False, 0.5)
+    with pytest.raises(ValueError, match=said):
+        torch.ops.mpipipe.flash_attention_backward(given_[0], *given_, given_[0], Q[..., 0], False, 0.5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["shape", "dtype", "device"])
+@pytest.mark.parametrize("name", ["d_o", "o", "lse"])
+def test_the_registered_derivative_checks_what_forward_gave(name, kind):
+    fitting = {"d_o": Q, "o": Q, "lse": Q[..., 0]}
+    x = fitting[name]
+    made = {"shape": x[:1], "dtype": x.bfloat16(), "device": x.to("meta")}
+    said = {"shape": r"\(2, 4, 5", "dtype": "bfloat16, .*float32", "device": "on meta, .*on cpu"}[kind]
+    wrong, operator = fitting | {name: made[kind]}, torch.ops.mpipipe.flash_attention_backward
+    with pytest.raises(ValueError, match=f"{name} .*{said}"):
+        operator(wrong["d_o"], Q, K, K, None, None, wrong["o"], wrong["lse"], False, 0.5)
+    assert len(operator(Q, Q, K, K, None, MASK, Q, Q[..., 0], False, 0.5)) == 3
+
+
+def test_bfloat16_of_a_gpu_takes_the_kernel_where_torch_has_the_plain_form_alone(monkeypatch):
+    """As on a rank, whose scores would take memory; elsewhere torch's form in tiles is the faster one."""
+    monkeypatch.setitem(door._KERNELS, ("cuda", torch.bfloat16), (None, None))
+    tiles = torch.backends.cuda.flash_sdp_enabled()
+    with FakeTensorMode():
+        x, wide = (torch.empty(1, 2, 4, width, dtype=torch.bfloat16, device="cuda") for width in (128, 129))
+    try:
+        for on in (True, False):
+            torch.backends.cuda.enable_flash_sdp(on)
+            assert door._torch_is_faster(x) is on
+            assert not door._torch_is_faster(x.float())
+            assert not door._torch_is_faster(Q.bfloat16())
+    finally:
+        torch.backends.cuda.enable_flash_sdp(tiles)
+    assert door._served(x)
+    assert not door._served(wide)
+
+
 def test_without_kernels(monkeypatch):
     inputs = problem()
     expected = flash_attention(*inputs, causal=True)

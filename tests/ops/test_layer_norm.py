@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from compiled import instruction_sets, with_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpipipe.ops import kernels
 from mpipipe.ops import layer_norm as module
@@ -224,6 +225,41 @@ def test_wrong_arguments_are_refused(dtype):
         layer_norm(x, torch.ones(8, device="meta", dtype=dtype))
     with pytest.raises(ValueError, match=r"\(\)"):
         layer_norm(torch.ones((), dtype=dtype))
+
+
+MIXED = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # which torch then computes
+@pytest.mark.parametrize("of_weight", MIXED)
+@pytest.mark.parametrize("dtype", MIXED[:3])
+@pytest.mark.parametrize("centred", [True, False])
+def test_dtypes_that_torch_does_not_mix(centred, dtype, of_weight):
+    """Both dtypes by name, and only where torch would not compute it."""
+    x, weight = torch.ones(3, 8, dtype=dtype), torch.ones(8, dtype=of_weight)
+
+    def ours():
+        return layer_norm(x, weight) if centred else rms_norm(x, weight)
+
+    try:
+        theirs = F.layer_norm(x, (8,), weight) if centred else F.rms_norm(x, (8,), weight, 1e-6)
+    except RuntimeError:
+        with pytest.raises(ValueError, match=f"weight is {of_weight}, x is {dtype}; cast one of them"):
+            ours()
+    else:
+        torch.testing.assert_close(ours(), theirs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("centred", [True, False])
+def test_rows_without_elements(centred):
+    """With data, and without: a graph is traced by the form without."""
+    x = torch.ones(3, 0)
+    with FakeTensorMode() as mode:
+        fake = torch.ops.mpipipe.norm(mode.from_tensor(x), None, None, None, EPS, centred)
+    for got, real in zip(fake, torch.ops.mpipipe.norm(x, None, None, None, EPS, centred), strict=True):
+        assert got.shape == real.shape
+    assert layer_norm(x).shape == rms_norm(x).shape == (3, 0)
 
 
 @needs_kernels

@@ -308,6 +308,7 @@ def test_wrong_arguments_are_refused():
         ("int32", (x, weight, labels.int()), {}),
         ("float64", (x, weight.double(), labels), {}),
         (r"bias is \(3,\).*\(11, 8\)", (x, weight, labels), {"bias": bias[:3]}),
+        ("bias is on meta, x on cpu", (x, weight, labels), {"bias": bias.to("meta")}),
         ("label_smoothing=2", (x, weight, labels), {"label_smoothing": 2.0}),
         (r"scale is \(1,\)", (x, weight, labels), {"scale": torch.ones(1)}),
         ("scale is .*int64", (x, weight, labels), {"scale": torch.tensor(2)}),
@@ -316,6 +317,44 @@ def test_wrong_arguments_are_refused():
     for text, args, options in wrong:
         with pytest.raises(ValueError, match=text):
             linear_cross_entropy(*args, **options)
+
+
+@needs_kernels
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_registered_operators_check_what_they_are_given(backward):
+    """Nobody else does, and the kernels would read past the end of it."""
+    fitting = [t.detach() for t in case(6, 11)]
+    log_sum, grad = torch.ones(6), torch.ones(())
+
+    def call(given_, log_sum=log_sum, grad=grad):
+        if backward:
+            wanted = [True, True, True]
+            return torch.ops.mpipipe.linear_cross_entropy_backward(grad, *given_, log_sum, -100, 0.0, wanted)
+        return torch.ops.mpipipe.linear_cross_entropy(*given_, -100, 0.0)
+
+    x, weight, labels, bias = fitting
+    wrong = [
+        (r"\(6, 8\).*\(11, 7\)", (x, weight[:, :7], labels, bias)),
+        (r"labels are \(5,\).*\(6, 8\)", (x, weight, labels[:5], bias)),
+        ("labels are .*int32", (x, weight, labels.int(), bias)),
+        (r"bias is \(3,\).*\(11, 8\)", (x, weight, labels, bias[:3])),
+        ("x is torch.float64 on cpu", (x.double(), weight, labels, bias)),
+        ("weight on meta, labels on cpu", (x, weight.to("meta"), labels, bias)),
+        ("bias is on meta, x on cpu", (x, weight, labels, bias.to("meta"))),
+    ]
+    for text, given_ in wrong:
+        with pytest.raises(ValueError, match=text):
+            call(given_)
+    assert all(t.isfinite().all() for t in call(fitting)[: 3 if backward else 1])
+    if backward:
+        for text, others in [
+            (r"log_sum has shape \(5,\); it must have \(6,\)", {"log_sum": log_sum[:5]}),
+            ("log_sum is on meta, .*on cpu", {"log_sum": log_sum.to("meta")}),
+            ("log_sum is torch.bfloat16, .*float32", {"log_sum": log_sum.bfloat16()}),
+            (r"grad has shape \(6,\); it must have \(\)", {"grad": log_sum}),
+        ]:
+            with pytest.raises(ValueError, match=text):
+                call(fitting, **others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
