@@ -137,11 +137,11 @@ def shard(nbytes: Mapping[Name, int], tied: Collection[Name], n_copies: int) -> 
 
 
 def even_blocks(micro_batches: int | None, batch: int, max_ranks: int) -> int:
-    """`blocks: auto`: up to the number of ranks that may come, the largest odd number that divides both it and
-    the micro-batches, times the largest power of two with which the blocks still divide the micro-batches: as
-    many replicas as ranks, or as large a part of these as there can be, and halves of that. Where the number
-    of micro-batches is searched, the odd number divides the batch, for micro-batches of one size, and the
-    batch has a sample for each block."""
+    """`blocks: auto`: up to the number of ranks that may come, the largest odd number that divides both it
+    and the micro-batches, times the largest power of two with which the blocks still divide these. No other
+    blocks allow more of the numbers of replicas that share these ranks evenly. Where the number of
+    micro-batches is searched, the odd number divides the batch, for micro-batches of one size, and the batch
+    has a sample for each block."""
     blocks = math.gcd(micro_batches or batch, max_ranks)
     blocks //= blocks & -blocks  # the odd part
     while 2 * blocks <= min(max_ranks, batch) and (micro_batches or 2 * blocks) % (2 * blocks) == 0:

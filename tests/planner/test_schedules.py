@@ -185,7 +185,7 @@ def test_a_schedule_of_ones_own_has_as_many_stages_per_rank_as_it_says(own) -> N
     register("mine", two_each)  # which says nothing
     assert stages_on("mine", 3) == 3
     for wrong in (0, 1.5, True):
-        with pytest.raises(PlanError, match="schedule 'mine': stages_per_rank = .*; give an integer >= 1"):
+        with pytest.raises(PlanError, match=r"schedule 'mine': stages_per_rank = .*; give an integer >= 1"):
             register("mine", two_each, stages_per_rank=wrong)
 
 
