@@ -17,6 +17,7 @@ differ of the schedule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -136,9 +137,13 @@ def shard(nbytes: Mapping[Name, int], tied: Collection[Name], n_copies: int) -> 
 
 
 def even_blocks(micro_batches: int | None, batch: int, max_ranks: int) -> int:
-    """`blocks: auto`: the largest power of two up to the number of ranks that may come that divides the
-    micro-batches, or, where their number is searched, that the batch has samples for."""
-    blocks = 1
+    """`blocks: auto`: up to the number of ranks that may come, the largest odd number that divides both it
+    and the micro-batches, times the largest power of two with which the blocks still divide these. No other
+    blocks allow more of the numbers of replicas that share these ranks evenly. Where the number of
+    micro-batches is searched, the odd number divides the batch, for micro-batches of one size, and the batch
+    has a sample for each block."""
+    blocks = math.gcd(micro_batches or batch, max_ranks)
+    blocks //= blocks & -blocks  # the odd part
     while 2 * blocks <= min(max_ranks, batch) and (micro_batches or 2 * blocks) % (2 * blocks) == 0:
         blocks *= 2
     return blocks

@@ -141,6 +141,15 @@ def test_data(launch: Launch, folder: Path, tmp_path: Path, override: str, parts
 
 
 @pytest.mark.full
+def test_replicas_that_the_blocks_do_not_allow(launch: Launch, folder: Path, tmp_path: Path) -> None:
+    run = f"run.dir={tmp_path}/run"
+    said = refusal(train(launch, folder, 2, "config.yaml", "pipeline.replicas=2", run))
+    assert "2 replicas with pipeline.blocks = 1: each must own a whole sub-tree" in said
+    assert "use 1; or, before the first step" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "nothing was trained"
+
+
+@pytest.mark.full
 def test_a_model_of_tokens_without_a_tokenizer_says_why_it_writes_nothing(
     launch: Launch, folder: Path, tmp_path: Path
 ) -> None:

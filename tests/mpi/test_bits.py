@@ -93,7 +93,9 @@ def test_the_bits_of_one_rank(comm: MpiCommunicator, case: Case, schedule: str) 
     expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case), schedule == "1f1b")
 
 
-IN_TWO_OR_SEVERAL = ["interleaved", "zb-h1", "zb-h2", "zb-planned", "zb-v", "v-half", "v-planned"]
+IN_TWO_OR_SEVERAL = [
+    "interleaved", "zb-h1", "zb-h2", "zb-planned", "zb-v", "v-half", "v-planned", "interleaved-planned",
+]  # fmt: skip
 MANY_MICRO_BATCHES = Case("gpt", batch=24, micro_batches=12, tied="eager")
 CASES_SCHEDULES = [
     *itertools.product([Case("gpt"), Case("skips", evaluate=True)], IN_TWO_OR_SEVERAL),
@@ -155,13 +157,15 @@ def test_the_bits_of_one_rank_with_replicas(
         (OF_GPT, "interleaved"),
         (OF_NORMS, "zb-v"),
         (Case("gpt", batch=8, micro_batches=4, blocks=4, tied="eager", steps=2), "v-half"),
+        (Case("thrice", batch=12, micro_batches=6, blocks=6, tied="eager", steps=2), "interleaved-planned"),
     ],
     ids=str,
 )
 def test_the_bits_of_one_rank_with_replicas_of_several_stages_on_a_rank(
     comm: MpiCommunicator, case: Case, schedule: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sums of one stage travel, in one bucket or many, while its rank waits for messages of another."""
+    """The sums of one stage travel, in one bucket or many, while its rank waits for messages of another. Two
+    replicas, of 4 ranks also four; three with 6 blocks."""
     monkeypatch.setattr(runtime_copies, "BUCKET_BYTES", bucket_bytes)
     for copies in (n for n in legal_copies(case.numerics) if n > 1 and comm.size % n == 0):
         got = tiny.train(comm, case, schedule, window=16, copies=copies)

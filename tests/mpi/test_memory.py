@@ -26,6 +26,8 @@ CASES = [
     ("zb-h2", Case("gpt", evaluate=True)),
     ("zb-planned", Case("skips", batch=8, evaluate=True)),
     ("v-half", Case("thrice", batch=12, micro_batches=6)),
+    ("v-planned", Case("gpt", batch=7)),
+    ("interleaved-planned", Case("thrice", tied="eager", batch=12, micro_batches=6)),
     ("1f1b", Case("conv and norm", batch=17, micro_batches=8, blocks=4, evaluate=True)),  # 2 or 4 replicas
     ("zb-h1", Case("gpt", batch=15, micro_batches=8, reduce="fast")),  # as many replicas as ranks
 ]

@@ -194,6 +194,27 @@ def test_blocks_are_picked_for_the_ranks_that_may_come() -> None:
     assert [even_blocks(8, 32, n) for n in (1, 2, 3, 4, 12, 100)] == [1, 2, 2, 4, 8, 8]
     assert [even_blocks(6, 32, n) for n in (2, 4)] == [2, 2]
     assert even_blocks(None, 5, 64) == 4
+
+
+@pytest.mark.parametrize("n_micro", [3, 6, 12, 15, 24, 40])
+def test_blocks_that_are_picked_allow_as_many_replicas_as_the_ranks_share(n_micro: int) -> None:
+    """Of 3 ranks three with 6 micro-batches, of 6 six; of a power of two of ranks those that it had."""
+    for n_ranks in range(1, 65):
+        blocks = even_blocks(n_micro, 100, n_ranks)
+        assert blocks <= n_ranks
+        assert n_micro % blocks == 0
+        legal = legal_copies(numerics(n_micro, blocks))
+        assert math.gcd(n_micro, n_ranks) in legal
+    assert [even_blocks(n_micro, 100, 2**k) for k in range(7)] == [math.gcd(n_micro, 2**k) for k in range(7)]
+
+
+def test_blocks_are_picked_for_ranks_that_are_no_power_of_two() -> None:
+    assert [even_blocks(6, 32, n) for n in (3, 6, 9, 12)] == [3, 6, 6, 6]
+    assert [even_blocks(12, 32, n) for n in (3, 5, 6, 12, 24)] == [3, 4, 6, 12, 12]
+    assert [even_blocks(None, batch, 6) for batch in (30, 32)] == [6, 4], "micro-batches of one size"
+
+
+def test_replicas_are_those_that_blocks_and_ranks_allow() -> None:
     assert copies_of("auto", numerics(12, 6), 12) == (1, 3, 6)
     assert copies_of("auto", numerics(12, 6), 4) == (1,)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,6 +47,42 @@ def test_torch_reads_the_same_actions_and_finds_them_valid(name):
     assert [[str(action) for action in orders[rank]] for rank in orders] == rows
     homes = torch_schedules._validate_schedule(orders, len(orders), schedule.n_stages, schedule.n_micro)
     assert homes == dict(enumerate(schedule.rank_of_stage))
+
+
+def torch_text(name: str, n_ranks: int, n_micro: int, folder: Path, *how: str) -> str:
+    """What a schedule of torch with two stages per rank writes for all ranks; the stages are never run."""
+    from torch.distributed.pipelining import schedules as torch_schedules  # takes seconds
+
+    stage = SimpleNamespace(num_stages=2 * n_ranks, group_size=n_ranks, group_rank=0, submod=None)
+    getattr(torch_schedules, name)([stage, stage], n_micro)._dump_csv(folder / "torch.csv", *how)
+    return (folder / "torch.csv").read_text()
+
+
+@pytest.mark.parametrize(("n_ranks", "n_micro"), [(2, 4), (2, 6), (3, 6), (4, 8)])
+@pytest.mark.slow
+def test_what_torch_writes_is_read_as_the_same_order(n_ranks: int, n_micro: int, tmp_path: Path) -> None:
+    """(Its one with a single stage per rank has no CSV.) In its ZBV the last weight gradients come sooner."""
+
+    def read(name: str) -> str:
+        found = from_text(torch_text(name, n_ranks, n_micro, tmp_path, "compute_only"))
+        assert (found.n_stages, found.n_micro, len(found.codes)) == (2 * n_ranks, n_micro, n_ranks)
+        return to_text(found)
+
+    def without_weights(text: str) -> list[list[str]]:
+        return [[word for word in line.split(",") if "W" not in word] for line in text.splitlines()]
+
+    interleaved, zb_v = (to_text(SCHEDULES[name](2 * n_ranks, n_micro)) for name in ("interleaved", "zb-v"))
+    assert read("ScheduleInterleaved1F1B") == interleaved
+    assert without_weights(read("ScheduleZBVZeroBubble")) == without_weights(zb_v)
+    assert "W" in read("ScheduleInterleavedZeroBubble")
+
+
+@pytest.mark.slow
+def test_what_torch_writes_beside_actions_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"line 1: '0UNSHARD' is no action; .*format=\"compute_only\""):
+        from_text(torch_text("ScheduleZBVZeroBubble", 2, 4, tmp_path))
+    with pytest.raises(PlanError, match=r"'\(0F3;3B1\)OVERLAP_F_B' is no action; .* in two cells"):
+        from_text(torch_text("ScheduleDualPipeV", 2, 4, tmp_path, "compute_only"))
 
 
 def test_empty_cells_and_blanks_say_nothing():
@@ -140,6 +177,35 @@ def test_a_config_names_a_file(registered, tmp_path: Path, monkeypatch: pytest.M
     Path("mine.csv").write_text(GOOD)
     assert schedule_name(config) == "mine.csv"
     assert to_text(SCHEDULES["mine.csv"](2, 2)) == GOOD
+
+
+TWO_EACH = """
+def two_each(n_stages, n_micro):
+    n_ranks = n_stages // 2
+    turns = lambda kind, stage: [f"{stage}{kind}{micro}" for micro in range(n_micro)]
+    return [
+        " ".join(turns("F", r) + turns("F", n_ranks + r) + turns("B", n_ranks + r) + turns("B", r))
+        for r in range(n_ranks)
+    ]
+
+two_each.stages_per_rank = 2
+"""
+
+
+def test_a_config_names_a_function_of_several_stages_per_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_in_two.py").write_text(TWO_EACH)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = schedule_name(parse("pipeline: {schedule: 'mine_in_two:two_each'}", "c.yaml"))
+    try:
+        layout = planned(of_groups(8, 2), name, 4).layout
+        replicas = make_plan(of_groups(8, 4), replace(numerics(4), blocks=2), name, 4, 4, 2)[0].layout
+    finally:
+        del SCHEDULES[name]
+    assert layout.ranks == ((0,), (1,), (0,), (1,))
+    assert layout.cuts == ("g2", "g4", "g6")
+    assert replicas.ranks == ((0, 2), (1, 3), (0, 2), (1, 3))
 
 
 # -- in a plan -------------------------------------------------------------------------------------

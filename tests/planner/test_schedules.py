@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import SCHEDULES, check, forward_only, live_micro_batches
-from mpipipe.planner.schedules import PLAIN, register
+from mpipipe.planner.schedules import PLAIN, build, register, stages_on
 from mpipipe.values import Op, Schedule
 
 STAGES, MICROS = st.integers(1, 9), st.integers(1, 12)
@@ -157,6 +157,36 @@ def test_the_text_of_any_schedule_makes_it_again(n_stages, n_micro):
 def test_an_order_that_cannot_run_is_refused_with_its_place(own, lines, words):
     with pytest.raises(PlanError, match=words):
         own(lambda n_stages, n_micro: lines)
+
+
+def two_each(n_stages: int, n_micro: int) -> list[str]:
+    """All forwards of a rank's first stage, of its second one, and back."""
+    n_ranks = n_stages // 2
+    return [
+        " ".join(
+            f"{stage}{kind}{micro}"
+            for kind, stages in (("F", (rank, n_ranks + rank)), ("B", (n_ranks + rank, rank)))
+            for stage in stages
+            for micro in range(n_micro)
+        )
+        for rank in range(n_ranks)
+    ]
+
+
+def test_a_schedule_of_ones_own_has_as_many_stages_per_rank_as_it_says(own) -> None:
+    own(lambda n_stages, n_micro: ["F0 F1 B0 B1"] * n_stages)
+    assert stages_on("mine", 3) == 3
+    register("mine", two_each, stages_per_rank=2)
+    assert stages_on("mine", 3) == 6
+    assert build("mine", stages_on("mine", 3), 4, 3).rank_of_stage == (0, 1, 2, 0, 1, 2)
+    assert build("mine", 6, 4).rank_of_stage == (0, 1, 2, 0, 1, 2)
+    with pytest.raises(PlanError, match="'mine' gives 1 lines for 2 stages on 2 ranks; one line per rank"):
+        build("mine", 2, 4, 2)
+    register("mine", two_each)  # which says nothing
+    assert stages_on("mine", 3) == 3
+    for wrong in (0, 1.5, True):
+        with pytest.raises(PlanError, match=r"schedule 'mine': stages_per_rank = .*; give an integer >= 1"):
+            register("mine", two_each, stages_per_rank=wrong)
 
 
 def test_an_order_of_ones_own_that_fails_for_some_numbers_is_left_out_there() -> None:

@@ -30,6 +30,7 @@ FILLED = ("zb-v", "v-half")  # action by action: of many they take seconds
 PLAIN = ("1f1b", "gpipe")  # with one stage per rank and whole backwards
 _TWO_STAGES = ("interleaved", "zb-v", "v-half", "v-planned", "interleaved-planned")
 _stages_of_text: dict[str, tuple[int, int]] = {}  # of those from a file: stages and ranks
+_own_per_rank: dict[str, int] = {}  # stages, of those of one's own that have several
 
 
 def check_name(name: str) -> None:
@@ -45,12 +46,12 @@ def is_of_file(name: str) -> bool:
 
 
 def stages_on(name: str, n_ranks: int) -> int:
-    """How many stages it has on so many ranks, where nobody says: two on each for those that have several,
-    those of a file as they are in it."""
+    """How many stages it has on so many ranks, where nobody says: two on each for those of ours that have
+    several, as many as one's own says, those of a file as they are in it."""
     n_stages, ranks = _stages_of_text.get(name, (0, 0))
     if n_stages and ranks == n_ranks:
         return n_stages
-    return (STAGES_PER_RANK if name in _TWO_STAGES else 1) * n_ranks
+    return (STAGES_PER_RANK if name in _TWO_STAGES else _own_per_rank.get(name, 1)) * n_ranks
 
 
 @lru_cache(maxsize=32)  # a search asks for the same one again and again
@@ -62,18 +63,25 @@ def build(name: str, n_stages: int, n_micro: int, n_ranks: int | None = None) ->
     """A schedule by its name; n_ranks: None = as many as it has by itself. Raises PlanError for one that is
     not known, or not for these numbers."""
     check_name(name)
-    if n_ranks is None or (n_ranks == n_stages and name not in BUILT_IN):
+    if n_ranks is None or (n_ranks == n_stages == stages_on(name, n_ranks) and name not in BUILT_IN):
         return _built(SCHEDULES[name], n_stages, n_micro)  # those of others may know no third number
     return _built(SCHEDULES[name], n_stages, n_micro, n_ranks)
 
 
-def register(name: str, order: Callable[[int, int], Sequence[str]]) -> None:
+def register(
+    name: str, order: Callable[[int, int], Sequence[str]], stages_per_rank: int | None = None
+) -> None:
     """Makes a schedule of one's own known to the planner, on every rank.
 
     order(n_stages, n_micro) -> one line per rank, such as "F0 F1 B0 B1": F and B of each micro-batch once,
     or F, I and W, the backwards in ascending order. Where a rank has several stages, "2F0" is of stage 2.
-    What cannot run is refused when a plan is made (PlanError, DeadlockError).
+    stages_per_rank: for how many the planner asks; None = what the function's attribute `stages_per_rank`
+    says, which also counts where a config names it, or one. What cannot run is refused when a plan is made
+    (PlanError, DeadlockError). Raises PlanError where `stages_per_rank` is no number of stages.
     """
+    per_rank = getattr(order, "stages_per_rank", 1) if stages_per_rank is None else stages_per_rank
+    if type(per_rank) is not int or per_rank < 1:
+        raise PlanError(f"schedule {name!r}: stages_per_rank = {per_rank!r}; give an integer >= 1")
 
     def made(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
         try:
@@ -82,14 +90,16 @@ def register(name: str, order: Callable[[int, int], Sequence[str]]) -> None:
             raise PlanError(
                 f"schedule {name!r} of {n_stages} stages and {n_micro} micro-batches: {error!r}"
             ) from error
-        if len(lines) != (n_ranks or n_stages):
+        if len(lines) != (n_ranks or max(1, n_stages // per_rank)):
             raise PlanError(
                 f"schedule {name!r} gives {len(lines)} lines for {n_stages} stages"
-                + (f" on {n_ranks} ranks; one line per rank" if n_ranks else "; one line each")
+                + (f" on {n_ranks} ranks; one line per rank" if n_ranks else f"; {each}")
             )
         return from_lines(name, lines, n_stages, n_micro)
 
+    each = "one line each" if per_rank == 1 else f"one line for each {per_rank}"
     _add(name, made)
+    _own_per_rank[name] = per_rank
 
 
 def register_text(name: str, text: str) -> None:
@@ -115,3 +125,5 @@ def _add(name: str, made: Build) -> None:
     if name in BUILT_IN:
         raise PlanError(f"schedule {name!r} is built in; give yours another name")
     SCHEDULES[name] = made
+    for known in (_own_per_rank, _stages_of_text):  # of one that had its name before
+        known.pop(name, None)

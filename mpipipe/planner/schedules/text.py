@@ -15,6 +15,7 @@ from mpipipe.planner.schedules.orders import by_rank
 from mpipipe.values import Action, Op, Schedule
 
 _ACTION = re.compile(r"(\d*)([FBIW])(\d+)")
+_MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")  # of torch
 
 
 def to_text(schedule: Schedule) -> str:
@@ -77,6 +78,10 @@ def _action(name: str, where: str, word: str, stage: int | None, count: int) -> 
         what = "write F or B and the number of the micro-batch, such as F0" if stage is not None else (
             "write the stage, F, B, I or W, and the micro-batch, such as 2F0"
         )  # fmt: skip
+        if _MESSAGE.fullmatch(word):
+            what = 'have torch write it by _dump_csv(file, format="compute_only"), or leave out such cells'
+        elif word.endswith("OVERLAP_F_B"):
+            what = "write the forward and the backward in two cells"
         raise PlanError(f"{name}, {where}: {word!r} is no action; {what}")
     for what, digits in (("stage", match[1]), ("micro-batch", match[3])):
         number = digits.lstrip("0")
