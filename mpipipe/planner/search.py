@@ -155,7 +155,9 @@ class _Making:
             layout = replace(layout, receive_window=program.receive_window)
             if most_s < math.inf and least_of(costs, layout, cuts, program) > most_s:
                 return None
-            layout, prediction = predict_with(self.recompute, costs, layout, program, self._bound_s(program))
+            layout, prediction = predict_with(
+                self.recompute, costs, layout, program, self._bound_s(program), numerics.micro_batch == 1
+            )
             programs[key] = program
             return Plan(numerics, layout, prediction, costs)
 
@@ -231,7 +233,8 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout) -> Plan:
     """The plan with a layout that is given. Raises PlanError and DeadlockError as `program_for` and
     `predict` do."""
     program = program_for(layout, numerics, costs.ties, costs.names)
-    return Plan(numerics, layout, predict(costs, layout, program)[0], costs)
+    prediction = predict(costs, layout, program, finest=numerics.micro_batch == 1)[0]
+    return Plan(numerics, layout, prediction, costs)
 
 
 def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:
