@@ -17,7 +17,7 @@ from mpipipe.planner.schedules import BY_HAND, PLAIN
 from mpipipe.planner.search import make_plan
 from mpipipe.values import Costs, Plan, Prediction
 
-MORE_BLOCKS = "pipeline.blocks=auto, which is chosen before step 0 as it decides bits"
+MORE_BLOCKS = "pipeline.blocks=auto, chosen before step 0"
 
 
 @dataclass(frozen=True)
