@@ -404,7 +404,8 @@ class Pipeline(SharedWork):
     def _rehearse(self) -> None:
         """The plan as it is, predicted anew."""
         self.costs = rehearse(self.trainer, self.costs)
-        prediction, self.predicted = predict(self.costs, self.plan.layout, self.program)
+        finest = self.plan.numerics.micro_batch == 1
+        prediction, self.predicted = predict(self.costs, self.plan.layout, self.program, finest=finest)
         self.plan = replace(self.plan, costs=self.costs, prediction=prediction)
 
     # -- training ------------------------------------------------------------------------------

@@ -23,6 +23,11 @@ class Lister {
           n_stages_(static_cast<int32_t>(work.fwd_s.size())), n_micro_(n_micro), ranks_(policy.room.size()),
           forwards_(n_stages_, 0), backwards_(n_stages_, 0), forward_end_(int64_t{n_stages_} * n_micro, never),
           backward_end_(forward_end_), weight_end_(forward_end_) {
+        while (leaves_ < ranks_.size()) leaves_ *= 2;
+        starts_.assign(leaves_, never);
+        first_.resize(2 * leaves_);
+        for (size_t rank = 0; rank < leaves_; ++rank) first_[leaves_ + rank] = rank;
+        for (size_t pair = leaves_ - 1; pair > 0; --pair) first_[pair] = first_[2 * pair];
         for (int32_t stage = 0; stage < n_stages_; ++stage) {
             Rank& rank = ranks_[work.rank_of_stage[stage]];
             rank.stages.push_back(stage);
@@ -36,11 +41,8 @@ class Lister {
     Listed run() {
         Listed found{0.0, std::vector<std::vector<Row>>(ranks_.size())};
         for (;;) {
-            size_t rank = 0;
-            for (size_t r = 1; r < ranks_.size(); ++r) {
-                if (ranks_[r].next.start_s < ranks_[rank].next.start_s) rank = r;
-            }
-            if (ranks_[rank].next.start_s == never) break;
+            const size_t rank = first_[1];  // that can begin first, of several the first one
+            if (starts_[rank] == never) break;
             found.order[rank].push_back(act(rank));
             found.end_s = std::max(found.end_s, ranks_[rank].clock_s);
             if (ranks_[rank].clock_s + ranks_[rank].left_s > most_s_) return {never, {}};
@@ -109,14 +111,20 @@ class Lister {
     }
 
     void decide(size_t r) {
-        Rank& rank = ranks_[r];
+        ranks_[r].next = next_of(r);
+        starts_[r] = ranks_[r].next.start_s;
+        for (size_t pair = (leaves_ + r) / 2; pair > 0; pair /= 2) {
+            const size_t left = first_[2 * pair], right = first_[2 * pair + 1];
+            first_[pair] = starts_[right] < starts_[left] ? right : left;
+        }
+    }
+
+    Next next_of(size_t r) const {
+        const Rank& rank = ranks_[r];
         Next first;
         for (const auto& [kind, stage] : rank.preferred) {
             const double ready_s = kind == F ? forward_s(r, stage) : backward_s(stage);
-            if (ready_s <= rank.clock_s) {
-                rank.next = {rank.clock_s, kind, stage};
-                return;
-            }
+            if (ready_s <= rank.clock_s) return {rank.clock_s, kind, stage};
             if (ready_s < first.start_s) first = {ready_s, kind, stage};
         }
         if (rank.paid < rank.owed.size()) {
@@ -126,7 +134,7 @@ class Lister {
                 first = {start_s, W, stage};
             }
         }
-        rank.next = first;
+        return first;
     }
 
     Row act(size_t r) {
@@ -175,6 +183,10 @@ class Lister {
     std::vector<Rank> ranks_;
     std::vector<int32_t> forwards_, backwards_;  // by stage, how many are done
     std::vector<double> forward_end_, backward_end_, weight_end_;
+    // A tournament: of each pair of ranks, and of pairs of pairs, the one that begins first; [1] of all.
+    size_t leaves_ = 1;
+    std::vector<size_t> first_;
+    std::vector<double> starts_;  // of what each rank does next
 };
 
 }  // namespace

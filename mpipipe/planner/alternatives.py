@@ -17,6 +17,7 @@ import numpy as np
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import Copies, legal_copies, replicas_text, shape_of
 from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
+from mpipipe.planner.more_copies import MORE_BLOCKS, more_copies
 from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.prediction import expect_with, too_full
@@ -73,6 +74,7 @@ class _Asked:
             yield from self._other_cuts()
             yield from self._other_schedules(tried)
         yield from self._other_copies()
+        yield from self._more_copies()
         yield from self._other_modes()
         searched = len({t.micro_batches for t in tried}) > 1
         yield from self._searched(tried) if searched else self._micro_batches()
@@ -191,6 +193,14 @@ class _Asked:
             if shape != self.shape:
                 schedule = schedule if has_one_stage_each(schedule, len(shape)) else PLAIN[0]
                 yield self._planned_with(replicas_text(shape), schedule, shape)
+
+    def _more_copies(self) -> Iterator[Alternative]:
+        """Where more blocks would allow them, and they would be faster."""
+        if found := more_copies(self.plan, self.costs, self.recompute):
+            other = f"{found.schedule}, " if found.schedule != self.plan.layout.schedule else ""
+            why = f"with {MORE_BLOCKS}; {other}"
+            name, batch = replicas_text(found.copies), self.plan.numerics.batch
+            yield self._judged(name, found.prediction, batch, lambda p: why + self._bubbles(p))
 
     def _planned_with(self, name: str, schedule: str, copies: Copies) -> Alternative:
         window = self.plan.layout.receive_window

@@ -40,7 +40,8 @@ from mpipipe.values import Costs, Numerics, Plan, Program
 LIKE = 1.02  # a step that is longer by less is as good: a prediction cannot tell them apart
 EQUAL = 1.003  # likewise, of a schedule that was asked for by name
 # Ranks times micro-batches up to which a schedule is compared with others: beyond, it takes seconds.
-MOST_PLANNED = 1 << 11  # those that are made anew for each cut
+MOST_PLANNED = 1 << 11  # those that are made anew for each cut; beyond, for the best one of the order by hand
+MOST_BRIEF = 1 << 15  # stages times micro-batches of all that are made so in a search: some seconds
 MOST_FILLED = 1 << 14  # the others that are made action by action
 MOST_COMPARED = 1 << 17  # all but 1f1b and zb-h1: programs of so many ranks are large, and kept
 LEAST_COMPARED = (PLAIN[0], "zb-h1")
@@ -177,6 +178,7 @@ class _Finder:
         self.tried: list[Tried] = []
         self.errors: dict[int, PlanError | DeadlockError] = {}
         self.exact, self.was_late = True, False
+        self.brief_left = MOST_BRIEF  # counted, not timed: a search finds the same wherever it is made
 
     def late(self) -> bool:
         self.was_late = self.was_late or self._late()
@@ -191,7 +193,11 @@ class _Finder:
             if several and isinstance(copies, tuple) and not has_one_stage_each(schedule, len(copies)):
                 continue
             least_s = whole_s if schedule in PLAIN else bound_s
-            if several and n_ranks * share > most_compared(schedule):
+            if (
+                several
+                and n_ranks * share > most_compared(schedule)
+                and not self._is_brief(schedule, n_ranks, share)
+            ):
                 self._note(count, schedule, copies, None, least_s, f"{SKIPPED}{schedule}")
                 self.exact = False
             elif least_s >= self.best_s * ROUNDING:
@@ -222,9 +228,13 @@ class _Finder:
             return
         try:
             quick = schedule != asked.schedules[0] and len(costs.groups) * asked.n_ranks > MOST_SWEPT
+            n_ranks, share = ranks_in_each(copies, asked.n_ranks), largest_share(count, copies)
+            brief = len(asked.schedules) > 1 and self._is_brief(schedule, n_ranks, share)
+            if brief:
+                self.brief_left -= stages_on(schedule, n_ranks) * share
             made = make_plan(
                 costs, numerics, schedule, asked.receive_window, asked.n_ranks, copies, asked.recompute,
-                quick, self._by_hand(schedule, count, copies),
+                quick, self._by_hand(schedule, count, copies), brief,
             )  # fmt: skip
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
@@ -239,6 +249,11 @@ class _Finder:
             self._note(count, schedule, copies, made, made[0].prediction.lower_bound_s, "")
         self.best_s = min(self.best_s, step_s(made))
 
+    def _is_brief(self, schedule: str, n_ranks: int, share: int) -> bool:
+        """An order that follows from costs, too long to be made for each cut, but not for one of them."""
+        work = stages_on(schedule, n_ranks) * share
+        return schedule in PLANNED and n_ranks * share > MOST_PLANNED and work <= self.brief_left
+
     def _by_hand(self, schedule: str, count: int, copies: Copies) -> Plan | None:
         """What was made of the order by hand that is never shorter than this one."""
         hand = BY_HAND.get(schedule), count, copies
@@ -246,7 +261,9 @@ class _Finder:
         return next(found, None)
 
     def _why_not(self, schedule: str, numerics: Numerics, copies: Copies) -> str:
-        """Why there is no such order; "" where there is."""
+        """Why there is no such order; "" where there is. One that follows from costs is not made twice."""
+        if schedule in PLANNED:
+            return ""
         n_ranks = ranks_in_each(copies, self.asked.n_ranks)
         count = largest_share(numerics.micro_batches, copies)
         try:
@@ -275,6 +292,11 @@ class _Finder:
         """With less memory where that is as good as the best one."""
         most_s = best.step_s * (LIKE if len(self.asked.schedules) > 1 else EQUAL)
         if tried.made is None or tried.micro_batches != best.micro_batches or tried.step_s > most_s:
+            return tried
+        n_ranks = ranks_in_each(tried.copies, self.asked.n_ranks)
+        if len(self.asked.schedules) > 1 and (
+            n_ranks * largest_share(tried.micro_batches, tried.copies) > MOST_PLANNED
+        ):  # to look for fewer stashes takes longer than to find it
             return tried
         return replace(tried, made=leaner(tried.made, most_s, self.asked.receive_window))
 

@@ -35,9 +35,11 @@ class Order(NamedTuple):
 
 
 class Orders:
-    """For the costs of copy 0 of a layout, whatever its cuts, and the memory of all copies."""
+    """For the costs of copy 0 of a layout, whatever its cuts, and the memory of all copies. with_hand: those
+    by hand among them; of many actions, to play these through takes longer than to make the others."""
 
-    def __init__(self, costs: Costs, layout: Layout, numerics: Numerics) -> None:
+    def __init__(self, costs: Costs, layout: Layout, numerics: Numerics, with_hand: bool = True) -> None:
+        self._with_hand = with_hand
         self._placed = in_order(costs.but(copies=layout.n_copies), layout.order)
         self._n_micro = largest_share(numerics.micro_batches, layout.n_copies)
         self._window = layout.receive_window
@@ -167,4 +169,4 @@ class Orders:
         """most: stashes of each rank."""
         stages, messages = self._stages(cuts, mode)
         work = work_of(self._on, stages, *messages)
-        return planned_by_room(self._on, self._n_micro, work, most)
+        return planned_by_room(self._on, self._n_micro, work, most, self._with_hand)

@@ -7,7 +7,7 @@ raise PlanError where a rank has too little memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,33 +27,48 @@ from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import Cuts, stage_ties
 from mpipipe.values import Cluster, Costs, Int64, Layout, Op, Plan, Prediction, Program, Timeline, makespan_s
 
+_SMALLER = ("use smaller micro-batches",)
+_THOUGH = {  # by the wish for recomputation
+    "auto": " even with full recomputation (none and selective were tried, too)",
+    "full": " even with full recomputation",
+}
 MEMORY_COUNTS = 0.2  # of plans that are nearly as fast: beside the step, relative
 
 
 def predict(
-    costs: Costs, layout: Layout, program: Program, bound_s: float | None = None
+    costs: Costs, layout: Layout, program: Program, bound_s: float | None = None, finest: bool = False
 ) -> tuple[Prediction, Timeline]:
     """What `program` will take. bound_s: `step_bound_s`, where it is known already, as it is the same for
-    every cut. Raises PlanError if a rank's memory is too small for it."""
+    every cut. Raises PlanError if a rank's memory is too small for it. finest: a micro-batch is one sample,
+    so that smaller ones are no way out."""
     prediction, timeline = expect(costs, layout, program, bound_s)
-    _check_memory(
-        timeline,
-        costs.cluster,
-        ["let the planner choose the cuts", "use smaller micro-batches", "more ranks"],
-    )
+    ways_out = ["let the planner choose the cuts", *_SMALLER[finest:], "use more ranks"]
+    _check_memory(timeline, costs.cluster, lambda rank: ways_out)
     return prediction, timeline
 
 
 def predict_with(
     wish: Wish, costs: Costs, layout: Layout, program: Program, bound_s: float | None = None,
+    finest: bool = False,
 ) -> tuple[Layout, Prediction]:  # fmt: skip
-    """As `expect_with`; raises PlanError if a rank's memory is too small for it."""
+    """As `expect_with`; raises PlanError if a rank's memory is too small for it. finest: as of `predict`."""
     layout, prediction, timeline = expect_with(wish, costs, layout, program, bound_s)
-    own_order = layout.schedule if is_of_file(layout.schedule) else ""
-    ways_out = ["use smaller micro-batches", "give more memory" if own_order else "more ranks"]
-    if wish not in ("auto", "full"):
-        ways_out.insert(0, "set pipeline.recompute=auto")
-    _check_memory(timeline, costs.cluster, ways_out, own_order)
+    cuts, own_order = cut_indices(layout, costs.names), layout.schedule if is_of_file(layout.schedule) else ""
+
+    def ways_out(rank: int) -> list[str]:
+        """What would do, or may: more stages only where one of this rank can be cut, and not for an order
+        that is of its own number of ranks."""
+        sizes = np.diff([0, *cuts, len(costs.groups)])
+        whole = all(sizes[stage] == 1 for stage, on in enumerate(layout.ranks) if rank in on)
+        enough = layout.n_stages + layout.n_stages // layout.ranks_per_copy <= len(costs.groups)
+        more: list[str] = []
+        if not own_order and not whole and enough:
+            more = ["use more ranks"] + ["fewer replicas"] * (layout.n_copies > 1)
+            more = more if layout.is_even else ["give pipeline.replicas more stages"]
+        with_less = [] if wish in ("auto", "full") else ["set pipeline.recompute=auto"]
+        return [*with_less, *_SMALLER[finest:], *more, "give more memory"]
+
+    _check_memory(timeline, costs.cluster, ways_out, own_order, _THOUGH.get(wish, ""))
     return layout, prediction
 
 
@@ -150,21 +165,26 @@ def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:
     return (rank, most) if most > 0 else None
 
 
-def _check_memory(timeline: Timeline, cluster: Cluster, ways_out: Sequence[str], own_order: str = "") -> None:
-    """Shows where in the order it is too much first. own_order: the file of the user's that it is from."""
+def _check_memory(
+    timeline: Timeline, cluster: Cluster, ways_out_of: Callable[[int], Sequence[str]], own_order: str = "",
+    though: str = "",
+) -> None:  # fmt: skip
+    """Shows where in the order it is too much first. ways_out_of: the rank that lacks most -> what may help;
+    own_order: the file of the user's that it is from; though: what was tried."""
     peaks = timeline.peak_bytes
     full = too_full(peaks, cluster)
     if full is not None:
         rank, short = full
-        has = cluster.devices[rank].memory_bytes
+        has, ways_out = cluster.devices[rank].memory_bytes, ways_out_of(rank)
         actions = [codes[codes[:, 0] <= Op.W, :3] for codes in timeline.program.codes]
         over = int(np.argmax(timeline.memory_bytes[rank] > has))
         before = int((timeline.program.codes[rank][:over, 0] <= Op.W).sum())
         if own_order and stashes(actions[rank], 1)[before] > 1:
             ways_out = [f"do a backward of this rank sooner in {own_order}", *ways_out]
+        moves = f"{', '.join(ways_out[:-1])}, or {ways_out[-1]}" if len(ways_out) > 1 else ways_out[0]
         raise PlanError(
-            f"rank {rank} needs {size_text(peaks[rank])} and has {size_text(has)}, {size_text(short)} short; "
-            f"{', '.join(ways_out[:-1])}, or {ways_out[-1]}\n{grid(actions, {rank: before})}"
+            f"rank {rank} needs {size_text(peaks[rank])} and has {size_text(has)}, {size_text(short)} short"
+            f"{though}; {moves}\n{grid(actions, {rank: before})}"
         )
 
 

@@ -23,7 +23,7 @@ from mpipipe.planner.partition import Wish, check_counts, check_stages
 from mpipipe.planner.placing import LEAST_GAIN, promising
 from mpipipe.planner.prediction import dear, least_of, least_step_s, predict, predict_with
 from mpipipe.planner.programs import Failure, alone, cut_indices, program_for, with_window
-from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, stages_on
+from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, homes_of, stages_on
 from mpipipe.planner.schedules.orders import is_plain
 from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
 from mpipipe.planner.starts import starts
@@ -43,6 +43,7 @@ def make_plan(
     recompute: Wish = "none",
     quick: bool = False,
     by_hand: Plan | None = None,
+    brief: bool = False,
 ) -> tuple[Plan, Program]:
     """Plan as many stages as the schedule has on `n_ranks` / `n_copies`, in the best of the orders of ranks
     that are promising: the next ones are taken only where they gain something. Raises PlanError if no cut
@@ -51,9 +52,10 @@ def make_plan(
     receive_window: at least; more where a schedule needs it. n_copies: of the pipeline, or of each stage.
     recompute: "auto" = that of least time, for each cut that is looked at; they begin with those that fit
     without, where there are any. quick: they end there, and where nothing fits nobody asks what is
-    missing. by_hand: a plan with the order of `BY_HAND`, where there is one already."""
+    missing. by_hand: a plan with the order of `BY_HAND`, where there is one already. brief: an order that
+    follows from costs is made for its cuts and ranks alone, or else for the first ones."""
     check_copies(n_copies, n_ranks, numerics)
-    making = _Making(costs, numerics, schedule, receive_window, recompute, by_hand)
+    making = _Making(costs, numerics, schedule, receive_window, recompute, by_hand, brief)
     if isinstance(n_copies, int):
         return making.even(n_ranks, n_copies, quick)
     return making.uneven(n_copies)
@@ -69,6 +71,7 @@ class _Making:
     receive_window: int
     recompute: Wish
     by_hand: Plan | None
+    brief: bool
     bounds_s: dict[bool, float] = field(default_factory=dict)  # of plain programs, and of others
 
     def even(self, n_ranks: int, n_copies: int, quick: bool) -> tuple[Plan, Program]:
@@ -84,7 +87,13 @@ class _Making:
         check_counts(of_copy, n_micro, schedule, n_each)
         n_stages = stages_on(schedule, n_each)
         check_stages(n_stages, len(costs.groups), n_copies, n_stages // n_each)
-        homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
+        if schedule in PLANNED:
+            homes = homes_of(schedule, n_each)
+        else:
+            homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
+        if self.brief and schedule in PLANNED and self.by_hand is not None:
+            layout = self.by_hand.layout
+            return self._on(layout.ranks, [cut_indices(layout, costs.names)])
         one_each = schedule if n_stages == n_each else PLAIN[0]
         levels = len(costs.cluster.in_order(range(min(n_ranks, len(costs.cluster.devices)))).spanned)
         wish: Wish = "none" if quick and self.recompute == "auto" else self.recompute
@@ -99,6 +108,8 @@ class _Making:
                     not quick, numerics.micro_batch == 1,
                 )  # fmt: skip
                 ranks = tuple(zip(*copies, strict=True))
+                if self.brief and schedule in PLANNED:
+                    return self._on(ranks, cuts[:1])
                 if schedule in PLANNED:
                     cuts += self._by_hand(ranks, cuts)
                 found = self._on(ranks, cuts)
@@ -155,14 +166,18 @@ class _Making:
             layout = replace(layout, receive_window=program.receive_window)
             if most_s < math.inf and least_of(costs, layout, cuts, program) > most_s:
                 return None
-            layout, prediction = predict_with(self.recompute, costs, layout, program, self._bound_s(program))
+            layout, prediction = predict_with(
+                self.recompute, costs, layout, program, self._bound_s(program), numerics.micro_batch == 1
+            )
             programs[key] = program
             return Plan(numerics, layout, prediction, costs)
 
         n_copies = max(map(len, ranks))
         work = len(ranks) * largest_share(numerics.micro_batches, n_copies) * n_copies
         if self.schedule in PLANNED:
-            orders = Orders(costs, Layout((), ranks, self.schedule, self.receive_window), numerics)
+            orders = Orders(
+                costs, Layout((), ranks, self.schedule, self.receive_window), numerics, not self.brief
+            )
             if work <= REFINE_WORK:
                 starts = [*starts, orders.near(starts)]
             best = self._planned(orders, starts, plan_with, work)
@@ -201,14 +216,16 @@ class _Making:
             shortest = orders.shortest(cuts)
             attempt([next(shortest)], math.inf)
             fits = not errors and not made[0].layout.recompute
-            if every or not made:
+            if every or (not made and not self.brief):
                 attempt(shortest)
             attempt(orders.by_hand())
             if not fits:
                 short = True
                 for mode in modes:
-                    attempt(orders.within(cuts, mode))
-                attempt(orders.leanest())
+                    if not self.brief or mode == modes[0] or not made:
+                        attempt(orders.within(cuts, mode))
+                if not self.brief or not made:
+                    attempt(orders.leanest())
             if not made and most_s == math.inf:
                 raise errors[-1]
             return min(made, key=lambda found: found.prediction.step_s, default=None)
@@ -231,7 +248,8 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout) -> Plan:
     """The plan with a layout that is given. Raises PlanError and DeadlockError as `program_for` and
     `predict` do."""
     program = program_for(layout, numerics, costs.ties, costs.names)
-    return Plan(numerics, layout, predict(costs, layout, program)[0], costs)
+    prediction = predict(costs, layout, program, finest=numerics.micro_batch == 1)[0]
+    return Plan(numerics, layout, prediction, costs)
 
 
 def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import loaded, shape_of, stages_in
+from mpipipe.planner.copies import loaded, replicas_text, shape_of, stages_in
+from mpipipe.planner.more_copies import MORE_BLOCKS, more_copies
 from mpipipe.planner.prediction import norm_seconds
 from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.recompute import wish_of
@@ -90,6 +91,14 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
                 f"pipeline.schedule={schedule}",
                 partial(planned, costs, schedule=schedule),
             )
+    if found := more_copies(plan, costs, wish_of(layout)):
+        other = f" by {found.schedule}" if found.schedule != layout.schedule else ""
+        made = found.prediction.step_s
+        yield (
+            f"{replicas_text(found.copies)}{other} instead of {replicas_text(copies)}",
+            f"of a new run, with {MORE_BLOCKS}",
+            lambda: made,
+        )
     if n > 1:
         yield ("free links", "a bound: no network is", lambda: planned(_free(costs)))
     if isinstance(copies, tuple):  # other ranks need other copies

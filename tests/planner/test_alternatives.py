@@ -11,10 +11,11 @@ from test_planned import drawn
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner import make_plan
 from mpipipe.planner.alternatives import Alternative, alternatives
+from mpipipe.planner.more_copies import more_copies
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.sizes import size_text
-from mpipipe.values import Cluster, Costs, Layout, Numerics, Schedule
+from mpipipe.values import Cluster, Costs, Layout, Link, Numerics, Schedule
 
 
 def numerics(n_micro: int) -> Numerics:
@@ -99,6 +100,45 @@ def test_equal_layers_are_those_that_a_person_would_cut():
     even = next(a for name, a in found(costs, 2, 2).items() if "layers" in name)
     layout = Layout(("blocks.2.a/op.0",), ((0,), (1,)), "1f1b", 4)
     assert even.step_s == plan_of(costs, numerics(2), layout).prediction.step_s
+
+
+def test_replicas_that_one_block_forbids_are_a_row_where_they_would_be_faster() -> None:
+    """By default the pipeline is there once, however many ranks there are: nothing else would say so."""
+    row = found(uniform(8, 2), 2, 4)["2 replicas"]
+    assert row.step_s == 8 * 3.0 * 2
+    assert row.loss == pytest.approx(48 / 60 - 1)
+    assert row.why == ("with pipeline.blocks=auto, chosen before step 0; bubble 0.0%, now 20.0%")
+    assert not any("replicas" in name for name in found(uniform(8, 2), 2, 3)), (
+        "3 micro-batches have one block"
+    )
+    even = uniform(8, 2)
+    heavy = dataclasses.replace(even, step_s_per_byte=1.0, groups=tuple(
+        dataclasses.replace(g, param_bytes=10) for g in even.groups
+    ))  # fmt: skip
+    slow = Link(0.0, 1.0)
+    dear = dataclasses.replace(heavy, cluster=cluster([1.0] * 2, [HUGE] * 2, slow))
+    plan, _ = make_plan(dear, numerics(4), "1f1b", 4, 2)
+    rows = alternatives(plan, dear, lambda ranks: cluster([1.0] * ranks, [HUGE] * ranks, slow))
+    assert not any("replicas" in row.name for row in rows), "the exchange of gradients takes longer"
+    weights = dataclasses.replace(heavy, step_s_per_byte=0.0)  # 80 bytes, four times
+    assert "2 replicas" in found(weights, 2, 4, memory=80 * 5)
+    assert "2 replicas" not in found(weights, 2, 4, memory=80 * 4 - 1)
+
+
+def test_more_copies_are_the_fewest_that_are_as_good() -> None:
+    """Of four ranks: copies alone, with one micro-batch or many each."""
+    costs = uniform(8, 4)
+    plan, _ = make_plan(costs, numerics(128), "1f1b", 4, 4)
+    found = more_copies(plan, costs, "none")
+    assert found is not None
+    assert (found.copies, found.schedule) == (2, "1f1b"), "four would be 1.6 % faster"
+    short = uniform(8, 4)
+    few, _ = make_plan(short, numerics(4), "1f1b", 4, 4)
+    found = more_copies(few, short, "none")
+    assert found is not None
+    assert found.copies == 4
+    fast = dataclasses.replace(few, numerics=dataclasses.replace(few.numerics, reduce="fast"))
+    assert more_copies(fast, short, "none") is None, "it has no blocks"
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,27 @@ def test_what_takes_long_to_make_is_not_made_only_to_be_compared(monkeypatch):
     assert alone.plan.layout.schedule == "zb-v", "who asks for it waits for it"
 
 
+def test_of_a_large_plan_orders_from_costs_are_made_for_one_cut_as_far_as_the_work_goes(monkeypatch):
+    """By the cuts and ranks of the order by hand; the same ones wherever the search is made."""
+    one = dataclasses.replace(asked(2, 8, schedules_of("auto")), counts=(8,))
+    costs = dataclasses.replace(uniform(8, 2, act_bytes=8, grad_bytes=8),
+                                cluster=cluster([1.0] * 2, [HUGE] * 2, Link(2.0, 8.0)))  # fmt: skip
+    full = {t.schedule: t for t in search(one, lambda _: costs).tried}
+    monkeypatch.setattr("mpipipe.planner.joint.MOST_PLANNED", 7)  # here 2 ranks, 8 micro-batches
+    monkeypatch.setattr("mpipipe.planner.search.REFINE_WORK", 7)  # nor are cuts next to these looked at
+    found = {t.schedule: t for t in search(one, lambda _: costs).tried}
+    hands = {"zb-planned": "zb-h1", "v-planned": "zb-v", "interleaved-planned": "interleaved"}
+    for name, hand in hands.items():
+        made, by_hand = found[name].made, found[hand].made
+        assert made is not None
+        assert by_hand is not None
+        assert made[0].layout.cuts == by_hand[0].layout.cuts
+        assert full[name].step_s <= found[name].step_s <= found[hand].step_s
+    assert found["zb-planned"].step_s < found["zb-h1"].step_s, "messages are slow"
+    monkeypatch.setattr("mpipipe.planner.joint.MOST_BRIEF", 2 * 8 + 4 * 8)  # of zb-planned and v-planned
+    assert [t.schedule for t in search(one, lambda _: costs).tried if t.skipped] == ["interleaved-planned"]
+
+
 def test_gpipe_is_chosen_where_links_are_slow_and_memory_is_there():
     slow = dataclasses.replace(
         uniform(4, 4, act_bytes=8, grad_bytes=8), cluster=cluster([1.0] * 4, [HUGE] * 4, Link(2.0, 8.0))

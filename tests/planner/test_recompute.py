@@ -16,6 +16,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner import lower, make_plan, partition, predict, program_for, simulate, stage_costs
 from mpipipe.planner.asked import Asked
 from mpipipe.planner.joint import search
+from mpipipe.planner.partition import Wish
 from mpipipe.planner.problem import Problem
 from mpipipe.planner.recompute import with_least
 from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
@@ -249,6 +250,42 @@ def test_stages_are_recomputed_where_memory_asks_for_it():
         modes(500, "none")
     with pytest.raises(PlanError, match=r"short even with full recomputation with .* start 6 ranks"):
         modes(260, "auto")
+
+
+TRIED = "even with full recomputation (none and selective were tried, too)"
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("auto", f" short {TRIED}; use more ranks, or give more memory\n"),
+        ("full", " short even with full recomputation; use more ranks, or give more memory\n"),
+        ("none", " short; set pipeline.recompute=auto, use more ranks, or give more memory\n"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["zb-planned", "zb-v", "v-half", "interleaved"])
+def test_where_a_simulation_finds_too_little_memory_it_says_what_was_tried(
+    schedule: str, wish: Wish, said: str
+) -> None:
+    """A micro-batch is one sample: no smaller one is a way out."""
+    with pytest.raises(PlanError) as caught:
+        make_plan(chain(100), numerics(4), schedule, 4, 2, recompute=wish)
+    assert said in str(caught.value)
+
+
+def test_ways_out_of_too_little_memory_are_those_that_there_are() -> None:
+    def said(costs: Costs, numbers: Numerics, copies: int | tuple[int, ...] = 1) -> str:
+        with pytest.raises(PlanError) as caught:
+            make_plan(costs, numbers, "zb-planned" if copies in (1, 2) else "1f1b", 4,
+                      len(costs.cluster.devices), copies, "auto")  # fmt: skip
+        return str(caught.value).split("\n")[0].split("too); ")[1]
+
+    larger = replace(numerics(4), batch=8, micro_batch=2)
+    blocks = replace(numerics(4), blocks=2)
+    assert said(chain(100), larger) == "use smaller micro-batches, use more ranks, or give more memory"
+    assert said(chain(100, 6), numerics(4)) == "give more memory", "no group can be cut"
+    assert said(chain(100, 4), blocks, 2) == "use more ranks, fewer replicas, or give more memory"
+    assert said(chain(100, 3), blocks, (2, 1)) == "give pipeline.replicas more stages, or give more memory"
 
 
 def test_the_joint_search_weighs_recomputation_against_smaller_micro_batches():

@@ -259,7 +259,7 @@ def test_a_plan_shows_where_an_order_from_a_file_needs_too_much(registered):
         planned(of_groups(3, 2, memory=29), name, 3)
     assert str(caught.value) == (
         "rank 0 needs 30 bytes and has 29 bytes, 1 byte short; do a backward of this rank sooner in "
-        "orders.csv, set pipeline.recompute=auto, use smaller micro-batches, or give more memory\n"
+        "orders.csv, set pipeline.recompute=auto, or give more memory\n"
         "  rank 0   0F0   0F1  [0F2]  0B0   0B1   0B2   <-- here\n"
         "  rank 1   1F0   1B0   1F1   1B1   1F2   1B2 "
     )
@@ -272,7 +272,9 @@ def test_the_place_is_that_of_the_cuts_that_lack_least_even_with_full_recomputat
     groups = tuple(replace(g, fwd_s=1.0 + 8 * (i == 3), param_bytes=10) for i, g in enumerate(costs.groups))
     costs = replace(costs, groups=groups, cluster=cluster([1.0] * 2, [29] * 2))
     with pytest.raises(
-        PlanError, match="rank 1 needs 40 bytes and has 29 bytes, 11 bytes short; use smaller"
+        PlanError,
+        match=r"rank 1 needs 40 bytes and has 29 bytes, 11 bytes short even with full recomputation \(none "
+        r"and selective were tried, too\); give more memory\n",
     ):
         planned(costs, "orders.csv", 2, "auto")
 

@@ -71,6 +71,12 @@ def test_a_single_rank_has_no_links_to_plan_for_another() -> None:
     assert not any("more rank" in w.change for w in what_if(replace(plan, costs=alone)))
 
 
+def test_replicas_that_more_blocks_would_allow_are_told() -> None:
+    found = {w.change: w for w in what_if(even_plan(2, 4, 4))}["2 replicas instead of 1 replica"]
+    assert (found.step_s, found.saved_s) == pytest.approx((24.0, 6.0), rel=1e-3)
+    assert found.how.startswith("of a new run, with pipeline.blocks=auto, chosen before step 0")
+
+
 @pytest.mark.slow
 def test_equal_stages_are_a_bound() -> None:
     """Three groups on two ranks: (4 + 1) 6 with a stage of two, (4 + 1) 4.5 if they could be halved."""

@@ -16,7 +16,14 @@ from mpipipe.planner.schedules.orders import (
     stashes,
 )
 from mpipipe.planner.schedules.plain import forward_only
-from mpipipe.planner.schedules.planned import planned_by_room, policies, room_for, work_of, zb_planned
+from mpipipe.planner.schedules.planned import (
+    homes_of,
+    planned_by_room,
+    policies,
+    room_for,
+    work_of,
+    zb_planned,
+)
 from mpipipe.planner.schedules.registry import (
     BY_HAND,
     FILLED,
@@ -34,7 +41,7 @@ from mpipipe.planner.schedules.text import from_text, to_lines, to_text
 
 __all__ = [
     "BY_HAND", "FILLED", "PLAIN", "PLANNED", "SCHEDULES", "build", "check", "check_ends", "check_name",
-    "forward_only", "from_text", "grid", "in_copies", "is_of_file", "kept_micro_batches",
+    "forward_only", "from_text", "grid", "homes_of", "in_copies", "is_of_file", "kept_micro_batches",
     "live_micro_batches", "live_stages", "planned_by_room", "policies", "register",
     "register_text", "room_for", "stages_of_ranks", "stages_on", "stashes", "to_lines", "to_text",
     "work_of", "zb_planned",

@@ -53,7 +53,9 @@ def zb_planned(
     return min(found, key=lambda found: (found[1], sum(live_stages(found[0]))))[0]
 
 
-def planned_by_room(on: Sequence[int], n_micro: int, work: Work, most: Sequence[int]) -> list[Found]:
+def planned_by_room(
+    on: Sequence[int], n_micro: int, work: Work, most: Sequence[int], with_hand: bool = True
+) -> list[Found]:
     """As `zb_planned`, the shortest for each room for stashes, ascending, and its seconds; and those by hand,
     where there is one stage per rank. on: the rank of each stage; most: stashes that each rank can keep."""
     found = list[Found]()
@@ -62,7 +64,7 @@ def planned_by_room(on: Sequence[int], n_micro: int, work: Work, most: Sequence[
         best, took_s = listed_shortest(on, n_micro, work, tried)
         if took_s < math.inf:
             found.append((listed(on, n_micro, work, tried[best]), took_s))
-    if len(set(on)) == len(on):
+    if with_hand and len(set(on)) == len(on):
         for made in (zb_h1(len(on), n_micro), zb_h2(len(on), n_micro)):
             fits = all(live <= has for live, has in zip(live_stages(made), most, strict=True))
             if fits and (whole_s := seconds(made, work)) < math.inf:
@@ -159,6 +161,13 @@ def _room_of(
 
 
 # -- by name -------------------------------------------------------------------------------------
+
+
+def homes_of(name: str, n_ranks: int) -> tuple[int, ...]:
+    """The rank of each stage, whatever the order."""
+    if name == "zb-planned":
+        return tuple(range(n_ranks))
+    return v_shaped(n_ranks) if name == "v-planned" else wrapped(2 * n_ranks, n_ranks)
 
 
 def zb_planned_even(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
