@@ -79,6 +79,10 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "bias_gelu_backward_f32", &cpu::bias_gelu_backward<float, float>);
     def(m, "bias_gelu_backward_bf16", &cpu::bias_gelu_backward<bf16, bf16>);
     def(m, "bias_gelu_backward_bf16_f32", &cpu::bias_gelu_backward<bf16, float>);
+    def(m, "layer_norm_f32_bf16", &cpu::layer_norm<float, bf16>);
+    def(m, "layer_norm_backward_f32_bf16", &cpu::layer_norm_backward<float, bf16>);
+    def(m, "rms_norm_f32_bf16", &cpu::rms_norm<float, bf16>);
+    def(m, "rms_norm_backward_f32_bf16", &cpu::rms_norm_backward<float, bf16>);
     def(m, "math_exp", &each<exp_>);  // for the tests of math.h
     def(m, "math_sigmoid", &each<sigmoid>);
     def(m, "math_normal_cdf", &each<normal_cdf>);

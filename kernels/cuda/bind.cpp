@@ -71,4 +71,8 @@ PYBIND11_MODULE(_kernels_cuda, m) {
     def_on_device(m, "bias_gelu_backward_f32", &cuda::bias_gelu_backward<float, float>);
     def_on_device(m, "bias_gelu_backward_bf16", &cuda::bias_gelu_backward<bf16, bf16>);
     def_on_device(m, "bias_gelu_backward_bf16_f32", &cuda::bias_gelu_backward<bf16, float>);
+    def_on_device(m, "layer_norm_f32_bf16", &cuda::layer_norm<float, bf16>);
+    def_on_device(m, "layer_norm_backward_f32_bf16", &cuda::layer_norm_backward<float, bf16>);
+    def_on_device(m, "rms_norm_f32_bf16", &cuda::rms_norm<float, bf16>);
+    def_on_device(m, "rms_norm_backward_f32_bf16", &cuda::rms_norm_backward<float, bf16>);
 }

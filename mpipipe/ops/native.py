@@ -18,7 +18,7 @@ from mpipipe.native import instruction_set, load
 Key = TypeVar("Key")
 Table = dict[tuple[str, Key], tuple[Callable[..., Any], ...]]
 
-KERNELS_VERSION = "8"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
+KERNELS_VERSION = "9"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
 CUDA = "_kernels_cuda"
 kernels = load(
     f"_kernels_{instruction_set()}",

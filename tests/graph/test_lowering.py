@@ -49,10 +49,13 @@ OF_HF = {
 }
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.slow
-def test_what_is_found_in_our_models(name: str) -> None:
-    variants = tiny.captured("gpt", 2) if name == "gpt" else built_in_tiny.captured(name, 2, "fp32")
+def test_what_is_found_in_our_models(name: str, precision: str) -> None:
+    """Under autocast too, where a branch in bfloat16 is added to a stream in float32."""
+    tiny_one = name == "gpt"
+    variants = (tiny if tiny_one else built_in_tiny).captured(name, 2, precision)
     assert lowered(variants) == {**BUILT_IN[name], "linear_cross_entropy": 1}
 
 
