@@ -111,17 +111,18 @@ void compare(Run& run, const Case<T, R>& c) {
     agree(run, "RMS norm, " + what, got_back, threaded_back, want_back);
 }
 
-template <typename T, typename R = T>
+template <typename T, typename R>
 void norm(Run& run, Draw& draw) {
     for (size_t rows : {0, 1, 2, 33, 200})
         for (size_t d : {0, 2, 3, 16, 33, 65, 768})
-            for (bool plain : {false, true}) compare(run, Case<T, R>(rows, d, plain, draw));
+            for (bool plain : {false, true})
+                if (!plain || std::is_same_v<T, R>) compare(run, Case<T, R>(rows, d, plain, draw));
 }
 
 }  // namespace
 
 CHECK(norm) {
-    norm<float>(run, draw);
-    norm<bf16>(run, draw);
+    norm<float, float>(run, draw);
+    norm<bf16, bf16>(run, draw);
     norm<float, bf16>(run, draw);
 }

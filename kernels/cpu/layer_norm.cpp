@@ -164,17 +164,17 @@ void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, co
     backward<false, T, R>(dy, ds, s, weight, nullptr, rstd, dx, dresidual, dweight, nullptr, rows, d, threads);
 }
 
-template decltype(layer_norm<float>) layer_norm<float>;
-template decltype(layer_norm<bf16>) layer_norm<bf16>;
+template decltype(layer_norm<float, float>) layer_norm<float, float>;
+template decltype(layer_norm<bf16, bf16>) layer_norm<bf16, bf16>;
 template decltype(layer_norm<float, bf16>) layer_norm<float, bf16>;
-template decltype(layer_norm_backward<float>) layer_norm_backward<float>;
-template decltype(layer_norm_backward<bf16>) layer_norm_backward<bf16>;
+template decltype(layer_norm_backward<float, float>) layer_norm_backward<float, float>;
+template decltype(layer_norm_backward<bf16, bf16>) layer_norm_backward<bf16, bf16>;
 template decltype(layer_norm_backward<float, bf16>) layer_norm_backward<float, bf16>;
-template decltype(rms_norm<float>) rms_norm<float>;
-template decltype(rms_norm<bf16>) rms_norm<bf16>;
+template decltype(rms_norm<float, float>) rms_norm<float, float>;
+template decltype(rms_norm<bf16, bf16>) rms_norm<bf16, bf16>;
 template decltype(rms_norm<float, bf16>) rms_norm<float, bf16>;
-template decltype(rms_norm_backward<float>) rms_norm_backward<float>;
-template decltype(rms_norm_backward<bf16>) rms_norm_backward<bf16>;
+template decltype(rms_norm_backward<float, float>) rms_norm_backward<float, float>;
+template decltype(rms_norm_backward<bf16, bf16>) rms_norm_backward<bf16, bf16>;
 template decltype(rms_norm_backward<float, bf16>) rms_norm_backward<float, bf16>;
 
 }  // namespace mpipipe::cpu

@@ -249,7 +249,7 @@ class _Finder:
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or total.kwargs or len(total.args) > 2:
             return None
         if val(a).dtype != val(total).dtype:
-            a, b = b, a  # under autocast one of them is the stream, in float32, the other a branch in bfloat16
+            a, b = b, a  # under autocast: the stream, in float32, and a branch in bfloat16
         branch = val(b)
         if (
             not all_alike(a, total)

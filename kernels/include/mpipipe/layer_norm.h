@@ -23,16 +23,16 @@
 namespace mpipipe {
 namespace reference {
 
-template <typename T, typename R = T>
+template <typename T, typename R>
 void layer_norm(const T* x, const R* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
                 float* rstd, size_t rows, size_t d, int threads);
-template <typename T, typename R = T>
+template <typename T, typename R>
 void layer_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd,
                          T* dx, R* dresidual, T* dweight, T* dbias, size_t rows, size_t d, int threads);
-template <typename T, typename R = T>
+template <typename T, typename R>
 void rms_norm(const T* x, const R* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
               size_t d, int threads);
-template <typename T, typename R = T>
+template <typename T, typename R>
 void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, R* dresidual,
                        T* dweight, size_t rows, size_t d, int threads);
 
@@ -41,23 +41,23 @@ void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, co
 namespace cpu {
 
 // Writes s (where there is a residual), y, mean and rstd.
-template <typename T, typename R = T>
+template <typename T, typename R>
 void layer_norm(const T* x, const R* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
                 float* rstd, size_t rows, size_t d, int threads);
 
 // From the gradients of y and s: dx, which is that of x, and of residual too where R is T; dresidual, that of residual
 // whatever R is; and those of weight and bias.
-template <typename T, typename R = T>
+template <typename T, typename R>
 void layer_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd,
                          T* dx, R* dresidual, T* dweight, T* dbias, size_t rows, size_t d, int threads);
 
 // As layer_norm, without mean and bias.
-template <typename T, typename R = T>
+template <typename T, typename R>
 void rms_norm(const T* x, const R* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
               size_t d, int threads);
 
 // As layer_norm_backward, without mean and bias.
-template <typename T, typename R = T>
+template <typename T, typename R>
 void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, R* dresidual,
                        T* dweight, size_t rows, size_t d, int threads);
 
@@ -66,16 +66,16 @@ void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, co
 // On a GPU: pointers to its memory, work in the order of `stream`.
 namespace cuda {
 
-template <typename T, typename R = T>
+template <typename T, typename R>
 void layer_norm(const T* x, const R* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
                 float* rstd, size_t rows, size_t d, CudaStream stream);
-template <typename T, typename R = T>
+template <typename T, typename R>
 void layer_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd,
                          T* dx, R* dresidual, T* dweight, T* dbias, size_t rows, size_t d, CudaStream stream);
-template <typename T, typename R = T>
+template <typename T, typename R>
 void rms_norm(const T* x, const R* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
               size_t d, CudaStream stream);
-template <typename T, typename R = T>
+template <typename T, typename R>
 void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, R* dresidual,
                        T* dweight, size_t rows, size_t d, CudaStream stream);
 
