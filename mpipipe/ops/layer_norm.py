@@ -9,7 +9,7 @@ Invariants
      may fall between them. What is kept for backward is s, and two numbers a row.
   2. The bits do not depend on the number of threads.
   3. float32 and bfloat16 go to the compiled `layer_norm` of their device, which computes in float32, and so
-     does a float32 x with a bfloat16 residual: the stream and a branch under autocast. All else is computed by
+     does a float32 x with a bfloat16 residual: stream and branch under autocast. All else is computed by
      torch: other dtypes and devices, a weight of another dtype than x, a package without kernels.
 """
 
@@ -49,8 +49,8 @@ def layer_norm(
     """(s - mean) / sqrt(variance + eps) * weight + bias over the last dimension of s.
 
     x and residual: (..., d), floating point; weight and bias: (d,). s is x, and the result y alone; with
-    `residual`, s = x + residual, and the result (y, s). Both have the shape and dtype of s. Gradients have the
-    dtypes of what they are of.
+    `residual`, s = x + residual, and the result (y, s). Both have the shape and dtype of s. A gradient has
+    the dtype of what it is of.
     Raises ValueError for other shapes, integers, or tensors on several devices.
     """
     return _public(True, x, weight, bias, eps, residual)
