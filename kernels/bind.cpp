@@ -47,6 +47,10 @@ void each(const float* x, float* y, size_t n) {
 #define DEF(kernel) \
     def(m, #kernel "_f32", &cpu::kernel<float>); \
     def(m, #kernel "_bf16", &cpu::kernel<bf16>);
+#define DEF_NORM(kernel) \
+    def(m, #kernel "_f32", &cpu::kernel<float, float>); \
+    def(m, #kernel "_bf16", &cpu::kernel<bf16, bf16>); \
+    def(m, #kernel "_f32_bf16", &cpu::kernel<float, bf16>);
 
 PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     m.doc() = "Compiled kernels of mpipipe; the contract is kernels/include.";
@@ -66,6 +70,7 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "dropout_bf16", &dropout<bf16, float>);
 
     MPIPIPE_KERNELS(DEF)
+    MPIPIPE_NORMS(DEF_NORM)
     def(m, "accumulate_bf16", &cpu::accumulate);
     DEF(batch_norm)
     DEF(batch_norm_backward)

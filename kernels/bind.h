@@ -5,7 +5,7 @@
 
 namespace mpipipe {
 
-constexpr char kVersion[] = "8";  // of the functions of every module; mpipipe/ops asks for the same one
+constexpr char kVersion[] = "9";  // of the functions of every module; mpipipe/ops asks for the same one
 
 // How an argument comes from Python: a pointer as the integer tensor.data_ptr(), 0 for none; numbers as they are.
 template <typename T>
@@ -23,10 +23,12 @@ struct FromPython<T*> {
 #define MPIPIPE_KERNELS(KERNEL) \
     KERNEL(adamw) KERNEL(norms) \
     KERNEL(attention) KERNEL(attention_backward) \
-    KERNEL(layer_norm) KERNEL(layer_norm_backward) \
-    KERNEL(rms_norm) KERNEL(rms_norm_backward) \
     KERNEL(cross_entropy_forward) KERNEL(cross_entropy_backward) \
     KERNEL(swiglu) KERNEL(swiglu_backward)
+// Likewise those whose second type is that of what is added: name_f32_bf16 as well.
+#define MPIPIPE_NORMS(KERNEL) \
+    KERNEL(layer_norm) KERNEL(layer_norm_backward) \
+    KERNEL(rms_norm) KERNEL(rms_norm_backward)
 
 // m.name(...) calls `kernel` without the interpreter's lock. The callers (mpipipe/ops) own the checks.
 template <typename Result, typename... Arguments>

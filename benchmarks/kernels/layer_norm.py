@@ -17,6 +17,12 @@ from mpipipe.ops.layer_norm import layer_norm, rms_norm
 
 Tensor = torch.Tensor
 SHAPES = [(2048, 768), (4096, 1024)]
+# of x and the residual: under autocast a branch in bfloat16 is added to a stream in float32
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+]
 EPS = 1e-5
 # kernel -> ours, torch's, bar of backward
 KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], float]] = {
@@ -39,8 +45,8 @@ def cases() -> list[Case]:
         case
         for kernel in KERNELS
         for shape in SHAPES
-        for dtype in (torch.float32, torch.bfloat16)
-        for case in _of(kernel, shape, dtype)
+        for dtypes in DTYPES
+        for case in _of(kernel, shape, *dtypes)
     ]
 
 
@@ -49,11 +55,14 @@ def _after_addition(norm: Callable[[Tensor], Tensor], x: Tensor, residual: Tenso
     return norm(s), s
 
 
-def _of(kernel: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Case]:
+def _of(kernel: str, shape: tuple[int, int], dtype: torch.dtype, of_residual: torch.dtype) -> list[Case]:
     ours, torchs, bar = KERNELS[kernel]
-    x, residual, dy, ds = (torch.randn(shape, dtype=dtype) for _ in range(4))
+    x, dy, ds = (torch.randn(shape, dtype=dtype) for _ in range(3))
+    residual = torch.randn(shape, dtype=of_residual)
     inputs = [x, residual, *(torch.randn(shape[1], dtype=dtype) for _ in range(2 - (kernel == "rms_norm")))]
-    name = f"{shape[0]} x {shape[1]}, {str(dtype).removeprefix('torch.')}"
+    apart = dtype != of_residual
+    dtypes = " + ".join(str(d).removeprefix("torch.") for d in (dtype, of_residual)[: 1 + apart])
+    name = f"{shape[0]} x {shape[1]}, {dtypes}"
     leaves = [t.detach().requires_grad_() for t in inputs]
 
     def backward(function: Callable[..., Any]) -> Callable[[], Any]:
@@ -63,10 +72,10 @@ def _of(kernel: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Case]:
     return [
         Case(
             kernel, f"{name}, forward", partial(ours, *inputs), {"add, norm": partial(torchs, *inputs)},
-            FORWARD_BAR, 4 * x.nbytes, 0.0,
+            FORWARD_BAR, 3 * x.nbytes + residual.nbytes, 0.0,
         ),
         Case(
             kernel, f"{name}, backward", backward(ours), {"norm, add": backward(torchs)}, bar,
-            4 * x.nbytes, 0.0
+            4 * x.nbytes + apart * residual.nbytes, 0.0
         ),
     ]  # fmt: skip

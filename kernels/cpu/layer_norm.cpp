@@ -16,8 +16,8 @@ namespace {
 constexpr size_t kRun = 4096;  // elements summed in float32 before the sum goes on in double
 
 // s = x + residual, rounded.
-template <typename T>
-[[gnu::noinline]] void add_row(const T* __restrict x, const T* __restrict residual, T* __restrict s, size_t d) {
+template <typename T, typename R>
+[[gnu::noinline]] void add_row(const T* __restrict x, const R* __restrict residual, T* __restrict s, size_t d) {
 #pragma omp simd
     for (size_t i = 0; i < d; ++i) s[i] = narrow<T>(wide(x[i]) + wide(residual[i]));
 }
@@ -38,8 +38,8 @@ template <typename T>
 }
 
 // RMS norm is layer norm with the mean taken as 0: `mean` is null.
-template <typename T>
-void forward(const T* x, const T* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
+template <typename T, typename R>
+void forward(const T* x, const R* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
              float* rstd, size_t rows, size_t d, int threads) {
     const OrConstant<T> w(weight, 1, d), b(bias, 0, d);
     parallel_pieces(rows, rows_of_piece(d), threads, [&](size_t first, size_t last) {
@@ -106,9 +106,16 @@ template <bool add_ds, typename T>
     }
 }
 
-template <bool centred, typename T>
+// In a loop of its own, of a row that is in the cache: one that stores two types is not made of vectors.
+template <typename T, typename R>
+[[gnu::noinline]] void narrow_row(const T* __restrict x, R* __restrict y, size_t d) {
+#pragma omp simd
+    for (size_t i = 0; i < d; ++i) y[i] = narrow<R>(wide(x[i]));
+}
+
+template <bool centred, typename T, typename R>
 void backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd, T* dx,
-              T* dweight, T* dbias, size_t rows, size_t d, int threads) {
+              R* dresidual, T* dweight, T* dbias, size_t rows, size_t d, int threads) {
     const OrConstant<T> w(weight, 1, d);
     const ColumnSums sums(rows, centred ? 2 * d : d);  // of dy * h, and of dy behind it
     parallel_pieces(rows, sums.piece, threads, [&](size_t from, size_t to) {
@@ -123,6 +130,7 @@ void backward(const T* dy, const T* ds, const T* s, const T* weight, const float
                     row_gradient<true>(dy + at, ds + at, s + at, w.p, centre, scaling, mean_g, mean_gh, dx + at, d);
                 else
                     row_gradient<false>(dy + at, ds, s + at, w.p, centre, scaling, mean_g, mean_gh, dx + at, d);
+                if (dresidual) narrow_row(dx + at, dresidual + at, d);
             }
         });
     });
@@ -132,37 +140,41 @@ void backward(const T* dy, const T* ds, const T* s, const T* weight, const float
 
 }  // namespace
 
-template <typename T>
-void layer_norm(const T* x, const T* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
+template <typename T, typename R>
+void layer_norm(const T* x, const R* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
                 float* rstd, size_t rows, size_t d, int threads) {
     forward(x, residual, weight, bias, eps, s, y, mean, rstd, rows, d, threads);
 }
 
-template <typename T>
+template <typename T, typename R>
 void layer_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd,
-                         T* dx, T* dweight, T* dbias, size_t rows, size_t d, int threads) {
-    backward<true>(dy, ds, s, weight, mean, rstd, dx, dweight, dbias, rows, d, threads);
+                         T* dx, R* dresidual, T* dweight, T* dbias, size_t rows, size_t d, int threads) {
+    backward<true>(dy, ds, s, weight, mean, rstd, dx, dresidual, dweight, dbias, rows, d, threads);
 }
 
-template <typename T>
-void rms_norm(const T* x, const T* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
+template <typename T, typename R>
+void rms_norm(const T* x, const R* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
               size_t d, int threads) {
-    forward<T>(x, residual, weight, nullptr, eps, s, y, nullptr, rstd, rows, d, threads);
+    forward<T, R>(x, residual, weight, nullptr, eps, s, y, nullptr, rstd, rows, d, threads);
 }
 
-template <typename T>
-void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, T* dweight,
-                       size_t rows, size_t d, int threads) {
-    backward<false, T>(dy, ds, s, weight, nullptr, rstd, dx, dweight, nullptr, rows, d, threads);
+template <typename T, typename R>
+void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, R* dresidual,
+                       T* dweight, size_t rows, size_t d, int threads) {
+    backward<false, T, R>(dy, ds, s, weight, nullptr, rstd, dx, dresidual, dweight, nullptr, rows, d, threads);
 }
 
-template decltype(layer_norm<float>) layer_norm<float>;
-template decltype(layer_norm<bf16>) layer_norm<bf16>;
-template decltype(layer_norm_backward<float>) layer_norm_backward<float>;
-template decltype(layer_norm_backward<bf16>) layer_norm_backward<bf16>;
-template decltype(rms_norm<float>) rms_norm<float>;
-template decltype(rms_norm<bf16>) rms_norm<bf16>;
-template decltype(rms_norm_backward<float>) rms_norm_backward<float>;
-template decltype(rms_norm_backward<bf16>) rms_norm_backward<bf16>;
+template decltype(layer_norm<float, float>) layer_norm<float, float>;
+template decltype(layer_norm<bf16, bf16>) layer_norm<bf16, bf16>;
+template decltype(layer_norm<float, bf16>) layer_norm<float, bf16>;
+template decltype(layer_norm_backward<float, float>) layer_norm_backward<float, float>;
+template decltype(layer_norm_backward<bf16, bf16>) layer_norm_backward<bf16, bf16>;
+template decltype(layer_norm_backward<float, bf16>) layer_norm_backward<float, bf16>;
+template decltype(rms_norm<float, float>) rms_norm<float, float>;
+template decltype(rms_norm<bf16, bf16>) rms_norm<bf16, bf16>;
+template decltype(rms_norm<float, bf16>) rms_norm<float, bf16>;
+template decltype(rms_norm_backward<float, float>) rms_norm_backward<float, float>;
+template decltype(rms_norm_backward<bf16, bf16>) rms_norm_backward<bf16, bf16>;
+template decltype(rms_norm_backward<float, bf16>) rms_norm_backward<float, bf16>;
 
 }  // namespace mpipipe::cpu

@@ -55,6 +55,10 @@ void dropout(uint64_t key, uint32_t step, uint32_t micro, uint64_t threshold, Sc
 #define DEF(kernel) \
     def_on_device(m, #kernel "_f32", &cuda::kernel<float>); \
     def_on_device(m, #kernel "_bf16", &cuda::kernel<bf16>);
+#define DEF_NORM(kernel) \
+    def_on_device(m, #kernel "_f32", &cuda::kernel<float, float>); \
+    def_on_device(m, #kernel "_bf16", &cuda::kernel<bf16, bf16>); \
+    def_on_device(m, #kernel "_f32_bf16", &cuda::kernel<float, bf16>);
 
 PYBIND11_MODULE(_kernels_cuda, m) {
     m.doc() = "Kernels of mpipipe for GPUs; the contract is kernels/include.";
@@ -64,6 +68,7 @@ PYBIND11_MODULE(_kernels_cuda, m) {
     def_on_device(m, "dropout_f64", &dropout<double, double>);
     def_on_device(m, "dropout_bf16", &dropout<bf16, float>);
     MPIPIPE_KERNELS(DEF)
+    MPIPIPE_NORMS(DEF_NORM)
     def_on_device(m, "accumulate_bf16", &cuda::accumulate);
     def_on_device(m, "bias_gelu_f32", &cuda::bias_gelu<float, float>);
     def_on_device(m, "bias_gelu_bf16", &cuda::bias_gelu<bf16, bf16>);

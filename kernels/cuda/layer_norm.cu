@@ -12,8 +12,8 @@ __device__ float value_or(const T* p, size_t i, float otherwise) {
 }
 
 // RMS norm is layer norm with the mean taken as 0: `mean` is null. A thread reads of s what it wrote itself.
-template <typename T>
-__global__ void forward(const T* x, const T* residual, const T* weight, const T* bias, float eps, T* s, T* y,
+template <typename T, typename R>
+__global__ void forward(const T* x, const R* residual, const T* weight, const T* bias, float eps, T* s, T* y,
                         float* mean, float* rstd, size_t rows, size_t d) {
     for (size_t r = blockIdx.x; r < rows; r += gridDim.x) {
         const T* row = x + r * d;
@@ -45,9 +45,9 @@ __global__ void forward(const T* x, const T* residual, const T* weight, const T*
 
 // dx = rstd * (g - mean(g) - h * mean(g * h)), g = dy * weight. The last step is a subtraction, so that no
 // multiplication is left that could be fused with the addition of ds: the bits are those of adding it later.
-template <typename T>
+template <typename T, typename R>
 __global__ void backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd,
-                         T* dx, size_t rows, size_t d) {
+                         T* dx, R* dresidual, size_t rows, size_t d) {
     for (size_t r = blockIdx.x; r < rows; r += gridDim.x) {
         const float centre = mean ? mean[r] : 0.0f, scaling = rstd[r];
         double sum_g = 0, sum_gh = 0;
@@ -61,7 +61,9 @@ __global__ void backward(const T* dy, const T* ds, const T* s, const T* weight, 
         for (size_t i = threadIdx.x; i < d; i += kThreads) {
             const float h = (wide(s[r * d + i]) - centre) * scaling, g = wide(dy[r * d + i]) * value_or(weight, i, 1);
             const T gradient = narrow<T>((scaling * g - mean_g) - h * mean_gh);
-            dx[r * d + i] = ds ? narrow<T>(wide(ds[r * d + i]) + wide(gradient)) : gradient;
+            const T whole = ds ? narrow<T>(wide(ds[r * d + i]) + wide(gradient)) : gradient;
+            dx[r * d + i] = whole;
+            if (dresidual) dresidual[r * d + i] = narrow<R>(wide(whole));
         }
     }
 }
@@ -85,40 +87,44 @@ struct OfBias {
 
 }  // namespace
 
-template <typename T>
-void layer_norm(const T* x, const T* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
+template <typename T, typename R>
+void layer_norm(const T* x, const R* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
                 float* rstd, size_t rows, size_t d, CudaStream stream) {
-    launch(forward<T>, dim3(blocks(rows)), stream, x, residual, weight, bias, eps, s, y, mean, rstd, rows, d);
+    launch(forward<T, R>, dim3(blocks(rows)), stream, x, residual, weight, bias, eps, s, y, mean, rstd, rows, d);
 }
 
-template <typename T>
+template <typename T, typename R>
 void layer_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd,
-                         T* dx, T* dweight, T* dbias, size_t rows, size_t d, CudaStream stream) {
-    launch(backward<T>, dim3(blocks(rows)), stream, dy, ds, s, weight, mean, rstd, dx, rows, d);
+                         T* dx, R* dresidual, T* dweight, T* dbias, size_t rows, size_t d, CudaStream stream) {
+    launch(backward<T, R>, dim3(blocks(rows)), stream, dy, ds, s, weight, mean, rstd, dx, dresidual, rows, d);
     if (dweight) sum_rows(OfWeight<T>{dy, s, mean, rstd, d}, rows, d, dweight, stream);
     if (dbias) sum_rows(OfBias<T>{dy, d}, rows, d, dbias, stream);
 }
 
-template <typename T>
-void rms_norm(const T* x, const T* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
+template <typename T, typename R>
+void rms_norm(const T* x, const R* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
               size_t d, CudaStream stream) {
-    launch(forward<T>, dim3(blocks(rows)), stream, x, residual, weight, nullptr, eps, s, y, nullptr, rstd, rows, d);
+    launch(forward<T, R>, dim3(blocks(rows)), stream, x, residual, weight, nullptr, eps, s, y, nullptr, rstd, rows, d);
 }
 
-template <typename T>
-void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, T* dweight,
-                       size_t rows, size_t d, CudaStream stream) {
-    launch(backward<T>, dim3(blocks(rows)), stream, dy, ds, s, weight, nullptr, rstd, dx, rows, d);
+template <typename T, typename R>
+void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, R* dresidual,
+                       T* dweight, size_t rows, size_t d, CudaStream stream) {
+    launch(backward<T, R>, dim3(blocks(rows)), stream, dy, ds, s, weight, nullptr, rstd, dx, dresidual, rows, d);
     if (dweight) sum_rows(OfWeight<T>{dy, s, nullptr, rstd, d}, rows, d, dweight, stream);
 }
 
-template decltype(layer_norm<float>) layer_norm<float>;
-template decltype(layer_norm<bf16>) layer_norm<bf16>;
-template decltype(layer_norm_backward<float>) layer_norm_backward<float>;
-template decltype(layer_norm_backward<bf16>) layer_norm_backward<bf16>;
-template decltype(rms_norm<float>) rms_norm<float>;
-template decltype(rms_norm<bf16>) rms_norm<bf16>;
-template decltype(rms_norm_backward<float>) rms_norm_backward<float>;
-template decltype(rms_norm_backward<bf16>) rms_norm_backward<bf16>;
+template decltype(layer_norm<float, float>) layer_norm<float, float>;
+template decltype(layer_norm<bf16, bf16>) layer_norm<bf16, bf16>;
+template decltype(layer_norm<float, bf16>) layer_norm<float, bf16>;
+template decltype(layer_norm_backward<float, float>) layer_norm_backward<float, float>;
+template decltype(layer_norm_backward<bf16, bf16>) layer_norm_backward<bf16, bf16>;
+template decltype(layer_norm_backward<float, bf16>) layer_norm_backward<float, bf16>;
+template decltype(rms_norm<float, float>) rms_norm<float, float>;
+template decltype(rms_norm<bf16, bf16>) rms_norm<bf16, bf16>;
+template decltype(rms_norm<float, bf16>) rms_norm<float, bf16>;
+template decltype(rms_norm_backward<float, float>) rms_norm_backward<float, float>;
+template decltype(rms_norm_backward<bf16, bf16>) rms_norm_backward<bf16, bf16>;
+template decltype(rms_norm_backward<float, bf16>) rms_norm_backward<float, bf16>;
 
 }  // namespace mpipipe::cuda

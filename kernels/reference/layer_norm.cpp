@@ -13,8 +13,8 @@ double value(const T* p, size_t i, double missing) {
 }
 
 // RMS norm: `mean` is null.
-template <typename T>
-void forward(const T* x, const T* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
+template <typename T, typename R>
+void forward(const T* x, const R* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
              float* rstd, size_t rows, size_t d) {
     for (size_t r = 0; r < rows; ++r) {
         std::vector<double> row(d);
@@ -36,9 +36,9 @@ void forward(const T* x, const T* residual, const T* weight, const T* bias, floa
     }
 }
 
-template <typename T>
+template <typename T, typename R>
 void backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd, T* dx,
-              T* dweight, T* dbias, size_t rows, size_t d) {
+              R* dresidual, T* dweight, T* dbias, size_t rows, size_t d) {
     std::vector<double> dw(d), db(d);
     for (size_t r = 0; r < rows; ++r) {
         const double centre = mean ? mean[r] : 0, scaling = rstd[r];
@@ -56,6 +56,7 @@ void backward(const T* dy, const T* ds, const T* s, const T* weight, const float
         for (size_t i = 0; i < d; ++i) {
             const double gradient = scaling * (g[i] - mean_g - h[i] * mean_gh);
             dx[r * d + i] = narrow<T>(static_cast<float>(gradient + value(ds, r * d + i, 0)));
+            if (dresidual) dresidual[r * d + i] = narrow<R>(wide(dx[r * d + i]));
         }
     }
     for (size_t i = 0; dweight && i < d; ++i) dweight[i] = narrow<T>(static_cast<float>(dw[i]));
@@ -64,37 +65,41 @@ void backward(const T* dy, const T* ds, const T* s, const T* weight, const float
 
 }  // namespace
 
-template <typename T>
-void layer_norm(const T* x, const T* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
+template <typename T, typename R>
+void layer_norm(const T* x, const R* residual, const T* weight, const T* bias, float eps, T* s, T* y, float* mean,
                 float* rstd, size_t rows, size_t d, int) {
     forward(x, residual, weight, bias, eps, s, y, mean, rstd, rows, d);
 }
 
-template <typename T>
+template <typename T, typename R>
 void layer_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* mean, const float* rstd,
-                         T* dx, T* dweight, T* dbias, size_t rows, size_t d, int) {
-    backward(dy, ds, s, weight, mean, rstd, dx, dweight, dbias, rows, d);
+                         T* dx, R* dresidual, T* dweight, T* dbias, size_t rows, size_t d, int) {
+    backward(dy, ds, s, weight, mean, rstd, dx, dresidual, dweight, dbias, rows, d);
 }
 
-template <typename T>
-void rms_norm(const T* x, const T* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
+template <typename T, typename R>
+void rms_norm(const T* x, const R* residual, const T* weight, float eps, T* s, T* y, float* rstd, size_t rows,
               size_t d, int) {
-    forward<T>(x, residual, weight, nullptr, eps, s, y, nullptr, rstd, rows, d);
+    forward<T, R>(x, residual, weight, nullptr, eps, s, y, nullptr, rstd, rows, d);
 }
 
-template <typename T>
-void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, T* dweight,
-                       size_t rows, size_t d, int) {
-    backward<T>(dy, ds, s, weight, nullptr, rstd, dx, dweight, nullptr, rows, d);
+template <typename T, typename R>
+void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, const float* rstd, T* dx, R* dresidual,
+                       T* dweight, size_t rows, size_t d, int) {
+    backward<T, R>(dy, ds, s, weight, nullptr, rstd, dx, dresidual, dweight, nullptr, rows, d);
 }
 
-template decltype(layer_norm<float>) layer_norm<float>;
-template decltype(layer_norm<bf16>) layer_norm<bf16>;
-template decltype(layer_norm_backward<float>) layer_norm_backward<float>;
-template decltype(layer_norm_backward<bf16>) layer_norm_backward<bf16>;
-template decltype(rms_norm<float>) rms_norm<float>;
-template decltype(rms_norm<bf16>) rms_norm<bf16>;
-template decltype(rms_norm_backward<float>) rms_norm_backward<float>;
-template decltype(rms_norm_backward<bf16>) rms_norm_backward<bf16>;
+template decltype(layer_norm<float, float>) layer_norm<float, float>;
+template decltype(layer_norm<bf16, bf16>) layer_norm<bf16, bf16>;
+template decltype(layer_norm<float, bf16>) layer_norm<float, bf16>;
+template decltype(layer_norm_backward<float, float>) layer_norm_backward<float, float>;
+template decltype(layer_norm_backward<bf16, bf16>) layer_norm_backward<bf16, bf16>;
+template decltype(layer_norm_backward<float, bf16>) layer_norm_backward<float, bf16>;
+template decltype(rms_norm<float, float>) rms_norm<float, float>;
+template decltype(rms_norm<bf16, bf16>) rms_norm<bf16, bf16>;
+template decltype(rms_norm<float, bf16>) rms_norm<float, bf16>;
+template decltype(rms_norm_backward<float, float>) rms_norm_backward<float, float>;
+template decltype(rms_norm_backward<bf16, bf16>) rms_norm_backward<bf16, bf16>;
+template decltype(rms_norm_backward<float, bf16>) rms_norm_backward<float, bf16>;
 
 }  // namespace mpipipe::reference

@@ -246,8 +246,16 @@ class _Finder:
         if not is_op(total, "aten::add"):
             return None
         a, b = total.args[:2]
-        nodes = isinstance(a, fx.Node) and isinstance(b, fx.Node)
-        if not nodes or total.kwargs or len(total.args) > 2 or not all_alike(a, b, total):
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or total.kwargs or len(total.args) > 2:
+            return None
+        if val(a).dtype != val(total).dtype:
+            a, b = b, a  # under autocast: the stream, in float32, and a branch in bfloat16
+        branch = val(b)
+        if (
+            not all_alike(a, total)
+            or branch.shape != val(total).shape
+            or branch.dtype not in (val(total).dtype, torch.bfloat16)
+        ):
             return None
         read = norm.args[0]
         others = [u for u in read.users if u not in norm.nodes]

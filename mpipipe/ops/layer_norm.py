@@ -8,9 +8,9 @@ Invariants
   1. With `residual` the bits are those of the addition, then the norm without it, in both directions: a cut
      may fall between them. What is kept for backward is s, and two numbers a row.
   2. The bits do not depend on the number of threads.
-  3. float32 and bfloat16 go to the compiled `layer_norm` of their device, which computes in float32. All
-     else is computed by torch: other dtypes and devices, a weight of another dtype than x, a package without
-     kernels.
+  3. float32 and bfloat16 go to the compiled `layer_norm` of their device, which computes in float32, and so
+     does a float32 x with a bfloat16 residual: stream and branch under autocast. All else is computed by
+     torch: other dtypes and devices, a weight of another dtype than x, a package without kernels.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mpipipe.ops.pointers import address, check, contiguous, pointer, refuse_dty
 
 Tensor = torch.Tensor
 
-# centred -> device and dtype -> forward and backward
-_KERNELS: dict[bool, Table[torch.dtype]] = {
-    centred: by_device(
-        {
-            torch.float32: (f"{name}_f32", f"{name}_backward_f32"),
-            torch.bfloat16: (f"{name}_bf16", f"{name}_backward_bf16"),
-        }
-    )
+_DTYPES = {
+    (torch.float32, torch.float32): "f32",
+    (torch.bfloat16, torch.bfloat16): "bf16",
+    (torch.float32, torch.bfloat16): "f32_bf16",
+}
+# centred -> device, dtypes of x and residual -> forward and backward
+_KERNELS: dict[bool, Table[tuple[torch.dtype, torch.dtype]]] = {
+    centred: by_device({key: (f"{name}_{of}", f"{name}_backward_{of}") for key, of in _DTYPES.items()})
     for centred, name in ((True, "layer_norm"), (False, "rms_norm"))
 }
 
@@ -49,7 +49,8 @@ def layer_norm(
     """(s - mean) / sqrt(variance + eps) * weight + bias over the last dimension of s.
 
     x and residual: (..., d), floating point; weight and bias: (d,). s is x, and the result y alone; with
-    `residual`, s = x + residual, and the result (y, s). Both have the shape and dtype of s.
+    `residual`, s = x + residual, and the result (y, s). Both have the shape and dtype of s. A gradient has
+    the dtype of what it is of.
     Raises ValueError for other shapes, integers, dtypes that torch does not mix, or tensors on several
     devices.
     """
@@ -68,10 +69,9 @@ def _public(
 ) -> Any:
     dtype = x.dtype
     if (
-        (x.device.type, dtype) not in _KERNELS[centred]
+        (x.device.type, (dtype, dtype if residual is None else residual.dtype)) not in _KERNELS[centred]
         or (weight is not None and weight.dtype is not dtype)
         or (bias is not None and bias.dtype is not dtype)
-        or (residual is not None and residual.dtype is not dtype)
     ):
         return _by_torch(centred, x, weight, bias, eps, residual)
     if traced(x):
@@ -111,6 +111,15 @@ def _shapes(
     return [("residual", residual, x.shape), ("weight", weight, d), ("bias", bias, d)]
 
 
+def _residual_like(x: Tensor, residual: Tensor | None) -> Tensor:
+    """What residual is compared with: itself where its dtype may differ from that of x.
+    Raises ValueError for one of another shape or device."""
+    if residual is None or residual.dtype is x.dtype:
+        return x
+    check("residual", residual, x.shape, x, any_dtype=True)
+    return residual if (x.dtype, residual.dtype) in _DTYPES else x
+
+
 class _Norm(torch.autograd.Function):
     """The kernels in eager code: (y, s), s None without a residual."""
 
@@ -123,17 +132,19 @@ class _Norm(torch.autograd.Function):
         y, s, stats = _forward(x, contiguous(residual), contiguous(weight), contiguous(bias), eps, centred)
         ctx.save_for_backward(x if s is None else s, weight, stats)
         ctx.set_materialize_grads(False)
-        ctx.centred = centred
+        ctx.centred, ctx.narrow = centred, residual is not None and residual.dtype is not x.dtype
         return y, s
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> Any:
         _, wants_residual, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        narrow = wants_residual and ctx.narrow
         if dy is None:
-            return ds, ds if wants_residual else None, None, None, None, None
+            dresidual = ds.bfloat16() if narrow and ds is not None else ds
+            return ds, dresidual if wants_residual else None, None, None, None, None
         s, weight, stats = ctx.saved_tensors
-        dx, dweight, dbias = _backward(
+        dx, dresidual, dweight, dbias = _backward(
             dy.contiguous(),
             contiguous(ds),
             s,
@@ -142,8 +153,9 @@ class _Norm(torch.autograd.Function):
             ctx.centred,
             wants_weight,
             wants_bias,
+            narrow,
         )
-        return dx, dx if wants_residual else None, dweight, dbias, None, None
+        return dx, dresidual if narrow else dx if wants_residual else None, dweight, dbias, None, None
 
 
 def _forward(
@@ -156,16 +168,17 @@ def _forward(
         raise ValueError("norm of shape (): x must be (..., d)")
     d = x.shape[-1:]
     rows, *_ = sizes = row_sizes(x)
+    like = _residual_like(x, residual)
     y = torch.empty_like(x)
     s = None if residual is None else torch.empty_like(x)
     stats = torch.empty((1 + centred, rows), dtype=torch.float32, device=x.device)
     at = stats.data_ptr()
     inputs = (
         pointer("x", x, x.shape, x),
-        pointer("residual", residual, x.shape, x),
+        pointer("residual", residual, x.shape, like),
         pointer("weight", weight, d, x),
     )
-    kernel = _KERNELS[centred][x.device.type, x.dtype][0]
+    kernel = _KERNELS[centred][x.device.type, (x.dtype, like.dtype)][0]
     if centred:
         kernel(*inputs, pointer("bias", bias, d, x), eps, address(s), y.data_ptr(), at, at + 4 * rows, *sizes)
     else:
@@ -175,12 +188,14 @@ def _forward(
 
 def _backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor, centred: bool,
-    wants_weight: bool, wants_bias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x (and residual), weight and bias; ValueError as `_forward`."""
+    wants_weight: bool, wants_bias: bool, narrow: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x (and a residual of its dtype), of a bfloat16 residual to a float32 x (where `narrow` is
+    set), weight and bias; ValueError as `_forward`."""
     d = s.shape[-1:]
     rows, *_ = sizes = row_sizes(s)
     dx = torch.empty_like(s)
+    dresidual = torch.empty_like(s, dtype=torch.bfloat16) if narrow else None
     dweight = s.new_empty(d) if wants_weight else None
     dbias = s.new_empty(d) if wants_bias else None
     at = pointer("stats", stats, (1 + centred, rows), stats)
@@ -188,13 +203,13 @@ def _backward(
         pointer("dy", dy, s.shape, s), pointer("ds", ds, s.shape, s), pointer("s", s, s.shape, s),
         pointer("weight", weight, d, s),
     )  # fmt: skip
-    kernel = _KERNELS[centred][s.device.type, s.dtype][1]
+    kernel = _KERNELS[centred][s.device.type, (s.dtype, torch.bfloat16 if narrow else s.dtype)][1]
+    to = dx.data_ptr(), address(dresidual), address(dweight)
     if centred:
-        to = dx.data_ptr(), address(dweight), address(dbias)
-        kernel(*inputs, at, at + 4 * rows, *to, *sizes)
+        kernel(*inputs, at, at + 4 * rows, *to, address(dbias), *sizes)
     else:
-        kernel(*inputs, at, dx.data_ptr(), address(dweight), *sizes)
-    return dx, dweight, dbias
+        kernel(*inputs, at, *to, *sizes)
+    return dx, dresidual, dweight, dbias
 
 
 # -- for torch.export and torch.compile: a result that is not there has no elements ----------------------
@@ -214,9 +229,10 @@ def _operator(
 def _operator_fake(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, ...]:
+    like = _residual_like(x, residual)
     for name, t, shape in _shapes(x, residual, weight, bias):
         if t is not None:
-            check(name, t, shape, x)
+            check(name, t, shape, like if t is residual else x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     stats = x.new_empty((1 + centred, rows), dtype=torch.float32)
@@ -225,35 +241,41 @@ def _operator_fake(
 
 def _operator_backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor, centred: bool,
-    wants_weight: bool, wants_bias: bool,
+    wants_weight: bool, wants_bias: bool, narrow: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    rows = row_sizes(s)[0]
+    check("stats", stats, (1 + centred, rows), s.new_empty(0, dtype=torch.float32))
     given = dy.contiguous(), contiguous(ds), s.contiguous(), contiguous(weight), stats.contiguous()
-    return _or_empty(s, *_backward(*given, centred, wants_weight, wants_bias))
+    return _or_empty(s, *_backward(*given, centred, wants_weight, wants_bias, narrow))
 
 
 def _operator_backward_fake(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor, centred: bool,
-    wants_weight: bool, wants_bias: bool,
+    wants_weight: bool, wants_bias: bool, narrow: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dx = torch.empty_like(s, memory_format=torch.contiguous_format)
-    return dx, *(s.new_empty(s.shape[-1] if wanted else 0) for wanted in (wants_weight, wants_bias))
+    dresidual = torch.empty_like(dx, dtype=torch.bfloat16) if narrow else s.new_empty(0)
+    sizes = (s.shape[-1] if wanted else 0 for wanted in (wants_weight, wants_bias))
+    return dx, dresidual, *(s.new_empty(size) for size in sizes)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, residual, weight, _, _, ctx.centred = inputs
     ctx.residual = residual is not None
+    ctx.narrow = residual is not None and residual.dtype is not x.dtype
     ctx.save_for_backward(output[1] if ctx.residual else x, weight, output[2])
 
 
 def _derivative(ctx: Any, dy: Tensor, ds: Tensor | None, _: Any) -> Any:
     s, weight, stats = ctx.saved_tensors
     _, wants_residual, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-    dx, dweight, dbias = torch.ops.mpipipe.norm_backward(
-        dy, ds if ctx.residual else None, s, weight, stats, ctx.centred, wants_weight, wants_bias
+    narrow = wants_residual and ctx.narrow
+    dx, dresidual, dweight, dbias = torch.ops.mpipipe.norm_backward(
+        dy, ds if ctx.residual else None, s, weight, stats, ctx.centred, wants_weight, wants_bias, narrow
     )
     return (
-        dx, dx if wants_residual else None, dweight if wants_weight else None, dbias if wants_bias else None,
-        None, None,
+        dx, dresidual if narrow else dx if wants_residual else None, dweight if wants_weight else None,
+        dbias if wants_bias else None, None, None,
     )  # fmt: skip
 
 
@@ -265,7 +287,7 @@ define(
 )
 define(
     "norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor stats, bool centred,"
-    " bool wants_weight, bool wants_bias) -> (Tensor, Tensor, Tensor)",
+    " bool wants_weight, bool wants_bias, bool narrow) -> (Tensor, Tensor, Tensor, Tensor)",
     _operator_backward,
     _operator_backward_fake,
 )

@@ -16,9 +16,21 @@ import torch  # first: the kernels' threads are those of the OpenMP runtime that
 from mpipipe.native import instruction_set, load
 
 Key = TypeVar("Key")
-Table = dict[tuple[str, Key], tuple[Callable[..., Any], ...]]
+Functions = tuple[Callable[..., Any], ...]
 
-KERNELS_VERSION = "8"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
+
+class Table(dict[tuple[str, Key], Functions]):
+    """(type of device, key) -> functions. Raises ValueError for what is not there."""
+
+    def __missing__(self, at: tuple[str, Key]) -> Functions:
+        """Whoever calls a registered operator by its name has not asked before."""
+        there = sorted({f"{key} on {device}" for device, key in self if device != "meta"})
+        raise ValueError(
+            f"no compiled kernel takes {at[1]} on {at[0]}; there are {', '.join(there) or 'none'}"
+        )
+
+
+KERNELS_VERSION = "9"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
 CUDA = "_kernels_cuda"
 kernels = load(
     f"_kernels_{instruction_set()}",
@@ -40,13 +52,15 @@ def by_device(names: Mapping[Key, tuple[str, ...]], devices: Collection[str] = M
     devices whose module is there. The kernels of the processor stand for those of "meta", where none is
     called. Operators call no other compiled function: what is not in their table they compute by torch and
     numpy, so that `use_kernels` need not ask them."""
-    table = {
-        (device, key): tuple(getattr(module, name) for name in of_key)
-        for device, module in MODULES.items()
-        if module is not None and device in devices
-        for key, of_key in names.items()
-    }
-    _TABLES.append((table, {}))
+    table = Table(
+        {
+            (device, key): tuple(getattr(module, name) for name in of_key)
+            for device, module in MODULES.items()
+            if module is not None and device in devices
+            for key, of_key in names.items()
+        }
+    )
+    _TABLES.append((table, Table()))
     return table
 
 

@@ -49,10 +49,13 @@ OF_HF = {
 }
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.slow
-def test_what_is_found_in_our_models(name: str) -> None:
-    variants = tiny.captured("gpt", 2) if name == "gpt" else built_in_tiny.captured(name, 2, "fp32")
+def test_what_is_found_in_our_models(name: str, precision: str) -> None:
+    """Under autocast too, where a branch in bfloat16 is added to a stream in float32."""
+    tiny_one = name == "gpt"
+    variants = (tiny if tiny_one else built_in_tiny).captured(name, 2, precision)
     assert lowered(variants) == {**BUILT_IN[name], "linear_cross_entropy": 1}
 
 
@@ -331,6 +334,7 @@ def of_small(
     body: Callable[..., Tensor],
     loss: Loss = lambda y, batch: (total(y.float(), batch), 1.0),
     dtype: torch.dtype = torch.float32,
+    precision: str = "fp32",
     **parts: Callable[[], Any],
 ) -> Variants:
     def make() -> nn.Module:
@@ -341,7 +345,7 @@ def of_small(
         finally:
             torch.set_default_dtype(torch.float32)
 
-    return by_hand.variants_of(make, loss, SMALL)
+    return by_hand.variants_of(make, loss, SMALL, precision)
 
 
 def forms(variants: Variants) -> set[str]:
@@ -397,6 +401,30 @@ def test_a_sum_is_added_by_its_norm_only_if_the_weight_is_there(
     )
     assert forms(variants) == {form, form.rstrip("+")}
     assert_the_same(variants)
+
+
+@pytest.mark.parametrize(
+    ("add", "form"),
+    [
+        (lambda x, branch: x + branch, "layer_norm+"),
+        (lambda x, branch: branch + x, "layer_norm+"),
+        (lambda x, branch: x + branch.half(), "layer_norm"),
+        (lambda x, branch: x + branch[:, :1], "layer_norm"),
+    ],
+)
+@pytest.mark.slow
+def test_a_branch_under_autocast_is_added_by_the_norm(add: Callable[..., Tensor], form: str) -> None:
+    """Whichever of the two comes first; not one of other digits or another shape."""
+
+    def body(m: Any, x: Tensor, _: Tensor) -> Tensor:
+        s = add(x, m.linear(x))
+        return s + m.norm(s)
+
+    variants = of_small(
+        body, precision="bf16", linear=lambda: nn.Linear(WIDTH, WIDTH), norm=lambda: nn.LayerNorm(WIDTH)
+    )
+    assert forms(variants) == {form, "layer_norm"}
+    assert_the_same(variants, 2e-2)
 
 
 def attend(m: Any, x: Tensor, tokens: Tensor, **options: Any) -> Tensor:

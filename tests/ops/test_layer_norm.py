@@ -16,7 +16,8 @@ from mpipipe.ops.layer_norm import layer_norm, rms_norm
 
 pytestmark = pytest.mark.kernels
 
-DTYPES = [torch.float32, torch.bfloat16]
+AUTOCAST = torch.float32, torch.bfloat16  # of the stream, and of a branch that is added to it
+DTYPES = [torch.float32, torch.bfloat16, AUTOCAST]
 CASES = [(centred, dtype) for centred in (True, False) for dtype in DTYPES]
 EPS = 1e-5
 ACROSS_SETS = {torch.float32: 1e-4, torch.bfloat16: 1.6e-2}  # relative, of one result on two of them
@@ -38,12 +39,13 @@ def plain(centred, x, residual, weight, bias):
 
 
 def drawn(shape, dtype, seed, scale=1.0, shift=0.0, affine=True, residual=True):
-    """x, residual, weight, bias."""
+    """x, residual, weight, bias; dtype: of all, or of all but the residual and of that."""
+    dtype, of_residual = dtype if isinstance(dtype, tuple) else (dtype, dtype)
     g = torch.Generator().manual_seed(seed)
     wide = [torch.randn(shape, generator=g) * scale + shift for _ in range(1 + residual)]
     wide += [torch.randn(shape[-1:], generator=g) + 1 for _ in range(2 * affine)]
     x, *others = (t.to(dtype) for t in wide)
-    return x, others.pop(0) if residual else None, *(others or (None, None))
+    return x, wide[1].to(of_residual) if residual else None, *(others[residual:] or (None, None))
 
 
 def run(function, centred, inputs, seed=0):
@@ -140,12 +142,13 @@ def test_instruction_sets_agree(monkeypatch):
         for dtype, centred in product(DTYPES, (True, False)):
             inputs = drawn((70, 333), dtype, 5)
             expected = run(ours, centred, inputs)
-            kind = ("layer" if centred else "rms"), {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype]
+            key = inputs[0].dtype, inputs[1].dtype
+            kind = ("layer" if centred else "rms"), module._DTYPES[key]
             pair = tuple(getattr(other, f"{kind[0]}_norm{way}_{kind[1]}") for way in ("", "_backward"))
             with monkeypatch.context() as patch:
-                patch.setitem(module._KERNELS[centred], ("cpu", dtype), pair)
+                patch.setitem(module._KERNELS[centred], ("cpu", key), pair)
                 for a, b in zip(run(ours, centred, inputs), expected, strict=True):
-                    torch.testing.assert_close(a, b, rtol=ACROSS_SETS[dtype], atol=1e-4)
+                    torch.testing.assert_close(a, b, rtol=ACROSS_SETS[a.dtype], atol=1e-4)
 
 
 @pytest.mark.parametrize(("centred", "dtype"), CASES)
@@ -190,6 +193,25 @@ def test_unused_results_and_frozen_arguments():
     z = x.detach().requires_grad_()
     F.layer_norm(z + residual, (8,), weight, bias, EPS).square().sum().backward()
     torch.testing.assert_close(alone, z.grad)
+
+
+@needs_kernels
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_branch_of_another_dtype_is_added_by_the_kernel(centred, monkeypatch):
+    monkeypatch.setattr(module, "_by_torch", lambda *_: pytest.fail("computed by torch"))
+    inputs = drawn((5, 8), AUTOCAST, 12)
+    y, s = ours(centred, *inputs)
+    assert y.dtype == s.dtype == torch.float32
+    _, branch, *_ = leaves = [t.requires_grad_() for t in inputs]
+    y, s = ours(centred, *leaves)
+    (alone,) = torch.autograd.grad((s * 1.001).sum(), branch, retain_graph=True)  # y is not used
+    assert torch.equal(alone, torch.full((5, 8), 1.001).bfloat16())
+    (of_x, of_branch) = torch.autograd.grad(y.sin().sum() + s.sum(), leaves[:2])
+    assert_same_bits([of_branch], [of_x.bfloat16()])
+    branch.requires_grad_(False)
+    assert leaves[0].requires_grad
+    (alone,) = torch.autograd.grad(sum(t.sin().sum() for t in ours(centred, *leaves)), leaves[0])
+    assert alone.dtype == torch.float32
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -267,6 +289,17 @@ def test_the_raw_door_refuses_strides():
     x = torch.ones(8, 3).t()
     with pytest.raises(ValueError, match=r"x has strides \(1, 3\).*contiguous"):
         module._forward(x, None, None, None, EPS, True)
+    with pytest.raises(ValueError, match=r"residual has strides \(1, 3\).*contiguous"):
+        module._forward(x.contiguous(), x.bfloat16(), None, None, EPS, True)
+
+
+@needs_kernels
+def test_the_raw_door_refuses_a_residual_of_more_digits_than_x():
+    x = torch.ones(3, 8)
+    with pytest.raises(ValueError, match=r"residual is torch\.float32, other arguments are torch\.bfloat16"):
+        module._forward(x.bfloat16(), x, None, None, EPS, True)
+    with pytest.raises(ValueError, match="residual is on meta"):
+        module._forward(x, x.bfloat16().to("meta"), None, None, EPS, True)
 
 
 @needs_kernels
@@ -277,6 +310,21 @@ def test_registered_operators(centred, dtype):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for args in ((x, residual, weight, bias), (x, None, None, None)):
         torch.library.opcheck(torch.ops.mpipipe.norm, (*args, EPS, centred), test_utils=tests)
+
+
+@needs_kernels
+def test_who_calls_an_operator_by_its_name_is_told_what_does_not_fit():
+    x, stats = torch.ones(3, 8), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"no compiled kernel takes .*float64.* on cpu; there are .*float32"):
+        torch.ops.mpipipe.norm(x.double(), None, None, None, EPS, True)
+    with pytest.raises(ValueError, match=r"no compiled kernel takes torch.int64"):
+        torch.ops.mpipipe.swiglu(x.long(), x.long())
+    for wrong, text in (
+        (stats.bfloat16(), "stats is torch.bfloat16"),
+        (stats[:1], r"stats has shape \(1, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            torch.ops.mpipipe.norm_backward(x, None, x, None, wrong, True, False, False, False)
 
 
 @needs_kernels
