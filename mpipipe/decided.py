@@ -96,7 +96,7 @@ def decide(
     """What decides the bits, before there is a model. Arguments as of `Pipeline`; settings: the other fields
     of `Numerics`. Collective. Raises MpipipeError where they do not fit each other, or the checkpoint."""
     known, new = before.numerics, before.new_numerics
-    n_blocks, why = blocks_of(blocks, micro_batches, batch, comm.size, max_ranks, known, reduce, new)
+    n_blocks, why = blocks_of(blocks, micro_batches, batch, comm.size, max_ranks, known, reduce, new, spares)
     check_counts(batch, micro_batches, n_blocks, reduce)
     count = micro_batches_of(micro_batches, batch, n_blocks, known, new)
     table, route = op_table_of(bits, known, new), gemm_of(gemm, known)
@@ -146,11 +146,11 @@ def micro_batches_of(
 def blocks_of(
     given: int | Literal["auto"], micro_batches: int | Literal["auto"], batch: int, n_ranks: int,
     max_ranks: int | None, decided: Numerics | None, reduce: Literal["exact", "fast"],
-    new_numerics: bool = False,
+    new_numerics: bool = False, spares: int = 0,
 ) -> tuple[int, str]:  # fmt: skip
     """As `micro_batches_of`, and for people why; "" where it was given, or there are no blocks. n_ranks: that
-    are there, with spares; max_ranks: that may come, None = no more. Raises PlanError where more are there
-    than may come."""
+    are there, with spares; max_ranks: that may come, None = no more; spares: of these, that do no work.
+    Raises PlanError where more are there than may come."""
     if given != "auto":
         return given, ""
     if reduce == "fast":
@@ -162,8 +162,10 @@ def blocks_of(
             f"pipeline.max_ranks = {max_ranks}, and there are {n_ranks} ranks: set {n_ranks} at least, or "
             "leave it out"
         )
-    most, count = max_ranks or n_ranks, None if micro_batches == "auto" else micro_batches
+    most, count = (max_ranks or n_ranks) - spares, None if micro_batches == "auto" else micro_batches
     blocks = even_blocks(count, batch, most)
     who = "as pipeline.max_ranks says" if max_ranks else "those of the start"
-    few = f"; {f'{count} micro-batches allow' if count else f'a batch of {batch} allows'} no more"
+    who += ", without spares" if spares else ""
+    they = f"{count} micro-batches allow" if count else f"a batch of {batch} allows"
+    few = f"; {they} no power of two times that"
     return blocks, f"for {counted(most, 'rank')} at most, {who}{few if 2 * blocks <= most else ''}"

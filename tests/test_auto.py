@@ -166,8 +166,16 @@ def of_blocks(blocks: int) -> Numerics:
         (2, 8, 16, None, False, 2, ""),
         ("auto", 16, None, None, False, 4, "for 4 ranks at most, those of the start"),
         ("auto", 16, 9, None, False, 8, "for 9 ranks at most, as pipeline.max_ranks says"),
-        ("auto", 12, 16, None, False, 4, "as pipeline.max_ranks says; 12 micro-batches allow no more"),
-        ("auto", "auto", 64, None, False, 16, "a batch of 16 allows no more"),
+        (
+            "auto",
+            12,
+            16,
+            None,
+            False,
+            4,
+            "as pipeline.max_ranks says; 12 micro-batches allow no power of two times that",
+        ),
+        ("auto", "auto", 64, None, False, 16, "a batch of 16 allows no power of two times that"),
         ("auto", 16, None, 2, False, 2, "those of the checkpoint or plan"),
         ("auto", 16, 16, 2, False, 2, "those of the checkpoint or plan"),
         ("auto", 16, None, 2, True, 2, "those of the checkpoint or plan"),
@@ -183,6 +191,13 @@ def test_blocks_are_those_of_the_ranks_that_may_come_and_then_stay(
     assert why in found[1]
     assert bool(why) == bool(found[1])
     assert blocks_of("auto", micro, 16, 4, max_ranks, decided, "fast") == (1, "")
+
+
+def test_a_spare_takes_no_replicas_away() -> None:
+    """Of nine ranks one waits: 3 blocks, which nine share, would be of no use to eight."""
+    found = blocks_of("auto", 24, 24, 9, None, None, "exact", spares=1)
+    assert found == (8, "for 8 ranks at most, those of the start, without spares")
+    assert blocks_of("auto", 24, 24, 9, 9, None, "exact", spares=1)[0] == 8
 
 
 def test_more_ranks_than_may_come_are_refused_before_the_first_step_only() -> None:

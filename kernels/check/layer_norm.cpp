@@ -106,7 +106,8 @@ void compare(Run& run, const Case<T, R>& c) {
     got.rms(cpu::rms_norm<T, R>, c, 1), threaded.rms(cpu::rms_norm<T, R>, c, many);
     want.rms(reference::rms_norm<T, R>, c, 1);
     agree(run, "RMS norm, " + what, got, threaded, want);
-    got_back.rms(cpu::rms_norm_backward<T, R>, c, want, 1), threaded_back.rms(cpu::rms_norm_backward<T, R>, c, want, many);
+    got_back.rms(cpu::rms_norm_backward<T, R>, c, want, 1);
+    threaded_back.rms(cpu::rms_norm_backward<T, R>, c, want, many);
     want_back.rms(reference::rms_norm_backward<T, R>, c, want, 1);
     agree(run, "RMS norm, " + what, got_back, threaded_back, want_back);
 }

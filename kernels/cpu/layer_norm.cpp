@@ -106,7 +106,7 @@ template <bool add_ds, typename T>
     }
 }
 
-// In a loop of its own, of a row that is in the cache: one that stores two types is not made of vectors.
+// In a loop of its own, of a row that is in the cache: GCC makes no vectors of one that stores two types.
 template <typename T, typename R>
 [[gnu::noinline]] void narrow_row(const T* __restrict x, R* __restrict y, size_t d) {
 #pragma omp simd

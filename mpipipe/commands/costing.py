@@ -62,8 +62,10 @@ class Costing:
 
     def _blocks_on(self, n_ranks: int, batch: int) -> tuple[int, tuple[int, ...], str]:
         """Blocks of additions, the numbers of micro-batches to choose from, and why so many blocks."""
-        p, there = self._pipeline, n_ranks + self._spares
-        blocks, why = blocks_of(p.blocks, p.micro_batches, batch, there, self.max_ranks, None, p.reduce)
+        p, spares = self._pipeline, self._spares
+        blocks, why = blocks_of(
+            p.blocks, p.micro_batches, batch, n_ranks + spares, self.max_ranks, None, p.reduce, spares=spares
+        )
         return blocks, counts_of(batch, blocks) if p.micro_batches == "auto" else (p.micro_batches,), why
 
     def asked_on(self, n_ranks: int) -> Asked:

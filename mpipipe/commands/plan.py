@@ -138,7 +138,8 @@ def _plan(a: argparse.Namespace) -> None:
         if config.run.recover == "mpi":
             plan, said_of_them = with_mirrors(plan, costs, config.run.mirror_every)
             mirrors = [said_of_them]
-        timeline = predict(costs, plan.layout, joint.program, plan.prediction.lower_bound_s)[1]
+        finest = plan.numerics.micro_batch == 1
+        timeline = predict(costs, plan.layout, joint.program, plan.prediction.lower_bound_s, finest)[1]
         rows = stage_rows(plan, costs, timeline, variants.parameters_by_stage(plan.layout.cuts))
         sizes = sorted(costing.at) if len(costing.counts) > 1 else ()
         others = alternatives(

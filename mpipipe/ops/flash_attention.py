@@ -229,7 +229,7 @@ def _operator_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _check_backward(d_o, q, k, v, key_lengths, key_mask, o, lse)
     _check_served(q)
-    if key_lengths is not None:
+    if key_lengths is not None:  # of a GPU that waits for it, as nobody knows who calls
         _check_lengths(key_lengths, k.shape[2])
     return _backward(d_o, q, k, v, key_lengths, key_mask, _rows(o), lse.contiguous(), causal, scale)
 

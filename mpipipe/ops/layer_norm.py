@@ -239,12 +239,16 @@ def _operator_fake(
     return *_or_empty(x, y, None if residual is None else torch.empty_like(y)), stats
 
 
+def _check_stats(stats: Tensor, s: Tensor, centred: bool) -> None:
+    rows = s.numel() // s.shape[-1] if s.shape[-1] else 0
+    check("stats", stats, (1 + centred, rows), s.new_empty(0, dtype=torch.float32))
+
+
 def _operator_backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor, centred: bool,
     wants_weight: bool, wants_bias: bool, narrow: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    rows = row_sizes(s)[0]
-    check("stats", stats, (1 + centred, rows), s.new_empty(0, dtype=torch.float32))
+    _check_stats(stats, s, centred)
     given = dy.contiguous(), contiguous(ds), s.contiguous(), contiguous(weight), stats.contiguous()
     return _or_empty(s, *_backward(*given, centred, wants_weight, wants_bias, narrow))
 
@@ -253,6 +257,7 @@ def _operator_backward_fake(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor, centred: bool,
     wants_weight: bool, wants_bias: bool, narrow: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_stats(stats, s, centred)
     dx = torch.empty_like(s, memory_format=torch.contiguous_format)
     dresidual = torch.empty_like(dx, dtype=torch.bfloat16) if narrow else s.new_empty(0)
     sizes = (s.shape[-1] if wanted else 0 for wanted in (wants_weight, wants_bias))

@@ -17,7 +17,7 @@ import numpy as np
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import Copies, legal_copies, replicas_text, shape_of
 from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
-from mpipipe.planner.more_copies import MORE_BLOCKS, more_copies
+from mpipipe.planner.more_copies import more_copies
 from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.prediction import expect_with, too_full
@@ -198,7 +198,7 @@ class _Asked:
         """Where more blocks would allow them, and they would be faster."""
         if found := more_copies(self.plan, self.costs, self.recompute):
             other = f"{found.schedule}, " if found.schedule != self.plan.layout.schedule else ""
-            why = f"with {MORE_BLOCKS}; {other}"
+            why = f"with {found.how}; {other}"
             name, batch = replicas_text(found.copies), self.plan.numerics.batch
             yield self._judged(name, found.prediction, batch, lambda p: why + self._bubbles(p))
 

@@ -205,7 +205,7 @@ class _Finder:
             elif self.late():
                 self._note(count, schedule, copies, None, least_s, "not looked at, the time was used")
             else:
-                self._simulate(costs, self.asked.of(count), schedule, copies)
+                self._simulate(costs, self.asked.of(count), schedule, copies, least_s)
 
     def _bounds_s(self, count: int, costs: Costs, copies: Copies) -> tuple[float, float]:
         """With whole backwards and one stage on each rank, and with any schedule."""
@@ -220,9 +220,12 @@ class _Finder:
             return whole_s, work_bound_s(of_copy, share, n_ranks, norm_s)
         return bound_s, bound_s
 
-    def _simulate(self, costs: Costs, numerics: Numerics, schedule: str, copies: Copies) -> None:
+    def _simulate(
+        self, costs: Costs, numerics: Numerics, schedule: str, copies: Copies, least_s: float
+    ) -> None:
         asked, count = self.asked, numerics.micro_batches
         made: Made | None = None
+        brief, failed = False, ""
         if why := self._why_not(schedule, numerics, copies):
             self._note(count, schedule, copies, None, None, why)
             return
@@ -238,13 +241,16 @@ class _Finder:
             )  # fmt: skip
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
+            failed = str(error)
         exact = False
         if copies == 1:
             every = EveryCut(costs, numerics, schedule, asked.receive_window, asked.n_ranks, asked.recompute)
             made, exact = every.best(made, self.late)
         self.exact = self.exact and exact
         if made is None:
-            self._note(count, schedule, copies, None, None, str(self.errors[count]))
+            # of one cut that was tried, others may fit
+            bound_s, why = (least_s, f"{SKIPPED}{schedule}") if brief else (None, failed)
+            self._note(count, schedule, copies, None, bound_s, why)
         else:
             self._note(count, schedule, copies, made, made[0].prediction.lower_bound_s, "")
         self.best_s = min(self.best_s, step_s(made))

@@ -17,14 +17,17 @@ from mpipipe.planner.schedules import BY_HAND, PLAIN
 from mpipipe.planner.search import make_plan
 from mpipipe.values import Costs, Plan, Prediction
 
-MORE_BLOCKS = "pipeline.blocks=auto, chosen before step 0"
-
 
 @dataclass(frozen=True)
 class MoreCopies:
     copies: int
+    blocks: int
     schedule: str
     prediction: Prediction
+
+    @property
+    def how(self) -> str:
+        return f"pipeline.blocks={self.blocks}, chosen before step 0"
 
 
 def more_copies(plan: Plan, costs: Costs, recompute: Wish) -> MoreCopies | None:
@@ -46,7 +49,7 @@ def more_copies(plan: Plan, costs: Costs, recompute: Wish) -> MoreCopies | None:
             how = schedule, layout.receive_window, n_ranks, copies, recompute
             with suppress(PlanError, DeadlockError):
                 made = make_plan(held, other, *how, quick=True)[0].prediction
-                found.append(MoreCopies(copies, schedule, made))
+                found.append(MoreCopies(copies, blocks, schedule, made))
     least_s = min((each.prediction.step_s for each in found), default=plan.prediction.step_s)
     if least_s * LIKE >= plan.prediction.step_s:
         return None

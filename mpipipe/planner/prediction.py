@@ -27,7 +27,6 @@ from mpipipe.planner.sizes import size_text
 from mpipipe.planner.stages import Cuts, stage_ties
 from mpipipe.values import Cluster, Costs, Int64, Layout, Op, Plan, Prediction, Program, Timeline, makespan_s
 
-_SMALLER = ("use smaller micro-batches",)
 _THOUGH = {  # by the wish for recomputation
     "auto": " even with full recomputation (none and selective were tried, too)",
     "full": " even with full recomputation",
@@ -42,7 +41,7 @@ def predict(
     every cut. Raises PlanError if a rank's memory is too small for it. finest: a micro-batch is one sample,
     so that smaller ones are no way out."""
     prediction, timeline = expect(costs, layout, program, bound_s)
-    ways_out = ["let the planner choose the cuts", *_SMALLER[finest:], "use more ranks"]
+    ways_out = ["let the planner choose the cuts", *_smaller(finest), "use more ranks"]
     _check_memory(timeline, costs.cluster, lambda rank: ways_out)
     return prediction, timeline
 
@@ -53,12 +52,12 @@ def predict_with(
 ) -> tuple[Layout, Prediction]:  # fmt: skip
     """As `expect_with`; raises PlanError if a rank's memory is too small for it. finest: as of `predict`."""
     layout, prediction, timeline = expect_with(wish, costs, layout, program, bound_s)
-    cuts, own_order = cut_indices(layout, costs.names), layout.schedule if is_of_file(layout.schedule) else ""
+    own_order = layout.schedule if is_of_file(layout.schedule) else ""
 
     def ways_out(rank: int) -> list[str]:
         """What would do, or may: more stages only where one of this rank can be cut, and not for an order
         that is of its own number of ranks."""
-        sizes = np.diff([0, *cuts, len(costs.groups)])
+        sizes = np.diff([0, *cut_indices(layout, costs.names), len(costs.groups)])
         whole = all(sizes[stage] == 1 for stage, on in enumerate(layout.ranks) if rank in on)
         enough = layout.n_stages + layout.n_stages // layout.ranks_per_copy <= len(costs.groups)
         more: list[str] = []
@@ -66,7 +65,7 @@ def predict_with(
             more = ["use more ranks"] + ["fewer replicas"] * (layout.n_copies > 1)
             more = more if layout.is_even else ["give pipeline.replicas more stages"]
         with_less = [] if wish in ("auto", "full") else ["set pipeline.recompute=auto"]
-        return [*with_less, *_SMALLER[finest:], *more, "give more memory"]
+        return [*with_less, *_smaller(finest), *more, "give more memory"]
 
     _check_memory(timeline, costs.cluster, ways_out, own_order, _THOUGH.get(wish, ""))
     return layout, prediction
@@ -155,6 +154,10 @@ def norm_seconds(cluster: Cluster, n_ranks: int) -> float:
     spanned = cluster.in_order(range(n_ranks)).spanned
     latencies = [link.latency_s for level, link in cluster.links.items() if level in spanned]
     return math.ceil(math.log2(n_ranks)) * max(latencies, default=0.0)
+
+
+def _smaller(finest: bool) -> list[str]:
+    return [] if finest else ["use smaller micro-batches"]
 
 
 def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:

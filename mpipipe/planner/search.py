@@ -53,7 +53,7 @@ def make_plan(
     recompute: "auto" = that of least time, for each cut that is looked at; they begin with those that fit
     without, where there are any. quick: they end there, and where nothing fits nobody asks what is
     missing. by_hand: a plan with the order of `BY_HAND`, where there is one already. brief: an order that
-    follows from costs is made for its cuts and ranks alone, or else for the first ones."""
+    follows from costs is made for the cuts and ranks of `by_hand` alone; without it, for the first cuts."""
     check_copies(n_copies, n_ranks, numerics)
     making = _Making(costs, numerics, schedule, receive_window, recompute, by_hand, brief)
     if isinstance(n_copies, int):

@@ -13,7 +13,7 @@ from functools import partial
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import loaded, replicas_text, shape_of, stages_in
-from mpipipe.planner.more_copies import MORE_BLOCKS, more_copies
+from mpipipe.planner.more_copies import more_copies
 from mpipipe.planner.prediction import norm_seconds
 from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.recompute import wish_of
@@ -51,11 +51,12 @@ class WhatIf(Value):
 def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     """The changes that help, the most helpful first. Raises PlanError if the plan holds no costs, or has a
     schedule that is not known here."""
-    if plan.costs is None:
+    if (costs := plan.costs) is None:
         raise PlanError("the plan holds no costs; make it anew with this version of mpipipe")
-    now_s = plan_of(plan.costs, plan.numerics, plan.layout).prediction.step_s
+    plan = plan_of(costs, plan.numerics, plan.layout)
+    now_s = plan.prediction.step_s
     found = []
-    for change, how, step in _changes(plan, plan.costs):
+    for change, how, step in _changes(plan, costs):
         try:
             step_s = step()
         except (PlanError, DeadlockError):  # it does not fit: into memory, or into the groups there are
@@ -96,7 +97,7 @@ def _changes(plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Callable[[], 
         made = found.prediction.step_s
         yield (
             f"{replicas_text(found.copies)}{other} instead of {replicas_text(copies)}",
-            f"of a new run, with {MORE_BLOCKS}",
+            f"of a new run, with {found.how}",
             lambda: made,
         )
     if n > 1:

@@ -6,6 +6,7 @@ runs/latest -> 20261121-004717-gpt
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from contextlib import suppress
@@ -45,7 +46,9 @@ def forget(folder: Path, error: BaseException | str = "") -> None:
     """Removes the folder of a start that has failed, one that `create` has named. It stays where there is
     more in it than any start leaves before it plans, and where the error names it: a user may look there.
     What cannot be removed stays with the configuration, by which a folder is known as that of a run."""
-    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
+    found = [  # by a walk, which does not mind that another rank removes its files meanwhile
+        (Path(at) / name).relative_to(folder).as_posix() for at, _, names in os.walk(folder) for name in names
+    ]
     if str(folder) not in str(error) and all(any(fnmatchcase(f, p) for p in _OF_ANY_START) for f in found):
         with suppress(OSError):
             for path in folder.iterdir():

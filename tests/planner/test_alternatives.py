@@ -107,7 +107,7 @@ def test_replicas_that_one_block_forbids_are_a_row_where_they_would_be_faster() 
     row = found(uniform(8, 2), 2, 4)["2 replicas"]
     assert row.step_s == 8 * 3.0 * 2
     assert row.loss == pytest.approx(48 / 60 - 1)
-    assert row.why == ("with pipeline.blocks=auto, chosen before step 0; bubble 0.0%, now 20.0%")
+    assert row.why == "with pipeline.blocks=2, chosen before step 0; bubble 0.0%, now 20.0%"
     assert not any("replicas" in name for name in found(uniform(8, 2), 2, 3)), (
         "3 micro-batches have one block"
     )

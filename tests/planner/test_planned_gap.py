@@ -18,13 +18,13 @@ from mpipipe.planner.schedules.orders import by_rank
 from mpipipe.values import Action, Op, Schedule, StageCost
 
 ONE_EACH = {(2, 3): 0.0, (3, 2): 0.0}  # gap that was seen, by ranks and micro-batches
-GAPS = {  # the worst and the mean one of zb-planned, by ranks and micro-batches, and with two stages per rank
-    ("zb-planned", (0, 1), 4): (0.0, 0.0),
-    ("zb-planned", (0, 1, 2), 3): (0.1127, 0.0045),
-    ("v-planned", (0, 1, 1, 0), 1): (0.0, 0.0),
-    ("v-planned", (0, 1, 1, 0), 2): (0.1270, 0.0113),
-    ("interleaved-planned", (0, 1, 0, 1), 1): (0.0652, 0.0026),
-    ("interleaved-planned", (0, 1, 0, 1), 2): (0.0676, 0.0097),
+GAPS = {  # the worst, the mean, and how many of 40 have none: by the rank of each stage, and micro-batches
+    ("zb-planned", (0, 1), 4): (0.0, 0.0, 40),
+    ("zb-planned", (0, 1, 2), 3): (0.1127, 0.0045, 37),
+    ("v-planned", (0, 1, 1, 0), 1): (0.0, 0.0, 40),
+    ("v-planned", (0, 1, 1, 0), 2): (0.1270, 0.0113, 31),
+    ("interleaved-planned", (0, 1, 0, 1), 1): (0.0652, 0.0026, 38),
+    ("interleaved-planned", (0, 1, 0, 1), 2): (0.0676, 0.0097, 27),
 }
 
 
@@ -164,4 +164,5 @@ def test_the_gap_to_the_shortest_order_is_as_the_page_says(
         made, work, room = made_of(seed, on, n_micro)
         found.append(seconds(made, work) / shortest_s(on, n_micro, work, room) - 1.0)
     assert min(found) >= -1e-9
-    assert (max(found), sum(found) / len(found)) == pytest.approx(GAPS[name, on, n_micro], abs=1e-3)
+    shortest = sum(gap < 1e-9 for gap in found)
+    assert (max(found), sum(found) / len(found), shortest) == pytest.approx(GAPS[name, on, n_micro], abs=1e-3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import SCHEDULES, check, forward_only, live_micro_batches
-from mpipipe.planner.schedules import PLAIN, build, register, stages_on
+from mpipipe.planner.schedules import PLAIN, PLANNED, build, homes_of, register, stages_on
 from mpipipe.values import Op, Schedule
 
 STAGES, MICROS = st.integers(1, 9), st.integers(1, 12)
@@ -171,6 +171,12 @@ def two_each(n_stages: int, n_micro: int) -> list[str]:
         )
         for rank in range(n_ranks)
     ]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_where_stages_of_a_planned_order_are_does_not_ask_for_the_order(name: str) -> None:
+    for n_ranks in (1, 2, 5):
+        assert homes_of(name, n_ranks) == build(name, stages_on(name, n_ranks), 5, n_ranks).rank_of_stage
 
 
 def test_a_schedule_of_ones_own_has_as_many_stages_per_rank_as_it_says(own) -> None:

@@ -30,7 +30,7 @@ FILLED = ("zb-v", "v-half")  # action by action: of many they take seconds
 PLAIN = ("1f1b", "gpipe")  # with one stage per rank and whole backwards
 _TWO_STAGES = ("interleaved", "zb-v", "v-half", "v-planned", "interleaved-planned")
 _stages_of_text: dict[str, tuple[int, int]] = {}  # of those from a file: stages and ranks
-_own_per_rank: dict[str, int] = {}  # stages, of those of one's own that have several
+_own_per_rank: dict[str, int] = {}  # stages, of those of one's own
 
 
 def check_name(name: str) -> None:
