@@ -7,13 +7,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import config_of, run, steps_of, train
 from benchmarks.results import Run
+from benchmarks.turns import apart
 
 KEPT = ("step_s", "peak_bytes", "predicted_step_s", "predicted_peak_bytes", "bubble", "predicted_bubble")
 
@@ -48,20 +48,13 @@ class Case:
         return figures | {"losses": [s["loss"] for s in steps], "steps_s": [s["step_s"] for s in steps]}
 
     def apart(self, steps: int, keys: Sequence[str] = ()) -> Run:
-        """As many processes of one rank as ours has ranks, that know nothing of each other, at the same time:
-        what a step of theirs takes on the average, divided by their number. A pipeline without any bubble,
-        message or imbalance would take that."""
+        """What ours could do at most: as many processes as it has ranks, that know nothing of each other."""
         one = replace(self, ranks=1)
-        with ThreadPoolExecutor(self.ranks) as pool:
-            runs = [run.result() for run in [pool.submit(one.ours, steps, keys) for _ in range(self.ranks)]]
-        each = zip(*(run["steps_s"] for run in runs), strict=True)
-        steps_s = [statistics.mean(step) / self.ranks for step in each]
-        return {
-            "step_s": statistics.median(steps_s),
-            "steps_s": steps_s,
-            "peak_bytes": [max(run["peak_bytes"]) for run in runs],
-            "losses": runs[0]["losses"],
-        }
+        runs = apart(self.ranks, lambda: one.ours(steps, keys))
+        steps_s = runs[0]["steps_s"]
+        peaks = [max(run["peak_bytes"]) for run in runs]
+        found = {"step_s": statistics.median(steps_s), "steps_s": steps_s, "peak_bytes": peaks}
+        return found | {"losses": runs[0]["losses"]}
 
     def peer(self, side: str, choice: str, steps: int) -> Run:
         """With a setting of its own; of a run that fails, the reason."""

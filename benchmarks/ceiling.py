@@ -24,27 +24,18 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.bars import at_least, at_most
 from benchmarks.common import machine, say, seconds_text
 from benchmarks.joint import one_run
-from benchmarks.turns import Side, take_turns
+from benchmarks.turns import Side, apart, take_turns
 from mpipipe.planner.sizes import counted
 
 SCHEDULES = "v-planned,zb-planned,interleaved-planned,1f1b,gpipe,interleaved,zb-h1,zb-h2,zb-v,v-half"
 NEAR, FOUR_TO_TWO = 0.97, 1.10  # of the ceiling, and of what is simulated; of the step on two ranks
 AT_ONCE = 5  # sides that live beside the processes of the ceiling
 OF_CEILING = "v-planned", "no_clip"  # what is to be near it: a schedule, and it without clipping
-
-
-def alone(model: str, ranks: int, steps: int, gate: str, *settings: str) -> dict[str, list[float]]:
-    """Processes that run beside each other: the mean of each step."""
-    with ThreadPoolExecutor(ranks) as pool:
-        runs = [pool.submit(one_run, model, 1, steps, *settings, gate=gate) for _ in range(ranks)]
-        each = zip(*(run.result()[0]["steps_s"] for run in runs), strict=True)
-        return {"steps_s": [statistics.mean(step) for step in each]}
 
 
 def line(model: str, a: argparse.Namespace) -> dict[str, Any]:
@@ -75,10 +66,13 @@ def by_turns(
     def side(ranks: int, settings: Sequence[str]) -> Side[dict[str, Any]]:
         return Side(ranks, lambda gate: one_run(model, ranks, a.steps, same, *settings, gate=gate)[0])
 
-    every = [Side[dict[str, Any]](a.ranks, lambda gate: alone(model, a.ranks, a.steps, gate, same))]
+    def ceiling(gate: str) -> dict[str, Any]:
+        return apart(a.ranks, lambda: one_run(model, 1, a.steps, same, gate=gate)[0])[0]
+
+    every = [Side(a.ranks, ceiling)]
     every += [side(ranks, settings) for ranks, settings in sides.values()]
     beside, *runs = take_turns(every, a.steps)
-    ceiling_s = [step_s / a.ranks for step_s in beside["steps_s"][1:]]
+    ceiling_s = beside["steps_s"][1:]
     for name, run in zip(("alone", *sides), (beside, *runs), strict=True):
         say(f"{model} {name}: {seconds_text(run['steps_s'][1:])} s a step")
     return {name: _against(ceiling_s, run) for name, run in zip(sides, runs, strict=True)}, ceiling_s

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,16 @@ def take_turns(sides: Sequence[Side[T]], steps: int) -> list[T]:
             for turn in turns[:: -1 if step % 2 else 1]:
                 turn.take()
         return [turn.future.result() for turn in turns]
+
+
+def apart(ranks: int, run: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """So many runs of one rank, that know nothing of each other, at the same time. In steps_s of the first is
+    then what a step of all takes on the average, divided by their number: what a pipeline without any bubble,
+    message or imbalance would take."""
+    with ThreadPoolExecutor(ranks) as pool:
+        runs = [future.result() for future in [pool.submit(run) for _ in range(ranks)]]
+    each = zip(*(found["steps_s"] for found in runs), strict=True)
+    return [runs[0] | {"steps_s": [statistics.mean(step) / ranks for step in each]}, *runs[1:]]
 
 
 class _Turns(Generic[T]):

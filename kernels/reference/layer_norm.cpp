@@ -89,17 +89,9 @@ void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, co
     backward<T, R>(dy, ds, s, weight, nullptr, rstd, dx, dresidual, dweight, nullptr, rows, d);
 }
 
-template decltype(layer_norm<float, float>) layer_norm<float, float>;
-template decltype(layer_norm<bf16, bf16>) layer_norm<bf16, bf16>;
-template decltype(layer_norm<float, bf16>) layer_norm<float, bf16>;
-template decltype(layer_norm_backward<float, float>) layer_norm_backward<float, float>;
-template decltype(layer_norm_backward<bf16, bf16>) layer_norm_backward<bf16, bf16>;
-template decltype(layer_norm_backward<float, bf16>) layer_norm_backward<float, bf16>;
-template decltype(rms_norm<float, float>) rms_norm<float, float>;
-template decltype(rms_norm<bf16, bf16>) rms_norm<bf16, bf16>;
-template decltype(rms_norm<float, bf16>) rms_norm<float, bf16>;
-template decltype(rms_norm_backward<float, float>) rms_norm_backward<float, float>;
-template decltype(rms_norm_backward<bf16, bf16>) rms_norm_backward<bf16, bf16>;
-template decltype(rms_norm_backward<float, bf16>) rms_norm_backward<float, bf16>;
+MPIPIPE_INSTANTIATE_NORM(layer_norm)
+MPIPIPE_INSTANTIATE_NORM(layer_norm_backward)
+MPIPIPE_INSTANTIATE_NORM(rms_norm)
+MPIPIPE_INSTANTIATE_NORM(rms_norm_backward)
 
 }  // namespace mpipipe::reference

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from mpipipe.ops.library import define, differentiate, traced, wants_gradient
 from mpipipe.ops.native import Table, by_device
-from mpipipe.ops.pointers import address, check, contiguous, pointer, refuse_dtypes, row_sizes
+from mpipipe.ops.pointers import address, check, contiguous, pointer, refuse_dtypes, row_sizes, rows_of
 
 Tensor = torch.Tensor
 
@@ -234,14 +234,12 @@ def _operator_fake(
         if t is not None:
             check(name, t, shape, like if t is residual else x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    stats = x.new_empty((1 + centred, rows), dtype=torch.float32)
+    stats = x.new_empty((1 + centred, rows_of(x)), dtype=torch.float32)
     return *_or_empty(x, y, None if residual is None else torch.empty_like(y)), stats
 
 
 def _check_stats(stats: Tensor, s: Tensor, centred: bool) -> None:
-    rows = s.numel() // s.shape[-1] if s.shape[-1] else 0
-    check("stats", stats, (1 + centred, rows), s.new_empty(0, dtype=torch.float32))
+    check("stats", stats, (1 + centred, rows_of(s)), s.new_empty(0, dtype=torch.float32))
 
 
 def _operator_backward(

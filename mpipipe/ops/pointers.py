@@ -19,10 +19,15 @@ def address(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def rows_of(x: torch.Tensor) -> int:
+    """Of x (..., d); 0 where d is."""
+    d = x.shape[-1]
+    return x.numel() // d if d else 0
+
+
 def row_sizes(x: torch.Tensor) -> tuple[int, ...]:
     """Rows and d of x (..., d), and who computes."""
-    d = x.shape[-1]
-    return x.numel() // d if d else 0, d, *workers(x)
+    return rows_of(x), x.shape[-1], *workers(x)
 
 
 def check(

@@ -193,11 +193,10 @@ class _Finder:
             if several and isinstance(copies, tuple) and not has_one_stage_each(schedule, len(copies)):
                 continue
             least_s = whole_s if schedule in PLAIN else bound_s
-            if (
-                several
-                and n_ranks * share > most_compared(schedule)
-                and not self._is_brief(schedule, n_ranks, share)
-            ):
+            large = several and n_ranks * share > most_compared(schedule)
+            work = stages_on(schedule, n_ranks) * share
+            brief = large and schedule in PLANNED and work <= self.brief_left
+            if large and not brief:
                 self._note(count, schedule, copies, None, least_s, f"{SKIPPED}{schedule}")
                 self.exact = False
             elif least_s >= self.best_s * ROUNDING:
@@ -205,7 +204,8 @@ class _Finder:
             elif self.late():
                 self._note(count, schedule, copies, None, least_s, "not looked at, the time was used")
             else:
-                self._simulate(costs, self.asked.of(count), schedule, copies, least_s)
+                self.brief_left -= work if brief else 0
+                self._simulate(costs, self.asked.of(count), schedule, copies, least_s, brief)
 
     def _bounds_s(self, count: int, costs: Costs, copies: Copies) -> tuple[float, float]:
         """With whole backwards and one stage on each rank, and with any schedule."""
@@ -221,20 +221,17 @@ class _Finder:
         return bound_s, bound_s
 
     def _simulate(
-        self, costs: Costs, numerics: Numerics, schedule: str, copies: Copies, least_s: float
+        self, costs: Costs, numerics: Numerics, schedule: str, copies: Copies, least_s: float, brief: bool
     ) -> None:
+        """brief: an order that follows from costs, too long to be made for each cut, but not for one."""
         asked, count = self.asked, numerics.micro_batches
         made: Made | None = None
-        brief, failed = False, ""
+        failed = ""
         if why := self._why_not(schedule, numerics, copies):
             self._note(count, schedule, copies, None, None, why)
             return
         try:
             quick = schedule != asked.schedules[0] and len(costs.groups) * asked.n_ranks > MOST_SWEPT
-            n_ranks, share = ranks_in_each(copies, asked.n_ranks), largest_share(count, copies)
-            brief = len(asked.schedules) > 1 and self._is_brief(schedule, n_ranks, share)
-            if brief:
-                self.brief_left -= stages_on(schedule, n_ranks) * share
             made = make_plan(
                 costs, numerics, schedule, asked.receive_window, asked.n_ranks, copies, asked.recompute,
                 quick, self._by_hand(schedule, count, copies), brief,
@@ -254,11 +251,6 @@ class _Finder:
         else:
             self._note(count, schedule, copies, made, made[0].prediction.lower_bound_s, "")
         self.best_s = min(self.best_s, step_s(made))
-
-    def _is_brief(self, schedule: str, n_ranks: int, share: int) -> bool:
-        """An order that follows from costs, too long to be made for each cut, but not for one of them."""
-        work = stages_on(schedule, n_ranks) * share
-        return schedule in PLANNED and n_ranks * share > MOST_PLANNED and work <= self.brief_left
 
     def _by_hand(self, schedule: str, count: int, copies: Copies) -> Plan | None:
         """What was made of the order by hand that is never shorter than this one."""

@@ -52,8 +52,8 @@ def make_plan(
     receive_window: at least; more where a schedule needs it. n_copies: of the pipeline, or of each stage.
     recompute: "auto" = that of least time, for each cut that is looked at; they begin with those that fit
     without, where there are any. quick: they end there, and where nothing fits nobody asks what is
-    missing. by_hand: a plan with the order of `BY_HAND`, where there is one already. brief: an order that
-    follows from costs is made for the cuts and ranks of `by_hand` alone; without it, for the first cuts."""
+    missing. by_hand: a plan with the order of `BY_HAND`, where there is one already. brief, of an order that
+    follows from costs: made for the cuts and ranks of `by_hand` alone; without it, for the first cuts."""
     check_copies(n_copies, n_ranks, numerics)
     making = _Making(costs, numerics, schedule, receive_window, recompute, by_hand, brief)
     if isinstance(n_copies, int):
@@ -91,7 +91,7 @@ class _Making:
             homes = homes_of(schedule, n_each)
         else:
             homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
-        if self.brief and schedule in PLANNED and self.by_hand is not None:
+        if self.brief and self.by_hand is not None:
             layout = self.by_hand.layout
             return self._on(layout.ranks, [cut_indices(layout, costs.names)])
         one_each = schedule if n_stages == n_each else PLAIN[0]
@@ -108,7 +108,7 @@ class _Making:
                     not quick, numerics.micro_batch == 1,
                 )  # fmt: skip
                 ranks = tuple(zip(*copies, strict=True))
-                if self.brief and schedule in PLANNED:
+                if self.brief:
                     return self._on(ranks, cuts[:1])
                 if schedule in PLANNED:
                     cuts += self._by_hand(ranks, cuts)

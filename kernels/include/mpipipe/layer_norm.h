@@ -81,3 +81,9 @@ void rms_norm_backward(const T* dy, const T* ds, const T* s, const T* weight, co
 
 }  // namespace cuda
 }  // namespace mpipipe
+
+// The pairs of T and R that there are, at the end of each file that defines these templates.
+#define MPIPIPE_INSTANTIATE_NORM(KERNEL) \
+    template decltype(KERNEL<float, float>) KERNEL<float, float>; \
+    template decltype(KERNEL<bf16, bf16>) KERNEL<bf16, bf16>; \
+    template decltype(KERNEL<float, bf16>) KERNEL<float, bf16>;
