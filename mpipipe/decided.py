@@ -59,7 +59,7 @@ class Before:
     def check_numerics(self, numerics: Numerics) -> None:
         """Raises ConfigError where the checkpoint has others."""
         if self.saved is not None and not self.new_numerics:
-            check_numerics(self.saved.numerics, numerics)
+            check_numerics(self.saved.numerics, numerics, self.saved.version)
 
     def check_ranks(self, n_ranks: int) -> None:
         """Raises PlanError where the plan is for others."""
@@ -68,11 +68,18 @@ class Before:
 
     def check_graph(self, graph: Graph, numerics: Numerics, n_ranks: int) -> list[str]:
         """Notes for people. Raises CheckpointError or PlanError where one is of another model or run."""
+        notes = []
         if self.folder is not None and self.saved is not None and not self.new_numerics:
             check_graph(self.folder, self.saved.graph, graph.hash)
-        if self.plan is None:
-            return []
-        return check_given(self.plan, numerics, n_ranks, graph.groups, self.plan_name)
+            if numerics.kernels and not self.saved.numerics.kernels:
+                notes.append(
+                    "the checkpoint is older than the record of which bits kernels give (now "
+                    f"{numerics.kernels!r}); where those of the mpipipe that wrote it, {self.saved.version}, "
+                    "added in another order, the bits of this run are others from here on"
+                )
+        if self.plan is not None:
+            notes += check_given(self.plan, numerics, n_ranks, graph.groups, self.plan_name)
+        return notes
 
 
 @dataclass(frozen=True)

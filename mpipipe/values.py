@@ -421,6 +421,7 @@ class Numerics(Value):
     instruction_set: str
     seed: int
     reduce: Literal["exact", "fast"] = "exact"  # of replicas' sums; fast: their bits depend on the layout
+    kernels: str = ""  # of bits = fast: which bits ours give; "" = none compute, or an older mpipipe wrote it
 
     @property
     def fill(self) -> float:

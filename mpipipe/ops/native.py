@@ -30,7 +30,13 @@ class Table(dict[tuple[str, Key], Functions]):
         )
 
 
-KERNELS_VERSION = "9"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
+# Of the functions that mpipipe/ops calls, and kernels/bind.h holds the same: raised with each change of them,
+# and with KERNELS_BITS, so that modules that were built before are not used.
+KERNELS_VERSION = "9"
+# Of what they compute: raised where the same model gets other bits with bits = fast, as a kernel adds in
+# another order, or an operator calls others. A run keeps it (`Numerics.kernels`), and is not resumed with
+# another one. Other arguments, or more speed with the same bits, leave it: no resume is refused for nothing.
+KERNELS_BITS = "1"
 CUDA = "_kernels_cuda"
 kernels = load(
     f"_kernels_{instruction_set()}",

@@ -11,7 +11,7 @@ from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.values import Layout, Numerics, Plan
 
-_OF_THE_MACHINE = ("torch", "instruction_set")  # where it was planned; this run has its own
+_OF_THE_MACHINE = ("torch", "instruction_set", "kernels")  # where it was planned; this run has its own
 
 
 def check_ranks(layout: Layout, n_ranks: int, where: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from mpipipe import native
 from mpipipe.errors import ConfigError
 from mpipipe.ops import device
-from mpipipe.ops.native import MODULES
+from mpipipe.ops.native import KERNELS_BITS, MODULES
 from mpipipe.values import Numerics
 
 FP32_ERROR = 1e-5  # relative, allowed of a matrix product; bf16 operands give 1e-3 to 1e-2
@@ -67,7 +67,7 @@ def numerics_of(
     op_table: Mapping[str, str] | None = None, **settings: Any,
 ) -> Numerics:  # fmt: skip
     """What decides bits, of a run in this process. settings: the fields of `Numerics` that users set."""
-    own = f", kernels {kernel_set()}" if bits == "fast" else ""
+    ours = kernel_set() if bits == "fast" else ""
     return Numerics(
         batch=batch,
         micro_batch=-(-batch // micro_batches),
@@ -75,7 +75,9 @@ def numerics_of(
         bits=bits,
         op_table=dict(op_table or {}),
         torch=torch.__version__,
-        instruction_set=f"{instruction_set()}{own}",
+        instruction_set=f"{instruction_set()}{f', kernels {ours}' if ours else ''}",
+        # whatever the table leaves to torch: norms and AdamW are not in it
+        kernels=KERNELS_BITS if ours not in ("", "none") else "",
         **settings,
     )
 

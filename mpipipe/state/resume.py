@@ -300,13 +300,16 @@ def check_graph(folder: Path, saved: str, now: str) -> None:
         )
 
 
-def check_numerics(saved: Numerics, now: Numerics) -> None:
-    """Raises ConfigError with every field that differs: the run would go on with other bits."""
-    fields = [f.name for f in dataclasses.fields(Numerics)]
+def check_numerics(saved: Numerics, now: Numerics, version: str = "") -> None:
+    """Raises ConfigError with every field that differs: the run would go on with other bits. version: of the
+    mpipipe that wrote the checkpoint. Of kernels that it does not name nothing is known to differ."""
+    fields = [f.name for f in dataclasses.fields(Numerics) if f.name != "kernels" or saved.kernels]
     pairs = [(name, getattr(saved, name), getattr(now, name)) for name in fields]
     lines = "\n".join(f"  {name}: {a!r} in the checkpoint, {b!r} now" for name, a, b in pairs if a != b)
     if lines:
+        differ = saved.kernels and now.kernels and saved.kernels != now.kernels
+        by = f" (kernels: with the mpipipe that wrote the checkpoint, {version})" if differ else ""
         raise ConfigError(
             f"--resume: what decides the bits of this run has changed\n{lines}\n"
-            "  set it back, or start a new numerical history from this checkpoint with --new-numerics"
+            f"  set it back{by}, or start a new numerical history from this checkpoint with --new-numerics"
         )

@@ -29,6 +29,9 @@ def test_one_that_fits_is_taken_and_another_machine_is_a_note():
         "planned with torch '2.13', this run has '2.14'",
         "planned with instruction_set 'AVX512', this run has 'AVX2'",
     ]
+    fast = dataclasses.replace(NOW, kernels="2")
+    made = dataclasses.replace(plan(), numerics=dataclasses.replace(NOW, kernels="1"))
+    assert check_given(made, fast, 2, NAMES) == ["planned with kernels '1', this run has '2'"]
 
 
 @pytest.mark.parametrize(

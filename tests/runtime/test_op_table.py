@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from mpipipe.commands.machines import Here
 from mpipipe.config import parse
 from mpipipe.errors import ConfigError
 from mpipipe.graph.contest import Contest
+from mpipipe.ops.native import KERNELS_BITS, kernels
 from mpipipe.runtime import op_table
 from mpipipe.runtime.op_table import Decision, gains, in_words, winner
 from mpipipe.runtime.setting import kernel_set
+from mpipipe.state.resume import read_state, to_text
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 FORMS = {"flash_attention", "layer_norm", "bias_gelu", "linear_cross_entropy"}
@@ -156,3 +159,30 @@ def test_a_run_of_the_bits_of_torch_becomes_a_fast_one_only_on_purpose(tmp_path:
     (pipe,) = run_local(1, lambda comm: pipeline(comm, resume=tmp_path / "c", new_numerics=True))
     assert pipe.numerics.bits == "fast"
     assert pipe.numerics.op_table
+
+
+@pytest.mark.skipif(kernels is None, reason="no compiled kernels")
+def test_a_run_keeps_which_bits_its_kernels_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def resumed(bits: str, **how: object) -> str:
+        def start(comm: Communicator) -> Pipeline:
+            return pipeline(comm, bits=bits, resume=tmp_path / bits, say=said.append, **how)
+
+        return run_local(1, start)[0].numerics.kernels
+
+    monkeypatch.setattr(Contest, "times", lambda _: {})
+    for bits in ("torch", "fast"):
+        run_local(1, lambda comm, b=bits: pipeline(comm, bits=b).save(tmp_path / b))
+    assert (resumed("torch"), resumed("fast")) == ("", KERNELS_BITS)
+    monkeypatch.setattr("mpipipe.runtime.setting.KERNELS_BITS", "newer")
+    assert resumed("torch") == ""
+    with pytest.raises(ConfigError, match=f"kernels: '{KERNELS_BITS}' in the checkpoint, 'newer' now"):
+        resumed("fast")
+    assert resumed("fast", new_numerics=True) == "newer"
+    assert not any("older than the record" in line for line in said)
+    known = read_state(tmp_path / "fast")
+    older = replace(known, numerics=replace(known.numerics, kernels=""))
+    (tmp_path / "fast" / "run.json").write_text(to_text(older))
+    assert resumed("fast") == "newer"
+    assert any("note: the checkpoint is older than the record" in line for line in said)

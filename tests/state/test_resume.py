@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -52,6 +53,7 @@ from mpipipe.state.resume import (
 )
 from mpipipe.state.verify import check_read
 from mpipipe.train import otherwise
+from mpipipe.values import Numerics, from_json, to_json
 
 HERE = (Path(__file__).parent, *Path(__file__).parents[1:3])  # where a subprocess finds this file and mpipipe
 
@@ -475,6 +477,24 @@ def test_other_numerics_are_refused_with_every_difference() -> None:
     assert "  precision: 'fp32' in the checkpoint, 'bf16' now\n" in str(caught.value)
     assert "--new-numerics" in str(caught.value)
     assert str(caught.value).count(" in the checkpoint, ") == 2
+
+
+def test_other_bits_of_kernels_are_refused_and_unknown_ones_are_not() -> None:
+    saved = replace(NUMERICS, bits="fast", kernels="1")
+    check_numerics(saved, replace(saved))
+    with pytest.raises(ConfigError) as caught:
+        check_numerics(saved, replace(saved, kernels="2"), "0.1.7")
+    assert "  kernels: '1' in the checkpoint, '2' now\n" in str(caught.value)
+    assert "with the mpipipe that wrote the checkpoint, 0.1.7), or start" in str(caught.value)
+    assert "--new-numerics" in str(caught.value)
+    fields = json.loads(to_json(saved))
+    del fields["kernels"]  # as those from before it was there
+    older = from_json(Numerics, json.dumps(fields))
+    assert older == replace(saved, kernels="")
+    check_numerics(older, saved)
+    with pytest.raises(ConfigError, match="bits: 'fast' in the checkpoint, 'torch' now") as caught:
+        check_numerics(older, NUMERICS)
+    assert "kernels:" not in str(caught.value)
 
 
 def test_what_cannot_be_read_is_set_aside_and_not_lost(tmp_path: Path) -> None:
