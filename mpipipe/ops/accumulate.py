@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mpipipe.ops.library import define, traced, written
 from mpipipe.ops.native import by_device, workers
 
 Tensor = torch.Tensor
@@ -16,7 +17,16 @@ def accumulate(sum: Tensor, x: Tensor, *, zero: bool = False) -> None:
     sum: float32; x: bfloat16 of the same shape, both contiguous and apart. Raises ValueError for
     anything else.
     """
+    if traced(sum):
+        torch.ops.mpipipe.accumulate(sum, x, zero)
+    else:
+        _eager(sum, x, zero)
+
+
+def _eager(sum: Tensor, x: Tensor, zero: bool) -> None:
     _check(sum, x)
+    if overlap(sum, x):
+        raise ValueError("accumulate: x and the sum share memory; give a copy of one of them")
     found = _KERNELS.get((sum.device.type, x.dtype))
     if found is None:
         sum.add_(x)
@@ -27,6 +37,7 @@ def accumulate(sum: Tensor, x: Tensor, *, zero: bool = False) -> None:
 
 
 def _check(sum: Tensor, x: Tensor) -> None:
+    """What can be told of tensors without addresses, too."""
     if sum.dtype != torch.float32 or x.dtype != torch.bfloat16:
         raise ValueError(f"accumulate: {x.dtype} is added to {sum.dtype}; it must be bfloat16 to float32")
     if sum.shape != x.shape or sum.device != x.device:
@@ -36,11 +47,24 @@ def _check(sum: Tensor, x: Tensor) -> None:
         )
     if not (sum.is_contiguous() and x.is_contiguous()):
         raise ValueError(f"accumulate: strides {x.stride()} and {sum.stride()}; both must be contiguous")
-    if overlap(sum, x):
-        raise ValueError("accumulate: x and the sum share memory; give a copy of one of them")
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two contiguous tensors share memory."""
     at, other = a.data_ptr(), b.data_ptr()
     return at < other + b.numel() * b.itemsize and other < at + a.numel() * a.itemsize
+
+
+# -- for torch.export and torch.compile ------------------------------------------------------------------
+
+
+def _operator(sum: Tensor, x: Tensor, zero: bool) -> None:
+    _eager(sum, x, zero)
+    written(sum, x if zero else None)
+
+
+def _operator_fake(sum: Tensor, x: Tensor, zero: bool) -> None:
+    _check(sum, x)
+
+
+define("accumulate(Tensor(a!) sum, Tensor(b!) x, bool zero) -> ()", _operator, _operator_fake)

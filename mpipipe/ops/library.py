@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 _LIBRARY = torch.library.Library("mpipipe", "DEF")
 
@@ -21,7 +22,8 @@ _LIBRARY = torch.library.Library("mpipipe", "DEF")
 def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Registers `function` for CPU and GPU, and `fake`, whose results have no data. Returns the operator.
 
-    schema: `name(Tensor x, float eps) -> Tensor`, of an operator that writes into none of its inputs."""
+    schema: `name(Tensor x, float eps) -> Tensor`; what `function` writes into is a `Tensor(a!)`, and it says
+    so to `written`."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):
@@ -33,6 +35,11 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
 def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
     """The derivative of a defined operator, by torch.library.register_autograd."""
     torch.library.register_autograd(f"mpipipe::{name}", backward, setup_context=setup, lib=_LIBRARY)
+
+
+def written(*tensors: torch.Tensor | None) -> None:
+    """A kernel has written into these: autograd refuses to use what it has kept of them."""
+    increment_version([t for t in tensors if t is not None and not t.is_inference()])
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:

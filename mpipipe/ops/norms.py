@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 
+from mpipipe.ops.library import define, differentiate, traced
 from mpipipe.ops.native import by_device, workers
 
 Tensor = torch.Tensor
@@ -17,25 +20,35 @@ def norms(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
     overflows. By the kernel (float32, bfloat16) a norm depends on its own elements alone: not on its place,
     the threads or the instruction set. Raises ValueError for another layout, or a slice that leaves x.
     """
+    if traced(x):
+        found: Tensor = torch.ops.mpipipe.norms(x.detach(), offsets, counts)  # there is no derivative
+        return found if x.device.type == "meta" else found.cpu()
+    return _eager(x, offsets, counts).cpu()
+
+
+def _eager(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
+    """(P,) float64 on the device of x."""
     _check(x, offsets, counts)
-    found = _KERNELS.get((x.device.type, x.dtype))
-    if found is None:
+    _check_slices(x, offsets, counts)
+    kernels = _KERNELS.get((x.device.type, x.dtype))
+    if kernels is None:
         return _by_torch(x, offsets, counts)
     starts, lengths = offsets.to(x.device), counts.to(x.device)
     out = torch.empty(len(starts), dtype=torch.float64, device=x.device)
-    found[0](
+    kernels[0](
         x.data_ptr(), starts.data_ptr(), lengths.data_ptr(), len(starts), out.data_ptr(), *workers(x)
     )  # fmt: skip
-    return out.cpu()
+    return out
 
 
 def _by_torch(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
     slices = zip(offsets.tolist(), counts.tolist(), strict=True)
     found = [torch.linalg.vector_norm(x[at : at + n], dtype=torch.float64) for at, n in slices]
-    return torch.stack(found).cpu() if found else torch.empty(0, dtype=torch.float64)
+    return torch.stack(found) if found else x.new_empty(0, dtype=torch.float64)
 
 
 def _check(x: Tensor, offsets: Tensor, counts: Tensor) -> None:
+    """What can be told of tensors without data, too."""
     if x.dim() != 1 or not x.is_contiguous() or not x.is_floating_point():
         raise ValueError(
             f"norms: x is {tuple(x.shape)} of {x.dtype}{'' if x.is_contiguous() else ', with strides'}; it "
@@ -49,8 +62,27 @@ def _check(x: Tensor, offsets: Tensor, counts: Tensor) -> None:
             )
         if t.device.type != "cpu":
             raise ValueError(f"norms: {name} is on {t.device}; offsets and counts must be on the cpu")
+
+
+def _check_slices(x: Tensor, offsets: Tensor, counts: Tensor) -> None:
     if len(offsets) and bool(((offsets < 0) | (counts < 0) | (offsets + counts > x.numel())).any()):
         raise ValueError(
             f"norms: offsets from {int(offsets.min())}, ends up to {int((offsets + counts).max())}, counts "
             f"from {int(counts.min())}; every slice must lie in the {x.numel()} elements of x"
         )
+
+
+# -- for torch.export and torch.compile ------------------------------------------------------------------
+
+
+def _operator_fake(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
+    _check(x, offsets, counts)
+    return x.new_empty(offsets.shape, dtype=torch.float64)
+
+
+def _refused(*_: Any) -> NoReturn:
+    raise RuntimeError("norms has no derivative; call it under torch.no_grad()")
+
+
+define("norms(Tensor x, Tensor offsets, Tensor counts) -> Tensor", _eager, _operator_fake)
+differentiate("norms", _refused, lambda *_, **__: None)

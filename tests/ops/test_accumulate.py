@@ -1,5 +1,7 @@
 """bfloat16 added to float32 against torch's own sum: the same bits."""
 
+from functools import partial
+
 import pytest
 import torch
 from compiled import instruction_sets, with_threads
@@ -51,8 +53,18 @@ def test_other_tensors_are_refused():
         (total, total.view(torch.bfloat16).view(-1)[:8].view(4, 2), "share memory"),
     ]
     for a, b, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            accumulate(a, b)
+        for call in (accumulate, partial(torch.ops.mpipipe.accumulate, zero=False)):
+            with pytest.raises(ValueError, match=message):
+                call(a, b)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_registered_operator(zero):
+    total, x = torch.randn(4, 3), torch.randn(4, 3).bfloat16()
+    torch.library.opcheck(torch.ops.mpipipe.accumulate, (total.clone(), x.clone(), zero))
+    versions = total._version, x._version
+    torch.ops.mpipipe.accumulate(total, x, zero)
+    assert (total._version, x._version) == (versions[0] + 1, versions[1] + zero)
 
 
 @pytest.mark.full

@@ -136,5 +136,46 @@ def test_other_buffers_are_refused():
         ({"step": 0}, "step=0"),
     ]
     for change, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            adamw(**(b | {"step": 1} | HOW | change))
+        for call in (adamw, by_name):
+            with pytest.raises(ValueError, match=message):
+                call(**(b | {"step": 1} | HOW | change))
+    with pytest.raises(ValueError, match=r"lr has shape \(2,\); it must be one number"):
+        by_name(**b, step=1, **(HOW | {"lr": torch.ones(2)}))
+
+
+def arguments(
+    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
+    master: torch.Tensor | None = None, *, step: int, lr: Any, betas: tuple[float, float], eps: float,
+    weight_decay: float, factor: Any = 1.0,
+) -> tuple[Any, ...]:  # fmt: skip
+    """As the registered operator has them."""
+    lr, factor = (torch.as_tensor(number, dtype=torch.float64) for number in (lr, factor))
+    return param, grad, exp_avg, exp_avg_sq, master, step, lr, *betas, eps, weight_decay, factor
+
+
+def by_name(**given: Any) -> None:
+    torch.ops.mpipipe.adamw(*arguments(**given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_registered_operator(dtype):
+    b = buffers(33, dtype)
+    torch.library.opcheck(torch.ops.mpipipe.adamw, arguments(**copies(b), step=3, factor=0.3, **HOW))
+    one, other, numbers = copies(b), copies(b), copies(b)
+    adamw(**one, step=3, factor=0.3, **HOW)
+    by_name(**other, step=3, factor=0.3, **HOW)
+    adamw(**numbers, step=3, factor=torch.tensor(0.3, dtype=torch.float64), **HOW)
+    for name, t in one.items():
+        assert torch.equal(t, other[name])
+        assert torch.equal(t, numbers[name])
+
+
+def test_what_autograd_has_kept_is_known_to_be_overwritten():
+    b = buffers(8)
+    w = b["param"].requires_grad_()
+    loss = (w * w).sum()
+    by_name(**b, step=1, **HOW)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        by_name(**buffers(8), step=1, **HOW)

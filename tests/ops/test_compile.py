@@ -6,14 +6,24 @@ needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
-from mpipipe.ops import dropout, embedding, flash_attention, kernels, linear_cross_entropy
+from mpipipe.ops import (
+    accumulate,
+    adamw,
+    dropout,
+    embedding,
+    flash_attention,
+    kernels,
+    linear_cross_entropy,
+    native,
+    norms,
+)
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.bias_gelu import bias_gelu
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
@@ -49,10 +59,11 @@ CALLS: dict[str, list[tuple[Callable[..., object], list[tuple[int, ...]]]]] = {
     ],
     "swiglu": [(swiglu, [(5, 8), (5, 8)])],
 }
+UPDATE = ["accumulate", "norms", "adamw"]  # without derivatives, in the order in which `update` calls them
 
 
 def registered() -> set[str]:
-    """Those that a model calls; their derivatives come with them."""
+    """Those that are called; their derivatives come with them."""
     names = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("mpipipe::")
     }
@@ -60,7 +71,7 @@ def registered() -> set[str]:
 
 
 def test_every_registered_operator_is_here() -> None:
-    assert set(CALLS) == registered()
+    assert set(CALLS) | set(UPDATE) == registered()
 
 
 def results(call: Callable[..., object], shapes: list[tuple[int, ...]]) -> list[Tensor]:
@@ -103,3 +114,65 @@ def test_labels_of_a_graph_are_checked_when_it_runs() -> None:
     assert compiled(x, weight, LABELS).isfinite()
     with pytest.raises(ValueError, match="label 4 with a vocabulary of 4"):
         compiled(x, weight, LABELS + 1)
+
+
+def update(buffers: list[Tensor], part: Tensor, step: int, lr: float) -> Tensor:
+    """Of a loop of one's own: a gradient is added, all are clipped by their norm, and the weights go on."""
+    accumulate(buffers[1], part, zero=True)
+    total = norms(buffers[1], torch.tensor([0, 8]), torch.tensor([8, 32])).norm()
+    factor = (1.0 / (total + 1e-6)).clamp(max=1.0)
+    adamw(*buffers, step=step, lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, factor=factor)
+    return total
+
+
+def drawn() -> list[Tensor]:
+    """param, grad, exp_avg and exp_avg_sq."""
+    found = [torch.rand(40, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    return [found[0].requires_grad_(), *found[1:]]
+
+
+@pytest.fixture(params=[True, False], ids=["kernels", "torch"])
+def by_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    native.use_kernels(request.param)
+    yield
+    native.use_kernels(True)
+
+
+def test_an_update_is_a_graph_that_stays_when_its_numbers_change(by_kernels: None) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(update, backend=backend, fullgraph=True)
+    ours, theirs = drawn(), drawn()
+    for step in range(1, 13):
+        part = torch.randn(40).bfloat16()
+        totals = update(ours, part.clone(), step, 1e-3 / step), compiled(theirs, part, step, 1e-3 / step)
+        assert torch.equal(*totals)
+        assert not part.any()
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert len(graphs) == 2  # the second has numbers as inputs
+    for names in graphs:
+        assert [name for name in names if "mpipipe" in name] == [f"mpipipe.{name}" for name in UPDATE]
+
+
+def test_export_of_an_update_has_one_operator_each() -> None:
+    class Update(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for i, t in enumerate(drawn()):
+                self.register_buffer(f"b{i}", t.detach())
+
+        def forward(self, part: Tensor) -> Tensor:
+            return update([self.b0, self.b1, self.b2, self.b3], part, 3, 1e-3)
+
+    ours, part = drawn(), torch.randn(40).bfloat16()
+    program = torch.export.export(Update(), (part.clone(),), strict=False)
+    names = [str(node.target) for node in program.graph.nodes]
+    assert [name for name in names if "mpipipe" in name] == [f"mpipipe.{name}.default" for name in UPDATE]
+    module = program.module()
+    assert torch.equal(module(part.clone()), update(ours, part, 3, 1e-3))
+    assert all(torch.equal(a, b) for a, b in zip(ours, module.buffers(), strict=True))

@@ -74,8 +74,26 @@ def test_other_layouts_are_refused():
         ((x, at - 1, n), "offsets from -1"),
     ]
     for arguments, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            norms(*arguments)
+        for call in (norms, torch.ops.mpipipe.norms):
+            with pytest.raises(ValueError, match=message):
+                call(*arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_registered_operator(dtype):
+    x, (offsets, counts) = torch.randn(100).to(dtype).requires_grad_(), laid_out([40, 0, 60])
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.mpipipe.norms, (x.detach(), offsets, counts))
+    torch.library.opcheck(torch.ops.mpipipe.norms, (x, offsets, counts), test_utils=tests[:3])
+    found = torch.ops.mpipipe.norms(x, offsets, counts)
+    assert torch.equal(found, norms(x.detach(), offsets, counts))
+    with pytest.raises(RuntimeError, match="norms has no derivative"):
+        found.sum().backward()
+
+
+def test_without_data_there_is_a_shape():
+    found = norms(torch.empty(8, device="meta"), *laid_out([3, 5]))
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float64, (2,))
 
 
 @pytest.mark.full
