@@ -20,7 +20,7 @@ from pydantic import Field
 
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError
-from mpipipe.state.files import link_whole, write_text
+from mpipipe.state.files import kind_of, link_whole, write_text
 from mpipipe.values import Value, from_json, to_json
 
 CONFIG = "config.yaml"
@@ -73,7 +73,9 @@ def make_latest(config: Config, folder: Path) -> None:
         try:
             link_whole(folder.parent / "latest", folder.name)
         except OSError as error:
-            raise ConfigError(f"{folder.parent}/latest: cannot be made ({error.strerror})") from error
+            raise ConfigError(
+                f"{folder.parent}/latest: cannot be made ({error.strerror})", kind=kind_of(error)
+            ) from error
 
 
 def reopen(config: Config, base: str | Path = "runs") -> Path | None:
@@ -100,7 +102,8 @@ def renew(folder: Path, config: Config, step: int) -> None:
         write_text(path, now)
     except OSError as error:
         raise ConfigError(
-            f"{error.filename}: cannot be written ({error.strerror}); resume as the run's owner"
+            f"{error.filename}: cannot be written ({error.strerror}); resume as the run's owner",
+            kind=kind_of(error),
         ) from error
 
 
