@@ -449,9 +449,10 @@ class Run:
         pipe, step_s = self.pipe, float(np.median(list(self.step_s)[1:] or self.step_s))
         prediction = pipe.plan.prediction
         assert pipe.saver.saved is not None, "the last step was saved, or it has raised"
+        hurry = stopped_by not in (None, END_OF_DATA)  # the time is over, or somebody waits
         return Report(
             val_loss=self.values.get("val_loss"),
-            unigram_entropy=self.data.unigram_entropy,
+            unigram_entropy=None if hurry else self.data.unigram_entropy,
             metrics={k.removeprefix("val_"): v for k, v in self.values.items() if k != "val_loss"},
             step_s=step_s,
             predicted_step_s=prediction.step_s,

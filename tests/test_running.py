@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mpipipe.cluster import watchdog
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import TimeLimit
+from mpipipe.cluster.ending import TIME_OF_JOB, TimeLimit
 from mpipipe.cluster.local import LocalCommunicator, run_local
 from mpipipe.cluster.watchdog import STOOD_STILL, Watchdog, explained
 from mpipipe.config import parse
@@ -207,6 +207,21 @@ def test_a_start_that_fails_leaves_no_folder_that_it_named_itself(
         with pytest.raises(MpipipeError, match=says):
             run_local(2, lambda comm, config=config: train(comm, config))
         assert len(list((tmp_path / "runs").iterdir())) == left
+
+
+@pytest.mark.parametrize("asked", [None, TIME_OF_JOB])
+@pytest.mark.usefixtures("made_up_times")
+def test_a_run_that_is_stopped_reads_no_data_for_its_summary(tmp_path: Path, asked: str | None) -> None:
+    """Its time is nearly over."""
+    (tmp_path / "text").write_text("0123456789" * 20)
+    config = parse(
+        f"data: {{path: {tmp_path / 'text'}}}\nmodel: {{layers: 1, d_model: 8, heads: 1, context: 4}}\n"
+        f"train: {{steps: 2, batch: 4}}\nrun: {{dir: {tmp_path / 'run'}}}\nkernels: {{gemm: mkl}}\n"
+        "pipeline: {cost_cache: false, micro_batches: 2}"
+    )
+    report = run_local(1, lambda comm: train(comm, config, asked=[asked] if asked else []))[0]
+    assert (report.steps, report.stopped_by) == ((1, asked) if asked else (2, None))
+    assert (report.unigram_entropy is None) == (asked is not None)
 
 
 @pytest.mark.parametrize(
