@@ -16,6 +16,12 @@ class MpipipeError(Exception):
 
     kind = "error"  # "failed": the supervisor starts again
 
+    def __init__(self, *args: object, kind: str | None = None) -> None:
+        """kind: of this one, where it is another than that of its class."""
+        super().__init__(*args)
+        if kind is not None:
+            self.kind = kind
+
 
 class ConfigError(MpipipeError):
     """A key or a value of the configuration is wrong."""

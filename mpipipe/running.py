@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import TimeLimit
+from mpipipe.cluster.ending import TIMES, TimeLimit
 from mpipipe.cluster.launch import threads_advice
 from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.cluster.spares import listed
@@ -52,13 +52,14 @@ from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.gather import together
 from mpipipe.state.owner import Owner, check_owner, own
 from mpipipe.state.resume import prune, set_aside, step_folder
-from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY
+from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY, keep_save_s, known_save_s
 from mpipipe.state.verify import newest_sound
 from mpipipe.survival import Recovery
 from mpipipe.values import Int64, Report, Timeline, to_json
 
 END_OF_DATA = "the end of the data"  # as a reason to stop
-SAVE_BYTES_PER_S = 100e6  # of a slow file system: what a save is taken to need before the first one
+SAVE_BYTES_PER_S = 100e6  # of each node, to a slow file system: a guess, until a save has been measured
+GUESS_SHARE = 0.1  # of the time that is left at the first step: the most that is kept free by that guess
 
 
 class Run:
@@ -79,6 +80,7 @@ class Run:
         self.last: Step | None = None
         self.turn_s = self.save_s = 0.0  # the longest so far, also over recoveries
         self.guess_s = 0.0  # of a save, until one is measured
+        self.most_guess_s = GUESS_SHARE * max(limit.left_s(), 0.0) / TIMES
         self.planned_bytes = 0  # of this rank, the most of all plans: so is what is measured
         if pipe.spares:  # ranks have other numbers from here on, and spares rest
             pipe.world.barrier()
@@ -226,12 +228,20 @@ class Run:
         """For the copies that are written while training goes on. Collective."""
         pipe, trainer = self.pipe, self.pipe.trainer
         copies = pipe.saver.copied_bytes(trainer.state_dict(), trainer.optimizer_state())
-        self.guess_s = sum(copies) / SAVE_BYTES_PER_S
+        self.guess_s = known_save_s(self.run_dir) or self._guess_s(copies)
         self.copied_bytes, self.in_the_way = self._copies(copies)
         planned = _added(pipe.plan.prediction.peak_bytes, self.copied_bytes)
         self.planned_bytes = max(self.planned_bytes, planned[pipe.rank])
         if self.copied_bytes:
             pipe.saver.reserve(self.copied_bytes[pipe.rank])
+
+    def _guess_s(self, copies: tuple[int, ...]) -> float:
+        """Of a save of which nothing is known but what each rank writes; the nodes write at once. One that is
+        too short costs a checkpoint, and the one before is there; one that is too long costs the steps."""
+        of_node = Counter[int]()
+        for node, nbytes in zip(self.comm.node_of_rank, copies, strict=True):
+            of_node[node] += nbytes
+        return min(max(of_node.values()) / SAVE_BYTES_PER_S, self.most_guess_s)
 
     def close(self) -> None:
         self.watchdog.close()
@@ -391,8 +401,11 @@ class Run:
         self._longest_save_s()
 
     def _longest_save_s(self) -> float:
-        """Or a guess, which may be many times too long, while there was none."""
-        self.save_s = max(self.save_s, self.pipe.saver.took_s)  # a recovery makes another saver
+        """In this start, for the next one too; or, while there was none, of an earlier start, or a guess."""
+        if (took_s := self.pipe.saver.took_s) > self.save_s:  # less: a recovery makes another saver
+            self.save_s = took_s
+            if self.pipe.rank == 0:
+                keep_save_s(self.run_dir, took_s)
         return self.save_s or self.guess_s
 
     def _export(self, folder: Path) -> Sequence[str]:
@@ -436,9 +449,10 @@ class Run:
         pipe, step_s = self.pipe, float(np.median(list(self.step_s)[1:] or self.step_s))
         prediction = pipe.plan.prediction
         assert pipe.saver.saved is not None, "the last step was saved, or it has raised"
+        hurry = stopped_by not in (None, END_OF_DATA)  # the time is over, or somebody waits
         return Report(
             val_loss=self.values.get("val_loss"),
-            unigram_entropy=self.data.unigram_entropy,
+            unigram_entropy=None if hurry else self.data.unigram_entropy,
             metrics={k.removeprefix("val_"): v for k, v in self.values.items() if k != "val_loss"},
             step_s=step_s,
             predicted_step_s=prediction.step_s,

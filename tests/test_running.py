@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mpipipe.cluster import watchdog
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import TimeLimit
+from mpipipe.cluster.ending import TIME_OF_JOB, TimeLimit
 from mpipipe.cluster.local import LocalCommunicator, run_local
 from mpipipe.cluster.watchdog import STOOD_STILL, Watchdog, explained
 from mpipipe.config import parse
@@ -70,6 +70,7 @@ def with_made_up_steps(every: int) -> Any:
     run.watchdog, run.limit = Watchdog(0, 1, Path(), "off"), TimeLimit(None, {})
     run.last, run.all_steps_s, run.save = None, 0.0, lambda background: None
     run.turn_s = run.save_s = run.guess_s = 0.0
+    run.run_dir = Path("nowhere")
     run.log = SimpleNamespace(step=lambda step, values: None)
     return run
 
@@ -120,6 +121,67 @@ def test_time_is_left_for_the_longest_save_and_for_a_guess_only_until_there_was_
         assert left_for == [longest_s] * 3
 
 
+def begun(
+    run_dir: Path, limit: TimeLimit, copies: tuple[int, ...], nodes: tuple[int, ...], rank: int = 0
+) -> Any:
+    """A start of a run before its first step. copies: bytes that each rank writes."""
+    pipe: Any = SimpleNamespace(
+        data=SimpleNamespace(tokens_per_sample=1), steps_done=0, spares=(), waits=True, rank=rank,
+        comm=SimpleNamespace(node_of_rank=nodes),
+        trainer=SimpleNamespace(state_dict=dict, optimizer_state=dict),
+        plan=SimpleNamespace(prediction=SimpleNamespace(peak_bytes=copies)),
+        saver=SimpleNamespace(copied_bytes=lambda *_: copies, took_s=0.0),
+    )  # fmt: skip
+    other: Any = None
+    run: Any = Run(parse(""), pipe, other, run_dir, other, other, other, limit)
+    run._make_room()
+    return run
+
+
+def test_a_save_is_guessed_by_the_node_that_writes_most_and_takes_a_tenth_of_the_time_at_most(
+    tmp_path: Path,
+) -> None:
+    now, end_s = [600.0], 3600.0
+    limit = TimeLimit(None, {"SLURM_JOB_END_TIME": f"{end_s:.0f}"}, lambda: now[0])
+    for nodes, guess_s in (((0, 1, 2, 3), 20.0), ((0, 0, 0, 1), 60.0)):
+        assert begun(tmp_path, limit, (2 * 10**9,) * 4, nodes)._longest_save_s() == guess_s
+    run = begun(tmp_path, limit, (39 * 10**9,) * 4, (0,) * 4)  # 13 billion parameters with AdamW
+    kept_s = 0.1 * limit.left_s()
+    now[0] = end_s - kept_s - 1
+    assert limit.reached(0.0, run._longest_save_s()) is None
+    run._make_room()  # as after another plan: what was the first step's stays
+    now[0] += 2
+    assert limit.reached(0.0, run._longest_save_s())
+    late = begun(tmp_path, TimeLimit(1.0, {}, lambda: 1000.0, began=0.0), (39 * 10**9,), (0,))
+    assert late._longest_save_s() == 0.0
+    assert begun(tmp_path, TimeLimit(None, {}), (39 * 10**9,), (0,))._longest_save_s() == 390.0
+
+
+def test_a_start_goes_by_what_the_start_before_has_measured_until_it_has_saved_itself(tmp_path: Path) -> None:
+    limit = TimeLimit(None, {"SLURM_JOB_END_TIME": "3600"}, lambda: 0.0)
+
+    def start(rank: int = 0) -> Any:
+        return begun(tmp_path, limit, (10**9,) * 2, (0, 0), rank)
+
+    def saves(run: Any, *seconds: float) -> list[float]:
+        found = []
+        for took_s in seconds:
+            run.pipe.saver.took_s = took_s
+            found.append(run._longest_save_s())
+        return found
+
+    assert saves(start(1), 7.0, 8.0) == [7.0, 8.0]
+    assert saves(start(), 0.0) == [20.0], "rank 0 writes for all, so nothing is known"
+    assert saves(start(), 900.0) == [900.0]
+    run = start(1)
+    assert saves(run, 0.0, 30.0, 40.0, 0.0) == [900.0, 30.0, 40.0, 40.0], "also beyond what a guess may take"
+    assert saves(start(), 30.0, 40.0, 0.0) == [30.0, 40.0, 40.0]
+    assert saves(start(), 0.0) == [40.0], "one stall of the file system is not for ever"
+    for text in ("", '{"longest_s": -1}', '{"longest_s": Infinity}'):
+        (tmp_path / "saves.json").write_text(text)
+        assert saves(start(), 0.0) == [20.0]
+
+
 def test_the_steps_that_are_left_are_those_that_the_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     run, asked_with = with_made_up_steps(0), list[int]()
     monkeypatch.setattr(run.pipe, "shown", lambda left: asked_with.append(left) or [])
@@ -145,6 +207,21 @@ def test_a_start_that_fails_leaves_no_folder_that_it_named_itself(
         with pytest.raises(MpipipeError, match=says):
             run_local(2, lambda comm, config=config: train(comm, config))
         assert len(list((tmp_path / "runs").iterdir())) == left
+
+
+@pytest.mark.parametrize("asked", [None, TIME_OF_JOB])
+@pytest.mark.usefixtures("made_up_times")
+def test_a_run_that_is_stopped_reads_no_data_for_its_summary(tmp_path: Path, asked: str | None) -> None:
+    """Its time is nearly over."""
+    (tmp_path / "text").write_text("0123456789" * 20)
+    config = parse(
+        f"data: {{path: {tmp_path / 'text'}}}\nmodel: {{layers: 1, d_model: 8, heads: 1, context: 4}}\n"
+        f"train: {{steps: 2, batch: 4}}\nrun: {{dir: {tmp_path / 'run'}}}\nkernels: {{gemm: mkl}}\n"
+        "pipeline: {cost_cache: false, micro_batches: 2}"
+    )
+    report = run_local(1, lambda comm: train(comm, config, asked=[asked] if asked else []))[0]
+    assert (report.steps, report.stopped_by) == ((1, asked) if asked else (2, None))
+    assert (report.unigram_entropy is None) == (asked is not None)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from mpipipe.cluster.launch import launcher_rank
 from mpipipe.errors import MpipipeError
 
 OWN_LIMIT, TIME_OF_JOB = "the time limit", "the time of the job"  # as reasons to stop
+TIMES = 3.0  # the longest step and save: what is left for the last ones
 SPEAK_FIRST_S = 2.0  # a launcher ends all at the first non-zero exit: let rank 0 say why
 
 
@@ -111,5 +112,5 @@ class TimeLimit:
     def reached(self, step_s: float, save_s: float) -> str | None:
         """The end that is near, as a reason to stop. step_s, save_s: seconds of the longest step and of the
         longest save so far."""
-        needed_s, now = 3.0 * (step_s + save_s), self.now()
+        needed_s, now = TIMES * (step_s + save_s), self.now()
         return next((why for why, end, least_s in self.ends if now >= end - max(least_s, needed_s)), None)

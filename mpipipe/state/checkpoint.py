@@ -29,6 +29,7 @@ from mpipipe.state.files import (
     check_name,
     check_proves_damage,
     inside,
+    kind_of,
     parse_json,
     read_small,
     write_text,
@@ -81,7 +82,7 @@ def write_index(
     try:
         write_text(path, json.dumps(index, indent=2) + "\n")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error})") from error
+        raise CheckpointError(f"{path}: cannot be written ({error})", kind=kind_of(error)) from error
 
 
 def read_index(folder: str | Path, kind: Kind = "model") -> dict[str, str]:

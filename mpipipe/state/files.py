@@ -24,6 +24,10 @@ JSON_BYTES = 100_000_000  # of a header, an index or a manifest; that of the saf
 # of a file that is missing, cut off (None: `Shard` says so) or none; others say nothing of its bits
 _DAMAGE = {None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, of a quota, the limit of a file
+_TO_MEND = _DAMAGE | _FULL | {  # those and permissions, names, what the file system or a process may not do
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.EINVAL,
+    errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMFILE,
+}  # fmt: skip
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -85,13 +89,22 @@ def read_small(path: Path) -> bytes:
         return file.read()
 
 
+def kind_of(error: Exception) -> str:
+    """As `MpipipeError.kind`: an error of a file system, such as that of a network, may be gone at the next
+    start, unless it is one that somebody has to mend."""
+    if isinstance(error, MpipipeError):
+        return error.kind
+    return "failed" if isinstance(error, OSError) and error.errno not in _TO_MEND else "error"
+
+
 def check_proves_damage(path: Path, error: Exception) -> None:
     """Raises UnreadableError for an error of reading that may be gone at the next try, as of a network or a
     disk; one of what was read proves it."""
     if isinstance(error, OSError) and error.errno not in _DAMAGE:
         raise UnreadableError(
             f"{path}: cannot be read just now ({error.strerror}), so nobody knows whether it is damaged; try "
-            f"again, and where that does not help, move {path.parent} away"
+            f"again, and where that does not help, move {path.parent} away",
+            kind=kind_of(error),
         ) from error
 
 

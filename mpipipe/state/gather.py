@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +11,21 @@ from torch import Tensor
 from mpipipe.cluster.comm import Bytes, Communicator
 from mpipipe.errors import CheckpointError, MpipipeError
 from mpipipe.graph.program import empty, spec
+from mpipipe.state.files import kind_of
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
+
+
+class Failure(NamedTuple):
+    """Of one rank. kind: as of MpipipeError."""
+
+    why: str
+    kind: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        return cls(str(error) if isinstance(error, MpipipeError) else repr(error), kind_of(error))
 
 
 def together(comm: Communicator, place: str, work: Callable[[], T]) -> list[T]:
@@ -22,28 +34,26 @@ def together(comm: Communicator, place: str, work: Callable[[], T]) -> list[T]:
     Raises CheckpointError on all ranks when it failed on one: none is left waiting.
     """
     done: list[T] = []
-    reason = ""
+    failure = None
     try:
         done.append(work())
     except Exception as error:
-        reason = in_words(error)
-    by_rank = comm.allgather_object((done, reason))
-    raise_failures(place, [why for _, why in by_rank])
+        failure = Failure.of(error)
+    by_rank = comm.allgather_object((done, failure))
+    raise_failures(place, [failure for _, failure in by_rank])
     return [result for results, _ in by_rank for result in results]
 
 
-def in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, MpipipeError) else repr(error)
-
-
-def raise_failures(place: str, reasons: Sequence[str]) -> None:
-    """reasons: by rank, empty where nothing has failed. Raises CheckpointError with those that have."""
-    failed = [f"  rank {rank}: {why}" for rank, why in enumerate(reasons) if why]
-    if failed and len(reasons) == 1:
-        raise CheckpointError(reasons[0])
-    if failed:
-        lines = "\n".join(failed)
-        raise CheckpointError(f"{place}: failed on {len(failed)} of {len(reasons)} ranks\n{lines}")
+def raise_failures(place: str, by_rank: Sequence[Failure | None]) -> None:
+    """by_rank: None where nothing has failed. Raises CheckpointError with those that have; another start may
+    mend it where it may mend each."""
+    failed = [(rank, failure) for rank, failure in enumerate(by_rank) if failure]
+    if not failed:
+        return
+    text = f"{place}: failed on {len(failed)} of {len(by_rank)} ranks\n"
+    text += "\n".join(f"  rank {rank}: {failure.why}" for rank, failure in failed)
+    kind = "failed" if all(failure.kind == "failed" for _, failure in failed) else "error"
+    raise CheckpointError(failed[0][1].why if len(by_rank) == 1 else text, kind=kind)
 
 
 def collect(comm: Communicator, tensors: Tensors, order: Sequence[str]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from mpipipe.errors import CheckpointError
-from mpipipe.state.files import write_text
+from mpipipe.state.files import kind_of, write_text
 from mpipipe.state.resume import survey
 from mpipipe.values import Value, from_json, to_json
 
@@ -53,7 +53,9 @@ def check_owner(run_dir: Path, mine: Owner) -> None:
     try:
         found = from_json(Owner, path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read, so who writes here is unknown ({error})") from error
+        raise CheckpointError(
+            f"{path}: cannot be read, so who writes here is unknown ({error})", kind=kind_of(error)
+        ) from error
     if found.id != mine.id:
         raise CheckpointError(
             f"{path}: another start of this run writes here since {found.since}, on {found.host} as process "

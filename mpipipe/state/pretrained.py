@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpipipe.errors import CheckpointError, ConfigError
 from mpipipe.state.checkpoint import index_name, read_index
-from mpipipe.state.files import write_text, write_whole
+from mpipipe.state.files import kind_of, write_text, write_whole
 from mpipipe.state.shards import Shard
 from mpipipe.values import TensorSpec
 
@@ -45,7 +45,8 @@ class Weights:
                 shard = Shard(folder / file)
             except (OSError, ValueError) as error:
                 raise CheckpointError(
-                    f"{folder / file}: cannot be read ({error}); the file is damaged, get it again"
+                    f"{folder / file}: cannot be read ({error}); the file is damaged, get it again",
+                    kind=kind_of(error),
                 ) from error
             self._shard_of.update(dict.fromkeys(shard.specs, shard))
         self.specs: dict[str, TensorSpec] = {name: s.specs[name] for name, s in self._shard_of.items()}
@@ -65,7 +66,8 @@ class Weights:
                 part.copy_(piece[: part.numel()])
         except OSError as error:
             raise CheckpointError(
-                f"{shard.path}: cannot be read ({error}); the file is damaged, get it again"
+                f"{shard.path}: cannot be read ({error}); the file is damaged, get it again",
+                kind=kind_of(error),
             ) from error
 
 
@@ -115,5 +117,7 @@ def write_files(folder: str | Path, texts: Mapping[str, str], copies: Iterable[P
         for name, text in texts.items():
             write_text(folder / name, text)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or folder}: cannot be written or read ({error})") from error
+        raise CheckpointError(
+            f"{error.filename or folder}: cannot be written or read ({error})", kind=kind_of(error)
+        ) from error
     return sorted({*texts, *(source.name for source in copies)})

@@ -30,7 +30,15 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from mpipipe.errors import CheckpointError, ConfigError, UnreadableError
-from mpipipe.state.files import cannot_read, check_proves_damage, inside, link_whole, read_small, sync_folder
+from mpipipe.state.files import (
+    cannot_read,
+    check_proves_damage,
+    inside,
+    kind_of,
+    link_whole,
+    read_small,
+    sync_folder,
+)
 from mpipipe.state.writing import File
 from mpipipe.values import Numerics, Value, from_json, to_json
 
@@ -208,7 +216,8 @@ def prune(run_dir: str | Path, keep: int, keep_every: int = 0) -> list[Path]:
     except OSError as error:
         raise CheckpointError(
             f"{run_dir / LINK}: cannot be made a link to {whole[0]} ({error.strerror}); "
-            "move away what is there"
+            "move away what is there",
+            kind=kind_of(error),
         ) from error
     cut_off = [folder for folder, wrong in all_of_it if wrong and not _written(folder)]
     older = [folder for folder in whole[keep:] if not keep_every or _step(folder) % keep_every]
@@ -228,7 +237,7 @@ def set_aside(found: Iterable[tuple[Path, str]]) -> list[Path]:
             folder.rename(target)
         except OSError as error:
             raise CheckpointError(
-                f"{folder}: cannot be renamed to {target.name} ({error.strerror})"
+                f"{folder}: cannot be renamed to {target.name} ({error.strerror})", kind=kind_of(error)
             ) from error
         moved.append(target)
     return moved

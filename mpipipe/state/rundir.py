@@ -10,17 +10,23 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError
-from mpipipe.state.files import link_whole, write_text
+from mpipipe.state.files import kind_of, link_whole, write_text
+from mpipipe.values import Value, from_json, to_json
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"  # its existence says that the run has ended
 METRICS = "metrics.jsonl"  # its existence says that training began
+SAVES = "saves.json"
 _OF_ANY_START = (
     *(CONFIG, "train.log", "corpus.bin", "source-*/corpus.bin"),
     *("flight/rank-*.alive", "flight/rank-*.stack"),
@@ -67,7 +73,9 @@ def make_latest(config: Config, folder: Path) -> None:
         try:
             link_whole(folder.parent / "latest", folder.name)
         except OSError as error:
-            raise ConfigError(f"{folder.parent}/latest: cannot be made ({error.strerror})") from error
+            raise ConfigError(
+                f"{folder.parent}/latest: cannot be made ({error.strerror})", kind=kind_of(error)
+            ) from error
 
 
 def reopen(config: Config, base: str | Path = "runs") -> Path | None:
@@ -94,8 +102,30 @@ def renew(folder: Path, config: Config, step: int) -> None:
         write_text(path, now)
     except OSError as error:
         raise ConfigError(
-            f"{error.filename}: cannot be written ({error.strerror}); resume as the run's owner"
+            f"{error.filename}: cannot be written ({error.strerror}); resume as the run's owner",
+            kind=kind_of(error),
         ) from error
+
+
+@dataclass(frozen=True)
+class Saves(Value):
+    """Of the last start of a run that has saved."""
+
+    longest_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def known_save_s(folder: Path) -> float:
+    """What a save took in an earlier start of the run; 0.0 where none is known."""
+    try:
+        return from_json(Saves, (folder / SAVES).read_bytes()).longest_s
+    except (OSError, ValueError):  # a guess will do
+        return 0.0
+
+
+def keep_save_s(folder: Path, longest_s: float) -> None:
+    """For the next start, on one rank only; where it cannot be written, that one guesses."""
+    with suppress(OSError):
+        write_text(folder / SAVES, to_json(Saves(longest_s)))
 
 
 def run_name(config: Config) -> str:

@@ -25,7 +25,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import CheckpointError
 from mpipipe.graph.program import spec
 from mpipipe.state.checkpoint import Kind
-from mpipipe.state.gather import in_words, raise_failures, together
+from mpipipe.state.gather import Failure, raise_failures, together
 from mpipipe.state.parts import Beside, Heard, Held, Save, Shards
 from mpipipe.state.resume import RUN, RunState, damage, discard, make_room, read_state
 from mpipipe.state.snapshot import Snapshot, needed_bytes
@@ -175,7 +175,7 @@ class Saver:
                 if not (folder / RUN).exists():
                     discard(folder)
 
-    def _give_up(self, writer: _Writer, failures: Sequence[str]) -> None:
+    def _give_up(self, writer: _Writer, failures: Sequence[Failure | None]) -> None:
         writer.heard.in_vain.set()
         writer.join()
         self._writer = None
@@ -185,9 +185,9 @@ class Saver:
         try:
             raise_failures(str(writer.job.folder), failures)
         except CheckpointError as error:
+            mend = "" if error.kind == "failed" else "mend it (a full disk: make room), then "
             raise CheckpointError(
-                f"{error}\n  earlier checkpoints are as they were: mend it (a full disk: make room), then "
-                "go on with --resume"
+                f"{error}\n  earlier checkpoints are as they were: {mend}go on with --resume", kind=error.kind
             ) from error
 
 
@@ -207,7 +207,7 @@ class _Writer(threading.Thread):
         self.began = time.perf_counter()
         self.heard = Heard(threading.Event(), threading.Event())
         self.whole: RunState | None = None
-        self.failure = ""
+        self.failure: Failure | None = None
 
     def run(self) -> None:
         try:
@@ -216,9 +216,9 @@ class _Writer(threading.Thread):
                 self.whole = self.job.commit(part, self.heard, self.beside)
                 self.then()
         except Exception as error:
-            self.failure = in_words(error)
+            self.failure = Failure.of(error)
 
-    def said(self) -> tuple[bool, str]:
+    def said(self) -> tuple[bool, Failure | None]:
         """Whether it is done, and why it has failed."""
         return not self.is_alive(), self.failure
 

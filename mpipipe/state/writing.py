@@ -20,7 +20,7 @@ from pathlib import Path
 from mpipipe.cluster.memory import BUFFER_BYTES
 from mpipipe.errors import CheckpointError
 from mpipipe.state.digests import pieces_digest, shard_sha256
-from mpipipe.state.files import free_bytes, write_whole
+from mpipipe.state.files import free_bytes, kind_of, write_whole
 from mpipipe.state.shards import DTYPES, nbytes_of
 from mpipipe.values import TensorSpec, Value
 
@@ -73,7 +73,8 @@ def write_shard(
         write_whole(path, write)
     except OSError as error:
         raise CheckpointError(
-            f"{path}: cannot be written ({error}); it needs {nbytes} bytes, {free} were free"
+            f"{path}: cannot be written ({error}); it needs {nbytes} bytes, {free} were free",
+            kind=kind_of(error),
         ) from error
     facts = File(nbytes, shard_sha256(header, list(digests.values())))
     return Written(path.name, facts, tensor_bytes, digests)

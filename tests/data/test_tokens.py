@@ -15,6 +15,7 @@ from mpipipe.config import parse
 from mpipipe.data import open_dataset
 from mpipipe.data.tokenizer import open_tokenizer
 from mpipipe.data.tokens import Tokens
+from mpipipe.data.windows import Part, Windows
 from mpipipe.errors import DataError
 
 BOTH = frozenset(["tokens", "labels"])
@@ -106,6 +107,28 @@ def test_a_file_of_its_own_for_validation(tmp_path: Path) -> None:
     assert {i for row in rows(data, "train") for i in row} == {1}
     assert {i for row in rows(data, "val") for i in row} == {2}
     assert data.unigram_entropy == pytest.approx(-0.8 * np.log(0.8) - 0.2 * np.log(0.2))
+
+
+def test_of_a_long_line_the_frequencies_are_those_of_some_ids_of_each_part() -> None:
+    class Ids:
+        """Too many to be read; of a slice the first ten."""
+
+        def __init__(self, n: int, value: int) -> None:
+            self.n, self.value, self.read = n, value, 0
+
+        def __len__(self) -> int:
+            return self.n
+
+        def __getitem__(self, wanted: slice) -> Any:
+            self.read += min(wanted.stop, self.n) - wanted.start
+            return np.full(10, self.value)
+
+    train, val = Ids(9 * 10**10, 1), Ids(10**10, 2)
+    parts: Any = [Part(Path("a"), ids) for ids in (train, val)]  # type: ignore[arg-type]
+    data = Windows(*parts, vocab=3, context=4, val_batch=1, val_batches=1, seed=0)
+    assert data.unigram_entropy == pytest.approx(-0.9 * np.log(0.9) - 0.1 * np.log(0.1), rel=0.01)
+    assert 5e7 < train.read + val.read < 7e7, "a moment, also from a network"
+    assert val.read == pytest.approx(train.read / 9, rel=0.05)
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4"), (5, "<i8"), (1, "<u1")])

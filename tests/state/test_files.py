@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mpipipe.errors import MpipipeError
-from mpipipe.state.files import free_bytes, room_in, write_text, write_whole
+from mpipipe.errors import MpipipeError, UnreadableError
+from mpipipe.state.files import check_proves_damage, free_bytes, room_in, write_text, write_whole
 
 
 def test_an_error_while_writing_leaves_the_old_file_alone(tmp_path: Path) -> None:
@@ -39,3 +39,14 @@ def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), room_in(tmp_path):
         (tmp_path / "nothing").read_text()
     assert free_bytes(tmp_path / "a" / "b") > 0
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EIO, "failed"), (errno.ENOTCONN, "failed"), (errno.EACCES, "error")]
+)
+def test_a_file_that_is_not_ours_to_read_is_no_failure_of_the_moment(
+    tmp_path: Path, number: int, kind: str
+) -> None:
+    with pytest.raises(UnreadableError, match=os.strerror(number)) as caught:
+        check_proves_damage(tmp_path / "run.json", OSError(number, os.strerror(number)))
+    assert caught.value.kind == kind

@@ -152,5 +152,20 @@ def test_settings_of_a_run_that_goes_on_replace_the_earlier_ones_which_stay(tmp_
     found = {p.name: load(p).train.steps for p in folder.iterdir()}
     assert found == {"config.yaml": 40, "config.before-step-5.yaml": 10, "config.before-step-25.yaml": 30}
     (folder / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"config.yaml: cannot be .*No such file"):
+    with pytest.raises(ConfigError, match=r"config.yaml: cannot be .*No such file") as caught:
         renew(folder, config(50), 30)
+    assert caught.value.kind == "error"
+
+
+def test_settings_that_cannot_be_written_just_now_may_be_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: Path, text: str) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    config = parse("", overrides=[f"run.dir={tmp_path / 'a'}"])
+    folder = create(config, tmp_path)
+    monkeypatch.setattr("mpipipe.state.rundir.write_text", stale)
+    with pytest.raises(ConfigError, match="cannot be written") as caught:
+        renew(folder, parse("", overrides=[f"run.dir={folder}", "train.steps=9"]), 5)
+    assert caught.value.kind == "failed"

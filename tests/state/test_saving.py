@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from saved_run import ORDER, digests, facts, read_all, save_step, share, tensors
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import CheckpointError
-from mpipipe.state import parts, saving
+from mpipipe.state import files, parts, saving
 from mpipipe.state.resume import newest, read_state, step_folder
 from mpipipe.state.saving import Saver
 
@@ -103,6 +105,34 @@ def test_what_fails_in_the_background_ends_all_ranks_at_the_same_step(
     assert "earlier checkpoints are as they were: mend it (a full disk: make room), then go on" in text
     assert newest(tmp_path) == step_folder(tmp_path, 1)
     assert not step_folder(tmp_path, 2).exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer-00002-of-00002.safetensors", "model.safetensors.index.json", "run.json"]
+)
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EIO, "failed"), (errno.ESTALE, "failed"), (errno.ETIMEDOUT, "failed"),
+        (errno.ENOSPC, "error"), (errno.EACCES, "error"), (errno.EROFS, "error"),
+    ],
+)  # fmt: skip
+def test_a_file_system_that_fails_for_a_moment_is_not_the_user_s_to_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, kind: str
+) -> None:
+    really = files._sync
+
+    def sync(path: Path, flags: int) -> None:
+        if path.name == f"{name}.part":
+            raise OSError(number, os.strerror(number))
+        really(path, flags)
+
+    monkeypatch.setattr(files, "_sync", sync)
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+        save_step(tmp_path, 1, 2)
+    assert caught.value.kind == kind
+    assert ("mend it (a full disk" in str(caught.value)) == (kind == "error")
+    assert str(caught.value).endswith("go on with --resume")
 
 
 def test_what_an_earlier_save_has_left_is_not_taken_for_a_part(
