@@ -158,7 +158,7 @@ def _train(
             _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], [], False)
         )
     if not resumed or new_data:  # else the corpus is there, and must stay as it was
-        prepare(config, run_dir, comm.rank == 0)
+        prepare(config, run_dir, comm.rank == 0, keep=checkpoint is not None)
     comm.barrier()
     opened = open_dataset(config, run_dir)
     data, val = opened if isinstance(opened, tuple) else (opened, None)
