@@ -82,6 +82,9 @@ class RunState(Value):
     optimizer: Json  # its kind and what it keeps beside tensors: `runtime.optimizer.described`
     plan: Json = field(default_factory=dict)  # its hash, layout and prediction; a resume plans anew
     config: Json = field(default_factory=dict)  # all keys, of a run that had one
+    # of an epoch how many samples, and the sha256 of the first ones (`checks.check_samples`); of an earlier
+    # version nothing, so nothing is compared
+    data: Json = field(default_factory=dict)
     extra: Json = field(default_factory=dict)  # the caller's own, plain JSON
     version: str = ""  # of the mpipipe that wrote it
     files: dict[str, File] = field(default_factory=dict)  # all others of the folder; `save` fills it in
@@ -297,6 +300,18 @@ def check_graph(folder: Path, saved: str, now: str) -> None:
         raise CheckpointError(
             f"{folder}: made by another form of this model or loss (graph {saved[:8]}, now {now[:8]}); go "
             "back to it, or go on with --new-numerics"
+        )
+
+
+def check_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """saved, now: as in `RunState`. Raises CheckpointError where both are known and differ."""
+    names = {"samples": "samples for training", "first_sha256": "sha256 of the first samples"}
+    pairs = [(text, saved.get(name), now.get(name)) for name, text in names.items()]
+    lines = "\n".join(f"  {text}: {a} in the checkpoint, {b} now" for text, a, b in pairs if a != b)
+    if saved and now and lines:
+        raise CheckpointError(
+            f"{folder}: was trained on other data than those that are there now\n{lines}\n"
+            "  put them back, or go on with these by --new-numerics (in a script: new_data=True)"
         )
 
 

@@ -274,3 +274,23 @@ def test_the_text_of_a_run_that_an_earlier_version_began_is_found(of_a_text: tup
     folder, weights = of_a_text
     next((folder / "text").glob("corpus-*.bin")).rename(folder / "text" / "corpus.bin")
     assert train_alone(folder, "--resume", config="text.yaml").weights_sha256 == weights
+
+
+def test_data_that_changed_under_its_name_is_refused_and_another_section_is_taken(
+    of_a_text: tuple[Path, str],
+) -> None:
+    folder, weights = of_a_text
+    run = folder / "text"
+    of_a = next(run.glob("corpus-*.bin"))
+    kept = of_a.read_bytes()
+    of_a.write_bytes(kept[: len(kept) // 2])
+    with pytest.raises(CheckpointError, match="step-00000002: was trained on other data") as caught:
+        train_alone(folder, "--resume", config="text.yaml")
+    assert "sha256 of the first samples: " in str(caught.value)
+    assert "by --new-numerics" in str(caught.value)
+    of_a.write_bytes(kept)
+    for _ in range(2):  # the second time config.yaml is of `b` already, the checkpoint still of `a`
+        assert train_alone(folder, "--resume", "data.path=b", config="text.yaml").weights_sha256 != weights
+        for step in (4, 6):
+            shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    assert train_alone(folder, "--resume", config="text.yaml").weights_sha256 == weights

@@ -23,6 +23,7 @@ from saved_run import (
     ORDER,
     digests,
     facts,
+    forget_data,
     read_all,
     save,
     save_step,
@@ -40,6 +41,7 @@ from mpipipe.state.digests import tensor_digest, weights_sha256
 from mpipipe.state.gather import together
 from mpipipe.state.resume import (
     RunState,
+    check_data,
     check_numerics,
     damage,
     newest,
@@ -475,6 +477,28 @@ def test_other_numerics_are_refused_with_every_difference() -> None:
     assert "  precision: 'fp32' in the checkpoint, 'bf16' now\n" in str(caught.value)
     assert "--new-numerics" in str(caught.value)
     assert str(caught.value).count(" in the checkpoint, ") == 2
+
+
+def test_other_data_are_refused_where_both_are_known(tmp_path: Path) -> None:
+    saved = {"samples": 64, "first_sha256": "ab12"}
+    for known, now in ((saved, dict(saved)), ({}, saved), (saved, {})):
+        check_data(tmp_path, known, now)
+    with pytest.raises(CheckpointError) as caught:
+        check_data(tmp_path, saved, {"samples": 80, "first_sha256": "ab12"})
+    assert str(caught.value) == (
+        f"{tmp_path}: was trained on other data than those that are there now\n"
+        "  samples for training: 64 in the checkpoint, 80 now\n"
+        "  put them back, or go on with these by --new-numerics (in a script: new_data=True)"
+    )
+    with pytest.raises(CheckpointError, match="sha256 of the first samples: ab12 in the checkpoint, cd34 now"):
+        check_data(tmp_path, saved, {"samples": 64, "first_sha256": "cd34"})
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_nothing_of_its_data(tmp_path: Path) -> None:
+    save_step(tmp_path, 1, 1)
+    forget_data(step_folder(tmp_path, 1))
+    assert newest(tmp_path) == step_folder(tmp_path, 1)
+    assert read_state(step_folder(tmp_path, 1)).data == {}
 
 
 def test_what_cannot_be_read_is_set_aside_and_not_lost(tmp_path: Path) -> None:
