@@ -20,7 +20,7 @@ import hashlib
 import math
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -158,11 +158,18 @@ def proven_damage(folder: str | Path) -> str:
     return ""
 
 
-def survey(run_dir: str | Path, above: float = -1, before: float = math.inf) -> list[tuple[Path, str]]:
+def survey(run_dir: str | Path, above: float = -1, before: float = math.inf) -> Iterator[tuple[Path, str]]:
     """The checkpoints of a run, newest first, each with its `damage`; of more steps than `above`, and fewer
-    than `before`."""
-    found = [path for path in (Path(run_dir) / FOLDER).glob("*") if above < _step(path) < before]
-    return [(path, damage(path)) for path in sorted(found, key=_step, reverse=True)]
+    than `before`. Each is looked at when it is asked for: a run may have kept a hundred, of as many files as
+    ranks."""
+    return ((folder, damage(folder)) for folder in _folders(run_dir, above, before))
+
+
+def _folders(run_dir: str | Path, above: float = -1, before: float = math.inf) -> list[Path]:
+    """As `survey`, whatever is in them."""
+    steps = {path: _step(path) for path in (Path(run_dir) / FOLDER).glob("*")}
+    found = (path for path, step in steps.items() if above < step < before)
+    return sorted(found, key=steps.__getitem__, reverse=True)
 
 
 def unreadable(found: Iterable[tuple[Path, str]]) -> list[tuple[Path, str]]:
@@ -202,8 +209,15 @@ def prune(run_dir: str | Path, keep: int, keep_every: int = 0) -> list[Path]:
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: a run keeps at least its newest checkpoint")
-    run_dir, all_of_it = Path(run_dir), survey(run_dir)
-    whole = [folder for folder, wrong in all_of_it if not wrong]
+    run_dir = Path(run_dir)
+    whole, older, cut_off = list[Path](), list[Path](), list[Path]()
+    for folder in _folders(run_dir):
+        # of those that stay the files are not looked at: with every save there may be one more
+        stays = len(whole) == keep and keep_every and _step(folder) % keep_every == 0
+        if not stays and not damage(folder):
+            (whole if len(whole) < keep else older).append(folder)
+        elif not _written(folder):
+            cut_off.append(folder)
     if not whole:
         return []
     try:
@@ -213,8 +227,6 @@ def prune(run_dir: str | Path, keep: int, keep_every: int = 0) -> list[Path]:
             f"{run_dir / LINK}: cannot be made a link to {whole[0]} ({error.strerror}); "
             "move away what is there"
         ) from error
-    cut_off = [folder for folder, wrong in all_of_it if wrong and not _written(folder)]
-    older = [folder for folder in whole[keep:] if not keep_every or _step(folder) % keep_every]
     return [folder for folder in [*older, *cut_off] if not _remove(folder)]
 
 
@@ -287,8 +299,8 @@ def _ours(folder: Path) -> list[Path]:
 
 def way_out(folder: Path) -> str:
     """The next move of somebody whose checkpoint turns out to be damaged."""
-    others = survey(folder.parent.parent) if _step(folder) >= 0 else []
-    older = next((path for path, wrong in others if not wrong and _step(path) < _step(folder)), None)
+    others = survey(folder.parent.parent, before=_step(folder))  # of -1 there is none before
+    older = next((path for path, wrong in others if not wrong), None)
     if older is None:
         return "no older checkpoint is whole: restore the file, or start the run anew"
     return f"{older} is whole: remove {folder}, and --resume goes on from there"

@@ -52,7 +52,7 @@ from mpipipe.state.resume import (
     survey,
     unreadable,
 )
-from mpipipe.state.verify import check_read
+from mpipipe.state.verify import check_read, newest_sound
 from mpipipe.train import otherwise
 
 HERE = (Path(__file__).parent, *Path(__file__).parents[1:3])  # where a subprocess finds this file and mpipipe
@@ -198,6 +198,32 @@ def test_prune_keeps_the_newest_and_takes_what_was_cut_off(tmp_path: Path) -> No
     assert step_folder(tmp_path, 30).exists(), "damaged after it was whole: for the user to look at"
     with pytest.raises(ValueError, match="keep = 0"):
         prune(tmp_path, 0)
+
+
+def test_only_what_must_be_known_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look asks for every file, and a run may have kept many."""
+    steps = range(1, 8)
+    for step in steps:
+        save_step(tmp_path, step)
+    (step_folder(tmp_path, 4) / "run.json").unlink()
+    seen, real = list[int](), resume.damage
+
+    def looks(folder: Path) -> str:
+        seen.append(int(folder.name.removeprefix("step-")))
+        return real(folder)
+
+    monkeypatch.setattr(resume, "damage", looks)
+    assert newest(tmp_path) == step_folder(tmp_path, 7)
+    assert run_local(2, lambda comm: newest_sound(comm, tmp_path)[0]) == [step_folder(tmp_path, 7)] * 2
+    assert resume.way_out(step_folder(tmp_path, 4)).startswith(f"{step_folder(tmp_path, 3)} is whole")
+    assert seen == [7, 7, 3]
+    seen.clear()
+    assert prune(tmp_path, 1, 2) == []
+    assert seen == [7, 5, 3, 1], "not at those that stay, with no step that was cut off"
+    assert [folder.name for folder, _ in survey(tmp_path)] == [f"step-{n:08d}" for n in (7, 6, 2)]
+    seen.clear()
+    assert prune(tmp_path, 1, 2) == []
+    assert seen == [7]
 
 
 def test_only_leftovers_without_a_run_json_make_room(tmp_path: Path) -> None:
@@ -442,7 +468,7 @@ while len(steps) < 30 and time.monotonic() < deadline:
     cut_off += any(wrong for _, wrong in t.survey(run_dir))
 t.save_step(run_dir, steps[-1] + 1)
 t.prune(run_dir, 2)
-print(len(steps), steps[-1], cut_off, len(t.survey(run_dir)))
+print(len(steps), steps[-1], cut_off, len(list(t.survey(run_dir))))
 """
 
 
@@ -490,7 +516,7 @@ def test_other_data_are_refused_where_both_are_known(tmp_path: Path) -> None:
         "  samples for training: 64 in the checkpoint, 80 now\n"
         "  put them back, or go on with these by --new-numerics (in a script: new_data=True)"
     )
-    with pytest.raises(CheckpointError, match="sha256 of the first samples: ab12 in the checkpoint, cd34 now"):
+    with pytest.raises(CheckpointError, match="sha256 of the first samples: ab12 in the checkpoint, cd34"):
         check_data(tmp_path, saved, {"samples": 64, "first_sha256": "cd34"})
 
 
