@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from mpipipe.cluster.agree import agree
 from mpipipe.cluster.comm import Communicator
@@ -80,10 +80,14 @@ def check_given(comm: Communicator, source: ModelSource) -> None:
         )
 
 
-def check_samples(comm: Communicator, data: Dataset, rows: int) -> None:
-    """Data that each rank made for itself must be one and the same. Collective."""
-    if data.exact:
-        agree(comm, {"the first samples": fingerprint(data, rows)}, SAME_DATA)
+def check_samples(comm: Communicator, data: Dataset, rows: int) -> dict[str, Any]:
+    """Data that each rank made for itself must be one and the same. What a resume knows them by, as of
+    `RunState`: of a plain iterable, nothing. Collective."""
+    if not data.exact:
+        return {}
+    first = fingerprint(data, rows)
+    agree(comm, {"the first samples": first}, SAME_DATA)
+    return {"samples": data.train_samples, "first_sha256": first}
 
 
 def check_trained(variants: Variants, unused: str) -> None:

@@ -18,7 +18,7 @@ from mpipipe.planner.sizes import counted
 from mpipipe.report.plan_file import read_plan
 from mpipipe.runtime.setting import numerics_of
 from mpipipe.state.checkpoint import Reader
-from mpipipe.state.resume import RunState, check_graph, check_numerics, read_state
+from mpipipe.state.resume import RunState, check_data, check_graph, check_numerics, read_state
 from mpipipe.values import Gemm, Graph, Numerics, Plan
 
 
@@ -60,6 +60,11 @@ class Before:
         """Raises ConfigError where the checkpoint has others."""
         if self.saved is not None and not self.new_numerics:
             check_numerics(self.saved.numerics, numerics, self.saved.version)
+
+    def check_data(self, data: dict[str, Any]) -> None:
+        """data: as in `RunState`. Raises CheckpointError where the checkpoint was trained on others."""
+        if self.folder is not None and self.saved is not None and not self.new_numerics:
+            check_data(self.folder, self.saved.data, data)
 
     def check_ranks(self, n_ranks: int) -> None:
         """Raises PlanError where the plan is for others."""

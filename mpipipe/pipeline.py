@@ -131,6 +131,8 @@ class Pipeline(SharedWork):
     initial    first values of the weights, such as `mpipipe.hf_model(folder).initial`
     cost_cache  keep what groups cost, in ~/.cache/mpipipe, and time them anew only where it has changed
     resume     folder of a checkpoint that `save` has written, on any number of ranks
+    new_numerics  resume although what decides the bits has changed
+    new_data   resume on other data than those that the checkpoint was trained on
     plan       a plan or its file, perhaps edited: its cuts, schedule and receive window are used; what
                decides the bits must be as in these arguments
     recover    "mpi": when a rank is lost, `fit` goes on without it, on an MPI started with ULFM; "restart":
@@ -185,6 +187,7 @@ class Pipeline(SharedWork):
         initial: Initial | None = None,
         resume: str | Path | None = None,
         new_numerics: bool = False,
+        new_data: bool = False,
         plan: str | Path | Plan | None = None,
         recover: Literal["restart", "mpi"] = "restart",
         mirror_every: int | Literal["auto"] = "auto",
@@ -238,7 +241,9 @@ class Pipeline(SharedWork):
             data, val, batch=batch, micro_batches=count, names=self._names, collate=collate,
             shuffle=shuffle, seed=seed, varying=varying, val_batch=val_batch, comm=comm,
         )  # fmt: skip
-        check_samples(comm, self.data, self.numerics.micro_batch)
+        self.known_data = check_samples(comm, self.data, self.numerics.micro_batch)
+        if not new_data:
+            before.check_data(self.known_data)
         full_loss: Loss = loss if weight_of is None else from_mean(loss, weight_of)
 
         @cache
@@ -258,6 +263,7 @@ class Pipeline(SharedWork):
             self.variants = lowered(self.numerics.micro_batch)
         else:
             self.numerics, self.variants = settled.numerics, settled.variants
+            self.known_data = check_samples(comm, self.data, self.numerics.micro_batch)
         self._check_model(before, asked, unused)
 
         # costs -> plan -> program, on the ranks that work
@@ -583,6 +589,7 @@ class Pipeline(SharedWork):
             numerics=self.numerics,
             graph=self.variants.graph.hash,
             optimizer=described(part for of_rank in parts for part in of_rank),
+            data=self.known_data,
             version=__version__,
             plan={"hash": self.plan.hash, "layout": plan["layout"], "prediction": plan["prediction"]},
             **told,

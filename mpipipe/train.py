@@ -61,7 +61,7 @@ USAGE = """usage: mpirun -n N python -m mpipipe.train config.yaml [key=value ...
 
   key=value        any key of the config, such as train.steps=50; docs/config.md lists them all
   --resume         go on from the newest checkpoint of the run in run.dir, or of runs/latest
-  --new-numerics   with --resume: also where what decides the bits (batch, seed, threads, ...) has changed
+  --new-numerics   with --resume: also where what decides the bits (batch, seed, data, ...) has changed
   --plan FILE      use the cuts and the schedule of a plan.json, of `python -m mpipipe plan -o` or edited"""
 
 
@@ -154,11 +154,11 @@ def _train(
     checkpoint, passed_over = newest_sound(comm, run_dir) if resumed else (None, [])
     changed = list[str]()  # said when the resume is not refused
     if resumed:
-        said, changed, new_data = comm.bcast_object(
+        said, changed, gathers = comm.bcast_object(
             _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], [], False)
         )
-    if not resumed or new_data:  # else the corpus is there, and must stay as it was
-        prepare(config, run_dir, comm.rank == 0)
+    if not resumed or gathers:  # else the corpus is there, and must stay as it was
+        prepare(config, run_dir, comm.rank == 0, keep=checkpoint is not None)
     comm.barrier()
     opened = open_dataset(config, run_dir)
     data, val = opened if isinstance(opened, tuple) else (opened, None)
@@ -168,6 +168,8 @@ def _train(
             log.say(line)
         c, t, p = config, config.train, config.pipeline
         kept = None if checkpoint is None else read_state(checkpoint)
+        # by the checkpoint, as config.yaml is of the newest start, which may have made none
+        new_data = kept is not None and kept.config.get("data") != config.model_dump(mode="json")["data"]
         threads = threads_of(comm, p.threads, kept, c.run.spares)
         for line in _beginning(comm, config, threads, run_dir):
             log.say(line)
@@ -181,7 +183,7 @@ def _train(
             device=p.device, memory_bytes=p.memory_bytes, recompute=p.recompute, cost_cache=p.cost_cache,
             recover=c.run.recover, mirror_every=c.run.mirror_every, spares=c.run.spares,
             refine=c.run.refine, initial=built.initial, resume=checkpoint, new_numerics=new_numerics,
-            plan=plan, comm=comm, say=log.say,
+            new_data=new_data, plan=plan, comm=comm, say=log.say,
         )  # fmt: skip
         for line in changed:
             log.say(line)
@@ -214,7 +216,8 @@ def _place(config: Config, resume: bool) -> tuple[Path, list[str], bool]:
 def _going_on(
     config: Config, run_dir: Path, checkpoint: Path | None, passed_over: Sequence[tuple[Path, str]]
 ) -> tuple[list[str], list[str], bool]:
-    """(what to say of a run that goes on, and of its settings, whether its data was another); on one rank."""
+    """(what to say of a run that goes on, and of its settings, whether text may have to be gathered); on one
+    rank."""
     if checkpoint is None and (unread := unreadable(passed_over)):
         raise CheckpointError(
             "\n".join([f"{run_dir}: no checkpoint can be read", *(f"  {wrong}" for _, wrong in unread)])
@@ -226,12 +229,12 @@ def _going_on(
             f"{checkpoint}: {step} steps are done, and train.steps = {config.train.steps}; raise it to go on"
         )
     before = load(run_dir / CONFIG) if step else config
-    new_data = step == 0 or before.data != config.data
+    gathers = step == 0 or before.data != config.data
     going_on = (
         f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
     )
     notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
-    return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), new_data
+    return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), gathers
 
 
 def otherwise(before: Config, now: Config) -> list[str]:

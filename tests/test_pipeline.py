@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_run import forget_data
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
@@ -876,8 +877,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model": Structured}, CheckpointError, r"first\.weight"),
         ({"model": Listed}, CheckpointError, r"norm\.weight"),
         ({"loss": doubled}, CheckpointError, r"another form of this model or loss \(graph"),
+        ({"data": Samples(38)}, CheckpointError, r"samples for training: 37 in the checkpoint, 38 now"),
+        ({"data": Samples(37, seed=2)}, CheckpointError, r"sha256 of the first samples: [0-9a-f]{64} in"),
     ],
-    ids=["seed", "micro-batches", "shapes", "names", "loss"],
+    ids=["seed", "micro-batches", "shapes", "names", "loss", "more data", "other data"],
 )
 @pytest.mark.slow
 def test_what_does_not_fit_a_checkpoint_is_refused(
@@ -895,6 +898,30 @@ def test_new_numerics_go_on_from_the_weights_and_the_state(saved: Path) -> None:
         return pipe.steps_done
 
     assert alone(body) == 3
+
+
+@pytest.mark.parametrize("how", ["new_data", "new_numerics"])
+@pytest.mark.slow
+def test_other_data_are_gone_on_with_where_that_is_meant(saved: Path, how: str) -> None:
+    def body(comm: Communicator) -> dict[str, Any]:
+        return pipeline(comm, data=Samples(40), resume=saved, **{how: True}).known_data
+
+    assert alone(body)["samples"] == 40
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_knows_nothing_of_its_data_is_gone_on_from(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "of an earlier version"))
+    forget_data(folder)
+    assert alone(lambda comm: pipeline(comm, data=Samples(40), resume=folder).steps_done) == 1
+
+
+@pytest.mark.slow
+def test_data_are_known_again_where_the_number_of_micro_batches_was_searched(tmp_path: Path) -> None:
+    """The first samples are those of a micro-batch."""
+    given: dict[str, Any] = {"micro_batches": "auto"}
+    alone(lambda comm: pipeline(comm, **given).save(tmp_path / "saved"))
+    alone(lambda comm: pipeline(comm, resume=tmp_path / "saved", **given))
 
 
 @pytest.mark.slow

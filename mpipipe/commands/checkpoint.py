@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 def _all(folder: Path) -> list[tuple[Path, str]]:
     """Checkpoints, newest first, and what is wrong with each at first sight. Raises CheckpointError."""
     if (folder / FOLDER).is_dir():
-        return survey(folder)
+        return list(survey(folder))
     if not (folder / RUN).exists():
         raise CheckpointError(
             f"{folder}: is neither a run nor a whole checkpoint; name one such as runs/latest or "

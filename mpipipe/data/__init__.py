@@ -24,18 +24,18 @@ from mpipipe.errors import DataError
 __all__ = ["Dataset", "DatasetBase", "Specs", "Split", "open_dataset", "prepare"]
 
 
-def prepare(config: Config, run_dir: str | Path, is_root: bool) -> None:
+def prepare(config: Config, run_dir: str | Path, is_root: bool, keep: bool = False) -> None:
     """On the root rank: writes the corpus into the run folder where one must be gathered. The
-    others must not open it before the root is done. Raises DataError."""
+    others must not open it before the root is done. keep: as of `write_corpus`. Raises DataError."""
     if is_root:
-        _prepare(config.data, Path(run_dir))
+        _prepare(config.data, Path(run_dir), keep)
 
 
-def _prepare(data: Any, folder: Path) -> None:
+def _prepare(data: Any, folder: Path, keep: bool) -> None:
     if data.name == "text":
-        write_corpus(data.path, folder)
+        write_corpus(data.path, folder, keep)
     for i, source in enumerate(data.sources if data.name == "mixture" else ()):
-        _prepare(source, _source_folder(folder, i))
+        _prepare(source, _source_folder(folder, i), keep)
 
 
 def _source_folder(folder: Path, i: int) -> Path:

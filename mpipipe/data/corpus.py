@@ -6,29 +6,46 @@ import io
 import os
 import sysconfig
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
+from typing import TypeGuard
 
 from mpipipe.errors import DataError
 
-CORPUS = "corpus.bin"  # in the run folder
+_OF_OLD = "corpus.bin"  # in the run folder: of whatever text, as earlier versions wrote it
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 def corpus_path(path: str | None, run_dir: Path) -> Path:
     """The file of bytes: `path` itself when it is a file, else the one that `write_corpus` makes."""
-    return Path(path) if path is not None and not Path(path).is_dir() else run_dir / CORPUS
+    if _is_file(path):
+        return Path(path)
+    target, old = _target(path, run_dir), run_dir / _OF_OLD
+    return old if old.exists() and not target.exists() else target
 
 
-def write_corpus(path: str | None, run_dir: Path) -> Path:
+def _is_file(path: str | None) -> TypeGuard[str]:
+    return path is not None and not Path(path).is_dir()
+
+
+def _target(path: str | None, run_dir: Path) -> Path:
+    """Named by `path`: a start with another text, which may be refused or killed, leaves this one alone."""
+    return run_dir / f"corpus-{sha256(repr(path).encode()).hexdigest()[:8]}.bin"
+
+
+def write_corpus(path: str | None, run_dir: Path, keep: bool = False) -> Path:
     """Concatenates a folder's files, or the Python standard library's (`path` None), in the order
-    of their names into the run folder. A file is left where it is. Raises DataError."""
+    of their names into the run folder. A file is left where it is. keep: one that was made of this path
+    before stays as it was. Raises DataError."""
     if path is not None and not Path(path).exists():
         raise DataError(
             f"data.path = '{path}': no such file or folder; there is none at {Path(path).absolute()}; name "
             "one with text, or null for the standard library's"
         )
-    target = corpus_path(path, run_dir)
-    if target != run_dir / CORPUS:
+    if _is_file(path):
+        return Path(path)
+    target = _target(path, run_dir)
+    if keep and target.exists():
         return target
     files = list(_stdlib_files() if path is None else text_files(Path(path)))
     if not files:

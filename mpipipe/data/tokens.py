@@ -25,6 +25,7 @@ Kind = Literal["auto", Dtype]
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of documents, of their boundaries
+_DOCUMENTS = 1 << 16  # of an index that are looked at at a time: it may name hundreds of millions
 _MEGATRON = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -149,23 +150,29 @@ def _map(path: Path, dtype: str) -> NDArray[Any]:
 
 def _megatron(path: Path, index: Path) -> NDArray[Any]:
     """The ids of Megatron-LM's indexed data set (Shoeybi et al. 2019), format version 1."""
-    raw = index.read_bytes()
-    magic, version, code, n, _ = _HEAD.unpack_from(raw.ljust(_HEAD.size, b"\0"))
+    with index.open("rb") as file:
+        magic, version, code, n, _ = _HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size, b"\0"))
     if magic != _MAGIC or version != 1 or code not in _MEGATRON:
         raise DataError(
             f"{index}: starts with {magic!r}, version {version}, dtype {code}; expected {_MAGIC!r}, 1 and "
             f"an integer type ({', '.join(map(str, _MEGATRON))}); give Megatron's index, or remove it if "
             f"{path.name} holds bare tokens"
         )
-    if len(raw) < _HEAD.size + 12 * n:
-        raise DataError(f"{index}: {len(raw)} bytes are too few for its {n} documents; copy the file again")
-    lengths = np.frombuffer(raw, "<i4", n, _HEAD.size).astype(np.int64)
-    starts = np.frombuffer(raw, "<i8", n, _HEAD.size + 4 * n)
+    if (nbytes := index.stat().st_size) < _HEAD.size + 12 * n:
+        raise DataError(f"{index}: {nbytes} bytes are too few for its {n} documents; copy the file again")
+    all_lengths = np.memmap(index, "<i4", "r", _HEAD.size, (n,))
+    all_starts = np.memmap(index, "<i8", "r", _HEAD.size + 4 * n, (n,))
     ids = _map(path, _MEGATRON[code])
-    ends = np.cumsum(lengths)
-    if not np.array_equal(starts, (ends - lengths) * ids.itemsize) or ends[-1:].sum() != len(ids):
+    total, without_gaps = 0, True
+    for first in range(0, n, _DOCUMENTS):
+        lengths = all_lengths[first : first + _DOCUMENTS].astype(np.int64)
+        ends = total + np.cumsum(lengths)
+        starts = all_starts[first : first + _DOCUMENTS]
+        without_gaps &= np.array_equal(starts, (ends - lengths) * ids.itemsize)
+        total = int(ends[-1])
+    if not without_gaps or total != len(ids):
         raise DataError(
-            f"{index}: its documents hold {lengths.sum()} tokens, {path.name} holds {len(ids)}, and they "
+            f"{index}: its documents hold {total} tokens, {path.name} holds {len(ids)}, and they "
             "must stand there without gaps; give the pair that was written together"
         )
     return ids

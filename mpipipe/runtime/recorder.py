@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 
 import numpy as np
@@ -25,7 +26,8 @@ class Recorder:
     def __init__(self, comm: Communicator, program: Program) -> None:
         self._comm, self._program = comm, program
         self._kept: deque[tuple[Float64, Int64, Float64]] = deque(maxlen=KEPT_STEPS)
-        self.highest_bytes: list[int] = []  # per step, of this rank at the end of an instruction
+        # per step, of this rank at the end of an instruction; 8 bytes each, as there may be a million
+        self.highest_bytes = array("q")
 
     def add(self, outcome: Outcome) -> None:
         """One step, in order."""

@@ -20,7 +20,7 @@ import hashlib
 import math
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -90,6 +90,9 @@ class RunState(Value):
     optimizer: Json  # its kind and what it keeps beside tensors: `runtime.optimizer.described`
     plan: Json = field(default_factory=dict)  # its hash, layout and prediction; a resume plans anew
     config: Json = field(default_factory=dict)  # all keys, of a run that had one
+    # of an epoch how many samples, and the sha256 of the first ones (`checks.check_samples`); of an earlier
+    # version nothing, so nothing is compared
+    data: Json = field(default_factory=dict)
     extra: Json = field(default_factory=dict)  # the caller's own, plain JSON
     version: str = ""  # of the mpipipe that wrote it
     files: dict[str, File] = field(default_factory=dict)  # all others of the folder; `save` fills it in
@@ -163,11 +166,18 @@ def proven_damage(folder: str | Path) -> str:
     return ""
 
 
-def survey(run_dir: str | Path, above: float = -1, before: float = math.inf) -> list[tuple[Path, str]]:
+def survey(run_dir: str | Path, above: float = -1, before: float = math.inf) -> Iterator[tuple[Path, str]]:
     """The checkpoints of a run, newest first, each with its `damage`; of more steps than `above`, and fewer
-    than `before`."""
-    found = [path for path in (Path(run_dir) / FOLDER).glob("*") if above < _step(path) < before]
-    return [(path, damage(path)) for path in sorted(found, key=_step, reverse=True)]
+    than `before`. Each is looked at when it is asked for: a run may have kept a hundred, of as many files as
+    ranks."""
+    return ((folder, damage(folder)) for folder in _folders(run_dir, above, before))
+
+
+def _folders(run_dir: str | Path, above: float = -1, before: float = math.inf) -> list[Path]:
+    """As `survey`, whatever is in them."""
+    steps = {path: _step(path) for path in (Path(run_dir) / FOLDER).glob("*")}
+    found = (path for path, step in steps.items() if above < step < before)
+    return sorted(found, key=steps.__getitem__, reverse=True)
 
 
 def unreadable(found: Iterable[tuple[Path, str]]) -> list[tuple[Path, str]]:
@@ -207,8 +217,15 @@ def prune(run_dir: str | Path, keep: int, keep_every: int = 0) -> list[Path]:
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: a run keeps at least its newest checkpoint")
-    run_dir, all_of_it = Path(run_dir), survey(run_dir)
-    whole = [folder for folder, wrong in all_of_it if not wrong]
+    run_dir = Path(run_dir)
+    whole, older, cut_off = list[Path](), list[Path](), list[Path]()
+    for folder in _folders(run_dir):
+        # of those that stay the files are not looked at: with every save there may be one more
+        stays = len(whole) == keep and keep_every and _step(folder) % keep_every == 0
+        if not stays and not damage(folder):
+            (whole if len(whole) < keep else older).append(folder)
+        elif not _written(folder):
+            cut_off.append(folder)
     if not whole:
         return []
     try:
@@ -219,8 +236,6 @@ def prune(run_dir: str | Path, keep: int, keep_every: int = 0) -> list[Path]:
             "move away what is there",
             kind=kind_of(error),
         ) from error
-    cut_off = [folder for folder, wrong in all_of_it if wrong and not _written(folder)]
-    older = [folder for folder in whole[keep:] if not keep_every or _step(folder) % keep_every]
     return [folder for folder in [*older, *cut_off] if not _remove(folder)]
 
 
@@ -293,8 +308,8 @@ def _ours(folder: Path) -> list[Path]:
 
 def way_out(folder: Path) -> str:
     """The next move of somebody whose checkpoint turns out to be damaged."""
-    others = survey(folder.parent.parent) if _step(folder) >= 0 else []
-    older = next((path for path, wrong in others if not wrong and _step(path) < _step(folder)), None)
+    others = survey(folder.parent.parent, before=_step(folder))  # of -1 there is none before
+    older = next((path for path, wrong in others if not wrong), None)
     if older is None:
         return "no older checkpoint is whole: restore the file, or start the run anew"
     return f"{older} is whole: remove {folder}, and --resume goes on from there"
@@ -306,6 +321,18 @@ def check_graph(folder: Path, saved: str, now: str) -> None:
         raise CheckpointError(
             f"{folder}: made by another form of this model or loss (graph {saved[:8]}, now {now[:8]}); go "
             "back to it, or go on with --new-numerics"
+        )
+
+
+def check_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """saved, now: as in `RunState`. Raises CheckpointError where both are known and differ."""
+    names = {"samples": "samples for training", "first_sha256": "sha256 of the first samples"}
+    pairs = [(text, saved.get(name), now.get(name)) for name, text in names.items()]
+    lines = "\n".join(f"  {text}: {a} in the checkpoint, {b} now" for text, a, b in pairs if a != b)
+    if saved and now and lines:
+        raise CheckpointError(
+            f"{folder}: was trained on other data than those that are there now\n{lines}\n"
+            "  put them back, or go on with these by --new-numerics (in a script: new_data=True)"
         )
 
 

@@ -28,7 +28,7 @@ SUMMARY = "summary.json"  # its existence says that the run has ended
 METRICS = "metrics.jsonl"  # its existence says that training began
 SAVES = "saves.json"
 _OF_ANY_START = (
-    *(CONFIG, "train.log", "corpus.bin", "source-*/corpus.bin"),
+    *(CONFIG, "train.log", "corpus-*.bin", "source-*/corpus-*.bin"),
     *("flight/rank-*.alive", "flight/rank-*.stack"),
 )
 

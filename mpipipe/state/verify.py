@@ -84,7 +84,9 @@ def newest_sound(
     Raises CheckpointError on every rank where one that may be sound cannot be read just now.
     """
     passed_over: list[tuple[Path, str]] = []
-    for folder, wrong in comm.bcast_object(survey(run_dir, above, before) if comm.rank == 0 else []):
+    found = survey(run_dir, above, before) if comm.rank == 0 else iter(())
+    while (one := comm.bcast_object(next(found, None))) is not None:
+        folder, wrong = one
         wrong = (wrong and _looked_at_again(comm, folder)) or _flaw_of_all(comm, folder)
         if not wrong:
             return folder, passed_over

@@ -27,6 +27,10 @@ def text_config(path: Path | None, *overrides: str) -> Config:
     return parse("model: {context: 8}", overrides=[*named, *overrides])
 
 
+def first_letter(config: Config, run: Path) -> str:
+    return chr(open_dataset(config, run).batch("train", 0, 0, 1, frozenset({"tokens"}))["tokens"][0, 0])
+
+
 @pytest.fixture
 def letters(tmp_path: Path) -> Path:
     path = tmp_path / "letters.txt"
@@ -196,17 +200,52 @@ def test_a_folder_is_joined_in_name_order_without_hidden_files_and_tests(tmp_pat
     prepare(config, run, is_root=False)
     assert not run.exists()
     prepare(config, run, is_root=True)
-    assert [p.name for p in run.iterdir()] == ["corpus.bin"]
-    assert Counter((run / "corpus.bin").read_text()) == {"1": 20, "2": 20, "3": 20}
+    (corpus,) = run.iterdir()
+    assert Counter(corpus.read_text()) == {"1": 20, "2": 20, "3": 20}
     prepare(config, run, is_root=True)
     assert open_dataset(config, run).vocab == 256
+
+
+def test_the_text_of_a_run_stays_as_it_was_whatever_another_start_gathers(tmp_path: Path) -> None:
+    configs = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text(name * 200)
+        configs.append(text_config(tmp_path / name))
+
+    def read() -> list[str]:
+        return [first_letter(config, run) for config in configs]
+
+    run = tmp_path / "run"
+    prepare(configs[0], run, is_root=True)
+    prepare(configs[1], run, is_root=True, keep=True)
+    assert read() == ["a", "b"]
+    for name in "ab":
+        (tmp_path / name / "text").write_text("c" * 200)
+    for config in configs:
+        prepare(config, run, is_root=True, keep=True)
+    assert read() == ["a", "b"]
+    prepare(configs[0], run, is_root=True)
+    assert read() == ["c", "b"]
+
+
+def test_a_text_that_an_earlier_version_gathered_is_read(tmp_path: Path) -> None:
+    """It had one name for all; one of the right name comes first."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "text").write_text("b" * 200)
+    config, run = text_config(tmp_path / "texts"), tmp_path / "run"
+    run.mkdir()
+    (run / "corpus.bin").write_text("a" * 200)
+    for expected in "ab":
+        assert first_letter(config, run) == expected
+        prepare(config, run, is_root=True, keep=True)
 
 
 @pytest.mark.slow
 def test_the_standard_library_is_the_default_text(tmp_path: Path) -> None:
     config = text_config(None)
     prepare(config, tmp_path, is_root=True)
-    raw = (tmp_path / "corpus.bin").read_bytes()
+    raw = next(tmp_path.glob("corpus-*.bin")).read_bytes()
     assert len(raw) > 1 << 20
     assert b"class OrderedDict(dict):" in raw
     data = open_dataset(config, tmp_path)
@@ -237,7 +276,7 @@ def test_missing_empty_and_short_corpora_are_refused(tmp_path: Path) -> None:
         open_dataset(text_config(empty), tmp_path)
     with pytest.raises(DataError, match=r"short: 2 of its 50 bytes are for validation.*needs 9"):
         open_dataset(text_config(short), tmp_path)
-    with pytest.raises(DataError, match=r"corpus.bin: cannot be read"):
+    with pytest.raises(DataError, match=r"corpus-\w+\.bin: cannot be read"):
         open_dataset(text_config(None), tmp_path)
 
 
@@ -271,10 +310,12 @@ def test_a_full_disk_while_files_are_joined_leaves_no_corpus(tmp_path: Path) -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(DataError, match=r"texts/b: cannot be copied to .*corpus.bin \(File too large\)"):
+        with pytest.raises(
+            DataError, match=r"texts/b: cannot be copied to .*corpus-\w+\.bin \(File too large\)"
+        ):
             prepare(config, run, True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(run.iterdir()) == []
     prepare(config, run, True)
-    assert len((run / "corpus.bin").read_bytes()) == 1200
+    assert [path.stat().st_size for path in run.iterdir()] == [1200]

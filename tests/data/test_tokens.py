@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from mpipipe.config import parse
 from mpipipe.data import open_dataset
+from mpipipe.data import tokens as token_files
 from mpipipe.data.tokenizer import open_tokenizer
 from mpipipe.data.tokens import Tokens
 from mpipipe.data.windows import Part, Windows
@@ -140,7 +143,21 @@ def test_megatron_documents_are_one_line(tmp_path: Path, code: int, dtype: str) 
         assert all(row == list(range(row[0], row[0] + 5)) for row in rows(data, "train"))
 
 
-def test_damaged_megatron_files_are_refused(tmp_path: Path) -> None:
+def test_a_long_megatron_index_takes_no_memory(tmp_path: Path) -> None:
+    path = megatron(tmp_path / "a.bin", [[1]] * (1 << 18), 8, "<u2")
+    tracemalloc.start()
+    try:
+        assert len(token_files.open_tokens(path, "auto")[0].ids) == 1 << 18
+        assert tracemalloc.get_traced_memory()[1] < path.with_suffix(".idx").stat().st_size / 2
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("at_a_time", [1, 1 << 16])
+def test_damaged_megatron_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    monkeypatch.setattr(token_files, "_DOCUMENTS", at_a_time)
     path = tmp_path / "a.bin"
     for change, message in (
         ({"magic": b"TNTIDX\0\0\0"}, r"a\.idx: starts with b'TNTIDX.*expected b'MMIDIDX"),
@@ -150,7 +167,13 @@ def test_damaged_megatron_files_are_refused(tmp_path: Path) -> None:
         megatron(path, [[1, 2, 3], [4] * 6], change.pop("code", 8), "<u2", **change)
         with pytest.raises(DataError, match=message):
             tokens(path, vocab=9)
+    index = path.with_suffix(".idx")
+    for nbytes, message in ((57, "57 bytes are too few for its 2 documents"), (0, r"starts with b'\\x00")):
+        os.truncate(index, nbytes)
+        with pytest.raises(DataError, match=rf"a\.idx: {message}"):
+            tokens(path, vocab=9)
     megatron(path, [[1, 2, 3], [4] * 6], 8, "<u2")
+    assert len(token_files.open_tokens(path, "auto")[0].ids) == 9
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(DataError, match=r"hold 9 tokens, a\.bin holds 8"):
         tokens(path, vocab=9)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from alone import train_alone
 
-from mpipipe.errors import CheckpointError
+from mpipipe.errors import CheckpointError, ConfigError
 from mpipipe.state.resume import newest, survey
 
 pytestmark = pytest.mark.jobs
@@ -29,6 +29,16 @@ data: {{name: synthetic, samples: 64}}
 train: {{steps: {STEPS}, batch: 8, warmup: 2, lr: 0.01, save_every: 3, keep: 5}}
 eval: {{every: 2, batches: 2}}
 pipeline: {{micro_batches: 4}}
+"""
+
+TEXT = """\
+model: {name: gpt, layers: 1, d_model: 8, heads: 1, context: 8}
+data: {name: text, path: a}
+train: {steps: 6, batch: 8, save_every: 2, keep: 5}
+eval: {every: 0, batches: 1}
+pipeline: {micro_batches: 2}
+sample: {length: 0}
+run: {dir: text}
 """
 
 KILLED = """
@@ -235,3 +245,52 @@ def test_a_time_limit_ends_with_a_checkpoint_and_the_run_can_go_on(
     assert found["weights"] == undisturbed["weights"]
     losses = [[step["loss"] for step in steps] for steps in (found["steps"], undisturbed["steps"])]
     assert losses[0] == losses[1]
+
+
+@pytest.fixture
+def of_a_text(folder: Path) -> tuple[Path, str]:
+    """A run on the text of the folder `a`, cut back to its first checkpoint, and its weights at the end."""
+    for name in "ab":
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir()
+        (folder / name / "text").write_text(f"the folder {name} holds {name} " * 99)
+    (folder / "text.yaml").write_text(TEXT)
+    shutil.rmtree(folder / "text", ignore_errors=True)
+    weights = train_alone(folder, config="text.yaml").weights_sha256
+    for step in (4, 6):
+        shutil.rmtree(folder / "text" / "checkpoints" / f"step-{step:08d}")
+    return folder, weights
+
+
+def test_a_resume_that_is_refused_leaves_the_text_of_the_run(of_a_text: tuple[Path, str]) -> None:
+    folder, weights = of_a_text
+    with pytest.raises(ConfigError, match="batch: 8 in the checkpoint, 16 now"):
+        train_alone(folder, "--resume", "data.path=b", "train.batch=16", config="text.yaml")
+    (folder / "a" / "text").write_text("it was gathered when the run began " * 99)
+    assert train_alone(folder, "--resume", config="text.yaml").weights_sha256 == weights
+
+
+def test_the_text_of_a_run_that_an_earlier_version_began_is_found(of_a_text: tuple[Path, str]) -> None:
+    folder, weights = of_a_text
+    next((folder / "text").glob("corpus-*.bin")).rename(folder / "text" / "corpus.bin")
+    assert train_alone(folder, "--resume", config="text.yaml").weights_sha256 == weights
+
+
+def test_data_that_changed_under_its_name_is_refused_and_another_section_is_taken(
+    of_a_text: tuple[Path, str],
+) -> None:
+    folder, weights = of_a_text
+    run = folder / "text"
+    of_a = next(run.glob("corpus-*.bin"))
+    kept = of_a.read_bytes()
+    of_a.write_bytes(kept[: len(kept) // 2])
+    with pytest.raises(CheckpointError, match="step-00000002: was trained on other data") as caught:
+        train_alone(folder, "--resume", config="text.yaml")
+    assert "sha256 of the first samples: " in str(caught.value)
+    assert "by --new-numerics" in str(caught.value)
+    of_a.write_bytes(kept)
+    for _ in range(2):  # the second time config.yaml is of `b` already, the checkpoint still of `a`
+        assert train_alone(folder, "--resume", "data.path=b", config="text.yaml").weights_sha256 != weights
+        for step in (4, 6):
+            shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    assert train_alone(folder, "--resume", config="text.yaml").weights_sha256 == weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +35,8 @@ def median_of(seconds: list[float]) -> list[Timeline]:
         recorder = Recorder(comm, PROGRAM)
         for step, took_s in enumerate(seconds):
             recorder.add(outcome(100.0 * step + 50 + comm.rank, took_s, 1000 * step + comm.rank))
-        assert recorder.highest_bytes == [1000 * step + comm.rank + 7 for step in range(len(seconds))]
+        expected = [1000 * step + comm.rank + 7 for step in range(len(seconds))]
+        assert recorder.highest_bytes.tolist() == expected
         return recorder.median()
 
     return run_local(2, body)
@@ -46,6 +48,23 @@ def test_the_median_step_without_the_first() -> None:
         assert [float(t[0, 0]) for t in timeline.times] == [0.0, 1.0]
         assert [m.tolist()[:2] for m in timeline.memory_bytes] == [[3007, 3000], [3008, 3001]]
         assert timeline.peak_bytes == (3007, 3008)
+
+
+def test_a_step_adds_a_few_bytes_to_what_is_kept() -> None:
+    def body(comm: Communicator) -> int:
+        recorder = Recorder(comm, PROGRAM)
+        one = outcome(0.0, 1.0, 1 << 40)
+        for _ in range(KEPT_STEPS):
+            recorder.add(one)
+        tracemalloc.start()
+        try:
+            for _ in range(4000):
+                recorder.add(one)
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    assert run_local(1, body)[0] < 4000 * 12
 
 
 def test_a_typical_step_has_the_medians_of_each_instruction() -> None:

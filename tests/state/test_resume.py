@@ -24,6 +24,7 @@ from saved_run import (
     ORDER,
     digests,
     facts,
+    forget_data,
     read_all,
     save,
     save_step,
@@ -41,6 +42,7 @@ from mpipipe.state.digests import tensor_digest, weights_sha256
 from mpipipe.state.gather import together
 from mpipipe.state.resume import (
     RunState,
+    check_data,
     check_numerics,
     damage,
     newest,
@@ -51,7 +53,7 @@ from mpipipe.state.resume import (
     survey,
     unreadable,
 )
-from mpipipe.state.verify import check_read
+from mpipipe.state.verify import check_read, newest_sound
 from mpipipe.train import otherwise
 from mpipipe.values import Numerics, from_json, to_json
 
@@ -198,6 +200,32 @@ def test_prune_keeps_the_newest_and_takes_what_was_cut_off(tmp_path: Path) -> No
     assert step_folder(tmp_path, 30).exists(), "damaged after it was whole: for the user to look at"
     with pytest.raises(ValueError, match="keep = 0"):
         prune(tmp_path, 0)
+
+
+def test_only_what_must_be_known_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look asks for every file, and a run may have kept many."""
+    steps = range(1, 8)
+    for step in steps:
+        save_step(tmp_path, step)
+    (step_folder(tmp_path, 4) / "run.json").unlink()
+    seen, real = list[int](), resume.damage
+
+    def looks(folder: Path) -> str:
+        seen.append(int(folder.name.removeprefix("step-")))
+        return real(folder)
+
+    monkeypatch.setattr(resume, "damage", looks)
+    assert newest(tmp_path) == step_folder(tmp_path, 7)
+    assert run_local(2, lambda comm: newest_sound(comm, tmp_path)[0]) == [step_folder(tmp_path, 7)] * 2
+    assert resume.way_out(step_folder(tmp_path, 4)).startswith(f"{step_folder(tmp_path, 3)} is whole")
+    assert seen == [7, 7, 3]
+    seen.clear()
+    assert prune(tmp_path, 1, 2) == []
+    assert seen == [7, 5, 3, 1], "not at those that stay, with no step that was cut off"
+    assert [folder.name for folder, _ in survey(tmp_path)] == [f"step-{n:08d}" for n in (7, 6, 2)]
+    seen.clear()
+    assert prune(tmp_path, 1, 2) == []
+    assert seen == [7]
 
 
 def test_only_leftovers_without_a_run_json_make_room(tmp_path: Path) -> None:
@@ -442,7 +470,7 @@ while len(steps) < 30 and time.monotonic() < deadline:
     cut_off += any(wrong for _, wrong in t.survey(run_dir))
 t.save_step(run_dir, steps[-1] + 1)
 t.prune(run_dir, 2)
-print(len(steps), steps[-1], cut_off, len(t.survey(run_dir)))
+print(len(steps), steps[-1], cut_off, len(list(t.survey(run_dir))))
 """
 
 
@@ -495,6 +523,28 @@ def test_other_bits_of_kernels_are_refused_and_unknown_ones_are_not() -> None:
     with pytest.raises(ConfigError, match="bits: 'fast' in the checkpoint, 'torch' now") as caught:
         check_numerics(older, NUMERICS)
     assert "kernels:" not in str(caught.value)
+
+
+def test_other_data_are_refused_where_both_are_known(tmp_path: Path) -> None:
+    saved = {"samples": 64, "first_sha256": "ab12"}
+    for known, now in ((saved, dict(saved)), ({}, saved), (saved, {})):
+        check_data(tmp_path, known, now)
+    with pytest.raises(CheckpointError) as caught:
+        check_data(tmp_path, saved, {"samples": 80, "first_sha256": "ab12"})
+    assert str(caught.value) == (
+        f"{tmp_path}: was trained on other data than those that are there now\n"
+        "  samples for training: 64 in the checkpoint, 80 now\n"
+        "  put them back, or go on with these by --new-numerics (in a script: new_data=True)"
+    )
+    with pytest.raises(CheckpointError, match="sha256 of the first samples: ab12 in the checkpoint, cd34"):
+        check_data(tmp_path, saved, {"samples": 64, "first_sha256": "cd34"})
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_nothing_of_its_data(tmp_path: Path) -> None:
+    save_step(tmp_path, 1, 1)
+    forget_data(step_folder(tmp_path, 1))
+    assert newest(tmp_path) == step_folder(tmp_path, 1)
+    assert read_state(step_folder(tmp_path, 1)).data == {}
 
 
 def test_what_cannot_be_read_is_set_aside_and_not_lost(tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ def test_default_folder_is_named_by_time_and_run_and_latest_points_at_it_once_it
     ("more", "error", "stays"),
     [
         ((), "no such model", False),
-        (("train.log", "corpus.bin", "source-1/corpus.bin", "flight/rank-12.alive"), "no such model", False),
-        (("train.log",), "runs/one/corpus.bin: holds 3 tokens", True),
+        (("train.log", "corpus-1a.bin", "flight/rank-12.alive"), "no such model", False),
+        (("source-1/corpus-1a.bin",), "no such model", False),
+        (("train.log",), "runs/one/corpus-1a.bin: holds 3 tokens", True),
         (("metrics.jsonl",), "", True),
         (("plan.json",), "", True),
         (("flight/diagnosis.txt",), "", True),
