@@ -14,10 +14,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from mpipipe.cluster.ending import TIME_OF_JOB
-from mpipipe.config import Config, load, to_yaml
+from mpipipe.config import Config, load
 from mpipipe.errors import ConfigError
 from mpipipe.state.resume import newest, read_state
-from mpipipe.state.rundir import CONFIG, SUMMARY, reopen
+from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY, reopen
 from mpipipe.values import Report, from_json
 
 AGAIN = "SIGUSR1", TIME_OF_JOB  # of `Report.stopped_by`: who stops a run so wants it to be started again
@@ -92,8 +92,14 @@ def run_of_job(a: argparse.Namespace, environ: Mapping[str, str]) -> JobRun:
 
 
 def _began(config: Config, folder: Path, again: bool) -> bool:
+    if again or not (folder / METRICS).exists():  # without it config.yaml may be the user's own
+        return again and (folder / CONFIG).is_file()
     try:
-        before = (folder / CONFIG).read_text(encoding="utf-8")
-    except OSError:
+        return _asked(load(folder / CONFIG)) == _asked(config)
+    except ConfigError:  # there is none, or that of another version
         return False
-    return again or before == to_yaml(config)
+
+
+def _asked(config: Config) -> Config:
+    """Without the keys that the supervisor sets: where the folder is, and the spares that are left."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": None, "spares": 0})})
