@@ -14,9 +14,12 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError
 from mpipipe.state.files import link_whole, write_text
+from mpipipe.values import Report, from_json
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"  # its existence says that the run has ended
@@ -79,6 +82,16 @@ def reopen(config: Config, base: str | Path = "runs") -> Path | None:
         latest = Path(base) / "latest"
         folder = latest.parent / latest.readlink() if latest.is_symlink() else latest
     return folder if (folder / CONFIG).is_file() else None
+
+
+def how_ended(config: Config, folder: Path) -> str:
+    """ "finished", or why a run stopped before its end; "" where it has not got so far, as after a start that
+    died before its summary, or where it is to do more steps now."""
+    try:
+        report = from_json(Report, (folder / SUMMARY).read_bytes())
+    except (OSError, ValidationError):
+        return ""
+    return "finished" if report.steps >= config.train.steps else report.stopped_by or ""
 
 
 def renew(folder: Path, config: Config, step: int) -> None:

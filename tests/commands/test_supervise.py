@@ -133,6 +133,9 @@ def test_a_finished_run_is_not_started_again(folder, capfd) -> None:
     assert main(["config.yaml", "--resume", "--", str(folder / "mpirun")]) == 0
     assert not (folder / "starts").exists()
     assert "run: the run is finished; for more, raise train.steps" in capfd.readouterr().out
+    more = f"train.steps={report.steps + 1}"
+    assert supervise(folder, DONE, words=("--resume", more))[0] == 0
+    assert (folder / "starts").read_text().count(more) == 1, "which is what was to be done for more"
 
 
 def test_neither_a_launcher_s_0_nor_a_summary_that_goes_is_the_end_of_a_run(folder) -> None:
