@@ -143,7 +143,9 @@ def test_unbound_ranks_are_unbound_by_every_means(site: Path) -> None:
     found = start(Assignment((2, 1), 4, bound=False), OPEN_MPI, {"PATH": ""})
     assert found.environ == ("SLURM_TASKS_PER_NODE=2,1", "PRTE_MCA_hwloc_default_binding_policy=none")
     assert found.launcher == (own, "--map-by", "slot", "--bind-to", "none")
-    assert "--cpu-bind=none" in starting._srun(Assignment((2, 1), 4, bound=False))
+    shared = ["--overcommit", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    assert starting._srun(Assignment((2, 1), 4, bound=False)) == ["--nodes=2", *shared]
+    assert starting._srun(Assignment((2, 2), 4, bound=False)) == ["--nodes=2", "--ntasks-per-node=2", *shared]
     assert not any("ntasks-per-node" in word for word in starting._srun(Assignment((2, 1), 4, True)))
 
 
