@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shlex
@@ -35,7 +36,7 @@ from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import bounds
 from mpipipe.report.account import rank_reports
 from mpipipe.report.draw import draw_png, draw_texts
-from mpipipe.report.metrics import Metrics, cut_metrics, last_step
+from mpipipe.report.metrics import Metrics, cut_metrics, last_step, read_metrics
 from mpipipe.report.perfetto import PERFETTO, write_perfetto
 from mpipipe.report.plan import blocks_text, describe
 from mpipipe.report.plan_file import plan_text
@@ -51,7 +52,7 @@ from mpipipe.runtime.slowness import WINDOW, WINDOWS, Slow, Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.gather import together
 from mpipipe.state.owner import Owner, check_owner, own
-from mpipipe.state.resume import prune, set_aside, step_folder
+from mpipipe.state.resume import prune, read_state, set_aside, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY, keep_save_s, known_save_s
 from mpipipe.state.verify import newest_sound
 from mpipipe.survival import Recovery
@@ -76,7 +77,7 @@ class Run:
         self.replayed = 0  # steps done again
         self.step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self.first_step, self.all_steps_s = pipe.steps_done, 0.0
-        self.saved = -1
+        self.saved = pipe.steps_done  # what it goes on from
         self.last: Step | None = None
         self.turn_s = self.save_s = 0.0  # the longest so far, also over recoveries
         self.guess_s = 0.0  # of a save, until one is measured
@@ -264,6 +265,8 @@ class Run:
         """Steps, evaluations and checkpoints; ends early, on every rank at the same step, when one was
         asked to, or when the time or the data has ended."""
         t, limit = self.config.train, self.limit
+        if self.pipe.steps_done >= t.steps:
+            return self._done_before(metrics)
         while True:
             start = time.perf_counter()
             if self.pipe.rank == 0 and (end := limit.reached(self.turn_s, self._longest_save_s())):
@@ -313,6 +316,22 @@ class Run:
                 self.log.step(last.step, self.values)
         self.save(background=False)
         return replace(last, stop=True)
+
+    def _done_before(self, metrics: Metrics | None) -> Step:
+        """The last step, where a start finds it done, as one that died before its summary has told of it; it
+        is evaluated if it was not. Collective."""
+        steps, told = self.pipe.steps_done, dict[str, float]()
+        if metrics is not None:
+            lines = reversed(read_metrics(self.run_dir / METRICS))
+            told = next((line for line in lines if line.get("step") == steps and "loss" in line), {})
+        told = self.comm.bcast_object(told)
+        self.values = {name: float(value) for name, value in told.items() if name.startswith("val_")}
+        if not self.values:
+            self.values = self._evaluate()
+            if metrics is not None and self.values:
+                metrics.write(step=steps, **self.values)
+        self.save(background=False)
+        return Step(steps, float(told.get("loss", math.nan)), None, None, math.nan, stop=False)
 
     def _meet(self, slow: Slow) -> None:
         """Says it, and plans anew where that was asked for. Collective."""
@@ -420,7 +439,7 @@ class Run:
     def end(self, last: Step, asked: list[str]) -> Report:
         """Sample, summary and drawings."""
         comm, pipe, recorder = self.comm, self.pipe, self.pipe.recorder
-        measured = recorder.median()
+        measured = recorder.median() if self.step_s else pipe.predicted
         peaks, planned = zip(*comm.allgather_object((pipe.memory.nbytes, self.planned_bytes)), strict=True)
         first = pipe.steps_done - len(recorder.highest_bytes) + 1
         highest, steps = thin(recorder.highest_bytes, range(first, pipe.steps_done + 1))
@@ -438,7 +457,7 @@ class Run:
         )
         assert report is not None
         if comm.rank == 0:
-            timelines = {"predicted": pipe.predicted, "measured": measured}
+            timelines = {"predicted": pipe.predicted} | ({"measured": measured} if self.step_s else {})
             self._write(report, Trace(timelines, by_rank, steps), text)
         return report
 
@@ -446,9 +465,9 @@ class Run:
         self, last: Step, measured: Timeline, peaks: tuple[int, ...], planned: tuple[int, ...],
         stopped_by: str | None,
     ) -> Report:  # fmt: skip
-        pipe, step_s = self.pipe, float(np.median(list(self.step_s)[1:] or self.step_s))
+        pipe, (step_s, mean_s) = self.pipe, self._took_s()
         prediction = pipe.plan.prediction
-        assert pipe.saver.saved is not None, "the last step was saved, or it has raised"
+        saved = pipe.saver.saved or read_state(step_folder(self.run_dir, pipe.steps_done))
         hurry = stopped_by not in (None, END_OF_DATA)  # the time is over, or somebody waits
         return Report(
             val_loss=self.values.get("val_loss"),
@@ -461,9 +480,9 @@ class Run:
             bubble=measured.bubble,
             predicted_bubble=prediction.bubble,
             ranks=rank_reports(pipe.predicted, measured, *self._stages(), self._sizes()),
-            per_s=self._per_second(self.all_steps_s / (pipe.steps_done - self.first_step)),
+            per_s=self._per_second(mean_s),
             unit=self.unit,
-            weights_sha256=pipe.saver.saved.weights_sha256,
+            weights_sha256=saved.weights_sha256,
             steps=pipe.steps_done,
             final_loss=last.loss,
             plan_hash=pipe.plan.hash,
@@ -476,7 +495,17 @@ class Run:
             lost_ranks=(*pipe.world.lost, *pipe.lost_spares()),
             replayed_steps=self.replayed,
             spares=tuple(rank for rank in pipe.spares if rank not in pipe.lost_spares()),
+            untimed=not self.step_s,
         )
+
+    def _took_s(self) -> tuple[float, float]:
+        """Of a step: the median, and the mean over all of this start; where it found all done, of those that
+        are told of. On rank 0."""
+        if self.step_s:
+            mean_s = self.all_steps_s / (self.pipe.steps_done - self.first_step)
+            return float(np.median(list(self.step_s)[1:] or self.step_s)), mean_s
+        told = [float(line["step_s"]) for line in read_metrics(self.run_dir / METRICS) if "step_s" in line]
+        return float(np.median(told[-KEPT_STEPS:] or math.nan)), float(np.mean(told or math.nan))
 
     def _stages(self) -> tuple[list[int], list[int]]:
         """Groups and parameters of each stage."""
@@ -498,8 +527,9 @@ class Run:
             write_text(self.run_dir / "sample.txt", text)
             self.log.say(f"\nsample:\n{text}\n")
         write_text(self.run_dir / SUMMARY, to_json(report))  # last
-        missed = largest_miss(truths(timelines))
-        self.log.say(f"{draw_texts(timelines, width=110)}\n{missed}\n\n{summary(report)}")
+        found = truths(timelines)
+        missed = f"\n{largest_miss(found)}" if found else ""
+        self.log.say(f"{draw_texts(timelines, width=110)}{missed}\n\n{summary(report)}")
         self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
         if report.stopped_by not in (None, END_OF_DATA):
             self.log.say(f"to go on: {self._resume()}")

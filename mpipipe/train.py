@@ -52,7 +52,17 @@ from mpipipe.runtime.process import imports_are_done, resident_memory
 from mpipipe.state.files import room_in
 from mpipipe.state.owner import own
 from mpipipe.state.resume import read_state, set_aside, unreadable
-from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY, create, forget, make_latest, renew, reopen
+from mpipipe.state.rundir import (
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    create,
+    forget,
+    how_ended,
+    make_latest,
+    renew,
+    reopen,
+)
 from mpipipe.state.verify import newest_sound
 from mpipipe.values import Report
 
@@ -223,16 +233,18 @@ def _going_on(
             "\n".join([f"{run_dir}: no checkpoint can be read", *(f"  {wrong}" for _, wrong in unread)])
             + "\n  mend one, or start anew in another folder"
         )
-    step = 0 if checkpoint is None else read_state(checkpoint).step
-    if step >= config.train.steps:
+    step, steps = 0 if checkpoint is None else read_state(checkpoint).step, config.train.steps
+    if step > steps or (step == steps and how_ended(config, run_dir) == "finished"):
         raise CheckpointError(
-            f"{checkpoint}: {step} steps are done, and train.steps = {config.train.steps}; raise it to go on"
+            f"{checkpoint}: {step} steps are done, and train.steps = {steps}; raise it to go on"
         )
     before = load(run_dir / CONFIG) if step else config
     gathers = step == 0 or before.data != config.data
     going_on = (
         f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
     )
+    if step == steps:
+        going_on += f", which are all: there is no {SUMMARY} yet"
     notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
     return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), gathers
 

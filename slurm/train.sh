@@ -65,7 +65,7 @@ trap - USR1 TERM INT
 preempted=$(SLURM_TIME_FORMAT=standard scontrol show job -o "$id" 2>/dev/null | sed -n 's/.* PreemptTime=\([0-9][^ ]*\).*/\1/p' || true)
 [[ $preempted < $began ]] || asked=--asked # not that of an earlier start
 [ -n "$again" ] && [ $rc = 0 -o -n "$asked" ] || exit "$rc"
-"${python[@]}" -m mpipipe launch "$@" $asked --unfinished || exit "$rc"
+folder=$("${python[@]}" -m mpipipe launch "$@" $asked --unfinished) || exit "$rc"
 [ -z "${own:-}" ] || clean # no step can begin in a job that is queued again
 echo "train.sh: the time of the job is over before the run: it is queued again"
-scontrol requeue "$id" || fail "that was refused; submit the same line again: it resumes"
+scontrol requeue "$id" || fail "that was refused; submit the same line again with run.dir=$folder: it resumes"

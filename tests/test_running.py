@@ -12,6 +12,7 @@ from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,16 @@ from mpipipe.cluster.ending import TIME_OF_JOB, TimeLimit
 from mpipipe.cluster.local import LocalCommunicator, run_local
 from mpipipe.cluster.watchdog import STOOD_STILL, Watchdog, explained
 from mpipipe.config import parse
-from mpipipe.errors import EndOfData, MpipipeError
+from mpipipe.errors import CheckpointError, EndOfData, MpipipeError
 from mpipipe.graph import variants
 from mpipipe.pipeline import Pipeline, Step
 from mpipipe.report.plan_file import read_plan
+from mpipipe.report.run import read_run
+from mpipipe.report.words import words
 from mpipipe.running import Run
 from mpipipe.runtime.recorder import Recorder
 from mpipipe.runtime.trainer import Trainer
+from mpipipe.state.rundir import how_ended
 from mpipipe.train import train
 from mpipipe.values import Cluster, Device, Report, Timeline
 
@@ -36,7 +40,7 @@ from mpipipe.values import Cluster, Device, Report, Timeline
 class Ends:
     """Two steps; every evaluation is noted."""
 
-    rank = 0
+    rank = steps_done = 0
 
     def __init__(self) -> None:
         self.evaluated: list[int] = []
@@ -258,6 +262,50 @@ def test_training_waits_for_saves_where_a_copy_does_not_fit() -> None:
     assert note.endswith("rank 1 has no room for a copy of its state, 60 bytes; 5 bytes are missing")
     run.config = parse("")
     assert run._copies((100, 60)) == ((), None), "there is one save only, at the end"
+
+
+@pytest.mark.usefixtures("made_up_times")
+@pytest.mark.parametrize("told", [True, False], ids=["evaluated", "not told of its last step"])
+def test_a_run_that_died_before_its_summary_comes_to_its_end_when_it_is_resumed(
+    told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks then, a supervisor or the next start of a job, is told that it is finished."""
+
+    def run(name: str, resume: bool = False) -> Report:
+        config = parse(
+            "model: {name: mlp, hidden: [16, 16]}\ndata: {name: synthetic, samples: 64}\n"
+            "train: {steps: 3, batch: 8}\npipeline: {micro_batches: 4, cost_cache: false, schedule: 1f1b}\n"
+            f"run: {{dir: {tmp_path / name}}}"
+        )
+        report = run_local(2, lambda comm: train(comm, config, resume))[0]
+        assert how_ended(config, tmp_path / name) == "finished"
+        return report
+
+    def dies(*_: object) -> None:
+        raise RuntimeError("the node is lost")
+
+    whole, folder = run("whole"), tmp_path / "died"
+    with monkeypatch.context() as during:
+        during.setattr("mpipipe.running.generate", dies)
+        with pytest.raises(RuntimeError, match="the node is lost"):
+            run("died")
+    assert not (folder / "summary.json").exists()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    if not told:
+        (folder / "metrics.jsonl").write_text("".join(lines[:2]))
+    found = run("died", resume=True)
+    same = ("steps", "val_loss", "metrics", "weights_sha256", "stopped_by")
+    assert [getattr(found, name) for name in same] == [getattr(whole, name) for name in same]
+    assert (found.final_loss == whole.final_loss) == told
+    assert (found.untimed, whole.untimed) == (True, False)
+    took_s = [json.loads(line)["step_s"] for line in lines[: 2 + told]]
+    assert found.step_s == pytest.approx(np.median(took_s))
+    now = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert now == lines if told else "val_loss" in json.loads(now[2])
+    assert "an earlier start did all steps" in (folder / "train.log").read_text()
+    assert "predicted" in words(read_run(folder))
+    with pytest.raises(CheckpointError, match=r"3 steps are done, and train\.steps = 3; raise it to go on"):
+        run("died", resume=True)
 
 
 class Single(nn.Module):

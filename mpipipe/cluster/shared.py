@@ -1,15 +1,25 @@
-"""Does every node see the files of one of them?"""
+"""Does every node see the files of one of them, and soon?"""
 
 from __future__ import annotations
 
+import os
 import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import LaunchError
 
 PATIENCE_S = 10.0  # network file systems show a new file to other nodes after a while
+
+
+def look_anew(folder: Path) -> None:
+    """Before a look for a file that another node may have made there. A client of NFS that has looked for one
+    in vain trusts that for up to a minute; but of what is opened, a folder too, it asks the server whether it
+    has changed, and then for its files anew."""
+    with suppress(OSError):  # it is not there yet
+        os.close(os.open(folder, os.O_RDONLY))
 
 
 def check_seen(comm: Communicator, file: Path, patience_s: float = PATIENCE_S) -> None:
@@ -27,8 +37,10 @@ def check_seen(comm: Communicator, file: Path, patience_s: float = PATIENCE_S) -
 
 def _seen(file: Path, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
-    while not file.is_file():
+    while True:
+        look_anew(file.parent)
+        if file.is_file():
+            return True
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
-    return True

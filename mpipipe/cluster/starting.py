@@ -74,11 +74,11 @@ def _plugins(path: str) -> list[str]:
 def _srun(assigned: Assignment) -> list[str]:
     most = max(assigned.per_node)
     even = [f"--ntasks-per-node={most}"] if len(set(assigned.per_node)) == 1 else []
-    return [
-        f"--nodes={len(assigned.per_node)}", *even, f"--cpus-per-task={assigned.threads}",
-        *(["--cpu-bind=cores", "--threads-per-core=1"] if assigned.bound else ["--cpu-bind=none"]),
-        "--kill-on-bad-exit=1",
-    ]  # fmt: skip
+    if assigned.bound:
+        cores = [f"--cpus-per-task={assigned.threads}", "--cpu-bind=cores", "--threads-per-core=1"]
+    else:  # more cores for each task than there are would be refused; so each may use all of its node
+        cores = ["--overcommit", "--cpu-bind=none"]
+    return [f"--nodes={len(assigned.per_node)}", *even, *cores, "--kill-on-bad-exit=1"]
 
 
 def _open_mpi(assigned: Assignment) -> list[str]:

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Literal, Protocol, TypeVar
 
 from mpipipe.cluster.flight import Doing, Flight, Pending, Recent, Sign, diagnose
+from mpipipe.cluster.shared import look_anew
 from mpipipe.values import from_json, to_json
 
 FOLDER, CALLED, DIAGNOSIS = "flight", "called", "diagnosis.txt"
@@ -163,6 +164,7 @@ class Watchdog:
                 self._neighbour_since += now - last
             last = now
             self._beat()
+            look_anew(self.folder)
             try:
                 if (why := self._standstill(now)) or (self.folder / CALLED).exists():
                     self._end(why)
@@ -273,10 +275,13 @@ class Watchdog:
             sys.stderr.write(text)
             sys.stderr.flush()
 
-    @staticmethod
-    def _await(ready: Callable[[], bool], limit_s: float) -> None:
+    def _await(self, ready: Callable[[], bool], limit_s: float) -> None:
+        """For files of other ranks."""
         end = time.monotonic() + limit_s
-        while not ready() and time.monotonic() < end:
+        while True:
+            look_anew(self.folder)
+            if ready() or time.monotonic() > end:
+                return
             time.sleep(0.05)
 
     def _record(self) -> Flight:
@@ -350,6 +355,7 @@ def clear(run_dir: Path) -> None:
 
 def explained(run_dir: Path) -> str:
     """The rank that all waited for when the run stood still; empty where it did not."""
+    look_anew(run_dir / FOLDER)
     try:
         text = (run_dir / FOLDER / DIAGNOSIS).read_text()
     except OSError:

@@ -11,14 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from mpipipe.cluster.ending import TIME_OF_JOB
-from mpipipe.config import Config, load, to_yaml
+from mpipipe.config import Config, load
 from mpipipe.errors import ConfigError
 from mpipipe.state.resume import newest, read_state
-from mpipipe.state.rundir import CONFIG, SUMMARY, reopen
-from mpipipe.values import Report, from_json
+from mpipipe.state.rundir import CONFIG, METRICS, how_ended, reopen
 
 AGAIN = "SIGUSR1", TIME_OF_JOB  # of `Report.stopped_by`: who stops a run so wants it to be started again
 FINISHED = "the run is finished; for more, raise train.steps"
@@ -48,16 +45,6 @@ class JobRun:
         if asked and self.ended in ("", "SIGTERM"):
             return newest(self.folder) is not None
         return self.ended in AGAIN
-
-
-def how_ended(config: Config, folder: Path) -> str:
-    """ "finished", or why a run stopped before its end; "" where it has not got so far."""
-    try:
-        report = from_json(Report, (folder / SUMMARY).read_bytes())
-    except (OSError, ValidationError):
-        return ""
-    whole = report.steps >= config.train.steps or report.stopped_by is None
-    return "finished" if whole else str(report.stopped_by)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +79,14 @@ def run_of_job(a: argparse.Namespace, environ: Mapping[str, str]) -> JobRun:
 
 
 def _began(config: Config, folder: Path, again: bool) -> bool:
+    if again or not (folder / METRICS).exists():  # without it config.yaml may be the user's own
+        return again and (folder / CONFIG).is_file()
     try:
-        before = (folder / CONFIG).read_text(encoding="utf-8")
-    except OSError:
+        return _asked(load(folder / CONFIG)) == _asked(config)
+    except ConfigError:  # there is none, or that of another version
         return False
-    return again or before == to_yaml(config)
+
+
+def _asked(config: Config) -> Config:
+    """Without the keys that the supervisor sets: where the folder is, and the spares that are left."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": None, "spares": 0})})

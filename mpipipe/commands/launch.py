@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--unfinished", action="store_true",
-        help="no line: exit code 0 where the run stopped before its end and the job is to be started again",
+        help="no line, but the run folder and exit code 0 where the run stopped before its end and the job "
+        "is to be started again",
     )  # fmt: skip
     parser.add_argument(
         "--asked",
@@ -49,8 +50,15 @@ def main(argv: Sequence[str]) -> int:
     if not a.unfinished:
         return run(lambda: _print_line(a))
     again: list[bool] = []
-    code = run(lambda: again.append(run_of_job(a, os.environ).is_to_go_on(a.asked)))
-    return code or int(not again[0])
+    return run(lambda: again.append(_goes_on(a))) or int(not again[0])
+
+
+def _goes_on(a: argparse.Namespace) -> bool:
+    job = run_of_job(a, os.environ)
+    again = job.is_to_go_on(a.asked)
+    if again:
+        print(job.folder)
+    return again
 
 
 def _print_line(a: argparse.Namespace) -> None:

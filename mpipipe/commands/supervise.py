@@ -23,18 +23,19 @@ from pathlib import Path
 from mpipipe.cluster import hosts as known_hosts
 from mpipipe.cluster.death import cause
 from mpipipe.cluster.job import GRACE_S, PROGRAM, Job, remains
+from mpipipe.cluster.shared import look_anew
 from mpipipe.cluster.starter import SRUN, Host, Starter, starter, surroundings_for
 from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained, sign_of_life
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
 from mpipipe.commands.asking import Asking
-from mpipipe.commands.job import FINISHED, how_ended
+from mpipipe.commands.job import FINISHED
 from mpipipe.config import load
 from mpipipe.errors import LaunchError, MpipipeError
 from mpipipe.planner.sizes import counted
 from mpipipe.report.metrics import last_step
 from mpipipe.state.resume import newest, read_state
-from mpipipe.state.rundir import METRICS, SUMMARY, create, forget, make_latest, reopen
+from mpipipe.state.rundir import METRICS, SUMMARY, create, forget, how_ended, make_latest, reopen
 
 LOOK_S = 1.0  # between two looks at a run
 LINGER_S = 3 * GRACE_S  # for a launcher whose ranks have left
@@ -263,6 +264,7 @@ class Supervisor:
             begun |= found is not None
             if not (begun or may_wait) and now - started_at > START_S:
                 return f"no rank has begun within {START_S:.0f} s: look at network, nodes and disk"
+            look_anew(self.run_dir / FOLDER)
             if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended():
                 left_at = min(left_at, now)
             if now - sign_at > silent_s or now - left_at > LINGER_S:
@@ -296,6 +298,7 @@ class Supervisor:
 
     def _summary(self) -> int:
         """Another number for each that is written; 0: there is none."""
+        look_anew(self.run_dir)
         try:
             return (self.run_dir / SUMMARY).stat().st_mtime_ns
         except OSError:

@@ -88,6 +88,10 @@ def _lines(r: Report) -> list[str]:
     if r.spares:
         lines.append(f"spare, to the end: {'rank' if len(r.spares) == 1 else 'ranks'} "
                      f"{', '.join(map(str, r.spares))}")  # fmt: skip
+    if r.untimed:
+        lines.append(
+            "an earlier start did all steps: what is measured of them is their time, the rest is as predicted"
+        )
     if not r.exact_resume:
         lines.append("a resume of this run is not exact: its data is a plain iterable, read from the start")
     lines += filter(None, (r.products, r.kernels, r.blocks))

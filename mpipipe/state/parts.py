@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mpipipe.cluster.shared import look_anew
 from mpipipe.errors import CheckpointError
 from mpipipe.state.checkpoint import Kind, index_name, save_shard, shard_name, write_index
 from mpipipe.state.digests import file_sha256, weights_sha256
@@ -148,6 +149,7 @@ class Save:
 
     def _seen(self, rank: int) -> Part | None:
         """What a rank has written, once all of it can be seen from here."""
+        look_anew(self.folder)
         try:
             part = from_json(Part, read_small(inside(self.folder, f"rank-{rank}.json")))
             sizes = {w.file: inside(self.folder, w.file).stat().st_size for w in part.written.values()}
@@ -155,9 +157,6 @@ class Save:
                 return part
         except (OSError, ValueError):
             pass
-        looked = self.folder / f"{RUN}.part"
-        looked.touch()  # a client of NFS looks anew at a folder that it has changed itself
-        looked.unlink()
         return None
 
 

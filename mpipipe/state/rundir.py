@@ -16,12 +16,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError
 from mpipipe.state.files import kind_of, link_whole, write_text
-from mpipipe.values import Value, from_json, to_json
+from mpipipe.values import Report, Value, from_json, to_json
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"  # its existence says that the run has ended
@@ -87,6 +87,16 @@ def reopen(config: Config, base: str | Path = "runs") -> Path | None:
         latest = Path(base) / "latest"
         folder = latest.parent / latest.readlink() if latest.is_symlink() else latest
     return folder if (folder / CONFIG).is_file() else None
+
+
+def how_ended(config: Config, folder: Path) -> str:
+    """ "finished", or why a run stopped before its end; "" where it has not got so far, as after a start that
+    died before its summary, or where it is to do more steps now."""
+    try:
+        report = from_json(Report, (folder / SUMMARY).read_bytes())
+    except (OSError, ValidationError):
+        return ""
+    return "finished" if report.steps >= config.train.steps else report.stopped_by or ""
 
 
 def renew(folder: Path, config: Config, step: int) -> None:

@@ -22,6 +22,7 @@ from uuid import uuid4
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.shared import look_anew
 from mpipipe.errors import CheckpointError
 from mpipipe.graph.program import spec
 from mpipipe.state.checkpoint import Kind
@@ -153,6 +154,7 @@ class Saver:
         writer.heard.all_written.set()
         writer.join(SETTLE_S)
         while self.comm.rank != 0 and not writer.failure and time.monotonic() < ends:
+            look_anew(writer.job.folder)
             if (writer.job.folder / RUN).exists():
                 return
             time.sleep(_LOOK_S)

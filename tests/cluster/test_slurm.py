@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from unseen import shows
 
 from mpipipe.cluster import starting
 from mpipipe.cluster.doctor.facts import Binding
 from mpipipe.cluster.local import run_local
 from mpipipe.cluster.partition import parsed
-from mpipipe.cluster.shared import check_seen
+from mpipipe.cluster.shared import check_seen, look_anew
 from mpipipe.cluster.slurm import (
     Allocation,
     Assignment,
@@ -143,15 +144,40 @@ def test_unbound_ranks_are_unbound_by_every_means(site: Path) -> None:
     found = start(Assignment((2, 1), 4, bound=False), OPEN_MPI, {"PATH": ""})
     assert found.environ == ("SLURM_TASKS_PER_NODE=2,1", "PRTE_MCA_hwloc_default_binding_policy=none")
     assert found.launcher == (own, "--map-by", "slot", "--bind-to", "none")
-    assert "--cpu-bind=none" in starting._srun(Assignment((2, 1), 4, bound=False))
+    shared = ["--overcommit", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    assert starting._srun(Assignment((2, 1), 4, bound=False)) == ["--nodes=2", *shared]
+    assert starting._srun(Assignment((2, 2), 4, bound=False)) == ["--nodes=2", "--ntasks-per-node=2", *shared]
     assert not any("ntasks-per-node" in word for word in starting._srun(Assignment((2, 1), 4, True)))
 
 
-def test_a_folder_that_a_node_does_not_see_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_to_look_anew_is_to_open_the_folder_if_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which a client of NFS asks for the names that there are now; nothing is left behind."""
+    opened, real = list[Path](), os.open
+
+    def seen(path: Path, flags: int) -> int:
+        opened.append(path)
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", seen)
+    look_anew(tmp_path)
+    look_anew(tmp_path / "none")
+    assert opened == [tmp_path, tmp_path / "none"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_a_node_does_not_see_is_refused_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, elsewhere = tmp_path / "a" / "config.yaml", tmp_path / "b" / "config.yaml"
     here.parent.mkdir()
     here.touch()
     run_local(2, lambda comm: check_seen(comm, here, 0.0))
+    (tmp_path / "a" / "late.unseen").touch()
+    with monkeypatch.context() as during:
+        during.setattr("mpipipe.cluster.shared.look_anew", shows)
+        run_local(2, lambda comm: check_seen(comm, here.with_name("late"), 0.0))
 
     def one_blind(comm: object) -> str:
         with pytest.raises(LaunchError) as told:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from unseen import shows
 
 from mpipipe.cluster import watchdog
 from mpipipe.cluster.flight import Doing, Flight, Sign
@@ -64,6 +65,32 @@ def test_a_counter_that_rests_ends_all_ranks_with_records(ranks, tmp_path, capfd
     assert said.count("mpipipe: watchdog: no progress for ") == 1
     assert explained(tmp_path).startswith("rank 1 (")
     assert "is in training, since " in explained(tmp_path)
+
+
+def test_what_ranks_of_other_nodes_have_written_is_looked_for_anew(ranks, tmp_path, monkeypatch) -> None:
+    made, codes, left = ranks
+    write, call = Path.write_text, Watchdog._call
+
+    def unseen(path: Path, text: str) -> int:
+        return write(path.with_name(f"{path.name}.unseen") if path.name == "rank-1.json" else path, text)
+
+    def called_unseen(dog: Watchdog) -> bool:
+        first = call(dog)
+        if first:
+            (dog.folder / CALLED).rename(dog.folder / f"{CALLED}.unseen")
+        return first
+
+    monkeypatch.setattr(Path, "write_text", unseen)
+    monkeypatch.setattr(Watchdog, "_call", called_unseen)
+    monkeypatch.setattr(watchdog, "look_anew", shows)
+    monkeypatch.setattr(made[0].view, "doing", lambda *_: Doing(0, "a message", (1,), "somewhere"))
+    with made[0].during("training", counts=True), made[1].during("training", counts=True):
+        for dog in made:
+            dog.start()
+        made[0].view.goes_on = False
+        assert left()
+    assert codes == [STOOD_STILL] * 2
+    assert "is in training, since " in explained(tmp_path), "and is not taken for dead"
 
 
 def test_outside_of_the_counted_phases_it_may_rest(ranks, tmp_path) -> None:

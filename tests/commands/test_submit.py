@@ -14,8 +14,11 @@ import torch
 from made_run import made_plan, made_report
 
 from mpipipe.cluster.partition import Partition
+from mpipipe.cluster.starter import Starter
 from mpipipe.commands import allocation, launch, submit
+from mpipipe.commands.asking import Asking
 from mpipipe.commands.job import run_of_job
+from mpipipe.commands.supervise import Supervisor, _parser
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError, PlanError
 from mpipipe.graph.profile import Profiler
@@ -64,6 +67,8 @@ def test_a_job_resumes_its_own_run_and_one_of_the_same_config_and_no_other(job: 
 
     first.folder.mkdir(parents=True)
     (first.folder / "config.yaml").write_text(to_yaml(first.config))
+    assert not run_of_job(arguments(), job).resume, "before its first step there is nothing to go on with"
+    (first.folder / "metrics.jsonl").touch()
     same = run_of_job(arguments(), job)
     assert same.arguments == ("c.yaml", "run.dir=runs/slurm-12", "--resume")
     other = arguments("train.lr=0.5")
@@ -71,6 +76,28 @@ def test_a_job_resumes_its_own_run_and_one_of_the_same_config_and_no_other(job: 
     assert run_of_job(other, {**job, "SLURM_RESTART_COUNT": "1"}).resume
     named = run_of_job(arguments("run.dir=mine", resume=True), job)
     assert named.arguments == ("c.yaml", "run.dir=mine", "--resume")
+
+
+def test_a_job_that_is_submitted_again_goes_on_with_what_the_supervisor_has_begun(
+    job: dict[str, str],
+) -> None:
+    """It gives its ranks the absolute path of the folder, and fewer spares where hosts are lost."""
+    keys = ("run.dir=mine", "run.recover=mpi", "run.spares=2")
+    given = run_of_job(arguments(*keys), job).arguments
+    options, srun = _parser().parse_args([*given, "-n", "6"]), Starter(("srun",), "srun", True)
+    supervisor = Supervisor(options, srun, {}, Asking())
+    supervisor.ranks = 5
+    _, _, _, config, *asked = supervisor._program(again=False)
+    made = rundir.create(load(config, asked))  # as rank 0 does
+    (made / "metrics.jsonl").touch()
+    text = (made / "config.yaml").read_text()
+    assert f"dir: {Path('mine').absolute()}" in text
+    assert "spares: 1" in text
+    assert run_of_job(arguments(*keys), job).arguments == ("c.yaml", *keys, "--resume")
+    assert not run_of_job(arguments(*keys, "train.lr=0.5"), job).resume
+    (made / "config.yaml").write_text("of: another version")
+    assert not run_of_job(arguments(*keys), job).resume
+    assert run_of_job(arguments(*keys), {**job, "SLURM_RESTART_COUNT": "1"}).resume
 
 
 def test_a_job_does_not_resume_whatever_run_is_the_latest(
@@ -129,6 +156,7 @@ def test_a_job_that_failed_when_it_was_asked_to_stop_starts_again_from_its_check
 def test_a_finished_run_that_is_started_again_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run").mkdir()
     Path("run/config.yaml").write_text(to_yaml(load("c.yaml", ["run.dir=run"])))
+    Path("run/metrics.jsonl").touch()
     Path("run/summary.json").write_text(to_json(replace(REPORT, stopped_by=None, steps=7200)))
     assert launch.main(["c.yaml", "run.dir=run"]) == 0
     out, err = capsys.readouterr()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from made_run import made_plan, made_report
+from unseen import shows
 
 from mpipipe.cluster.starter import Host, Starter
 from mpipipe.commands import supervise as command
@@ -126,6 +127,18 @@ def test_a_run_whose_summary_is_there_is_done(folder) -> None:
     assert (code, len(starts)) == (0, 1)
 
 
+def test_what_ranks_on_other_nodes_have_written_is_looked_for_anew(folder, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(command, "look_anew", shows)
+    monkeypatch.setattr("mpipipe.cluster.watchdog.look_anew", shows)
+    code, starts = supervise(folder, "echo '{}' >run/summary.json.unseen", "exit 0")
+    assert (code, len(starts)) == (0, 1)
+    (folder / "starts").unlink()
+    create(load("config.yaml", []))
+    stands = "mkdir run/flight; printf 'rank 3 waits' >run/flight/diagnosis.txt.unseen; exit 75"
+    assert supervise(folder, stands, f"{DONE}.unseen", words=("--resume",))[0] == 0
+    assert "mpipipe run: rank 3 waits, after 0 steps" in capfd.readouterr().out
+
+
 def test_a_finished_run_is_not_started_again(folder, capfd) -> None:
     create(load("config.yaml", []))
     report = made_report(*made_plan(), steps=load("config.yaml", []).train.steps)
@@ -133,6 +146,9 @@ def test_a_finished_run_is_not_started_again(folder, capfd) -> None:
     assert main(["config.yaml", "--resume", "--", str(folder / "mpirun")]) == 0
     assert not (folder / "starts").exists()
     assert "run: the run is finished; for more, raise train.steps" in capfd.readouterr().out
+    more = f"train.steps={report.steps + 1}"
+    assert supervise(folder, DONE, words=("--resume", more))[0] == 0
+    assert (folder / "starts").read_text().count(more) == 1, "which is what was to be done for more"
 
 
 def test_neither_a_launcher_s_0_nor_a_summary_that_goes_is_the_end_of_a_run(folder) -> None:

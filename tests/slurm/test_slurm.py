@@ -33,6 +33,19 @@ def test_a_job_trains_to_the_bits_of_mpirun_with_either_launcher(
         assert sha_of(folder / run) == whole_sha
 
 
+def test_ranks_with_more_threads_than_a_node_has_cores_share_them(slurm: None, folder: Path) -> None:
+    """Slurm refuses a step whose tasks are to have more cores than there are."""
+    job = command(
+        "sbatch", "--wait", "--parsable", "-N", "2", "--ntasks-per-node=1", "-o", "shared.out",
+        REPOSITORY / "slurm" / "train.sh", "config.yaml", "run.dir=shared", "pipeline.threads=5",
+        cwd=folder, MPIPIPE_VENV=sys.prefix, MPIPIPE_LAUNCHER="srun --mpi=pmix",
+    )  # fmt: skip
+    output = (folder / "shared.out").read_text()
+    assert job.returncode == 0, f"{job.stderr}\n{output}"
+    assert "binding: none, as 1 x 5 threads are more than the cores of a node" in output
+    assert "2 ranks x 5 threads" in output
+
+
 def test_a_failing_job_is_a_failed_job(slurm: None, folder: Path) -> None:
     job = command(
         "sbatch", "--wait", "--parsable", "-N", "2", "--ntasks-per-node=1", "-o", "wrong.out",

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = """\
 case "$*" in
 -c*) exit 0 ;;
-*--unfinished) exit {unfinished} ;;
+*--unfinished) echo runs/slurm-7; exit {unfinished} ;;
 *--from-allocation*) echo "plan: $*" ;;
 *launch*) echo "launch: $*" >&2; echo "env A=b {starts}" ;;
 esac
@@ -146,6 +146,16 @@ def test_who_is_asked_to_stop_is_queued_again_unless_it_was_to_end(
     assert out.startswith("stops\n")
     assert ("scontrol: requeue 7" in out) == requeued
     assert code == 0
+
+
+def test_where_it_cannot_be_queued_again_the_line_that_goes_on_is_said(site: Site) -> None:
+    """The next job has another number, after which its folder would be named."""
+    shown = f"echo JobId=7 PreemptTime=2999-11-26T01:02:03 Command={site.repo}/slurm/train.sh WorkDir=/"
+    script(site.bin / "scontrol", f'[ "$1" = show ] && {shown} || exit 1')
+    site.environment(site.repo / ".venv", "echo saved", unfinished=0)
+    job = site.run("c.yaml")
+    assert job.returncode == 2
+    assert "submit the same line again with run.dir=runs/slurm-7: it resumes" in job.stderr
 
 
 def test_a_task_of_an_array_asks_for_itself_alone(site: Site) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from saved_run import ORDER, digests, facts, read_all, save_step, share, tensors
+from unseen import shows
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
@@ -45,6 +46,21 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, ranks: int) ->
     assert run_local(ranks, body) == [[1, 2, 3], *[[]] * (ranks - 1)], "each waits for the one before"
     for step in (1, 2, 3):
         assert digests(*read_all(step_folder(tmp_path, step))) == digests(*tensors(step))
+
+
+def test_what_the_others_have_written_is_looked_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = parts.write_text
+
+    def unseen(path: Path, text: str) -> None:
+        write(path.with_name(f"{path.name}.unseen") if path.name.startswith("rank-") else path, text)
+
+    monkeypatch.setattr(parts, "write_text", unseen)
+    monkeypatch.setattr(parts, "look_anew", shows)
+    monkeypatch.setattr(parts, "PATIENCE_S", 5.0)
+    save_step(tmp_path, 1, ranks=3)
+    assert newest(tmp_path) == step_folder(tmp_path, 1)
 
 
 def test_a_checkpoint_is_not_there_before_all_ranks_have_written(
