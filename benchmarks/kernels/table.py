@@ -1,9 +1,9 @@
-"""What docs/kernels.md says of speed, from the JSON lines of `make bench-kernels`.
+"""What docs/kernel-speed.md says, from the JSON lines of `make bench-kernels`.
 
     make bench-kernels > kernels.jsonl
     python -m benchmarks.kernels.table kernels.jsonl [--docs]
 
-Prints it, or writes it between the two comments of docs/kernels.md. Nothing in it is written by hand.
+Prints it, or writes it between the two comments of docs/kernel-speed.md. Nothing in it is written by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from mpipipe.planner.sizes import counted
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernel-speed.md"
 MARKED = re.compile(r"(?<=<!-- kernels -->\n).*(?=<!-- end of kernels -->)", re.DOTALL)
 
 
@@ -113,9 +113,9 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description="the table of docs/kernels.md")
+    parser = argparse.ArgumentParser(description="the table of docs/kernel-speed.md")
     parser.add_argument("results", type=Path, help="JSON lines of benchmarks.kernels")
-    parser.add_argument("--docs", action="store_true", help="write it into docs/kernels.md")
+    parser.add_argument("--docs", action="store_true", help="write it into docs/kernel-speed.md")
     a = parser.parse_args(argv)
     new = table([json.loads(line) for line in a.results.read_text().splitlines() if line.startswith("{")])
     if not a.docs:
