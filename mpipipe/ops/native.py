@@ -30,7 +30,7 @@ class Table(dict[tuple[str, Key], Functions]):
         )
 
 
-KERNELS_VERSION = "9"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
+KERNELS_VERSION = "10"  # of the functions that mpipipe/ops calls; kernels/bind.h holds the same
 CUDA = "_kernels_cuda"
 kernels = load(
     f"_kernels_{instruction_set()}",
