@@ -72,8 +72,6 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     MPIPIPE_KERNELS(DEF)
     MPIPIPE_NORMS(DEF_NORM)
     def(m, "accumulate_bf16", &cpu::accumulate);
-    DEF(batch_norm)
-    DEF(batch_norm_backward)
     def(m, "reference_cross_entropy_forward_f32", &reference::cross_entropy_forward<float>);
     def(m, "reference_cross_entropy_forward_bf16", &reference::cross_entropy_forward<bf16>);
     def(m, "reference_cross_entropy_backward_f32", &reference::cross_entropy_backward<float>);

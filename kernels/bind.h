@@ -5,7 +5,7 @@
 
 namespace mpipipe {
 
-constexpr char kVersion[] = "9";  // of the functions of every module; mpipipe/ops asks for the same one
+constexpr char kVersion[] = "10";  // of the functions of every module; mpipipe/ops asks for the same one
 
 // How an argument comes from Python: a pointer as the integer tensor.data_ptr(), 0 for none; numbers as they are.
 template <typename T>
@@ -23,6 +23,7 @@ struct FromPython<T*> {
 #define MPIPIPE_KERNELS(KERNEL) \
     KERNEL(adamw) KERNEL(norms) \
     KERNEL(attention) KERNEL(attention_backward) \
+    KERNEL(batch_norm) KERNEL(batch_norm_backward) \
     KERNEL(cross_entropy_forward) KERNEL(cross_entropy_backward) \
     KERNEL(swiglu) KERNEL(swiglu_backward)
 // Likewise those whose second type is that of what is added: name_f32_bf16 as well.

@@ -62,7 +62,7 @@ void compare(Run& run, const Case<T>& c) {
     const Forward<T> want(reference::batch_norm<T>, c, 1);
     if (c.batch * c.places) {  // nothing has no mean
         run.close("mean, " + c.text(), got.mean, want.mean, 1e-6, 1);
-        run.close("variance, " + c.text(), got.variance, want.variance, 1e-6);
+        run.close("variance, " + c.text(), got.variance, want.variance, 4e-6, 1e-6);
         run.close("rstd, " + c.text(), got.rstd, want.rstd, 1e-6);
     }
     run.close("y, " + c.text(), got.y, want.y, bound, 0.1);
@@ -80,6 +80,26 @@ void compare(Run& run, const Case<T>& c) {
     run.same("dweight on threads, " + c.text(), threaded_back.dweight, got_back.dweight);
 }
 
+// The bits of the norm alone, then the addition and the ReLU.
+template <typename T>
+void compare_with_apart(Run& run, const Case<T>& c) {
+    Case<T> alone(c);
+    alone.relu = alone.add = false;
+    const Forward<T> whole(cpu::batch_norm<T>, c, 1);
+    Forward<T> apart(cpu::batch_norm<T>, alone, 1);
+    for (size_t i = 0; i < apart.y.size(); ++i) {
+        T& t = apart.y[i];
+        if (c.add) t = narrow<T>(wide(t) + wide(c.residual[i]));
+        if (c.relu && wide(t) <= 0) alone.dy[i] = narrow<T>(0);
+        if (c.relu && wide(t) < 0) t = narrow<T>(0);
+    }
+    run.same("y apart, " + c.text(), whole.y, apart.y);
+    const Backward<T> of_whole(cpu::batch_norm_backward<T>, c, whole, 1);
+    const Backward<T> of_alone(cpu::batch_norm_backward<T>, alone, apart, 1);
+    run.same("dx apart, " + c.text(), of_whole.dx, of_alone.dx);
+    run.same("dweight apart, " + c.text(), of_whole.dweight, of_alone.dweight);
+}
+
 template <typename T>
 void batch_norm(Run& run, Draw& draw) {
     for (size_t batch : {0, 1, 2, 5})
@@ -89,6 +109,36 @@ void batch_norm(Run& run, Draw& draw) {
                     for (bool add : {false, true})
                         if (batch * places != 1)  // has no variance, and so close to no gradient
                             compare(run, Case<T>(batch, channels, places, relu, add, relu || add, draw));
+    // channels of several pieces of work
+    for (bool relu : {false, true})
+        for (bool add : {false, true}) {
+            const Case<T> several[] = {{97, 5, 1, relu, add, true, draw},
+                                       {130, 3, 3, relu, add, true, draw},
+                                       {1100, 2, 17, relu, add, true, draw},
+                                       {2, 2, 12345, relu, add, true, draw}};
+            for (const Case<T>& c : several) compare(run, c), compare_with_apart(run, c);
+        }
+}
+
+// Channels far from 0, of one number, that begin with an outlier, and with numbers that are not finite.
+template <typename T>
+void odd_channels(Run& run, Draw& draw) {
+    const float not_finite[] = {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()};
+    for (size_t batch : {3, 150})
+        for (size_t places : {size_t{1}, size_t{5}, 27000 / batch})
+            for (int kind = 0; kind < 5; ++kind) {
+                Case<T> c(batch, 2, places, true, kind % 2, true, draw);
+                for (size_t i = 0; i < c.x.size(); ++i)
+                    if (kind < 3)  // the bits that bf16 has hold them
+                        c.x[i] = narrow<T>(kind == 0   ? 32768 + 256 * static_cast<float>(draw.below(9))
+                                           : kind == 1 ? -65536.0f
+                                                       : static_cast<float>(draw.below(9)));
+                for (size_t channel = 0; channel < c.channels; ++channel) {
+                    if (kind == 2) c.x[channel * places] = narrow<T>(4096);
+                    if (kind > 2) c.x[((batch - 1) * c.channels + channel) * places] = narrow<T>(not_finite[kind - 3]);
+                }
+                compare(run, c);
+            }
 }
 
 }  // namespace
@@ -96,4 +146,6 @@ void batch_norm(Run& run, Draw& draw) {
 CHECK(batch_norm) {
     batch_norm<float>(run, draw);
     batch_norm<bf16>(run, draw);
+    odd_channels<float>(run, draw);
+    odd_channels<bf16>(run, draw);
 }

@@ -15,6 +15,7 @@
 #include <cstddef>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/cuda.h"
 
 namespace mpipipe {
 namespace reference {
@@ -44,4 +45,18 @@ void batch_norm_backward(const T* dy, const T* x, const T* y, const float* weigh
                          float* dbias, size_t batch, size_t channels, size_t places, int threads);
 
 }  // namespace cpu
+
+// On a GPU: pointers to its memory, work in the order of `stream`.
+namespace cuda {
+
+template <typename T>
+void batch_norm(const T* x, const T* residual, const float* weight, const float* bias, float eps, bool relu, T* y,
+                float* mean, float* variance, float* rstd, size_t batch, size_t channels, size_t places,
+                CudaStream stream);
+template <typename T>
+void batch_norm_backward(const T* dy, const T* x, const T* y, const float* weight, const float* bias,
+                         const float* mean, const float* rstd, bool relu, T* dx, T* dresidual, float* dweight,
+                         float* dbias, size_t batch, size_t channels, size_t places, CudaStream stream);
+
+}  // namespace cuda
 }  // namespace mpipipe
