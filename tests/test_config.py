@@ -145,16 +145,16 @@ def test_bytes_may_be_given_as_a_size(given: str, meant: int) -> None:
             "data: {samples: 3}",
             [],
             [
-                "'data.samples' is not a key of data.name = text (valid here: name, path, val_fraction), but of "
-                "synthetic: remove it, or set data.name to synthetic"
+                "'data.samples' is not a key of data.name = text (valid here: name, path, val_fraction)",
+                ", but of synthetic: remove it, or set data.name to synthetic",
             ],
         ),
         (
             "data:\n  name: synthetic\n  samples: 3",
             ["data.name=mine:pairs"],
             [
-                "line 3: 'data.samples' is not a key of data.name = mine:pairs (valid here: name, args), but of ",
-                "synthetic: remove it, or replace the whole section: data='{name: mine:pairs}'",
+                "line 3: 'data.samples' is not a key of data.name = mine:pairs (valid here: name, args)",
+                ", but of synthetic: remove it, or replace the whole section: data='{name: mine:pairs}'",
             ],
         ),
         ("", ["model.hidden=4"], ["of model.name = gpt", "set model.name to lstm or mlp or vgg"]),
@@ -212,7 +212,11 @@ def test_messages_name_the_place_the_value_and_what_is_expected(
         (["model.d_model=100", "model.heads=3"], ["100", "3"]),
         (["model.name=mlp"], ["model.name = mlp", "synthetic"]),
         (["train.batch=4"], ["train.batch = 4", "8"]),
-        (["pipeline.blocks=3"], ["blocks = 3", "micro_batches = 8"]),
+        (
+            ["pipeline.blocks=3"],
+            ["blocks = 3 does not divide", "micro_batches = 8; set the one to 2 or 4, or the other to a "],
+        ),
+        (["pipeline.blocks=16"], ["set the one to 8, or the other to a multiple of 16"]),
         (["pipeline.blocks=4", "pipeline.reduce=fast"], ["adds up in no blocks", "blocks = 4"]),
         (["pipeline.max_ranks=8"], ["max_ranks = 8", "pipeline.blocks = 1; set it to auto"]),
         (["train.save_every=10", "train.keep_every=25"], ["keep_every = 25", "save_every = 10"]),

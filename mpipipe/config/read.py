@@ -92,9 +92,9 @@ def read_text(path: str | Path, kind: str = "YAML file") -> str:
         raise ConfigError(f"{path}: is not UTF-8 text ({byte}); save it as UTF-8") from error
 
 
-def order_text(path: str | Path) -> str:
-    """Of a file with the order of a schedule. Raises ConfigError."""
-    return read_text(path, "CSV file")
+def order_text(path: str | Path, key: str) -> str:
+    """Of a file with the order of a schedule, which a key names. Raises ConfigError."""
+    return read_text(path, f"CSV file in {key}")
 
 
 def read_sections(text: str, source: str, such_as: str) -> dict[str, Any]:
