@@ -16,4 +16,4 @@ def make_known(key: str, name: str, again: bool = True) -> None:
     if ":" in name:
         register(name, resolve(key, name))
     elif name.endswith(".csv"):
-        register_text(name, order_text(name))
+        register_text(name, order_text(name, key))

@@ -181,7 +181,7 @@ def _train(
         # by the checkpoint, as config.yaml is of the newest start, which may have made none
         new_data = kept is not None and kept.config.get("data") != config.model_dump(mode="json")["data"]
         threads = threads_of(comm, p.threads, kept, c.run.spares)
-        for line in _beginning(comm, config, threads, run_dir):
+        for line in beginning(comm, config, threads, run_dir, 0 if kept is None else kept.step):
             log.say(line)
         pipe = Pipeline(
             built.model, built.loss, built.data, optimizer_settings(config), batch=t.batch, val=val,
@@ -261,10 +261,13 @@ def otherwise(before: Config, now: Config) -> list[str]:
     return [f"note: trained otherwise from here on: {changed}{rate}"]
 
 
-def _beginning(comm: Communicator, config: Config, threads: int, run_dir: Path) -> list[str]:
-    """What is said before the first thing that takes long."""
+def beginning(comm: Communicator, config: Config, threads: int, run_dir: Path, step: int) -> list[str]:
+    """What is said before the first thing that takes long. step: that of the checkpoint from which it goes
+    on, from which another start does, too."""
     advice, every = busy_advice(comm, load_average()), config.train.save_every
-    place = f"the newest checkpoint, at most {counted(every, 'step')} back" if every else "the beginning"
+    place = f"step {step}" if step else "the beginning"
+    if every:
+        place = f"the newest checkpoint, at most {counted(every, 'step')} back"
     recovery = (
         f"recovery: a run that dies begins again from {place} (train.save_every={every}); `python -m mpipipe "
         "run` starts it by itself"

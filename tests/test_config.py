@@ -141,6 +141,23 @@ def test_bytes_may_be_given_as_a_size(given: str, meant: int) -> None:
             ["data.name=synthetic"],
             ["'model.layers'", "valid here: name, inputs"],
         ),
+        (
+            "data: {samples: 3}",
+            [],
+            [
+                "'data.samples' is not a key of data.name = text (valid here: name, path, val_fraction)",
+                ", but of synthetic: remove it, or set data.name to synthetic",
+            ],
+        ),
+        (
+            "data:\n  name: synthetic\n  samples: 3",
+            ["data.name=mine:pairs"],
+            [
+                "line 3: 'data.samples' is not a key of data.name = mine:pairs (valid here: name, args)",
+                ", but of synthetic: remove it, or replace the whole section: data='{name: mine:pairs}'",
+            ],
+        ),
+        ("", ["model.hidden=4"], ["of model.name = gpt", "set model.name to lstm or mlp or vgg"]),
         ("train:\n\n  steps: many\n", [], ["line 3", "train.steps = 'many' (str)", "integer"]),
         ("train: {steps: 010}", [], ["train.steps = '010' (str)", "integer"]),
         ("train: {steps: 1:40}", [], ["train.steps = '1:40' (str)", "integer"]),
@@ -195,7 +212,11 @@ def test_messages_name_the_place_the_value_and_what_is_expected(
         (["model.d_model=100", "model.heads=3"], ["100", "3"]),
         (["model.name=mlp"], ["model.name = mlp", "synthetic"]),
         (["train.batch=4"], ["train.batch = 4", "8"]),
-        (["pipeline.blocks=3"], ["blocks = 3", "micro_batches = 8"]),
+        (
+            ["pipeline.blocks=3"],
+            ["blocks = 3 does not divide", "micro_batches = 8; set the one to 2 or 4, or the other to a "],
+        ),
+        (["pipeline.blocks=16"], ["set the one to 8, or the other to a multiple of 16"]),
         (["pipeline.blocks=4", "pipeline.reduce=fast"], ["adds up in no blocks", "blocks = 4"]),
         (["pipeline.max_ranks=8"], ["max_ranks = 8", "pipeline.blocks = 1; set it to auto"]),
         (["train.save_every=10", "train.keep_every=25"], ["keep_every = 25", "save_every = 10"]),
@@ -225,6 +246,12 @@ def _accepts(overrides: list[str]) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def test_a_section_may_be_replaced_as_a_message_says() -> None:
+    text = "data: {name: synthetic, samples: 3}"
+    config = parse(text, overrides=["data={name: text}", "data.path=x"])
+    assert config == parse("data: {name: text, path: x}")
 
 
 def test_two_wrong_keys_are_both_named() -> None:

@@ -92,9 +92,9 @@ def read_text(path: str | Path, kind: str = "YAML file") -> str:
         raise ConfigError(f"{path}: is not UTF-8 text ({byte}); save it as UTF-8") from error
 
 
-def order_text(path: str | Path) -> str:
-    """Of a file with the order of a schedule. Raises ConfigError."""
-    return read_text(path, "CSV file")
+def order_text(path: str | Path, key: str) -> str:
+    """Of a file with the order of a schedule, which a key names. Raises ConfigError."""
+    return read_text(path, f"CSV file in {key}")
 
 
 def read_sections(text: str, source: str, such_as: str) -> dict[str, Any]:
@@ -183,7 +183,9 @@ def _messages(
     for detail in error.errors():
         by_path.setdefault(_path(detail, data), []).append(detail)
     for path, details in by_path.items():
-        yield f"{_place(path, source, lines, changed)}: {_complaint('.'.join(path), path, details)}"
+        complaint = _of_another_kind(path, details[0], data, changed)
+        complaint = complaint or _complaint(".".join(path), path, details)
+        yield f"{_place(path, source, lines, changed)}: {complaint}"
 
 
 def _path(detail: ErrorDetails, data: Any) -> tuple[str, ...]:
@@ -261,6 +263,26 @@ def _complaint(key: str, path: tuple[str, ...], details: list[ErrorDetails]) -> 
     names = [name for d in details if d["type"] == "literal_error" for name in _LITERALS.findall(_wanted(d))]
     meant = did_you_mean(nearest(str(first["input"]).lower(), names))
     return f"{key} = {first['input']!r} ({type(first['input']).__name__}); expected {wanted}{meant}"
+
+
+def _of_another_kind(
+    path: tuple[str, ...], detail: ErrorDetails, data: dict[str, Any], changed: dict[tuple[str, ...], str]
+) -> str | None:
+    """Of a key that the section has with another name; an override may have changed that alone."""
+    section = path[0] if path else ""
+    if detail["type"] != "extra_forbidden" or len(path) != 2 or section in _sections():
+        return None
+    others = [name for name, kind in _kinds(section).items() if path[1] in kind.model_fields]
+    if not others:
+        return None
+    name = data[section].get("name", detail["loc"][1])
+    instead = f"set {section}.name to {' or '.join(others)}"
+    if (section, "name") in changed:  # and so all else below it is of another kind
+        instead = f"replace the whole section: {section}='{{name: {name}}}'"
+    return (
+        f"'{'.'.join(path)}' is not a key of {section}.name = {name} (valid here: "
+        f"{', '.join(_valid_keys(detail['loc']))}), but of {' and '.join(others)}: remove it, or {instead}"
+    )
 
 
 def _wanted(detail: ErrorDetails) -> str:

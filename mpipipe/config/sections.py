@@ -339,9 +339,11 @@ class PipelineConfig(Section):
     def misfits(self) -> Iterator[str]:
         count, blocks = self.micro_batches, self.blocks
         if count != "auto" and blocks != "auto" and count % blocks:
+            dividing = [n for n in range(1, count + 1) if count % n == 0]
+            near = [*[n for n in dividing if n < blocks][-1:], *[n for n in dividing if n > blocks][:1]]
             yield (
-                f"pipeline.blocks = {self.blocks} does not divide "
-                f"pipeline.micro_batches = {self.micro_batches}"
+                f"pipeline.blocks = {blocks} does not divide pipeline.micro_batches = {count}; set the one "
+                f"to {' or '.join(map(str, near))}, or the other to a multiple of {blocks}"
             )
         if self.reduce == "fast" and blocks not in ("auto", 1):
             yield f"pipeline.reduce = fast adds up in no blocks, but pipeline.blocks = {blocks}; leave it out"

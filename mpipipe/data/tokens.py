@@ -137,8 +137,8 @@ def _map(path: Path, dtype: str) -> NDArray[Any]:
         raise DataError(f"{path}: is empty; make it with: python -m mpipipe tokenize") from error
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}); name a token file that every node sees, or make one "
-            "with: python -m mpipipe tokenize"
+            f"{path}: cannot be read ({error.strerror}); name a token file that every node sees (data.path, "
+            "data.val_path), or make one with: python -m mpipipe tokenize"
         ) from error
     if len(raw) % (size := np.dtype(dtype).itemsize):
         raise DataError(

@@ -55,7 +55,7 @@ from mpipipe.graph.rewrite import (
     schema_name,
     source_line,
 )
-from mpipipe.graph.source import TRACING, ModelSource, set_mode, user_frame
+from mpipipe.graph.source import TRACING, ModelSource, set_mode, user_frame, users_own_frame
 from mpipipe.graph.steady import Numbers, refuse_changes
 from mpipipe.graph.written import Written, more_parts
 from mpipipe.values import TensorSpec
@@ -214,8 +214,9 @@ def _exported(
             exported = torch.export.export(program, (batch,), strict=False).module(check_guards=False)
     except CaptureError as error:
         raise type(error)(f"{user_frame(error.__cause__ or error)}\n  {error}") from error  # type: ignore[arg-type]
-    except MpipipeError as error:  # a model that refuses its input
-        raise CaptureError(f"{user_frame(error)}\n  {error}") from error
+    except MpipipeError as error:  # a model, or a loss, that refuses its input
+        line = users_own_frame(error)  # those that come with mpipipe say it all, and are not to be mended
+        raise CaptureError(str(error) if line is None else f"{line}\n  {error}") from error
     except Exception as error:
         raise Untraceable(cannot(user_frame(error), error, batch)) from error
     inline_regions(exported)

@@ -71,13 +71,23 @@ class Initial(Protocol):
 
 
 def user_frame(error: Exception) -> str:
-    """The innermost line of the traceback that is neither torch's, Python's nor ours."""
-    ours, python = str(Path(__file__).parent), sysconfig.get_path("stdlib")
+    """The innermost line of the traceback that is neither torch's, Python's nor of the capture."""
+    return _line(error, Path(__file__).parent) or "the model"
+
+
+def users_own_frame(error: Exception) -> str | None:
+    """As `user_frame`, but of no model and no loss that comes with mpipipe; None: there is no other."""
+    return _line(error, Path(__file__).parents[1])
+
+
+def _line(error: Exception, ours: Path) -> str | None:
+    """ours: a folder whose lines do not count."""
+    python = sysconfig.get_path("stdlib")
     user = [
         f for f in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in f.filename and not f.filename.startswith((ours, python, "<"))
+        if "/torch/" not in f.filename and not f.filename.startswith((str(ours), python, "<"))
     ]  # fmt: skip
-    return f'File "{user[-1].filename}", line {user[-1].lineno}: {user[-1].line}' if user else "the model"
+    return f'File "{user[-1].filename}", line {user[-1].lineno}: {user[-1].line}' if user else None
 
 
 class ModelSource:

@@ -26,7 +26,10 @@ def labels_of(batch: Batch) -> Tensor:
     for key in LABELS:
         if key in batch:
             return batch[key]
-    raise ConfigError(f"the loss needs the key 'labels' (or 'y'); the batch has {sorted(batch)}")
+    raise ConfigError(
+        f"the loss needs the key 'labels' (or 'y'); the batch has {sorted(batch)}; let the data return it "
+        "(data.name), or give a model of your own a loss that does without (model.loss)"
+    )
 
 
 def cross_entropy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -58,9 +58,8 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
             raise PlanError(
                 f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a "
                 f"whole sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}; or, before the "
-                f"first step of a run, as many blocks as {n_copies} or a power of two times that, which must "
-                f"divide micro_batches = {numerics.micro_batches} (pipeline.blocks=auto picks them for "
-                "pipeline.max_ranks), or pipeline.reduce=fast, where any number will do"
+                f"first step of a run, {_blocks_for(n_copies, n_ranks, numerics)}, or pipeline.reduce=fast, "
+                "where any number will do"
             )
         if most % n_copies:
             raise PlanError(
@@ -79,6 +78,25 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
             f"{counted(copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
             f"{' or '.join(map(str, near))} ranks"
         )
+
+
+def _blocks_for(n_copies: int, n_ranks: int, numerics: Numerics) -> str:
+    """What allows so many copies."""
+    n_micro = numerics.micro_batches
+    if n_micro % n_copies:
+        less = n_micro // n_copies * n_copies
+        near = " or ".join(str(n) for n in (less, less + n_copies) if n)
+        return (
+            f"a multiple of {n_copies} for pipeline.micro_batches, such as {near}, with pipeline.blocks="
+            f"{n_copies} ({n_copies} does not divide {n_micro})"
+        )
+    auto = even_blocks(n_micro, numerics.batch, n_ranks)
+    finds = n_copies in legal_copies(replace(numerics, blocks=auto))
+    by_auto = f" (pipeline.blocks=auto gives {auto} for pipeline.max_ranks={n_ranks})" if finds else ""
+    return (
+        f"as many blocks as {n_copies} or a power of two times that, which must divide "
+        f"pipeline.micro_batches = {n_micro}{by_auto}"
+    )
 
 
 def check_order(layout: Layout) -> None:

@@ -10,6 +10,9 @@ from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
 from mpipipe.planner.sizes import size_text
 from mpipipe.values import Int64
 
+MORE_MEMORY = "give more memory (a larger pipeline.memory_bytes, where it is set)"
+SMALLER = "smaller micro-batches (a larger pipeline.micro_batches)"
+
 
 def no_cut_text(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
     """Which stage cannot begin or finish, what it lacks at the least, and what would do."""
@@ -32,13 +35,14 @@ def _though(problem: Problem) -> str:
 
 
 def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
+    if problem.memory.min() < 0:  # before any weight
+        return f"no number of ranks would do: {MORE_MEMORY}"
     try:
         enough = _enough_stages(problem, schedule, n_micro)
     except PlanError:  # a schedule of the user's, which refuses so many stages
-        return f"use more ranks{'' if finest else ' or smaller micro-batches'}, or give more memory"
+        return f"use more ranks{'' if finest else f' or {SMALLER}'}, or {MORE_MEMORY}"
     if enough is None:
-        smaller = "" if finest else " or use smaller micro-batches"
-        return f"no number of ranks would do: give more memory{smaller}"
+        return f"no number of ranks would do: {MORE_MEMORY}{'' if finest else f', or use {SMALLER}'}"
     least = size_text(int(problem.memory.min()))
     return (
         f"start {enough * problem.costs.copies} ranks: that is the least that would do{_though(problem)}, "

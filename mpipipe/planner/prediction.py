@@ -16,6 +16,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import uneven_bound_s, work_bound_s
 from mpipipe.planner.copies import fastest_copy, loaded, stages_in
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
+from mpipipe.planner.misfit import MORE_MEMORY, SMALLER
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.programs import cut_indices, program_for
@@ -65,7 +66,7 @@ def predict_with(
             more = ["use more ranks"] + ["fewer replicas"] * (layout.n_copies > 1)
             more = more if layout.is_even else ["give pipeline.replicas more stages"]
         with_less = [] if wish in ("auto", "full") else ["set pipeline.recompute=auto"]
-        return [*with_less, *_smaller(finest), *more, "give more memory"]
+        return [*with_less, *_smaller(finest), *more, MORE_MEMORY]
 
     _check_memory(timeline, costs.cluster, ways_out, own_order, _THOUGH.get(wish, ""))
     return layout, prediction
@@ -157,7 +158,7 @@ def norm_seconds(cluster: Cluster, n_ranks: int) -> float:
 
 
 def _smaller(finest: bool) -> list[str]:
-    return [] if finest else ["use smaller micro-batches"]
+    return [] if finest else [f"use {SMALLER}"]
 
 
 def too_full(peaks: Sequence[int], cluster: Cluster) -> tuple[int, int] | None:
@@ -178,11 +179,12 @@ def _check_memory(
     full = too_full(peaks, cluster)
     if full is not None:
         rank, short = full
-        has, ways_out = cluster.devices[rank].memory_bytes, ways_out_of(rank)
+        has, base = cluster.devices[rank].memory_bytes, cluster.devices[rank].base_bytes
+        ways_out = ways_out_of(rank) if base <= has else [MORE_MEMORY]
         actions = [codes[codes[:, 0] <= Op.W, :3] for codes in timeline.program.codes]
         over = int(np.argmax(timeline.memory_bytes[rank] > has))
         before = int((timeline.program.codes[rank][:over, 0] <= Op.W).sum())
-        if own_order and stashes(actions[rank], 1)[before] > 1:
+        if own_order and base <= has and stashes(actions[rank], 1)[before] > 1:
             ways_out = [f"do a backward of this rank sooner in {own_order}", *ways_out]
         moves = f"{', '.join(ways_out[:-1])}, or {ways_out[-1]}" if len(ways_out) > 1 else ways_out[0]
         raise PlanError(

@@ -53,8 +53,11 @@ def read_run(folder: str | Path) -> RunData:
     try:
         config = (path / "config.yaml").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
+        next_move = "name one, such as runs/latest"
+        if path == Path("runs/latest"):
+            next_move = "no run has begun here; start in the folder that has runs/, or name a run folder"
         raise ReportError(
-            f"{folder}: is no run folder ({error.strerror}: {error.filename}); name one, such as runs/latest"
+            f"{folder}: is no run folder ({error.strerror}: {error.filename}); {next_move}"
         ) from error
     report = _read(path / "summary.json", lambda p: from_json(Report, p.read_bytes()), notes)
     ended = (path / "summary.json").exists()

@@ -25,10 +25,14 @@ def test_text_page_and_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "weights: the same to the bit" in capsys.readouterr().out
 
 
-def test_errors_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no run has begun there
     run = str(made_run(tmp_path / "run", steps=3))
     for args, message in (
-        ([str(tmp_path / "none")], "is no run folder"),
+        ([str(tmp_path / "none")], "none/config.yaml); name one, such as runs/latest"),
+        (["runs/latest"], "runs/latest/config.yaml); no run has begun here; start in the folder that has "),
         ([run, run, "--html"], "--html shows one run"),
         ([run, "--html", "-o", str(tmp_path / "no" / "where.html")], "cannot be written"),
     ):

@@ -221,7 +221,8 @@ def test_files_that_are_no_token_files_are_refused(tmp_path: Path) -> None:
     empty.touch()
     write(strange, range(40)).with_suffix(".json").write_text("[1]")
     for path, message in (
-        (tmp_path / "none.bin", r"none\.bin: cannot be read"),
+        (tmp_path / "none.bin", r"none\.bin: cannot be read .* \(data\.path, data\.val_path\), or make"),
+        (tmp_path, r"cannot be read \(Is a directory\); name a token file"),
         (odd, r"odd\.bin: 3 bytes are not a multiple of the 2"),
         (empty, r"empty\.bin: is empty"),
         (strange, r"strange\.json: does not describe a token file"),

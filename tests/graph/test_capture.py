@@ -29,7 +29,7 @@ from mpipipe.graph.pieces import pieces
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.steady import Steady
 from mpipipe.graph.variants import Variants
-from mpipipe.models.losses import from_mean
+from mpipipe.models.losses import cross_entropy, from_mean
 from mpipipe.values import TensorSpec, from_json, to_json
 
 
@@ -535,6 +535,23 @@ def test_a_slip_in_the_loss_gets_no_advice_about_models(loss: Callable[..., Any]
         capture_one(ModelSource(Base, 0), loss, SPECS, "train")
     assert str(caught.value).startswith(f'File "{__file__}", line ')
     assert "layers" not in str(caught.value)
+
+
+def test_a_batch_without_labels_is_refused_with_no_line_but_the_user_s() -> None:
+    """The loss that comes with mpipipe need not be mended; the line that calls it may."""
+
+    def mine(out: Tensor, b: dict[str, Tensor]) -> Any:
+        return cross_entropy(out, b)
+
+    without = {"x": SPECS["x"]}
+    with pytest.raises(CaptureError) as caught:
+        capture_one(ModelSource(Base, 0), cross_entropy, without, "train")
+    needs = "the loss needs the key 'labels' (or 'y'); the batch has ['x']; let the data return it "
+    assert str(caught.value).startswith(needs)
+    with pytest.raises(CaptureError) as caught:
+        capture_one(ModelSource(Base, 0), mine, without, "train")
+    assert str(caught.value).startswith(f'File "{__file__}", line ')
+    assert f": return cross_entropy(out, b)\n  {needs}" in str(caught.value)
 
 
 @pytest.mark.parametrize("what", BAD_LOSSES)

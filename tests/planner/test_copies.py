@@ -119,6 +119,32 @@ def test_other_numbers_are_refused_naming_the_legal_ones(n_copies: int, n_ranks:
 
 
 @pytest.mark.parametrize(
+    ("n_copies", "n_ranks", "n_micro", "words", "to_do"),
+    [
+        (
+            3, 3, 8, "a multiple of 3 for pipeline.micro_batches, such as 6 or 9, with pipeline.blocks=3 (3 "
+            "does not divide 8), or pipeline.reduce=fast, where any number will do", [(6, 3), (9, 3)],
+        ),
+        (8, 8, 4, "such as 8, with pipeline.blocks=8 (8 does not divide 4), or", [(8, 8)]),
+        (
+            3, 6, 24, "as many blocks as 3 or a power of two times that, which must divide "
+            "pipeline.micro_batches = 24 (pipeline.blocks=auto gives 6 for pipeline.max_ranks=6), or",
+            [(24, 3), (24, 6), (24, 12), (24, 24), (24, even_blocks(24, 48, 6))],
+        ),
+        (3, 15, 15, "which must divide pipeline.micro_batches = 15, or", [(15, 3)]),  # of auto it were 15
+    ],
+)  # fmt: skip
+def test_what_is_said_to_allow_more_copies_does(
+    n_copies: int, n_ranks: int, n_micro: int, words: str, to_do: list[tuple[int, int]]
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        check_copies(n_copies, n_ranks, numerics(n_micro, 1))
+    assert words in str(caught.value)
+    for micro_batches, blocks in to_do:
+        check_copies(n_copies, n_ranks, numerics(micro_batches, blocks))
+
+
+@pytest.mark.parametrize(
     ("copies", "n_ranks", "words"),
     [
         (7, 7, "7 replicas with pipeline.micro_batches = 6: each does one at least; use 6 at most"),

@@ -13,6 +13,7 @@ from planner_cases import FREE, HUGE, all_cuts, cluster, fitting_cuts, group, na
 from mpipipe.errors import PlanError
 from mpipipe.planner import partition
 from mpipipe.planner.bounds import step_bound_s
+from mpipipe.planner.misfit import MORE_MEMORY
 from mpipipe.planner.schedules import SCHEDULES
 from mpipipe.values import Costs, Link
 
@@ -111,14 +112,25 @@ def test_the_text_of_the_error():
         partition(costs, 8, "1f1b", 2)
     assert str(caught.value) == (
         "stage 1 of 2 (rank 1, 50 bytes) cannot hold group 1 'head': 10 bytes short with schedule '1f1b' "
-        "and 8 micro-batches; no number of ranks would do: give more memory or use smaller micro-batches"
+        "and 8 micro-batches; no number of ranks would do: give more memory (a larger pipeline.memory_bytes, "
+        "where it is set), or use smaller micro-batches (a larger pipeline.micro_batches)"
     )
+
+
+def test_where_nothing_is_left_for_a_model_smaller_micro_batches_are_no_way_out():
+    """The libraries alone take more."""
+    costs = dataclasses.replace(uniform(2, 2), cluster=cluster([1.0, 1.0], [50, 50]))
+    devices = tuple(dataclasses.replace(device, base_bytes=60) for device in costs.cluster.devices)
+    costs = dataclasses.replace(costs, cluster=dataclasses.replace(costs.cluster, devices=devices))
+    with pytest.raises(PlanError, match="50 bytes, of which 60 bytes are taken before any weight") as caught:
+        partition(costs, 8, "1f1b", 2)
+    assert str(caught.value).endswith(f"; no number of ranks would do: {MORE_MEMORY}")
 
 
 def test_a_single_sample_is_not_advised_to_be_smaller():
     groups = (group("wte", stash_bytes=10), group("head", stash_bytes=60))
     costs = Costs(groups, cluster([1.0, 1.0], [50, 50]), (), 4.0, 0.0, "modelled", 0.0)
-    with pytest.raises(PlanError, match=r"would do: give more memory$"):
+    with pytest.raises(PlanError, match=rf"would do: {re.escape(MORE_MEMORY)}$"):
         partition(costs, 8, "1f1b", 2, finest=True)
 
 
@@ -130,7 +142,7 @@ def test_a_schedule_that_refuses_other_numbers_of_stages_hides_the_least(monkeyp
 
     monkeypatch.setitem(SCHEDULES, "picky", picky)
     costs = dataclasses.replace(uniform(6, 2, stash_bytes=100), cluster=cluster([1.0, 1.0], [150, 150]))
-    with pytest.raises(PlanError, match="use more ranks or smaller micro-batches, or give more memory"):
+    with pytest.raises(PlanError, match=r"use more ranks or smaller micro-batches \(a .*, or give more"):
         partition(costs, 4, "picky", 2)
 
 

@@ -16,6 +16,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner import lower, make_plan, partition, predict, program_for, simulate, stage_costs
 from mpipipe.planner.asked import Asked
 from mpipipe.planner.joint import search
+from mpipipe.planner.misfit import MORE_MEMORY, SMALLER
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.problem import Problem
 from mpipipe.planner.recompute import with_least
@@ -258,9 +259,9 @@ TRIED = "even with full recomputation (none and selective were tried, too)"
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
-        ("auto", f" short {TRIED}; use more ranks, or give more memory\n"),
-        ("full", " short even with full recomputation; use more ranks, or give more memory\n"),
-        ("none", " short; set pipeline.recompute=auto, use more ranks, or give more memory\n"),
+        ("auto", f" short {TRIED}; use more ranks, or {MORE_MEMORY}\n"),
+        ("full", f" short even with full recomputation; use more ranks, or {MORE_MEMORY}\n"),
+        ("none", f" short; set pipeline.recompute=auto, use more ranks, or {MORE_MEMORY}\n"),
     ],
 )
 @pytest.mark.parametrize("schedule", ["zb-planned", "zb-v", "v-half", "interleaved"])
@@ -282,10 +283,13 @@ def test_ways_out_of_too_little_memory_are_those_that_there_are() -> None:
 
     larger = replace(numerics(4), batch=8, micro_batch=2)
     blocks = replace(numerics(4), blocks=2)
-    assert said(chain(100), larger) == "use smaller micro-batches, use more ranks, or give more memory"
-    assert said(chain(100, 6), numerics(4)) == "give more memory", "no group can be cut"
-    assert said(chain(100, 4), blocks, 2) == "use more ranks, fewer replicas, or give more memory"
-    assert said(chain(100, 3), blocks, (2, 1)) == "give pipeline.replicas more stages, or give more memory"
+    assert said(chain(100), larger) == f"use {SMALLER}, use more ranks, or {MORE_MEMORY}"
+    assert said(chain(100, 6), numerics(4)) == MORE_MEMORY, "no group can be cut"
+    assert said(chain(100, 4), blocks, 2) == f"use more ranks, fewer replicas, or {MORE_MEMORY}"
+    assert said(chain(100, 3), blocks, (2, 1)) == f"give pipeline.replicas more stages, or {MORE_MEMORY}"
+    tight = chain(100)
+    taken = tuple(replace(device, base_bytes=101) for device in tight.cluster.devices)
+    assert said(replace(tight, cluster=replace(tight.cluster, devices=taken)), larger) == MORE_MEMORY
 
 
 def test_the_joint_search_weighs_recomputation_against_smaller_micro_batches():

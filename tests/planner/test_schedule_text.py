@@ -14,6 +14,7 @@ from mpipipe.config.read import parse
 from mpipipe.configured import schedule_name
 from mpipipe.errors import ConfigError, DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES
+from mpipipe.planner.misfit import MORE_MEMORY
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.prediction import predict
 from mpipipe.planner.programs import program_for
@@ -163,16 +164,24 @@ def registered():
 def test_a_file_is_a_schedule_of_its_numbers(registered):
     registered("mine.csv", GOOD)
     assert to_text(SCHEDULES["mine.csv"](2, 2)) == GOOD
-    with pytest.raises(
-        PlanError, match="of 2 stages on 2 ranks and 2 micro-batches, asked for are 2 on 2 and 3"
-    ):
-        SCHEDULES["mine.csv"](2, 3)
+    for n_stages, n_micro in ((2, 3), (3, 2)):
+        with pytest.raises(PlanError) as caught:
+            SCHEDULES["mine.csv"](n_stages, n_micro)
+        assert str(caught.value) == (
+            f"mine.csv: is for 2 ranks and 2 micro-batches, here each replica has {n_stages} and {n_micro}; "
+            "start 2 ranks with pipeline.micro_batches=2 (both times the replicas), or write an order for "
+            f"{n_stages} and {n_micro}"
+        )
+    with pytest.raises(PlanError, match="mine.csv: is of 2 stages, here are 4; cut the model into 2, or "):
+        SCHEDULES["mine.csv"](4, 2, 2)
 
 
 def test_a_config_names_a_file(registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = parse("pipeline: {schedule: mine.csv, micro_batches: 2}", "c.yaml")
-    with pytest.raises(ConfigError, match=r"mine.csv: cannot be read .* name an existing CSV file"):
+    with pytest.raises(
+        ConfigError, match=r"mine.csv: cannot be read .* name an existing CSV file in pipeline.schedule"
+    ):
         schedule_name(config)
     Path("mine.csv").write_text(GOOD)
     assert schedule_name(config) == "mine.csv"
@@ -259,7 +268,7 @@ def test_a_plan_shows_where_an_order_from_a_file_needs_too_much(registered):
         planned(of_groups(3, 2, memory=29), name, 3)
     assert str(caught.value) == (
         "rank 0 needs 30 bytes and has 29 bytes, 1 byte short; do a backward of this rank sooner in "
-        "orders.csv, set pipeline.recompute=auto, or give more memory\n"
+        f"orders.csv, set pipeline.recompute=auto, or {MORE_MEMORY}\n"
         "  rank 0   0F0   0F1  [0F2]  0B0   0B1   0B2   <-- here\n"
         "  rank 1   1F0   1B0   1F1   1B1   1F2   1B2 "
     )
@@ -274,7 +283,7 @@ def test_the_place_is_that_of_the_cuts_that_lack_least_even_with_full_recomputat
     with pytest.raises(
         PlanError,
         match=r"rank 1 needs 40 bytes and has 29 bytes, 11 bytes short even with full recomputation \(none "
-        r"and selective were tried, too\); give more memory\n",
+        r"and selective were tried, too\); give more memory \(a larger .*\)\n",
     ):
         planned(costs, "orders.csv", 2, "auto")
 

@@ -54,7 +54,7 @@ from mpipipe.state.resume import (
     unreadable,
 )
 from mpipipe.state.verify import check_read, newest_sound
-from mpipipe.train import otherwise
+from mpipipe.train import beginning, otherwise
 from mpipipe.values import Numerics, from_json, to_json
 
 HERE = (Path(__file__).parent, *Path(__file__).parents[1:3])  # where a subprocess finds this file and mpipipe
@@ -574,3 +574,18 @@ def test_other_settings_of_the_training_are_told() -> None:
         f"{note}train.steps = 200, was 100, train.lr = 0.0005, was 0.001; the rate falls to its end at the "
         "last step"
     ]
+
+
+@pytest.mark.parametrize(
+    ("save_every", "step", "place"),
+    [
+        (0, 0, "the beginning (train.save_every=0)"),
+        (0, 10, "step 10 (train.save_every=0)"),
+        (5, 10, "the newest checkpoint, at most 5 steps back (train.save_every=5)"),
+    ],
+)
+def test_it_is_said_where_a_run_that_dies_begins_again(save_every: int, step: int, place: str) -> None:
+    """Another start resumes."""
+    config = Config.model_validate({"train": {"save_every": save_every}})
+    said = run_local(2, lambda comm: beginning(comm, config, 1, Path("run"), step))[0]
+    assert any(line.startswith(f"recovery: a run that dies begins again from {place}; ") for line in said)

@@ -13,6 +13,7 @@ from mpipipe.planner.schedules.planned import interleaved_planned_even, v_planne
 from mpipipe.planner.schedules.text import from_lines, from_text
 from mpipipe.planner.schedules.v_shape import v_half, zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
+from mpipipe.planner.sizes import counted
 from mpipipe.values import Schedule
 
 # Their order follows from costs: a plan has it as `Layout.actions`. Each is no longer than the one by hand,
@@ -108,12 +109,17 @@ def register_text(name: str, text: str) -> None:
     schedule = from_text(text, name)
 
     def made(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
-        has = schedule.n_stages, len(schedule.codes), schedule.n_micro
-        asked = n_stages, n_ranks or n_stages, n_micro
-        if asked != has:
+        ranks, here, micro = counted(len(schedule.codes), "rank"), n_ranks or n_stages, schedule.n_micro
+        if (len(schedule.codes), micro) != (here, n_micro):
             raise PlanError(
-                f"{name}: is of {has[0]} stages on {has[1]} ranks and {has[2]} micro-batches, asked for are "
-                f"{asked[0]} on {asked[1]} and {asked[2]}; use its numbers, or write one for yours"
+                f"{name}: is for {ranks} and {micro} micro-batch{'es' * (micro != 1)}, here each replica has "
+                f"{here} and {n_micro}; start {ranks} with pipeline.micro_batches={micro} (both times the "
+                f"replicas), or write an order for {here} and {n_micro}"
+            )
+        if n_stages != schedule.n_stages:
+            raise PlanError(
+                f"{name}: is of {counted(schedule.n_stages, 'stage')}, here are {n_stages}; cut the model "
+                f"into {schedule.n_stages}, or write an order for {n_stages}"
             )
         return schedule
 
