@@ -172,7 +172,7 @@ def test_a_file_is_a_schedule_of_its_numbers(registered):
             "start 2 ranks with pipeline.micro_batches=2 (both times the replicas), or write an order for "
             f"{n_stages} and {n_micro}"
         )
-    with pytest.raises(PlanError, match="mine.csv: is of 2 stages, here are 4; cut the model into 2, or "):
+    with pytest.raises(PlanError, match=r"mine.csv: is of 2 stages, here are 4; cut the model into 2, or "):
         SCHEDULES["mine.csv"](4, 2, 2)
 
 
