@@ -129,7 +129,7 @@ void odd_channels(Run& run, Draw& draw) {
             for (int kind = 0; kind < 5; ++kind) {
                 Case<T> c(batch, 2, places, true, kind % 2, true, draw);
                 for (size_t i = 0; i < c.x.size(); ++i)
-                    if (kind < 3)  // the bits that bf16 has hold them
+                    if (kind < 3)  // numbers that bf16 has
                         c.x[i] = narrow<T>(kind == 0   ? 32768 + 256 * static_cast<float>(draw.below(9))
                                            : kind == 1 ? -65536.0f
                                                        : static_cast<float>(draw.below(9)));
