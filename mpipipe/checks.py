@@ -87,7 +87,8 @@ def check_samples(comm: Communicator, data: Dataset, rows: int) -> dict[str, Any
         return {}
     first = fingerprint(data, rows)
     agree(comm, {"the first samples": first}, SAME_DATA)
-    return {"samples": data.train_samples, "first_sha256": first}
+    samples = data.train_samples  # of a user's data set perhaps one of numpy's integers
+    return {"samples": None if samples is None else int(samples), "first_sha256": first}
 
 
 def check_trained(variants: Variants, unused: str) -> None:

@@ -266,7 +266,7 @@ class Run:
         asked to, or when the time or the data has ended."""
         t, limit = self.config.train, self.limit
         if self.pipe.steps_done >= t.steps:
-            return self._done_before(metrics)
+            return self._done_before(metrics, asked)
         while True:
             start = time.perf_counter()
             if self.pipe.rank == 0 and (end := limit.reached(self.turn_s, self._longest_save_s())):
@@ -317,21 +317,30 @@ class Run:
         self.save(background=False)
         return replace(last, stop=True)
 
-    def _done_before(self, metrics: Metrics | None) -> Step:
+    def _done_before(self, metrics: Metrics | None, asked: list[str]) -> Step:
         """The last step, where a start finds it done, as one that died before its summary has told of it; it
-        is evaluated if it was not. Collective."""
+        is evaluated if it was not, and nobody waits. Collective."""
         steps, told = self.pipe.steps_done, dict[str, float]()
         if metrics is not None:
-            lines = reversed(read_metrics(self.run_dir / METRICS))
-            told = next((line for line in lines if line.get("step") == steps and "loss" in line), {})
+            lines = read_metrics(self.run_dir / METRICS)
+            told = {k: v for line in lines if line.get("step") == steps for k, v in line.items()}
         told = self.comm.bcast_object(told)
         self.values = {name: float(value) for name, value in told.items() if name.startswith("val_")}
-        if not self.values:
+        if not self.values and not self._is_to_stop(asked):
             self.values = self._evaluate()
-            if metrics is not None and self.values:
-                metrics.write(step=steps, **self.values)
+            if self.values:
+                if metrics is not None:
+                    metrics.write(step=steps, **self.values)
+                self.log.step(steps, self.values)
         self.save(background=False)
-        return Step(steps, float(told.get("loss", math.nan)), None, None, math.nan, stop=False)
+        stop = self._is_to_stop(asked)
+        return Step(steps, float(told.get("loss", math.nan)), None, None, math.nan, stop)
+
+    def _is_to_stop(self, asked: list[str]) -> bool:
+        """Whether some rank was asked to, or the time is over; a step tells it by itself. Collective."""
+        if self.pipe.rank == 0 and (end := self.limit.reached(0.0, self._longest_save_s())):
+            asked.append(end)
+        return any(self.comm.allgather_object(bool(asked)))
 
     def _meet(self, slow: Slow) -> None:
         """Says it, and plans anew where that was asked for. Collective."""

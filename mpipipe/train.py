@@ -21,6 +21,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
@@ -163,12 +164,13 @@ def _train(
     run_dir, said, resumed = place
     checkpoint, passed_over = newest_sound(comm, run_dir) if resumed else (None, [])
     changed = list[str]()  # said when the resume is not refused
+    of_run = list[dict[str, Any]]()
     if resumed:
-        said, changed, gathers = comm.bcast_object(
-            _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], [], False)
+        said, changed, gathers, of_run = comm.bcast_object(
+            _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], [], False, [])
         )
     if not resumed or gathers:  # else the corpus is there, and must stay as it was
-        prepare(config, run_dir, comm.rank == 0, keep=checkpoint is not None)
+        prepare(config, run_dir, comm.rank == 0, of_run)
     comm.barrier()
     opened = open_dataset(config, run_dir)
     data, val = opened if isinstance(opened, tuple) else (opened, None)
@@ -225,28 +227,32 @@ def _place(config: Config, resume: bool) -> tuple[Path, list[str], bool]:
 
 def _going_on(
     config: Config, run_dir: Path, checkpoint: Path | None, passed_over: Sequence[tuple[Path, str]]
-) -> tuple[list[str], list[str], bool]:
-    """(what to say of a run that goes on, and of its settings, whether text may have to be gathered); on one
-    rank."""
+) -> tuple[list[str], list[str], bool, list[dict[str, Any]]]:
+    """(what to say of a run that goes on, and of its settings, whether text may have to be gathered, the
+    sections `data` that it has gone by); on one rank."""
     if checkpoint is None and (unread := unreadable(passed_over)):
         raise CheckpointError(
             "\n".join([f"{run_dir}: no checkpoint can be read", *(f"  {wrong}" for _, wrong in unread)])
             + "\n  mend one, or start anew in another folder"
         )
-    step, steps = 0 if checkpoint is None else read_state(checkpoint).step, config.train.steps
+    state, steps = None if checkpoint is None else read_state(checkpoint), config.train.steps
+    step = 0 if state is None else state.step
     if step > steps or (step == steps and how_ended(config, run_dir) == "finished"):
         raise CheckpointError(
             f"{checkpoint}: {step} steps are done, and train.steps = {steps}; raise it to go on"
         )
     before = load(run_dir / CONFIG) if step else config
-    gathers = step == 0 or before.data != config.data
+    gathers, of_run = step == 0 or before.data != config.data, list[dict[str, Any]]()
+    if state is not None:  # config.yaml is of the newest start, which may have made no checkpoint
+        kept = before.model_dump(mode="json")["data"], state.config.get("data")
+        of_run = [data for data in kept if data is not None]
     going_on = (
         f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
     )
     if step == steps:
         going_on += f", which are all: there is no {SUMMARY} yet"
     notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
-    return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), gathers
+    return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), gathers, of_run
 
 
 def otherwise(before: Config, now: Config) -> list[str]:

@@ -809,7 +809,7 @@ class Report(Value):
     lost_ranks: tuple[int, ...] = ()  # while it ran, by the numbers that they had at first
     replayed_steps: int = 0  # done again after these losses, in all
     spares: tuple[int, ...] = ()  # ranks that had no part in the end, likewise by their first numbers
-    untimed: bool = False  # an earlier start did all steps: its `step_s`; `bubble` and `ranks` as predicted
+    untimed: bool = False  # it went on behind its last step: `step_s` of before, the rest as predicted
     products: str = ""  # for people: by which library fp32 matrices were multiplied, and why
     blocks: str = ""  # for people: in how many blocks gradients were added, and why, where that was chosen
     messages: str = ""  # for people: who moved messages on while ranks computed, and why

@@ -271,13 +271,14 @@ def test_a_run_that_died_before_its_summary_comes_to_its_end_when_it_is_resumed(
 ) -> None:
     """Whoever asks then, a supervisor or the next start of a job, is told that it is finished."""
 
-    def run(name: str, resume: bool = False) -> Report:
+    def run(name: str, resume: bool = False, asked: str = "") -> Report:
         config = parse(
             "model: {name: mlp, hidden: [16, 16]}\ndata: {name: synthetic, samples: 64}\n"
             "train: {steps: 3, batch: 8}\npipeline: {micro_batches: 4, cost_cache: false, schedule: 1f1b}\n"
             f"run: {{dir: {tmp_path / name}}}"
         )
-        report = run_local(2, lambda comm: train(comm, config, resume))[0]
+        reasons = [asked] if asked else []
+        report = run_local(2, lambda comm: train(comm, config, resume, asked=reasons[comm.rank :]))[0]
         assert how_ended(config, tmp_path / name) == "finished"
         return report
 
@@ -293,6 +294,11 @@ def test_a_run_that_died_before_its_summary_comes_to_its_end_when_it_is_resumed(
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     if not told:
         (folder / "metrics.jsonl").write_text("".join(lines[:2]))
+        hurried = run("died", resume=True, asked="SIGUSR1")
+        assert (hurried.stopped_by, hurried.val_loss) == ("SIGUSR1", None), (
+            "who asked waits for no evaluation"
+        )
+        (folder / "summary.json").unlink()
     found = run("died", resume=True)
     same = ("steps", "val_loss", "metrics", "weights_sha256", "stopped_by")
     assert [getattr(found, name) for name in same] == [getattr(whole, name) for name in same]
@@ -302,10 +308,13 @@ def test_a_run_that_died_before_its_summary_comes_to_its_end_when_it_is_resumed(
     assert found.step_s == pytest.approx(np.median(took_s))
     now = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert now == lines if told else "val_loss" in json.loads(now[2])
-    assert "an earlier start did all steps" in (folder / "train.log").read_text()
+    assert "no step was timed since the run went on here" in (folder / "train.log").read_text()
     assert "predicted" in words(read_run(folder))
     with pytest.raises(CheckpointError, match=r"3 steps are done, and train\.steps = 3; raise it to go on"):
         run("died", resume=True)
+    (folder / "summary.json").unlink()  # a start that has evaluated may die before it as well
+    assert run("died", resume=True).val_loss == whole.val_loss
+    assert (folder / "metrics.jsonl").read_text().splitlines(keepends=True) == now
 
 
 class Single(nn.Module):

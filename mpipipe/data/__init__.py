@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,24 @@ from mpipipe.errors import DataError
 __all__ = ["Dataset", "DatasetBase", "Specs", "Split", "open_dataset", "prepare"]
 
 
-def prepare(config: Config, run_dir: str | Path, is_root: bool, keep: bool = False) -> None:
+def prepare(
+    config: Config, run_dir: str | Path, is_root: bool, of_run: Iterable[Mapping[str, Any]] = ()
+) -> None:
     """On the root rank: writes the corpus into the run folder where one must be gathered. The
-    others must not open it before the root is done. keep: as of `write_corpus`. Raises DataError."""
+    others must not open it before the root is done. of_run: sections `data` that the run in that folder has
+    gone by: their texts stay as they were gathered, any other is gathered again. Raises DataError."""
     if is_root:
-        _prepare(config.data, Path(run_dir), keep)
+        stay = {text for data in of_run for text in _texts(data, Path(run_dir))}
+        for path, folder in _texts(config.model_dump(mode="json")["data"], Path(run_dir)):
+            write_corpus(path, folder, keep=(path, folder) in stay)
 
 
-def _prepare(data: Any, folder: Path, keep: bool) -> None:
-    if data.name == "text":
-        write_corpus(data.path, folder, keep)
-    for i, source in enumerate(data.sources if data.name == "mixture" else ()):
-        _prepare(source, _source_folder(folder, i), keep)
+def _texts(data: Mapping[str, Any], folder: Path) -> Iterator[tuple[str | None, Path]]:
+    """`path` of each text, and where it is gathered."""
+    if data["name"] == "text":
+        yield data["path"], folder
+    for i, source in enumerate(data["sources"] if data["name"] == "mixture" else ()):
+        yield from _texts(source, _source_folder(folder, i))
 
 
 def _source_folder(folder: Path, i: int) -> Path:

@@ -90,7 +90,8 @@ def _lines(r: Report) -> list[str]:
                      f"{', '.join(map(str, r.spares))}")  # fmt: skip
     if r.untimed:
         lines.append(
-            "an earlier start did all steps: what is measured of them is their time, the rest is as predicted"
+            "no step was timed since the run went on here: of those before their time is known, the rest is "
+            "as predicted"
         )
     if not r.exact_resume:
         lines.append("a resume of this run is not exact: its data is a plain iterable, read from the start")

@@ -35,8 +35,8 @@ Number = TypeVar("Number", np.int32, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """timelines: "predicted" and "measured". resident_bytes: per rank the highest of each remembered step;
-    where a long run was thinned out, of each run of steps. steps: the last step of each of those."""
+    """timelines: "predicted" and "measured", or the former alone. resident_bytes: per rank the highest of
+    each remembered step; where a long run was thinned out, of each run of steps. steps: the last of each."""
 
     timelines: dict[str, Timeline]
     resident_bytes: Rows

@@ -18,7 +18,7 @@ from mpipipe.cluster.shared import look_anew
 from mpipipe.errors import CheckpointError
 from mpipipe.state.checkpoint import Kind, index_name, save_shard, shard_name, write_index
 from mpipipe.state.digests import file_sha256, weights_sha256
-from mpipipe.state.files import inside, read_small, sync_folder, write_text
+from mpipipe.state.files import inside, kind_of, read_small, sync_folder, write_text
 from mpipipe.state.resume import RUN, RunState, to_text
 from mpipipe.state.writing import File, Written
 from mpipipe.values import Value, from_json, to_json
@@ -134,28 +134,35 @@ class Save:
     def _wait_for(self, rank: int, heard: Heard) -> Part:
         ends, wait_s = float("inf"), 0.002
         while True:
-            if (part := self._seen(rank)) is not None:
-                return part
+            why: OSError | None = None
+            try:
+                if (part := self._seen(rank)) is not None:
+                    return part
+            except OSError as error:
+                why = error
             if heard.in_vain.wait(wait_s):
                 raise CheckpointError("another rank has failed")
             if ends == float("inf") and heard.all_written.is_set():
                 ends = time.monotonic() + PATIENCE_S
             if time.monotonic() > ends:
+                kind = "error" if why is None else kind_of(why)
+                mend = "; put run.dir where every node sees it" if kind == "error" else f" ({why})"
                 raise CheckpointError(
                     f"{self._record(rank)}: written by rank {rank}, and not seen from the node of rank 0 "
-                    f"{PATIENCE_S:.0f} s later; put run.dir where every node sees it"
+                    f"{PATIENCE_S:.0f} s later{mend}",
+                    kind=kind,
                 )
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _seen(self, rank: int) -> Part | None:
-        """What a rank has written, once all of it can be seen from here."""
+        """What a rank has written, once all of it can be seen from here. Raises OSError."""
         look_anew(self.folder)
         try:
             part = from_json(Part, read_small(inside(self.folder, f"rank-{rank}.json")))
             sizes = {w.file: inside(self.folder, w.file).stat().st_size for w in part.written.values()}
             if part.save == self.name and all(sizes[w.file] == w.facts.nbytes for w in part.written.values()):
                 return part
-        except (OSError, ValueError):
+        except ValueError:
             pass
         return None
 

@@ -44,10 +44,7 @@ class Weights:
             try:
                 shard = Shard(folder / file)
             except (OSError, ValueError) as error:
-                raise CheckpointError(
-                    f"{folder / file}: cannot be read ({error}); the file is damaged, get it again",
-                    kind=kind_of(error),
-                ) from error
+                raise _unread(folder / file, error) from error
             self._shard_of.update(dict.fromkeys(shard.specs, shard))
         self.specs: dict[str, TensorSpec] = {name: s.specs[name] for name, s in self._shard_of.items()}
 
@@ -65,10 +62,13 @@ class Weights:
                 shard.read_part(name, first, piece[: part.numel()])
                 part.copy_(piece[: part.numel()])
         except OSError as error:
-            raise CheckpointError(
-                f"{shard.path}: cannot be read ({error}); the file is damaged, get it again",
-                kind=kind_of(error),
-            ) from error
+            raise _unread(shard.path, error) from error
+
+
+def _unread(path: Path, error: Exception) -> CheckpointError:
+    kind = kind_of(error)
+    mend = "the file is damaged, get it again" if kind == "error" else "start again"
+    return CheckpointError(f"{path}: cannot be read ({error}); {mend}", kind=kind)
 
 
 @dataclass(frozen=True)

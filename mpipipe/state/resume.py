@@ -332,7 +332,8 @@ def check_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None
     if saved and now and lines:
         raise CheckpointError(
             f"{folder}: was trained on other data than those that are there now\n{lines}\n"
-            "  put them back, or go on with these by --new-numerics (in a script: new_data=True)"
+            "  put them back, and what they are read by (model.context, collate, shuffle), or go on with "
+            "these by --new-numerics (in a script: new_data=True)"
         )
 
 

@@ -217,16 +217,17 @@ def test_the_text_of_a_run_stays_as_it_was_whatever_another_start_gathers(tmp_pa
         return [first_letter(config, run) for config in configs]
 
     run = tmp_path / "run"
+    of_run = [configs[0].model_dump(mode="json")["data"]]
     prepare(configs[0], run, is_root=True)
-    prepare(configs[1], run, is_root=True, keep=True)
+    prepare(configs[1], run, True, of_run)
     assert read() == ["a", "b"]
     for name in "ab":
         (tmp_path / name / "text").write_text("c" * 200)
     for config in configs:
-        prepare(config, run, is_root=True, keep=True)
-    assert read() == ["a", "b"]
+        prepare(config, run, True, of_run)
+    assert read() == ["a", "c"]  # gathered again: no run has gone by it, but perhaps a refused start
     prepare(configs[0], run, is_root=True)
-    assert read() == ["c", "b"]
+    assert read() == ["c", "c"]
 
 
 def test_a_text_that_an_earlier_version_gathered_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from mpipipe.checks import check_samples
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.config import parse
@@ -47,6 +49,18 @@ def ids(data: Dataset, split: Any, step: int, *bounds: int) -> list[int]:
 
 
 # -- map-style ---------------------------------------------------------------------------------
+
+
+def test_what_a_resume_knows_data_by_can_be_kept() -> None:
+    """As JSON, whatever integers a data set of a user's own counts by."""
+
+    class Counted(SyntheticTokens):
+        def __init__(self) -> None:
+            super().__init__(vocab=5, context=4, seed=0)
+            self.train_samples = np.int64(8)
+
+    found = run_local(1, lambda comm: check_samples(comm, Counted(), 2))[0]
+    assert json.loads(json.dumps(found))["samples"] == 8
 
 
 @pytest.mark.parametrize(

@@ -534,7 +534,8 @@ def test_other_data_are_refused_where_both_are_known(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path}: was trained on other data than those that are there now\n"
         "  samples for training: 64 in the checkpoint, 80 now\n"
-        "  put them back, or go on with these by --new-numerics (in a script: new_data=True)"
+        "  put them back, and what they are read by (model.context, collate, shuffle), or go on with "
+        "these by --new-numerics (in a script: new_data=True)"
     )
     with pytest.raises(CheckpointError, match="sha256 of the first samples: ab12 in the checkpoint, cd34"):
         check_data(tmp_path, saved, {"samples": 64, "first_sha256": "cd34"})

@@ -171,6 +171,25 @@ def test_what_an_earlier_save_has_left_is_not_taken_for_a_part(
     assert newest(tmp_path) == step_folder(tmp_path, 2)
 
 
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, "failed"), (errno.EACCES, "error")])
+def test_a_record_that_cannot_be_read_may_be_there_at_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: str
+) -> None:
+    real = parts.read_small
+
+    def fails(path: Path) -> bytes:
+        if path.name == "rank-1.json":
+            raise OSError(number, os.strerror(number))
+        return real(path)
+
+    monkeypatch.setattr(parts, "read_small", fails)
+    monkeypatch.setattr(parts, "PATIENCE_S", 0.05)
+    with pytest.raises(CheckpointError, match=r"rank-1\.json: written by rank 1, and not seen") as caught:
+        save_step(tmp_path, 1, 2)
+    assert caught.value.kind == kind
+    assert ("put run.dir where" in str(caught.value)) == (kind == "error")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_error_elsewhere_waits_for_what_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
