@@ -239,7 +239,7 @@ def test_a_text_that_an_earlier_version_gathered_is_read(tmp_path: Path) -> None
     (run / "corpus.bin").write_text("a" * 200)
     for expected in "ab":
         assert first_letter(config, run) == expected
-        prepare(config, run, is_root=True, keep=True)
+        prepare(config, run, is_root=True)
 
 
 @pytest.mark.slow
