@@ -143,7 +143,7 @@ class Run:
         pipe, notes = self.pipe, list[str]()
 
         def newest(comm: Communicator, above: int) -> Path | None:
-            folder, passed_over = newest_sound(comm, self.run_dir, above, before=self.config.train.steps)
+            folder, passed_over = newest_sound(comm, self.run_dir, above)
             together(comm, str(self.run_dir), lambda: set_aside(passed_over) if comm.rank == 0 else [])
             notes.extend(f"note: passed over {path}: {wrong}" for path, wrong in passed_over)
             return folder

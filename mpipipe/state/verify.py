@@ -5,7 +5,6 @@ A shard's sha256 is made of those of its header and of its tensors, so ranks and
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -76,15 +75,15 @@ def _differ(path: Path, found: str, facts: File) -> str:
 
 
 def newest_sound(
-    comm: Communicator, run_dir: Path, above: int = -1, before: float = math.inf
+    comm: Communicator, run_dir: Path, above: int = -1
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint of a run with all the bits that were written, and what is wrong with the newer
-    ones; `above`, `before` as in `survey`. Each rank reads a share of the files. Collective.
+    ones; `above` as in `survey`. Each rank reads a share of the files. Collective.
 
     Raises CheckpointError on every rank where one that may be sound cannot be read just now.
     """
     passed_over: list[tuple[Path, str]] = []
-    found = survey(run_dir, above, before) if comm.rank == 0 else iter(())
+    found = survey(run_dir, above) if comm.rank == 0 else iter(())
     while (one := comm.bcast_object(next(found, None))) is not None:
         folder, wrong = one
         wrong = (wrong and _looked_at_again(comm, folder)) or _flaw_of_all(comm, folder)
