@@ -145,12 +145,11 @@ class Save:
             if ends == float("inf") and heard.all_written.is_set():
                 ends = time.monotonic() + PATIENCE_S
             if time.monotonic() > ends:
-                kind = "error" if why is None else kind_of(why)
-                mend = "; put run.dir where every node sees it" if kind == "error" else f" ({why})"
+                said = "" if why is None else f" ({why})"
                 raise CheckpointError(
                     f"{self._record(rank)}: written by rank {rank}, and not seen from the node of rank 0 "
-                    f"{PATIENCE_S:.0f} s later{mend}",
-                    kind=kind,
+                    f"{PATIENCE_S:.0f} s later; put run.dir where every node sees it{said}",
+                    kind="error" if why is None else kind_of(why),
                 )
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 

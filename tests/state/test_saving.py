@@ -187,7 +187,6 @@ def test_a_record_that_cannot_be_read_may_be_there_at_another_start(
     with pytest.raises(CheckpointError, match=r"rank-1\.json: written by rank 1, and not seen") as caught:
         save_step(tmp_path, 1, 2)
     assert caught.value.kind == kind
-    assert ("put run.dir where" in str(caught.value)) == (kind == "error")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
