@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import statistics
 import sys
@@ -58,7 +59,9 @@ def compare(
     left_s = limit_s - (time.monotonic() - start) - start_s * sum(map(len, groups))
     turns = min(size.turns, int(left_s / turns_s) - SETTLED) if groups else 0
     if turns < LEAST_TURNS:
-        say(f"{case.model}: no time for turns")
+        lacks = math.ceil(((SETTLED + LEAST_TURNS) * turns_s - left_s) / 60)
+        why = f"they need {lacks} more of --minutes" if groups else "no peer has run"
+        say(f"{case.model}: no turns; {why}")
         turns, groups = 0, []
     for i, names in enumerate(groups):
         by_turns(case, names, choices, turns, 1 + i * turns, runs)
