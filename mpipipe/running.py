@@ -309,13 +309,17 @@ class Run:
     def _stop_after(self, last: Step, metrics: Metrics | None) -> Step:
         """What a last step has, made up for one that was not known to be the last."""
         if not self._due(self.config.eval.every, last.step):
-            self.values = self._evaluate()
-            if self.values:
-                if metrics is not None:
-                    metrics.write(step=last.step, **self.values)
-                self.log.step(last.step, self.values)
+            self._evaluate_last(last.step, metrics)
         self.save(background=False)
         return replace(last, stop=True)
+
+    def _evaluate_last(self, step: int, metrics: Metrics | None) -> None:
+        """Of a last step that has been told of without it."""
+        self.values = self._evaluate()
+        if self.values:
+            if metrics is not None:
+                metrics.write(step=step, **self.values)
+            self.log.step(step, self.values)
 
     def _done_before(self, metrics: Metrics | None, asked: list[str]) -> Step:
         """The last step, where a start finds it done, as one that died before its summary has told of it; it
@@ -327,18 +331,14 @@ class Run:
         told = self.comm.bcast_object(told)
         self.values = {name: float(value) for name, value in told.items() if name.startswith("val_")}
         if not self.values and not self._is_to_stop(asked):
-            self.values = self._evaluate()
-            if self.values:
-                if metrics is not None:
-                    metrics.write(step=steps, **self.values)
-                self.log.step(steps, self.values)
+            self._evaluate_last(steps, metrics)
         self.save(background=False)
         stop = self._is_to_stop(asked)
         return Step(steps, float(told.get("loss", math.nan)), None, None, math.nan, stop)
 
     def _is_to_stop(self, asked: list[str]) -> bool:
         """Whether some rank was asked to, or the time is over; a step tells it by itself. Collective."""
-        if self.pipe.rank == 0 and (end := self.limit.reached(0.0, self._longest_save_s())):
+        if self.pipe.rank == 0 and not asked and (end := self.limit.reached(0.0, self._longest_save_s())):
             asked.append(end)
         return any(self.comm.allgather_object(bool(asked)))
 
@@ -477,10 +477,9 @@ class Run:
         pipe, (step_s, mean_s) = self.pipe, self._took_s()
         prediction = pipe.plan.prediction
         saved = pipe.saver.saved or read_state(step_folder(self.run_dir, pipe.steps_done))
-        hurry = stopped_by not in (None, END_OF_DATA)  # the time is over, or somebody waits
         return Report(
             val_loss=self.values.get("val_loss"),
-            unigram_entropy=None if hurry else self.data.unigram_entropy,
+            unigram_entropy=None if _cut_short(stopped_by) else self.data.unigram_entropy,
             metrics={k.removeprefix("val_"): v for k, v in self.values.items() if k != "val_loss"},
             step_s=step_s,
             predicted_step_s=prediction.step_s,
@@ -540,7 +539,7 @@ class Run:
         missed = f"\n{largest_miss(found)}" if found else ""
         self.log.say(f"{draw_texts(timelines, width=110)}{missed}\n\n{summary(report)}")
         self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
-        if report.stopped_by not in (None, END_OF_DATA):
+        if _cut_short(report.stopped_by):
             self.log.say(f"to go on: {self._resume()}")
 
     def _resume(self) -> str:
@@ -548,6 +547,11 @@ class Run:
         launcher = started(self.pipe.size + self.config.run.spares, os.environ)
         place = [str(self.run_dir / CONFIG), f"run.dir={self.run_dir}"]
         return shlex.join([*launcher, sys.orig_argv[0], "-m", "mpipipe.train", *place, "--resume"])
+
+
+def _cut_short(stopped_by: str | None) -> bool:
+    """The time was over, or somebody waits: no more is read, and another start goes on."""
+    return stopped_by not in (None, END_OF_DATA)
 
 
 def _added(peaks: tuple[int, ...], copies: tuple[int, ...]) -> tuple[int, ...]:

@@ -166,11 +166,10 @@ def _train(
     changed = list[str]()  # said when the resume is not refused
     of_run = list[dict[str, Any]]()
     if resumed:
-        said, changed, gathers, of_run = comm.bcast_object(
-            _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], [], False, [])
+        said, changed, of_run = comm.bcast_object(
+            _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], [], [])
         )
-    if not resumed or gathers:  # else the corpus is there, and must stay as it was
-        prepare(config, run_dir, comm.rank == 0, of_run)
+    prepare(config, run_dir, comm.rank == 0, of_run)
     comm.barrier()
     opened = open_dataset(config, run_dir)
     data, val = opened if isinstance(opened, tuple) else (opened, None)
@@ -227,9 +226,9 @@ def _place(config: Config, resume: bool) -> tuple[Path, list[str], bool]:
 
 def _going_on(
     config: Config, run_dir: Path, checkpoint: Path | None, passed_over: Sequence[tuple[Path, str]]
-) -> tuple[list[str], list[str], bool, list[dict[str, Any]]]:
-    """(what to say of a run that goes on, and of its settings, whether text may have to be gathered, the
-    sections `data` that it has gone by); on one rank."""
+) -> tuple[list[str], list[str], list[dict[str, Any]]]:
+    """(what to say of a run that goes on, and of its settings, the sections `data` that it has gone by); on
+    one rank."""
     if checkpoint is None and (unread := unreadable(passed_over)):
         raise CheckpointError(
             "\n".join([f"{run_dir}: no checkpoint can be read", *(f"  {wrong}" for _, wrong in unread)])
@@ -242,8 +241,8 @@ def _going_on(
             f"{checkpoint}: {step} steps are done, and train.steps = {steps}; raise it to go on"
         )
     before = load(run_dir / CONFIG) if step else config
-    gathers, of_run = step == 0 or before.data != config.data, list[dict[str, Any]]()
-    if state is not None:  # config.yaml is of the newest start, which may have made no checkpoint
+    of_run = list[dict[str, Any]]()
+    if state is not None and step:  # config.yaml is of the newest start, which may have made no checkpoint
         kept = before.model_dump(mode="json")["data"], state.config.get("data")
         of_run = [data for data in kept if data is not None]
     going_on = (
@@ -252,7 +251,7 @@ def _going_on(
     if step == steps:
         going_on += f", which are all: there is no {SUMMARY} yet"
     notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
-    return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), gathers, of_run
+    return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), of_run
 
 
 def otherwise(before: Config, now: Config) -> list[str]:

@@ -79,8 +79,10 @@ def run_of_job(a: argparse.Namespace, environ: Mapping[str, str]) -> JobRun:
 
 
 def _began(config: Config, folder: Path, again: bool) -> bool:
-    if again or not (folder / METRICS).exists():  # without it config.yaml may be the user's own
-        return again and (folder / CONFIG).is_file()
+    if again:
+        return (folder / CONFIG).is_file()
+    if not (folder / METRICS).exists():  # then config.yaml may be the user's own
+        return False
     try:
         return _asked(load(folder / CONFIG)) == _asked(config)
     except ConfigError:  # there is none, or that of another version

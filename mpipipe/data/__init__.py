@@ -30,11 +30,12 @@ def prepare(
 ) -> None:
     """On the root rank: writes the corpus into the run folder where one must be gathered. The
     others must not open it before the root is done. of_run: sections `data` that the run in that folder has
-    gone by: their texts stay as they were gathered, any other is gathered again. Raises DataError."""
+    gone by: their texts are there and stay as they were, any other is gathered again. Raises DataError."""
     if is_root:
         stay = {text for data in of_run for text in _texts(data, Path(run_dir))}
         for path, folder in _texts(config.model_dump(mode="json")["data"], Path(run_dir)):
-            write_corpus(path, folder, keep=(path, folder) in stay)
+            if (path, folder) not in stay:
+                write_corpus(path, folder)
 
 
 def _texts(data: Mapping[str, Any], folder: Path) -> Iterator[tuple[str | None, Path]]:

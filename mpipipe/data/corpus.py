@@ -33,10 +33,9 @@ def _target(path: str | None, run_dir: Path) -> Path:
     return run_dir / f"corpus-{sha256(repr(path).encode()).hexdigest()[:8]}.bin"
 
 
-def write_corpus(path: str | None, run_dir: Path, keep: bool = False) -> Path:
+def write_corpus(path: str | None, run_dir: Path) -> Path:
     """Concatenates a folder's files, or the Python standard library's (`path` None), in the order
-    of their names into the run folder. A file is left where it is. keep: one that was made of this path
-    before stays as it was. Raises DataError."""
+    of their names into the run folder. A file is left where it is. Raises DataError."""
     if path is not None and not Path(path).exists():
         raise DataError(
             f"data.path = '{path}': no such file or folder; there is none at {Path(path).absolute()}; name "
@@ -45,8 +44,6 @@ def write_corpus(path: str | None, run_dir: Path, keep: bool = False) -> Path:
     if _is_file(path):
         return Path(path)
     target = _target(path, run_dir)
-    if keep and target.exists():
-        return target
     files = list(_stdlib_files() if path is None else text_files(Path(path)))
     if not files:
         raise DataError(

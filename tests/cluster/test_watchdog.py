@@ -50,13 +50,18 @@ def ranks(
         dog.close()
 
 
-def test_a_counter_that_rests_ends_all_ranks_with_records(ranks, tmp_path, capfd) -> None:
-    made, codes, left = ranks
+def stand_still(made: list[Watchdog], left: Callable[[], bool], rank: int) -> None:
+    """In training, as the counter of one rank rests."""
     with made[0].during("training", counts=True), made[1].during("training", counts=True):
         for dog in made:
             dog.start()
-        made[1].view.goes_on = False
+        made[rank].view.goes_on = False
         assert left()
+
+
+def test_a_counter_that_rests_ends_all_ranks_with_records(ranks, tmp_path, capfd) -> None:
+    made, codes, left = ranks
+    stand_still(made, left, 1)
     assert codes == [STOOD_STILL] * 2
     records = [from_json(Flight, (tmp_path / FOLDER / f"rank-{r}.json").read_bytes()) for r in range(2)]
     assert [record.rank for record in records] == [0, 1]
@@ -84,11 +89,7 @@ def test_what_ranks_of_other_nodes_have_written_is_looked_for_anew(ranks, tmp_pa
     monkeypatch.setattr(Watchdog, "_call", called_unseen)
     monkeypatch.setattr(watchdog, "look_anew", shows)
     monkeypatch.setattr(made[0].view, "doing", lambda *_: Doing(0, "a message", (1,), "somewhere"))
-    with made[0].during("training", counts=True), made[1].during("training", counts=True):
-        for dog in made:
-            dog.start()
-        made[0].view.goes_on = False
-        assert left()
+    stand_still(made, left, 0)
     assert codes == [STOOD_STILL] * 2
     assert "is in training, since " in explained(tmp_path), "and is not taken for dead"
 
@@ -290,11 +291,7 @@ def test_the_rest_of_a_spare_is_no_standstill_but_it_leaves_with_the_others(rank
     assert codes == []
     sign = from_json(Sign, (tmp_path / FOLDER / "rank-2.alive").read_bytes())
     assert sign.doing.what == "its wait, as a spare"
-    with made[0].during("training", counts=True), made[1].during("training", counts=True):
-        for dog in made:
-            dog.start()
-        made[1].view.goes_on = False
-        assert left()
+    stand_still(made, left, 1)
     assert over.wait(LONG_S)
     assert codes == [STOOD_STILL] * 3
     spare.close()
