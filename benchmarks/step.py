@@ -63,11 +63,12 @@ class Steps:
         for bits in ("torch", "fast"):
             self.sides[bits] = pipeline(self.name, self.precision, torch.get_num_threads(), bits, gemm=gemm)
             gemm = self.sides[bits].numerics.gemm
-        self.products = [] if self.name in IMAGES else products(self.sides["torch"])
+        if self.name not in IMAGES:
+            self.products = products(self.sides["torch"]) + attention_products(self.name, self.precision)
 
     @torch.no_grad()
     def multiply(self) -> None:
-        """The products of one micro-batch."""
+        """The products of one micro-batch, those of attention among them."""
         for call in self.products:
             call()
 
@@ -82,6 +83,21 @@ def products(pipe: Pipeline) -> list[Call]:
         for i in range(int(product.times)):
             rounds.setdefault(i, []).append(partial(product.work.op, *args, **kwargs))
     return [call for i in sorted(rounds) for call in rounds[i]]
+
+
+def attention_products(name: str, precision: str) -> list[Call]:
+    """Of the causal attention of a micro-batch, which is one operator in its graph: seven for each layer, of the
+    half that is not masked, as if no tile lay on the diagonal. Forward makes q k^T and p v, backward q k^T again,
+    do v^T, and the gradients of q, k and v (Dao et al. 2022)."""
+    (_, layers, width, heads, tokens), batch, micro_batches = SIZES[name]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    draw, half, per_head = torch.Generator().manual_seed(0), tokens // 2, width // heads
+    q, kt, p, v = (
+        torch.randn(batch // micro_batches * heads, *shape, generator=draw).to(dtype)
+        for shape in ((tokens, per_head), (per_head, half), (tokens, half), (half, per_head))
+    )
+    layer: list[Call] = [partial(torch.bmm, q, kt)] * 3 + [partial(torch.bmm, p, v)] * 4
+    return layer * layers
 
 
 def pipeline(

@@ -350,7 +350,10 @@ def test_a_whole_step_is_limited_by_the_products_of_all_its_micro_batches(
     }
     assert [pipe.numerics.gemm for pipe in steps.sides.values()] == ["mkl", "mkl"]
     assert steps.sides["torch"].numerics.micro_batches == steps.case().floor_times == micro_batches
-    assert len(steps.products) == 3 * (4 * layers + 1), "forward and two gradients of each linear layer"
+    of_linear, of_attention = 3 * (4 * layers + 1), 7 * layers
+    assert len(steps.products) == of_linear + of_attention, "forward and gradients"
+    flops = [2 * call.args[0].numel() * call.args[1].shape[-1] for call in steps.products[of_linear:]]
+    assert flops == [2 * (8 // micro_batches) * 16 * (16 // 2) * 32] * of_attention, "half is masked"
 
 
 @pytest.mark.kernels
