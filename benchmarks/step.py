@@ -86,9 +86,9 @@ def products(pipe: Pipeline) -> list[Call]:
 
 
 def attention_products(name: str, precision: str) -> list[Call]:
-    """Of the causal attention of a micro-batch, which is one operator in its graph: seven for each layer, of the
-    half that is not masked, as if no tile lay on the diagonal. Forward makes q k^T and p v, backward q k^T again,
-    do v^T, and the gradients of q, k and v (Dao et al. 2022)."""
+    """Of the causal attention of a micro-batch, which is one operator in its graph: seven for each layer, of
+    the half that is not masked, as if no tile lay on the diagonal. Forward makes q k^T and p v, backward
+    q k^T again, do v^T, and the gradients of q, k and v (Dao et al. 2022)."""
     (_, layers, width, heads, tokens), batch, micro_batches = SIZES[name]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     draw, half, per_head = torch.Generator().manual_seed(0), tokens // 2, width // heads

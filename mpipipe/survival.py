@@ -38,7 +38,7 @@ from mpipipe.runtime.trainer import Trainer, check_tags
 from mpipipe.runtime.weights import updates_of
 from mpipipe.state.checkpoint import Reader
 from mpipipe.state.gather import together
-from mpipipe.state.mirrors import Found, Mirrors, Received, fetch, held, newest_whole, offered
+from mpipipe.state.mirrors import Found, Mirrors, Received, apart, fetch, held, newest_whole, offered
 from mpipipe.state.resume import read_state
 from mpipipe.state.saving import Saver
 from mpipipe.values import Cluster, Layout, Plan, Timeline
@@ -234,15 +234,15 @@ class Survival:
             mirrors.keep_only(
                 max((key.step for key in mirrors.whole()), default=-1)
             )  # for a rank that is lost
-        here = {name: t.detach().cpu().contiguous() for name, t in trainer.tensors().items()}
+        here = trainer.tensors()
         found = offered(comm, pipe.steps_done, pipe.plan.hash, here, numbers)
         del trainer
         pipe.trainer.close()
         del pipe.trainer  # all but its state
         give_back_freed_memory()
+        apart(here)
         pipe.plan = plan
         self._take_up(pipe, found, here)
-        del here
         give_back_freed_memory()
         self._begin_anew(pipe)
         return True, said
@@ -255,11 +255,13 @@ class Survival:
         asked = replace(self._asked, schedules=schedules, n_ranks=pipe.size, copies=copies, uneven=False)
         return pipe.plan_for(asked)
 
-    def _take_up(self, pipe: Pipeline, found: Found, here: Mapping[str, Tensor]) -> None:
-        """A version, in the layout of the plan. here: of it, on this rank. Collective."""
+    def _take_up(self, pipe: Pipeline, found: Found, here: dict[str, Tensor]) -> None:
+        """A version, in the layout of the plan. here: of it, on this rank; empty after this. Collective."""
         received = self.fetch(pipe.comm, found, here, pipe.variants, pipe.plan.layout)
+        here.clear()
         pipe.variants.source.begin_from(received)
         pipe.build()
+        received.let_go(pipe.variants.source.params)
         pipe.trainer.resume(received, described(found.numbers))
         pipe.trainer.tensors()  # reads the buffers that nothing has asked for
         pipe.variants.source.begin_from(self._initial)

@@ -45,7 +45,7 @@ def keep_freed_memory() -> None:
 def give_back_freed_memory() -> None:
     """What a phase that is over has left behind; for between phases, not within a step."""
     gc.collect()
-    _trim()
+    trim_heap()
 
 
 @contextlib.contextmanager
@@ -60,7 +60,8 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _trim() -> None:
+def trim_heap() -> None:
+    """Gives back what is freed, without a search for what is garbage."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -69,7 +70,7 @@ def _trim() -> None:
 def growth_bytes(work: Callable[[], object]) -> int:
     """The most that this process holds more than before while it does some work; 0 where the system does not
     say. What other threads take meanwhile counts too."""
-    _trim()  # else the work would find room in what was freed before
+    trim_heap()  # else the work would find room in what was freed before
     restarted = _restart_peak()
     before = _kib("VmRSS:")
     work()
@@ -99,7 +100,7 @@ class PeakMemory:
     files do not count: pages of a data set or of a library are the system's, which drops them at need."""
 
     def __init__(self) -> None:
-        _trim()  # else what the imports have freed would count as held, until somebody gives it back
+        trim_heap()  # else what the imports have freed would count as held, until somebody gives it back
         self.restart()
         self._baseline = _own_kib("VmRSS:")
         self._statm = -1  # elsewhere than on Linux

@@ -57,9 +57,10 @@ def pays_off(
 
 def _where_there_is_room(costs: Costs, before: Plan, after: Plan, now: Prediction) -> tuple[bool, str]:
     """now: of the plan before, with these costs."""
-    states = (state_bytes(costs, p.layout, cut_indices(p.layout, costs.names)) for p in (before, after))
-    on_the_way = [int(sum(of)) for of in zip(after.prediction.peak_bytes, *states, strict=True)]
-    if too_full(on_the_way, costs.cluster):  # what it has, and what it gets, beside what it will be
+    held = state_bytes(costs, before.layout, cut_indices(before.layout, costs.names))
+    on_the_way = [int(sum(of)) for of in zip(after.prediction.peak_bytes, held, strict=True)]
+    # what it has, beside what it will be: that has no gradients then, but new weights beside those that came
+    if too_full(on_the_way, costs.cluster):
         return True, "the plan stays: there is no room for what moves from rank to rank"
     new_s = after.prediction.step_s
     return False, f"planned anew: a step is predicted to take {new_s:.3g} s; as it was, {now.step_s:.3g} s"

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,12 +57,23 @@ class Flat:
         for name, shape in shapes.items():
             offsets[name] = end
             end += -(-shape.numel() // step) * step
-        buffer = torch.zeros(end, dtype=dtype, device=here())
+        buffer = _zeros(end, dtype)
         return cls(buffer, {n: buffer[o : o + shapes[n].numel()].view(shapes[n]) for n, o in offsets.items()})
 
     def sibling(self) -> Flat:
         """A zeroed buffer with the same names, shapes and offsets."""
         return Flat.like({n: v.shape for n, v in self.views.items()}, self.buffer.dtype)
+
+
+def _zeros(n: int, dtype: torch.dtype) -> Tensor:
+    """(n,), on the device of this rank. In main memory pages that the system gives when they are first
+    written: where another plan is taken up, what is made comes as what it is made of goes."""
+    if not on_host():
+        return torch.zeros(n, dtype=dtype, device=here())
+    nbytes = n * dtype.itemsize
+    room = np.zeros(nbytes + _ALIGN_BYTES, np.uint8)
+    start = -room.ctypes.data % _ALIGN_BYTES
+    return torch.from_numpy(room[start : start + nbytes]).view(dtype)
 
 
 @dataclass

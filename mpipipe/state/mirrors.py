@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, Request
+from mpipipe.cluster.memory import trim_heap
 from mpipipe.graph.program import empty, spec
 from mpipipe.planner.mirrors import VERSIONS, partner_shift
 from mpipipe.runtime.transport import as_bytes
 from mpipipe.state.snapshot import Snapshot, needed_bytes, views
 from mpipipe.values import TensorSpec
 
+PORTIONS = 16  # of what is let go: after each of them the system gets its memory back
 Specs = Mapping[str, TensorSpec]
 Numbers = Sequence[tuple[str, Mapping[str, Any]]]  # of the optimizer of each stage: its kind, its numbers
 
@@ -146,12 +148,14 @@ def newest_whole(comm: Communicator, kept: Sequence[Mirrors]) -> Found | None:
 
 
 class Received:
-    """Tensors of a version, by name: first values of a model and saved state of an optimizer."""
+    """Tensors of a version, by name: first values of a model and saved state of an optimizer. That is read
+    once, and let go then."""
 
-    def __init__(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, step: int, tensors: dict[str, Tensor]) -> None:
         self.folder = Path(f"the mirrors of step {step}")  # of messages
-        self._tensors = tensors
-        self.names: Collection[str] = tensors.keys()
+        self._tensors, self._freed_bytes = tensors, 0
+        self._most_bytes = sum(t.nbytes for t in tensors.values()) // PORTIONS
+        self.names: Collection[str] = frozenset(tensors)
 
     def spec(self, name: str) -> TensorSpec:
         return spec(self._tensors[name])
@@ -159,6 +163,27 @@ class Received:
     @torch.no_grad()
     def read(self, name: str, out: Tensor) -> None:
         out.copy_(self._tensors[name])
+        if "/" in name:  # the optimizer's
+            self.let_go([name])
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Of what nobody reads any more."""
+        for name in names:
+            if name in self._tensors:
+                self._freed_bytes += self._tensors.pop(name).nbytes
+        if self._freed_bytes > self._most_bytes:
+            self._freed_bytes = 0
+            trim_heap()
+
+
+def apart(tensors: dict[str, Tensor]) -> None:
+    """Into main memory, each into some of its own, so that it can be let go alone; buffer after buffer of
+    those that many lie in, of which nobody else may hold a view."""
+    by_buffer = dict[int, list[str]]()
+    for name in tensors:
+        by_buffer.setdefault(tensors[name].untyped_storage().data_ptr(), []).append(name)
+    for names in by_buffer.values():
+        tensors.update({name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names})
 
 
 def held(kept: Sequence[Mirrors], found: Found) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from mpipipe.errors import PlanError
 from mpipipe.planner import make_plan, program_for, simulate, stage_costs
 from mpipipe.planner.change import pays_off
 from mpipipe.planner.copies import stages_in
+from mpipipe.planner.mirrors import state_bytes
 from mpipipe.planner.prediction import norm_seconds
 from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.refine import refine, refined_costs, stage_seconds
@@ -171,6 +172,24 @@ def test_another_plan_pays_off_only_where_all_of_the_costs_say_so() -> None:
     assert not pays_off(before, after, [], 100, build_s=99 * gain_s)[0]
     assert "too few steps are left" in pays_off(before, after, [], 100, build_s=101 * gain_s)[1]
     assert pays_off(before, before, [], 100, build_s=0.0)[0]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_another_plan_needs_room_for_what_is_there_until_it_stands(missing: int) -> None:
+    plan, _ = made_plan()
+    assert plan.costs is not None
+    before, after = (replace(plan.layout, cuts=(f"blocks.{i}",)) for i in (2, 4))
+    names = [g.name for g in plan.costs.groups]
+    held = state_bytes(plan.costs, before, cut_indices(before, names))
+    peaks = plan_of(plan.costs, plan.numerics, after).prediction.peak_bytes
+    devices = [
+        replace(device, memory_bytes=int(peak + has) - missing)
+        for device, peak, has in zip(plan.costs.cluster.devices, peaks, held, strict=True)
+    ]
+    costs = replace(plan.costs, cluster=replace(plan.costs.cluster, devices=tuple(devices)))
+    ran, better = (plan_of(plan.costs, plan.numerics, layout) for layout in (before, after))
+    stays, said = pays_off(ran, replace(better, costs=costs), [], 100, build_s=0.0)
+    assert (stays, "no room for what moves" in said) == (bool(missing), bool(missing))
 
 
 def test_a_plan_that_barely_fits_stays_as_it_is():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mpipipe.cluster import memory
 from mpipipe.runtime import updates
 from mpipipe.runtime.optimizer import Bits, FlatUpdater, OptimizerSettings, norms
 from mpipipe.runtime.weights import Flat, ParamGroup
@@ -66,3 +67,14 @@ def test_a_chunk_has_at_most_a_piece_and_nothing_is_left_out() -> None:
     assert sum(t.numel() for weights, _ in found for t in weights) == sum(
         v.numel() for v in data.views.values()
     )
+
+
+@pytest.mark.skipif(not memory._restart_peak(), reason="the system cannot forget the highest so far")
+def test_a_flat_buffer_takes_memory_only_where_it_is_written() -> None:
+    """Another plan is taken up while there still is what the run has."""
+    made = list[Flat]()
+    taken = memory.growth_bytes(lambda: made.append(Flat.like({"a": torch.Size((64 << 20,))}, torch.float32)))
+    buffer = made[0].buffer
+    assert taken < buffer.nbytes // 4
+    assert (buffer.data_ptr() % 64, buffer.storage_offset(), int(buffer.count_nonzero())) == (0, 0, 0)
+    assert memory.growth_bytes(lambda: buffer.add_(1.0)) > buffer.nbytes // 4 * 3

@@ -7,6 +7,7 @@ nothing disturbed, and does `EVERY` steps again at most. Real kills: tests/launc
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -27,7 +28,7 @@ from mpipipe.planner.copies import Copies
 from mpipipe.planner.programs import cut_indices
 from mpipipe.runtime.interpreter import Interpreter
 from mpipipe.state.checkpoint import tensor_digest
-from mpipipe.state.mirrors import Mirrors, fetch, held, newest_whole
+from mpipipe.state.mirrors import Mirrors, Received, apart, fetch, held, newest_whole
 from mpipipe.state.resume import read_state, step_folder
 from mpipipe.state.verify import newest_sound
 from mpipipe.survival import LOOKS, Survival, needed
@@ -565,3 +566,25 @@ def test_the_plan_stays_where_another_one_gains_nothing_or_the_data_cannot_go_ba
         assert "no other is more than 3% faster" in said[0]
         assert "plain iterable" in said[1]
         assert "plain iterable" in said[2]
+
+
+def test_what_lay_in_one_buffer_is_let_go_one_by_one() -> None:
+    """So that a plan can be changed in the memory of a step."""
+    room = np.arange(4, dtype=np.float32)
+    buffer, there = torch.from_numpy(room), weakref.ref(room)
+    tensors = {"w": buffer[:2], "w/exp_avg": buffer[2:], "n": torch.ones(())}
+    del room, buffer
+    apart(tensors)
+    assert there() is None, "nothing keeps the buffer"
+    assert {name: t.tolist() for name, t in tensors.items()} == {"w": [0, 1], "w/exp_avg": [2, 3], "n": 1}
+    assert len({t.untyped_storage().data_ptr() for t in tensors.values()}) == 3
+    received, out = Received(3, tensors), torch.zeros(2)
+    for _ in range(2):
+        received.read("w", out)
+    assert out.tolist() == [0, 1]
+    received.read("w/exp_avg", out)
+    assert out.tolist() == [2, 3]
+    assert tensors.keys() == {"w", "n"}, "an optimizer's state is read once"
+    received.let_go(["w", "b"])
+    assert tensors.keys() == {"n"}
+    assert set(received.names) == {"w", "w/exp_avg", "n"}, "what it came with"
