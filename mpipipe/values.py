@@ -725,9 +725,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """One step: per rank an (n, 2) array of start and end, row i for instruction i, and an (n,) array of
-    the bytes that the rank holds: predicted during it, measured at its end, or for a message at the end of
-    what was computed before it (above the imports; 0 where the system does not say)."""
+    """One step: per rank an (n, 2) array of start and end, row i for instruction i, one after the other but
+    for a SEND_SHARD that was begun before its turn; and an (n,) array of the bytes that the rank holds:
+    predicted during it, measured at its end, or for a message at the end of what was computed before it
+    (above the imports; 0 where the system does not say)."""
 
     program: Program
     times: tuple[Float64, ...]  # seconds since the first instruction of the step

@@ -194,7 +194,7 @@ py::tuple misfit(Partition& partition) {
 PYBIND11_MODULE(_planner, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.doc() = "Hot loops of mpipipe.planner.";
-    m.attr("version") = "6";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    m.attr("version") = "7";  // of the functions below; mpipipe/planner/native.py asks for the same one
     m.def("match", match_messages);
     m.def("prove", prove_program);
     using Seconds = std::vector<double>;

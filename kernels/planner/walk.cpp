@@ -7,11 +7,12 @@ namespace mpipipe::planner {
 namespace {
 
 // values.py: up to RECV_COPY, and from SEND_SHARD on, SEND and RECV take turns
-enum Op : int32_t { SEND_ACT = 4, RECV_COPY = 11, NORM = 12, SEND_SHARD = 14 };
+enum Op : int32_t { SEND_ACT = 4, RECV_COPY = 11, NORM = 12, SEND_SHARD = 14, RECV_SHARD = 15 };
 
 bool is_message(int32_t op) { return (op >= SEND_ACT && op <= RECV_COPY) || op >= SEND_SHARD; }
 bool is_send(int32_t op) { return is_message(op) && op % 2 == 0; }
 bool is_recv(int32_t op) { return is_message(op) && op % 2 == 1; }
+bool is_compute(int32_t op) { return !is_message(op) && op != NORM; }
 
 // -- matching ---------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class Clock {
     Clock(const Codes& codes, const Partner& partner, const std::vector<const double*>& seconds, double norm_s,
           const std::vector<double*>& times, const std::vector<int32_t>& at)
         : codes_(codes), partner_(partner), seconds_(seconds), norm_s_(norm_s), times_(times), at_(at),
-          now_(codes.size(), 0.0), free_(codes.size()) {}
+          now_(codes.size(), 0.0), came_(codes.size(), 0.0), free_(codes.size()) {}
 
     int32_t waits_for(int32_t rank, int32_t index) const {
         if (!is_recv(codes_[rank].op(index))) return -1;
@@ -205,10 +206,17 @@ class Clock {
     void passed(int32_t rank, int32_t index) {
         const int32_t op = codes_[rank].op(index);
         double end = now_[rank];
+        if (op == SEND_SHARD && index > 0 && codes_[rank].op(index - 1) == RECV_SHARD) {
+            double* time = times_[rank] + 2 * int64_t{index};
+            time[0] = time[1] = begins(rank, index);
+            send(rank, index, time[0]);
+            return;
+        }
         if (is_send(op)) {
-            send(rank, index);
+            send(rank, index, end);
         } else if (is_recv(op)) {
-            end = std::max(end, times_[rank][2 * int64_t{index} + 1]);
+            came_[rank] = times_[rank][2 * int64_t{index} + 1];
+            end = std::max(end, came_[rank]);
         } else {
             end += seconds_[rank][index];
         }
@@ -221,12 +229,21 @@ class Clock {
     }
 
   private:
-    void send(int32_t rank, int32_t index) {
+    // The round of an exchange behind the RECV of the one before.
+    double begins(int32_t rank, int32_t send) const {
+        const double arrives = came_[rank], *times = times_[rank];
+        for (int64_t i = send - 1; i >= 0; --i) {
+            if (is_compute(codes_[rank].op(i)) && times[2 * i] < arrives) return std::max(arrives, times[2 * i + 1]);
+        }
+        return arrives;
+    }
+
+    void send(int32_t rank, int32_t index, double begins) {
         const int32_t peer = codes_[rank].peer(index);
         auto& ways = free_[rank];  // few peers
         auto way = std::find_if(ways.begin(), ways.end(), [peer](const auto& w) { return w.first == peer; });
         if (way == ways.end()) way = ways.emplace(way, peer, 0.0);
-        way->second = std::max(now_[rank], way->second) + seconds_[rank][index];
+        way->second = std::max(begins, way->second) + seconds_[rank][index];
         times_[peer][2 * int64_t{partner_[rank][index]} + 1] = way->second;
     }
 
@@ -242,7 +259,7 @@ class Clock {
     const double norm_s_;
     const std::vector<double*>& times_;
     const std::vector<int32_t>& at_;
-    std::vector<double> now_;
+    std::vector<double> now_, came_;  // [rank]: came_ is when the message of its last RECV did
     std::vector<std::vector<std::pair<int32_t, double>>> free_;  // [rank]: (peer, when the way to it is free)
 };
 

@@ -20,11 +20,14 @@ Copy 0 owns the tied parameters: the gradients of their other uses come to it wi
 
 The first round of a stage begins as soon as it can: SEND_SHARD right behind the last B or W of the stage,
 SEND_UPDATE right behind its STEP. What waits for other copies comes when nothing else is left to do, round by
-round through the stages of a rank:
+round through the stages of a rank, SHARD in the order in which they are done:
 
     .. last B of stage 2  SEND_SHARD  .. last B of stage 0  SEND_SHARD      two stages of a rank, two rounds
-    RECV_SHARD of 0  SEND_SHARD of 0  RECV_SHARD of 2  SEND_SHARD of 2
-    RECV_SHARD of 0  RECV_SHARD of 2
+    RECV_SHARD of 2  SEND_SHARD of 2  RECV_SHARD of 0  SEND_SHARD of 0
+    RECV_SHARD of 2  RECV_SHARD of 0
+
+There a later SEND_SHARD stands at the latest: a rank begins it as soon as it has taken what the RECV_SHARD
+before it brings, between two computations of its other stages.
 
 One TIED (and one COPY) message per pair of stages carries every parameter tied between the two:
 the runtime sends them one after the other under the one tag.
@@ -85,7 +88,7 @@ def lower(
     codes = []
     for rank, (actions, stages) in enumerate(zip(schedule.codes, stages_of_ranks(schedule), strict=True)):
         wires = [_Wires(schedule, c, pairs, max(1, receive_window)) for c in schedule.copies_on(rank)]
-        last = list(_end_of_step(stages, wires, tied == "per_use")) if train else []
+        last = list(_end_of_step(stages, _done(actions, stages), wires, tied == "per_use")) if train else []
         behind = {s: wires[0].exchange(Op.SEND_SHARD, s)[:1] for s in stages} if train else {}
         codes.append(_written(actions, stages, wires, tied == "eager", behind, last))
     return Program(
@@ -259,12 +262,20 @@ def _with_messages(action: Action, n_stages: int, wires: _Wires, eager: bool) ->
             yield from wires.message(Op.SEND_TIED, stage, micro, owner)
 
 
-def _end_of_step(stages: Sequence[int], wires: Sequence[_Wires], merge_tied: bool) -> Iterator[Instr]:
+def _done(actions: Int32, stages: Sequence[int]) -> list[int]:
+    """The stages of a rank in the order in which their gradients are whole."""
+    of_weights = np.isin(actions[:, 0], (Op.B, Op.W))
+    return sorted(stages, key=lambda stage: int(np.flatnonzero(of_weights & (actions[:, 1] == stage))[-1]))
+
+
+def _end_of_step(
+    stages: Sequence[int], done: Sequence[int], wires: Sequence[_Wires], merge_tied: bool
+) -> Iterator[Instr]:
     """Every rank goes through the pairs in the same order, sending or receiving: the first message
-    that is not done can always go on, so no circle of waits can close. wires: of each copy of the pipeline
-    that the rank is in."""
+    that is not done can always go on, so no circle of waits can close. done: the stages as of `_done`; wires:
+    of each copy of the pipeline that the rank is in."""
     first = wires[0]
-    yield from _later_rounds([first.exchange(Op.SEND_SHARD, stage) for stage in stages])
+    yield from _later_rounds([first.exchange(Op.SEND_SHARD, stage) for stage in done])
     for user, owner in first.pairs if merge_tied and first.copy == 0 else ():
         if user in stages:
             yield from first.message(Op.SEND_TIED, user, -1, owner)
@@ -286,8 +297,8 @@ def _end_of_step(stages: Sequence[int], wires: Sequence[_Wires], merge_tied: boo
 
 def _later_rounds(exchanges: Sequence[Sequence[Instr]]) -> Iterator[Instr]:
     """Of stages with equally many copies, all but their first SEND: RECV of a round, then SEND of the next
-    one, which may carry what the RECV has brought. All ranks go through the pairs of (round, stage) in one
-    order, so the first one that is not done can always go on."""
+    one, which may carry what the RECV has brought. All ranks go through the rounds in one order, and the SEND
+    of a round comes before all RECV of it, so the first round that is not done can always go on."""
     for recv in range(1, max(map(len, exchanges), default=0), 2):
         for exchange in exchanges:
             yield from exchange[recv : recv + 2]

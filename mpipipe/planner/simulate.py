@@ -2,7 +2,9 @@
 
 Times: computing takes what `StageCost` says. A SEND takes no time of its rank, its message arrives
 `link.seconds(bytes)` later; messages on one directed pair of ranks follow each other. A RECV lasts
-until the message is there. NORM lasts until the last rank is there, and `norm_s`. The program must
+until the message is there. NORM lasts until the last rank is there, and `norm_s`. Of what the copies of
+a stage exchange, a round after the first begins when the message of the one before has come, or when its
+rank is done with what it computes then: its SEND has that time, though it stands later. The program must
 be proved (`prove`): here nothing is said about deadlock.
 """
 
@@ -21,7 +23,19 @@ from mpipipe.planner.native import compiled
 from mpipipe.planner.schedules import stashes, work_of
 from mpipipe.planner.stages import StageTie
 from mpipipe.planner.walk import Ends, match, walk
-from mpipipe.values import RECVS, SENDS, Cluster, Float64, Int32, Int64, Op, Program, StageCost, Timeline
+from mpipipe.values import (
+    COMPUTE,
+    RECVS,
+    SENDS,
+    Cluster,
+    Float64,
+    Int32,
+    Int64,
+    Op,
+    Program,
+    StageCost,
+    Timeline,
+)
 
 Parts = tuple[int, ...]  # bytes of each tensor of a message
 TIED = {Op.SEND_TIED, Op.RECV_TIED, Op.SEND_COPY, Op.RECV_COPY}
@@ -170,16 +184,16 @@ def _last_sent(codes: Int32, nbytes: Int64, kept: Int64) -> Int64:
 
 
 def _sums_coming(codes: Int32, nbytes: Int64, exchange: Exchange) -> Int64:
-    """By instruction: the buckets of each exchange from its SEND_SHARD to its RECV_SHARD, and from then on to
-    the stage's last one what cannot be added yet."""
+    """By instruction, from a stage's first SEND_SHARD to its last RECV_SHARD: the buckets of a round, and
+    what cannot be added yet. Rounds follow each other while the rank computes: any of them may be there."""
     found, (ops, stage) = np.zeros(len(codes), np.int64), codes[:, :2].T
     in_pairs = halving(exchange.n).bit_length() - 1  # the first round of those
     for s in np.unique(stage[ops == Op.RECV_SHARD]):
         sends, recvs = (np.flatnonzero((ops == op) & (stage == s)) for op in (Op.SEND_SHARD, Op.RECV_SHARD))
-        for send, recv in zip(sends, recvs, strict=True):
-            found[send : recv + 1] += min(int(nbytes[recv]), BUCKETS_AHEAD * BUCKET_BYTES)
+        held = min(int(nbytes[recvs].max()), BUCKETS_AHEAD * BUCKET_BYTES)
         if in_pairs < len(recvs):
-            found[sends[in_pairs] : recvs[-1] + 1] += exchange.sums_held * int(nbytes[recvs[-1]])
+            held += exchange.sums_held * int(nbytes[recvs[-1]])
+        found[sends[0] : recvs[-1] + 1] += held
     return found
 
 
@@ -346,6 +360,12 @@ class _Clock:
     def passed(self, rank: int, index: int) -> None:
         op, now = self.ends.ops[rank][index], self._now[rank]
         end = now
+        if op == Op.SEND_SHARD and index and self.ends.ops[rank][index - 1] == Op.RECV_SHARD:
+            begins = self._begins(rank, index)
+            self._send(rank, index, begins)
+            self.starts[rank].append(begins)
+            self.stops[rank].append(begins)
+            return
         if op in SENDS:
             self._send(rank, index, now)
         elif op in RECVS:
@@ -364,6 +384,15 @@ class _Clock:
         way = rank, self.ends.peers[rank][index]
         arrives = max(now, self._link_free.get(way, 0.0)) + self._seconds[rank][index]
         self._arrives[rank][index] = self._link_free[way] = arrives
+
+    def _begins(self, rank: int, send: int) -> float:
+        """The round of an exchange behind the RECV of the one before."""
+        ops, starts, stops = self.ends.ops[rank], self.starts[rank], self.stops[rank]
+        arrives = self._arrives[self.ends.peers[rank][send - 1]][self.ends.partner[rank][send - 1]]
+        for i in range(send - 1, -1, -1):
+            if ops[i] in COMPUTE and starts[i] < arrives:
+                return max(arrives, stops[i])
+        return arrives
 
     def _record(self, rank: int, end: float) -> None:
         self.starts[rank].append(self._now[rank])

@@ -2,7 +2,8 @@
 
     last backward   each copy has the sums of its own micro-batches
     SHARD           a copy sends what its partner collects for owners, and adds what it collects itself, in
-                    buckets: while one is added the next one is on its way, and no more memory is needed
+                    buckets: while one is added the next one is on its way, and no more memory is needed;
+                    once all are added it meets the next partner, while its rank computes other stages
     NORM, STEP      of the own shard: norms, update and optimizer state are nowhere else
     UPDATE          the new weights go to the other copies, back along the same ways
 

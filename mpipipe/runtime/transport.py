@@ -115,13 +115,22 @@ class Landing:
 
 class Incoming:
     """A message in pieces, received in their order, all with one tag. At most `BUCKETS_AHEAD` have room at a
-    time: the sender's later ones wait."""
+    time: the sender's later ones wait. `then` is called once all are taken."""
 
-    def __init__(self, comm: Communicator, instr: Instr, pieces: Iterable[Piece], landing: Landing) -> None:
+    def __init__(
+        self, comm: Communicator, instr: Instr, pieces: Iterable[Piece], landing: Landing,
+        then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self._comm, self._instr, self._landing, self._pieces = comm, instr, landing, iter(pieces)
-        self._posted: deque[tuple[Request, Tensor, Piece]] = deque()
+        self._then, self._posted = then, deque[tuple[Request, Tensor, Piece]]()
         for piece in itertools.islice(self._pieces, BUCKETS_AHEAD):
             self._post(piece)
+        self._end()
+
+    @property
+    def whole(self) -> bool:
+        """May be asked by another thread."""
+        return not self._posted
 
     def first(self) -> list[Request]:
         """Of the piece that is taken next; empty after the last one."""
@@ -139,7 +148,12 @@ class Incoming:
         self._use(*self._posted.popleft())  # and lets go of it: the next one may have its memory
         if (piece := next(self._pieces, None)) is not None:
             self._post(piece)
+        self._end()
         return True
+
+    def _end(self) -> None:
+        if self.whole and self._then is not None:
+            self._then()
 
     def _use(self, _: Request, at: Tensor, piece: Piece) -> None:
         t, then = piece
@@ -190,13 +204,14 @@ class Mailbox:
             (at, t, self._comm.irecv(as_bytes(at), instr.peer, instr.tag)) for at, t in lands
         ]
 
-    def expect(self, instr: Instr, pieces: Iterable[Piece]) -> None:
-        """From now on; all of it is there after `finish`."""
-        self._incoming[instr] = Incoming(self._comm, instr, pieces, self._landing)
+    def expect(self, instr: Instr, pieces: Iterable[Piece], then: Callable[[], None] | None = None) -> None:
+        """From now on; all of it is there after `finish`. then: what is done as soon as it is, be it while
+        this rank waits for something else; it may expect more, and waits for nothing."""
+        self._incoming[instr] = Incoming(self._comm, instr, pieces, self._landing, then)
 
     def advance(self) -> None:
         """Takes what has arrived of what is expected."""
-        for incoming in self._incoming.values():
+        for incoming in list(self._incoming.values()):
             incoming.advance()
 
     def finish(self, instr: Instr) -> None:
@@ -208,7 +223,8 @@ class Mailbox:
 
     def pending(self) -> list[Instr]:
         """Receives that are posted and not taken; may be asked by another thread."""
-        return [*list(self._posted), *list(self._incoming)]
+        expected = list(self._incoming.items())
+        return [*list(self._posted), *(instr for instr, incoming in expected if not incoming.whole)]
 
     def take(self, instr: Instr) -> list[Tensor]:
         """The tensors of a receive, waited for; the next receive is posted in its place."""
@@ -230,7 +246,7 @@ class Mailbox:
             if request.done():
                 return
             self._outbox.drop_sent()
-            any(incoming.take_next() for incoming in expected)
+            any(incoming.take_next() for incoming in list(expected))
         self._comm.wait(request)
 
 

@@ -20,7 +20,7 @@ from mpipipe.planner.misfit import least_stages, misfit
 from mpipipe.planner.native import compiled
 from mpipipe.planner.problem import Problem
 from mpipipe.planner.prove import NoBuffering, prove
-from mpipipe.planner.schedules import in_copies, kept_micro_batches, policies
+from mpipipe.planner.schedules import build, in_copies, kept_micro_batches, policies
 from mpipipe.planner.schedules.fill import Work
 from mpipipe.planner.schedules.listed import _Lister, listed, listed_seconds, listed_shortest
 from mpipipe.planner.schedules.orders import v_shaped, wrapped
@@ -31,6 +31,7 @@ from mpipipe.planner.walk import match, matched, walk
 from mpipipe.values import RECOMPUTE, Costs, Float64, Link, Program, Recompute, StageCost, Tie
 
 SCHEDULE = st.sampled_from(["1f1b", "gpipe"])
+SEVERAL_STAGES = st.sampled_from(["interleaved", "zb-v", "v-half"])
 FEW_SECONDS = st.sampled_from([0.0, 0.25, 1.0, 1.5, 3.0])
 TIED = st.sampled_from(["per_use", "eager"])
 
@@ -200,6 +201,23 @@ def test_times_are_the_same_to_the_bit(made, rng):
     reference = walked(match(program), seconds, 0.3)
     assert reference is not None
     times = simulate(program, stages, machine, 0.3, ties).times
+    assert all(np.array_equal(a, b) for a, b in zip(times, reference, strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(SEVERAL_STAGES, st.integers(3, 6), st.randoms(use_true_random=False))
+def test_times_of_rounds_that_may_begin_early_are_the_same_to_the_bit(name, n_copies, rng):
+    """Of copies of four stages on two ranks."""
+    one = build(name, 4, 4, 2)
+    copies = [[rank + 2 * copy for rank in one.rank_of_stage] for copy in range(n_copies)]
+    program = lower(in_copies([one] * n_copies, copies), (), "per_use", 16)
+    stages = [StageCost(*(rng.random() for _ in range(4)), *(rng.randint(0, 99) for _ in range(5)), 9)
+              for _ in range(4 * n_copies)]  # fmt: skip
+    machine = cluster([1.0] * 12, [HUGE] * 12, Link(0.01, 80.0), Link(0.1, 9.0))
+    seconds = instruction_seconds(program, stages, message_bytes(program, stages, ()), machine)
+    reference = walked(match(program), seconds, 0.3)
+    assert reference is not None
+    times = simulate(program, stages, machine, 0.3).times
     assert all(np.array_equal(a, b) for a, b in zip(times, reference, strict=True))
 
 

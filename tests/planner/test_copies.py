@@ -493,7 +493,7 @@ def test_a_stage_begins_its_exchange_behind_its_last_backward_and_its_step() -> 
     text = " ".join(map(str, copied("interleaved", 2, 4, 8).instrs(0)))
     assert text[text.index("2B1") :] == (
         "2B1 2SEND_GRAD1->r1 2SEND_SHARD->r2 0RECV_GRAD0<-r1 0B0 0RECV_GRAD1<-r1 0B1 0SEND_SHARD->r2 "
-        "0RECV_SHARD<-r2 0SEND_SHARD->r4 2RECV_SHARD<-r2 2SEND_SHARD->r4 0RECV_SHARD<-r4 2RECV_SHARD<-r4 "
+        "2RECV_SHARD<-r2 2SEND_SHARD->r4 0RECV_SHARD<-r2 0SEND_SHARD->r4 2RECV_SHARD<-r4 0RECV_SHARD<-r4 "
         "0RECV_TIED<-r1 NORM 0STEP 0SEND_UPDATE->r4 2STEP 2SEND_UPDATE->r4 "
         "0RECV_UPDATE<-r4 0SEND_UPDATE->r2 2RECV_UPDATE<-r4 2SEND_UPDATE->r2 "
         "0RECV_UPDATE<-r2 2RECV_UPDATE<-r2 0SEND_COPY->r1"
@@ -516,6 +516,34 @@ def test_only_the_stage_that_ends_last_is_waited_for(schedule: str) -> None:
         ends = {op: times[codes[:, 0] == op, 1].max(initial=0.0) for op in Op}
         assert ends[Op.RECV_SHARD] - max(ends[Op.B], ends[Op.W]) == pytest.approx(0.5)
         assert ends[Op.RECV_UPDATE] - ends[Op.STEP] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "v-half"])
+def test_later_rounds_of_gradients_begin_while_a_rank_computes_another_stage(schedule: str) -> None:
+    """Four copies meet twice, with shards that take half a second and a quarter of one: of the stage that
+    ends first both rounds are over when the other one ends. A round begins between two computations, or when
+    its rank waits and the one before has come."""
+    costs = dataclasses.replace(
+        uniform(16, 8, param_bytes=25), cluster=cluster([1.0] * 8, [HUGE] * 8, Link(0.0, 100.0)), blocks=4
+    )
+    order = build(schedule, 4, 4, 2).rank_of_stage
+    ranks = tuple(tuple(rank + 2 * copy for copy in range(4)) for rank in order)
+    on = Layout(("g4", "g8", "g12"), ranks, schedule, 16)
+    program = program_for(on, numerics(16, 4), (), names(costs))
+    _, timeline = predict(costs, on, program)
+    for codes, times in zip(program.codes, timeline.times, strict=True):
+        ops, stage = codes[:, 0], codes[:, 1]
+        works = np.isin(ops, [Op.F, Op.B, Op.I, Op.W])
+        end = times[works, 1].max()
+        assert times[ops == Op.RECV_SHARD, 1].max() - end == pytest.approx(0.75)
+        first, last = (int(stage[ops == Op.SEND_SHARD][n]) for n in (0, 1))
+        assert first != last
+        early, late = (times[(ops == Op.SEND_SHARD) & (stage == s)] for s in (first, last))
+        assert early[0][0] + 0.5 <= early[1][0]
+        left = times[works & (times[:, 0] >= early[0][0])]  # what is computed then
+        assert early[1][0] < end or len(left) == 1
+        assert early[1][0] in left, "not within a computation"
+        assert late[1] == pytest.approx([end + 0.5] * 2)
 
 
 def layout(costs: Costs, n_stages: int, n_copies: int) -> Layout:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpipipe.planner import SCHEDULES, StageTie, lower, simulate
-from mpipipe.planner.schedules import PLAIN
+from mpipipe.planner.schedules import PLAIN, build, in_copies
 from mpipipe.report.account import Account, account, exposed_s, rank_reports
 from mpipipe.values import Cluster, Device, Link, Op, StageCost, Timeline
 
@@ -53,6 +53,23 @@ def test_the_parts_add_up_to_the_makespan(name, costs, n_micro, link, norm_s, ti
         assert [of_rank.exposed_s for of_rank in found] == pytest.approx([0.0] * len(costs))
     mean = sum(of_rank.compute_s for of_rank in found) / len(found)
     assert timeline.bubble == pytest.approx(1 - mean / timeline.makespan_s if timeline.makespan_s else 0.0)
+
+
+def test_the_parts_add_up_where_sends_are_begun_before_their_turn() -> None:
+    """Four replicas of four stages on two ranks, and slow links."""
+    one, n = build("interleaved", 4, 4, 2), 4
+    copies = [[rank + 2 * copy for rank in one.rank_of_stage] for copy in range(n)]
+    program = lower(in_copies([one] * n, copies), (), "per_use", 16)
+    stages = [StageCost(1.0, 1.0, 1.0, 0.5, 1000, 10, 100, 4, 3, 20)] * (4 * n)
+    ranks = (Device("cpu", 1.0, 1 << 40, 1),) * (2 * n)
+    machine = Cluster(ranks, (0,) * len(ranks), {"node": Link(0.125, 64.0)})
+    timeline = simulate(program, stages, machine, 0.25)
+    assert any((np.diff(times[:, 0]) < 0).any() for times in timeline.times)
+    for rank, of_rank in enumerate(account(timeline)):
+        assert min(astuple(of_rank)) >= -1e-9
+        assert sum(astuple(of_rank)) == pytest.approx(timeline.makespan_s)
+        assert of_rank.compute_s == timeline.busy_s(rank)
+        assert of_rank.other_s == pytest.approx(0.0)
 
 
 def test_two_ranks_and_a_slow_link() -> None:

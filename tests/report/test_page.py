@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from made_run import made_metrics, made_run
 
+from mpipipe.planner import lower
+from mpipipe.planner.schedules import build, in_copies
 from mpipipe.report.page import page
-from mpipipe.report.page.data import MOST_POINTS, curves, in_script, page_data
+from mpipipe.report.page.data import MOST_POINTS, _timeline, curves, in_script, page_data
 from mpipipe.report.page.html import tag
 from mpipipe.report.run import RunData, read_run
+from mpipipe.values import Op, Timeline
 
 EVIL = "</script></style><img src=x onerror=alert(1)>\"'&amp;\u2028"
 
@@ -131,6 +134,28 @@ def test_the_drawn_instructions_are_those_of_the_timelines(run: RunData) -> None
     assert set(data["bytes"].values()) == {1 << 20}
     assert len(data["resident"]["ranks"]) == 2
     assert data["words"][0].format(micro=3, stage=1) == "forward of micro-batch 3 on stage 1"
+
+
+def test_what_was_begun_before_its_turn_is_in_its_place_in_the_page() -> None:
+    """It looks for instructions by their ends, which ascend."""
+    order = build("interleaved", 2, 2, 1)
+    program = lower(in_copies([order] * 3, [[copy, copy] for copy in range(3)]), (), "per_use", 4)
+    ops, n = program.codes[0][:, 0], len(program.codes[0])
+    times = np.arange(2.0 * n).reshape(-1, 2)
+    (early,) = np.flatnonzero(ops == Op.SEND_SHARD)[[-1]]
+    times[early] = times[0, 1]
+    timeline = Timeline(program, (times,) * 3, (np.zeros(n, np.int64),) * 3)
+    (columns, *_) = _timeline("measured", timeline, 0)["ranks"]
+    assert min(columns["gap_ns"] + columns["took_ns"]) >= 0
+    ends = np.cumsum(np.array([columns["gap_ns"], columns["took_ns"]]).T.ravel()).reshape(-1, 2)
+    others = np.arange(n) != early
+    assert ends[others] / 1e9 == pytest.approx(times[others])
+    assert ends[early].tolist() == [ends[early - 1, 1]] * 2
+
+
+def test_the_page_knows_every_kind_of_instruction(run: RunData) -> None:
+    (kinds,) = re.findall(r"const OPS = (\[[^]]*\])", page(run))
+    assert json.loads(kinds) == [op.name.partition("_")[0] for op in Op]
 
 
 @pytest.mark.slow

@@ -109,9 +109,14 @@ COPIES = [  # (case, schedule, ranks, copies)
     (Case("gpt", batch=8, micro_batches=4, blocks=4, tied="eager"), "zb-v", 4, 2),
     (Case("conv and norm", batch=11, blocks=4, evaluate=True), "gpipe", 4, 4),
     (Case("thrice", batch=12, micro_batches=6, blocks=6), "1f1b", 6, 3),
+    (Case("gpt", batch=15, micro_batches=8, blocks=4), "interleaved", 4, 4),
+    (Case("thrice", batch=12, micro_batches=6, blocks=6, tied="eager"), "v-planned", 6, 6),
 ]
 ALL_COPIES = [
     *COPIES,
+    (Case("conv and norm", batch=24, micro_batches=12, blocks=6, evaluate=True), "zb-v", 6, 3),
+    (Case("gpt", bits="fast", batch=16, micro_batches=8, blocks=4), "zb-v", 8, 4),
+    (Case("gpt", batch=16, micro_batches=8, blocks=8), "v-half", 8, 8),
     (Case("conv and norm", batch=10, blocks=4, optimizer="sgd", evaluate=True), "zb-h2", 4, 2),
     (Case("gpt", batch=12, micro_batches=6, blocks=3, evaluate=True), "1f1b", 3, 3),
     (Case("gpt", precision="bf16", batch=8, blocks=4), "1f1b", 4, 4),
@@ -138,6 +143,7 @@ def test_copies_of_the_pipeline_give_the_bits_of_one(
     [
         (Case("gpt", batch=8, micro_batches=4, blocks=2), "zb-v", 4, 2),
         (Case("conv and norm", batch=13, micro_batches=6, blocks=6), "1f1b", 6, 6),
+        (Case("conv and norm", batch=16, micro_batches=8, blocks=4), "zb-v", 4, 4),
     ],
     ids=str,
 )

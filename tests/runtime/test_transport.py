@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,32 @@ def test_a_rank_that_waits_adds_one_bucket_and_then_looks_for_what_it_waits_for(
     mailbox.finish(sums)
     assert added == list(range(6))
     assert [tag for what, tag in comm.calls if what == "wait"] == [2, 2]  # for the two that had no room
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_follows_a_message_in_pieces_is_done_once_that_is_whole(waits: bool) -> None:
+    """Here two more, of which the first has no pieces. waits: for something else meanwhile."""
+    comm, begun = Noting(), list[int]()
+    grad, rounds = instr(Op.RECV_GRAD, 0, 1), [instr(Op.RECV_SHARD, -1, tag) for tag in (2, 3, 4)]
+    mailbox = mailbox_of(comm, [grad], 1)
+
+    def begin(n: int) -> None:
+        begun.append(n)
+        pieces: list[Piece] = [] if n == 1 else [(torch.zeros(1), None)]
+        mailbox.expect(rounds[n], pieces, partial(begin, n + 1) if n < 2 else None)
+
+    begin(0)
+    assert begun == [0]
+    comm.posted[1].arrived = True
+    if waits:
+        mailbox.take(grad)
+    else:
+        mailbox.advance()
+    assert begun == [0, 1, 2]
+    assert mailbox.pending() == [*([] if waits else [grad]), rounds[2]]
+    for receive in rounds:
+        mailbox.finish(receive)
+    assert ("wait", 4) in comm.calls
 
 
 def test_no_more_buckets_have_memory_than_are_expected_at_a_time() -> None:

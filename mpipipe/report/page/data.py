@@ -83,8 +83,10 @@ def _timeline(name: str, timeline: Timeline, program: int) -> dict[str, Any]:
     ranks = []
     for times, exposed, held in per_rank:
         ns = _ns(times - start)
-        before = np.concatenate([[0], ns[:-1, 1]]) if len(ns) else np.zeros(0, np.int64)
-        columns = (ns[:, 0] - before, ns[:, 1] - ns[:, 0], _ns(exposed), np.diff(held, prepend=0))
+        ends = np.maximum.accumulate(ns[:, 1])  # in order, by which the page looks for them
+        before = np.concatenate([[0], ends[:-1]]) if len(ns) else np.zeros(0, np.int64)
+        starts = np.maximum(ns[:, 0], before)
+        columns = (starts - before, ends - starts, _ns(exposed), np.diff(held, prepend=0))
         keys = ("gap_ns", "took_ns", "exposed_ns", "held_bytes")
         ranks.append({key: column.tolist() for key, column in zip(keys, columns, strict=True)})
     return {"name": name, "program": program, "span_ns": round(timeline.makespan_s * 1e9), "ranks": ranks}

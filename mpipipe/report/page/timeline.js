@@ -1,6 +1,7 @@
 // Timelines on one time axis: decoding, the view that they share, drawing, and pointing at an instruction.
 
-const OPS = ["F", "B", "I", "W", "SEND", "RECV", "SEND", "RECV", "SEND", "RECV", "SEND", "RECV", "NORM", "STEP"];
+const OPS = ["F", "B", "I", "W", "SEND", "RECV", "SEND", "RECV", "SEND", "RECV", "SEND", "RECV", "NORM", "STEP",
+  "SEND", "RECV", "SEND", "RECV"];
 const NORM = OPS.indexOf("NORM"), LEFT = 58, AXIS = 22;
 
 /** Columns of a rank with absolute times in ms, as typed arrays. */
