@@ -236,6 +236,7 @@ def test_fast_copies_of_any_number_train_as_one_but_for_rounding(
         assert found == pytest.approx(expected, rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_fast_copies_of_unlike_numbers_have_the_same_bits_each_time() -> None:
     case = Case("conv and norm", batch=15, micro_batches=7, steps=2, reduce="fast")
     first, second = (train_local(case, 5, "1f1b", window=16, copies=(3, 2)) for _ in range(2))
