@@ -91,6 +91,14 @@ def test_ranks_take_turns_between_the_copies_that_they_serve() -> None:
     assert [list(program.share_on(rank)) for rank in range(3)] == [[0, 1], [2, 3], [0, 1, 2, 3]]
 
 
+def test_ranks_do_first_what_comes_first() -> None:
+    """Ranks 0 to 2 do two micro-batches each, and ranks 3 and 4 three of those: the first of each before the
+    second of any."""
+    program = program_for(Layout(("g1",), ((0, 1, 2), (3, 4)), "1f1b", 4), fast(6), (), ["g0", "g1"])
+    forwards = [codes[codes[:, 0] == Op.F, 2].tolist() for codes in program.codes]
+    assert forwards == [[0, 1], [3, 2], [4, 5], [0, 2, 1], [4, 3, 5]]
+
+
 def test_unlike_numbers_are_taken_where_they_are_faster() -> None:
     """A stage of two thirds on two ranks; three equal stages are not to be had, and three copies have
     no blocks."""
