@@ -468,8 +468,9 @@ class Layout(Value):
 
     @property
     def n_copies(self) -> int:
-        """Of the pipeline: as many as there are of the stages that have most."""
-        return max(map(len, self.ranks))
+        """Of the pipeline, each a way of micro-batches through it: the fewest that the copies of each stage
+        share evenly. As many as some stage has, where their numbers divide each other."""
+        return math.lcm(*map(len, self.ranks))
 
     @property
     def is_even(self) -> bool:

@@ -828,6 +828,37 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.slow
+def test_fast_replicas_of_unlike_numbers_go_on_with_others(tmp_path: Path) -> None:
+    """Three and two do not divide each other: seven micro-batches go six ways."""
+    start = partial(
+        pipeline, reduce="fast", batch=14, micro_batches=7, loss=masked, val=Samples(11, seed=2), val_batch=5,
+        metrics={"accuracy": accuracy},
+    )  # fmt: skip
+
+    def body(comm: Communicator, replicas: Copies, steps: int = 0) -> tuple[Any, list[str], Any]:
+        """What two steps lead from and to, and their losses."""
+
+        def shown() -> Any:
+            return pipe.evaluate(), pipe.predict({"x": Samples(5).x}).tolist()
+
+        pipe = start(comm, replicas=replicas, resume=tmp_path / str(steps) if steps else None)
+        assert shape_of(pipe.plan.layout) == replicas
+        before, losses = shown(), result(pipe, 2)["losses"]
+        if not steps:
+            pipe.save(tmp_path / "2")
+        return before, losses, shown()
+
+    expected = [float.fromhex(x) for x in alone(lambda comm: result(start(comm), 4)["losses"])]
+    _, first, after = run_local(5, lambda comm: body(comm, (3, 2)))[0]
+    for ranks, replicas in ((1, 1), (3, (1, 2))):
+        before, more, _ = run_local(ranks, lambda comm, n=replicas: body(comm, n, 2))[0]
+        assert before == after
+        assert [float.fromhex(x) for x in (*first, *more)] == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(PlanError, match=r"replicas 3\+2 with pipeline\.micro_batches = 5: there are 6 ways"):
+        run_local(5, lambda comm: pipeline(comm, reduce="fast", micro_batches=5, replicas=(3, 2)))
+
+
+@pytest.mark.slow
 def test_fast_replicas_are_of_any_number(tmp_path: Path) -> None:
     """Four micro-batches on three ranks, also where both numbers are searched; a run that was exact
     becomes a fast one on purpose only."""

@@ -29,7 +29,7 @@ from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import GPT, MLP, cross_entropy
-from mpipipe.planner.copies import Copies, ranks_in_each
+from mpipipe.planner.copies import Copies, pipeline_copies, ranks_in_each
 from mpipipe.planner.schedules import PLANNED, build, stages_on, to_text, zb_planned
 from mpipipe.runtime.feed import split_evenly
 from mpipipe.runtime.optimizer import OptimizerSettings
@@ -250,13 +250,14 @@ def placement(schedule: str, n_ranks: int) -> tuple[int, ...]:
 def planned(case: Case, schedule: str, order: Sequence[int], copies: Copies) -> tuple[str, ...]:
     """Where the order follows from costs, one from unlike ones: with backwards in one on the first stage.
     Uses of parameters that meet in each micro-batch: as if each stage had some of all before it."""
-    if schedule not in PLANNED or not isinstance(copies, int) or case.micro_batches % copies:
+    n_copies = pipeline_copies(copies)
+    if schedule not in PLANNED or case.micro_batches % n_copies:
         return ()
     place = {rank: i for i, rank in enumerate(dict.fromkeys(order))}
     stages = [StageCost(2.0 + s % 2, 3.0, 2.0, 0.0, 0, 1, 0, 0, 0, split_s=0.5) for s in range(len(order))]
     room, pairs = [len(order) + 1] * len(place), itertools.combinations(range(len(order)), 2)
     made = zb_planned(
-        stages, case.micro_batches // copies, room, rank_of_stage=[place[rank] for rank in order],
+        stages, case.micro_batches // n_copies, room, rank_of_stage=[place[rank] for rank in order],
         tied=[(user, owner, 0.0) for owner, user in pairs if case.tied == "eager"],
     )  # fmt: skip
     return tuple(to_text(made).splitlines())
@@ -267,14 +268,14 @@ def plan_of(
     copies: Copies = 1, recompute: Sequence[Recompute] = (), nodes: tuple[int, ...] = (),
 ) -> Plan:  # fmt: skip
     """order: the rank of each stage in copy 0, its number if not given; further copies on further ranks.
-    copies: of all stages, or of each, and then on ranks that follow each other. recompute: by stage, again
-    from the first one on where they are fewer."""
+    copies: of all stages, or of those of each rank, and then on ranks that follow each other. recompute: by
+    stage, again from the first one on where they are fewer."""
+    order = tuple(order or range(len(cuts) + 1))
     if isinstance(copies, int):
-        order = tuple(order or range(len(cuts) + 1))
         ranks = tuple(tuple(rank + c * len({*order}) for c in range(copies)) for rank in order)
     else:
-        edges = itertools.pairwise((0, *itertools.accumulate(copies)))
-        ranks = tuple(tuple(range(*edge)) for edge in edges)
+        edges = [*itertools.pairwise((0, *itertools.accumulate(copies)))]
+        ranks = tuple(tuple(range(*edges[rank])) for rank in order)
     modes = tuple(itertools.islice(itertools.cycle(recompute), len(ranks)))
     layout = Layout(
         tuple(cuts),

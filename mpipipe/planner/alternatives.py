@@ -66,6 +66,7 @@ class _Asked:
         self.cuts = cut_indices(plan.layout, self.names)
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
         self.n_copies, self.n_each = plan.layout.n_copies, plan.layout.ranks_per_copy
+        self.most_copies = max(map(len, plan.layout.ranks))
         self.shape = shape_of(plan.layout)
         self._programs: dict[tuple[str, int], Program] = {}
 
@@ -161,7 +162,7 @@ class _Asked:
         known = {t.schedule: t for t in tried if (t.micro_batches, t.copies) == (count, self.shape)}
         for schedule in SCHEDULES:
             uneven = not self.plan.layout.is_even and not has_one_stage_each(schedule, self.n_each)
-            if schedule == self.plan.layout.schedule or uneven:
+            if schedule == self.plan.layout.schedule or (uneven and schedule not in known):
                 continue
             same = stages_on(schedule, self.n_each) == self.n_stages == self.n_each
             found = known.get(schedule)
@@ -255,7 +256,7 @@ class _Asked:
 
     def _ranks(self) -> Iterator[Alternative]:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
-            if not 1 <= ranks <= len(self.names) * self.n_copies:
+            if not 1 <= ranks <= len(self.names) * self.most_copies:
                 continue
             name = counted(ranks, "rank")
             try:
@@ -272,7 +273,7 @@ class _Asked:
         """With the schedule of the plan; where that was chosen, and does not fit there, with 1f1b."""
         layout, costs = self.plan.layout, self.costs.but(cluster=cluster)
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
-        copies = max(n for n in legal_copies(numerics) if n <= self.n_copies and n_ranks % n == 0)
+        copies = max(n for n in legal_copies(numerics) if n <= self.most_copies and n_ranks % n == 0)
         *chosen, last = dict.fromkeys((layout.schedule, PLAIN[0] if self.chosen else layout.schedule))
         how = layout.receive_window, n_ranks, copies, self.recompute
         for schedule in chosen:

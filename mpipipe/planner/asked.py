@@ -90,7 +90,7 @@ def check_groups(asked: Asked, n_groups: int) -> None:
 
 def _fewest_stages(n_ranks: int, legal: Sequence[int]) -> int:
     """With legal numbers of copies that are all the ranks: the largest first is best, as of two the smaller
-    one divides the larger one."""
+    one divides the larger one; of fast copies there may be any number."""
     found = 0
     for copies in reversed(legal):
         found, n_ranks = found + n_ranks // copies, n_ranks % copies

@@ -4,15 +4,16 @@ Exact copies: the gradients of micro-batches are added in `blocks` equal blocks,
 (`Numerics`). A copy does whole blocks, and what it adds up must be one whole sub-tree: the copies divide the
 blocks, and each has a power of two of them. So the bits are those of any other number of copies.
 
-Stages may have unlike numbers of copies, such as 15 and 1. Of two legal numbers the smaller one divides the
-larger one, so a copy of a stage with fewer serves as many copies of the others as any: it takes turns between
-their micro-batches, and adds up those of each apart.
+Stages may have unlike numbers of copies, such as 15 and 1. Micro-batches then take as many ways through the
+pipeline as the least common multiple of these numbers, each a copy of it, and each copy of a stage serves as
+many of them as any other: it takes turns between their micro-batches, and adds up those of each apart. Of two
+legal numbers the smaller one divides the larger one, so there are as many ways as copies of some stage.
 
 Fast copies (`Numerics.reduce`): there are no blocks, each copy adds up its micro-batches in order, and these
 sums are added as they meet, node by node first (`exchange`). So there may be any number of copies, with
-unlike shares of the micro-batches. Bits are then a function of that number, and of the nodes where these do
-not have a power of two of copies each; with unlike numbers of copies also of the cuts, and where shares
-differ of the schedule.
+unlike shares of the micro-batches, and any of each stage whose ways have a micro-batch each. Bits are then a
+function of that number, and of the nodes where these do not have a power of two of copies each; with unlike
+numbers of copies also of the cuts, and where shares differ of the schedule.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mpipipe.planner.stages import bounds, in_order, own_bytes, rows_of, stage_c
 from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost, share_of
 
 Order = tuple[int, ...]  # the rank of each stage
-Copies = int | tuple[int, ...]  # of the whole pipeline, or of each stage
+Copies = int | tuple[int, ...]  # of the whole pipeline, or of the stage, or stages, of each of its ranks
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -45,8 +46,9 @@ def _whole_sub_trees(n_copies: int, blocks: int) -> bool:
 
 
 def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
-    """Raises PlanError where so many copies would have other bits, or do not share the ranks evenly."""
-    legal, most = legal_copies(numerics), most_copies(copies)
+    """Raises PlanError where so many copies would have other bits or nothing to do, or do not share the ranks
+    evenly."""
+    legal = legal_copies(numerics)
     of_stages = (copies,) if isinstance(copies, int) else copies
     for n_copies in of_stages:
         if n_copies not in legal and numerics.reduce == "fast":
@@ -61,11 +63,14 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
                 f"first step of a run, {_blocks_for(n_copies, n_ranks, numerics)}, or pipeline.reduce=fast, "
                 "where any number will do"
             )
-        if most % n_copies:
-            raise PlanError(
-                f"replicas {shape_text(copies)}: {n_copies} does not divide {most}, the most of any stage; "
-                f"use {' or '.join(str(n) for n in legal if most % n == 0)}"
-            )
+    ways, most = pipeline_copies(copies), most_copies(copies)
+    if numerics.reduce == "fast" and ways > numerics.micro_batches:
+        raise PlanError(
+            f"replicas {shape_text(copies)} with pipeline.micro_batches = {numerics.micro_batches}: there "
+            f"are {ways} ways through them, the least common multiple, and each has one at least; use "
+            f"pipeline.micro_batches={ways} or more, or numbers that divide {most}: "
+            f"{' or '.join(str(n) for n in legal if most % n == 0)}"
+        )
     if isinstance(copies, tuple):
         if sum(copies) != n_ranks:
             raise PlanError(
@@ -114,10 +119,10 @@ def check_order(layout: Layout) -> None:
             "mode for each, or none at all"
         )
     ranks = [list(on) for on in layout.ranks]
-    if not all(ranks) or any(layout.n_copies % len(on) for on in ranks):
+    if not all(ranks):
         raise PlanError(
             f"layout.ranks is {ranks}; each stage must be on one rank for each of its copies, such as "
-            "[[0, 2], [1, 3]] or [[0, 1], [2]], and its copies must divide the most that a stage has"
+            "[[0, 2], [1, 3]] or [[0, 1], [2]]"
         )
     of_copies = [rank for on in {*layout.ranks} for rank in on]
     if sorted(of_copies) != list(range(layout.n_ranks)):
@@ -172,9 +177,14 @@ def most_copies(copies: Copies) -> int:
     return copies if isinstance(copies, int) else max(copies)
 
 
+def pipeline_copies(copies: Copies) -> int:
+    """Of the whole pipeline, as `Layout.n_copies`."""
+    return copies if isinstance(copies, int) else math.lcm(*copies)
+
+
 def largest_share(n_micro: int, copies: Copies) -> int:
     """Micro-batches of copy 0 of the pipeline: no other has more."""
-    return len(share_of(0, most_copies(copies), n_micro))
+    return len(share_of(0, pipeline_copies(copies), n_micro))
 
 
 def ranks_in_each(copies: Copies, n_ranks: int) -> int:
@@ -183,11 +193,12 @@ def ranks_in_each(copies: Copies, n_ranks: int) -> int:
 
 
 def shape_of(layout: Layout) -> Copies:
-    return layout.n_copies if layout.is_even else tuple(map(len, layout.ranks))
+    """Where they are unlike, of each rank of a copy of the pipeline, whose stages have equally many."""
+    return layout.n_copies if layout.is_even else tuple(map(len, dict.fromkeys(layout.ranks)))
 
 
 def shape_text(copies: Copies) -> str:
-    """ "4", or "2+1": of each stage."""
+    """ "4", or "2+1": of each stage, or of the stages of each rank."""
     return str(copies) if isinstance(copies, int) else "+".join(map(str, copies))
 
 
@@ -231,11 +242,7 @@ def _stages_apart(costs: Costs, layout: Layout, cuts: Sequence[int]) -> Sequence
     speeds, edges = [d.speed for d in costs.cluster.devices], bounds(len(costs.groups), cuts)
     of_count = {n: costs.but(copies=n) for n in {len(on) for on in layout.ranks}}
     shards = [_shards(of_count[len(on)], *edge) for on, edge in zip(layout.ranks, edges, strict=True)]
-    sums = [
-        _sums_apart(costs.blocks, layout.n_copies, len(on))
-        * sum(group.param_bytes for group in costs.groups[slice(*edge)])
-        for on, edge in zip(layout.ranks, edges, strict=True)
-    ]
+    sums = sums_apart_bytes(costs, layout, cuts)
     known: dict[tuple[int, tuple[float, ...]], tuple[StageCost, ...]] = {}
     found: list[StageCost] = []
     for copy, order in enumerate(layout.copies):
@@ -259,9 +266,14 @@ def block_sums(blocks: int, n_copies: int, of_stage: int) -> int:
     return n_copies // of_stage * (blocks // n_copies).bit_length() - 1
 
 
-def _sums_apart(blocks: int, n_copies: int, of_stage: int) -> int:
-    """Those of `block_sums` beyond the ones that `Costs.held_per_param_byte` counts."""
-    return block_sums(blocks, n_copies, of_stage) - block_sums(blocks, of_stage, of_stage)
+def sums_apart_bytes(costs: Costs, layout: Layout, cuts: Sequence[int]) -> list[int]:
+    """By stage, on each of its ranks, `block_sums` beyond those that `Costs.held_per_param_byte` counts."""
+    found = []
+    for on, (first, end) in zip(layout.ranks, bounds(len(costs.groups), cuts), strict=True):
+        n, blocks = len(on), costs.blocks
+        more = block_sums(blocks, layout.n_copies, n) - block_sums(blocks, n, n)
+        found.append(more * sum(group.param_bytes for group in costs.groups[first:end]))
+    return found
 
 
 def block_sums_bytes(costs: Costs, layout: Layout, cuts: Sequence[int]) -> int:

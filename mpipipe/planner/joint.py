@@ -188,9 +188,9 @@ class _Finder:
         """All schedules with one number of micro-batches and of copies, unless its bound rules it out."""
         whole_s, bound_s = self._bounds_s(count, costs, copies)
         n_ranks, share = ranks_in_each(copies, self.asked.n_ranks), largest_share(count, copies)
-        several = len(self.asked.schedules) > 1
+        several, promising = len(self.asked.schedules) > 1, copies not in self.asked.copies
         for schedule in self.asked.schedules[: None if n_ranks > 1 else 1]:  # one rank never waits
-            if several and isinstance(copies, tuple) and not has_one_stage_each(schedule, len(copies)):
+            if several and promising and not has_one_stage_each(schedule, n_ranks):
                 continue
             least_s = whole_s if schedule in PLAIN else bound_s
             large = several and n_ranks * share > most_compared(schedule)

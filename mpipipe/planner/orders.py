@@ -7,16 +7,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.copies import largest_share
+from mpipipe.planner.copies import sums_apart_bytes
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.schedules import BY_HAND, build, planned_by_room, policies, room_for, to_lines, work_of
-from mpipipe.planner.schedules.fill import Use
+from mpipipe.planner.schedules.fill import Use, Work
 from mpipipe.planner.schedules.listed import Policy, listed_seconds, listed_shortest
 from mpipipe.planner.stages import Cuts, are_cuts, in_order, stage_costs, stage_ties
-from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost
+from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost, share_of
 
 Actions = tuple[str, ...]
 # Seconds by stage, to the next one and to the one before; and those of tied parameters.
@@ -36,12 +37,18 @@ class Order(NamedTuple):
 
 class Orders:
     """For the costs of copy 0 of a layout, whatever its cuts, and the memory of all copies. with_hand: those
-    by hand among them; of many actions, to play these through takes longer than to make the others."""
+    by hand among them; of many actions, to play these through takes longer than to make the others.
+
+    One order is for all copies of the pipeline. A rank that is in several does each action for all of these
+    in turn: it is planned as if it took so many times as long, and kept as many stashes. So what is sent for
+    the first of them comes sooner than planned, and only the simulation says what a step takes."""
 
     def __init__(self, costs: Costs, layout: Layout, numerics: Numerics, with_hand: bool = True) -> None:
         self._with_hand = with_hand
-        self._placed = in_order(costs.but(copies=layout.n_copies), layout.order)
-        self._n_micro = largest_share(numerics.micro_batches, layout.n_copies)
+        self._costs, self._layout, self._turns = costs, layout, layout.turns
+        counts = {len(on) for on in layout.ranks}
+        self._placed = {n: in_order(costs.but(copies=n), layout.order) for n in counts}
+        self._n_micro = len(share_of(0, layout.n_copies, numerics.micro_batches))
         self._window = layout.receive_window
         cluster = costs.cluster.loaded(*layout.copies)
         self._links = [cluster.link(a, b) for a, b in itertools.pairwise(layout.order)]
@@ -64,7 +71,7 @@ class Orders:
         """Likewise, of the numbers that this recomputation leaves room for."""
         stages, _ = self._stages(cuts, mode)
         try:
-            room = room_for(self._on, stages, self._n_micro, self._room, self._window)
+            room = room_for(self._on, stages, self._n_micro, self._room, self._window, self._turns)
         except PlanError:  # it may fit all the same
             room = [self._on.count(rank) for rank in range(len(self._room))]
         yield from self._by_seconds(cuts, mode, room)
@@ -81,7 +88,7 @@ class Orders:
         with so many seconds."""
         update_s = self._update_s(self._stages(cuts, "none")[0])
         for schedule, took_s in self._found(cuts, "none", self._endless):
-            if took_s + update_s <= most_s:
+            if took_s + update_s <= most_s or not self._layout.is_even:
                 yield Order(to_lines(schedule), schedule)
 
     def near(self, starts: Sequence[Cuts]) -> Cuts:
@@ -100,7 +107,7 @@ class Orders:
                 for by in (-2, -1, 1, 2)
             ]
             for other in moved:
-                if other not in took_s and are_cuts(len(self._placed.groups), other):
+                if other not in took_s and are_cuts(len(self._costs.groups), other):
                     took_s[other] = self._shortest_s(other, tried, least_s)
                     least_s = min(least_s, took_s[other])
             shortest = min(took_s, key=took_s.__getitem__)
@@ -111,7 +118,7 @@ class Orders:
     def _seconds(self, cuts: Cuts, tried: Sequence[Policy]) -> list[float]:
         """Of the order by each policy, and the update."""
         stages, messages = self._stages(cuts, "none")
-        took_s = listed_seconds(self._on, self._n_micro, work_of(self._on, stages, *messages), tried)
+        took_s = listed_seconds(self._on, self._n_micro, self._work(stages, messages), tried)
         update_s = self._update_s(stages)
         return [seconds + update_s for seconds in took_s]
 
@@ -121,7 +128,7 @@ class Orders:
         if self._least_s(stages, messages[0]) >= most_s:
             return math.inf
         update_s = self._update_s(stages)
-        work = work_of(self._on, stages, *messages)
+        work = self._work(stages, messages)
         return listed_shortest(self._on, self._n_micro, work, tried, most_s - update_s)[1] + update_s
 
     def _least_s(self, stages: Sequence[StageCost], act_s: Sequence[float]) -> float:
@@ -130,8 +137,8 @@ class Orders:
             (stage.fwd_s + sent_s for stage, sent_s in zip(stages, act_s, strict=True)), initial=0.0
         )
         ends_s = dict[int, float]()
-        for stage, rank, start_s in zip(stages, self._on, comes_s, strict=False):
-            ends_s[rank] = ends_s.get(rank, start_s) + self._n_micro * stage.seconds
+        for stage, rank, start_s, n in zip(stages, self._on, comes_s, self._turns, strict=False):
+            ends_s[rank] = ends_s.get(rank, start_s) + n * self._n_micro * stage.seconds
         return max(ends_s.values()) + self._update_s(stages)
 
     def _update_s(self, stages: Sequence[StageCost]) -> float:
@@ -141,8 +148,19 @@ class Orders:
             each[rank] += stage.step_s
         return max(each)
 
+    def _work(self, stages: Sequence[StageCost], messages: Messages) -> Work:
+        return work_of(self._on, stages, *messages).in_turn(self._turns)
+
     def _stages(self, cuts: Cuts, mode: Recompute) -> tuple[tuple[StageCost, ...], Messages]:
-        stages = stage_costs(self._placed, cuts, (mode,) * len(self._on))
+        modes = (mode,) * len(self._on)
+        of_count = {n: stage_costs(placed, cuts, modes) for n, placed in self._placed.items()}
+        stages = tuple(of_count[len(on)][s] for s, on in enumerate(self._layout.ranks))
+        if not self._layout.is_even:
+            apart = sums_apart_bytes(self._costs, self._layout, cuts)
+            stages = tuple(
+                replace(stage, fixed_bytes=stage.fixed_bytes + more)
+                for stage, more in zip(stages, apart, strict=True)
+            )
         act_s = [link.seconds(s.act_bytes) for link, s in zip(self._links, stages[:-1], strict=True)]
         grad_s = [link.seconds(s.grad_bytes) for link, s in zip(self._links, stages[1:], strict=True)]
         tied = [
@@ -157,16 +175,17 @@ class Orders:
             yield Order(to_lines(made), made)
 
     def _by_seconds(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> Iterator[Order]:
-        seen, update_s = set[Actions](), self._update_s(self._stages(cuts, "none")[0])
+        seen, (stages, messages) = set[Actions](), self._stages(cuts, "none")
+        update_s, least_s = self._update_s(stages), self._least_s(stages, messages[0])
         for schedule, took_s in sorted(self._found(cuts, mode, most), key=lambda found: found[1]):
             actions = to_lines(schedule)  # written where it is asked for: often one will do
             if actions not in seen:
                 seen.add(actions)
+                of_order_s = took_s + update_s if self._layout.is_even else least_s
                 # Some of its stages may recompute less than `mode`: then its seconds are no bound.
-                yield Order(actions, schedule, (took_s + update_s) * _ROUNDING if mode == "none" else 0.0)
+                yield Order(actions, schedule, of_order_s * _ROUNDING if mode == "none" else 0.0)
 
     def _found(self, cuts: Cuts, mode: Recompute, most: Sequence[int]) -> list[tuple[Schedule, float]]:
         """most: stashes of each rank."""
-        stages, messages = self._stages(cuts, mode)
-        work = work_of(self._on, stages, *messages)
+        work = self._work(*self._stages(cuts, mode))
         return planned_by_room(self._on, self._n_micro, work, most, self._with_hand)

@@ -125,7 +125,8 @@ def least_step_s(costs: Costs, program: Program) -> float:
     n_ranks, n_copies = len(program.codes), len(program.copies)
     norm_s = norm_seconds(costs.cluster, n_ranks)
     if not is_even(program):
-        return uneven_bound_s(costs, program.n_micro, n_copies, n_ranks, norm_s)
+        most = max(len(program.holders(stage)) for stage in range(program.n_stages))
+        return uneven_bound_s(costs, program.n_micro, most, n_ranks, norm_s)
     bound = any_order_bound_s if is_plain(program) else work_bound_s
     return bound(fastest_copy(costs, n_ranks, n_copies), len(program.share(0)), n_ranks // n_copies, norm_s)
 

@@ -16,7 +16,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import Copies, check_copies, largest_share, placements, replicas_text, shape_text
+from mpipipe.planner.copies import (
+    Copies,
+    check_copies,
+    largest_share,
+    pipeline_copies,
+    placements,
+    replicas_text,
+)
 from mpipipe.planner.exchange import nodes_for
 from mpipipe.planner.orders import Order, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages
@@ -27,7 +34,7 @@ from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, homes_of, 
 from mpipipe.planner.schedules.orders import is_plain
 from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
 from mpipipe.planner.starts import starts
-from mpipipe.planner.uneven import balanced, has_one_stage_each
+from mpipipe.planner.uneven import balanced
 from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Plan, Program
 
 REFINE_WORK = 512  # stages x micro-batches, of all copies, up to which neighbouring cuts are simulated
@@ -49,7 +56,8 @@ def make_plan(
     that are promising: the next ones are taken only where they gain something. Raises PlanError if no cut
     fits (see `partition`), DeadlockError for an order that cannot end.
 
-    receive_window: at least; more where a schedule needs it. n_copies: of the pipeline, or of each stage.
+    receive_window: at least; more where a schedule needs it. n_copies: of the pipeline, or of the stages of
+    each rank.
     recompute: "auto" = that of least time, for each cut that is looked at; they begin with those that fit
     without, where there are any. quick: they end there, and where nothing fits nobody asks what is
     missing. by_hand: a plan with the order of `BY_HAND`, where there is one already. brief, of an order that
@@ -78,19 +86,12 @@ class _Making:
         """With so many copies of the pipeline, in the best of the orders of ranks."""
         costs, numerics, schedule = self.costs, self.numerics, self.schedule
         n_micro, n_each = largest_share(numerics.micro_batches, n_copies), n_ranks // n_copies
-        if schedule in PLANNED and numerics.micro_batches % n_copies:
-            raise PlanError(
-                f"{schedule} with {replicas_text(n_copies)}: all have one order, so {numerics.micro_batches} "
-                f"micro-batches would have to be a multiple of {n_copies}; choose another schedule"
-            )
+        self._check_shares(n_copies)
         of_copy = costs.but(copies=n_copies)
         check_counts(of_copy, n_micro, schedule, n_each)
         n_stages = stages_on(schedule, n_each)
         check_stages(n_stages, len(costs.groups), n_copies, n_stages // n_each)
-        if schedule in PLANNED:
-            homes = homes_of(schedule, n_each)
-        else:
-            homes = build(schedule, n_stages, n_micro, n_each).rank_of_stage
+        homes = self._homes(n_stages, n_micro, n_each)
         if self.brief and self.by_hand is not None:
             layout = self.by_hand.layout
             return self._on(layout.ranks, [cut_indices(layout, costs.names)])
@@ -123,6 +124,21 @@ class _Making:
             raise first
         return best
 
+    def _check_shares(self, copies: Copies) -> None:
+        """Raises PlanError where copies of the pipeline cannot have one order."""
+        n_micro, n_copies = self.numerics.micro_batches, pipeline_copies(copies)
+        if self.schedule in PLANNED and n_micro % n_copies:
+            raise PlanError(
+                f"{self.schedule} with {replicas_text(copies)}: all have one order, so {n_micro} "
+                f"micro-batches would have to be a multiple of {n_copies}; choose another schedule"
+            )
+
+    def _homes(self, n_stages: int, n_micro: int, n_ranks: int) -> tuple[int, ...]:
+        """The rank of each stage, of those of one copy."""
+        if self.schedule in PLANNED:
+            return homes_of(self.schedule, n_ranks)
+        return build(self.schedule, n_stages, n_micro, n_ranks).rank_of_stage
+
     def _by_hand(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> list[Cuts]:
         """The best cuts of the order by hand that is never shorter; none where it does not fit."""
         with suppress(PlanError, DeadlockError):
@@ -131,18 +147,21 @@ class _Making:
         return []
 
     def uneven(self, copies: tuple[int, ...]) -> tuple[Plan, Program]:
-        """With so many copies of each stage, on ranks that follow each other."""
-        n_micro, n_stages = largest_share(self.numerics.micro_batches, copies), len(copies)
-        check_counts(self.costs.but(copies=max(copies)), n_micro, self.schedule, n_stages)
-        if not has_one_stage_each(self.schedule, n_stages):
-            raise PlanError(
-                f"replicas {shape_text(copies)}: unlike numbers need one stage on each rank, in an order "
-                f"that does not follow from costs, and schedule {self.schedule} is not so; choose 1f1b, "
-                "gpipe or zb-h1"
-            )
-        check_stages(n_stages, len(self.costs.groups))
-        edges = itertools.pairwise((0, *itertools.accumulate(copies)))
-        return self._on(tuple(tuple(range(*edge)) for edge in edges), [balanced(self.costs, copies)[0]])
+        """With so many copies of the stages of each rank, on ranks that follow each other."""
+        n_micro, n_each = largest_share(self.numerics.micro_batches, copies), len(copies)
+        self._check_shares(copies)
+        check_counts(self.costs.but(copies=max(copies)), n_micro, self.schedule, n_each)
+        n_stages = stages_on(self.schedule, n_each)
+        check_stages(n_stages, len(self.costs.groups), per_rank=n_stages // n_each)
+        homes = self._homes(n_stages, n_micro, n_each)
+        edges = [*itertools.pairwise((0, *itertools.accumulate(copies)))]
+        ranks = tuple(tuple(range(*edges[home])) for home in homes)
+        if self.brief and self.by_hand is not None:
+            return self._on(ranks, [cut_indices(self.by_hand.layout, self.costs.names)])
+        cuts = [balanced(self.costs, tuple(copies[home] for home in homes))[0]]
+        if self.schedule in PLANNED and not self.brief:
+            cuts += self._by_hand(ranks, cuts)
+        return self._on(ranks, cuts)
 
     def _on(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> tuple[Plan, Program]:
         """With these ranks for each stage, and the best cuts from `starts` on."""
@@ -172,7 +191,7 @@ class _Making:
             programs[key] = program
             return Plan(numerics, layout, prediction, costs)
 
-        n_copies = max(map(len, ranks))
+        n_copies = math.lcm(*map(len, ranks))
         work = len(ranks) * largest_share(numerics.micro_batches, n_copies) * n_copies
         if self.schedule in PLANNED:
             orders = Orders(

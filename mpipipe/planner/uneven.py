@@ -1,20 +1,21 @@
 """Unlike numbers of copies of the stages, such as 15 and 1 (Narayanan et al. 2019, PipeDream): which, and
 where to cut. By compute alone, on ranks of one speed, as a first answer: the simulated step decides.
 
-A stage of c seconds for a micro-batch, in r copies, takes c / r of them. With S copies of the stage that has
-most, S micro-batches go through the pipeline beside each other, so with m micro-batches and p stages a step
-takes about (m + (p - 1) S) max(c / r).
+A stage of c seconds for a micro-batch, in r copies, takes c / r of them. With S copies of the pipeline, the
+least common multiple of all r, S micro-batches go through it beside each other, so with m micro-batches and p
+stages a step takes about (m + (p - 1) S) max(c / r).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpipipe.planner.copies import legal_copies
-from mpipipe.planner.schedules import PLANNED, stages_on
+from mpipipe.planner.copies import legal_copies, pipeline_copies
+from mpipipe.planner.schedules import stages_on
 from mpipipe.planner.stages import Cuts, Ranges
 from mpipipe.values import Costs, Float64, Int64, Numerics
 
@@ -25,9 +26,9 @@ SIMULATED = 4  # shapes
 Shape = tuple[int, ...]  # copies of each stage
 
 
-def has_one_stage_each(schedule: str, n_stages: int) -> bool:
-    """What unlike numbers of copies need: one stage on each rank, in an order that is the same for all."""
-    return schedule not in PLANNED and stages_on(schedule, n_stages) == n_stages
+def has_one_stage_each(schedule: str, n_ranks: int) -> bool:
+    """By such schedules alone are `promising_shapes` weighed: their seconds are those of one stage each."""
+    return stages_on(schedule, n_ranks) == n_ranks
 
 
 def balanced(costs: Costs, copies: Shape) -> tuple[Cuts, float]:
@@ -42,22 +43,39 @@ def promising_shapes(costs: Costs, numerics: Numerics, n_ranks: int) -> list[Sha
     n_groups, found = len(costs.groups), dict[Shape, float]()  # seconds of the slowest stage
     if n_ranks > MOST_RANKS or n_groups > MOST_GROUPS:
         return []
-    for most in legal_copies(numerics)[1:n_ranks]:
-        legal = tuple(n for n in legal_copies(numerics) if n <= most and most % n == 0)
+    n_micro, even_s = numerics.micro_batches, float(Ranges(costs).seconds.sum()) / n_ranks
+
+    def step_s(shape: Shape) -> float:
+        return (n_micro + (len(shape) - 1) * pipeline_copies(shape)) * found[shape]
+
+    legal = tuple(n for n in legal_copies(numerics) if n < n_ranks)
+    for ways in _ways(legal, n_ranks, n_micro)[1:]:
+        others_s = sorted(map(step_s, found))
+        if len(others_s) >= SIMULATED and (n_micro + ways) * even_s >= others_s[SIMULATED - 1]:
+            break  # no shape of so many ways, or of more, is among the best
+        choices = tuple(n for n in legal if ways % n == 0)
         most_stages = min(MOST_STAGES, n_groups, n_ranks - 1)
-        table = _Table(costs, [legal] * most_stages, n_ranks)
+        table = _Table(costs, [choices] * most_stages, n_ranks)
         for n_stages in range(2, most_stages + 1):
             shape, _, slowest_s = table.best(n_stages, n_ranks)
-            if len({*shape}) > 1 and max(shape) == most:
+            if len({*shape}) > 1 and pipeline_copies(shape) == ways:
                 found[shape] = slowest_s
     for mirrored in {shape[::-1]: None for shape in found}:  # the estimate does not know how a pipeline fills
         if mirrored not in found:
             found[mirrored] = balanced(costs, mirrored)[1]
-
-    def step_s(shape: Shape) -> float:
-        return (numerics.micro_batches + (len(shape) - 1) * max(shape)) * found[shape]
-
     return sorted(found, key=step_s)[:SIMULATED]
+
+
+def _ways(legal: Shape, n_ranks: int, most: int) -> list[int]:
+    """The least common multiples, up to `most`, of legal numbers that are so many ranks at most together;
+    ascending."""
+    fewest = {1: 0}  # ranks
+    for n in legal:
+        for ways, used in [*fewest.items()]:
+            both = math.lcm(ways, n)
+            if both <= most and used + n <= min(n_ranks, fewest.get(both, n_ranks)):
+                fewest[both] = used + n
+    return sorted(fewest)
 
 
 class _Table:

@@ -81,8 +81,12 @@ def describe(
 
 
 def _on_ranks(plan: Plan) -> str:
-    """A line, where stages are not on the ranks of their numbers, and one for each copy of the pipeline."""
+    """A line, where stages are not on the ranks of their numbers, and one for each copy of the pipeline; of
+    unlike numbers of copies one for all of them."""
     copies = plan.layout.copies
+    if not plan.layout.is_even:
+        of_stages = (f"{stage}: {_listed(on)}" for stage, on in enumerate(plan.layout.ranks))
+        return f"on ranks, by stage: {'; '.join(of_stages)}\n"
     if len(copies) == 1 and copies[0] == tuple(range(len(copies[0]))):
         return ""
     shown = copies if len(copies) <= _MOST_LISTED else copies[: _MOST_LISTED - 1]

@@ -347,9 +347,9 @@ class Interpreter:
         blocks.whole_sub_tree()
         if len(self.served) > 1:
             self.trees[i.stage].add(served, weights.shares[served].tensors)
-            if done == self.share.stop:
+            if self.undone[i.stage] == 0:
                 weights.begin_again()
-        if done == self.share.stop and weights.n_copies > 1:
+        if self.undone[i.stage] == 0 and weights.n_copies > 1:
             self.copies[i.stage].begin()
 
     def _norm(self, _: Instr) -> None:

@@ -165,9 +165,12 @@ def test_the_bits_of_one_rank_with_replicas_of_several_stages_on_a_rank(
     comm: MpiCommunicator, case: Case, schedule: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sums of one stage travel, in one bucket or many, while its rank waits for messages of another. Two
-    replicas, of 4 ranks also four; three with 6 blocks."""
+    replicas, of 4 ranks also four; three with 6 blocks; and unlike numbers for each rank, such as 2+1."""
     monkeypatch.setattr(runtime_copies, "BUCKET_BYTES", bucket_bytes)
-    for copies in (n for n in legal_copies(case.numerics) if n > 1 and comm.size % n == 0):
+    legal = legal_copies(case.numerics)
+    even = [n for n in legal if n > 1 and comm.size % n == 0]
+    unlike = [pair for pair in itertools.permutations(legal, 2) if sum(pair) == comm.size]
+    for copies in (*even, *unlike):
         got = tiny.train(comm, case, schedule, window=16, copies=copies)
         expect_bits_of_one_rank(comm, str(case), got, lambda one: tiny.train(one, case))
 

@@ -162,6 +162,9 @@ UNLIKE = [  # (case, schedule, copies of each stage)
     (Case("thrice", batch=12, micro_batches=6, blocks=6), "1f1b", (1, 3)),
     (Case("conv and norm", batch=11, blocks=4, evaluate=True), "zb-h1", (4, 1, 2)),
     (Case("gpt", batch=8, micro_batches=4, blocks=4, tied="eager"), "gpipe", (1, 2, 1)),
+    (Case("gpt", batch=15, micro_batches=8, blocks=4, evaluate=True), "zb-planned", (2, 1)),
+    (Case("conv and norm", batch=11, blocks=4, evaluate=True), "zb-planned", (1, 2)),
+    (Case("gpt", batch=15, micro_batches=8, blocks=4, evaluate=True), "zb-v", (1, 2)),
 ]
 ALL_UNLIKE = [
     *UNLIKE,
@@ -171,6 +174,12 @@ ALL_UNLIKE = [
     (Case("skips", batch=16, micro_batches=8, blocks=8, evaluate=True), "1f1b", (2, 1, 4)),
     (Case("thrice", tied="eager", batch=11, blocks=4), "zb-h1", (2, 4)),
     (Case("traps", precision="bf16", optimizer="sgd", blocks=4), "1f1b", (2, 1)),
+    (Case("gpt", batch=16, micro_batches=8, blocks=4), "zb-planned", (4, 2)),
+    (Case("gpt", tied="eager", batch=16, micro_batches=8, blocks=8), "zb-planned", (2, 4, 1)),
+    (Case("skips", batch=12, micro_batches=6, blocks=6, evaluate=True), "v-planned", (3, 1)),
+    (Case("gpt", batch=16, micro_batches=8, blocks=2, tied="eager"), "v-half", (2, 1)),
+    (Case("conv and norm", batch=16, micro_batches=8, blocks=4, evaluate=True), "interleaved", (1, 2)),
+    (Case("thrice", batch=12, micro_batches=6, blocks=3), "interleaved-planned", (1, 3)),
 ]
 
 
@@ -209,11 +218,15 @@ ANY_SHARES = [  # (case, schedule, copies of each stage, or of the one)
     (Case("gpt", batch=15, micro_batches=8, evaluate=True, reduce="fast"), "1f1b", (3,)),
     (Case("conv and norm", batch=11, micro_batches=5, evaluate=True, reduce="fast"), "1f1b", (2, 1)),
     (Case("thrice", batch=12, micro_batches=7, tied="eager", reduce="fast"), "gpipe", (1, 3)),
+    (Case("conv and norm", batch=15, micro_batches=7, evaluate=True, reduce="fast"), "1f1b", (3, 2)),
+    (Case("gpt", batch=12, micro_batches=6, evaluate=True, reduce="fast"), "zb-planned", (2, 3)),
 ]
 ALL_ANY_SHARES = [
     *ANY_SHARES,
     (Case("gpt", batch=14, micro_batches=7, reduce="fast"), "zb-h1", (5,)),
     (Case("skips", batch=16, micro_batches=8, reduce="fast"), "zb-h1", (1, 6, 3)),
+    (Case("gpt", tied="eager", batch=14, micro_batches=7, reduce="fast"), "zb-h2", (3, 1, 2)),
+    (Case("skips", batch=16, micro_batches=8, reduce="fast"), "zb-v", (3, 2)),
 ]
 
 
@@ -227,6 +240,13 @@ def test_fast_copies_of_any_number_train_as_one_but_for_rounding(
     for name in ("losses", "norms", *(["validation"] if case.evaluate else [])):
         found, expected = ([float.fromhex(x) for x in r[name]] for r in (got, one_stage(case, 1)))
         assert found == pytest.approx(expected, rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_fast_copies_of_unlike_numbers_have_the_same_bits_each_time() -> None:
+    case = Case("conv and norm", batch=15, micro_batches=7, steps=2, reduce="fast")
+    first, second = (train_local(case, 5, "1f1b", window=16, copies=(3, 2)) for _ in range(2))
+    assert differences(first, second) == []
 
 
 BY_NODE = [  # (case, schedule, copies of each stage, or of the one, nodes of the ranks)

@@ -13,7 +13,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.orders import by_rank
@@ -34,6 +34,17 @@ class Work:
     act_s: tuple[float, ...]  # to the next stage
     grad_s: tuple[float, ...]  # to the one before
     tied: tuple[Use, ...] = ()  # where an owner's weight gradient of a micro-batch needs its user's
+
+    def in_turn(self, turns: Sequence[int]) -> Work:
+        """Of ranks that do each action for several copies of the pipeline in turn: for so many, by stage."""
+
+        def of_all(seconds: Sequence[float]) -> tuple[float, ...]:
+            return tuple(n * each for n, each in zip(turns, seconds, strict=True))
+
+        return replace(
+            self, fwd_s=of_all(self.fwd_s), bwd_input_s=of_all(self.bwd_input_s),
+            bwd_weight_s=of_all(self.bwd_weight_s), bwd_s=of_all(self.bwd_s),
+        )  # fmt: skip
 
 
 def units(n_stages: int) -> Work:

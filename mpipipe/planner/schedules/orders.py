@@ -86,10 +86,11 @@ def is_in_two(order: Schedule | Program) -> bool:
 def in_copies(parts: Sequence[Schedule], copies: Sequence[Sequence[int]]) -> Schedule:
     """The order of several copies of a pipeline from that of each, with stage s of copy c on rank
     `copies[c][s]`; micro-batches are numbered on from copy to copy. What several copies have on one rank they
-    do in turn there. Raises PlanError where stages of one rank would be on two, or the other way round."""
-    held: dict[int, list[Int32]] = {}
+    do in turn there, those first whose ranks come to them first; on all ranks alike, so that none waits for
+    another in a circle. Raises PlanError where stages of one rank would be on two, or the other way round."""
+    held: dict[int, dict[int, Int32]] = {}  # by rank and copy
     done = 0
-    for part, ranks in zip(parts, copies, strict=True):
+    for copy, (part, ranks) in enumerate(zip(parts, copies, strict=True)):
         to = dict(zip(part.rank_of_stage, ranks, strict=True))
         if [to[rank] for rank in part.rank_of_stage] != list(ranks) or len({*to.values()}) < len(to):
             raise PlanError(
@@ -97,7 +98,7 @@ def in_copies(parts: Sequence[Schedule], copies: Sequence[Sequence[int]]) -> Sch
                 "ranks may be numbered otherwise, but the same stages must be together"
             )
         for rank, codes in enumerate(part.codes):
-            held.setdefault(to[rank], []).append(codes + np.array((0, 0, done), np.int32))
+            held.setdefault(to[rank], {})[copy] = codes + np.array((0, 0, done), np.int32)
         done += part.n_micro
     stages = {(rank, stage) for ranks in copies for stage, rank in enumerate(ranks)}
     together = Counter(rank for rank, _ in stages)  # in one copy at least
@@ -108,8 +109,14 @@ def in_copies(parts: Sequence[Schedule], copies: Sequence[Sequence[int]]) -> Sch
             f"the stages of {len(copies)} copies are on ranks {[list(ranks) for ranks in copies]}; a rank "
             "may be in several with the same stages, and each of the ranks 0, 1, ... is in one"
         )
+    late = [0] * len(copies)  # how much its ranks have to do before it
+    for mine in held.values():
+        for i, copy in enumerate(mine):
+            late[copy] += i * len(copies) // len(mine)
+    turns = (sorted(held[rank], key=late.__getitem__) for rank in range(len(held)))
+    in_turn = tuple(_in_turn([held[rank][copy] for copy in order]) for rank, order in enumerate(turns))
     first, *others = (tuple(ranks) for ranks in copies)
-    return Schedule(first, done, tuple(_in_turn(held[rank]) for rank in range(len(held))), tuple(others))
+    return Schedule(first, done, in_turn, tuple(others))
 
 
 def _in_turn(parts: Sequence[Int32]) -> Int32:

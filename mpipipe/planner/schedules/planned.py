@@ -111,19 +111,20 @@ def _rooms(on: Sequence[int], n_micro: int, most: Sequence[int]) -> Iterator[tup
 
 def room_for(
     on: Sequence[int], stages: Sequence[StageCost], n_micro: int, memory_bytes: Sequence[int],
-    receive_window: int,
+    receive_window: int, turns: Sequence[int] = (),
 ) -> list[int]:  # fmt: skip
-    """By rank, stashes that fit for certain; each as large as that of the rank's largest stage. Raises
-    PlanError where that is not one of each of its stages."""
-    ahead = min(receive_window, n_micro)
+    """By rank, stashes that fit for certain; each as large as that of the rank's largest stage. turns: as of
+    `Work.in_turn`, for each of which it has as many; () = one. Raises PlanError where that is not one of each
+    of its stages."""
+    of_rank = dict(zip(on, turns or (1,) * len(on), strict=True))
     return [
-        _room_of(rank, on, stages, n_micro, has, ahead)
+        _room_of(rank, on, stages, n_micro, has, min(receive_window, n_micro * of_rank[rank]), of_rank[rank])
         for rank, has in enumerate(memory_bytes[: max(on) + 1])
     ]
 
 
 def _room_of(
-    rank: int, on: Sequence[int], stages: Sequence[StageCost], n_micro: int, has: int, ahead: int
+    rank: int, on: Sequence[int], stages: Sequence[StageCost], n_micro: int, has: int, ahead: int, turns: int
 ) -> int:
     """Each stash may have to hold what waits for its W, with the gradient that it was given. What is made
     again of one is there once."""
@@ -143,9 +144,10 @@ def _room_of(
 
     def needs(room: int) -> int:
         of_blocks = (
-            int(blocks_ahead(room - 1, n_micro, stages[s].blocks)) * stages[s].at_once_bytes for s in own
+            int(blocks_ahead(room - 1, n_micro, max(1, stages[s].blocks // turns))) * stages[s].at_once_bytes
+            for s in own
         )
-        return room * each + sum(of_blocks)
+        return turns * (room * each + sum(of_blocks))
 
     if left < needs(len(own)):
         least = has - left + needs(len(own))
@@ -154,7 +156,7 @@ def _room_of(
             "use smaller micro-batches, or more ranks"
         )
     room = n_micro * len(own)
-    room = min(room, left // each) if each else room
+    room = min(room, left // (turns * each)) if each else room
     while needs(room) > left:
         room -= 1
     return room
