@@ -118,8 +118,8 @@ class Pipeline(SharedWork):
     blocks     equal blocks in which gradients of micro-batches are added up, or "auto": as many as
                `max_ranks` may share, decided at the first start, and then kept by checkpoints
     max_ranks  how many ranks may ever come, for blocks="auto"; None = as many as there are at the first start
-    replicas   copies of the pipeline, or (2, 1) of each stage, which share the micro-batches and the
-               optimizer's state; as the blocks allow. "auto": those whose simulated step is the shortest
+    replicas   copies of the pipeline, or (2, 1) of the stages of each rank, which share the micro-batches and
+               the optimizer's state; as the blocks allow. "auto": those whose simulated step is the shortest
     reduce     sums of replicas: "exact", with the bits of one; "fast", of any number of replicas
     schedule   "auto": the one whose simulated step is the shortest; or 1f1b, gpipe, ..., or one of your own
     recompute  what backward makes again of the forward, to keep less: "none", "selective" (what is cheap:

@@ -261,9 +261,10 @@ class Survival:
         here.clear()
         pipe.variants.source.begin_from(received)
         pipe.build()
-        received.let_go(pipe.variants.source.params)
-        pipe.trainer.resume(received, described(found.numbers))
         pipe.trainer.tensors()  # reads the buffers that nothing has asked for
+        received.let_go(pipe.variants.source.params)
+        received.once = True  # the optimizer's state
+        pipe.trainer.resume(received, described(found.numbers))
         pipe.variants.source.begin_from(self._initial)
         pipe.steps_done = found.key.step
 

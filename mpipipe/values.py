@@ -484,8 +484,8 @@ class Layout(Value):
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """By copy of the pipeline, the rank of each stage. Of a stage that has fewer copies, each belongs to
-        several that follow each other."""
+        """By copy of the pipeline, the rank of each stage. Of a stage that has fewer copies than the
+        pipeline, each belongs to several that follow each other."""
         n = self.n_copies
         return tuple(tuple(on[copy * len(on) // n] for on in self.ranks) for copy in range(n))
 
@@ -600,7 +600,7 @@ def share_of(copy: int, n_copies: int, n_micro: int) -> range:
 class Placed:
     """What schedules and programs have in common. Copy c of the pipeline does the micro-batches of its
     `share`, on the ranks `copies[c]`. A rank is in one of them; in several that follow each other where its
-    stages have fewer copies than others."""
+    stages have fewer copies than the pipeline."""
 
     rank_of_stage: tuple[int, ...]  # in copy 0
     other_copies: tuple[tuple[int, ...], ...]  # likewise

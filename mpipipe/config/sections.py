@@ -326,7 +326,7 @@ class PipelineConfig(Section):
     micro_batches: Positive | Literal["auto"] = 8  # parts of a batch, 4 per stage or more; auto = searched
     blocks: Positive | Literal["auto"] = 1  # equal blocks of additions, for replicas; auto = by max_ranks
     max_ranks: Positive | None = None  # that may ever come, as blocks: auto needs; null = those of the start
-    replicas: Positive | Sizes | Literal["auto"] = "auto"  # of all stages, or of each; auto = fastest
+    replicas: Positive | Sizes | Literal["auto"] = "auto"  # of all stages, or by rank; auto = fastest
     reduce: Literal["exact", "fast"] = "exact"  # sums of replicas: the bits of one, or any number of replicas
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks

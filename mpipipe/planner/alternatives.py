@@ -27,7 +27,7 @@ from mpipipe.planner.schedules import PLAIN, PLANNED, SCHEDULES, stages_on
 from mpipipe.planner.search import REFINE_WORK, make_plan
 from mpipipe.planner.sizes import counted, size_text
 from mpipipe.planner.stages import Cuts, Ranges, in_order, neighbours, stage_costs
-from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
+from mpipipe.planner.uneven import promising_shapes
 from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction, Program, Value
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
@@ -161,8 +161,7 @@ class _Asked:
         count = self.plan.numerics.micro_batches
         known = {t.schedule: t for t in tried if (t.micro_batches, t.copies) == (count, self.shape)}
         for schedule in SCHEDULES:
-            uneven = not self.plan.layout.is_even and not has_one_stage_each(schedule, self.n_each)
-            if schedule == self.plan.layout.schedule or (uneven and schedule not in known):
+            if schedule == self.plan.layout.schedule:
                 continue
             same = stages_on(schedule, self.n_each) == self.n_stages == self.n_each
             found = known.get(schedule)
@@ -192,7 +191,6 @@ class _Asked:
                 yield self._planned_with(replicas_text(copies), schedule, copies)
         for shape in promising_shapes(self.costs, numerics, self.n_ranks)[:1]:
             if shape != self.shape:
-                schedule = schedule if has_one_stage_each(schedule, len(shape)) else PLAIN[0]
                 yield self._planned_with(replicas_text(shape), schedule, shape)
 
     def _more_copies(self) -> Iterator[Alternative]:

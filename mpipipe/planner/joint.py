@@ -34,7 +34,7 @@ from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.prediction import dear, norm_seconds
 from mpipipe.planner.schedules import BY_HAND, FILLED, PLAIN, PLANNED, build, check, stages_on
 from mpipipe.planner.search import leaner, make_plan
-from mpipipe.planner.uneven import has_one_stage_each, promising_shapes
+from mpipipe.planner.uneven import promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
 LIKE = 1.02  # a step that is longer by less is as good: a prediction cannot tell them apart
@@ -190,8 +190,8 @@ class _Finder:
         n_ranks, share = ranks_in_each(copies, self.asked.n_ranks), largest_share(count, copies)
         several, promising = len(self.asked.schedules) > 1, copies not in self.asked.copies
         for schedule in self.asked.schedules[: None if n_ranks > 1 else 1]:  # one rank never waits
-            if several and promising and not has_one_stage_each(schedule, n_ranks):
-                continue
+            if several and promising and stages_on(schedule, n_ranks) > n_ranks:
+                continue  # their shapes are those that promise most with one stage on each rank
             least_s = whole_s if schedule in PLAIN else bound_s
             large = several and n_ranks * share > most_compared(schedule)
             work = stages_on(schedule, n_ranks) * share

@@ -64,7 +64,7 @@ def predict_with(
         more: list[str] = []
         if not own_order and not whole and enough:
             more = ["use more ranks"] + ["fewer replicas"] * (layout.n_copies > 1)
-            more = more if layout.is_even else ["give pipeline.replicas more stages"]
+            more = more if layout.is_even else ["give pipeline.replicas more numbers"]
         with_less = [] if wish in ("auto", "full") else ["set pipeline.recompute=auto"]
         return [*with_less, *_smaller(finest), *more, MORE_MEMORY]
 

@@ -26,13 +26,14 @@ from mpipipe.planner.copies import (
 )
 from mpipipe.planner.exchange import nodes_for
 from mpipipe.planner.orders import Order, Orders
-from mpipipe.planner.partition import Wish, check_counts, check_stages
+from mpipipe.planner.partition import Wish, check_counts, check_stages, too_many
 from mpipipe.planner.placing import LEAST_GAIN, promising
 from mpipipe.planner.prediction import dear, least_of, least_step_s, predict, predict_with
 from mpipipe.planner.programs import Failure, alone, cut_indices, program_for, with_window
 from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, homes_of, stages_on
 from mpipipe.planner.schedules.orders import is_plain
 from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
+from mpipipe.planner.sizes import counted
 from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced
 from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Plan, Program
@@ -152,7 +153,11 @@ class _Making:
         self._check_shares(copies)
         check_counts(self.costs.but(copies=max(copies)), n_micro, self.schedule, n_each)
         n_stages = stages_on(self.schedule, n_each)
-        check_stages(n_stages, len(self.costs.groups), per_rank=n_stages // n_each)
+        if n_stages > (n_groups := len(self.costs.groups)):
+            most = counted(n_groups * n_each // n_stages, "number")
+            raise too_many(
+                n_stages, n_groups, f"give pipeline.replicas {most} at most, or train a model of more layers"
+            )
         homes = self._homes(n_stages, n_micro, n_each)
         edges = [*itertools.pairwise((0, *itertools.accumulate(copies)))]
         ranks = tuple(tuple(range(*edges[home])) for home in homes)
@@ -191,7 +196,7 @@ class _Making:
             programs[key] = program
             return Plan(numerics, layout, prediction, costs)
 
-        n_copies = math.lcm(*map(len, ranks))
+        n_copies = pipeline_copies(tuple(map(len, ranks)))
         work = len(ranks) * largest_share(numerics.micro_batches, n_copies) * n_copies
         if self.schedule in PLANNED:
             orders = Orders(

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpipipe.planner.copies import legal_copies, pipeline_copies
-from mpipipe.planner.schedules import stages_on
 from mpipipe.planner.stages import Cuts, Ranges
 from mpipipe.values import Costs, Float64, Int64, Numerics
 
@@ -24,11 +23,6 @@ MOST_RANKS = 32  # above, there are too many shapes to look at within a plan's t
 MOST_GROUPS = 256
 SIMULATED = 4  # shapes
 Shape = tuple[int, ...]  # copies of each stage
-
-
-def has_one_stage_each(schedule: str, n_ranks: int) -> bool:
-    """By such schedules alone are `promising_shapes` weighed: their seconds are those of one stage each."""
-    return stages_on(schedule, n_ranks) == n_ranks
 
 
 def balanced(costs: Costs, copies: Shape) -> tuple[Cuts, float]:

@@ -148,12 +148,12 @@ def newest_whole(comm: Communicator, kept: Sequence[Mirrors]) -> Found | None:
 
 
 class Received:
-    """Tensors of a version, by name: first values of a model and saved state of an optimizer. That is read
-    once, and let go then."""
+    """Tensors of a version, by name: first values of a model and saved state of an optimizer. once: from now
+    on each is read once, and let go then."""
 
     def __init__(self, step: int, tensors: dict[str, Tensor]) -> None:
         self.folder = Path(f"the mirrors of step {step}")  # of messages
-        self._tensors, self._freed_bytes = tensors, 0
+        self._tensors, self._freed_bytes, self.once = tensors, 0, False
         self._most_bytes = sum(t.nbytes for t in tensors.values()) // PORTIONS
         self.names: Collection[str] = frozenset(tensors)
 
@@ -163,7 +163,7 @@ class Received:
     @torch.no_grad()
     def read(self, name: str, out: Tensor) -> None:
         out.copy_(self._tensors[name])
-        if "/" in name:  # the optimizer's
+        if self.once:
             self.let_go([name])
 
     def let_go(self, names: Iterable[str]) -> None:

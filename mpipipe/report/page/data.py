@@ -83,7 +83,8 @@ def _timeline(name: str, timeline: Timeline, program: int) -> dict[str, Any]:
     ranks = []
     for times, exposed, held in per_rank:
         ns = _ns(times - start)
-        ends = np.maximum.accumulate(ns[:, 1])  # in order, by which the page looks for them
+        # in order, by which the page looks for them: a SEND that was begun early has its place, not its time
+        ends = np.maximum.accumulate(ns[:, 1])
         before = np.concatenate([[0], ends[:-1]]) if len(ns) else np.zeros(0, np.int64)
         starts = np.maximum(ns[:, 0], before)
         columns = (starts - before, ends - starts, _ns(exposed), np.diff(held, prepend=0))
