@@ -26,6 +26,8 @@ def check_shape(receive_window: int, replicas: Replicas) -> None:
     if replicas == ():
         raise MpipipeError("replicas = (): give a number, or one for each stage")
     of_stages = replicas if isinstance(replicas, tuple) else () if replicas == "auto" else (replicas,)
+    if not all(isinstance(count, int) for count in of_stages):
+        raise MpipipeError(f"replicas = {replicas!r}; give a number, one for each, as (3, 2), or 'auto'")
     for name, counts in {"receive_window": (receive_window,), "replicas": of_stages}.items():
         for count in counts:
             if count < 1:

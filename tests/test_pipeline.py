@@ -815,13 +815,15 @@ def test_replicas_read_what_is_theirs(
 
 @pytest.mark.slow
 def test_replicas_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1; or, .* blocks"):
+    with pytest.raises(PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1; or, .*\.blocks=2"):
         run_local(2, lambda comm: pipeline(comm, replicas=2))
     with pytest.raises(PlanError, match=r"replicas 2\+1 are on 3 ranks, not 2; start 3"):
         run_local(2, lambda comm: pipeline(comm, replicas=(2, 1), blocks=2))
     assert run_local(3, lambda comm: pipeline(comm, replicas=[2, 1], blocks=2).size) == [3, 3, 3]
     with pytest.raises(MpipipeError, match=r"replicas = \(\): give a number, or one for each stage"):
         alone(lambda comm: pipeline(comm, replicas=()))
+    with pytest.raises(MpipipeError, match=r"replicas = '2\+1'; give a number, one for each, as"):
+        alone(lambda comm: pipeline(comm, replicas="2+1"))
     for wrong in (0, (2, 0)):
         with pytest.raises(MpipipeError, match="replicas = 0; must be at least 1"):
             alone(lambda comm, n=wrong: pipeline(comm, replicas=n))

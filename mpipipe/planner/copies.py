@@ -48,8 +48,15 @@ def _whole_sub_trees(n_copies: int, blocks: int) -> bool:
 def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
     """Raises PlanError where so many copies would have other bits or nothing to do, or do not share the ranks
     evenly."""
-    legal = legal_copies(numerics)
+    legal, most = legal_copies(numerics), most_copies(copies)
     of_stages = (copies,) if isinstance(copies, int) else copies
+    apart = [n for n in of_stages if n > 1 and not _whole_sub_trees(n, most)]
+    if apart and numerics.reduce == "exact":
+        raise PlanError(
+            f"replicas {shape_text(copies)} with pipeline.reduce = exact: no pipeline.blocks allow both "
+            f"{apart[0]} and {most}; use numbers that are a power of two times each other, such as 2+1 or 6+3"
+            ", or pipeline.reduce=fast, where any numbers will do"
+        )
     for n_copies in of_stages:
         if n_copies not in legal and numerics.reduce == "fast":
             raise PlanError(
@@ -60,10 +67,10 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
             raise PlanError(
                 f"{counted(n_copies, 'replica')} with pipeline.blocks = {numerics.blocks}: each must own a "
                 f"whole sub-tree of the blocks' sum; use {' or '.join(map(str, legal))}; or, before the "
-                f"first step of a run, {_blocks_for(n_copies, n_ranks, numerics)}, or pipeline.reduce=fast, "
+                f"first step of a run, {_blocks_for(of_stages, n_ranks, numerics)}, or pipeline.reduce=fast, "
                 "where any number will do"
             )
-    ways, most = pipeline_copies(copies), most_copies(copies)
+    ways = pipeline_copies(copies)
     if numerics.reduce == "fast" and ways > numerics.micro_batches:
         raise PlanError(
             f"replicas {shape_text(copies)} with pipeline.micro_batches = {numerics.micro_batches}: there "
@@ -75,7 +82,7 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
         if sum(copies) != n_ranks:
             raise PlanError(
                 f"replicas {shape_text(copies)} are on {counted(sum(copies), 'rank')}, not "
-                f"{n_ranks}; start {sum(copies)}, or give pipeline.replicas other numbers"
+                f"{n_ranks}; start {sum(copies)}, or give pipeline.replicas other numbers, or leave it out"
             )
     elif n_ranks % copies:
         near = sorted({max(1, n_ranks // copies) * copies, -(-n_ranks // copies) * copies})
@@ -85,23 +92,22 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
         )
 
 
-def _blocks_for(n_copies: int, n_ranks: int, numerics: Numerics) -> str:
-    """What allows so many copies."""
-    n_micro = numerics.micro_batches
-    if n_micro % n_copies:
-        less = n_micro // n_copies * n_copies
-        near = " or ".join(str(n) for n in (less, less + n_copies) if n)
+def _blocks_for(of_stages: Sequence[int], n_ranks: int, numerics: Numerics) -> str:
+    """What allows so many copies of each."""
+    n_micro, most = numerics.micro_batches, max(of_stages)
+    if n_micro % most:
+        less = n_micro // most * most
+        near = " or ".join(str(n) for n in (less, less + most) if n)
         return (
-            f"a multiple of {n_copies} for pipeline.micro_batches, such as {near}, with pipeline.blocks="
-            f"{n_copies} ({n_copies} does not divide {n_micro})"
+            f"a multiple of {most} for pipeline.micro_batches, such as {near}, with pipeline.blocks="
+            f"{most} ({most} does not divide {n_micro})"
         )
+    doubled = (most << times for times in range(n_micro.bit_length()))
+    blocks = " or ".join(str(n) for n in doubled if n_micro % n == 0)
     auto = even_blocks(n_micro, numerics.batch, n_ranks)
-    finds = n_copies in legal_copies(replace(numerics, blocks=auto))
-    by_auto = f" (pipeline.blocks=auto gives {auto} for pipeline.max_ranks={n_ranks})" if finds else ""
-    return (
-        f"as many blocks as {n_copies} or a power of two times that, which must divide "
-        f"pipeline.micro_batches = {n_micro}{by_auto}"
-    )
+    finds = {*of_stages} <= {*legal_copies(replace(numerics, blocks=auto))}
+    by_auto = f" (auto gives {auto} for pipeline.max_ranks={n_ranks})" if finds else ""
+    return f"pipeline.blocks={blocks}{by_auto}"
 
 
 def check_order(layout: Layout) -> None:

@@ -32,8 +32,8 @@ from mpipipe.planner.prediction import dear, least_of, least_step_s, predict, pr
 from mpipipe.planner.programs import Failure, alone, cut_indices, program_for, with_window
 from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, homes_of, stages_on
 from mpipipe.planner.schedules.orders import is_plain
-from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
 from mpipipe.planner.sizes import counted
+from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
 from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced
 from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Plan, Program
@@ -129,16 +129,26 @@ class _Making:
         """Raises PlanError where copies of the pipeline cannot have one order."""
         n_micro, n_copies = self.numerics.micro_batches, pipeline_copies(copies)
         if self.schedule in PLANNED and n_micro % n_copies:
+            less = n_micro // n_copies * n_copies
+            near = " or ".join(str(n) for n in (less, less + n_copies) if n)
             raise PlanError(
                 f"{self.schedule} with {replicas_text(copies)}: all have one order, so {n_micro} "
-                f"micro-batches would have to be a multiple of {n_copies}; choose another schedule"
+                f"micro-batches would have to be a multiple of {n_copies}; use pipeline.micro_batches={near}"
+                ", or another schedule"
             )
 
     def _homes(self, n_stages: int, n_micro: int, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage, of those of one copy."""
         if self.schedule in PLANNED:
             return homes_of(self.schedule, n_ranks)
-        return build(self.schedule, n_stages, n_micro, n_ranks).rank_of_stage
+        try:
+            return build(self.schedule, n_stages, n_micro, n_ranks).rank_of_stage
+        except PlanError as error:
+            if n_micro == (of_all := self.numerics.micro_batches):
+                raise
+            raise PlanError(
+                f"of pipeline.micro_batches = {of_all} a replica has {n_micro}: {error} for each"
+            ) from error
 
     def _by_hand(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> list[Cuts]:
         """The best cuts of the order by hand that is never shorter; none where it does not fit."""

@@ -127,21 +127,32 @@ def test_other_numbers_are_refused_naming_the_legal_ones(n_copies: int, n_ranks:
         ),
         (8, 8, 4, "such as 8, with pipeline.blocks=8 (8 does not divide 4), or", [(8, 8)]),
         (
-            3, 6, 24, "as many blocks as 3 or a power of two times that, which must divide "
-            "pipeline.micro_batches = 24 (pipeline.blocks=auto gives 6 for pipeline.max_ranks=6), or",
+            3, 6, 24, "before the first step of a run, pipeline.blocks=3 or 6 or 12 or 24 (auto gives 6 for "
+            "pipeline.max_ranks=6), or pipeline.reduce=fast",
             [(24, 3), (24, 6), (24, 12), (24, 24), (24, even_blocks(24, 48, 6))],
         ),
-        (3, 15, 15, "which must divide pipeline.micro_batches = 15, or", [(15, 3)]),  # of auto it were 15
+        (3, 15, 15, "pipeline.blocks=3, or pipeline.reduce=fast", [(15, 3)]),  # of auto it were 15
+        ((2, 1), 3, 12, "a run, pipeline.blocks=2 or 4, or pipeline.reduce=fast", [(12, 2), (12, 4)]),
+        ((4, 2), 6, 8, "a run, pipeline.blocks=4 or 8 (auto gives", [(8, 4), (8, 8)]),
     ],
 )  # fmt: skip
 def test_what_is_said_to_allow_more_copies_does(
-    n_copies: int, n_ranks: int, n_micro: int, words: str, to_do: list[tuple[int, int]]
+    n_copies: Copies, n_ranks: int, n_micro: int, words: str, to_do: list[tuple[int, int]]
 ) -> None:
     with pytest.raises(PlanError) as caught:
         check_copies(n_copies, n_ranks, numerics(n_micro, 1))
     assert words in str(caught.value)
     for micro_batches, blocks in to_do:
         check_copies(n_copies, n_ranks, numerics(micro_batches, blocks))
+
+
+@pytest.mark.parametrize("copies", [(3, 2), (6, 2), (4, 3, 1)])
+def test_numbers_that_no_blocks_allow_together_are_refused_as_a_whole(copies: Copies) -> None:
+    assert not any({*copies} <= {*legal_copies(numerics(blocks, blocks))} for blocks in range(1, 49))
+    for blocks in (1, 3, 12):
+        with pytest.raises(PlanError, match=r"with pipeline\.reduce = exact: no pipeline\.blocks allow both"):
+            check_copies(copies, sum(copies), numerics(12, blocks))
+    check_copies((3, 1), 4, numerics(12, 3))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +182,10 @@ def test_copies_with_unlike_shares_take_as_long_as_the_largest_one() -> None:
     nine, _ = make_plan(costs, fast(9), "1f1b", 4, 3, 3)
     assert plan.prediction.step_s == nine.prediction.step_s
     assert plan.prediction.lower_bound_s <= plan.prediction.step_s
-    with pytest.raises(PlanError, match="8 micro-batches would have to be a multiple of 3"):
+    with pytest.raises(
+        PlanError,
+        match=r"8 micro-batches would have to be a multiple of 3; use pipeline.micro_batches=6 or 9, or",
+    ):
         make_plan(costs, fast(8), "zb-planned", 4, 3, 3)
 
 
@@ -675,7 +689,7 @@ def test_the_copies_of_a_stage_come_together_where_that_is_faster() -> None:
     ("ranks", "words"),
     [
         (((0, 1, 2), ()), "each stage must be on one rank for each of its copies"),
-        (((0, 1, 2), (3, 4)), r"3 replicas with pipeline\.blocks = 2"),
+        (((0, 1, 2), (3, 4)), r"replicas 3\+2 .* no pipeline\.blocks allow both"),
         (((0, 1), (1, 0)), "each copy have ranks of its own"),
         (((0, 2), (1, 4)), "ranks 0 to 3 must hold a stage"),
     ],
