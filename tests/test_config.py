@@ -254,6 +254,13 @@ def test_a_section_may_be_replaced_as_a_message_says() -> None:
     assert config == parse("data: {name: text, path: x}")
 
 
+def test_of_a_list_with_wrong_items_these_are_named() -> None:
+    said = message("pipeline: {replicas: [3, 0]}")
+    assert "pipeline.replicas.1 = 0 (int); expected greater than or equal to 1" in said
+    assert "[3, 0]" not in said
+    assert "or a list of at least one or" in message("pipeline: {replicas: []}")
+
+
 def test_two_wrong_keys_are_both_named() -> None:
     said = message("train: {stepz: 1}\nevil: {}\n")
     assert "train.stepz" in said

@@ -178,11 +178,14 @@ def _messages(
     lines: dict[tuple[str, ...], int],
     changed: dict[tuple[str, ...], str],
 ) -> Iterator[str]:
-    """One message per key; a union's several complaints about one value are joined."""
+    """One message per key; a union's several complaints about one value are joined, and of a list with wrong
+    items only these are complained about."""
     by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
         by_path.setdefault(_path(detail, data), []).append(detail)
     for path, details in by_path.items():
+        if isinstance(details[0]["input"], list) and any(path == other[:-1] for other in by_path):
+            continue
         complaint = _of_another_kind(path, details[0], data, changed)
         complaint = complaint or _complaint(".".join(path), path, details)
         yield f"{_place(path, source, lines, changed)}: {complaint}"
@@ -220,6 +223,7 @@ _EXPECTED = {
     "tuple_type": "a list",
     "missing": "one value more",
     "too_long": "fewer values",
+    "too_short": "a list of at least one",
     "invalid_key": "a key that is text",
 }
 _LITERALS = re.compile(r"'([^']+)'")
