@@ -286,7 +286,7 @@ def test_ways_out_of_too_little_memory_are_those_that_there_are() -> None:
     assert said(chain(100), larger) == f"use {SMALLER}, use more ranks, or {MORE_MEMORY}"
     assert said(chain(100, 6), numerics(4)) == MORE_MEMORY, "no group can be cut"
     assert said(chain(100, 4), blocks, 2) == f"use more ranks, fewer replicas, or {MORE_MEMORY}"
-    assert said(chain(100, 3), blocks, (2, 1)) == f"give pipeline.replicas more stages, or {MORE_MEMORY}"
+    assert said(chain(100, 3), blocks, (2, 1)) == f"give pipeline.replicas more numbers, or {MORE_MEMORY}"
     tight = chain(100)
     taken = tuple(replace(device, base_bytes=101) for device in tight.cluster.devices)
     assert said(replace(tight, cluster=replace(tight.cluster, devices=taken)), larger) == MORE_MEMORY
