@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
-from mpipipe.planner.copies import Copies, legal_copies, replicas_text, shape_of
+from mpipipe.planner.copies import Copies, legal_copies, most_copies, replicas_text, shape_of
 from mpipipe.planner.joint import SKIPPED, Tried, least_s, most_compared
 from mpipipe.planner.more_copies import more_copies
 from mpipipe.planner.orders import Orders
@@ -66,7 +66,6 @@ class _Asked:
         self.cuts = cut_indices(plan.layout, self.names)
         self.n_ranks, self.n_stages = plan.layout.n_ranks, plan.layout.n_stages
         self.n_copies, self.n_each = plan.layout.n_copies, plan.layout.ranks_per_copy
-        self.most_copies = max(map(len, plan.layout.ranks))
         self.shape = shape_of(plan.layout)
         self._programs: dict[tuple[str, int], Program] = {}
 
@@ -254,7 +253,7 @@ class _Asked:
 
     def _ranks(self) -> Iterator[Alternative]:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
-            if not 1 <= ranks <= len(self.names) * self.most_copies:
+            if not 1 <= ranks <= len(self.names) * most_copies(self.shape):
                 continue
             name = counted(ranks, "rank")
             try:
@@ -271,7 +270,7 @@ class _Asked:
         """With the schedule of the plan; where that was chosen, and does not fit there, with 1f1b."""
         layout, costs = self.plan.layout, self.costs.but(cluster=cluster)
         n_ranks, numerics = len(cluster.devices), self.plan.numerics
-        copies = max(n for n in legal_copies(numerics) if n <= self.most_copies and n_ranks % n == 0)
+        copies = max(n for n in legal_copies(numerics) if n <= most_copies(self.shape) and n_ranks % n == 0)
         *chosen, last = dict.fromkeys((layout.schedule, PLAIN[0] if self.chosen else layout.schedule))
         how = layout.receive_window, n_ranks, copies, self.recompute
         for schedule in chosen:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.sizes import counted
+from mpipipe.planner.sizes import counted, multiples_beside
 from mpipipe.planner.stages import bounds, in_order, own_bytes, rows_of, stage_costs, stage_ties
 from mpipipe.values import Cluster, Costs, Layout, Numerics, StageCost, share_of
 
@@ -85,10 +85,9 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
                 f"{n_ranks}; start {sum(copies)}, or give pipeline.replicas other numbers, or leave it out"
             )
     elif n_ranks % copies:
-        near = sorted({max(1, n_ranks // copies) * copies, -(-n_ranks // copies) * copies})
         raise PlanError(
             f"{counted(copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
-            f"{' or '.join(map(str, near))} ranks"
+            f"{multiples_beside(n_ranks, copies)} ranks"
         )
 
 
@@ -96,11 +95,9 @@ def _blocks_for(of_stages: Sequence[int], n_ranks: int, numerics: Numerics) -> s
     """What allows so many copies of each."""
     n_micro, most = numerics.micro_batches, max(of_stages)
     if n_micro % most:
-        less = n_micro // most * most
-        near = " or ".join(str(n) for n in (less, less + most) if n)
         return (
-            f"a multiple of {most} for pipeline.micro_batches, such as {near}, with pipeline.blocks="
-            f"{most} ({most} does not divide {n_micro})"
+            f"a multiple of {most} for pipeline.micro_batches, such as {multiples_beside(n_micro, most)}, "
+            f"with pipeline.blocks={most} ({most} does not divide {n_micro})"
         )
     doubled = (most << times for times in range(n_micro.bit_length()))
     blocks = " or ".join(str(n) for n in doubled if n_micro % n == 0)

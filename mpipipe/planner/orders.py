@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mpipipe.errors import PlanError
-from mpipipe.planner.copies import sums_apart_bytes
+from mpipipe.planner.copies import largest_share, sums_apart_bytes
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.schedules import BY_HAND, build, planned_by_room, policies, room_for, to_lines, work_of
 from mpipipe.planner.schedules.fill import Use, Work
 from mpipipe.planner.schedules.listed import Policy, listed_seconds, listed_shortest
 from mpipipe.planner.stages import Cuts, are_cuts, in_order, stage_costs, stage_ties
-from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost, share_of
+from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost
 
 Actions = tuple[str, ...]
 # Seconds by stage, to the next one and to the one before; and those of tied parameters.
@@ -48,7 +48,7 @@ class Orders:
         self._costs, self._layout, self._turns = costs, layout, layout.turns
         counts = {len(on) for on in layout.ranks}
         self._placed = {n: in_order(costs.but(copies=n), layout.order) for n in counts}
-        self._n_micro = len(share_of(0, layout.n_copies, numerics.micro_batches))
+        self._n_micro = largest_share(numerics.micro_batches, layout.n_copies)
         self._window = layout.receive_window
         cluster = costs.cluster.loaded(*layout.copies)
         self._links = [cluster.link(a, b) for a, b in itertools.pairwise(layout.order)]

@@ -32,7 +32,7 @@ from mpipipe.planner.prediction import dear, least_of, least_step_s, predict, pr
 from mpipipe.planner.programs import Failure, alone, cut_indices, program_for, with_window
 from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, homes_of, stages_on
 from mpipipe.planner.schedules.orders import is_plain
-from mpipipe.planner.sizes import counted
+from mpipipe.planner.sizes import counted, multiples_beside
 from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
 from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced
@@ -129,8 +129,7 @@ class _Making:
         """Raises PlanError where copies of the pipeline cannot have one order."""
         n_micro, n_copies = self.numerics.micro_batches, pipeline_copies(copies)
         if self.schedule in PLANNED and n_micro % n_copies:
-            less = n_micro // n_copies * n_copies
-            near = " or ".join(str(n) for n in (less, less + n_copies) if n)
+            near = multiples_beside(n_micro, n_copies)
             raise PlanError(
                 f"{self.schedule} with {replicas_text(copies)}: all have one order, so {n_micro} "
                 f"micro-batches would have to be a multiple of {n_copies}; use pipeline.micro_batches={near}"

@@ -16,6 +16,16 @@ def counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'s' * (count != 1)}"
 
 
+def multiples_beside(number: int, of: int) -> str:
+    """The nearest ones, below and above, of a number that is none itself.
+
+    >>> multiples_beside(8, 3), multiples_beside(2, 4)
+    ('6 or 9', '4')
+    """
+    below = number // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n)
+
+
 def per_second(per_s: float, unit: str) -> str:
     """
     >>> per_second(9.81e9, "B/s")
