@@ -30,6 +30,7 @@ SETS = {  # machine -> instruction set -> flags; mpipipe/native.py knows the sam
         "base": ["-march=x86-64"],
         "v3": ["-march=x86-64-v3"],
         "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+        "v4_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
     },
     "aarch64": {"base": ["-march=armv8-a"], "sve": ["-march=armv8.2-a+sve"]},
 }

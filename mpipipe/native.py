@@ -18,9 +18,11 @@ FORCED = "MPIPIPE_INSTRUCTION_SET"  # names the set to load, for tests
 # machine -> instruction sets, best first, and what /proc/cpuinfo lists where processor and system have them;
 # setup.py builds the same names. v3 and v4: the levels of the x86-64 psABI.
 _V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"])
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 SETS: Mapping[str, Mapping[str, frozenset[str]]] = {
     "x86_64": {
-        "v4": _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]),
+        "v4_bf16": _V4 | {"avx512_bf16"},
+        "v4": _V4,
         "v3": _V3,
         "base": frozenset(),
     },

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-REGISTERS = {"v3": "%ymm", "v4": "%zmm", "sve": r"\bz[0-9]+\.[sdh]"}
+REGISTERS = {"v3": "%ymm", "v4": "%zmm", "v4_bf16": "%zmm", "sve": r"\bz[0-9]+\.[sdh]"}
 FIXED = r"\bv[0-9]+\.(4s|2d)"  # of aarch64: 16 bytes whatever the processor has
 
 

@@ -15,7 +15,8 @@ struct Running {
     alignas(64) float greatest[kQueries], sum[kQueries], factor[kQueries];
 };
 
-// s = 2^(s - greatest), column by column.
+// s = 2^(s - greatest), column by column; of Pairs as words of two keys, in the rows above.
+template <typename Word>
 void weigh(const Tile& t, float* s, Running& r) {
     for (size_t i = 0; i < kQueries; i += kLanes) {
         const size_t keys = t.last_key(i / kStrip * kStrip);
@@ -27,11 +28,18 @@ void weigh(const Tile& t, float* s, Running& r) {
         }
         const Vector base = greatest == -kInfinity ? Vector{} : greatest;  // nothing seen yet: 2^-inf = 0
         Vector sum = {};
-        for (size_t k = 0; k < keys; ++k) {
-            float* at = s + k * kQueries + i;
-            const Vector weight = exp2_(load(at) - base);
-            store(at, weight);
-            sum += weight;
+        const auto weight = [&](size_t k) {
+            const Vector w = exp2_(load(s + k * kQueries + i) - base);
+            sum += w;
+            return w;
+        };
+        if constexpr (Word::kDepth == 1) {
+            for (size_t k = 0; k < keys; ++k) store(s + k * kQueries + i, weight(k));
+        } else {
+            for (size_t k = 0; k < keys; k += 2) {
+                const Vector first = weight(k), second = k + 1 < keys ? weight(k + 1) : Vector{};
+                store(s + k / 2 * kQueries + i, Word::zip(Word::narrow(first, second)));
+            }
         }
         const Vector factor = exp2_(before - base);
         store(r.greatest + i, greatest);
@@ -41,14 +49,17 @@ void weigh(const Tile& t, float* s, Running& r) {
 }
 
 // What a thread keeps: consecutive pieces of work are most often of one head.
+template <typename Word>
 struct Held {
     size_t head = SIZE_MAX;
-    Rows keys, values, queries;
+    Tokens<Word> keys, values, queries;
     Floats scratch;
 };
 
 template <typename T>
 struct Forward {
+    using Word = Words<T>;
+
     Problem p;
     const T *q, *k, *v;
     Strides q_strides, k_strides, v_strides;
@@ -57,12 +68,12 @@ struct Forward {
     float* lse;
 
     // All query tiles of `group` of the heads that share a key head.
-    void operator()(size_t b, size_t key_head, size_t group, size_t groups, Held& held) const {
+    void operator()(size_t b, size_t key_head, size_t group, size_t groups, Held<Word>& held) const {
         const size_t seen = p.seen(b), padded = p.padded(), tiles = p.query_tiles();
         if (held.head != b * p.key_heads + key_head) {
             held.head = b * p.key_heads + key_head;
-            held.keys.take(at(k, k_strides, b, key_head), k_strides[2], seen, p.width, padded);
-            held.values.take(at(v, v_strides, b, key_head), v_strides[2], seen, p.width, padded);
+            held.keys.take(at(k, k_strides, b, key_head), k_strides[2], seen, p.width, padded, Tokens<Word>::rows);
+            held.values.take(at(v, v_strides, b, key_head), v_strides[2], seen, p.width, padded, Tokens<Word>::down);
         }
         if (!held.scratch) held.scratch = floats(kQueries * (p.width + kKeys + padded));
         for (size_t h = key_head * p.heads_per_key(); h < (key_head + 1) * p.heads_per_key(); ++h) {
@@ -72,12 +83,13 @@ struct Forward {
         }
     }
 
-    void tile(size_t b, size_t h, size_t i0, size_t seen, Held& held) const {
+    void tile(size_t b, size_t h, size_t i0, size_t seen, Held<Word>& held) const {
         const size_t rows = std::min(kQueries, p.queries - i0), padded = p.padded();
         const T* from = at(q, q_strides, b, h) + static_cast<ptrdiff_t>(i0) * q_strides[2];
         float *turned = held.scratch.get(), *s = turned + p.width * kQueries, *sum = s + kKeys * kQueries;
-        held.queries.take(from, q_strides[2], rows, p.width, padded);
-        turn(held.queries, 0, rows, padded, p.width, p.scale * kLog2e, turned);
+        const float factor = p.scale * kLog2e;
+        held.queries.take(from, q_strides[2], rows, p.width, padded, Tokens<Word>::rows);
+        turn(held.queries, 0, rows, p.width, factor, turned);
         Running r;
         std::fill_n(r.greatest, kQueries, -kInfinity);
         std::fill_n(r.sum, kQueries, 0.0f);
@@ -85,11 +97,11 @@ struct Forward {
         const size_t end = p.causal ? std::min(seen, i0 + rows) : seen;
         for (size_t j0 = 0; j0 < end; j0 += kKeys) {
             const Tile t(p, i0, j0, end);
-            scores(t, held.keys, padded, turned, p.width, p.mask(b), s);
-            weigh(t, s, r);
+            scores(t, held.keys, turned, p.width, factor, p.mask(b), s);
+            weigh<Word>(t, s, r);
             t.for_queries([&](size_t i, size_t n, size_t depth) {
-                multiply<Into::scale>(n, padded, {s + i, 1, kQueries}, held.values[j0], padded, depth,
-                                      sum + i * padded, padded, r.factor + i);
+                multiply<Into::scale, Word>(n, padded, {s + i, 1, kQueries}, held.values.down_from(j0), padded,
+                                            deep<Word>(depth), sum + i * padded, padded, r.factor + i);
             });
         }
         finish(b, h, i0, rows, r, sum);
@@ -124,7 +136,7 @@ void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_
     const Problem p{batch, heads, key_heads, queries, keys, width, causal, scale, key_lengths, key_mask};
     const Forward<T> forward{p, q, k, v, q_strides, k_strides, v_strides, o, o_strides, lse};
     const size_t groups = groups_for(64, batch * key_heads, p.query_tiles());
-    parallel_for_holding<Held>(batch * key_heads * groups, threads, [&](size_t i, Held& held) {
+    parallel_for_holding<Held<Words<T>>>(batch * key_heads * groups, threads, [&](size_t i, auto& held) {
         forward(i / groups / key_heads, i / groups % key_heads, i % groups, groups, held);
     });
 }

@@ -39,16 +39,17 @@ void give(const float* from, size_t padded, size_t width, float factor, size_t f
 
 // What the queries of one head bring: q and d_o as rows and turned, lse and delta; padded to whole tiles, with
 // queries that see nothing. The next head takes the place of the last one.
+template <typename Word>
 struct Queries {
-    Rows q, d_o;
+    Tokens<Word> q, d_o;
     Floats q_turned, d_o_turned, lse, delta;
 
     template <typename T>
     void take(const Problem& p, View<const T> q_, View<const T> o, View<const T> d_o_, const float* lse_, size_t b,
               size_t h) {
         const size_t all = p.query_tiles() * kQueries, padded = p.padded();
-        q.take(q_.head(b, h), q_.strides[2], p.queries, p.width, padded);
-        d_o.take(d_o_.head(b, h), d_o_.strides[2], p.queries, p.width, padded);
+        q.take(q_.head(b, h), q_.strides[2], p.queries, p.width, padded, Tokens<Word>::both);
+        d_o.take(d_o_.head(b, h), d_o_.strides[2], p.queries, p.width, padded, Tokens<Word>::both);
         if (!lse) {
             q_turned = floats(all * p.width), d_o_turned = floats(all * p.width);
             lse = floats(all), delta = zeros(all);
@@ -57,43 +58,62 @@ struct Queries {
         std::memcpy(lse.get(), lse_ + (b * p.heads + h) * p.queries, p.queries * sizeof(float));
         for (size_t i = 0; i < p.queries; ++i) {
             const T* row = o.head(b, h) + static_cast<ptrdiff_t>(i) * o.strides[2];
+            const T* d_row = d_o_.head(b, h) + static_cast<ptrdiff_t>(i) * d_o_.strides[2];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (size_t e = 0; e < p.width; ++e) sum += wide(row[e]) * d_o[i][e];
+            for (size_t e = 0; e < p.width; ++e) sum += wide(row[e]) * wide(d_row[e]);
             delta[i] = sum;
         }
         for (size_t i = 0; i < p.queries; i += kQueries) {
             const size_t rows = std::min(kQueries, p.queries - i);
-            turn(q, i, rows, padded, p.width, p.scale * kLog2e, q_turned.get() + i * p.width);
-            turn(d_o, i, rows, padded, p.width, 1.0f, d_o_turned.get() + i * p.width);
+            turn(q, i, rows, p.width, p.scale * kLog2e, q_turned.get() + i * p.width);
+            turn(d_o, i, rows, p.width, 1.0f, d_o_turned.get() + i * p.width);
         }
     }
 };
 
 // What a thread keeps: consecutive pieces of work are most often of one head.
+template <typename Word>
 struct Held {
     size_t key_head = SIZE_MAX, head = SIZE_MAX;
-    Rows keys, values;
-    Queries queries;
+    Tokens<Word> keys, values;
+    Queries<Word> queries;
     Floats scratch, dk, dv, dq;
 };
 
-// s: scores to weights p; ds: d_o v^T to p (d_o v^T - delta).
-void weigh(const Tile& t, const float* lse, const float* delta, float* s, float* ds) {
+// s: scores to weights p; ds: d_o v^T to p (d_o v^T - delta). Of Pairs both become words of two queries, in the lower
+// halves of their rows, and `down` (kKeys / 2, kQueries) has words of two keys of ds; `down` of Singles is ds itself.
+template <typename Word>
+void weigh(const Tile& t, const float* lse, const float* delta, float* s, float* ds, float* down) {
     for (size_t i = 0; i < kQueries; i += kLanes) {
         const size_t keys = t.last_key(i / kStrip * kStrip);
         const Vector l = load(lse + i), d = load(delta + i);
-        for (size_t k = 0; k < keys; ++k) {
-            float *weight = s + k * kQueries + i, *change = ds + k * kQueries + i;
-            const Vector p = exp2_(load(weight) - l);
-            store(weight, p);
-            store(change, p * (load(change) - d));
+        const auto weight = [&](size_t k) { return exp2_(load(s + k * kQueries + i) - l); };
+        const auto change = [&](size_t k, Vector p) { return p * (load(ds + k * kQueries + i) - d); };
+        if constexpr (Word::kDepth == 1) {
+            for (size_t k = 0; k < keys; ++k) {
+                const Vector p = weight(k);
+                store(s + k * kQueries + i, p);
+                store(ds + k * kQueries + i, change(k, p));
+            }
+        } else {
+            for (size_t k = 0; k < keys; k += 2) {  // of an odd number the last one beside zeros
+                const bool two = k + 1 < keys;
+                const Vector p0 = weight(k), p1 = two ? weight(k + 1) : Vector{};
+                const auto c = Word::narrow(change(k, p0), two ? change(k + 1, p1) : Vector{});
+                const size_t row = k * kQueries + i / 2;
+                Word::store(Word::narrow(p0, p1), s + row, s + row + kQueries);
+                Word::store(c, ds + row, ds + row + kQueries);
+                store(down + k / 2 * kQueries + i, Word::zip(c));
+            }
         }
     }
 }
 
 template <typename T>
 struct Backward {
+    using Word = Words<T>;
+
     Problem p;
     View<const T> q, k, v, o, d_o;
     const float* lse;
@@ -104,15 +124,15 @@ struct Backward {
     size_t dq_size() const { return p.heads_per_key() * p.queries * p.padded(); }
 
     // dk and dv of the group's tiles of keys, and its dq (heads of the key head, queries, padded) without scale.
-    void run(size_t b, size_t key_head, size_t group, Held& held, float* dq_sum) const {
+    void run(size_t b, size_t key_head, size_t group, Held<Word>& held, float* dq_sum) const {
         const size_t seen = p.seen(b), padded = p.padded(), heads = p.heads_per_key();
         if (held.key_head != b * p.key_heads + key_head) {
             held.key_head = b * p.key_heads + key_head;
-            held.keys.take(k.head(b, key_head), k.strides[2], seen, p.width, padded);
-            held.values.take(v.head(b, key_head), v.strides[2], seen, p.width, padded);
+            held.keys.take(k.head(b, key_head), k.strides[2], seen, p.width, padded, Tokens<Word>::both);
+            held.values.take(v.head(b, key_head), v.strides[2], seen, p.width, padded, Tokens<Word>::rows);
         }
         if (!held.scratch) {
-            held.scratch = floats(2 * kKeys * kQueries);
+            held.scratch = floats((Word::kDepth == 1 ? 4 : 5) * kKeys * kQueries / 2);
             held.dk = floats(p.keys * padded), held.dv = floats(p.keys * padded);
         }
         std::fill_n(dq_sum, dq_size(), 0.0f);
@@ -143,7 +163,7 @@ struct Backward {
     }
 
     // Some tiles of keys, ascending, by all queries that see them: each tile of queries is read once for all of them.
-    void meet(size_t b, const size_t* first, const size_t* last, size_t seen, Held& held, float* dq_sum) const {
+    void meet(size_t b, const size_t* first, const size_t* last, size_t seen, Held<Word>& held, float* dq_sum) const {
         for (size_t i = p.causal ? *first * kKeys / kQueries : 0; i * kQueries < p.queries; ++i) {
             for (const size_t* j = first; j < last; ++j) {
                 if (*j * kKeys >= seen || (p.causal && i < *j * kKeys / kQueries)) break;
@@ -153,28 +173,28 @@ struct Backward {
         }
     }
 
-    void tile(const Tile& t, const Rows& keys, const Rows& values, const Queries& queries, const bool* mask, float* s,
-              float* dq_sum, float* dk_sum, float* dv_sum) const {
-        const size_t padded = p.padded();
-        float* ds = s + kKeys * kQueries;
-        scores(t, keys, padded, queries.q_turned.get() + t.i0 * p.width, p.width, mask, s);
+    void tile(const Tile& t, const Tokens<Word>& keys, const Tokens<Word>& values, const Queries<Word>& queries,
+              const bool* mask, float* s, float* dq_sum, float* dk_sum, float* dv_sum) const {
+        const size_t padded = p.padded(), width = deep<Word>(p.width);
+        float *ds = s + kKeys * kQueries, *ds_down = Word::kDepth == 1 ? ds : ds + kKeys * kQueries;
+        scores(t, keys, queries.q_turned.get() + t.i0 * p.width, p.width, p.scale * kLog2e, mask, s);
         const float* d_o_turned = queries.d_o_turned.get() + t.i0 * p.width;
         t.for_keys([&](size_t k, size_t n, size_t i) {
-            multiply<Into::set>(n, kQueries - i, {values[t.j0 + k], padded, 1}, d_o_turned + i, kQueries, p.width,
-                                ds + k * kQueries + i, kQueries);
+            multiply<Into::set, Word>(n, kQueries - i, {values.row(t.j0 + k), values.row_words(), 1}, d_o_turned + i,
+                                      kQueries, width, ds + k * kQueries + i, kQueries);
         });
-        weigh(t, queries.lse.get() + t.i0, queries.delta.get() + t.i0, s, ds);
+        weigh<Word>(t, queries.lse.get() + t.i0, queries.delta.get() + t.i0, s, ds, ds_down);
         t.for_keys([&](size_t k, size_t n, size_t i) {
             if (i >= t.rows) return;
-            const size_t at = k * kQueries + i, to = (t.j0 + k) * padded;
-            multiply<Into::add>(n, padded, {s + at, kQueries, 1}, queries.d_o[t.i0 + i], padded, t.rows - i,
-                                dv_sum + to, padded);
-            multiply<Into::add>(n, padded, {ds + at, kQueries, 1}, queries.q[t.i0 + i], padded, t.rows - i,
-                                dk_sum + to, padded);
+            const size_t at = k * kQueries + i / Word::kDepth, to = (t.j0 + k) * padded, depth = deep<Word>(t.rows - i);
+            multiply<Into::add, Word>(n, padded, {s + at, kQueries, 1}, queries.d_o.down_from(t.i0 + i), padded, depth,
+                                      dv_sum + to, padded);
+            multiply<Into::add, Word>(n, padded, {ds + at, kQueries, 1}, queries.q.down_from(t.i0 + i), padded, depth,
+                                      dk_sum + to, padded);
         });
         t.for_queries([&](size_t i, size_t n, size_t depth) {
-            multiply<Into::add>(n, padded, {ds + i, 1, kQueries}, keys[t.j0], padded, depth,
-                                dq_sum + (t.i0 + i) * padded, padded);
+            multiply<Into::add, Word>(n, padded, {ds_down + i, 1, kQueries}, keys.down_from(t.j0), padded,
+                                      deep<Word>(depth), dq_sum + (t.i0 + i) * padded, padded);
         });
     }
 
@@ -207,7 +227,7 @@ void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, S
     const Backward<T> backward{p, {q, q_strides}, {k, k_strides}, {v, v_strides}, {o, o_strides}, {d_o, d_o_strides},
                                lse, {dq, dq_strides}, {dk, dk_strides}, {dv, dv_strides}, groups};
     std::vector<Floats> sums(groups == 1 ? 0 : batch * key_heads * groups);
-    parallel_for_holding<Held>(batch * key_heads * groups, threads, [&](size_t i, Held& held) {
+    parallel_for_holding<Held<Words<T>>>(batch * key_heads * groups, threads, [&](size_t i, auto& held) {
         const size_t head = i / groups;
         Floats& sum = groups == 1 ? held.dq : sums[i];
         if (!sum) sum = floats(backward.dq_size());

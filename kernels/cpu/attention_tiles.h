@@ -73,43 +73,107 @@ inline Floats zeros(size_t n) {
 constexpr size_t kAhead = 16;  // tokens, of which the cache lines are asked for: with other heads between a head's
                                // tokens, the processor does not foresee them
 
-// The tokens of one head in float32, padded with zeros: the tensor itself where it already is so and its rows lie
-// side by side (far apart, at a power of two, they would share few sets of the cache), else a copy, in the memory of
-// the copy before it.
-class Rows {
+// Words that a depth of n takes.
+template <typename Word>
+constexpr size_t deep(size_t n) {
+    return (n + Word::kDepth - 1) / Word::kDepth;
+}
+
+// The tokens of one head as factors of products, padded with zeros. The depth of a product is the width, along rows, or
+// the tokens, which go down: of Singles both are the same rows in float32, the tensor itself where it already is so and
+// its rows lie side by side (far apart, at a power of two, they would share few sets of the cache), else a copy. A copy
+// takes the memory of the one before it.
+template <typename Word>
+class Tokens {
    public:
+    enum Need { rows = 1, down = 2, both = 3 };  // both without more work for Singles
+
     template <typename T>
-    void take(const T* x, ptrdiff_t stride, size_t n, size_t width, size_t padded) {
+    void take(const T* x, ptrdiff_t stride, size_t n, size_t width, size_t padded, Need need) {
         padded_ = padded;
-        if constexpr (std::is_same_v<T, float>) {
-            at_ = x;
-            if (width == padded && stride == static_cast<ptrdiff_t>(width)) return;
-        }
-        if (n * padded > room_) copy_ = floats(room_ = n * padded);
-        for (size_t i = 0; i < n; ++i) {
-            const T* from = x + static_cast<ptrdiff_t>(i) * stride;
-            float* to = copy_.get() + i * padded;
-            for (size_t e = 0; i + kAhead < n && e < width; e += 64 / sizeof(T)) {
-                __builtin_prefetch(from + static_cast<ptrdiff_t>(kAhead) * stride + e);
+        if constexpr (Word::kDepth == 1) {
+            if constexpr (std::is_same_v<T, float>) {
+                rows_ = down_ = x;
+                if (width == padded && stride == static_cast<ptrdiff_t>(width)) return;
             }
+            float* to = row_copy_.of(n * padded);
+            each(x, stride, n, width, [&](const T* from) {
 #pragma omp simd
-            for (size_t e = 0; e < width; ++e) to[e] = wide(from[e]);
-            std::fill(to + width, to + padded, 0.0f);
+                for (size_t e = 0; e < width; ++e) to[e] = wide(from[e]);
+                std::fill(to + width, to + padded, 0.0f);
+                to += padded;
+            });
+            rows_ = down_ = row_copy_.of(n * padded);
+        } else {
+            if (need & rows) take_rows(x, stride, n, width);
+            if (need & down) take_down(x, stride, n, width);
         }
-        at_ = copy_.get();
     }
-    const float* operator[](size_t i) const { return at_ + i * padded_; }
+    // Of token i: padded / kDepth words.
+    const float* row(size_t i) const { return rows_ + i * row_words(); }
+    size_t row_words() const { return padded_ / Word::kDepth; }
+    // Of the tokens from i on, which kDepth divides: padded words of kDepth tokens each.
+    const float* down_from(size_t i) const { return down_ + i / Word::kDepth * padded_; }
 
    private:
-    size_t padded_ = 0, room_ = 0;
-    const float* at_ = nullptr;
-    Floats copy_;
+    struct Copy {
+        Floats at;
+        size_t room = 0;
+        float* of(size_t n) {
+            if (n > room) at = floats(room = n);
+            return at.get();
+        }
+    };
+
+    template <typename T, typename Body>
+    static void each(const T* x, ptrdiff_t stride, size_t n, size_t width, Body body) {
+        for (size_t i = 0; i < n; ++i, x += stride) {
+            for (size_t e = 0; i + kAhead < n && e < width; e += 64 / sizeof(T)) {
+                __builtin_prefetch(x + static_cast<ptrdiff_t>(kAhead) * stride + e);
+            }
+            body(x);
+        }
+    }
+
+    void take_rows(const bf16* x, ptrdiff_t stride, size_t n, size_t width) {
+        float* to = row_copy_.of(n * row_words());
+        rows_ = to;
+        each(x, stride, n, width, [&](const bf16* from) {
+            to[(width - 1) / Word::kDepth] = 0.0f;  // of an odd width, half of the last word
+            std::memcpy(to, from, width * sizeof(bf16));
+            std::fill(to + deep<Word>(width), to + row_words(), 0.0f);
+            to += row_words();
+        });
+    }
+
+    void take_down(const bf16* x, ptrdiff_t stride, size_t n, size_t width) {
+        float* to = down_copy_.of(deep<Word>(n) * padded_);
+        down_ = to;
+        for (size_t i = 0; i < n; i += Word::kDepth, to += padded_) {
+            const bf16 *first = x + static_cast<ptrdiff_t>(i) * stride, *second = first + (i + 1 < n ? stride : 0);
+            const uint32_t there = i + 1 < n ? 0xFFFF0000 : 0;
+#pragma omp simd
+            for (size_t e = 0; e < width; ++e) {
+                const uint32_t word = (uint32_t{second[e].bits} << 16 & there) | first[e].bits;
+                std::memcpy(to + e, &word, sizeof word);
+            }
+            std::fill(to + width, to + padded_, 0.0f);
+        }
+    }
+
+    size_t padded_ = 0;
+    const float *rows_ = nullptr, *down_ = nullptr;
+    Copy row_copy_, down_copy_;
 };
 
-// Up to kQueries rows as the columns of `to` (width, kQueries), times `factor`; columns from n on are 0.
-inline void turn(const Rows& rows, size_t first, size_t n, size_t stride, size_t width, float factor, float* to) {
+// Up to kQueries rows as the columns of `to` (words of the width, kQueries), of Singles times `factor`; columns from n
+// on are 0.
+template <typename Word>
+void turn(const Tokens<Word>& tokens, size_t first, size_t n, size_t width, float factor, float* to) {
+    const auto each = [factor](auto x) { return Word::kDepth == 1 ? x * factor : x; };
     for (size_t i = 0; i < kQueries; i += kLanes) {
-        transpose(rows[first + std::min(i, n)], stride, n > i ? n - i : 0, width, factor, to + i, kQueries);
+        transpose(tokens.row(first + std::min(i, n)), tokens.row_words(), n > i ? n - i : 0, deep<Word>(width), each,
+                  to + i, kQueries);
     }
 }
 
@@ -151,14 +215,16 @@ struct Tile {
     }
 };
 
-// s (kKeys, kQueries) = k turned, -inf where the mask of keys or the diagonal hides it; what no strip has is not
-// written. s is in units of log2: `turned` has the scale in it.
-inline void scores(const Tile& t, const Rows& k, size_t stride, const float* turned, size_t width, const bool* mask,
-                   float* s) {
+// s (kKeys, kQueries) = factor k q^T, -inf where the mask of keys or the diagonal hides it; what no strip has is not
+// written. factor: scale log2(e), which the turned queries of Singles have in them.
+template <typename Word>
+void scores(const Tile& t, const Tokens<Word>& k, const float* turned, size_t width, float factor, const bool* mask,
+            float* s) {
+    constexpr Into into = Word::kDepth == 1 ? Into::set : Into::times;
     t.for_keys([&](size_t first, size_t n, size_t column) {
         float* to = s + first * kQueries;
-        multiply<Into::set>(n, kQueries - column, {k[t.j0 + first], stride, 1}, turned + column, kQueries, width,
-                            to + column, kQueries);
+        multiply<into, Word>(n, kQueries - column, {k.row(t.j0 + first), k.row_words(), 1}, turned + column, kQueries,
+                             deep<Word>(width), to + column, kQueries, &factor);
         for (size_t j = 0; t.diagonal && j < n; ++j) {
             const size_t key = t.j0 + first + j, hidden = key > t.i0 ? std::min(key - t.i0, kQueries) : 0;
             if (hidden > column) std::fill(to + j * kQueries + column, to + j * kQueries + hidden, -kInfinity);

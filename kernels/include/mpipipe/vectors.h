@@ -8,7 +8,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
+
+#include "mpipipe/bf16.h"
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace mpipipe {
 
@@ -41,6 +47,49 @@ inline Vector exp2_(Vector x) {
     return p * (Vector)((Integers)shifted << 23);
 }
 
+// What products are made of: words of 32 bits, kDepth factors each that follow each other along the depth. Beside float32
+// itself, where the processor multiplies pairs of bfloat16 and adds them in float32, two of these. They lie in memory of
+// floats, and are moved and never computed with as such.
+struct Singles {
+    static constexpr size_t kDepth = 1;
+    static Vector add_product(Vector sum, float word, Vector words) { return sum + word * words; }
+};
+#ifdef __AVX512BF16__
+struct Pairs {
+    static constexpr size_t kDepth = 2;
+    static Vector add_product(Vector sum, float word, Vector words) {
+        return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(word), (__m512bh)words);
+    }
+    typedef uint16_t Both __attribute__((vector_size(kVectorBytes)));
+    // Rounded to nearest, one after the other; denormal numbers become 0, as they are in products.
+    static Both narrow(Vector first, Vector second) {
+        return (Both)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    }
+    // kLanes / 2 words (first[2 i], first[2 i + 1]), and so of the second.
+    static void store(Both x, float* first, float* second) {
+        std::memcpy(first, &x, sizeof x / 2);
+        std::memcpy(second, reinterpret_cast<const char*>(&x) + sizeof x / 2, sizeof x / 2);
+    }
+    // Words (first[i], second[i]).
+    static Vector zip(Both x) { return zip(x, std::make_index_sequence<2 * kLanes>()); }
+
+   private:
+    template <size_t... i>
+    static Vector zip(Both x, std::index_sequence<i...>) {
+        return (Vector)__builtin_shufflevector(x, x, (i / 2 + i % 2 * kLanes)...);
+    }
+};
+#endif
+
+// Of the products of a kernel for tensors of type T.
+#ifdef __AVX512BF16__
+template <typename T>
+using Words = std::conditional_t<std::is_same_v<T, bf16>, Pairs, Singles>;
+#else
+template <typename T>
+using Words = Singles;
+#endif
+
 // a0 b0 a1 b1 ..., of the lower and of the upper half of the lanes
 template <typename V, size_t... i>
 inline void interleave(V a, V b, V& low, V& high, std::index_sequence<i...>) {
@@ -49,14 +98,15 @@ inline void interleave(V a, V b, V& low, V& high, std::index_sequence<i...>) {
     high = __builtin_shufflevector(a, b, (lanes / 2 + i / 2 + i % 2 * lanes)...);
 }
 
-// to[e * to_stride + i] = factor * from[i * stride + e] for i < kLanes, of which those from `rows` on are 0, and e < n.
+// to[e * to_stride + i] = each(from[i * stride + e]) for i < kLanes, of which those from `rows` on are 0, and e < n.
 // Interleaving the upper with the lower half of a square, log2(kLanes) times, turns it.
-inline void transpose(const float* from, size_t stride, size_t rows, size_t n, float factor, float* to,
+template <typename Each>
+inline void transpose(const float* from, size_t stride, size_t rows, size_t n, Each each, float* to,
                       size_t to_stride) {
     size_t e = 0;
     for (; e + kLanes <= n; e += kLanes) {
         Vector x[kLanes], y[kLanes];
-        for (size_t i = 0; i < kLanes; ++i) x[i] = i < rows ? load(from + i * stride + e) * factor : Vector{};
+        for (size_t i = 0; i < kLanes; ++i) x[i] = i < rows ? each(load(from + i * stride + e)) : Vector{};
         for (size_t step = 1; step < kLanes; step *= 2) {
             for (size_t i = 0; i < kLanes / 2; ++i) {
                 interleave(x[i], x[i + kLanes / 2], y[2 * i], y[2 * i + 1], std::make_index_sequence<kLanes>());
@@ -66,19 +116,19 @@ inline void transpose(const float* from, size_t stride, size_t rows, size_t n, f
         for (size_t i = 0; i < kLanes; ++i) store(to + (e + i) * to_stride, x[i]);
     }
     for (; e < n; ++e) {
-        for (size_t i = 0; i < kLanes; ++i) to[e * to_stride + i] = i < rows ? from[i * stride + e] * factor : 0.0f;
+        for (size_t i = 0; i < kLanes; ++i) to[e * to_stride + i] = i < rows ? each(from[i * stride + e]) : 0.0f;
     }
 }
 
-// What becomes of c (m, n): a b; c + a b; or factors[i] c + a b, by row.
-enum class Into { set, add, scale };
+// What becomes of c (m, n): a b; factors[0] a b; c + a b; or factors[i] c + a b, by row.
+enum class Into { set, times, add, scale };
 
-struct Left {  // a (m, depth): element (i, k) at p[i * row + k * step]
+struct Left {  // a (m, depth): word (i, k) at p[i * row + k * step]
     const float* p;
     size_t row, step;
 };
 
-template <Into into, int kRows, int kVectors>
+template <Into into, typename Word, int kRows, int kVectors>
 inline void block(Left a, const float* b, size_t ldb, size_t depth, float* c, size_t ldc, const float* factors) {
     Vector sum[kRows][kVectors] = {};
     for (size_t k = 0; k < depth; ++k) {
@@ -89,7 +139,7 @@ inline void block(Left a, const float* b, size_t ldb, size_t depth, float* c, si
         for (int i = 0; i < kRows; ++i) {
             const float x = a.p[i * a.row + k * a.step];
 #pragma GCC unroll 8
-            for (int j = 0; j < kVectors; ++j) sum[i][j] += x * row[j];
+            for (int j = 0; j < kVectors; ++j) sum[i][j] = Word::add_product(sum[i][j], x, row[j]);
         }
     }
 #pragma GCC unroll 8
@@ -97,6 +147,7 @@ inline void block(Left a, const float* b, size_t ldb, size_t depth, float* c, si
 #pragma GCC unroll 8
         for (int j = 0; j < kVectors; ++j) {
             float* at = c + i * ldc + j * kLanes;
+            if (into == Into::times) sum[i][j] *= factors[0];
             if (into == Into::add) sum[i][j] += load(at);
             if (into == Into::scale) sum[i][j] += load(at) * factors[i];
             store(at, sum[i][j]);
@@ -105,43 +156,43 @@ inline void block(Left a, const float* b, size_t ldb, size_t depth, float* c, si
 }
 
 // Rows in blocks of kRows, what is left in smaller ones.
-template <Into into, int kRows, int kVectors>
+template <Into into, typename Word, int kRows, int kVectors>
 inline void panel(size_t m, Left a, const float* b, size_t ldb, size_t depth, float* c, size_t ldc,
                   const float* factors) {
     for (; m >= kRows; m -= kRows) {
-        block<into, kRows, kVectors>(a, b, ldb, depth, c, ldc, factors);
+        block<into, Word, kRows, kVectors>(a, b, ldb, depth, c, ldc, factors);
         a.p += kRows * a.row;
         c += kRows * ldc;
         if (into == Into::scale) factors += kRows;
     }
     if constexpr (kRows > 1) {
         constexpr int kFewer = kRows > 4 ? 4 : kRows / 2;
-        if (m > 0) panel<into, kFewer, kVectors>(m, a, b, ldb, depth, c, ldc, factors);
+        if (m > 0) panel<into, Word, kFewer, kVectors>(m, a, b, ldb, depth, c, ldc, factors);
     }
 }
 
-template <Into into, int kRows, int kVectors>
+template <Into into, typename Word, int kRows, int kVectors>
 void panels(size_t m, size_t n, Left a, const float* b, size_t ldb, size_t depth, float* c, size_t ldc,
             const float* factors) {
     for (size_t j = 0; j < n; j += kVectors * kLanes) {
-        panel<into, kRows, kVectors>(m, a, b + j, ldb, depth, c + j, ldc, factors);
+        panel<into, Word, kRows, kVectors>(m, a, b + j, ldb, depth, c + j, ldc, factors);
     }
 }
 
-// c (m, n) from a (m, depth) and b (depth, n), row strides ldc and ldb. n is a multiple of 16. Every element of c is
-// one sum in the order of the depth, whatever m and n: blocks change no bits.
-template <Into into>
+// c (m, n) from a (m, depth) and b (depth, n), row strides ldc and ldb; depth, a and b in words. n is a multiple of 16.
+// Every element of c is one sum in the order of the depth, whatever m and n: blocks change no bits.
+template <Into into, typename Word = Singles>
 void multiply(size_t m, size_t n, Left a, const float* b, size_t ldb, size_t depth, float* c, size_t ldc,
               const float* factors = nullptr) {
     if constexpr (kLanes < 16) {  // 16 registers, or 32 of which half will do
-        panels<into, 6, 2>(m, n, a, b, ldb, depth, c, ldc, factors);
+        panels<into, Word, 6, 2>(m, n, a, b, ldb, depth, c, ldc, factors);
     } else {
         const size_t vectors = n / kLanes;
-        const auto run = vectors % 4 == 0   ? panels<into, 6, 4>
-                         : vectors % 5 == 0 ? panels<into, 5, 5>
-                         : vectors % 3 == 0 ? panels<into, 8, 3>
-                         : vectors % 2 == 0 ? panels<into, 8, 2>
-                                            : panels<into, 8, 1>;
+        const auto run = vectors % 4 == 0   ? panels<into, Word, 6, 4>
+                         : vectors % 5 == 0 ? panels<into, Word, 5, 5>
+                         : vectors % 3 == 0 ? panels<into, Word, 8, 3>
+                         : vectors % 2 == 0 ? panels<into, Word, 8, 2>
+                                            : panels<into, Word, 8, 1>;
         run(m, n, a, b, ldb, depth, c, ldc, factors);
     }
 }
