@@ -17,7 +17,7 @@ struct Running {
 
 // s = 2^(s - greatest), column by column; of Pairs as words of two keys, in the rows above.
 template <typename Word>
-void weigh(const Tile& t, float* s, Running& r) {
+[[gnu::noinline]] void weigh(const Tile& t, float* s, Running& r) {
     for (size_t i = 0; i < kQueries; i += kLanes) {
         const size_t keys = t.last_key(i / kStrip * kStrip);
         const Vector before = load(r.greatest + i);

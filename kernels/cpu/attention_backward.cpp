@@ -84,7 +84,7 @@ struct Held {
 // s: scores to weights p; ds: d_o v^T to p (d_o v^T - delta). Of Pairs both become words of two queries, in the lower
 // halves of their rows, and `down` (kKeys / 2, kQueries) has words of two keys of ds; `down` of Singles is ds itself.
 template <typename Word>
-void weigh(const Tile& t, const float* lse, const float* delta, float* s, float* ds, float* down) {
+[[gnu::noinline]] void weigh(const Tile& t, const float* lse, const float* delta, float* s, float* ds, float* down) {
     for (size_t i = 0; i < kQueries; i += kLanes) {
         const size_t keys = t.last_key(i / kStrip * kStrip);
         const Vector l = load(lse + i), d = load(delta + i);

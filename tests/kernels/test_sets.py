@@ -16,7 +16,8 @@ from mpipipe.ops.native import KERNELS_VERSION
 
 # of some processors, as far as the choice depends on them
 AVX2 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"])  # Haswell, Zen 1 to 3
-AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}  # Skylake-X, Zen 4
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}  # Skylake-X, Ice Lake
+AVX512_BF16 = AVX512 | {"avx512_bf16"}  # Cooper Lake, Sapphire Rapids, Zen 4
 KNIGHTS_LANDING = AVX2 | {"avx512f", "avx512cd", "avx512er", "avx512pf"}  # has AVX-512, but not that of v4
 
 
@@ -26,6 +27,7 @@ KNIGHTS_LANDING = AVX2 | {"avx512f", "avx512cd", "avx512er", "avx512pf"}  # has 
 @pytest.mark.parametrize(
     ("machine", "flags", "best"),
     [
+        ("x86_64", AVX512_BF16, "v4_bf16"),
         ("x86_64", AVX512, "v4"),
         ("x86_64", KNIGHTS_LANDING, "v3"),
         ("x86_64", AVX2, "v3"),
@@ -75,8 +77,8 @@ def test_a_forced_set_is_taken(asked: pytest.MonkeyPatch, forced: str, taken: st
 @pytest.mark.parametrize(
     ("forced", "said"),
     [
-        ("avx2", "MPIPIPE_INSTRUCTION_SET=avx2: the kernels are built for v4, v3, base on x86_64; take one"),
-        ("sve", "MPIPIPE_INSTRUCTION_SET=sve: the kernels are built for v4, v3, base on x86_64; take one"),
+        ("avx2", "MPIPIPE_INSTRUCTION_SET=avx2: the kernels are built for v4_bf16, v4, v3, base on x86_64"),
+        ("sve", "MPIPIPE_INSTRUCTION_SET=sve: the kernels are built for v4_bf16, v4, v3, base on x86_64"),
         ("v4", "MPIPIPE_INSTRUCTION_SET=v4: this processor has no avx512bw, .*; its best set is v3"),
     ],
 )

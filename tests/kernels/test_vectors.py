@@ -25,10 +25,17 @@ def built(instruction_set: str) -> dict[str, list[Instruction]]:
     return functions(Path(spec.origin))
 
 
-@pytest.mark.parametrize("instruction_set", ["v3", "v4"])
+@pytest.mark.parametrize("instruction_set", ["v3", "v4", "v4_bf16"])
 @pytest.mark.parametrize("kernel", LOOPS)
 @pytest.mark.slow
 def test_the_hot_loop_works_on_vectors(kernel: str, instruction_set: str) -> None:
     loop = LOOPS[kernel]
     found = count(built(instruction_set), loop.symbol, loop.x86, REGISTERS[instruction_set])
     assert found >= loop.least, f"{kernel}: {found} of {loop.x86} on {REGISTERS[instruction_set]}"
+
+
+@pytest.mark.slow
+def test_bf16_products_are_made_by_their_units() -> None:
+    """Where the set has any: in the tiles of attention, forward and backward."""
+    found = built("v4_bf16")
+    assert count(found, r"mpipipe::(block|panels?|multiply)<.*Pairs", "vdpbf16ps", "%zmm") >= 8

@@ -1,6 +1,7 @@
 """Linear layer and cross entropy in one against torch in float64, whatever the tiles are."""
 
 import importlib
+import platform
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from mpipipe.native import instruction_set
+from mpipipe import native
 from mpipipe.ops import cross_entropy, linear_cross_entropy
 from mpipipe.ops.linear_cross_entropy import _by_torch
 from mpipipe.ops.native import kernels
@@ -16,7 +17,11 @@ from mpipipe.ops.native import kernels
 pytestmark = pytest.mark.kernels
 
 needs_kernels = pytest.mark.skipif(kernels is None, reason="the kernels are not built")
-SETS = ["base", "v3", "v4"] if instruction_set() in ("base", "v3", "v4") else ["base", "sve"]
+SETS = [
+    name
+    for name, needs in native.SETS.get(platform.machine(), {"base": frozenset()}).items()
+    if needs <= native.flags()
+]
 
 
 def case(tokens, entries, width=8, bias=True, dtype=torch.float32, spread=3.0, seed=0):
@@ -228,7 +233,7 @@ def test_masked_entries(small_tiles):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("name", SETS[: 1 + SETS.index(instruction_set())])
+@pytest.mark.parametrize("name", SETS)
 def test_each_instruction_set_against_the_reference(name, dtype):
     module = importlib.import_module(f"mpipipe._kernels_{name}")
     kind = torch.float32 if dtype == "f32" else torch.bfloat16

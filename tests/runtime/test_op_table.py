@@ -89,7 +89,7 @@ def test_a_start_keeps_the_table_for_the_next_one_and_for_plans(
 
 WITHOUT = """
 import sys, warnings
-for name in ("base", "v3", "v4", "sve"):
+for name in ("base", "v3", "v4", "v4_bf16", "sve"):
     sys.modules[f"mpipipe._kernels_{name}"] = None
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
