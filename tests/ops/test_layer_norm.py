@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import mpipipe.ops.swiglu  # noqa: F401 - registers an operator that is called by its name
 from mpipipe.ops import kernels
 from mpipipe.ops import layer_norm as module
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
