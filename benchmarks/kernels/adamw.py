@@ -1,6 +1,7 @@
 """Clip, AdamW step and zeroed gradient over one flat buffer, against torch's fused step and its two passes.
 
 By pieces: torch's passes one after the other on what fits in the cache, as the loop form of the runtime does.
+The buffers are made as those of a run are: on Linux in huge pages, where the system gives them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from benchmarks.kernels.harness import Case
 from mpipipe.ops import adamw
+from mpipipe.runtime.weights import Flat
 
 N = 25_000_000
 PIECE = 1 << 15  # elements
@@ -24,19 +26,18 @@ Buffers = list[torch.Tensor]  # param, grad, exp_avg, exp_avg_sq; of bf16 the ma
 
 
 def cases() -> list[Case]:
-    wide = [torch.randn(N), torch.randn(N), torch.randn(N), torch.rand(N)]
-    half = [
-        torch.randn(N).bfloat16(),
-        torch.randn(N).bfloat16(),
-        torch.randn(N),
-        torch.rand(N),
-        torch.randn(N),
-    ]
-    own = torch.empty(N)  # the gradient in float32
+    wide = [_flat().normal_(), _flat().normal_(), _flat().normal_(), _flat().uniform_()]
+    narrow = [_flat(torch.bfloat16).normal_() for _ in range(2)]
+    half = [*narrow, _flat().normal_(), _flat().uniform_(), _flat().normal_()]
+    own = _flat()  # the gradient in float32
     return [
         *_of("float32", wide, 1.3, {"scaled": _scaled, "mul": _fused}),
         *_of("bfloat16 with master", half, 2.0, {"copies": partial(_with_master, own)}),
     ]
+
+
+def _flat(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return Flat.like({"": torch.Size([N])}, dtype).buffer
 
 
 def _of(name: str, buffers: Buffers, bar: float, ways: dict[str, Callable[[Buffers], None]]) -> list[Case]:
