@@ -272,6 +272,7 @@ class GroupCost(Value):
     waiting_received_bytes: int = 0  # of waiting_bytes: what earlier groups have made, and not kept so long
     waiting_grad_bytes: int = 0  # of waiting_bytes: gradients that came to the group, in all their memory
     at_once_bytes: int = 0  # of param_bytes: trained, and their gradients come with I of a backward in two
+    cast_bytes: int = 0  # copies of its parameters for products in a shorter dtype, once for a whole step
 
     def __post_init__(self) -> None:
         if self.waiting_bytes < 0:
@@ -288,7 +289,7 @@ OF_SAMPLES_S = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
 OF_SAMPLES_BYTES = tuple(
     f.name
     for f in fields(GroupCost)
-    if f.name.endswith("_bytes") and f.name not in ("param_bytes", "at_once_bytes")
+    if f.name.endswith("_bytes") and f.name not in ("param_bytes", "at_once_bytes", "cast_bytes")
 )
 
 
@@ -368,7 +369,7 @@ class StageCost(Value):
     bwd_input_s: float
     bwd_weight_s: float
     step_s: float
-    fixed_bytes: int  # weights, gradients, optimizer state
+    fixed_bytes: int  # weights, their casts, gradients, optimizer state
     stash_bytes: int  # per live micro-batch, the received inputs included
     workspace_bytes: int
     act_bytes: int  # sent to the next stage per micro-batch

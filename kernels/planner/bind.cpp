@@ -129,14 +129,14 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
                            modes,
                        const Array<int64_t>& at_work_bytes, const Array<int64_t>& waiting_bytes,
                        const Array<int64_t>& waiting_grads, const Array<int64_t>& waiting_received,
-                       const Array<int64_t>& at_once_bytes, std::vector<int64_t> blocks_ahead,
-                       const Array<int64_t>& kept) {
+                       const Array<int64_t>& at_once_bytes, const Array<int64_t>& cast_bytes,
+                       std::vector<int64_t> blocks_ahead, const Array<int64_t>& kept) {
     Problem p;
     p.n_groups = fwd_s.size();
     p.fwd_s = fwd_s.data(), p.bwd_input_s = bwd_input_s.data(), p.bwd_weight_s = bwd_weight_s.data();
     p.param_bytes = param_bytes.data(), p.stash_bytes = stash_bytes.data();
     p.workspace_bytes = workspace_bytes.data(), p.act_in = act_in.data(), p.held_in = held_in.data();
-    p.grad_in = grad_in.data();
+    p.grad_in = grad_in.data(), p.cast_bytes = cast_bytes.data();
     p.crossing_s = crossing_s.data();
     p.speed = std::move(speed), p.memory_bytes = std::move(memory_bytes), p.live = std::move(live);
     p.link_in = std::move(link_in), p.link_out = std::move(link_out);
@@ -146,7 +146,7 @@ Partition partition_of(const Array<double>& fwd_s, const Array<double>& bwd_inpu
     p.batch_of_first = batch_of_first, p.batch_of_last = batch_of_last;
     std::vector<py::array> arrays{fwd_s, bwd_input_s, bwd_weight_s, param_bytes, stash_bytes, workspace_bytes, act_in,
                                   held_in, grad_in, crossing_s, at_work_bytes, waiting_bytes, waiting_grads,
-                                  waiting_received, at_once_bytes};
+                                  waiting_received, at_once_bytes, cast_bytes};
     for (const auto& [into_s, remade, held, received] : modes) {
         p.modes.push_back({into_s.data(), remade.data(), held.data(), received.data()});
         arrays.insert(arrays.end(), {into_s, remade, held, received});

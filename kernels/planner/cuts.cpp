@@ -61,9 +61,10 @@ void Cutter::set_uses() {
 void Cutter::set_sums() {
     const Problem& p = problem_;
     const int64_t n = p.n_groups, stages = n_stages();
-    params_before_.assign(n + 1, 0), stash_before_.assign(n + 1, 0);
+    params_before_.assign(n + 1, 0), stash_before_.assign(n + 1, 0), casts_before_.assign(n + 1, 0);
     std::partial_sum(p.param_bytes, p.param_bytes + n, params_before_.begin() + 1);
     std::partial_sum(p.stash_bytes, p.stash_bytes + n, stash_before_.begin() + 1);
+    std::partial_sum(p.cast_bytes, p.cast_bytes + n, casts_before_.begin() + 1);
     before_s_.assign(n + 1, 0.0);
     for (int64_t g = 0; g < n; ++g) before_s_[g + 1] = before_s_[g] + (p.fwd_s[g] + p.bwd_input_s[g] + p.bwd_weight_s[g]);
     speed_before_.assign(stages + 1, 0.0), links_before_ = squares_before_ = speed_before_;
@@ -120,7 +121,7 @@ void Cutter::set_roomy() {
     roomy_.assign(n + 1, 0);
     for (int64_t end = 1, roomy = 0; end <= n; ++end) {
         const auto most_bytes = [&](int64_t from) {
-            return weights(params_before_[end] - params_before_[from]) +
+            return weights(params_before_[end] - params_before_[from]) + casts_before_[end] - casts_before_[from] +
                    most_live_ * (stash_before_[end] - stash_before_[from]) + rest;
         };
         while (roomy < end && most_bytes(roomy) > least_memory_) ++roomy;

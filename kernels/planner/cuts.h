@@ -36,7 +36,7 @@ struct Problem {
     int64_t n_groups = 0;
     const double *fwd_s = nullptr, *bwd_input_s = nullptr, *bwd_weight_s = nullptr;  // (n_groups,), as those below
     const int64_t *param_bytes = nullptr, *stash_bytes = nullptr, *workspace_bytes = nullptr;
-    const int64_t *act_in = nullptr, *held_in = nullptr, *grad_in = nullptr;
+    const int64_t *act_in = nullptr, *held_in = nullptr, *grad_in = nullptr, *cast_bytes = nullptr;
     const double* crossing_s = nullptr;  // (links, n_groups + 1); row 0 is no link
     std::vector<double> speed;           // by stage, as those below
     std::vector<int64_t> memory_bytes, live;
@@ -122,8 +122,8 @@ class Cutter {
         size_t tie;
     };
     std::vector<Use> uses_;
-    std::vector<int64_t> params_before_, stash_before_;  // sums of the first groups
-    std::vector<int64_t> roomy_;                         // by end: see set_roomy
+    std::vector<int64_t> params_before_, stash_before_, casts_before_;  // sums of the first groups
+    std::vector<int64_t> roomy_;                                        // by end: see set_roomy
     int64_t words_;  // of a set of counts
     int64_t tied_bytes_ = 0, least_memory_ = 0, most_live_ = 0;
     double fastest_ = 0.0;

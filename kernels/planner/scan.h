@@ -37,7 +37,8 @@ class Cutter::Scan {
         const int64_t held = cutter_.params_before_[end] - cutter_.params_before_[first] - shared_;
         const auto state = static_cast<int64_t>(std::ceil(static_cast<double>(elsewhere_) * p_.state_per_param_byte));
         const int64_t batch = (first ? 0 : p_.batch_of_first) + (end < p_.n_groups ? 0 : p_.batch_of_last);
-        const int64_t fixed = cutter_.weights(held) - state + accumulators_ + batch;
+        const int64_t casts = cutter_.casts_before_[end] - cutter_.casts_before_[first];
+        const int64_t fixed = cutter_.weights(held) - state + accumulators_ + casts + batch;
         return fixed + live * stash + workspace_ + received + sent + tied_;
     }
 

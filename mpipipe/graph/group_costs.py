@@ -65,6 +65,7 @@ def group_costs(
                 tuple(sizes.values()) if len(sizes) > 1 else (), tuple(grads) if len(grads) > 1 else (),
                 waits.own_bytes + sum(late.values()) + late_grads,
                 sum(b for r, b in late.items() if r in from_before), late_grads, at_once[piece.key],
+                s.cast_bytes,
             )
         )  # fmt: skip
     return tuple(out)

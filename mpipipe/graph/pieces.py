@@ -63,6 +63,7 @@ class Sample(Value):
     at_work_bytes: int = 0  # of workspace_bytes what is tensors
     waiting: Waiting = Waiting()
     returned: tuple[Parts, ...] = ()  # where such memory is larger than each of these gradients
+    cast_bytes: int = 0  # copies of its weights that all micro-batches of a step share; in none of these
 
     @property
     def seconds(self) -> float:

@@ -5,7 +5,7 @@ stage will run them (same code, same autocast, gradients accumulated in place) a
 over a stage predicts a GPT within a few per cent.
 
 Memory kept for backward is read off torch's saved-tensor hooks, by storage, so that a tensor saved
-by two groups counts once.
+by two groups counts once. Casts of weights are there from a first run on, as from a step's first micro-batch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from mpipipe.graph.tape import storage_id, tensors
 from mpipipe.ops.deferred import Pending
 from mpipipe.ops.device import growth_bytes, here
 from mpipipe.ops.evict import evict
+from mpipipe.ops.linear import casts_of, share_casts
 from mpipipe.values import TensorSpec
 
 T = TypeVar("T")
@@ -107,7 +108,7 @@ class Profiler:
         large one, and their gradients, come from memory each time, however large a shared cache is."""
         self._cold.fill_(0)
         if self.chilled_bytes == CACHE_BYTES:
-            evict(t for w in weights for t in (w, w.grad) if t is not None)
+            evict(t for w in weights for t in (w, w.grad, *casts_of(w)) if t is not None)
 
     @cached_property
     def _call_s(self) -> tuple[float, float]:
@@ -181,7 +182,7 @@ class Profiler:
         waiting = self._waiting(parted, received, rest)
         return Sample(
             forward, into, backward - into, spread, workspace, *saved, remade, split_s, at_work, waiting,
-            returned,
+            returned, cast_bytes(rest),
         )  # fmt: skip
 
     def _in_two(self, code: Code, received: list[Tensor], rest: list[object]) -> tuple[float, float, float]:
@@ -311,6 +312,7 @@ class Profiler:
             if leaf.is_floating_point():  # a frozen one may hold integers
                 leaf.mul_(0.02)
             leaves.append(leaf.requires_grad_(trained))
+            share_casts(leaf)
             if trained:
                 leaf.grad = torch.zeros_like(leaf)
         values = {name: n.meta["val"] for n, name in c.buffer.items()}
@@ -352,6 +354,7 @@ class Profiler:
         with hooks:
             sent, _ = self._run(piece.code, inputs)
         resident = [t for t in rest[len(piece.code.inputs) :] if isinstance(t, Tensor)]  # weights and buffers
+        resident += [cast for t in resident for cast in casts_of(t)]
         of_received, of_sent = [storage_id(t) for t in received], [storage_id(t) for t in sent]
         known = {*map(storage_id, resident), *of_received, *of_sent}
         own = sum(storage.nbytes() for p, storage in storages.items() if p not in known)
@@ -374,6 +377,11 @@ class Profiler:
         if port is None:
             return t
         return torch.empty_strided(spec.shape, port.stride, dtype=dtype, device=self.device).copy_(t)
+
+
+def cast_bytes(rest: Iterable[object]) -> int:
+    """Of the weights among these arguments, after a forward."""
+    return sum(cast.nbytes for t in rest if isinstance(t, Tensor) for cast in casts_of(t))
 
 
 def _stash_bytes(piece: Piece, saved: Saved) -> int:

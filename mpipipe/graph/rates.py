@@ -181,5 +181,5 @@ def sample_of(tally: Tally, rates: Rates) -> Sample:
     return Sample(
         forward, into, backward - into, 0.0, tally.workspace_bytes, tally.saved_bytes, tally.saved_received,
         tally.saved_sent, remade, _SPLIT * backward if into < backward else 0.0,
-        tally.at_work_bytes, tally.waiting, tally.returned,
+        tally.at_work_bytes, tally.waiting, tally.returned, tally.cast_bytes,
     )  # fmt: skip

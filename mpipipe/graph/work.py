@@ -28,7 +28,7 @@ from mpipipe.graph.capture import autocast
 from mpipipe.graph.cut import Code
 from mpipipe.graph.layers import Layer
 from mpipipe.graph.pieces import Parts, Piece, Remade, Waiting, grad_bytes
-from mpipipe.graph.profile import Profiler, arguments
+from mpipipe.graph.profile import Profiler, arguments, cast_bytes
 from mpipipe.graph.recompute import selective
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.split import split
@@ -100,6 +100,7 @@ class Tally:
     at_work_bytes: int = 0
     waiting: Waiting = Waiting()  # noqa: RUF009 - frozen
     returned: tuple[Parts, ...] = ()
+    cast_bytes: int = 0
 
 
 class Tallier(Profiler):
@@ -130,11 +131,12 @@ class Tallier(Profiler):
         saved += sum(map(_kept_bytes, forward))
         at_work = max(at_work, *map(_made_bytes, backward), 0)
         opaque = any(isinstance(n.target, Layer) for n in code.forward.graph.nodes)
-        held = sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
+        casts = cast_bytes(rest)
+        held = casts + sum(t.nbytes * (2 if t.requires_grad else 1) for t in tensors((received, rest)))
         workspace = max(at_work + grad_bytes(code), piece.workspace_bytes)
         return Tally(
             forward, backward, into, workspace, saved, of_received, of_sent, held + saved, opaque, again,
-            remade, at_work, waiting, returned,
+            remade, at_work, waiting, returned, casts,
         )  # fmt: skip
 
     def _made_again(

@@ -4,6 +4,10 @@
     here                 one product that starts from the sum (addmm with beta = 1)
 
 The sum has other bits than torch's, by rounding: the product is not rounded before it is added.
+
+Under autocast the product takes a copy of W in its dtype. Who knows when W changes lets all products share
+one (`share_casts`); without that each makes its own, and keeps it for its backward: a copy of an operator's
+own could be stale, as a compiled update writes W and no version of torch's counts it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from mpipipe.ops.accumulate import accumulate
 from mpipipe.ops.gradients import destination, has_data, wanted
 
 Tensor = torch.Tensor
+_CASTS = "_mpipipe_casts"  # attribute of a leaf
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
@@ -29,17 +34,57 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
     device = "cpu" if x.is_meta else x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        return _Linear.apply(x, weight, None if bias is None else bias.to(dtype), transposed, dtype)
-    return _Linear.apply(x, weight, bias, transposed, x.dtype)
+        casts = getattr(weight, _CASTS, None) if torch.is_grad_enabled() else None
+        return _Linear.apply(x, weight, None if bias is None else bias.to(dtype), transposed, dtype, casts)
+    return _Linear.apply(x, weight, bias, transposed, x.dtype, None)
+
+
+class Casts:
+    """A weight in the dtypes of the products that it was in since it changed last."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.dtype, Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight itself where it has that dtype."""
+        if dtype == weight.dtype:
+            return weight
+        if dtype not in self._made:
+            self._made[dtype] = weight.to(dtype)
+        return self._made[dtype]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self._made.values())
+
+    def forget(self) -> None:
+        """Before the weight changes."""
+        self._made.clear()
+
+
+def share_casts(weight: Tensor) -> Casts:
+    """From now on all products of a leaf with gradients share its copies. Whoever asks for that calls
+    `Casts.forget` before each change of the weight, by whatever it is written."""
+    casts = Casts()
+    setattr(weight, _CASTS, casts)
+    return casts
+
+
+def casts_of(weight: Tensor) -> list[Tensor]:
+    """The copies that are shared and there now."""
+    casts: Casts | None = getattr(weight, _CASTS, None)
+    return [] if casts is None else casts.tensors
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype,
+        casts: Casts | None,
+    ) -> Tensor:  # fmt: skip
         ctx.x_dtype, ctx.transposed = x.dtype, transposed
-        x, used = x.to(dtype), weight.to(dtype)
+        x, used = x.to(dtype), weight.to(dtype) if casts is None else casts.of(weight, dtype)
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, used)
         return functional.linear(x, used.t() if transposed else used, bias)
@@ -56,7 +101,7 @@ class _Linear(torch.autograd.Function):
         if to_weight:
             x = x.reshape(-1, x.shape[-1])
             of_weight = _added(ctx, *((x.t(), rows) if ctx.transposed else (rows.t(), x)))
-        return of_x, of_weight, rows.sum(0) if to_bias else None, None, None
+        return of_x, of_weight, rows.sum(0) if to_bias else None, None, None, None
 
 
 def _added(ctx: Any, a: Tensor, b: Tensor) -> Tensor | None:

@@ -154,7 +154,7 @@ class Problem:
             self._out, ties, r.window, r.tied_window, r.tied_repeats, self.costs.held_per_param_byte,
             r.state_per_param_byte, self.costs.batch_bytes.first, self.costs.batch_bytes.of_last,
             [r.again[mode] for mode in self.modes], r.at_work_bytes, r.waiting_bytes, r.late_grads,
-            r.late_received, r.at_once_bytes,
+            r.late_received, r.at_once_bytes, r.cast_bytes,
             blocks_ahead(self.kept[..., 1].max(axis=-1), r.n_micro, r.blocks).tolist(), self.kept,
         )  # fmt: skip
 

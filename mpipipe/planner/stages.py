@@ -9,6 +9,10 @@ Memory of a stage, in bytes:
 
     fixed + most of (whole * stash + late * waiting) + remade + workspace + messages      (`memory_bytes`)
 
+`fixed` has the casts of weights for products in a shorter dtype, which all micro-batches of a step share.
+They are counted as if they were there outside of it, too: what a step takes most is between its first F and
+its update.
+
 The stash counts what is received: once, also where the first group keeps it for backward. The buffers of
 that, and of gradients that wait, stay for later ones: they are counted at their own most.
 
@@ -140,6 +144,7 @@ class Ranges:
         self.param_bytes, self.stash_bytes = c["param_bytes"], c["stash_bytes"]
         self.workspace_bytes, self.at_work_bytes = c["workspace_bytes"], c["at_work_bytes"]
         self._stashed = np.cumsum(self.stash_bytes)  # after each group
+        self.cast_bytes = c["cast_bytes"]
         self.waiting_bytes, self.late_grads = c["waiting_bytes"], c["waiting_grad_bytes"]
         self._waiting, self.at_once_bytes = np.cumsum(self.waiting_bytes), c["at_once_bytes"]
         self.act_in = np.concatenate([[0], c["act_bytes"][:-1]])
@@ -187,6 +192,7 @@ class Ranges:
             step_s=stepped * self._update_s_per_byte + _sums(self._update_s[low:end]),
             fixed_bytes=(np.ceil(held * rate) - np.ceil(elsewhere * state)).astype(np.int64)
             + accumulators
+            + _sums(self.cast_bytes[low:end])
             + self._batch(end, low),
             stash_bytes=_sums((self.stash_bytes - again.remade)[low:end]) + again.held_in[low:end],
             workspace_bytes=np.maximum.accumulate(self.workspace_bytes[low:end][::-1])[::-1],
@@ -316,8 +322,9 @@ def stage_costs(costs: Costs, cuts: Sequence[int], modes: Sequence[Recompute] = 
 
     cuts: index of the first group of stages 1 .. S-1. `fixed_bytes` counts weight, gradient and
     optimizer state of every parameter once, plus one gradient for each further use of a tied
-    parameter (an upper bound in mode "eager", as is `at_once_bytes`), or its rows (`kept_rows`); its users
-    have no optimizer state. `stash_bytes` includes the received activation. Raises PlanError on bad cuts.
+    parameter (an upper bound in mode "eager", as is `at_once_bytes`), or its rows (`kept_rows`), and the
+    casts of each use; its users have no optimizer state. `stash_bytes` includes the received activation.
+    Raises PlanError on bad cuts.
     """
     devices = costs.cluster.devices
     keys: list[tuple[int, int, Recompute, float]] = [

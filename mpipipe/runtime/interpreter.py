@@ -149,6 +149,8 @@ class Interpreter:
     def _begin(self, program: Program, job: Job, instrs: Sequence[Instr]) -> None:
         """What belongs to one run alone."""
         self.job, self.program = job, program
+        for stage in self.stages.values():  # a step that was broken off may have left some
+            stage.weights.forget_casts()
         self.copy, self.served = program.copy_on(self.comm.rank), program.copies_on(self.comm.rank)
         self.share = program.share_on(self.comm.rank)
         self.rank_of_stage = program.copies[self.served.start]  # the same ones are this one in all of them
@@ -392,6 +394,7 @@ class Interpreter:
 
     def _step(self, i: Instr) -> None:
         stage = self.stages[i.stage]
+        stage.weights.forget_casts()
         self.updaters[i.stage].update(self.job.step, self.factor)
         others = (g.grad.buffer for g in stage.weights.groups if g.owner != self.copy)
         for accumulator in (*others, *stage.weights.extra.values()):

@@ -14,6 +14,11 @@ micro-batch order. A tied parameter has one leaf per use:
               less
     eager     each micro-batch is merged, last use first, as autograd does within one process
 
+Products in a shorter dtype take a copy of a leaf's data (`mpipipe.ops.linear`). All micro-batches of a step
+share it: made by the first forward, dropped before the update, and before a step, as anything may have
+written to the weights between two. With recomputation as well: while a stage is at work, all its copies are
+there anyway; only of several stages on a rank those of the others are held beside them.
+
 Where there are copies of the stage, each copy holds all of it and owns some of its parameters: it
 alone updates them. What one copy owns lies in buffers of its own, so that they travel as they are.
 
@@ -37,6 +42,7 @@ from mpipipe.graph.cut import Leaf
 from mpipipe.graph.source import ModelSource
 from mpipipe.ops.device import here, on_host
 from mpipipe.ops.embedding import RowSums, keep_rows
+from mpipipe.ops.linear import Casts, share_casts
 from mpipipe.planner.copies import shard
 from mpipipe.values import Graph
 
@@ -152,6 +158,7 @@ class StageWeights:
 
         self.uses = {n: tied_groups[n] for n, _ in leaves if n in tied_groups and n in self._trained}
         self.leaves: dict[Leaf, Tensor] = {}
+        self._casts: list[Casts] = []  # of the leaves
         self.rows: dict[str, RowSums] = {}  # of owned parameters
         in_place = {n: g for weights in (*there, self) for n, g in weights.grad.items() if n in as_rows}
         self._lent = [g for n, g in in_place.items() if n in self.uses and n not in self.grad]
@@ -192,12 +199,13 @@ class StageWeights:
         self, source: ModelSource, leaves: Sequence[Leaf], owner: dict[str, int], as_rows: Collection[str],
         in_place: Mapping[str, Tensor],
     ) -> dict[Leaf, Tensor]:  # fmt: skip
-        """Fills `self.leaves` and `self.rows`; returns the accumulators of uses other than an owner's first.
-        in_place: gradients on this rank to which the use after the rows adds."""
+        """Fills `self.leaves`, with their casts and rows; returns the accumulators of uses other than an
+        owner's first. in_place: gradients on this rank to which the use after the rows adds."""
         extra: dict[Leaf, Tensor] = {}
         for name, use in leaves:
             leaf = self.data[name].detach()
             self.leaves[name, use] = leaf
+            self._casts.append(share_casts(leaf))
             if not source.params[name].requires_grad:
                 continue
             leaf.requires_grad_()  # unused ones too: what a cut carries follows the capture
@@ -258,10 +266,16 @@ class StageWeights:
                 t.zero_()
 
     def forget(self) -> None:
-        """What backward has added, to the gradient of another stage on this rank, too."""
+        """What backward has added, to the gradient of another stage on this rank, too; and the casts."""
         for accumulator in (*self.accumulators(), *self._lent):
             accumulator.zero_()
         self.forget_rows()
+        self.forget_casts()
+
+    def forget_casts(self) -> None:
+        """Of the weights as they are now."""
+        for casts in self._casts:
+            casts.forget()
 
     def forget_rows(self) -> None:
         for name, rows in self.rows.items():

@@ -53,7 +53,9 @@ class Timeless(Profiler):
 
     def waits(self, piece: Piece) -> Waiting:
         with TRACING:
-            return self._waiting(split(piece.code), *self._arguments(piece.code))
+            received, rest = self._arguments(piece.code)
+            self._saved(piece, received, rest)  # by which casts of weights are there, as in a sample
+            return self._waiting(split(piece.code), received, rest)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mpipipe.ops.linear import linear
+from mpipipe.ops.linear import casts_of, linear, share_casts
 
 
 def given(dtype: torch.dtype, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,6 +57,60 @@ def test_under_autocast_the_products_are_in_its_dtype_and_the_sum_is_not() -> No
     y.sum().backward()
     assert w.grad.dtype == torch.float32
     torch.testing.assert_close(w.grad, x.sum((0, 1)).expand(4, 7), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_share_one_copy_of_a_weight_with_the_same_bits(transposed: bool) -> None:
+    x, weight, bias, grad = given(torch.float32, transposed)
+    results = []
+    for shared in (True, False):
+        w = weight.clone().requires_grad_()
+        w.grad = torch.zeros_like(w)
+        if shared:
+            share_casts(w)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = [linear(x + i, w, bias, transposed) for i in range(3)]
+        assert len({each.grad_fn.saved_tensors[1].data_ptr() for each in y}) == (1 if shared else 3)
+        assert len(casts_of(w)) == shared
+        for each in y:
+            each.backward(grad.to(each.dtype))
+        results.append([w.grad, *y])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_copy_that_is_forgotten_is_made_anew() -> None:
+    x, weight, _, _ = given(torch.float32, False)
+    w = weight.requires_grad_()
+    casts = share_casts(w)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(x, w)
+        with torch.no_grad():
+            w += 1.0
+        casts.forget()
+        assert torch.equal(linear(x, w), functional.linear(x, w))
+
+
+def test_without_asking_no_copy_outlives_its_product() -> None:
+    """However the weight is written."""
+    x, weight, _, _ = given(torch.float32, False)
+    w = weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(x, w)
+        w.data.numpy()[:] = 1.0
+        assert torch.equal(linear(x, w), functional.linear(x, w))
+    assert casts_of(w) == []
+
+
+def test_nothing_is_kept_without_gradients_or_in_the_weight_s_own_dtype() -> None:
+    x, weight, _, _ = given(torch.float32, False)
+    w = weight.requires_grad_()
+    share_casts(w)
+    linear(x, w)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        linear(x, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(x.bfloat16(), w.detach().bfloat16())
+    assert casts_of(w) == []
 
 
 def test_gradients_by_differences() -> None:

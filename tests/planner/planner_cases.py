@@ -84,7 +84,7 @@ def _with_ties(draw: st.DrawFn, name: str, index: int, ties: tuple[Tie, ...], sm
     param, stash = draw(small) + sum(tie.nbytes for tie in ties if index in tie.groups), draw(small)
     return GroupCost(
         name, 1 + draw(small), draw(small), draw(small), param, stash, *(draw(small) for _ in range(3)),
-        received_bytes=draw(st.integers(0, stash)),
+        received_bytes=draw(st.integers(0, stash)), cast_bytes=draw(small),
     )  # fmt: skip
 
 
@@ -129,7 +129,8 @@ def naive_fixed_bytes(costs: Costs, first: int, end: int) -> int:
             elsewhere += tie.nbytes
     batch = costs.batch_bytes.first * (first == 0) + costs.batch_bytes.of_last * (end == len(costs.groups))
     state = math.ceil(elsewhere * costs.state_bytes_per_param_byte)
-    return math.ceil(held * costs.bytes_per_param_byte) - state + further + batch
+    casts = sum(g.cast_bytes for g in costs.groups[first:end])
+    return math.ceil(held * costs.bytes_per_param_byte) - state + further + casts + batch
 
 
 def naive_memory(costs: Costs, first: int, end: int, live: int, window: int, n_micro: int, tied: str) -> int:

@@ -55,10 +55,13 @@ def large(seed: int) -> Problem:
     n_groups = rng.randint(80, 160)
     n_stages, layer = rng.randint(65, n_groups), rng.randint(1, 30)
     kinds = [
-        ([rng.lognormvariate(0, 1) for _ in range(3)], [rng.randint(0, 9) for _ in range(6)])
+        ([rng.lognormvariate(0, 1) for _ in range(3)], [rng.randint(0, 9) for _ in range(7)])
         for _ in range(layer)
     ]
-    names = ("param_bytes", "stash_bytes", "workspace_bytes", "act_bytes", "grad_bytes", "received_bytes")
+    names = (
+        *("param_bytes", "stash_bytes", "workspace_bytes", "act_bytes", "grad_bytes", "received_bytes"),
+        "cast_bytes",
+    )
     groups = [
         group(f"g{i}", *kinds[i % layer][0], **dict(zip(names, kinds[i % layer][1], strict=True)))
         for i in range(n_groups)
