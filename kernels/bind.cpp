@@ -35,8 +35,6 @@ void reference_words(uint64_t key, uint32_t step, uint32_t micro, uint64_t start
     reference::words({key, step, micro}, start, n, out, 1);
 }
 
-float normal_cdf(float x) { return normal(x).cdf; }
-
 template <float function(float)>
 void each(const float* x, float* y, size_t n) {
     for (size_t i = 0; i < n; ++i) y[i] = function(x[i]);
@@ -84,7 +82,7 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "bias_gelu_backward_bf16_f32", &cpu::bias_gelu_backward<bf16, float>);
     def(m, "math_exp", &each<exp_>);  // for the tests of math.h
     def(m, "math_sigmoid", &each<sigmoid>);
-    def(m, "math_normal_cdf", &each<normal_cdf>);
+    def(m, "math_normal_cdf", &each<normal_cdf<float>>);
 
     def(m, "evict", &cpu::evict);
     m.def("reuse_freed_blocks", [](const std::vector<std::string>& libraries, size_t largest) {

@@ -58,14 +58,14 @@ LOOPS = {
     "cross_entropy_forward": Loop(r"cpu::.*\badd_block\(", FUSED, ARM_FUSED, 4, FIXED),
     "cross_entropy_backward_f32": Loop(r"cpu::cross_entropy_backward<float>", FUSED, ARM_FUSED, 4),
     "cross_entropy_backward_bf16": Loop(r"cpu::cross_entropy_backward<mpipipe::bf16>", FUSED, ARM_FUSED, 4),
-    "bias_gelu_f32": Loop(r"\bgelu_row<.*Exact, float, float>", FUSED, ARM_FUSED, 8),
-    "bias_gelu_bf16": Loop(r"\bgelu_row<.*Exact, mpipipe::bf16, mpipipe::bf16>", FUSED, ARM_FUSED, 8),
+    "bias_gelu_f32": Loop(r"\bgelu_row<.*Exact, float>", FUSED, ARM_FUSED, 8),
+    "bias_gelu_bf16": Loop(r"\bgelu_row<.*Exact, mpipipe::bf16>", FUSED, ARM_FUSED, 8),
     "bias_gelu_backward_f32": Loop(r"\bgelu_gradient<.*Exact, float, float>", FUSED, ARM_FUSED, 8),
     "bias_gelu_backward_bf16": Loop(
         r"\bgelu_gradient<.*Exact, mpipipe::bf16, mpipipe::bf16>", FUSED, ARM_FUSED, 8
     ),
-    "tanh_gelu_f32": Loop(r"\bgelu_row<.*Tanh, float, float>", FUSED, ARM_FUSED, 4),
-    "tanh_gelu_bf16": Loop(r"\bgelu_row<.*Tanh, mpipipe::bf16, mpipipe::bf16>", FUSED, ARM_FUSED, 4),
+    "tanh_gelu_f32": Loop(r"\bgelu_row<.*Tanh, float>", FUSED, ARM_FUSED, 4),
+    "tanh_gelu_bf16": Loop(r"\bgelu_row<.*Tanh, mpipipe::bf16>", FUSED, ARM_FUSED, 4),
     "tanh_gelu_backward_f32": Loop(r"\bgelu_gradient<.*Tanh, float, float>", FUSED, ARM_FUSED, 4),
     "tanh_gelu_backward_bf16": Loop(
         r"\bgelu_gradient<.*Tanh, mpipipe::bf16, mpipipe::bf16>", FUSED, ARM_FUSED, 4

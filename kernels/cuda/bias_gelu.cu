@@ -17,7 +17,7 @@ struct Biased {
 template <typename Gelu, typename T, typename B>
 __global__ void forward(Biased<T, B> h, T* y, size_t rows, size_t d) {
     for (size_t r = blockIdx.x; r < rows; r += gridDim.x)
-        for (size_t i = threadIdx.x; i < d; i += kThreads) y[r * d + i] = narrow<T>(Gelu::value(h(r, i)));
+        for (size_t i = threadIdx.x; i < d; i += kThreads) y[r * d + i] = narrow<T>(Gelu::template value<T>(h(r, i)));
 }
 
 // The gradient of an element, written to dx on its way into the sum.
@@ -27,7 +27,7 @@ struct Gradient {
     const T* dy;
     T* dx;
     __device__ float operator()(size_t r, size_t i) const {
-        const float gradient = wide(dy[r * h.d + i]) * Gelu::derivative(h(r, i));
+        const float gradient = wide(dy[r * h.d + i]) * Gelu::template derivative<B>(h(r, i));
         dx[r * h.d + i] = narrow<T>(gradient);
         return gradient;
     }
