@@ -249,9 +249,11 @@ def test_fast_copies_of_unlike_numbers_have_the_same_bits_each_time() -> None:
     assert differences(first, second) == []
 
 
-BY_NODE = [  # (case, schedule, copies of each stage, or of the one, nodes of the ranks)
+# (case, schedule, copies of each stage, or of the one, nodes of the ranks); those with norms by SGD, as
+# AdamW's first steps make large ones of gradients of which only rounding is left
+BY_NODE = [
     (
-        Case("conv and norm", batch=13, micro_batches=6, evaluate=True, reduce="fast"),
+        Case("conv and norm", batch=13, micro_batches=6, optimizer="sgd", evaluate=True, reduce="fast"),
         "1f1b",
         (5,),
         (0, 0, 0, 1, 1),
