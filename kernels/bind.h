@@ -3,6 +3,27 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
+
+// A tensor's strides, which are a tuple of integers. That of pybind11/stl.h takes any sequence, and longer.
+template <size_t n>
+struct pybind11::detail::type_caster<std::array<ptrdiff_t, n>> {
+    using Strides = std::array<ptrdiff_t, n>;
+    PYBIND11_TYPE_CASTER(Strides, const_name("tuple[int, ...]"));
+
+    bool load(handle given, bool) {
+        if (!PyTuple_Check(given.ptr()) || PyTuple_GET_SIZE(given.ptr()) != n) return false;
+        for (size_t i = 0; i < n; ++i) {
+            value[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(given.ptr(), i));
+            if (value[i] == -1 && PyErr_Occurred()) {
+                PyErr_Clear();
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
 namespace mpipipe {
 
 constexpr char kVersion[] = "11";  // of the functions of every module; mpipipe/ops asks for the same one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mpipipe.ops.library import define, traced, written
-from mpipipe.ops.native import by_device, workers
+from mpipipe.ops.native import by_device, device_type, workers
 
 Tensor = torch.Tensor
 _KERNELS = by_device({torch.bfloat16: ("accumulate_bf16",)})
@@ -27,7 +27,7 @@ def _eager(sum: Tensor, x: Tensor, zero: bool) -> None:
     _check(sum, x)
     if overlap(sum, x):
         raise ValueError("accumulate: x and the sum share memory; give a copy of one of them")
-    found = _KERNELS.get((sum.device.type, x.dtype))
+    found = _KERNELS.get((device_type(sum), x.dtype))
     if found is None:
         sum.add_(x)
         if zero:

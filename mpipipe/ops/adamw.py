@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from mpipipe.ops.accumulate import overlap
 from mpipipe.ops.library import define, traced, written
-from mpipipe.ops.native import by_device, workers
+from mpipipe.ops.native import by_device, device_type, workers
 from mpipipe.ops.pointers import address
 
 Tensor = torch.Tensor
@@ -59,7 +59,7 @@ def _eager(
     for (one, a), (other, b) in combinations(buffers.items(), 2):
         if overlap(a, b):
             raise ValueError(f"adamw: {one} and {other} share memory; each needs its own")
-    found = _KERNELS.get((param.device.type, param.dtype))
+    found = _KERNELS.get((device_type(param), param.dtype))
     if found is None:
         betas = beta1, beta2
         _by_torch(param, grad, exp_avg, exp_avg_sq, master, step, lr, betas, eps, weight_decay, factor)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import by_device, workers
+from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.native import by_device, device_type, workers
 from mpipipe.ops.pointers import address, check, contiguous, pointer, refuse_dtypes
 
 Tensor = torch.Tensor
@@ -76,7 +76,7 @@ def batch_norm_with_statistics(
 
 
 def _served(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> bool:
-    if (x.device.type, x.dtype) not in _KERNELS or not x.is_contiguous():
+    if (device_type(x), x.dtype) not in _KERNELS or not x.is_contiguous():
         return False
     if residual is not None and (residual.dtype is not x.dtype or not residual.is_contiguous()):
         return False
@@ -108,7 +108,7 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tens
             check(name, t, shape, x, any_dtype=True)
 
 
-class _BatchNorm(torch.autograd.Function):
+class _BatchNorm(Function):
     """The kernels in eager code: (y, mean, variance)."""
 
     @staticmethod
@@ -130,7 +130,8 @@ class _BatchNorm(torch.autograd.Function):
 
 def _sizes(x: Tensor) -> tuple[int, ...]:
     """Batch, channels, places of a channel in a sample, and who computes."""
-    batch, channels, *_ = x.shape
+    shape = x.shape
+    batch, channels = shape[0], shape[1]
     return batch, channels, x.numel() // (batch * channels) if batch and channels else 0, *workers(x)
 
 
@@ -140,13 +141,14 @@ def _forward(
     """y, mean, variance, and 1 / deviation of each channel, in float32.
 
     Raises ValueError for tensors that are not contiguous, or that do not fit each other."""
-    channels = x.shape[1:2]
+    shape = x.shape
+    _, channels, *_ = sizes = _sizes(x)
     y, mean = torch.empty_like(x), x.new_empty(channels, dtype=torch.float32)
     variance, rstd = torch.empty_like(mean), torch.empty_like(mean)  # sooner than by shape and dtype
-    _KERNELS[x.device.type, x.dtype][0](
-        pointer("x", x, x.shape, x), pointer("residual", residual, x.shape, x),
-        pointer("weight", weight, channels, mean), pointer("bias", bias, channels, mean), eps, relu,
-        y.data_ptr(), mean.data_ptr(), variance.data_ptr(), rstd.data_ptr(), *_sizes(x),
+    _KERNELS[device_type(x), x.dtype][0](
+        pointer("x", x, shape, x), pointer("residual", residual, shape, x),
+        pointer("weight", weight, (channels,), mean), pointer("bias", bias, (channels,), mean), eps, relu,
+        y.data_ptr(), mean.data_ptr(), variance.data_ptr(), rstd.data_ptr(), *sizes,
     )  # fmt: skip
     return y, mean, variance, rstd
 
@@ -157,14 +159,16 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, of what the ReLU reads where `keep` asks for it, of weight and of bias; ValueError as
     `_forward`. y: the result, where there was a residual."""
-    channels = x.shape[1:2]
+    shape = x.shape
+    _, channels, *_ = sizes = _sizes(x)
+    of_channels = (channels,)
     dx, passed = torch.empty_like(x), torch.empty_like(x) if keep else None
     dweight, dbias = torch.empty_like(mean), torch.empty_like(mean)
-    _KERNELS[x.device.type, x.dtype][1](
-        pointer("dy", dy, x.shape, x), pointer("x", x, x.shape, x), pointer("y", y, x.shape, x),
-        pointer("weight", weight, channels, mean), pointer("bias", bias, channels, mean),
-        pointer("mean", mean, channels, mean), pointer("rstd", rstd, channels, mean), relu, dx.data_ptr(),
-        address(passed), dweight.data_ptr(), dbias.data_ptr(), *_sizes(x),
+    _KERNELS[device_type(x), x.dtype][1](
+        pointer("dy", dy, shape, x), pointer("x", x, shape, x), pointer("y", y, shape, x),
+        pointer("weight", weight, of_channels, mean), pointer("bias", bias, of_channels, mean),
+        pointer("mean", mean, of_channels, mean), pointer("rstd", rstd, of_channels, mean), relu,
+        dx.data_ptr(), address(passed), dweight.data_ptr(), dbias.data_ptr(), *sizes,
     )  # fmt: skip
     return dx, passed, dweight, dbias
 

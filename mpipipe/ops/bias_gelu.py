@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import by_device
+from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.native import by_device, device_type
 from mpipipe.ops.pointers import address, check, contiguous, pointer, row_sizes
 
 Tensor = torch.Tensor
@@ -39,7 +39,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tens
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"bias_gelu: approximate={approximate!r}; it must be 'none' or 'tanh'")
-    if (x.device.type, (x.dtype, x.dtype if bias is None else bias.dtype)) not in _KERNELS:
+    if (device_type(x), (x.dtype, x.dtype if bias is None else bias.dtype)) not in _KERNELS:
         return _by_torch(x, bias, approximate)
     if traced(x):
         return torch.ops.mpipipe.bias_gelu(x, bias, approximate == "tanh")
@@ -58,7 +58,7 @@ def _by_torch(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     return F.gelu(x + bias.to(x.dtype), approximate=approximate)
 
 
-class _BiasGelu(torch.autograd.Function):
+class _BiasGelu(Function):
     """The kernels in eager code."""
 
     @staticmethod
@@ -94,7 +94,7 @@ def _forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     sizes, like = _sizes(x), _bias_like(x, bias)
     y = torch.empty_like(x)
     given = pointer("x", x, x.shape, x), pointer("bias", bias, x.shape[-1:], like)
-    _KERNELS[x.device.type, (x.dtype, like.dtype)][0](*given, tanh, y.data_ptr(), *sizes)
+    _KERNELS[device_type(x), (x.dtype, like.dtype)][0](*given, tanh, y.data_ptr(), *sizes)
     return y
 
 
@@ -108,7 +108,7 @@ def _backward(
     given = (
         pointer("dy", dy, x.shape, x), pointer("x", x, x.shape, x), pointer("bias", bias, x.shape[-1:], like)
     )  # fmt: skip
-    _KERNELS[x.device.type, (x.dtype, like.dtype)][1](*given, tanh, dx.data_ptr(), address(dbias), *sizes)
+    _KERNELS[device_type(x), (x.dtype, like.dtype)][1](*given, tanh, dx.data_ptr(), address(dbias), *sizes)
     return dx, dbias
 
 

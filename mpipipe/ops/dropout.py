@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import by_device, workers
+from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.native import by_device, device_type, workers
 from mpipipe.ops.philox import check_stream, threshold, words
 
 _KERNELS = by_device(
@@ -68,7 +68,7 @@ def _eager(x: torch.Tensor, drop: int, scale: float, stream: Stream) -> torch.Te
     return _masked(x, drop, scale, stream)  # some microseconds sooner
 
 
-class _Dropout(torch.autograd.Function):
+class _Dropout(Function):
     """Linear in x, so its backward is itself; gradients of any order follow."""
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _masked(x: torch.Tensor, drop: int, scale: float, stream: Stream) -> torch.Tensor:
-    found = _KERNELS.get((x.device.type, x.dtype))
+    found = _KERNELS.get((device_type(x), x.dtype))
     if found is None:
         return _masked_by_torch(x, drop, scale, stream)
     given = x.contiguous()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.ops.gradients import destination, has_data, leaf_of
-from mpipipe.ops.library import define, differentiate, traced
+from mpipipe.ops.library import Function, define, differentiate, traced
 
 _KEPT = "_mpipipe_row_sums"  # attribute of a leaf
 
@@ -141,7 +141,7 @@ def keep_rows(table: Tensor) -> RowSums:
     return kept
 
 
-class _Embedding(torch.autograd.Function):
+class _Embedding(Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int) -> Tensor:
         rows = _rows(indices, weight, padding)

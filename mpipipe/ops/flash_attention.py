@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import by_device, workers
+from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.native import by_device, device_type, workers
 from mpipipe.ops.pointers import address, check, contiguous
 
 Tensor = torch.Tensor
@@ -64,7 +64,7 @@ def flash_attention(
 
 
 def _served(q: Tensor) -> bool:
-    return (q.device.type, q.dtype) in _KERNELS and not (q.is_cuda and q.shape[3] > _WIDEST_ON_GPU)
+    return (device_type(q), q.dtype) in _KERNELS and not (q.is_cuda and q.shape[3] > _WIDEST_ON_GPU)
 
 
 def _torch_is_faster(q: Tensor) -> bool:
@@ -74,13 +74,14 @@ def _torch_is_faster(q: Tensor) -> bool:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys) -> None:
-    if q.dim() != 4 or k.dim() != 4:
+    of_q, of_k, dtype = q.shape, k.shape, q.dtype
+    if len(of_q) != 4 or len(of_k) != 4:
         raise ValueError(
             f"flash_attention: q {tuple(q.shape)} and k {tuple(k.shape)} must have 4 dimensions: batch, "
             "heads, tokens, width; view them so"
         )
-    (b, h, _, e), (samples, hk, s, width) = q.shape, k.shape
-    if k.shape != v.shape:
+    (b, h, _, e), (samples, hk, s, width) = of_q, of_k
+    if v.shape != of_k:
         raise ValueError(f"flash_attention: k is {tuple(k.shape)}, v is {tuple(v.shape)}: they must be equal")
     if samples != b or width != e or e == 0:
         raise ValueError(
@@ -89,11 +90,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys) -
         )
     if h % hk if hk else h:
         raise ValueError(f"flash_attention: {h} heads of q cannot share {hk} of k: it must be a multiple")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    if k.dtype is not dtype or v.dtype is not dtype or not dtype.is_floating_point:
         raise ValueError(
             f"flash_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}: cast them to one floating point type"
         )
-    if not q.device == k.device == v.device:
+    if not (q.is_cpu and k.is_cpu and v.is_cpu) and not q.device == k.device == v.device:
         raise ValueError(f"flash_attention: q is on {q.device}, k on {k.device}, v on {v.device}: move them")
     if key_lengths is not None:
         _check_keys("key_lengths", key_lengths, (b,), torch.int64, q.device)
@@ -120,7 +121,7 @@ def _check_lengths(key_lengths: Tensor, keys: int) -> None:
         )
 
 
-class _FlashAttention(torch.autograd.Function):
+class _FlashAttention(Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         o, lse = _forward(*inputs)
@@ -141,14 +142,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _rows(x: Tensor) -> Tensor:
     """x with the elements of a token side by side, as the kernel needs them; most often x itself."""
-    return x if x.stride(3) == 1 else x.contiguous()
+    return x if x.stride()[3] == 1 else x.contiguous()
 
 
 def _like(x: Tensor) -> Tensor:
     """Memory for a result, in x's order of strides; where that is none of rows, as of an x that is expanded,
     contiguous."""
     y = torch.empty_like(x)
-    return y if y.stride(3) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y if y.stride()[3] == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _forward(
@@ -160,8 +161,8 @@ def _forward(
         _check_lengths(key_lengths, k.shape[2])
     o = _like(q)
     b, h, t, _ = q.shape
-    lse = torch.empty(b, h, t, dtype=torch.float32, device=q.device)
-    _KERNELS[q.device.type, q.dtype][0](
+    lse = q.new_empty(b, h, t, dtype=torch.float32)
+    _KERNELS[device_type(q), q.dtype][0](
         *_problem(q, k, v, key_lengths, key_mask, causal, scale),
         o.data_ptr(), o.stride(), lse.data_ptr(), *workers(q),
     )  # fmt: skip
@@ -175,7 +176,7 @@ def _backward(
     q, k, v, d_o = _rows(q), _rows(k), _rows(v), _rows(d_o)
     key_lengths, key_mask = contiguous(key_lengths), contiguous(key_mask)
     dq, dk, dv = _like(q), _like(k), _like(v)
-    _KERNELS[q.device.type, q.dtype][1](
+    _KERNELS[device_type(q), q.dtype][1](
         *_problem(q, k, v, key_lengths, key_mask, causal, scale),
         o.data_ptr(), o.stride(), lse.data_ptr(), d_o.data_ptr(), d_o.stride(),
         dq.data_ptr(), dq.stride(), dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(),
@@ -189,10 +190,10 @@ def _problem(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments that both kernels begin with."""
     (b, h, t, e), (_, hk, s, _) = q.shape, k.shape
-    masks = address(key_lengths), address(key_mask)
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    strides = q.stride(), k.stride(), v.stride()
-    return *addresses, *strides, b, h, hk, t, s, e, causal, scale, *masks
+    return (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), v.stride(), b, h, hk, t, s, e,
+        causal, scale, address(key_lengths), address(key_mask),
+    )  # fmt: skip
 
 
 # -- the registered operators: nobody has looked at what they are called with -----------------------------

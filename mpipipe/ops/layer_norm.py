@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import Table, by_device
+from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.native import Table, by_device, device_type
 from mpipipe.ops.pointers import address, check, contiguous, pointer, refuse_dtypes, row_sizes, rows_of
 
 Tensor = torch.Tensor
@@ -69,7 +69,7 @@ def _public(
 ) -> Any:
     dtype = x.dtype
     if (
-        (x.device.type, (dtype, dtype if residual is None else residual.dtype)) not in _KERNELS[centred]
+        (device_type(x), (dtype, dtype if residual is None else residual.dtype)) not in _KERNELS[centred]
         or (weight is not None and weight.dtype is not dtype)
         or (bias is not None and bias.dtype is not dtype)
     ):
@@ -120,7 +120,7 @@ def _residual_like(x: Tensor, residual: Tensor | None) -> Tensor:
     return residual if (x.dtype, residual.dtype) in _DTYPES else x
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Function):
     """The kernels in eager code: (y, s), s None without a residual."""
 
     @staticmethod
@@ -164,23 +164,23 @@ def _forward(
     """y, s, and the mean (layer norm alone) and 1 / deviation of each row, (2 or 1, rows) in float32.
 
     Raises ValueError for tensors that are not contiguous, or that do not fit each other."""
-    if x.dim() == 0:
+    shape = x.shape
+    if not shape:
         raise ValueError("norm of shape (): x must be (..., d)")
-    d = x.shape[-1:]
-    rows, *_ = sizes = row_sizes(x)
+    rows, d, *_ = sizes = row_sizes(x)
     like = _residual_like(x, residual)
     y = torch.empty_like(x)
     s = None if residual is None else torch.empty_like(x)
-    stats = torch.empty((1 + centred, rows), dtype=torch.float32, device=x.device)
+    stats = x.new_empty(1 + centred, rows, dtype=torch.float32)
     at = stats.data_ptr()
     inputs = (
-        pointer("x", x, x.shape, x),
-        pointer("residual", residual, x.shape, like),
-        pointer("weight", weight, d, x),
-    )
-    kernel = _KERNELS[centred][x.device.type, (x.dtype, like.dtype)][0]
+        pointer("x", x, shape, x), pointer("residual", residual, shape, like),
+        pointer("weight", weight, (d,), x),
+    )  # fmt: skip
+    kernel = _KERNELS[centred][device_type(x), (x.dtype, like.dtype)][0]
     if centred:
-        kernel(*inputs, pointer("bias", bias, d, x), eps, address(s), y.data_ptr(), at, at + 4 * rows, *sizes)
+        of_bias, means, rstds = pointer("bias", bias, (d,), x), at, at + 4 * rows
+        kernel(*inputs, of_bias, eps, address(s), y.data_ptr(), means, rstds, *sizes)
     else:
         kernel(*inputs, eps, address(s), y.data_ptr(), at, *sizes)
     return y, s, stats
@@ -192,18 +192,18 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x (and a residual of its dtype), of a bfloat16 residual to a float32 x (where `narrow` is
     set), weight and bias; ValueError as `_forward`."""
-    d = s.shape[-1:]
-    rows, *_ = sizes = row_sizes(s)
+    shape = s.shape
+    rows, d, *_ = sizes = row_sizes(s)
     dx = torch.empty_like(s)
     dresidual = torch.empty_like(s, dtype=torch.bfloat16) if narrow else None
     dweight = s.new_empty(d) if wants_weight else None
     dbias = s.new_empty(d) if wants_bias else None
     at = pointer("stats", stats, (1 + centred, rows), stats)
     inputs = (
-        pointer("dy", dy, s.shape, s), pointer("ds", ds, s.shape, s), pointer("s", s, s.shape, s),
-        pointer("weight", weight, d, s),
+        pointer("dy", dy, shape, s), pointer("ds", ds, shape, s), pointer("s", s, shape, s),
+        pointer("weight", weight, (d,), s),
     )  # fmt: skip
-    kernel = _KERNELS[centred][s.device.type, (s.dtype, torch.bfloat16 if narrow else s.dtype)][1]
+    kernel = _KERNELS[centred][device_type(s), (s.dtype, torch.bfloat16 if narrow else s.dtype)][1]
     to = dx.data_ptr(), address(dresidual), address(dweight)
     if centred:
         kernel(*inputs, at, at + 4 * rows, *to, address(dbias), *sizes)

@@ -2,7 +2,7 @@
 
 An operator has two doors to the same functions:
 
-    eager     a `torch.autograd.Function`, some microseconds a call
+    eager     a `Function`, some microseconds a call
     tracing   the registered operator, with a fake form and its derivative; `traced` says when
 """
 
@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, is_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+_FUNCTION: Any = torch.autograd.Function
 _LIBRARY = torch.library.Library("mpipipe", "DEF")
 
 
@@ -37,25 +39,36 @@ def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., 
     torch.library.register_autograd(f"mpipipe::{name}", backward, setup_context=setup, lib=_LIBRARY)
 
 
-def written(*tensors: torch.Tensor | None) -> None:
+class Function(torch.autograd.Function):
+    """torch's, without the two microseconds in which each call looks for arguments that a transform of
+    torch.func left behind; under one, torch says as ever that it cannot be."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(_FUNCTION, cls).apply(*args)
+
+
+def written(*tensors: Tensor | None) -> None:
     """A kernel has written into these: autograd refuses to use what it has kept of them."""
     increment_version([t for t in tensors if t is not None and not t.is_inference()])
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether an eager call on these records anything: else it need not pass an autograd.Function."""
-    if torch.is_grad_enabled():
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether an eager call on these records anything: else it need not pass a Function."""
+    if is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
                 return True
-    return forward_ad._current_level >= 0  # which an autograd.Function refuses, as ours have no forward mode
+    return forward_ad._current_level >= 0  # which a Function refuses, as ours have no forward mode
 
 
-def traced(*tensors: torch.Tensor | None) -> bool:
+def traced(*tensors: Tensor | None) -> bool:
     """Whether a call on these goes into a graph or has no data: then the registered operator is called."""
     if torch.compiler.is_compiling():
         return True
-    for t in tensors:  # noqa: SIM110 - every eager call passes here, and a generator takes twice the time
-        if t is not None and (t.is_meta or isinstance(t, FakeTensor)):
+    for t in tensors:  # every eager call passes here, and a generator takes twice the time
+        if t is not None and (t.is_meta or (type(t) is not Tensor and isinstance(t, FakeTensor))):
             return True
     return False

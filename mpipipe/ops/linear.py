@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from mpipipe.ops.accumulate import accumulate
 from mpipipe.ops.gradients import destination, has_data, wanted
+from mpipipe.ops.library import Function
 
 Tensor = torch.Tensor
 _CASTS = "_mpipipe_casts"  # attribute of a leaf
@@ -77,7 +78,7 @@ def casts_of(weight: Tensor) -> list[Tensor]:
     return [] if casts is None else casts.tensors
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype,

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from mpipipe.ops.cross_entropy import KERNELS, backward, forward, forward_and_backward
 from mpipipe.ops.gradients import destination, has_data, wanted
-from mpipipe.ops.library import define, differentiate, traced, wants_gradient
+from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
 from mpipipe.ops.pointers import check
 
 
@@ -170,7 +170,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
     return dx, dw, None, db, None, None, None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, late, scale = inputs[0], inputs[6], inputs[7]

@@ -70,6 +70,11 @@ def by_device(names: Mapping[Key, tuple[str, ...]], devices: Collection[str] = M
     return table
 
 
+def device_type(x: torch.Tensor) -> str:
+    """Of a table's keys. That of the processor takes a third of the time of asking x.device."""
+    return "cpu" if x.is_cpu else x.device.type
+
+
 def use_kernels(on: bool) -> None:
     """Of this process from here on. Off: every operator computes as where the modules are not built."""
     for table, out_of_use in _TABLES:

@@ -27,7 +27,8 @@ def rows_of(x: torch.Tensor) -> int:
 
 def row_sizes(x: torch.Tensor) -> tuple[int, ...]:
     """Rows and d of x (..., d), and who computes."""
-    return rows_of(x), x.shape[-1], *workers(x)
+    d = x.shape[-1]
+    return x.numel() // d if d else 0, d, *workers(x)
 
 
 def check(
@@ -57,8 +58,8 @@ def pointer(name: str, x: torch.Tensor | None, shape: Sequence[int], like: torch
     if x is None:
         return 0
     # all checks at once, some hundred nanoseconds: every eager call passes here
-    served = (x.is_cpu and like.is_cpu) or (x.is_cuda and x.device == like.device)
-    if served and x.dtype is like.dtype and x.is_contiguous() and x.shape == shape:
+    served = (x.is_cpu and (x is like or like.is_cpu)) or (x.is_cuda and x.device == like.device)
+    if served and (x is like or x.dtype is like.dtype) and x.is_contiguous() and x.shape == shape:
         return x.data_ptr()
     check(name, x, shape, like)
     if not served:

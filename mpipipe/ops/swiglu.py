@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mpipipe.ops.library import define, differentiate, traced, wants_gradient
-from mpipipe.ops.native import by_device
+from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.native import by_device, device_type
 from mpipipe.ops.pointers import check, pointer, row_sizes
 
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises ValueError for different shapes or devices, or integers."""
     dtype = gate.dtype
-    if (gate.device.type, dtype) not in _KERNELS or up.dtype is not dtype:
+    if (device_type(gate), dtype) not in _KERNELS or up.dtype is not dtype:
         return _by_torch(gate, up)
     if traced(gate):
         return torch.ops.mpipipe.swiglu(gate, up)
@@ -53,7 +53,7 @@ def _by_torch(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     """The kernels in eager code."""
 
     @staticmethod
@@ -100,7 +100,7 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
     """Raises ValueError for tensors without a stride of rows, or that do not fit each other."""
     given = *_row_pointer("gate", gate, gate), *_row_pointer("up", up, gate)
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _KERNELS[gate.device.type, gate.dtype][0](*given, y.data_ptr(), *row_sizes(gate))
+    _KERNELS[device_type(gate), gate.dtype][0](*given, y.data_ptr(), *row_sizes(gate))
     return y
 
 
@@ -110,7 +110,7 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     dup = torch.empty_like(dgate)
     from_dy = pointer("dy", dy, gate.shape, gate)
-    _KERNELS[gate.device.type, gate.dtype][1](
+    _KERNELS[device_type(gate), gate.dtype][1](
         from_dy, *given, dgate.data_ptr(), dup.data_ptr(), *row_sizes(gate)
     )
     return dgate, dup

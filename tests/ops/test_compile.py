@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,19 @@ def test_a_derivative_in_forward_mode_is_refused(name: str) -> None:
     for function, shapes in CALLS[name]:
         with forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError), match="forward"):
             function(*(forward_ad.make_dual(torch.randn(shape), torch.ones(shape)) for shape in shapes))
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_transform_of_functions_is_refused(name: str) -> None:
+    for function, shapes in CALLS[name]:
+        first, *others = (torch.randn(shape) for shape in shapes)
+
+        def total(x: Tensor, function: Any = function, others: list[Tensor] = others) -> Tensor:
+            y = function(x, *others)
+            return (y[0] if isinstance(y, tuple) else y).sum()
+
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            torch.func.grad(total)(first)
 
 
 def test_labels_of_a_graph_are_checked_when_it_runs() -> None:

@@ -379,3 +379,16 @@ def test_without_kernels(monkeypatch):
     expected = flash_attention(*inputs, causal=True)
     monkeypatch.setattr(door, "_KERNELS", {})
     torch.testing.assert_close(flash_attention(*inputs, causal=True), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("strides", [(1, 2, 3), [4, 3, 2, 1], (4, 3, 2, "1"), (4, 3, 2, 2**70)])
+def test_the_door_takes_strides_as_tuples_of_four_integers(strides):
+    def call(given):  # of no samples: nothing is read or written
+        kernels.attention_f32(
+            0, 0, 0, given, given, given, 0, 1, 1, 2, 2, 4, False, 1.0, 0, 0, 0, given, 0, 1
+        )
+
+    call((4, 3, 2, 1))
+    with pytest.raises(TypeError):
+        call(strides)
