@@ -38,6 +38,11 @@ LOOPS = {
     "norm_addition_f32": Loop(r"\badd_row<float, float>", "vaddps", "fadd"),
     "norm_addition_bf16": Loop(r"\badd_row<mpipipe::bf16, mpipipe::bf16>", "vaddps", "fadd"),
     "norm_addition_f32_bf16": Loop(r"\badd_row<float, mpipipe::bf16>", "vaddps", "fadd"),
+    "norm_scaling_and_addition_f32": Loop(r"\bscale_and_add<float, float>", FUSED, ARM_FUSED),
+    "norm_scaling_and_addition_bf16": Loop(
+        r"\bscale_and_add<mpipipe::bf16, mpipipe::bf16>", FUSED, ARM_FUSED
+    ),
+    "norm_scaling_and_addition_f32_bf16": Loop(r"\bscale_and_add<float, mpipipe::bf16>", FUSED, ARM_FUSED),
     "norm_narrowing": Loop(r"\bnarrow_row<float, mpipipe::bf16>", "vpsrld", "u?shrn?b?|lsr"),
     "norm_scaling_f32": Loop(r"\bscale_row<float>", FUSED, ARM_FUSED),
     "norm_scaling_bf16": Loop(r"\bscale_row<mpipipe::bf16>", FUSED, ARM_FUSED),

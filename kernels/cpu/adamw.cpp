@@ -23,7 +23,7 @@ struct Buffers {
     Buffers from(size_t i) const { return {param + i, grad + i, m + i, v + i, master ? master + i : nullptr}; }
 };
 
-// Memory works at the next block while roots and quotients of this one are computed. Beyond the end nothing is read.
+// Memory works at the next block while roots and quotients of this one are computed.
 template <typename T>
 void fetch(const T* block) {
     for (size_t i = 0; i < kBlock; i += 64 / sizeof(T)) __builtin_prefetch(block + i, 1);
@@ -37,8 +37,10 @@ void update(Coefficients c, Buffers<T> at, size_t n) {
     float *__restrict m = at.m, *__restrict v = at.v, *__restrict master = at.master;
     for (size_t block = 0; block < n; block += kBlock) {
         const size_t next = block + kBlock;
-        fetch(param + next), fetch(grad + next), fetch(m + next), fetch(v + next);
-        if constexpr (!std::is_same_v<T, float>) fetch(master + next);
+        if (next < n) {
+            fetch(param + next), fetch(grad + next), fetch(m + next), fetch(v + next);
+            if constexpr (!std::is_same_v<T, float>) fetch(master + next);
+        }
 #pragma omp simd
         for (size_t i = block; i < next; ++i) {
             const float g = wide(grad[i]) * c.factor;

@@ -38,7 +38,7 @@ template <typename Word>
         } else {
             for (size_t k = 0; k < keys; k += 2) {
                 const Vector first = weight(k), second = k + 1 < keys ? weight(k + 1) : Vector{};
-                store(s + k / 2 * kQueries + i, Word::zip(Word::narrow(first, second)));
+                store(s + k / 2 * kQueries + i, Word::zip(Word::round(first, second)));
             }
         }
         const Vector factor = exp2_(before - base);

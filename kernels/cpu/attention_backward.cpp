@@ -100,9 +100,9 @@ template <typename Word>
             for (size_t k = 0; k < keys; k += 2) {  // of an odd number the last one beside zeros
                 const bool two = k + 1 < keys;
                 const Vector p0 = weight(k), p1 = two ? weight(k + 1) : Vector{};
-                const auto c = Word::narrow(change(k, p0), two ? change(k + 1, p1) : Vector{});
+                const auto c = Word::round(change(k, p0), two ? change(k + 1, p1) : Vector{});
                 const size_t row = k * kQueries + i / 2;
-                Word::store(Word::narrow(p0, p1), s + row, s + row + kQueries);
+                Word::store(Word::round(p0, p1), s + row, s + row + kQueries);
                 Word::store(c, ds + row, ds + row + kQueries);
                 store(down + k / 2 * kQueries + i, Word::zip(c));
             }

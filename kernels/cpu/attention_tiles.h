@@ -125,12 +125,17 @@ class Tokens {
         }
     };
 
+    template <typename T>
+    static void foresee(const T* x, ptrdiff_t stride, size_t width) {
+        for (size_t e = 0; e < width; e += 64 / sizeof(T)) {
+            __builtin_prefetch(x + static_cast<ptrdiff_t>(kAhead) * stride + e);
+        }
+    }
+
     template <typename T, typename Body>
     static void each(const T* x, ptrdiff_t stride, size_t n, size_t width, Body body) {
         for (size_t i = 0; i < n; ++i, x += stride) {
-            for (size_t e = 0; i + kAhead < n && e < width; e += 64 / sizeof(T)) {
-                __builtin_prefetch(x + static_cast<ptrdiff_t>(kAhead) * stride + e);
-            }
+            if (i + kAhead < n) foresee(x, stride, width);
             body(x);
         }
     }
@@ -152,6 +157,8 @@ class Tokens {
         for (size_t i = 0; i < n; i += Word::kDepth, to += padded_) {
             const bf16 *first = x + static_cast<ptrdiff_t>(i) * stride, *second = first + (i + 1 < n ? stride : 0);
             const uint32_t there = i + 1 < n ? 0xFFFF0000 : 0;
+            if (i + kAhead < n) foresee(first, stride, width);
+            if (i + 1 + kAhead < n) foresee(second, stride, width);
 #pragma omp simd
             for (size_t e = 0; e < width; ++e) {
                 const uint32_t word = (uint32_t{second[e].bits} << 16 & there) | first[e].bits;

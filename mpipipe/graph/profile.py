@@ -5,7 +5,8 @@ stage will run them (same code, same autocast, gradients accumulated in place) a
 over a stage predicts a GPT within a few per cent.
 
 Memory kept for backward is read off torch's saved-tensor hooks, by storage, so that a tensor saved
-by two groups counts once. Casts of weights are there from a first run on, as from a step's first micro-batch.
+by two groups counts once. Casts of weights are there from a first run on, as from a step's first micro-batch;
+that one's seconds for them are in no cost.
 """
 
 from __future__ import annotations

@@ -130,8 +130,7 @@ class _BatchNorm(Function):
 
 def _sizes(x: Tensor) -> tuple[int, ...]:
     """Batch, channels, places of a channel in a sample, and who computes."""
-    shape = x.shape
-    batch, channels = shape[0], shape[1]
+    batch, channels, *_ = x.shape
     return batch, channels, x.numel() // (batch * channels) if batch and channels else 0, *workers(x)
 
 

@@ -8,8 +8,8 @@ Invariants
   2. A query that sees nothing gives 0, and no gradient.
   3. Results lie in memory as their inputs do, o and dq as q: where q is a transposed view of a projection's
      output, the way back is free.
-Float32 and bfloat16 of the processor run on the kernel, in float32, and so they do on a GPU, but bfloat16
-only where torch's own form in tiles is switched off; anything else is torch's own attention.
+Float32 and bfloat16 of the processor run on the kernel, summed in float32, and so they do on a GPU, but
+bfloat16 only where torch's own form in tiles is switched off; anything else is torch's own attention.
 """
 
 from __future__ import annotations

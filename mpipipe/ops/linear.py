@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
 
 
 class Casts:
-    """A weight in the dtypes of the products that it was in since it changed last."""
+    """Copies of a weight since it changed last, one for each dtype of products."""
 
     def __init__(self) -> None:
         self._made: dict[torch.dtype, Tensor] = {}

@@ -205,12 +205,12 @@ class StageWeights:
         for name, use in leaves:
             leaf = self.data[name].detach()
             self.leaves[name, use] = leaf
-            self._casts.append(share_casts(leaf))
             if not source.params[name].requires_grad:
                 continue
             leaf.requires_grad_()  # unused ones too: what a cut carries follows the capture
             if name not in self._trained:
                 continue
+            self._casts.append(share_casts(leaf))
             if name not in self.uses:
                 leaf.grad = self.grad[name]
             elif self.tied == "per_use":
@@ -273,7 +273,7 @@ class StageWeights:
         self.forget_casts()
 
     def forget_casts(self) -> None:
-        """Of the weights as they are now."""
+        """Before the weights change, or may have changed."""
         for casts in self._casts:
             casts.forget()
 

@@ -506,6 +506,18 @@ def test_the_kernels_that_are_loaded_are_told(sets: tuple[str, str], text: str) 
     assert any(f.text.endswith(text) for f in judge(ranks, 1) if f.section == "ranks")
 
 
+@pytest.mark.parametrize(
+    ("sets", "least"), [(("v4", "v4_bf16"), "v4"), (("v4_bf16", "v3"), "v3"), (("sve", "base"), "base")]
+)
+def test_unlike_kernels_are_told_with_the_set_that_all_have(sets: tuple[str, str], least: str) -> None:
+    ranks = [
+        replace(r, software=replace(r.software, kernels="8", kernel_set=s))
+        for r, s in zip(healthy(), sets, strict=True)
+    ]
+    (found,) = [f for f in judge(ranks, 1) if "unlike processors" in f.text]
+    assert (found.level, found.fix) == ("note", f"export MPIPIPE_INSTRUCTION_SET={least}")
+
+
 def test_openmp_that_binds_unbound_ranks_is_a_problem() -> None:
     told = on_all(healthy(), "launch", settings=("OMP_PROC_BIND=true",))
     (found,) = [f for f in judge(told, 1) if f.level == "PROBLEM"]

@@ -41,6 +41,7 @@ def pipeline(comm: Communicator, **how: object) -> Pipeline:
 
 def test_the_faster_one_wins_and_ours_where_nobody_had_the_time() -> None:
     assert winner([(1.0, 0.9), (1.0, 0.9)]) == kernel_set()
+    assert winner([(1.0, 0.98)]) == kernel_set()
     assert winner([(1.0, 0.995)]) == "torch"
     assert winner([(1.0, 0.5), (1.0, 1.6)]) == "torch"  # of all ranks together
     assert winner([]) == kernel_set()

@@ -13,11 +13,12 @@
 //     key_mask (batch, keys), contiguous    key_mask[b, j]
 // A query that sees nothing gives 0. What is not seen may be read, and multiplied by 0: it should be finite.
 //
-// Strides count elements: batch, head, token; that of the last dimension is 1 and not read. T is float or bf16;
-// everything between is float32, but with units for bf16 the factors of the products of bf16 are bf16: p and its
-// gradient are rounded to it, and denormal numbers are 0. lse is written even where no gradient is wanted. Outputs overlap neither inputs
-// nor each other; key_lengths and key_mask may be null. heads is a multiple of key_heads; any size may be 0 but
-// the width. The bits depend on sizes, strides and instruction set alone, never on `threads`.
+// Strides count elements: batch, head, token; that of the last dimension is 1 and not read. T is float or bf16. Sums
+// and exponentials are float32, and so are products, but those of bf16 where the processor has units for it: there p
+// and its gradient are rounded to bf16 before they are multiplied, and denormal numbers are 0. lse is written even
+// where no gradient is wanted. Outputs overlap neither inputs nor each other; key_lengths and key_mask may be null.
+// heads is a multiple of key_heads; any size may be 0 but the width. The bits depend on sizes, strides and instruction
+// set alone, never on `threads`.
 #pragma once
 
 #include <array>

@@ -38,7 +38,7 @@ template <typename Body>
 void parallel_for(size_t n, int threads, Body body) {
     Caught caught;
     // not inlined: compiled once, the bits are the same on the caller's thread
-    const auto one = [&](size_t i) __attribute__((noinline)) { caught.in([&] { body(i); }); };
+    const auto one = [&](size_t i) __attribute__((noinline, noclone)) { caught.in([&] { body(i); }); };
     if (threads > 1 && n > 1) {
 #pragma omp parallel for schedule(static) num_threads(threads)
         for (size_t i = 0; i < n; ++i) one(i);
@@ -53,7 +53,7 @@ template <typename Held, typename Body>
 void parallel_for_holding(size_t n, int threads, Body body) {
     static_assert(std::is_nothrow_default_constructible_v<Held>);
     Caught caught;
-    const auto one = [&](size_t i, Held& held) __attribute__((noinline)) { caught.in([&] { body(i, held); }); };
+    const auto one = [&](size_t i, Held& held) __attribute__((noinline, noclone)) { caught.in([&] { body(i, held); }); };
     if (threads > 1 && n > 1) {
 #pragma omp parallel num_threads(threads)
         {

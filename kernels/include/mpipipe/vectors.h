@@ -47,9 +47,9 @@ inline Vector exp2_(Vector x) {
     return p * (Vector)((Integers)shifted << 23);
 }
 
-// What products are made of: words of 32 bits, kDepth factors each that follow each other along the depth. Beside float32
-// itself, where the processor multiplies pairs of bfloat16 and adds them in float32, two of these. They lie in memory of
-// floats, and are moved and never computed with as such.
+// What products are made of: words of 32 bits, kDepth factors each that follow each other along the depth. That is a
+// float32 or, where the processor multiplies pairs of bfloat16 and adds them in float32, two of these. They lie in
+// memory of floats, and are moved and never computed with as such.
 struct Singles {
     static constexpr size_t kDepth = 1;
     static Vector add_product(Vector sum, float word, Vector words) { return sum + word * words; }
@@ -60,22 +60,22 @@ struct Pairs {
     static Vector add_product(Vector sum, float word, Vector words) {
         return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(word), (__m512bh)words);
     }
-    typedef uint16_t Both __attribute__((vector_size(kVectorBytes)));
+    typedef uint16_t Narrowed __attribute__((vector_size(kVectorBytes)));
     // Rounded to nearest, one after the other; denormal numbers become 0, as they are in products.
-    static Both narrow(Vector first, Vector second) {
-        return (Both)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    static Narrowed round(Vector first, Vector second) {
+        return (Narrowed)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     }
     // kLanes / 2 words (first[2 i], first[2 i + 1]), and so of the second.
-    static void store(Both x, float* first, float* second) {
+    static void store(Narrowed x, float* first, float* second) {
         std::memcpy(first, &x, sizeof x / 2);
         std::memcpy(second, reinterpret_cast<const char*>(&x) + sizeof x / 2, sizeof x / 2);
     }
     // Words (first[i], second[i]).
-    static Vector zip(Both x) { return zip(x, std::make_index_sequence<2 * kLanes>()); }
+    static Vector zip(Narrowed x) { return zip(x, std::make_index_sequence<2 * kLanes>()); }
 
    private:
     template <size_t... i>
-    static Vector zip(Both x, std::index_sequence<i...>) {
+    static Vector zip(Narrowed x, std::index_sequence<i...>) {
         return (Vector)__builtin_shufflevector(x, x, (i / 2 + i % 2 * kLanes)...);
     }
 };

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from mpipipe.cluster.doctor.facts import Finding, RankFacts, Ranks, by_node
 from mpipipe.cluster.doctor.judge.words import is_open_mpi, listed, start_line, who
+from mpipipe.native import FORCED, SETS
 from mpipipe.planner.sizes import counted
 
 SECTION = "ranks"
@@ -21,6 +22,8 @@ SAME: dict[str, Callable[[RankFacts], str]] = {
     "the compiled kernels": lambda r: r.software.kernels or "none",
     "what torch sees of accelerators": lambda r: r.software.accelerators or "none",
 }
+# instruction sets of the kernels, of one kind of machine after the other
+BEST_FIRST = [name for sets in SETS.values() for name in sets]
 # the smallest set of instructions that all have is what all must then use
 NARROWER = "export ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2"
 
@@ -74,6 +77,13 @@ def _processors(ranks: Ranks) -> Iterator[Finding]:
         )
         yield Finding(SECTION, "PROBLEM", text, NARROWER)
         return
+    sets = {r.software.kernel_set.partition(",")[0] for r in ranks} - {""}
+    if len(sets) > 1:
+        least = next(name for name in reversed(BEST_FIRST) if name in sets)
+        text = (
+            f"the kernels are compiled for unlike processors: {listed(sorted(sets))}; bits=fast needs one set"
+        )
+        yield Finding(SECTION, "note", text, f"export {FORCED}={least}")
     others = [r for r in ranks if r.machine.processor != first.machine.processor]
     text = f"{first.machine.processor}, {first.software.instruction_set}"
     if others:
