@@ -17,11 +17,21 @@ namespace {
 
 constexpr size_t kRun = 4096;  // elements summed in float32 before the sum goes on in double
 
+template <typename T, typename R>
+inline T added(T x, R residual) {
+    return narrow<T>(wide(x) + wide(residual));
+}
+
+template <typename T>
+inline T scaled(T s, T weight, T bias, float mean, float rstd) {
+    return narrow<T>((wide(s) - mean) * rstd * wide(weight) + wide(bias));
+}
+
 // s = x + residual, rounded.
 template <typename T, typename R>
 [[gnu::noinline]] void add_row(const T* __restrict x, const R* __restrict residual, T* __restrict s, size_t d) {
 #pragma omp simd
-    for (size_t i = 0; i < d; ++i) s[i] = narrow<T>(wide(x[i]) + wide(residual[i]));
+    for (size_t i = 0; i < d; ++i) s[i] = added(x[i], residual[i]);
 }
 
 template <bool squares, typename T>
@@ -35,8 +45,7 @@ template <typename T>
 [[gnu::noinline]] void scale_row(const T* __restrict s, const T* __restrict weight, const T* __restrict bias,
                                  float mean, float rstd, T* __restrict y, size_t d) {
 #pragma omp simd
-    for (size_t i = 0; i < d; ++i)
-        y[i] = narrow<T>((wide(s[i]) - mean) * rstd * wide(weight[i]) + wide(bias[i]));
+    for (size_t i = 0; i < d; ++i) y[i] = scaled(s[i], weight[i], bias[i], mean, rstd);
 }
 
 // Both: of one row, and of the row behind it.
@@ -46,8 +55,8 @@ template <typename T, typename R>
                                      const R* __restrict residual, T* __restrict next_s, size_t d) {
 #pragma omp simd
     for (size_t i = 0; i < d; ++i) {
-        y[i] = narrow<T>((wide(s[i]) - mean) * rstd * wide(weight[i]) + wide(bias[i]));
-        next_s[i] = narrow<T>(wide(next[i]) + wide(residual[i]));
+        y[i] = scaled(s[i], weight[i], bias[i], mean, rstd);
+        next_s[i] = added(next[i], residual[i]);
     }
 }
 

@@ -27,8 +27,7 @@ def rows_of(x: torch.Tensor) -> int:
 
 def row_sizes(x: torch.Tensor) -> tuple[int, ...]:
     """Rows and d of x (..., d), and who computes."""
-    d = x.shape[-1]
-    return x.numel() // d if d else 0, d, *workers(x)
+    return rows_of(x), x.shape[-1], *workers(x)
 
 
 def check(
