@@ -49,7 +49,7 @@ def with_window(
     """The layout with the least receive window, from its own on, with which the program can run, and that.
     order: of `layout.actions`, where it need not be read. Raises DeadlockError where none will do."""
     # 2p - 2 is what those by hand need without ties, and as many for each copy that a rank serves; one that
-    # follows from costs may do all forwards first
+    # follows from costs, or a user's own, may do all forwards first
     most = max(
         (4 * len(layout.cuts) + 4) * max(layout.turns),
         _received(layout, numerics, stage_ties(ties, cut_indices(layout, group_names))),
@@ -83,9 +83,7 @@ def with_window(
 
 
 def _received(layout: Layout, numerics: Numerics, ties: Sequence[StageTie]) -> int:
-    """The most activations and gradients of a step that come to a rank of a plan with its own order."""
-    if not layout.actions:
-        return 0
+    """The most activations and gradients of a step that come to a rank."""
     of_ties = len(tied_pairs(ties)) if numerics.tied == "eager" else 0
     return numerics.micro_batches * (2 * max(Counter(layout.order).values()) + of_ties)
 

@@ -255,6 +255,19 @@ def test_too_much_memory_is_shown_at_its_place(registered):
     assert "rank 0   0F0   0F1  [0F2]  0B0   0B1   0B2   <-- here" in str(caught.value)
 
 
+def test_an_order_of_ones_own_has_the_receives_posted_that_it_needs(registered):
+    """Rank 1 sends 64 gradients while rank 0 does forwards: no built-in order needs so many receives."""
+    m = 64
+    ahead = [f"0F{i}" for i in range(m)] + [f"0B{i}" for i in range(m)]
+    in_turn = [f"1{kind}{i}" for i in range(m) for kind in "FB"]
+    registered("mine.csv", f"{','.join(ahead)}\n{','.join(in_turn)}\n")
+    window = planned(of_groups(2, 2), "mine.csv", m).layout.receive_window
+    layout = Layout(("g1",), ((0,), (1,)), "mine.csv", window)
+    program_for(layout, numerics(m), (), ["g0", "g1"])
+    with pytest.raises(DeadlockError, match=f"with receive_window {window - 1} and no buffering"):
+        program_for(replace(layout, receive_window=window - 1), numerics(m), (), ["g0", "g1"])
+
+
 def planned(costs: Costs, schedule: str, m: int, recompute: Wish = "none") -> Plan:
     return make_plan(costs, numerics(m), schedule, 4, len(costs.cluster.devices), 1, recompute)[0]
 
