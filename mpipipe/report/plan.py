@@ -44,7 +44,7 @@ def headline(plan: Plan) -> str:
     before = ", ".join([*cuts[:_MOST_CUTS], *([f"{more} more"] if more > 0 else [])])
     stages = f"{plan.layout.n_stages} stages, cut before {before}" if cuts else "one stage"
     return (
-        f"plan: {_decided(plan)}{stages}; predicted step {_seconds(p.step_s)}, memory "
+        f"plan: {decided(plan)}, {stages}; predicted step {_seconds(p.step_s)}, memory "
         f"{_memory(max(p.peak_bytes), unit)} {unit} per rank at most"
     )
 
@@ -73,7 +73,7 @@ def describe(
     if timed is not None and timed[0] < timed[1]:
         source = f"cached, {timed[1] - timed[0]} of {timed[1]} hold,"
     return (
-        f"plan ({_decided(plan)}costs {source} {took}, spread {costs.spread:.0%}):\n"
+        f"plan ({decided(plan)}, costs {source} {took}, spread {costs.spread:.0%}):\n"
         f"{text_table(headers, rows, width, _NAMES)}\n{_on_ranks(plan)}{_recomputed(plan, costs)}"
         f"predicted step {_seconds(p.step_s)}, bubble {p.bubble:.1%}; no cut is faster than "
         f"{_seconds(p.lower_bound_s)} (gap {p.gap:.1%})"
@@ -99,11 +99,11 @@ def _on_ranks(plan: Plan) -> str:
     return "".join([*lines, *more])
 
 
-def _decided(plan: Plan) -> str:
-    """Schedule, micro-batches, and replicas where there are some; what follows is listed behind."""
+def decided(plan: Plan) -> str:
+    """Schedule, micro-batches, and replicas where there are some."""
     layout = plan.layout
-    replicas = f"{replicas_text(shape_of(layout))}, " if layout.n_copies > 1 else ""
-    return f"{layout.schedule}, {plan.numerics.split}, {replicas}"
+    replicas = f", {replicas_text(shape_of(layout))}" if layout.n_copies > 1 else ""
+    return f"{layout.schedule}, {plan.numerics.split}{replicas}"
 
 
 def _recomputed(plan: Plan, costs: Costs) -> str:
@@ -173,7 +173,7 @@ def outlook(plan: Plan, rows: Sequence[Row], per_step: float, unit: str, width: 
     more = f"({left_out} stages more, between those shown; -o writes all)\n" if left_out else ""
     return (
         f"{table}\n{more}{_on_ranks(plan)}{recomputed}\n"
-        f"step {_seconds(p.step_s)}: {number(per_step / p.step_s)} {unit}/s; {_decided(plan)}"
+        f"step {_seconds(p.step_s)}: {number(per_step / p.step_s)} {unit}/s; {decided(plan)}, "
         f"bubble {p.bubble:.1%}\n"
         f"no cut has a shorter step than {_seconds(p.lower_bound_s)} with these costs (gap {p.gap:.1%})\n"
         f"most memory: rank {fullest}, {_memory(p.peak_bytes[fullest], memory)} {memory}"

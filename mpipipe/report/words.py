@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import yaml
 
 from mpipipe.errors import MpipipeError
 from mpipipe.planner.sizes import counted
 from mpipipe.report.account import Account, account
 from mpipipe.report.draw import draw_texts
+from mpipipe.report.plan import decided
 from mpipipe.report.progress import number
 from mpipipe.report.run import RunData
 from mpipipe.report.summary import summary
@@ -33,7 +35,8 @@ _FAR_OFF = 0.2  # of a prediction, from where on its changes are taken with care
 
 def words(run: RunData, width: int = 110) -> str:
     """The run as text: summary, the step, where its time went, what would buy it back."""
-    parts = [f"run {run.name}", *(f"note: {note}" for note in run.notes)]
+    ran = "; ".join(what_ran(run))
+    parts = [f"run {run.name}", *([ran] if ran else []), *(f"note: {note}" for note in run.notes)]
     if run.report is not None:
         parts += ["", summary(run.report, max(width, _OF_FIGURES)).rstrip()]
     else:
@@ -46,6 +49,23 @@ def words(run: RunData, width: int = 110) -> str:
     saved, told = buys_back(run)
     parts += ["", "what would buy it back:", f"  {told}", *(f"  {saving(w)} [{w.how}]" for w in saved)]
     return "\n".join(_wrapped(line, width) for line in parts) + "\n"
+
+
+def what_ran(run: RunData) -> Iterator[str]:
+    """Model and data, ranks, what was decided, processors: as far as the folder tells."""
+    try:
+        config = yaml.safe_load(run.config)
+        yield f"{config['model']['name']} on {config['data']['name']}"
+    except (yaml.YAMLError, KeyError, TypeError):
+        pass
+    if run.plan is None:
+        return
+    numerics, layout, costs = run.plan.numerics, run.plan.layout, run.plan.costs
+    n = len({rank for on in layout.ranks for rank in on})
+    yield f"{counted(n, 'rank')} x {counted(numerics.threads, 'thread')}"
+    yield decided(run.plan)
+    if costs is not None:
+        yield " and ".join(dict.fromkeys(device.kind for device in costs.cluster.devices[:n]))
 
 
 def where(timelines: dict[str, Timeline]) -> list[str]:

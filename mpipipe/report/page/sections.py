@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-import yaml
-
 from mpipipe.planner.sizes import counted
 from mpipipe.report.account import Account, account
 from mpipipe.report.page.html import Html, legend, section, tag
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.run import RunData
 from mpipipe.report.summary import stopped
-from mpipipe.report.words import PARTS, buys_back, saving, so_far, where
+from mpipipe.report.words import PARTS, buys_back, saving, so_far, what_ran, where
 from mpipipe.values import Report
 
 _MANY = 16  # bars, from where on they are thin
@@ -35,24 +33,8 @@ def headline(run: RunData) -> Html:
         )
         for label, value, unit, beside in figures
     )
-    parts = [tag("h1", run.name), tag("p", " · ".join(_subtitle(run)), class_="subtitle"), *notes]
+    parts = [tag("h1", run.name), tag("p", " · ".join(what_ran(run)), class_="subtitle"), *notes]
     return tag("header", *parts, *([tag("dl", *cards, class_="cards")] if figures else []))
-
-
-def _subtitle(run: RunData) -> Iterator[str]:
-    try:
-        config = yaml.safe_load(run.config)
-        yield f"{config['model']['name']} on {config['data']['name']}"
-    except (yaml.YAMLError, KeyError, TypeError):
-        pass
-    if run.plan is None:
-        return
-    numerics, layout, costs = run.plan.numerics, run.plan.layout, run.plan.costs
-    n = len({rank for on in layout.ranks for rank in on})
-    yield f"{counted(n, 'rank')} x {counted(numerics.threads, 'thread')}"
-    yield f"{layout.schedule}, {numerics.split}"
-    if costs is not None:
-        yield " and ".join(dict.fromkeys(device.kind for device in costs.cluster.devices[:n]))
 
 
 def _figures(r: Report) -> Iterator[tuple[str, str, str, str]]:
