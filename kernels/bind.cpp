@@ -6,6 +6,7 @@
 #include "mpipipe/adamw.h"
 #include "mpipipe/attention.h"
 #include "mpipipe/cross_entropy.h"
+#include "mpipipe/gemm.h"
 #include "mpipipe/norms.h"
 #include "mpipipe/batch_norm.h"
 #include "mpipipe/bias_gelu.h"
@@ -70,6 +71,7 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     MPIPIPE_KERNELS(DEF)
     MPIPIPE_NORMS(DEF_NORM)
     def(m, "accumulate_bf16", &cpu::accumulate);
+    def(m, "gemm_f32", &cpu::gemm);
     def(m, "reference_cross_entropy_forward_f32", &reference::cross_entropy_forward<float>);
     def(m, "reference_cross_entropy_forward_bf16", &reference::cross_entropy_forward<bf16>);
     def(m, "reference_cross_entropy_backward_f32", &reference::cross_entropy_backward<float>);

@@ -15,6 +15,7 @@ from benchmarks.kernels.harness import Case
 from mpipipe.ops import accumulate, adamw, dropout, embedding, flash_attention, linear_cross_entropy, norms
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.bias_gelu import bias_gelu
+from mpipipe.ops.gemm import gemm
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.swiglu import swiglu
 
@@ -60,6 +61,7 @@ def ops() -> dict[str, Op]:
         "dropout": Op(partial(dropout, p=0.1, key=1, step=2, micro=3), partial(F.dropout, p=0.1), (x,)),
         "embedding": Op(partial(embedding, labels), partial(F.embedding, labels), (x,)),
         "flash_attention": Op(flash_attention, F.scaled_dot_product_attention, heads),
+        "gemm": Op(gemm, torch.mm, (x, other.t()), False),
         "layer_norm": Op(layer_norm, lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b), (x, weight, bias)),
         "linear_cross_entropy": Op(
             lambda x, w: linear_cross_entropy(x, w, labels),

@@ -51,6 +51,10 @@ class Lowering:
     def wants(self, match: Match) -> bool:
         return match.same_bits or (self.bits == "fast" and self.table.get(match.form) != "torch")
 
+    def owns(self, match: Match) -> bool:
+        """Whether the product in it is made by a kernel, too."""
+        return bool(match.product) and self.bits == "fast" and self.table.get(match.product) != "torch"
+
 
 @dataclass(frozen=True)
 class Anatomy:

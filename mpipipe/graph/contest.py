@@ -1,4 +1,5 @@
-"""Each operator that could become our own, both ways: as torch has it, and as we have it."""
+"""Each operator that could become our own, both ways: as torch has it, and as we have it; and each matrix
+product of a linear layer, by torch and by the kernel `gemm`."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ class Contest(Profiler):
         return found
 
     def _forms(self) -> Mapping[str, Match]:
-        matches = [m for m in self.anatomy.matches if m.contested]
+        matches = [m for m in self.anatomy.matches if m.question]
         moved: Counter[str] = Counter()
         for match in matches:
-            moved[match.form] += _size(match)
-        first = {m.form: m for m in reversed(matches)}
+            moved[match.question] += _size(match)
+        first = {m.question: m for m in reversed(matches)}
         return {form: first[form] for form in sorted(first, key=lambda form: (-moved[form], form))}
 
     def _both(self, match: Match, end: float) -> Seconds:
@@ -59,9 +60,17 @@ class Contest(Profiler):
     def _codes(self, match: Match) -> Iterator[Code]:
         inside, a = set(match.nodes), self.anatomy
         received = [n for op in match.nodes for n in op.all_input_nodes if n in a.index and n not in inside]
-        for bits in ("torch", "fast"):
-            lowered = replace(a, lowering=Lowering(bits))
+        for lowering in self._ways(match):
+            lowered = replace(a, lowering=lowering)
             yield extract(lowered, match.nodes, list(dict.fromkeys(received)), match.results, [], {})
+
+    def _ways(self, match: Match) -> tuple[Lowering, Lowering]:
+        """Of an operator as torch has it, and ours with a product by torch; of a product alone, by torch and
+        ours, with all operators around it as torch has them."""
+        if match.contested:
+            return Lowering(), Lowering("fast", {match.product: "torch"})
+        around = dict.fromkeys((m.form for m in self.anatomy.matches if m.contested), "torch")
+        return Lowering("fast", {**around, match.product: "torch"}), Lowering("fast", around)
 
 
 def _size(match: Match) -> int:

@@ -179,7 +179,8 @@ def extract(
         if match.same_bits and any(readers[use] > 1 for use in used.values()):
             continue  # autograd adds up all gradients of a use before any is added to the sum
         keys = {n: used.get(n, c.buffer.get(n, n)) for n in match.inputs}
-        replace(match, env, {n: env[key] for n, key in keys.items()}.__getitem__)
+        own = anatomy.lowering.owns(match)
+        replace(match, own, env, {n: env[key] for n, key in keys.items()}.__getitem__)
     statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
     graph.output((tuple(env[n] for n in sent), statistics))
     return Code(

@@ -24,6 +24,12 @@ class Match:
     atomic: bool = True  # no cut may part it
     contested: bool = True  # whether it may be slower than torch's; if not, `form` is in no table
     same_bits: bool = False  # as torch's: used whatever the bits are to be
+    product: str = ""  # form of a matrix product in it, which `op` makes by the kernel gemm with own=True
+
+    @property
+    def question(self) -> str:
+        """The form that a contest of this match answers: of itself, or of its product; "" for none."""
+        return self.form if self.contested else self.product
 
     @property
     def first(self) -> fx.Node:
@@ -46,15 +52,15 @@ def chosen(found: Iterable[Match], wanted: Callable[[Match], bool], body: set[fx
             yield match
 
 
-def replace(match: Match, env: dict[Any, fx.Node], inputs: Callable[[fx.Node], fx.Node]) -> None:
-    """In a copy of the graph: the copies of the matched operators give way to ours. env: node -> its copy,
-    brought up to date; inputs: of a matched operator's input, its copy."""
+def replace(match: Match, own: bool, env: dict[Any, fx.Node], inputs: Callable[[fx.Node], fx.Node]) -> None:
+    """In a copy of the graph: the copies of the matched operators give way to ours. own: its product, too.
+    env: node -> its copy, brought up to date; inputs: of a matched operator's input, its copy."""
     old = [env[n] for n in match.nodes]
     first = env[match.first]
     graph = first.graph
     with graph.inserting_before(first):
         args = fx.node.map_arg(match.args, inputs)
-        new = graph.call_function(match.op, args)
+        new = graph.call_function(match.op, args, {"own": True} if own else {})
         values = [n.meta["val"] for n in match.results]
         new.meta["val"] = values[0] if len(values) == 1 else tuple(values)
         parts = [new]

@@ -131,7 +131,7 @@ class _Finder:
         settings = (g["ignore_index"], g["label_smoothing"], g["reduction"] == 1, dtype, late, then)
         args = (values, weight, bias, labels, *settings)
         nodes = (x, *reversed(chain), *after)
-        return Match(fused.head_loss, form, nodes, nodes[-1:], args)
+        return Match(fused.head_loss, form, nodes, nodes[-1:], args, product=_product_form(values, x))
 
     def _scaled_output(self, loss: fx.Node) -> tuple[Sequence[fx.Node], Sequence[tuple[Any, ...]]] | None:
         """The operators between a loss and the output, and each with the other arguments as `head_loss` takes
@@ -178,7 +178,8 @@ class _Finder:
         form = f"bias_gelu {val(x).shape[-1]} {dtype_of(node)}"
         shape = tuple(val(node).shape)
         args = (values, weight, bias, approximate, transposed, shape)
-        return Match(fused.linear_gelu, form, (x, *views, *nodes), (node,), args)
+        product = _product_form(values, x)
+        return Match(fused.linear_gelu, form, (x, *views, *nodes), (node,), args, product=product)
 
     def swiglu(self, node: fx.Node) -> Match | None:
         if schema_name(node) != "aten::mul":
@@ -355,8 +356,8 @@ class _Finder:
             return None
         x, weight, bias, transposed = matrix
         form = f"linear {val(x).shape[-1]}x{val(node).shape[-1]} {dtype_of(node)}"
-        args = (x, weight, bias, transposed)
-        return Match(linear, form, (node,), (node,), args, contested=False)
+        args, product = (x, weight, bias, transposed), _product_form(x, node)
+        return Match(linear, form, (node,), (node,), args, contested=False, product=product)
 
     def embedding(self, node: fx.Node) -> Match | None:
         if not self.training or schema_name(node) != "aten::embedding":
@@ -379,6 +380,12 @@ class _Finder:
 
 
 # -- looking at nodes ----------------------------------------------------------------------------
+
+
+def _product_form(x: fx.Node, node: fx.Node) -> str:
+    """Of a product that the kernel `gemm` serves."""
+    served = dtype_of(node) == "float32"
+    return f"gemm {val(x).shape[-1]}x{val(node).shape[-1]} float32" if served else ""
 
 
 def _others(node: fx.Node, value: fx.Node) -> tuple[Any, ...] | None:

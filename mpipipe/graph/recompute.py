@@ -169,9 +169,9 @@ def part_products(graph: fx.Graph) -> None:
     for node in [n for n in graph.nodes if n.target is fused.linear_gelu]:
         x, weight, bias, approximate, transposed, shape = node.args
         with graph.inserting_before(node):
-            product = graph.call_function(fused.product_of, (x, weight, transposed, shape))
+            product = graph.call_function(fused.product_of, (x, weight, transposed, shape), node.kwargs)
             product.meta["val"] = node.meta["val"]
-        node.target, node.args = fused.gelu_of, (product, bias, approximate)
+        node.target, node.args, node.kwargs = fused.gelu_of, (product, bias, approximate), {}
 
 
 def _needed(dropped: Iterable[fx.Node], made: set[fx.Node]) -> set[fx.Node]:

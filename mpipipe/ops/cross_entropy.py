@@ -1,5 +1,5 @@
-"""The logits of a linear layer and their cross entropy, with torch's own products around the kernel
-`cross_entropy`, in one of two orders.
+"""The logits of a linear layer and their cross entropy: products by torch, or by the kernel `gemm` (`own`),
+around the kernel `cross_entropy`, in one of two orders.
 
     forward   for each tile of weight   logits = x @ tile.T             largest and sum online, per token
     backward  for each tile, last first  logits again, in place to their gradient g
@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpipipe.ops.gemm import add_gemm, gemm
 from mpipipe.ops.native import by_device, workers
 
 # device and dtype -> forward and backward
@@ -109,12 +110,6 @@ def _tiles(tokens: int, entries: int, rows: int, columns: int) -> Iterator[_Tile
             yield _Tile(row, min(rows, tokens - row), first, min(columns, entries - first))
 
 
-def _logits(tile: _Tile, buffer: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T of a tile, (rows, columns), in `buffer`."""
-    out = _in(buffer, tile)
-    return torch.mm(tile.of_rows(x), tile.of_columns(weight).to(x.dtype).t(), out=out)
-
-
 def _in(buffer: Tensor, tile: _Tile) -> Tensor:
     return buffer[: tile.rows * tile.columns].view(tile.rows, tile.columns)
 
@@ -129,14 +124,15 @@ class _Head:
     bias: Tensor | None
     ignore_index: int
     smoothing: float
+    own: bool
 
     @classmethod
     def of(
         cls, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None,
-        ignore_index: int, smoothing: float,
+        ignore_index: int, smoothing: float, own: bool,
     ) -> _Head:  # fmt: skip
         wide = None if bias is None else bias.float().contiguous()
-        return cls(x.contiguous(), weight, labels.contiguous(), wide, ignore_index, smoothing)
+        return cls(x.contiguous(), weight, labels.contiguous(), wide, ignore_index, smoothing, own)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -156,6 +152,11 @@ class _Head:
         state = self.x.new_zeros((self.x.shape[0], 4), dtype=torch.float64)
         state[:, 0] = -torch.inf
         return state
+
+    def logits(self, tile: _Tile, buffer: Tensor) -> Tensor:
+        """x @ weight.T of a tile, (rows, columns), in `buffer`."""
+        of_tile = tile.of_rows(self.x), tile.of_columns(self.weight).to(self.x.dtype).t()
+        return (gemm if self.own else torch.mm)(*of_tile, out=_in(buffer, tile))
 
     def see(self, tile: _Tile, logits: Tensor, state: Tensor) -> None:
         kernel = KERNELS[self.x.device.type, self.x.dtype][0]
@@ -209,11 +210,20 @@ class _Gradients:
         """What the gradient of a tile of logits adds to them."""
         x, weight = self.head.x, self.head.weight
         if self.dx is not None:
-            _add(tile.of_rows(self.dx), g, tile.of_columns(weight).to(x.dtype))
+            self._add(tile.of_rows(self.dx), g, tile.of_columns(weight).to(x.dtype))
         if self.dw is not None:
-            _add(tile.of_columns(self.dw), g.t(), tile.of_rows(x))
+            self._add(tile.of_columns(self.dw), g.t(), tile.of_rows(x))
         if self.db is not None:
             tile.of_columns(self.db).add_(g.sum(0, dtype=torch.float32))
+
+    def _add(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """total += a @ b"""
+        if total.dtype != a.dtype:
+            total.add_(a @ b)
+        elif self.head.own:
+            add_gemm(total, a, b)
+        else:
+            total.addmm_(a, b)
 
     def results(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         dx = None if self.dx is None else self.dx.to(self.head.x.dtype)
@@ -237,12 +247,13 @@ def forward(
     ignore_index: int,
     smoothing: float,
     keep: bool,
+    own: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Loss (), log-sum-exp (N,) and, with `keep`, the buffer whose beginning is the last tile of logits."""
-    head = _Head.of(x, weight, labels, bias, ignore_index, smoothing)
+    head = _Head.of(x, weight, labels, bias, ignore_index, smoothing, own)
     buffer, state = x.new_empty(kept_elements(*head.shape)), head.state()
     for tile in head.tiles():
-        head.see(tile, _logits(tile, buffer, head.x, weight), state)
+        head.see(tile, head.logits(tile, buffer), state)
     log_sum = _log_sum(state)
     return head.loss(state, log_sum), log_sum.float(), buffer if keep else None
 
@@ -252,15 +263,16 @@ def backward(
     grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, log_sum: Tensor,
     kept: Tensor | None,
     ignore_index: int, smoothing: float, want: tuple[bool, bool, bool], into: Tensor | None,
+    own: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias where `want` says so; that of weight added to `into` if it is given.
 
     kept: the buffer of forward, whose tile is used up; or None: all tiles are computed again."""
-    head = _Head.of(x, weight, labels, bias, ignore_index, smoothing)
+    head = _Head.of(x, weight, labels, bias, ignore_index, smoothing, own)
     found, ready, scale = _Gradients(head, want, into, late=False), kept is not None, float(grad)
     buffer = x.new_empty(kept_elements(*head.shape)) if kept is None else kept
     for tile in reversed(list(head.tiles())):
-        g = _in(buffer, tile) if ready else _logits(tile, buffer, head.x, weight)
+        g = _in(buffer, tile) if ready else head.logits(tile, buffer)
         ready = False
         head.to_gradient(tile, g, log_sum, scale)
         found.add(tile, g)
@@ -271,13 +283,14 @@ def backward(
 def forward_and_backward(
     grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None,
     ignore_index: int, smoothing: float, want: tuple[bool, bool, bool], into: Tensor | None,
+    own: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Loss () and gradients, as `forward` and `backward` return them: `late` above."""
-    head = _Head.of(x, weight, labels, bias, ignore_index, smoothing)
+    head = _Head.of(x, weight, labels, bias, ignore_index, smoothing, own)
     found, scale, state = _Gradients(head, want, into, late=True), float(grad), head.state()
     buffer = x.new_empty(late_elements(*head.shape, x.dtype.itemsize))
     for tiles in head.late_tiles():
-        logits = [_logits(t, buffer[t.rows * t.first :], head.x, weight) for t in tiles]
+        logits = [head.logits(t, buffer[t.rows * t.first :]) for t in tiles]
         for tile, of_tile in zip(tiles, logits, strict=True):
             head.see(tile, of_tile, state)
         log_sum = _log_sum(state).float()
@@ -290,11 +303,3 @@ def forward_and_backward(
 def _log_sum(state: Tensor) -> Tensor:
     """Log-sum-exp (N,), float64."""
     return state[:, 0] + state[:, 1].log()
-
-
-def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b"""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)

@@ -30,15 +30,18 @@ def attention(
 
 
 def linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor, approximate: str, transposed: bool, shape: Sequence[int]
+    x: Tensor, weight: Tensor, bias: Tensor, approximate: str, transposed: bool, shape: Sequence[int],
+    own: bool = False,
+) -> Tensor:  # fmt: skip
+    """gelu(x W^T + b) in a shape, the bias added by the activation's kernel. own: as `linear` has it."""
+    return gelu_of(product_of(x, weight, transposed, shape, own), bias, approximate)
+
+
+def product_of(
+    x: Tensor, weight: Tensor, transposed: bool, shape: Sequence[int], own: bool = False
 ) -> Tensor:
-    """gelu(x W^T + b) in a shape, the bias added by the activation's kernel."""
-    return gelu_of(product_of(x, weight, transposed, shape), bias, approximate)
-
-
-def product_of(x: Tensor, weight: Tensor, transposed: bool, shape: Sequence[int]) -> Tensor:
     """x W^T in a shape: the first half of `linear_gelu`."""
-    return linear(x, weight, None, transposed).view(shape)
+    return linear(x, weight, None, transposed, own).view(shape)
 
 
 def gelu_of(y: Tensor, bias: Tensor, approximate: str) -> Tensor:
@@ -49,10 +52,11 @@ def gelu_of(y: Tensor, bias: Tensor, approximate: str) -> Tensor:
 def head_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, smoothing: float,
     mean: bool, dtype: torch.dtype = torch.float32, late: bool = False, then: Sequence[Sequence[Any]] = (),
+    own: bool = False,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of the logits x W^T + b, computed in float32: the sum, or the mean over the labels that
-    count. late: as linear_cross_entropy has it, for float32. then: what multiplies the result, operators and
-    their other arguments."""
+    count. late and own: as linear_cross_entropy has them, late for float32. then: what multiplies the
+    result, operators and their other arguments."""
     scale = torch.ones((), device=x.device) if mean or then else None
     if mean:
         scale = 1.0 / (labels != ignore_index).sum()
@@ -60,6 +64,6 @@ def head_loss(
         scale = operator(scale, *others)
     loss = linear_cross_entropy(
         x.reshape(-1, x.shape[-1]), weight, labels, bias=bias, ignore_index=ignore_index,
-        label_smoothing=smoothing, late=late, scale=scale,
+        label_smoothing=smoothing, late=late, scale=scale, own=own,
     )  # fmt: skip
     return loss.to(dtype)

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from mpipipe.ops.accumulate import accumulate
+from mpipipe.ops.gemm import add_gemm, gemm
 from mpipipe.ops.gradients import destination, has_data, wanted
 from mpipipe.ops.library import Function
 
@@ -25,9 +26,11 @@ Tensor = torch.Tensor
 _CASTS = "_mpipipe_casts"  # attribute of a leaf
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False, own: bool = False
+) -> Tensor:
     """x (..., I), weight (O, I), or (I, O) if `transposed`, bias (O,) -> (..., O); under autocast in its
-    dtype.
+    dtype. own: the products are made by the kernel `gemm` where it serves them, with other bits.
 
     Where the weight has a gradient already, backward adds to that in place (mpipipe.ops.gradients); else the
     gradient is returned as torch does it. Raises what torch raises for shapes that do not fit.
@@ -36,8 +39,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         casts = getattr(weight, _CASTS, None) if torch.is_grad_enabled() else None
-        return _Linear.apply(x, weight, None if bias is None else bias.to(dtype), transposed, dtype, casts)
-    return _Linear.apply(x, weight, bias, transposed, x.dtype, None)
+        bias = None if bias is None else bias.to(dtype)
+        return _Linear.apply(x, weight, bias, transposed, dtype, casts, own)
+    return _Linear.apply(x, weight, bias, transposed, x.dtype, None, own)
 
 
 class Casts:
@@ -82,12 +86,15 @@ class _Linear(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype,
-        casts: Casts | None,
+        casts: Casts | None, own: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.x_dtype, ctx.transposed = x.dtype, transposed
+        ctx.x_dtype, ctx.transposed, ctx.own = x.dtype, transposed, own
         x, used = x.to(dtype), weight.to(dtype) if casts is None else casts.of(weight, dtype)
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, used)
+        if own:
+            rows = x.reshape(-1, x.shape[-1])
+            return gemm(rows, used if transposed else used.t(), bias).view(*x.shape[:-1], -1)
         return functional.linear(x, used.t() if transposed else used, bias)
 
     @staticmethod
@@ -97,21 +104,22 @@ class _Linear(Function):
         rows = grad.reshape(-1, grad.shape[-1])
         of_x = of_weight = None
         if to_x:
-            of_x = (rows @ (used.t() if ctx.transposed else used)).to(ctx.x_dtype)
+            made = gemm if ctx.own else torch.mm
+            of_x = made(rows, used.t() if ctx.transposed else used).to(ctx.x_dtype)
             of_x = of_x.view(*grad.shape[:-1], of_x.shape[-1])
         if to_weight:
             x = x.reshape(-1, x.shape[-1])
             of_weight = _added(ctx, *((x.t(), rows) if ctx.transposed else (rows.t(), x)))
-        return of_x, of_weight, rows.sum(0) if to_bias else None, None, None, None
+        return of_x, of_weight, rows.sum(0) if to_bias else None, None, None, None, None
 
 
 def _added(ctx: Any, a: Tensor, b: Tensor) -> Tensor | None:
     """Adds the weight's gradient a b to the one that is there; returns it where there is none."""
     sum = destination(ctx, 1)
     if sum is None:
-        return torch.mm(a, b).to(ctx.weight_dtype)
+        return (gemm if ctx.own else torch.mm)(a, b).to(ctx.weight_dtype)
     if sum.dtype == a.dtype:
-        sum.addmm_(a, b)
+        add_gemm(sum, a, b) if ctx.own else sum.addmm_(a, b)
     elif sum.dtype == torch.float32 and a.dtype == torch.bfloat16 and has_data(sum):
         accumulate(sum, torch.mm(a, b))
     else:

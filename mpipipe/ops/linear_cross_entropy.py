@@ -30,6 +30,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     late: bool = False,
     scale: Tensor | None = None,
+    own: bool = False,
 ) -> Tensor:
     """Sum over the tokens of cross_entropy(x @ weight.T + bias, labels), times `scale` if it is given: a
     scalar in float32 or float64.
@@ -38,8 +39,9 @@ def linear_cross_entropy(
     ignore_index. Under autocast the products are made in its dtype. label_smoothing as
     torch.nn.functional.cross_entropy has it. late: for who reads the loss after backward only; where a
     gradient is wanted, it may be NaN until backward puts its value there, with nearly a product less. scale:
-    (), such as one over the number of labels; it gets no gradient. Raises ValueError for other shapes, dtypes
-    and devices and for a label out of range."""
+    (), such as one over the number of labels; it gets no gradient. own: the products are made by the kernel
+    `gemm` where it serves them, with other bits; those of a graph are torch's. Raises ValueError for other
+    shapes, dtypes and devices and for a label out of range."""
     given = (x, weight, labels, bias)
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))  # of weight only tiles are converted
@@ -55,8 +57,8 @@ def linear_cross_entropy(
         return _scaled(op(*given, ignore_index, label_smoothing, late)[0], scale)
     _check_labels(labels, weight.shape[0], ignore_index)
     if not wants_gradient(x, weight, bias):
-        return _scaled(forward(*given, ignore_index, label_smoothing, keep=False)[0], scale)
-    return _LinearCrossEntropy.apply(*given, ignore_index, label_smoothing, late, scale)
+        return _scaled(forward(*given, ignore_index, label_smoothing, keep=False, own=own)[0], scale)
+    return _LinearCrossEntropy.apply(*given, ignore_index, label_smoothing, late, scale, own)
 
 
 def _scaled(total: Tensor, scale: Tensor | None) -> Tensor:
@@ -136,7 +138,7 @@ def _by_torch(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     *tensors, ctx.ignore_index, ctx.smoothing, ctx.late = inputs
-    ctx.first, ctx.loss, ctx.scale = True, None, None
+    ctx.first, ctx.loss, ctx.scale, ctx.own = True, None, None, False
     ctx.save_for_backward(*tensors, *(() if ctx.late else output[1:]))
 
 
@@ -146,14 +148,14 @@ def _gradients(ctx: Any, grad: Tensor, into: Tensor | None) -> tuple[Tensor | No
     given, settings = (grad, x, weight, labels, bias), (ctx.ignore_index, ctx.smoothing)
     want = (wanted(ctx, 0), wanted(ctx, 1), bias is not None and wanted(ctx, 3))
     if ctx.late:
-        loss, dx, dw, db = forward_and_backward(*given, *settings, want, into)
+        loss, dx, dw, db = forward_and_backward(*given, *settings, want, into, ctx.own)
         if ctx.loss is not None:
             ctx.loss.copy_(_scaled(loss, ctx.scale))
     else:
         log_sum, kept = (*of_forward, None)[:2]
         # a second backward through this graph finds the tile used up; `.data`: writing counts as no change
         tile, ctx.first = kept.data if ctx.first and kept is not None else None, False
-        dx, dw, db = backward(*given, log_sum, tile, *settings, want, into)
+        dx, dw, db = backward(*given, log_sum, tile, *settings, want, into, ctx.own)
     return dx, dw if into is None else None, None, db, None, None, None
 
 
@@ -173,20 +175,20 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, late, scale = inputs[0], inputs[6], inputs[7]
+        x, late, scale, own = inputs[0], *inputs[6:]
         if late:
             output: tuple[Any, ...] = (x.new_full((), torch.nan, dtype=torch.float32),)
         else:
-            output = forward(*(*inputs[:6], True))
+            output = forward(*(*inputs[:6], True, own))
         _setup(ctx, inputs[:7], output)
         loss: Tensor = output[0] if late else _scaled(output[0], scale)
         ctx.loss = loss.detach() if late else None  # not the result itself, which has this graph
-        ctx.scale = scale
+        ctx.scale, ctx.own = scale, own
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, grad), None
+        return *_backward(ctx, grad), None, None
 
 
 def _check_served(x: Tensor, weight: Tensor) -> None:

@@ -46,7 +46,7 @@ def decide(comm: Communicator, variants: Variants, numerics: Numerics, known: Ta
     known = comm.bcast_object(known)
     if known is not None:
         return Decision(known, {})
-    forms = sorted({m.form for m in variants.primary.matches if m.contested})
+    forms = sorted({m.question for m in variants.primary.matches if m.question})
     if "none" in comm.allgather_object(kernel_set()):  # not built on some rank
         return Decision(dict.fromkeys(forms, "torch"), {})
     contest = Contest(variants.primary, numerics.precision, clock_of(comm, numerics.threads)[0], comm.size)

@@ -27,7 +27,7 @@ from mpipipe.runtime.setting import kernel_set
 from mpipipe.state.resume import read_state, to_text
 
 pytestmark = pytest.mark.usefixtures("captured_once")
-FORMS = {"flash_attention", "layer_norm", "bias_gelu", "linear_cross_entropy"}
+FORMS = {"flash_attention", "layer_norm", "bias_gelu", "linear_cross_entropy", "gemm"}
 
 
 def pipeline(comm: Communicator, **how: object) -> Pipeline:

@@ -120,8 +120,8 @@ inline void transpose(const float* from, size_t stride, size_t rows, size_t n, E
     }
 }
 
-// What becomes of c (m, n): a b; factors[0] a b; c + a b; or factors[i] c + a b, by row.
-enum class Into { set, times, add, scale };
+// What becomes of c (m, n): a b; factors[0] a b; c + a b; factors[i] c + a b, by row; or a b + factors[j], by column.
+enum class Into { set, times, add, scale, offset };
 
 struct Left {  // a (m, depth): word (i, k) at p[i * row + k * step]
     const float* p;
@@ -150,6 +150,7 @@ inline void block(Left a, const float* b, size_t ldb, size_t depth, float* c, si
             if (into == Into::times) sum[i][j] *= factors[0];
             if (into == Into::add) sum[i][j] += load(at);
             if (into == Into::scale) sum[i][j] += load(at) * factors[i];
+            if (into == Into::offset) sum[i][j] += load(factors + j * kLanes);
             store(at, sum[i][j]);
         }
     }
