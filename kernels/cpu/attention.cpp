@@ -21,11 +21,13 @@ template <typename Word>
     for (size_t i = 0; i < kQueries; i += kLanes) {
         const size_t keys = t.last_key(i / kStrip * kStrip);
         const Vector before = load(r.greatest + i);
-        Vector greatest = before;
-        for (size_t k = 0; k < keys; ++k) {
-            const Vector x = load(s + k * kQueries + i);
+        Vector greatest = before, other = before;  // of even and odd keys: two maxima need not wait for each other
+        for (size_t k = 0; k < keys; k += 2) {
+            const Vector x = load(s + k * kQueries + i), y = load(s + std::min(k + 1, keys - 1) * kQueries + i);
             greatest = x > greatest ? x : greatest;
+            other = y > other ? y : other;
         }
+        greatest = other > greatest ? other : greatest;
         const Vector base = greatest == -kInfinity ? Vector{} : greatest;  // nothing seen yet: 2^-inf = 0
         Vector sum = {};
         const auto weight = [&](size_t k) {
@@ -88,6 +90,8 @@ struct Forward {
         const T* from = at(q, q_strides, b, h) + static_cast<ptrdiff_t>(i0) * q_strides[2];
         float *turned = held.scratch.get(), *s = turned + p.width * kQueries, *sum = s + kKeys * kQueries;
         const float factor = p.scale * kLog2e;
+        foresee<Level::second>(at(o, o_strides, b, h) + static_cast<ptrdiff_t>(i0) * o_strides[2], o_strides[2], rows,
+                               p.width);
         held.queries.take(from, q_strides[2], rows, p.width, padded, Tokens<Word>::rows);
         turn(held.queries, 0, rows, p.width, factor, turned);
         Running r;

@@ -32,6 +32,7 @@ void give(const float* from, size_t padded, size_t width, float factor, size_t f
           ptrdiff_t stride) {
     for (size_t i = first; i < last; ++i) {
         T* row = to + static_cast<ptrdiff_t>(i) * stride;
+        if (i % kKeys == 0) foresee<Level::second>(row, stride, std::min(last - i, kKeys), width);
 #pragma omp simd
         for (size_t e = 0; e < width; ++e) row[e] = narrow<T>(from[i * padded + e] * factor);
     }
@@ -56,14 +57,13 @@ struct Queries {
             std::fill_n(lse.get(), all, kInfinity);
         }
         std::memcpy(lse.get(), lse_ + (b * p.heads + h) * p.queries, p.queries * sizeof(float));
-        for (size_t i = 0; i < p.queries; ++i) {
-            const T* row = o.head(b, h) + static_cast<ptrdiff_t>(i) * o.strides[2];
+        for_rows(o.head(b, h), o.strides[2], p.queries, p.width, [&](size_t i, const T* row) {
             const T* d_row = d_o_.head(b, h) + static_cast<ptrdiff_t>(i) * d_o_.strides[2];
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (size_t e = 0; e < p.width; ++e) sum += wide(row[e]) * wide(d_row[e]);
             delta[i] = sum;
-        }
+        });
         for (size_t i = 0; i < p.queries; i += kQueries) {
             const size_t rows = std::min(kQueries, p.queries - i);
             turn(q, i, rows, p.width, p.scale * kLog2e, q_turned.get() + i * p.width);

@@ -70,8 +70,30 @@ inline Floats zeros(size_t n) {
     return x;
 }
 
-constexpr size_t kAhead = 16;  // tokens, of which the cache lines are asked for: with other heads between a head's
-                               // tokens, the processor does not foresee them
+// With other heads between a head's tokens, the processor does not foresee which cache lines come next. Those of what
+// is read next are asked for in the first-level cache, which has few requests under way at once; those of what is
+// written later in the second-level one, which has many.
+enum class Level { first = 3, second = 2 };
+
+template <Level level, typename T>
+void foresee(const T* x, ptrdiff_t stride, size_t n, size_t width) {
+    for (size_t i = 0; i < n; ++i, x += stride) {
+        for (size_t e = 0; e < width; e += 64 / sizeof(T)) __builtin_prefetch(x + e, 0, static_cast<int>(level));
+    }
+}
+
+// body(i, row i) for every `step`th of n rows that are read.
+template <size_t step = 1, typename T, typename Body>
+void for_rows(const T* x, ptrdiff_t stride, size_t n, size_t width, Body body) {
+    constexpr size_t kAhead = 8;  // rows
+    for (size_t i = 0; i < n; i += step, x += static_cast<ptrdiff_t>(step) * stride) {
+        if (i + kAhead < n) {
+            const T* ahead = x + static_cast<ptrdiff_t>(kAhead) * stride;
+            foresee<Level::first>(ahead, stride, std::min(step, n - i - kAhead), width);
+        }
+        body(i, x);
+    }
+}
 
 // Words that a depth of n takes.
 template <typename Word>
@@ -97,7 +119,7 @@ class Tokens {
                 if (width == padded && stride == static_cast<ptrdiff_t>(width)) return;
             }
             float* to = row_copy_.of(n * padded);
-            each(x, stride, n, width, [&](const T* from) {
+            for_rows(x, stride, n, width, [&](size_t, const T* from) {
 #pragma omp simd
                 for (size_t e = 0; e < width; ++e) to[e] = wide(from[e]);
                 std::fill(to + width, to + padded, 0.0f);
@@ -125,25 +147,10 @@ class Tokens {
         }
     };
 
-    template <typename T>
-    static void foresee(const T* x, ptrdiff_t stride, size_t width) {
-        for (size_t e = 0; e < width; e += 64 / sizeof(T)) {
-            __builtin_prefetch(x + static_cast<ptrdiff_t>(kAhead) * stride + e);
-        }
-    }
-
-    template <typename T, typename Body>
-    static void each(const T* x, ptrdiff_t stride, size_t n, size_t width, Body body) {
-        for (size_t i = 0; i < n; ++i, x += stride) {
-            if (i + kAhead < n) foresee(x, stride, width);
-            body(x);
-        }
-    }
-
     void take_rows(const bf16* x, ptrdiff_t stride, size_t n, size_t width) {
         float* to = row_copy_.of(n * row_words());
         rows_ = to;
-        each(x, stride, n, width, [&](const bf16* from) {
+        for_rows(x, stride, n, width, [&](size_t, const bf16* from) {
             to[(width - 1) / Word::kDepth] = 0.0f;  // of an odd width, half of the last word
             std::memcpy(to, from, width * sizeof(bf16));
             std::fill(to + deep<Word>(width), to + row_words(), 0.0f);
@@ -154,18 +161,17 @@ class Tokens {
     void take_down(const bf16* x, ptrdiff_t stride, size_t n, size_t width) {
         float* to = down_copy_.of(deep<Word>(n) * padded_);
         down_ = to;
-        for (size_t i = 0; i < n; i += Word::kDepth, to += padded_) {
-            const bf16 *first = x + static_cast<ptrdiff_t>(i) * stride, *second = first + (i + 1 < n ? stride : 0);
+        for_rows<Word::kDepth>(x, stride, n, width, [&](size_t i, const bf16* first) {
+            const bf16* second = first + (i + 1 < n ? stride : 0);
             const uint32_t there = i + 1 < n ? 0xFFFF0000 : 0;
-            if (i + kAhead < n) foresee(first, stride, width);
-            if (i + 1 + kAhead < n) foresee(second, stride, width);
 #pragma omp simd
             for (size_t e = 0; e < width; ++e) {
                 const uint32_t word = (uint32_t{second[e].bits} << 16 & there) | first[e].bits;
                 std::memcpy(to + e, &word, sizeof word);
             }
             std::fill(to + width, to + padded_, 0.0f);
-        }
+            to += padded_;
+        });
     }
 
     size_t padded_ = 0;
