@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpipipe.graph.anatomy import Lowering
+from mpipipe.graph.cut import extract
 from mpipipe.graph.groups import group_of
 from mpipipe.graph.program import Batch, Loss, Mode
 from mpipipe.graph.source import ModelSource
@@ -101,6 +102,23 @@ def test_the_table_chooses_and_what_it_does_not_have_is_ours() -> None:
     found = without.primary.lowered(without.primary.order)
     assert not [m for m in found if m.form == form]
     assert [m for m in found if m.form.startswith("layer_norm")]
+
+
+def test_products_are_ours_form_by_form_and_only_where_a_kernel_serves_them() -> None:
+    """Of a layer, of one with its activation, and of the head."""
+
+    def ours(lowering: Lowering, precision: str = "fp32") -> Counter[str]:
+        anatomy = tiny.captured("gpt, no dropout", 2, precision).lowered(lowering).primary
+        code = extract(anatomy, anatomy.order, [], anatomy.captured.outputs, [], {})
+        return Counter(n.target.__name__ for n in code.forward.graph.nodes if n.kwargs.get("own"))
+
+    found = tiny.captured("gpt, no dropout", 2).primary.matches
+    forms = {m.product for m in found} - {""}
+    assert ours(Lowering("fast")) == {"linear": 6, "linear_gelu": 2, "head_loss": 1}
+    assert ours(Lowering("fast", dict.fromkeys(forms, "torch"))) == {}
+    wide = next(m.product for m in found if m.op is fused.linear_gelu)
+    assert ours(Lowering("fast", {wide: "torch"})) == {"linear": 6, "head_loss": 1}
+    assert ours(Lowering("torch")) == ours(Lowering("fast"), "bf16") == {}
 
 
 @pytest.mark.parametrize("model", ["gpt", "thrice", "traps", "conv and norm"])

@@ -45,8 +45,8 @@ def by_torch(x, weight, labels, bias, smoothing=0.0, dtype=torch.float64, scale=
     return [loss.detach(), *(t.grad for t in leaves if t is not None)]
 
 
-def by_us(x, weight, labels, bias, smoothing=0.0, scale=1.0, late=False):
-    loss = linear_cross_entropy(x, weight, labels, bias=bias, label_smoothing=smoothing, late=late)
+def by_us(x, weight, labels, bias, smoothing=0.0, scale=1.0, late=False, own=False):
+    loss = linear_cross_entropy(x, weight, labels, bias=bias, label_smoothing=smoothing, late=late, own=own)
     (scale * loss).backward()
     got = [loss.detach(), *(t.grad for t in (x, weight, bias) if t is not None)]
     for t in (x, weight, bias):
@@ -76,14 +76,15 @@ def small_tiles(monkeypatch):
 @given(
     st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 40), st.integers(1, 700), st.booleans(),
     st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.1, 3.0, 100.0]), st.booleans(), st.booleans(),
+    st.booleans(),
 )  # fmt: skip
-def test_error_at_most_twice_torchs(dtype, tokens, entries, bias, smoothing, spread, tiled, late):
+def test_error_at_most_twice_torchs(dtype, tokens, entries, bias, smoothing, spread, tiled, late, own):
     with pytest.MonkeyPatch.context() as patch:
         if tiled:
             split(patch)
         given_ = case(tokens, entries, bias=bias, dtype=dtype, spread=spread)
         exact = by_torch(*given_, smoothing, scale=0.25)
-        got = by_us(*given_, smoothing, scale=0.25, late=late)
+        got = by_us(*given_, smoothing, scale=0.25, late=late, own=own)
     torchs = worst(by_torch(*given_, smoothing, dtype=dtype, scale=0.25), exact)
     # a logit is rounded, by chance in another direction: that moves a loss, and a gradient times x or weight
     x, weight = (t.detach().double() for t in given_[:2])
