@@ -10,10 +10,9 @@
 
 #include <algorithm>
 #include <limits>
-#include <memory>
-#include <new>
 
 #include "mpipipe/attention.h"
+#include "mpipipe/floats.h"
 #include "mpipipe/vectors.h"
 
 namespace mpipipe::cpu {
@@ -53,21 +52,6 @@ inline bool belongs(size_t t, size_t n, size_t groups, size_t group) {
 inline size_t groups_for(size_t pieces, size_t heads, size_t tiles) {
     const size_t wanted = (pieces + heads - 1) / std::max<size_t>(heads, 1);
     return std::max<size_t>(1, std::min(wanted, (tiles + 1) / 2));
-}
-
-struct Free {
-    void operator()(float* p) const { ::operator delete[](p, std::align_val_t{64}); }
-};
-using Floats = std::unique_ptr<float[], Free>;
-
-inline Floats floats(size_t n) {
-    return Floats(static_cast<float*>(::operator new[](std::max<size_t>(n, 1) * sizeof(float), std::align_val_t{64})));
-}
-
-inline Floats zeros(size_t n) {
-    Floats x = floats(n);
-    std::fill_n(x.get(), n, 0.0f);
-    return x;
 }
 
 // With other heads between a head's tokens, the processor does not foresee which cache lines come next. Those of what

@@ -3,9 +3,8 @@
 #include "mpipipe/gemm.h"
 
 #include <algorithm>
-#include <memory>
-#include <new>
 
+#include "mpipipe/floats.h"
 #include "mpipipe/threads.h"
 #include "mpipipe/vectors.h"
 
@@ -14,24 +13,16 @@ namespace {
 
 constexpr int kRows = 6, kVectors = kLanes < 16 ? 2 : 4;  // as `multiply` has them, for 16 and for 32 registers
 constexpr size_t kColumns = kVectors * kLanes;
-constexpr size_t kDepth = 768, kMostRows = 170 * kRows;  // at once; more fall into equal parts
-constexpr size_t kAhead = 8;                             // rows of b that are fetched before they are copied
+// At once; more fall into equal parts. With these a panel of b stays in the second-level cache, and c, which each part
+// reads and writes, comes by seldom.
+constexpr size_t kMostDepth = 768, kMostRows = 170 * kRows;
+constexpr size_t kLittle = 1 << 16;  // multiply-adds, some microseconds
+constexpr size_t kAhead = 8;  // rows of b that are fetched before they are copied
 
 struct Matrix {  // element (i, k) at p[i * row + k * column]; one of the two is 1
     const float* p;
     size_t row, column;
     Matrix at(size_t i, size_t k) const { return {p + i * row + k * column, row, column}; }
-};
-
-// What a thread packs into: as large as the largest product needs, so that no call waits for pages of memory.
-struct Packed {
-    struct Free {
-        void operator()(float* p) const { ::operator delete[](p, std::align_val_t{64}); }
-    };
-    std::unique_ptr<float[], Free> at{
-        static_cast<float*>(::operator new[]((kMostRows + kColumns) * kDepth * sizeof(float), std::align_val_t{64}))};
-    float* rows() const { return at.get(); }
-    float* columns() const { return at.get() + kMostRows * kDepth; }
 };
 
 // to[k * kRows + i], panel by panel, of columns that lie side by side; rows that are not there are not written.
@@ -99,7 +90,7 @@ void panel(bool add, const float* bias, size_t m, size_t n, Left a, size_t next_
             block_of(add, bias, rows, a, b, depth, c, c_row);
             continue;
         }
-        alignas(64) float whole[kRows * kColumns], offset[kColumns] = {};  // as wide as a block
+        alignas(64) float whole[kRows * kColumns] = {}, offset[kColumns] = {};  // as wide as a block
         if (add) {
             for (size_t r = 0; r < rows; ++r) std::copy_n(c + r * c_row, n, whole + r * kColumns);
         } else if (bias) {
@@ -118,21 +109,23 @@ size_t part(size_t whole, size_t most, size_t unit) {
 
 void product(Matrix a, Matrix b, const float* bias, float* c, size_t c_row, size_t m, size_t n, size_t depth,
              bool add) {
-    static thread_local const Packed packed;
-    const size_t step = part(m, kMostRows, kRows), deepest = part(depth, kDepth, 1);
+    // as large as the largest product needs and kept, so that no call waits for pages of memory
+    static thread_local const Floats kept = floats((kMostRows + kColumns) * kMostDepth);
+    float *const packed_rows = kept.get(), *const packed_columns = packed_rows + kMostRows * kMostDepth;
+    const size_t step = part(m, kMostRows, kRows), deepest = part(depth, kMostDepth, 1);
     for (size_t i = 0; i < m; i += step) {
         const size_t rows = std::min(step, m - i);
         for (size_t k = 0; k == 0 || k < depth; k += deepest) {
             const size_t deep = std::min(deepest, depth - k);
             const Matrix of_a = a.at(i, k);
             const bool packs = of_a.column != 1;  // else its rows are as good as a panel
-            if (packs) pack_rows(of_a, rows, deep, packed.rows());
-            const Left left = packs ? Left{packed.rows(), 1, kRows} : Left{of_a.p, of_a.row, 1};
+            if (packs) pack_rows(of_a, rows, deep, packed_rows);
+            const Left left = packs ? Left{packed_rows, 1, kRows} : Left{of_a.p, of_a.row, 1};
             const size_t next_rows = kRows * (packs ? deep : of_a.row);
             for (size_t j = 0; j < n; j += kColumns) {
                 const size_t columns = std::min(kColumns, n - j);
-                pack_columns(b.at(k, j), columns, deep, packed.columns());
-                panel(add || k > 0, bias ? bias + j : nullptr, rows, columns, left, next_rows, packed.columns(), deep,
+                pack_columns(b.at(k, j), columns, deep, packed_columns);
+                panel(add || k > 0, bias ? bias + j : nullptr, rows, columns, left, next_rows, packed_columns, deep,
                       c + i * c_row + j, c_row);
             }
         }
@@ -145,8 +138,8 @@ size_t share(size_t units, size_t of, size_t i) { return units * i / of; }
 
 void gemm(const float* a, size_t a_row, size_t a_column, const float* b, size_t b_row, size_t b_column,
           const float* bias, float* c, size_t c_row, size_t m, size_t n, size_t depth, bool add, int threads) {
-    // a grid of threads over c, in whole panels, for which least is packed
-    const size_t all = static_cast<size_t>(std::max(threads, 1));
+    // a grid of threads over c, in whole panels, for which least is packed; one of them, where all is done sooner
+    const size_t all = m * n * depth < kLittle ? 1 : static_cast<size_t>(std::max(threads, 1));
     const size_t row_panels = (m + kRows - 1) / kRows, column_panels = (n + kColumns - 1) / kColumns;
     size_t down = 1, least = SIZE_MAX;
     for (size_t d = 1; d <= all; ++d) {

@@ -52,8 +52,8 @@ class Lowering:
         return match.same_bits or (self.bits == "fast" and self.table.get(match.form) != "torch")
 
     def owns(self, match: Match) -> bool:
-        """Whether the product in it is made by a kernel, too."""
-        return bool(match.product) and self.bits == "fast" and self.table.get(match.product) != "torch"
+        """Whether the product in it is made by a kernel, too: only where that was measured to be faster."""
+        return self.bits == "fast" and self.table.get(match.product, "torch") != "torch"
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ class Anatomy:
 
     @cached_property
     def values(self) -> Mapping[fx.Node, Any]:
-        """Fake results of the operators as they are lowered; none of those that no longer exist."""
+        """Fake results of the operators as they are lowered, whoever makes their products; none of those that
+        no longer exist."""
         plain = {n: n.meta["val"] for n in self.captured.graph.nodes if "val" in n.meta}
         found = self.lowered(self.order)
         if all(m.same_bits for m in found):

@@ -65,12 +65,12 @@ class Contest(Profiler):
             yield extract(lowered, match.nodes, list(dict.fromkeys(received)), match.results, [], {})
 
     def _ways(self, match: Match) -> tuple[Lowering, Lowering]:
-        """Of an operator as torch has it, and ours with a product by torch; of a product alone, by torch and
-        ours, with all operators around it as torch has them."""
+        """By torch, and by ours: an operator, whose product is torch's in both, or a product alone. Then all
+        that is contested is torch's, or there would be no values of a product in the middle of one."""
         if match.contested:
-            return Lowering(), Lowering("fast", {match.product: "torch"})
+            return Lowering(), Lowering("fast")
         around = dict.fromkeys((m.form for m in self.anatomy.matches if m.contested), "torch")
-        return Lowering("fast", {**around, match.product: "torch"}), Lowering("fast", around)
+        return Lowering("fast", around), Lowering("fast", {**around, match.product: "gemm"})
 
 
 def _size(match: Match) -> int:

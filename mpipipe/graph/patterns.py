@@ -178,7 +178,7 @@ class _Finder:
         form = f"bias_gelu {val(x).shape[-1]} {dtype_of(node)}"
         shape = tuple(val(node).shape)
         args = (values, weight, bias, approximate, transposed, shape)
-        product = _product_form(values, x)
+        product = _product_form(values, x, transposed)
         return Match(fused.linear_gelu, form, (x, *views, *nodes), (node,), args, product=product)
 
     def swiglu(self, node: fx.Node) -> Match | None:
@@ -356,7 +356,7 @@ class _Finder:
             return None
         x, weight, bias, transposed = matrix
         form = f"linear {val(x).shape[-1]}x{val(node).shape[-1]} {dtype_of(node)}"
-        args, product = (x, weight, bias, transposed), _product_form(x, node)
+        args, product = (x, weight, bias, transposed), _product_form(x, node, transposed)
         return Match(linear, form, (node,), (node,), args, contested=False, product=product)
 
     def embedding(self, node: fx.Node) -> Match | None:
@@ -382,10 +382,11 @@ class _Finder:
 # -- looking at nodes ----------------------------------------------------------------------------
 
 
-def _product_form(x: fx.Node, node: fx.Node) -> str:
-    """Of a product that the kernel `gemm` serves."""
-    served = dtype_of(node) == "float32"
-    return f"gemm {val(x).shape[-1]}x{val(node).shape[-1]} float32" if served else ""
+def _product_form(x: fx.Node, node: fx.Node, transposed: bool = False) -> str:
+    """Of a product that the kernel `gemm` serves; that of a head is of all logits, which come in tiles."""
+    if dtype_of(node) != "float32":
+        return ""
+    return f"gemm {val(x).shape[-1]}x{val(node).shape[-1]} float32{' transposed' if transposed else ''}"
 
 
 def _others(node: fx.Node, value: fx.Node) -> tuple[Any, ...] | None:

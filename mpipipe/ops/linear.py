@@ -12,6 +12,7 @@ own could be stale, as a compiled update writes W and no version of torch's coun
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -93,24 +94,29 @@ class _Linear(Function):
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, used)
         if own:
-            rows = x.reshape(-1, x.shape[-1])
-            return gemm(rows, used if transposed else used.t(), bias).view(*x.shape[:-1], -1)
+            y = gemm(_rows(x), used if transposed else used.t(), bias)
+            return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
         return functional.linear(x, used.t() if transposed else used, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, used = ctx.saved_tensors
         to_x, to_weight, to_bias = (ctx.needs_input_grad[i] and wanted(ctx, i) for i in range(3))
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = _rows(grad)
         of_x = of_weight = None
         if to_x:
             made = gemm if ctx.own else torch.mm
             of_x = made(rows, used.t() if ctx.transposed else used).to(ctx.x_dtype)
             of_x = of_x.view(*grad.shape[:-1], of_x.shape[-1])
         if to_weight:
-            x = x.reshape(-1, x.shape[-1])
+            x = _rows(x)
             of_weight = _added(ctx, *((x.t(), rows) if ctx.transposed else (rows.t(), x)))
         return of_x, of_weight, rows.sum(0) if to_bias else None, None, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., I) as (rows, I)."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _added(ctx: Any, a: Tensor, b: Tensor) -> Tensor | None:

@@ -53,7 +53,6 @@ CALLS: dict[str, list[tuple[Callable[..., object], list[tuple[int, ...]]]]] = {
     "dropout": [(partial(dropout, p=0.3, key=(1 << 63) + 5, step=2, micro=3), [(5, 8)])],
     "embedding": [(lambda weight: embedding(LABELS.clamp(min=0), weight, 3), [(4, 8)])],
     "flash_attention": [(partial(flash_attention, causal=True), [(2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)])],
-    "gemm": [(torch.ops.mpipipe.gemm, [(3, 5), (5, 8), (8,)])],
     "linear_cross_entropy": [(head, [(5, 8), (4, 8), (4,)])],
     "norm": [
         (lambda x, w, b, r: layer_norm(x, w, b, residual=r), [(5, 8), (8,), (8,), (5, 8)]),
@@ -102,10 +101,9 @@ def test_compiled_as_eager(operator: str, nth: int) -> None:
     assert any(operator in name for name in seen), seen
 
 
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"embedding", "gemm"}))
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"embedding"}))  # which without a gradient is torch's
 def test_a_derivative_in_forward_mode_is_refused(name: str) -> None:
-    """There is none: the result would have no tangent, without a word. `embedding` without a gradient is
-    torch's, and `gemm` is called by operators, which refuse."""
+    """There is none: the result would have no tangent, without a word."""
     for function, shapes in CALLS[name]:
         with forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError), match="forward"):
             function(*(forward_ad.make_dual(torch.randn(shape), torch.ones(shape)) for shape in shapes))

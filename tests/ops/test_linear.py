@@ -39,6 +39,17 @@ def test_the_gradients_are_torch_s(transposed: bool, there: bool, biased: bool, 
     assert (ours[1].grad is sums) == there
 
 
+@pytest.mark.parametrize("shape", [(7,), (0, 7), (2, 0, 7), (5, 7), (2, 3, 7)])
+def test_products_of_our_own_take_any_shape(shape: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(4, 7, generator=draw), torch.randn(4, generator=draw)
+    x = torch.randn(shape, generator=draw).requires_grad_()
+    y = linear(x, weight, bias, own=True)
+    torch.testing.assert_close(y, functional.linear(x, weight, bias))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(shape))
+
+
 def test_a_weight_used_twice_gets_both_gradients() -> None:
     x, weight, _, grad = given(torch.float64, False)
     for there in (False, True):

@@ -7,9 +7,9 @@
 // side by side. Strides count elements. bias may be null, and is not read with `add`. c overlaps none of the others.
 // Any size may be 0: with a depth of 0 a product is 0.
 //
-// Every element is one sum in the order of the depth, in equal parts that are added one after the other: its bits depend
-// on the depth and the instruction set alone, neither on m, n and strides, nor on `threads`.
-// Each thread keeps less than 4 MiB for parts of a and b, as long as it lives.
+// Every element is one sum in the order of the depth, in equal parts that are added one after the other: its bits
+// depend on the depth and the instruction set alone, neither on m, n and strides, nor on `threads`.
+// Each thread keeps less than 4 MiB for parts of a and b as long as it lives, written as far as products need.
 #pragma once
 
 #include <cstddef>
