@@ -1,7 +1,5 @@
 #include "mpipipe/gemm.h"
 
-#include <vector>
-
 #include "check.h"
 
 using namespace mpipipe;
@@ -46,7 +44,7 @@ CHECK(gemm) {
     for (size_t m : some)
         for (size_t n : some) one(run, draw, m, n, draw.below(80), draw.below(2), draw.below(2), draw.below(3));
     for (int turned = 0; turned < 4; ++turned)
-        for (size_t depth : {size_t{0}, size_t{1}, size_t{383}, size_t{384}, size_t{385}, size_t{800}})
+        for (size_t depth : {size_t{0}, size_t{1}, size_t{383}, size_t{767}, size_t{768}, size_t{769}, size_t{1600}})
             one(run, draw, 13, 70, depth, turned & 1, turned & 2, 1);
     one(run, draw, 2100, 17, 10, false, true, 0);  // more rows than are packed at once
     one(run, draw, 1021, 33, 7, true, false, 0);

@@ -11,16 +11,22 @@ from dataclasses import replace
 
 import torch
 
-from mpipipe.graph.anatomy import Lowering
+from mpipipe.graph.anatomy import Anatomy, Lowering
 from mpipipe.graph.cut import Code, extract
 from mpipipe.graph.match import Match
 from mpipipe.graph.profile import Profiler
 from mpipipe.graph.source import TRACING
+from mpipipe.ops.device import on_host
 
 BUDGET_S = 0.5  # of all contests of a rank together, but that each one has a pair at least
 ROUNDS = 5  # pairs of each
 
 Seconds = tuple[float, float]  # of torch's and of our form: forward and backward, the shortest
+
+
+def in_question(anatomy: Anatomy) -> list[Match]:
+    """The matches of which something is to be measured: the kernel of products is the processor's alone."""
+    return [m for m in anatomy.matches if m.question and (m.contested or on_host())]
 
 
 class Contest(Profiler):
@@ -37,7 +43,7 @@ class Contest(Profiler):
         return found
 
     def _forms(self) -> Mapping[str, Match]:
-        matches = [m for m in self.anatomy.matches if m.question]
+        matches = in_question(self.anatomy)
         moved: Counter[str] = Counter()
         for match in matches:
             moved[match.question] += _size(match)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from mpipipe.cluster.agree import code_version
 from mpipipe.cluster.comm import Communicator
-from mpipipe.graph.contest import Contest, Seconds
+from mpipipe.graph.contest import Contest, Seconds, in_question
 from mpipipe.graph.variants import Variants
-from mpipipe.ops import KERNELS_VERSION, device
+from mpipipe.ops import KERNELS_VERSION
 from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.setting import kernel_set
 from mpipipe.values import Numerics, digest
@@ -46,8 +46,7 @@ def decide(comm: Communicator, variants: Variants, numerics: Numerics, known: Ta
     known = comm.bcast_object(known)
     if known is not None:
         return Decision(known, {})
-    served = device.on_host()  # by the kernel of products: of the processor alone
-    forms = sorted({m.question for m in variants.primary.matches if m.contested or (m.question and served)})
+    forms = sorted({m.question for m in in_question(variants.primary)})
     if "none" in comm.allgather_object(kernel_set()):  # not built on some rank
         return Decision(dict.fromkeys(forms, "torch"), {})
     contest = Contest(variants.primary, numerics.precision, clock_of(comm, numerics.threads)[0], comm.size)

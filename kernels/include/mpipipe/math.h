@@ -46,10 +46,11 @@ MPIPIPE_ANYWHERE inline float exp_(float x) {
 // 1 / (1 + e^-x). Below -88.7 the result is 0; NaN stays NaN.
 MPIPIPE_ANYWHERE inline float sigmoid(float x) { return 1.0f / (1.0f + exp_(-x)); }
 
-// c0 + c1 x + c2 x^2 + ...
-MPIPIPE_ANYWHERE inline float polynomial(float, float c0) { return c0; }
-template <typename... Rest>
-MPIPIPE_ANYWHERE inline float polynomial(float x, float c0, Rest... rest) {
+// c0 + c1 x + c2 x^2 + ..., of a float or of a vector of them
+template <typename X>
+MPIPIPE_ANYWHERE inline float polynomial(X, float c0) { return c0; }
+template <typename X, typename... Rest>
+MPIPIPE_ANYWHERE inline X polynomial(X x, float c0, Rest... rest) {
     return polynomial(x, rest...) * x + c0;
 }
 

@@ -1,7 +1,8 @@
 // Work on several threads, with results that do not depend on how many.
 //
 // Work is split into pieces by its own size alone, never by the number of threads (but that of gemm, where no sum is
-// parted); a piece writes only what is its own. Sums over pieces go through a buffer of one partial per piece, added in the order of the pieces.
+// parted); a piece writes only what is its own. Sums over pieces go through a buffer of one partial per piece, added
+// in the order of the pieces.
 #pragma once
 
 #include <atomic>

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "mpipipe/bf16.h"
+#include "mpipipe/math.h"
 #ifdef __AVX512DQ__
 #include <immintrin.h>
 #endif
@@ -35,24 +36,16 @@ inline Vector all(float x) { return x - Vector{}; }  // a broadcast alone: x - 0
 inline Vector exp2_(Vector x) {
 #ifdef __AVX512DQ__  // 2^floor(x) 2^r: one instruction finds r and one multiplies, at any x
     const Vector r = (Vector)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
-    Vector p = r * 2.156597184e-4f + 1.248228946e-3f;
-    p = p * r + 9.673775174e-3f;
-    p = p * r + 5.548618361e-2f;
-    p = p * r + 2.402290851e-1f;
-    p = p * r + 6.931470633e-1f;
-    p = p * r + 1.0f;
+    const Vector p = polynomial(r, 1.0f, 6.931470633e-1f, 2.402290851e-1f, 5.548618361e-2f, 9.673775174e-3f,
+                                1.248228946e-3f, 2.156597184e-4f);
     return (Vector)_mm512_maskz_scalef_ps(0xFFFF, (__m512)p, (__m512)x);  // without a mask, GCC 12 warns of its header
 #else  // 2^n 2^r: adding 1.5 * 2^23 + 127 rounds to n in the low bits, biased as the exponent of a float32 is
     const Vector magic = all(12582912.0f + 127.0f);
     x = x < -127.0f ? all(-127.0f) : x;
     const Vector shifted = x + magic;
     const Vector r = x - (shifted - magic);
-    Vector p = r * 1.535336196e-4f + 1.339887385e-3f;
-    p = p * r + 9.618436918e-3f;
-    p = p * r + 5.550332367e-2f;
-    p = p * r + 2.402264774e-1f;
-    p = p * r + 6.931471825e-1f;
-    p = p * r + 1.0f;
+    const Vector p = polynomial(r, 1.0f, 6.931471825e-1f, 2.402264774e-1f, 5.550332367e-2f, 9.618436918e-3f,
+                                1.339887385e-3f, 1.535336196e-4f);
     return p * (Vector)((Integers)shifted << 23);
 #endif
 }
