@@ -1,6 +1,7 @@
 """What `python -m benchmarks.kernels` says of a case: the line as JSON, and for people.
 
-Every line has kernel, case, threads, ratio, bar and met. By its kind it has more:
+Every line has kernel, case, threads, ratio, aim, bar, met and limit. `bar` is `aim` on the processor for
+which it was set, null on others; `limit` is null where there is none. By its kind it has more:
 
     a kernel       bytes, flops; achieved beside limit
     a whole step   achieved and limit are ratios; over torch as it comes also routing, what that alone gains
@@ -25,13 +26,13 @@ def lines(case: Case, found: Compared, threads: int, limit: Limits, barred: bool
     """Of what took turns. A case with a floor is limited by it, any other by the machine."""
     if case.call:
         return [_of_call(case, found, threads, barred)]
-    line = _head(case, threads, found.ratio, case.bar if barred else None) | _measured(case, found, limit)
+    line = _head(case, threads, found.ratio, barred) | _measured(case, found, limit)
     return [line, *([_of_stock(case, found, threads, barred)] if found.stock else [])]
 
 
 def of_memory(case: Memory, found: Taken, threads: int) -> Line:
     """The bar is for any processor: all take the same bytes."""
-    return _head(case, threads, found.ratio, case.bar) | {
+    return _head(case, threads, found.ratio, True) | {
         "best": found.best,
         "ours_bytes": found.ours_bytes,
         "theirs_bytes": found.theirs_bytes,
@@ -40,17 +41,24 @@ def of_memory(case: Memory, found: Taken, threads: int) -> Line:
 
 
 def of_skipped(case: Skipped, threads: int, barred: bool) -> Line:
-    return _head(case, threads, None, case.bar if barred else None) | {"reason": case.reason, "rounds": 0}
+    return _head(case, threads, None, barred) | {"reason": case.reason, "rounds": 0}
 
 
-def _head(case: Case | Memory | Skipped, threads: int, ratio: float | None, bar: float | None) -> Line:
+def _head(
+    case: Case | Memory | Skipped, threads: int, ratio: float | None, barred: bool, of_route: float = 1.0
+) -> Line:
+    """of_route: what the bar is multiplied with."""
+    aim = None if case.bar is None else case.bar * of_route
+    bar = aim if barred else None
     return {
         "kernel": case.kernel,
         "case": case.case,
         "threads": threads,
         "ratio": None if ratio is None else round(ratio, 3),
+        "aim": aim,
         "bar": bar,
         "met": None if bar is None or ratio is None else ratio >= bar,
+        "limit": None,
     }
 
 
@@ -83,8 +91,7 @@ def _of_stock(case: Case, found: Compared, threads: int, barred: bool) -> Line:
     """Of torch as it comes, over which the route gains, too: that much higher is the bar."""
     stock = found.stock
     assert stock is not None
-    bar = case.bar * stock.routing if barred and case.bar is not None else None
-    line = _head(case, threads, stock.ratio, bar) | _turns(found)
+    line = _head(case, threads, stock.ratio, barred, stock.routing) | _turns(found)
     line |= {
         "case": f"{case.case}, over torch as it comes",
         "quartiles": [round(q, 3) for q in stock.quartiles],
@@ -97,13 +104,9 @@ def _of_stock(case: Case, found: Compared, threads: int, barred: bool) -> Line:
 
 def _of_call(case: Case, found: Compared, threads: int, barred: bool) -> Line:
     us = 1e6 * found.ours_s
-    bar = case.bar if barred else None
-    return (
-        _head(case, threads, found.ratio, bar)
-        | {"met": None if bar is None else us <= bar, "us": round(us, 2)}
-        | {"torch_us": round(us * found.ratio, 2)}
-        | _turns(found)
-    )
+    line = _head(case, threads, found.ratio, barred)
+    line["met"] = None if line["bar"] is None else us <= line["bar"]
+    return line | {"us": round(us, 2), "torch_us": round(us * found.ratio, 2)} | _turns(found)
 
 
 def said(line: Line) -> str:
@@ -123,9 +126,9 @@ def said(line: Line) -> str:
 
 
 def _bar(line: Line, unit: str = "") -> str:
-    if line["bar"] is None:
-        return ""
-    return f", bar {line['bar']:.2f}{unit}: {'met' if line['met'] else 'MISSED'}"
+    if line["bar"] is not None:
+        return f", bar {line['bar']:.2f}{unit}: {'met' if line['met'] else 'MISSED'}"
+    return "" if line["aim"] is None else f", aim {line['aim']:.2f}{unit}"
 
 
 def _most(line: Line) -> str:

@@ -28,13 +28,13 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     threads = sorted({n for _, _, n in lines})
     columns = [counted(n, "thread") for n in threads]
     rows = [
-        ["kernel", "case", *columns, "bar", "at most"],
+        ["kernel", "case", *columns, "aim", "at most"],
         ["---", "---", *["---:"] * len(columns), "---:", "---"],
     ]
     for kernel, case in dict.fromkeys(key[:2] for key in lines):
         found = [lines[kernel, case, n] for n in threads if (kernel, case, n) in lines]
         ratios = [_ratio(lines.get((kernel, case, n))) for n in threads]
-        rows.append([kernel, case, *ratios, _bar(found), _most(found)])
+        rows.append([kernel, case, *ratios, _aim(found), _most(found)])
     text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"{text}\n\n{_measured(results)}\n"
 
@@ -49,19 +49,19 @@ def _ratio(found: dict[str, Any] | None) -> str:
     return f"{said}{' (missed)' if found['met'] is False else ''}"
 
 
-def _bar(found: Sequence[dict[str, Any]]) -> str:
+def _aim(found: Sequence[dict[str, Any]]) -> str:
     """That over torch as it comes differs by the gain of the route in each run."""
     line = found[0]
-    if line["bar"] is None:
+    if line["aim"] is None:
         return ""
     if "routing" in line:
-        return f"{_digits(round(line['bar'] / line['routing'], 3))} x the route's"
-    return f"{_digits(line['bar'])}{' us' if 'us' in line else ''}"
+        return f"{_digits(round(line['aim'] / line['routing'], 3))} x the route's"
+    return f"{_digits(line['aim'])}{' us' if 'us' in line else ''}"
 
 
-def _digits(bar: float) -> str:
+def _digits(aim: float) -> str:
     """Those that it has, one at least."""
-    return max(f"{bar:.1f}", f"{bar:g}", key=len)
+    return max(f"{aim:.1f}", f"{aim:g}", key=len)
 
 
 def _most(found: Sequence[dict[str, Any]]) -> str:

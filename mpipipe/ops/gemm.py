@@ -23,27 +23,44 @@ _KERNELS = by_device({torch.float32: ("gemm_f32",)}, ("cpu",))
 
 def gemm(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """a @ b + bias. a (m, k), b (k, n), bias (n,) -> (m, n), written to `out` if it is given, in which the
-    elements of a row lie side by side. Raises what torch raises for shapes and dtypes that do not fit,
-    ValueError for an `out` that does not."""
+    elements of a row lie side by side. Raises ValueError for shapes, dtypes or devices that do not fit, for
+    such an `out`, and for one that shares memory with a or b."""
     if not _served(a, b, bias, out) or (bias is not None and bias.shape != b.shape[1:]):
+        _check(a, b, bias)
         return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]))
     elif not _takes(out, a, b):
         raise ValueError(
             f"gemm: out has shape {tuple(out.shape)} and strides {out.stride()}; it must be "
-            f"{(a.shape[0], b.shape[1])}, rows side by side"
+            f"{(a.shape[0], b.shape[1])}, rows side by side, and share no memory with a or b"
         )
     _run(a, b, contiguous(bias), out, False)
     return out
 
 
 def add_gemm(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in place; else as `gemm`."""
-    if _served(a, b, total) and _takes(total, a, b):
+    """total += a @ b, in place. Raises ValueError as `gemm`."""
+    served = _served(a, b, total)
+    if served and _takes(total, a, b):
         _run(a, b, None, total, True)
-    else:
-        total.addmm_(a, b)
+        return
+    _check(a, b)
+    if total.shape != (a.shape[0], b.shape[1]) or (served and not _apart(total, a, b)):
+        raise ValueError(
+            f"gemm: total has shape {tuple(total.shape)}; it must be {(a.shape[0], b.shape[1])} and share no "
+            "memory with a or b"
+        )
+    total.addmm_(a, b)
+
+
+def _check(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
+    given = {"a": a, "b": b} | ({} if bias is None else {"bias": bias})
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
+    fits = fits and (bias is None or bias.shape == b.shape[1:])
+    if not fits or len({(t.dtype, t.device) for t in given.values()}) > 1:
+        said = ", ".join(f"{name} {tuple(t.shape)} {t.dtype} on {t.device}" for name, t in given.items())
+        raise ValueError(f"gemm of {said}: they must be (m, k), (k, n) and (n,), of one dtype on one device")
 
 
 def _served(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
@@ -55,8 +72,21 @@ def _served(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
 
 
 def _takes(out: Tensor, a: Tensor, b: Tensor) -> bool:
-    """Whether the kernel can write to it: no row over another."""
-    return out.shape == (a.shape[0], b.shape[1]) and out.stride(1) == 1 and out.stride(0) >= out.shape[1]
+    """Whether the kernel can write to it: no row over another, none over a factor."""
+    fits = out.shape == (a.shape[0], b.shape[1]) and out.stride(1) == 1 and out.stride(0) >= out.shape[1]
+    return fits and _apart(out, a, b)
+
+
+def _apart(out: Tensor, *factors: Tensor) -> bool:
+    """Whether no factor lies where `out` does, between its first and its last element."""
+    start, end = _extent(out)
+    return all(end <= first or last <= start for first, last in map(_extent, factors))
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Addresses: of its first element, and behind its last one."""
+    steps = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (x.itemsize * (steps + 1) if x.numel() else 0)
 
 
 def _run(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:

@@ -108,7 +108,8 @@ def test_what_no_kernel_replaces_limits_the_ratio() -> None:
 
 
 @pytest.mark.parametrize(
-    ("barred", "bar", "met", "text"), [(True, 2.0, True, "bar 2.00: met"), (False, None, None, "torch;")]
+    ("barred", "bar", "met", "text"),
+    [(True, 2.0, True, "bar 2.00: met"), (False, None, None, "torch, aim 2.00;")],
 )
 def test_a_line_has_the_figures(barred: bool, bar: float | None, met: bool | None, text: str) -> None:
     t = Time()
@@ -214,9 +215,9 @@ def test_the_head_takes_a_third_of_the_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_bars_are_for_the_processors_that_they_were_set_on() -> None:
-    assert has_bars("vendor_id : AuthenticAMD\nflags : avx2 avx512f\n")
-    assert not has_bars("vendor_id : AuthenticAMD\nflags : avx2\n")
-    assert not has_bars("vendor_id : GenuineIntel\nflags : avx512f\n")
+    assert has_bars("vendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n")
+    assert not has_bars("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 26\n"), "a Zen 4"
+    assert not has_bars("vendor_id\t: GenuineIntel\ncpu family\t: 6\n")
 
 
 def test_the_table_has_a_row_for_each_case() -> None:
@@ -230,7 +231,7 @@ def test_the_table_has_a_row_for_each_case() -> None:
     found[-1]["limit"] = {"ratio": 1.23}
     found[-2]["rounds"] = 5
     assert table(found).splitlines() == [
-        "| kernel | case | 1 thread | 2 threads | bar | at most |",
+        "| kernel | case | 1 thread | 2 threads | aim | at most |",
         "| --- | --- | ---: | ---: | ---: | --- |",
         "| norm | small | 1.50 (missed) | 1.50 (missed) | 2.0 | 4 of 40 GB/s |",
         "| whole_step | tiny | 1.10 (missed) | 1.10 (missed) | 1.15 | 1.10, 1.23 |",
@@ -372,6 +373,8 @@ def test_a_backward_in_two_is_compared_with_a_whole_one(monkeypatch: pytest.Monk
     assert any(g.any() for g in gradients[0])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), "the same work"
     t = Time()
-    both = compare(Case("split", "tiny", t.takes(1.0), {"split": t.takes(1.25)}, split.BAR), 3, t)
+    case = Case("split", "tiny", t.takes(1.0), {"split": t.takes(1.25)}, split.BAR, floor=t.takes(0.5))
+    both = compare(case, 3, t)
     line = json.loads(json.dumps(split.line("gpt10m", bits, "mkl", both, [both, both])))
-    assert (line["ratio"], line["stages"], line["bar"], line["met"]) == (1.25, [1.25, 1.25], 1.03, False)
+    assert (line["ratio"], line["stages"], line["bar"], line["met"]) == (1.5, [1.5, 1.5], 1.03, False)
+    assert line["of_work"] == 1.25, "half of it is forward's"

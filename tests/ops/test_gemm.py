@@ -101,13 +101,22 @@ def test_other_tensors_are_computed_by_torch_or_refused() -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     for dtype in (torch.float64, torch.bfloat16):
         assert torch.equal(gemm(a.to(dtype), b.to(dtype)), a.to(dtype) @ b.to(dtype))
-    with pytest.raises(RuntimeError, match="3x4 and 3x4"):
-        gemm(a, a)
-    with pytest.raises(RuntimeError, match="must match the existing size"):
-        gemm(a, b, a[0])
+    for wrong, said in (
+        ((a, a), r"a \(3, 4\) torch.float32 on cpu, b \(3, 4\)"),
+        ((a, b, a[0]), r"bias \(4,\) .* \(n,\)"),
+        ((a, b.double()), "b .* torch.float64 on cpu"),
+        ((a[0], b), r"a \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            gemm(*wrong)
     with pytest.raises(ValueError, match=r"out has shape \(3, 5\) and strides \(0, 1\)"):
         gemm(a, b, out=torch.empty(5).expand(3, 5))
     with pytest.raises(ValueError, match=r"out has shape \(5, 3\) and strides \(3, 1\); it must be \(3, 5\)"):
         gemm(a, b, out=torch.empty(5, 3))
-    with pytest.raises(RuntimeError, match="should match"):
+    with pytest.raises(ValueError, match=r"total has shape \(2, 5\); it must be \(3, 5\)"):
         add_gemm(torch.zeros(2, 5), a, b)
+    square = torch.randn(4, 4)
+    with pytest.raises(ValueError, match="share no memory with a or b"):
+        gemm(square, b[:, :4], out=square)
+    with pytest.raises(ValueError, match="share no memory with a or b"):
+        add_gemm(square, square[:, :3], square[:3])
