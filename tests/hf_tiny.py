@@ -130,6 +130,17 @@ def variants(model: hf.HfModel, rows: int = 2, precision: str = "fp32", bits: st
     return Variants(source, model.loss, specs, rows, precision, model.metrics, lowering=lowering)
 
 
+def padded(model: hf.HfModel, side: str) -> tuple[Variants, dict[str, Tensor]]:
+    """Of tokens with an attention_mask, and two samples: a whole one, and one with padding on that side."""
+    ids = torch.randint(3, VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(SEED))
+    mask = torch.ones_like(ids)
+    mask[1, slice(None, 5) if side == "left" else slice(-5, None)] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    specs = dict.fromkeys(batch, TensorSpec((2, CONTEXT), "int64"))
+    source = ModelSource(model.factory, SEED, model.initial)
+    return Variants(source, model.loss, lambda _: specs, 2, "fp32", model.metrics), batch
+
+
 @cache
 def captured(model: str, rows: int, precision: str = "fp32", bits: str = "torch") -> Variants:
     return variants(built(model), rows, precision, bits)

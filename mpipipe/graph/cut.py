@@ -183,6 +183,9 @@ def extract(
         replace(match, own, env, {n: env[key] for n, key in keys.items()}.__getitem__)
     statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
     graph.output((tuple(env[n] for n in sent), statistics))
+    for op in reversed(copied):
+        if op in anatomy.free and not env[op].users:  # a mask, where an operator of ours reads a part of it
+            graph.erase_node(env[op])
     return Code(
         fx.GraphModule({name: c.constant[n] for n, name in constants.items()}, graph),
         tuple(_port(anatomy, n, grad_strides) for n in received),

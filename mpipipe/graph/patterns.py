@@ -53,8 +53,11 @@ if TYPE_CHECKING:
     from mpipipe.graph.anatomy import Anatomy
 
 _MASK_ELEMENTS = 1 << 26  # of a constant mask that is made to see what it is
+_AND = ("aten::__and__", "aten::bitwise_and", "aten::logical_and")
+_SAME = ("aten::expand", "aten::contiguous", "aten::clone", "aten::alias", CAST)  # of a mask: it, broadcast
 _FILL = "aten::masked_fill"
 _SCALES = ("aten::mul", "aten::div", _FILL)
+Seen = tuple[bool, tuple[fx.Node, ...]]  # whether only keys up to a query are, and masks of keys
 
 
 def matches(anatomy: Anatomy) -> tuple[Match, ...]:
@@ -72,7 +75,7 @@ class _Finder:
         self.kept = {u.statistic for u in anatomy.captured.updates}
         self.training = anatomy.captured.mode == "train"
         self.position = {n: i for i, n in enumerate(anatomy.captured.graph.nodes)}
-        self.masks: dict[tuple[fx.Node, int, int], str] = {}
+        self.masks: dict[tuple[fx.Node, int, int], Seen | None] = {}
         self.rules = (
             self.head_loss, self.linear_gelu, self.linear_gelu_new, self.swiglu, self.rms_written_out,
             self.attention, self.layer_norm, self.rms_norm, self.batch_norm, self.linear, self.embedding,
@@ -318,37 +321,56 @@ class _Finder:
         alike = val(node).shape == val(q).shape and val(k).shape == val(v).shape and samples == batch
         if not alike or not kv_heads or heads % kv_heads:
             return None  # torch's would broadcast
+        masks: tuple[fx.Node, ...] = ()
         if mask is not None:
-            kind = self._mask_kind(mask, tokens, keys)
-            if kind == "other":
+            seen = self._seen(mask, tokens, keys)
+            if seen is None:
                 return None
-            causal, mask = kind == "causal", mask if kind == "keys" else None
-        kind = "causal" if causal else "full" if mask is None else "masked"
+            causal, masks = seen
+        kind = "-".join(word for word, is_so in (("causal", causal), ("masked", masks)) if is_so) or "full"
         form = f"flash_attention {heads}/{kv_heads}x{tokens}x{keys}x{width} {kind} {dtype_of(node)}"
-        args = (q, k, v, mask, causal, g["scale"], val(node).dtype)
+        args = (q, k, v, masks, causal, g["scale"], val(node).dtype)
         return Match(fused.attention, form, (node,), (node,), args)
 
-    def _mask_kind(self, mask: fx.Node, queries: int, keys: int) -> str:
+    def _seen(self, mask: fx.Node, queries: int, keys: int) -> Seen | None:
         key = mask, queries, keys
         if key not in self.masks:
-            self.masks[key] = self._seen_mask(*key)
+            self.masks[key] = self._seen_by(*key)
         return self.masks[key]
 
-    def _seen_mask(self, mask: fx.Node, queries: int, keys: int) -> str:
-        """causal or full, for one that the model makes of nothing; keys: alike for all queries; or other."""
+    def _seen_by(self, mask: fx.Node, queries: int, keys: int) -> Seen | None:
+        """Where those parts of a mask that the model makes of nothing hide together nothing, or all keys
+        behind the query, and each other part is alike for all queries and heads."""
         value = val(mask)
         if value.dtype != torch.bool or value.dim() != 4:
-            return "other"
-        made_of = self.anatomy.made_by(mask)
-        if made_of <= self.anatomy.free and value.numel() <= _MASK_ELEMENTS:
-            real = evaluate(n for n in self.anatomy.operators if n in made_of)[mask]
-            if bool(real.all()):
-                return "full"
-            whole = real.shape[2:] == (queries, keys)  # else it is broadcast
-            return "causal" if whole and bool((real == torch.ones_like(real).tril()).all()) else "other"
-        sizes = zip(value.shape[1:3], value.stride()[1:3], strict=True)
-        alike = value.shape[3] == keys and all(size == 1 or not step for size, step in sizes)
-        return "keys" if alike else "other"
+            return None
+        made_of = {part: self.anatomy.made_by(part) for part in self._parts(mask)}
+        fixed = [part for part, of in made_of.items() if of <= self.anatomy.free]
+        of_keys = tuple(part for part in made_of if part not in fixed)
+        size = math.prod(torch.broadcast_shapes(*(val(part).shape for part in fixed)))
+        if size > _MASK_ELEMENTS or not all(_is_of_keys(part, keys) for part in of_keys):
+            return None
+        needed = set[fx.Node]().union(*(made_of[part] for part in fixed))
+        real = evaluate(n for n in self.anatomy.operators if n in needed)
+        seen = torch.ones((), dtype=torch.bool)
+        for part in fixed:
+            seen = seen & real[part]
+        if bool(seen.all()):
+            return False, of_keys
+        whole = seen.shape[-2:] == (queries, keys)  # else it is broadcast
+        return (True, of_keys) if whole and bool((seen == torch.ones_like(seen).tril()).all()) else None
+
+    def _parts(self, mask: fx.Node) -> list[fx.Node]:
+        """Masks of which it is the `and`, each broadcast to its shape. Nothing writes into a free one."""
+        parts, todo = list[fx.Node](), [mask]
+        while todo:
+            n = todo.pop()
+            args = n.args if is_op(n, *_AND) else n.args[:1] if is_op(n, *_SAME) else ()
+            if n in self.anatomy.free and args and all(_is_mask(a) for a in args):
+                todo += args
+            elif n not in parts:
+                parts.append(n)
+        return parts
 
     def linear(self, node: fx.Node) -> Match | None:
         matrix = product_of(node)
@@ -380,6 +402,16 @@ class _Finder:
 
 
 # -- looking at nodes ----------------------------------------------------------------------------
+
+
+def _is_mask(node: Any) -> bool:
+    return isinstance(node, fx.Node) and val(node).dtype == torch.bool
+
+
+def _is_of_keys(mask: fx.Node, keys: int) -> bool:
+    """Whether it is (B or 1, 1 or H, 1 or T, S), alike for all heads and queries."""
+    shape, stride = val(mask).shape, val(mask).stride()
+    return len(shape) == 4 and shape[3] == keys and all(shape[i] == 1 or not stride[i] for i in (1, 2))
 
 
 def _product_form(x: fx.Node, node: fx.Node, transposed: bool = False) -> str:

@@ -21,11 +21,15 @@ Tensor = torch.Tensor
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor], causal: bool, scale: float | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """mask: boolean, (B or 1, 1 or H, 1 or T, S), of which the first head and query count for all."""
-    keys = None if mask is None else mask[:, 0, 0, :].expand(q.shape[0], -1)
+    """masks: boolean, (B or 1, 1 or H, 1 or T, S) each, of which the first head and query count for all; what
+    all of them let see is seen."""
+    keys = None
+    for mask in masks:
+        seen = mask[:, 0, 0, :].expand(q.shape[0], -1)
+        keys = seen if keys is None else keys & seen
     return flash_attention(q.to(dtype), k.to(dtype), v.to(dtype), causal=causal, key_mask=keys, scale=scale)
 
 

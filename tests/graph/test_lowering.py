@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 from by_hand import every_cut, staged
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from mpipipe.graph.anatomy import Lowering
@@ -372,9 +372,9 @@ def forms(variants: Variants) -> set[str]:
     return kinds - {"linear", "embedding", "linear_cross_entropy"}
 
 
-def assert_the_same(variants: Variants, tolerance: float = 1e-5) -> None:
+def assert_the_same(variants: Variants, tolerance: float = 1e-5, batch: Batch = SMALL) -> None:
     """What our operators compute is what torch's do, in the dtypes that it has."""
-    ours, torchs = (staged(variants.lowered(Lowering(bits)), (), SMALL) for bits in ("fast", "torch"))
+    ours, torchs = (staged(variants.lowered(Lowering(bits)), (), batch) for bits in ("fast", "torch"))
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in torchs.items()}
     for name, wanted in torchs.items():
         assert (ours[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-6, name
@@ -455,21 +455,92 @@ def of_attention(body: Callable[..., Tensor], **parts: Callable[[], Any]) -> Var
     return of_small(body, linear=lambda: nn.Linear(WIDTH, WIDTH), **parts)
 
 
+def below(diagonal: int) -> Tensor:
+    return torch.ones(6, 6, dtype=torch.bool).tril(diagonal)
+
+
+def keys_of(tokens: Tensor) -> Tensor:
+    return (tokens > 3)[:, None, None]
+
+
+def written(mask: Tensor) -> Tensor:
+    mask[..., 0] = True
+    return mask
+
+
+def kinds_of_attention(variants: Variants) -> list[str]:
+    """Of each that may become ours, which keys are seen."""
+    return [m.form.split()[2] for m in variants.primary.matches if m.op is fused.attention]
+
+
 @pytest.mark.parametrize(
     ("mask", "kind"),
     [
         (lambda _: (torch.arange(6) < 1)[None, None, None], None),  # the first key, not those before a query
         (lambda _: torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(), "causal"),
         (lambda _: torch.ones(1, 1, 1, 6, dtype=torch.bool), "full"),
-        (lambda tokens: (tokens > 3)[:, None, None], "masked"),
+        (keys_of, "masked"),
+        (lambda tokens: keys_of(tokens) & (tokens < 28)[:, None, None], "masked"),
+        (lambda tokens: ((torch.arange(6) >= 0)[:, None] & keys_of(tokens)).expand(2, 2, 6, 6), "masked"),
+        (lambda tokens: below(0) & keys_of(tokens), "causal-masked"),
+        (lambda tokens: (keys_of(tokens) & below(0) & (tokens < 28)[:, None, None]).clone(), "causal-masked"),
+        (lambda tokens: torch.logical_and(below(0), keys_of(tokens).expand(2, 2, 6, 6)), "causal-masked"),
+        (lambda tokens: below(0) & (torch.arange(6) >= 0) & below(-3).logical_not() & keys_of(tokens), None),
+        (lambda tokens: below(0).flip(-2) & keys_of(tokens), None),
+        (lambda tokens: below(0) & (torch.arange(6) < 4) & keys_of(tokens), None),
+        (lambda tokens: below(0) | keys_of(tokens), None),
+        (lambda tokens: (below(0) & keys_of(tokens)).logical_not(), None),
+        (lambda tokens: below(0) & keys_of(tokens).transpose(2, 3), None),  # of queries, not of keys
+        (lambda tokens: below(0) & (tokens[:, None, :, None] >= tokens[:, None, None]), None),
+        (lambda tokens: below(0) & (tokens > 3)[0, :2, None, None] & keys_of(tokens), None),  # of heads
+        (lambda tokens: written(below(0) & keys_of(tokens)), None),
     ],
 )
 @pytest.mark.slow
 def test_a_mask_is_taken_for_what_it_is(mask: Callable[[Tensor], Tensor], kind: str | None) -> None:
     variants = of_attention(lambda m, x, tokens: attend(m, x, tokens, attn_mask=mask(tokens)))
-    found = [m.form.split()[2] for m in variants.primary.matches if m.op is fused.attention]
-    assert found == ([] if kind is None else [kind])
+    assert kinds_of_attention(variants) == ([] if kind is None else [kind])
     assert_the_same(variants)
+
+
+MASKED = ["causal-masked", "causal-masked"]
+MISTRAL: dict[str, Any] = {"model_type": "mistral", "architectures": ("MistralForCausalLM",)}
+SEPARATE: dict[str, Any] = {"tie_word_embeddings": False}
+
+
+def whole_mask(node: fx.Node) -> bool:
+    """Of each query and key."""
+    value = node.meta.get("val")
+    of_bool = isinstance(value, Tensor) and value.dtype == torch.bool
+    return of_bool and value.shape[-2:] == (hf_tiny.CONTEXT, hf_tiny.CONTEXT)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("name", "changes", "kinds"),
+    [
+        ("llama", {}, MASKED),
+        ("gpt2", {"attn_pdrop": 0.0}, MASKED),
+        ("bert", {"attention_probs_dropout_prob": 0.0}, ["masked", "masked"]),
+        ("llama", {**MISTRAL, "sliding_window": hf_tiny.CONTEXT}, MASKED),
+        ("llama", {**MISTRAL, "sliding_window": hf_tiny.CONTEXT - 1}, []),
+    ],
+    ids=["llama", "gpt2", "bert", "window of all", "window"],
+)
+@pytest.mark.slow
+def test_attention_of_padded_samples(name: str, changes: dict[str, Any], kinds: list[str], side: str) -> None:
+    """The library makes one mask of the batch's and of indices; padding on the left leaves queries that see
+    nothing."""
+    pytest.importorskip("transformers")
+    variants, batch = hf_tiny.padded(hf_tiny.built(name, **SEPARATE, **changes), side)
+    assert kinds_of_attention(variants) == kinds
+    assert_the_same(variants, batch=batch)
+    fast = variants.lowered(Lowering("fast"))
+    code = fast.code("train", by_hand.specs_of(batch), (), 0)
+    squares = [n for n in code.forward.graph.nodes if whole_mask(n)]
+    assert (squares == []) == (kinds != []), "what nobody reads is not made"
+    for cuts in every_cut(variants, 2)[1:]:
+        assert by_hand.differences(staged(fast, (), batch), staged(fast, cuts, batch)) == [], cuts
 
 
 def heads_of(m: Any, x: Tensor, heads: int) -> Tensor:
