@@ -1,4 +1,4 @@
-"""Ranks that were left the same cores by a real launcher: on which ones their threads are while they train."""
+"""Ranks that a real launcher left the same cores: on which ones their threads are while they train."""
 
 from __future__ import annotations
 
