@@ -27,8 +27,8 @@ BLOCK = re.compile(r"(?<=<!-- )(output[^\n]*|run)( -->\n```console\n)(.*?)(?=```
 def run(command: str, folder: Path) -> list[str]:
     """The lines that a command of a page prints, started in a folder."""
     words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-    if words[0] == "mpirun":  # -n N
-        words = [str(ROOT / ".ci" / "launch"), *words[2:]]
+    if words[0] == "mpirun":  # ... -n N; it adds what binds no rank
+        words = [str(ROOT / ".ci" / "launch"), *words[words.index("-n") + 1 :]]
     done = subprocess.run(words, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     may = (0, 1) if "doctor" in command else (0,)  # 1: it has found something
     if done.returncode not in may or not done.stdout:

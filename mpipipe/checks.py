@@ -18,7 +18,7 @@ from mpipipe.values import RECOMPUTE
 CHOICES = {
     "precision": ("fp32", "bf16"), "tied": ("per_use", "eager"), "gemm": ("auto", "mkl", "onednn"),
     "unused": ("error", "keep"), "bits": ("torch", "fast"), "recover": ("restart", "mpi"),
-    "recompute": ("auto", *RECOMPUTE), "reduce": ("exact", "fast"),
+    "recompute": ("auto", *RECOMPUTE), "reduce": ("exact", "fast"), "bind": ("auto", "none"),
 }  # fmt: skip
 
 

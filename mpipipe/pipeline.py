@@ -33,6 +33,7 @@ from mpipipe.checks import (
     notes_of_parts,
 )
 from mpipipe.cluster.agree import agree, surroundings
+from mpipipe.cluster.binding import bind_ranks
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import local_rank
 from mpipipe.cluster.memory import give_back_freed_memory
@@ -50,6 +51,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.measuring import Measuring
 from mpipipe.models.losses import from_mean
 from mpipipe.ops.device import find as find_device
+from mpipipe.ops.device import on_host
 from mpipipe.ops.device import use as use_device
 from mpipipe.ops.native import use_kernels
 from mpipipe.planner.asked import Asked, Replicas, check_groups, copies_of, counts_of, schedules_of
@@ -110,6 +112,8 @@ class Pipeline(SharedWork):
     batch      samples per step, over all micro-batches
     micro_batches  parts of a batch, or "auto": searched at the first start, and then kept by checkpoints
     bits       "torch": those of a plain torch loop; "fast": of kernels of our own, where they are faster
+    bind       "auto": each rank to cores of its own, once, where the launcher left all ranks of a node the
+               same ones; "none": ranks stay as they are
     device     "cpu", or an accelerator such as "cuda", of which each rank of a node takes one; "auto": where
                there is one
     gemm       library of fp32 matrix products; "auto": measured at the first start, and then kept by
@@ -168,6 +172,7 @@ class Pipeline(SharedWork):
         precision: Literal["fp32", "bf16"] = "fp32",
         clip: float | None = None,
         threads: int | Literal["auto"] = 1,
+        bind: Literal["auto", "none"] = "auto",
         device: str = "cpu",
         blocks: int | Literal["auto"] = 1,
         max_ranks: int | None = None,
@@ -200,7 +205,7 @@ class Pipeline(SharedWork):
         check_metrics(list(metrics or ()))
         check_choices(
             precision=precision, tied=tied, gemm=gemm, unused=unused, bits=bits, recover=recover,
-            recompute=recompute, reduce=reduce,
+            recompute=recompute, reduce=reduce, bind=bind,
         )  # fmt: skip
         check_kernels(kernels, bits)
         replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
@@ -221,6 +226,8 @@ class Pipeline(SharedWork):
             tied=tied, seed=seed,
         )  # fmt: skip
         count, self.numerics, self.blocks_why = decided.count, decided.numerics, decided.blocks_why
+        # before OpenMP has threads and training has memory; which cores an accelerator is near, nobody knows
+        self.bound = bind_ranks(comm, self.numerics.threads, spares, bind == "auto" and on_host())
         set_threads(self.numerics.threads)
         set_gemm_route(self.numerics.gemm)
         self.optimizer = optimizer_of(optimizer, clip, bits)
@@ -229,7 +236,8 @@ class Pipeline(SharedWork):
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
             samples=length(data), searched=count is None, gemm=gemm,
             kernels=kernels, recompute=recompute, recover=recover, mirror_every=mirror_every, spares=spares,
-            refine=refine, checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
+            refine=refine, bind=bind,
+            checkpoint=before.saved and (before.saved.step, before.saved.weights_sha256),
             plan=before.plan and before.plan.hash,
         )  # fmt: skip
         before.check_ranks(self.size)

@@ -105,14 +105,14 @@ class Run:
     def _introduce(self) -> None:
         """What is said before the first step."""
         pipe = self.pipe
-        threads = threads_advice(self.comm, pipe.numerics.threads)
+        threads = threads_advice(self.comm, pipe.numerics.threads, pipe.bound.left)
         for note in (threads, device.idle() if pipe.rank == 0 else None, self._missing(), self.in_the_way):
             if note:
                 self.log.say(f"note: {note}")
         took = f", measured in {pipe.gemm_s:.1f} s" if pipe.gemm_s else ""
         blocks = blocks_text(pipe.blocks_why, pipe.plan, pipe.costs)
         self.log.say(f"{PRODUCTS}{pipe.gemm_why}{took}")
-        for said in filter(None, (pipe.ops_why, pipe.messages_why, pipe.search_why, blocks)):
+        for said in filter(None, (str(pipe.bound), pipe.ops_why, pipe.messages_why, pipe.search_why, blocks)):
             self.log.say(said)
         if self.config.run.slow_rank == "replan" and pipe.size > 1:
             self.log.say(f"a rank that is slow for {WINDOW * WINDOWS} steps is planned around: run.slow_rank")

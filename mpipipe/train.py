@@ -187,9 +187,9 @@ def _train(
         pipe = Pipeline(
             built.model, built.loss, built.data, optimizer_settings(config), batch=t.batch, val=val,
             val_batch=c.eval_batch, micro_batches=p.micro_batches, metrics=built.metrics,
-            schedule=schedule_name(config), precision=t.precision, threads=threads, blocks=p.blocks,
-            max_ranks=p.max_ranks, replicas=p.replicas, reduce=p.reduce, tied=p.tied, bits=t.bits,
-            gemm=c.kernels.gemm, kernels=c.kernels.compiled, seed=t.seed, unused=t.unused,
+            schedule=schedule_name(config), precision=t.precision, threads=threads, bind=p.bind,
+            blocks=p.blocks, max_ranks=p.max_ranks, replicas=p.replicas, reduce=p.reduce, tied=p.tied,
+            bits=t.bits, gemm=c.kernels.gemm, kernels=c.kernels.compiled, seed=t.seed, unused=t.unused,
             max_shapes=c.capture.max_shapes, receive_window=p.receive_window,
             device=p.device, memory_bytes=p.memory_bytes, recompute=p.recompute, cost_cache=p.cost_cache,
             recover=c.run.recover, mirror_every=c.run.mirror_every, spares=c.run.spares,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpipipe.cluster.node import OPENMP_BINDS, cores_available
+from mpipipe.cluster.node import OPENMP_BINDS
 from mpipipe.cluster.spares import first_working
 from mpipipe.errors import LaunchError
 from mpipipe.planner.sizes import counted
@@ -144,9 +144,10 @@ def local_rank(comm: Communicator) -> int:
     return comm.node_of_rank[: comm.rank].count(comm.node_of_rank[comm.rank])
 
 
-def threads_advice(comm: Communicator, threads: int) -> str | None:
-    """What is amiss on the first node where something is, an idle core least. Collective."""
-    mine = (cores_available(), frozenset(os.sched_getaffinity(0)))
+def threads_advice(comm: Communicator, threads: int, left: frozenset[int]) -> str | None:
+    """What is amiss on the first node where something is, an idle core least. left: to this rank by its
+    launcher, as `node.cores_available`. Collective."""
+    mine = (left, frozenset(os.sched_getaffinity(0)))
     seen = comm.allgather_object(mine)
     advices = []
     for node in range(len(ranks_per_node(comm))):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mpipipe.cluster.binding import bind_ranks
 from mpipipe.cluster.calibrate import memory_share
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.devices import Rates, devices_of, rounded
@@ -53,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         watch.doing = "the start of MPI"
         comm = connect()
+        bind_ranks(comm, options.threads, wanted=options.bind == "auto")
         text = calibrate(comm, options.threads, options.gemm, options.output, watch)
         if comm.rank == 0:
             print(text, flush=True)
@@ -74,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="where it is written (default: %(default)s)")  # fmt: skip
     parser.add_argument("--threads", type=positive, default=1, metavar="N",
                         help="pipeline.threads of the training (default: %(default)s, as there)")  # fmt: skip
+    parser.add_argument("--bind", choices=("auto", "none"), default="auto",
+                        help="pipeline.bind of the training (default: %(default)s, as there)")  # fmt: skip
     parser.add_argument("--gemm", choices=("auto", "mkl", "onednn"), default="auto",
                         help="kernels.gemm of the training (default: %(default)s, as there)")  # fmt: skip
     return parser

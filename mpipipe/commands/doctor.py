@@ -41,6 +41,10 @@ def _parser() -> argparse.ArgumentParser:
         help="pipeline.threads of the training (default: %(default)s, as there); it ignores OMP_NUM_THREADS",
     )  # fmt: skip
     parser.add_argument(
+        "--bind", choices=("auto", "none"), default="auto",
+        help="pipeline.bind of the training (default: %(default)s, as there)",
+    )  # fmt: skip
+    parser.add_argument(
         "--dir", type=Path, default=Path("runs"), help="where runs will go (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="the findings and all facts as JSON")

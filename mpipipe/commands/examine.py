@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import mpipipe
 from mpipipe.cluster.agree import code_version
+from mpipipe.cluster.binding import bind_ranks
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.doctor import copying, files, transport
 from mpipipe.cluster.doctor.facts import Compute, Diagnosis, Finding, Launch, Mpi, RankFacts, Ranks, Software
@@ -77,6 +78,8 @@ class Doctor:
             self.watch.restart(LIMIT_S)
         self.watch.doing = "gathering"
         self.known = comm.allgather_object(facts)
+        bound = bind_ranks(comm, self.options.threads, wanted=self.options.bind == "auto")
+        facts = replace(facts, binding=replace(facts.binding, bound=bound.by_rank[rank]))
         self.known = comm.allgather_object(self._measured(comm, facts))
         if rank != 0:
             return 0

@@ -330,6 +330,7 @@ class PipelineConfig(Section):
     reduce: Literal["exact", "fast"] = "exact"  # sums of replicas: the bits of one, or any number of replicas
     tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
+    bind: Literal["auto", "none"] = "auto"  # auto: each rank to cores of its own, where the launcher did not
     device: str = "cpu"  # or cuda, ...: an accelerator for each rank of a node; auto = where there is one
     receive_window: Positive = 4  # receives posted ahead per rank
     recompute: Literal["auto", "none", "selective", "full"] = "auto"  # in backward; auto = where memory asks

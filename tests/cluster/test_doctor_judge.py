@@ -435,6 +435,16 @@ def test_one_rank_alone_says_nothing_of_idle_cores() -> None:
     assert note.text.startswith("all nodes: 7 of 8 cores are idle")
 
 
+def test_ranks_that_mpipipe_has_bound_do_not_wander() -> None:
+    """Idle cores are judged by what the launcher left, though a rank has fewer to itself."""
+    ranks = [replace(r, binding=cores(job=16, domains=2)) for r in healthy()]
+    notes = [f.text for f in cores_of(ranks, 4) if f.level == "note"]
+    assert notes[0].startswith("8 of 16 cores are idle")
+    assert notes[1].startswith("ranks may wander over 2 NUMA domains")
+    bound = [replace(r, binding=replace(r.binding, bound=r.binding.numa[r.rank])) for r in ranks]
+    assert [f.text for f in cores_of(bound, 4) if f.level == "note"] == notes[:1]
+
+
 def test_what_was_not_measured_is_not_judged() -> None:
     """As when a measurement hangs: the facts that were gathered before are told all the same."""
     ranks = [replace(r, links=(), compute=None, files=None) for r in healthy(TWO_NODES)]
@@ -478,6 +488,11 @@ def test_it_is_told_where_each_rank_computes() -> None:
     assert told([replace(r, binding=cores(job=4, domains=2)) for r in own]) == [
         "ranks 0-2: 1 thread each on cores 0-3, NUMA 0-1"
     ]
+    ours = [
+        replace(r, binding=replace(cores(job=4, domains=2), bound=(i, 2 + i)))
+        for i, r in enumerate(healthy())
+    ]
+    assert told(ours)[1] == "rank 1: 1 thread on cores 1, 3, NUMA 0-1, bound by mpipipe"
     nowhere = on_all(healthy(), "binding", numa=())
     assert told(nowhere) == ["ranks 0-1: 1 thread each on cores 0-1"], "the system does not tell"
 

@@ -127,9 +127,8 @@ def test_the_node_on_which_cores_are_shared_is_told_before_one_that_idles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def advice(comm: Communicator) -> str | None:
-        return threads_advice(comm, 1)
+        return threads_advice(comm, 1, frozenset({0, 1, 2}))
 
-    monkeypatch.setattr(launch, "cores_available", lambda: frozenset({0, 1, 2}))
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: frozenset({0, 1, 2}))
     crowded = run_local(5, advice, node_of_rank=(0, 1, 1, 1, 1))
     assert len(set(crowded)) == 1

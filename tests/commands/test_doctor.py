@@ -44,7 +44,7 @@ def healthy_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def examined(ranks: list[RankFacts], **options: Any) -> list[int]:
     """Exit codes of ranks that bring these facts to one world."""
-    given = Namespace(**{"threads": 1, "dir": Path("runs"), "json": False, **options})
+    given = Namespace(**{"threads": 1, "bind": "auto", "dir": Path("runs"), "json": False, **options})
 
     def work(comm: Communicator) -> int:
         one = examine.Doctor(given)

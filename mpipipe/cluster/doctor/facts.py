@@ -80,11 +80,17 @@ class Launch(Value):
 
 @dataclass(frozen=True)
 class Binding(Value):
-    usable: Cores  # that this rank may run on
+    usable: Cores  # that its launcher left this rank
     quota: int  # cores' worth of CPU time that control groups leave, at most len(usable)
     job: Cores  # that this job has on the node
     siblings: tuple[Cores, ...]  # of each usable core: itself and its hyperthreads
     numa: tuple[Cores, ...]  # cores of each NUMA domain of the node
+    bound: Cores = ()  # those of `usable` to which mpipipe has bound it since; empty: none
+
+    @property
+    def own(self) -> Cores:
+        """On which it computes."""
+        return self.bound or self.usable
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Which cores the ranks may use, beside how many threads they are to have. Judged node by node."""
+"""Which cores the launcher left the ranks, beside how many threads they are to have; where each computes.
+Judged node by node."""
 
 from __future__ import annotations
 
@@ -162,5 +163,5 @@ def _numa(on_node: list[RankFacts], threads: int, size: int) -> Iterator[Finding
 
 
 def _spanned(rank: RankFacts, domains: tuple[Cores, ...]) -> int:
-    usable = set(rank.binding.usable)
-    return sum(not usable.isdisjoint(cores) for cores in domains)
+    own = set(rank.binding.own)
+    return sum(not own.isdisjoint(cores) for cores in domains)

@@ -13,9 +13,9 @@ from mpipipe.planner.sizes import counted
 
 def places(ranks: Ranks, threads: int, section: str) -> Iterator[Finding]:
     """threads: of each rank. A finding for each form, at most `SHOWN` and one of how many more there are."""
-    forms = _alike(ranks, lambda r: (r.binding.usable, _domains(r)))
+    forms = _alike(ranks, lambda r: (r.binding.own, bool(r.binding.bound), _domains(r)))
     if len(forms) > SHOWN:
-        forms = _alike(ranks, lambda r: (len(r.binding.usable), _domains(r)))
+        forms = _alike(ranks, lambda r: (len(r.binding.own), bool(r.binding.bound), _domains(r)))
     for alike in forms[:SHOWN]:
         yield Finding(section, "ok", _told(alike, threads))
     if rest := sum(map(len, forms[SHOWN:])):
@@ -31,20 +31,21 @@ def _alike(ranks: Ranks, form: Callable[[RankFacts], Hashable]) -> list[list[Ran
 
 def _domains(rank: RankFacts) -> tuple[int, ...]:
     """The numbers of the NUMA domains in which it may compute."""
-    usable = set(rank.binding.usable)
-    return tuple(i for i, cores in enumerate(rank.binding.numa) if not usable.isdisjoint(cores))
+    own = set(rank.binding.own)
+    return tuple(i for i, cores in enumerate(rank.binding.numa) if not own.isdisjoint(cores))
 
 
 def _told(alike: Sequence[RankFacts], threads: int) -> str:
     first, several = alike[0], len(alike) > 1
-    own, together = first.binding.usable, sorted({core for r in alike for core in r.binding.usable})
+    own, together = first.binding.own, sorted({core for r in alike for core in r.binding.own})
     where = f"core{'s' if len(own) > 1 else ''} {spans(own)}"
     if len(together) > len(own):
         where = f"{counted(len(own), 'core')} each of {spans(together)}"
     domains = _domains(first)
     numa = f", NUMA {spans(domains)}" if domains else ""
+    by = ", bound by mpipipe" if first.binding.bound else ""
     who = f"rank{'s' if several else ''} {spans([r.rank for r in alike])}"
-    return f"{who}: {counted(threads, 'thread')}{' each' if several else ''} on {where}{numa}"
+    return f"{who}: {counted(threads, 'thread')}{' each' if several else ''} on {where}{numa}{by}"
 
 
 def spans(numbers: Sequence[int]) -> str:
