@@ -12,8 +12,8 @@ namespace {
 
 constexpr size_t kColumns = 1024;   // of a row, summed in the first-level cache
 constexpr size_t kPiece = 1 << 15;  // elements that a piece of work moves, about
-constexpr size_t kAhead = 8;        // rows: their places are as good as random, no processor guesses them
-constexpr size_t kFetched = 64;     // elements of a row that is ahead; those behind them it does guess
+constexpr size_t kAhead = 512;      // elements before a row of the gradient it is fetched: no processor guesses which
+constexpr size_t kLine = 16;        // elements that are fetched at a time
 
 struct Row {
     int64_t index;
@@ -64,13 +64,16 @@ void add(float* __restrict sum, const float* __restrict x, size_t n) {
     for (size_t i = 0; i < n; ++i) sum[i] += x[i];
 }
 
-void add_both(float* __restrict total, const float* __restrict sum, const float* __restrict x, size_t n) {
+// total += sum + x, while the row `later` is fetched.
+void add_both(float* __restrict total, const float* __restrict sum, const float* __restrict x, const float* later,
+              size_t n) {
+    size_t i = 0;
+    for (; i + kLine <= n; i += kLine) {
+        __builtin_prefetch(later + i, 1);
 #pragma omp simd
-    for (size_t i = 0; i < n; ++i) total[i] += sum[i] + x[i];
-}
-
-void fetch(const float* row, size_t d) {
-    for (size_t i = 0; i < std::min(d, kFetched); i += 16) __builtin_prefetch(row + i);
+        for (size_t j = i; j < i + kLine; ++j) total[j] += sum[j] + x[j];
+    }
+    for (; i < n; ++i) total[i] += sum[i] + x[i];
 }
 
 }  // namespace
@@ -80,23 +83,22 @@ bool embedding_backward(const float* dy, const int64_t* indices, size_t n, size_
     Rows rows(n);
     if (!rows.link(indices, n, padding, entries)) return false;
     const size_t moved = rows.count ? rows.list[rows.count - 1].moved : 0;
-    const size_t piece = std::max<size_t>(1, kPiece / std::max<size_t>(1, d));
+    const size_t width = std::max<size_t>(1, d), piece = std::max<size_t>(1, kPiece / width);
+    const ptrdiff_t ahead = 1 + kAhead / width;
     // by what they move, as rows that are looked up often are first in a text
-    parallel_pieces(moved, piece, threads, [&, dy, d, grad](size_t from, size_t to) {
+    parallel_pieces(moved, piece, threads, [&, dy, d, grad, ahead](size_t from, size_t to) {
         alignas(64) float sum[kColumns] = {};  // of the look-ups of a row but the last, else 0
         const Row *const begin = rows.list.get(), *const end = begin + rows.count;
         const Row* row = std::partition_point(begin, end, [=](const Row& r) { return r.moved <= from; });
         for (; row != end && row->moved <= to; ++row) {
-            if (static_cast<size_t>(end - row) > kAhead) {
-                fetch(grad + static_cast<size_t>(row[kAhead].index) * d, d);
-                fetch(dy + row[kAhead].first * d, d);
-            }
+            const Row& later = end - row > ahead ? row[ahead] : *row;
             for (size_t at = 0; at < d; at += kColumns) {
-                const size_t columns = std::min(kColumns, d - at);
+                const auto of_grad = [=](const Row& r) { return grad + static_cast<size_t>(r.index) * d + at; };
+                const size_t n = std::min(kColumns, d - at);
                 size_t i = row->first;
-                for (; i != row->last; i = rows.next[i]) add(sum, dy + i * d + at, columns);
-                add_both(grad + static_cast<size_t>(row->index) * d + at, sum, dy + i * d + at, columns);
-                if (row->first != row->last) std::fill_n(sum, columns, 0.0f);
+                for (; i != row->last; i = rows.next[i]) add(sum, dy + i * d + at, n);
+                add_both(of_grad(*row), sum, dy + i * d + at, of_grad(later), n);
+                if (row->first != row->last) std::fill_n(sum, n, 0.0f);
             }
         }
     });
