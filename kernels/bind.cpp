@@ -6,6 +6,7 @@
 #include "mpipipe/adamw.h"
 #include "mpipipe/attention.h"
 #include "mpipipe/cross_entropy.h"
+#include "mpipipe/embedding.h"
 #include "mpipipe/gemm.h"
 #include "mpipipe/norms.h"
 #include "mpipipe/batch_norm.h"
@@ -71,6 +72,7 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     MPIPIPE_KERNELS(DEF)
     MPIPIPE_NORMS(DEF_NORM)
     def(m, "accumulate_bf16", &cpu::accumulate);
+    def(m, "embedding_backward_f32", &cpu::embedding_backward);
     def(m, "gemm_f32", &cpu::gemm);
     def(m, "reference_cross_entropy_forward_f32", &reference::cross_entropy_forward<float>);
     def(m, "reference_cross_entropy_forward_bf16", &reference::cross_entropy_forward<bf16>);

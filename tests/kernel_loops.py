@@ -34,6 +34,7 @@ LOOPS = {
     "norms_bf16": Loop(r"cpu::norms<mpipipe::bf16>", FUSED, ARM_FUSED, 2),
     "accumulate": Loop(r"cpu::.*\badd<(true|false)>", "vaddps", "fadd", 2),
     "attention_products": Loop(r"mpipipe::(block|panels?|multiply)<", FUSED, ARM_FUSED, 8, FIXED),
+    "embedding": Loop(r"cpu::embedding_backward", "vaddps", "fadd", 3),
     "gemm": Loop(r"cpu::.*\bblock_of<|mpipipe::block<\(mpipipe::Into\)4", FUSED, ARM_FUSED, 8, FIXED),
     "attention_weights": Loop(r"cpu::.*\bweigh<", FUSED, ARM_FUSED, 4, FIXED),
     "norm_addition_f32": Loop(r"\badd_row<float, float>", "vaddps", "fadd"),

@@ -6,7 +6,7 @@
 Torch makes a gradient of the table's size, zeroes it, adds the same sums to its rows, and adds all of it. The
 bits are the same: what is left out are additions of zero. For 256 tokens and a table of 32,000 x 768 that is
 0.4 instead of 89 ms. Where `.grad` does not exist, a dense gradient is returned (mpipipe/ops/gradients.py
-says when). The same bits for any number of threads.
+says when). The same bits for any number of threads, and without the kernel, which float32 on a processor has.
 
 A table that is also a head has a gradient of its size anyway: `keep_rows` lets the rows of the look-ups wait
 beside it until they are added to it, once a step, in place of a second gradient of that size.
@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpipipe.ops.accumulate import overlap
 from mpipipe.ops.gradients import destination, has_data, leaf_of
-from mpipipe.ops.library import Function, define, differentiate, traced
+from mpipipe.ops.library import Function, define, differentiate, traced, written
+from mpipipe.ops.native import by_device, device_type, workers
 
 _KEPT = "_mpipipe_row_sums"  # attribute of a leaf
+_KERNELS = by_device({torch.float32: ("embedding_backward_f32",)}, ("cpu",))
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -48,10 +51,14 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
             return _Embedding.apply(indices, weight, padding)
         return _rows(indices, weight, padding)
     except IndexError:
-        raise ValueError(
-            f"embedding: indices go from {int(indices.min())} to {int(indices.max())}, the table has "
-            f"{weight.shape[0]} entries, 0 to {weight.shape[0] - 1}; check the vocabulary of model and data"
-        ) from None
+        raise _outside(indices, weight.shape[0]) from None
+
+
+def _outside(indices: Tensor, entries: int) -> ValueError:
+    return ValueError(
+        f"embedding: indices go from {int(indices.min())} to {int(indices.max())}, the table has "
+        f"{entries} entries, 0 to {entries - 1}; check the vocabulary of model and data"
+    )
 
 
 def _padding(padding_idx: int | None, entries: int) -> int:
@@ -84,7 +91,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
     grad = destination(ctx, 1) if exact else None
     if grad is None:
         return None, _dense(dy, indices, ctx.entries, ctx.padding), None
-    grad.index_add_(0, *row_sums(dy, indices, ctx.padding))
+    add_rows(grad, indices, dy, ctx.padding)
     return None, None, None
 
 
@@ -97,15 +104,46 @@ def sums_by_row(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype in (torch.float32, torch.float64)
 
 
+def add_rows(grad: Tensor, indices: Tensor, dy: Tensor, padding: int = -1) -> None:
+    """grad[row] += the sum of dy[i] over indices[i] == row, made in the order of i and added once; nothing to
+    the padding. grad (V, d), indices (...), dy (..., d). Raises ValueError for an index outside of grad."""
+    if not _by_kernel(grad, indices, dy, padding):
+        grad.index_add_(0, *row_sums(dy, indices, padding))
+
+
 def row_sums(dy: Tensor, indices: Tensor, padding: int = -1) -> tuple[Tensor, Tensor]:
     """Rows (n,), each once, and the sums of dy[i] over indices[i] == row, (n, d); 0 for the padding. dy
     (..., d)."""
     rows, place = indices.reshape(-1).unique(return_inverse=True)
     sums = dy.new_zeros(len(rows), dy.shape[-1])
-    sums.index_add_(0, place, dy.reshape(len(place), dy.shape[-1]))
+    _index_add(sums, place, dy.reshape(len(place), dy.shape[-1]))
     if padding >= 0:
         sums[rows == padding] = 0
     return rows, sums
+
+
+def _index_add(total: Tensor, rows: Tensor, x: Tensor) -> None:
+    """total[rows[i]] += x[i], of rows that come once or begin at 0: any way has the same bits."""
+    if not _by_kernel(total, rows, x):
+        total.index_add_(0, rows, x)
+
+
+def _by_kernel(grad: Tensor, indices: Tensor, dy: Tensor, padding: int = -1) -> bool:
+    """Whether there is a kernel for it, which has done `add_rows` then."""
+    kernel = _KERNELS.get((device_type(grad), grad.dtype))
+    if kernel is None or not grad.is_contiguous():
+        return False
+    indices = indices.reshape(-1).long().contiguous()
+    dy = dy.reshape(len(indices), grad.shape[1]).contiguous()
+    if overlap(grad, dy):
+        dy = dy.clone()
+    inside = kernel[0](
+        dy.data_ptr(), indices.data_ptr(), *dy.shape, padding, grad.data_ptr(), grad.shape[0], *workers(grad)
+    )
+    if not inside:
+        raise _outside(indices, grad.shape[0])
+    written(grad)
+    return True
 
 
 class RowSums:
@@ -127,8 +165,8 @@ class RowSums:
         rows, place = torch.cat([rows for rows, _ in self._added]).unique(return_inverse=True)
         total = gradient.new_zeros(len(rows), gradient.shape[1])
         for at in place.split([len(rows) for rows, _ in self._added]):
-            total.index_add_(0, at, self._added.pop(0)[1])  # all of them at once would be there twice
-        gradient.index_add_(0, rows, total)
+            _index_add(total, at, self._added.pop(0)[1])  # all of them at once would be there twice
+        _index_add(gradient, rows, total)
 
     def forget(self) -> None:
         self._added.clear()

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from compiled import instruction_sets, with_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn import functional
 
-from mpipipe.ops import embedding
+from mpipipe.ops import embedding, native
+from mpipipe.ops.embedding import add_rows
 
 pytestmark = pytest.mark.kernels
 
@@ -49,6 +52,77 @@ def test_gradient(dtype, n, entries, width, padding, there, kind):
     plain = weight.detach().clone().requires_grad_()
     functional.embedding(indices, plain, padding).backward(dy)
     assert torch.equal(weight.grad, plain.grad)
+
+
+SPECIAL = torch.tensor([0.0, -0.0, torch.inf, torch.nan, 1e-40, 3e38, -3e38])
+
+
+def bits(x: Tensor) -> Tensor:
+    """Of a NaN nothing but that it is one."""
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32)
+
+
+def drawn(n, entries, width, seed, kind=torch.int64):
+    """indices, dy and a gradient that is there: with numbers that are none, and zeros of both signs."""
+    draw = torch.Generator().manual_seed(seed)
+    dy, grad = torch.randn(n, width, generator=draw), torch.randn(entries, width, generator=draw)
+    for x in (dy, grad):
+        some = torch.rand(x.shape, generator=draw) < 0.1
+        x[some] = SPECIAL[torch.randint(len(SPECIAL), (int(some.sum()),), generator=draw)]
+    return torch.randint(0, entries, (n,), generator=draw, dtype=kind), dy, grad
+
+
+@given(
+    st.one_of(st.integers(0, 40), st.integers(0, 400)), st.integers(1, 60),
+    st.one_of(st.integers(0, 70), st.integers(1020, 1030)), st.sampled_from([-1, 0, 3]),
+    st.sampled_from([torch.int64, torch.int32]), st.integers(0, 99), st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_rows_are_added_with_the_bits_of_a_dense_gradient(n, entries, width, padding, kind, seed, threads):
+    indices, dy, before = drawn(n, entries, width, seed, kind)
+    dense = torch.ops.aten.embedding_dense_backward(dy, indices.long(), entries, padding, False)
+    grad = before.clone()
+    with_threads(lambda: add_rows(grad, indices, dy, padding), (threads,))
+    wanted, looked_up = before.clone(), indices[indices != padding].long().unique()
+    wanted[looked_up] += dense[looked_up]  # to others nothing is added, which spares them a -0.0 + 0.0
+    assert torch.equal(bits(grad), bits(wanted))
+
+
+def test_instruction_sets_and_having_none_change_no_bits():
+    indices, dy, before = drawn(3000, 700, 33, 5)
+
+    def add():
+        grad = before.clone()
+        add_rows(grad, indices, dy, 7)
+        return grad
+
+    one, *more = with_threads(add)
+    for kernels in instruction_sets():
+        more.append(before.clone())
+        assert kernels.embedding_backward_f32(
+            dy.data_ptr(), indices.data_ptr(), *dy.shape, 7, more[-1].data_ptr(), len(before), 1
+        )
+    native.use_kernels(False)
+    try:
+        more.append(add())
+    finally:
+        native.use_kernels(True)
+    assert all(torch.equal(bits(one), bits(other)) for other in more)
+
+
+def test_rows_outside_of_the_gradient_are_refused_before_anything_is_written():
+    for outside in (13, -1, 1 << 40):
+        grad = torch.zeros(13, 5)
+        with pytest.raises(ValueError, match=f"from {min(outside, 2)} to {max(outside, 2)}, .* 13 entries"):
+            add_rows(grad, torch.tensor([2, outside]), torch.ones(2, 5))
+        assert not grad.any()
+
+
+def test_the_gradient_of_rows_may_be_a_part_of_that_of_the_table():
+    weight = table()
+    weight.grad = torch.randn(13, 5)
+    first, second, third = weight.grad[:3].clone()
+    embedding(torch.tensor([1, 1, 0]), weight).backward(weight.grad[:3])
+    assert torch.equal(weight.grad[:3], torch.stack([first + third, second + (first + second), third]))
 
 
 def test_shapes_of_indices_and_strides_of_the_gradient():
