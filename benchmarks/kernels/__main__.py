@@ -2,8 +2,9 @@
 
     python -m benchmarks.kernels [dropout ...] [--threads 1,2] [--rounds 15] [--case TEXT]
 
-`ratio` is the seconds of the best way of torch over ours, or its bytes. `bar` is what a kernel aims at on the
-processors that it was measured for, null on others; whether it is met is said, but never the exit code.
+`ratio` is the seconds of the best way of torch over ours, or its bytes. `aim` is what a kernel aims at, and
+`bar` the same on the processor for which it was set, null on others; whether it is met is said, but never
+the exit code.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.kernels.harness import Call, Case
-from mpipipe.ops.embedding import add_rows
+from mpipipe.ops.embedding import add_row_sums
 
 
 def cases() -> list[Case]:
@@ -37,7 +37,7 @@ def _of(entries: int, width: int, tokens: int) -> list[Case]:
     name, moved = f"{tokens} rows of {entries} x {width}", 3 * 4 * tokens * width
 
     def ours() -> object:
-        return add_rows(grad, indices, dy)
+        return add_row_sums(grad, indices, dy)
 
     return [
         Case("embedding", f"{name}, {way}", ours, {way: call}, bar, moved, float(tokens * width))

@@ -47,7 +47,7 @@ def of_skipped(case: Skipped, threads: int, barred: bool) -> Line:
 def _head(
     case: Case | Memory | Skipped, threads: int, ratio: float | None, barred: bool, of_route: float = 1.0
 ) -> Line:
-    """of_route: what the bar is multiplied with."""
+    """of_route: what the aim is multiplied with."""
     aim = None if case.bar is None else case.bar * of_route
     bar = aim if barred else None
     return {

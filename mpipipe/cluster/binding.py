@@ -6,8 +6,9 @@ Invariants
   1. No rank may run anywhere that its launcher had not left it, and where the ranks of a node differ in that,
      nothing is changed: then the launcher has bound them.
   2. All ranks of a node do it or none does, as it is decided by what was gathered.
-  3. Ranks share out all cores that they were left, not as many as they have threads: helper threads find
-     room, and so does another job that binds its ranks to the same cores, while these are enough for both.
+  3. Ranks share out all cores of the domains that they lie in, not as many as they have threads: helper
+     threads find room, and so does another job that binds its ranks to the same cores, while these are enough
+     for both.
 
 Memory needs no binding: Linux takes a page from the domain of the core that writes it first (first touch).
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.doctor.facts import Binding, Cores
 from mpipipe.cluster.doctor.machine import binding
-from mpipipe.cluster.node import cores_available, cores_of_openmp
+from mpipipe.cluster.node import are_alike, cores_available, cores_of_openmp
 from mpipipe.cluster.spares import first_working
 from mpipipe.planner.sizes import counted
 
@@ -66,14 +67,16 @@ def bind_ranks(
 def _to_share(comm: Communicator, environ: Mapping[str, str]) -> Binding | None:
     """What this rank was left, where it is a process of its own, and its cores are its job's alone, as far as
     can be told."""
-    if not comm.transport or not hasattr(os, "sched_setaffinity"):  # ranks are threads; macOS
+    if not comm.transport:  # ranks are threads of one process
         return None
     if cores_of_openmp():  # puts each thread on a core itself, of those that it found when it was loaded
         return None
     left, claimed = binding(), environ.get("SLURM_CPUS_ON_NODE", "")
-    if claimed.isdigit() and int(claimed) < len(left.siblings):  # others have the rest
+    # Slurm counts hyperthreads, or cores where it hands out nothing smaller; if fewer, others have the rest
+    if claimed.isdigit() and int(claimed) < len(left.usable) and int(claimed) != len(left.siblings):
         return None
-    return left if left.quota == len(left.usable) else None  # else these cores work for others, too
+    # else these cores work for others, too, or a rank would be given the slow ones for good
+    return left if left.quota == len(left.usable) and are_alike(left.usable) else None
 
 
 def decided(
@@ -157,7 +160,8 @@ def _bind_process(cores: Cores) -> Cores:
     that moves messages on, NumPy's, the watchdog's. Those that come later, OpenMP's and the reader of data,
     inherit the mask of the thread that makes them.
     """
-    for thread in THREADS.iterdir():
-        with suppress(OSError):  # it has ended since
-            os.sched_setaffinity(int(thread.name), cores)
+    with suppress(OSError):  # no /proc
+        for thread in THREADS.iterdir():
+            with suppress(OSError):  # it has ended since
+                os.sched_setaffinity(int(thread.name), cores)
     return cores if os.sched_getaffinity(0) == set(cores) else ()

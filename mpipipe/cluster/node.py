@@ -31,6 +31,13 @@ def cores_available(root: Path = ROOT) -> frozenset[int]:
     return frozenset(cores[: quota_of(cores, root)])
 
 
+def are_alike(cores: Iterable[int], root: Path = ROOT) -> bool:
+    """Whether all are of one kind, as far as Linux tells: Arm's have capacities, Intel's may be small."""
+    cpus = root / "sys/devices/system/cpu"
+    capacities = {text(cpus / f"cpu{core}/cpu_capacity") for core in cores}
+    return len(capacities) <= 1 and not (root / "sys/devices/cpu_atom").exists()
+
+
 def quota_of(cores: Sequence[int], root: Path = ROOT) -> int:
     """How many of them control groups leave time for."""
     return max(1, math.floor(min([len(cores), *_cpu_quotas(root)])))

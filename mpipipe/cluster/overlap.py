@@ -19,6 +19,7 @@ import numpy as np
 
 from mpipipe.cluster.calibrate import TAG, measure_pair, pairs_of
 from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.node import cores_available
 from mpipipe.values import Value, digest
 
 LENGTHS = (1 << 18, 1 << 20)  # bytes, beyond every eager limit; the shorter one where the longer takes long
@@ -61,7 +62,8 @@ def choose(comm: Communicator, known: Mapping[str, Overlap]) -> tuple[str, Overl
     pairs = pairs_of(comm)
     messages = {level: _message(comm, peers) for level, peers in pairs.items()}
     magnitudes = [(level, nbytes, round(math.log2(bare_s))) for level, (nbytes, bare_s) in messages.items()]
-    name = digest(comm.transport, repr((magnitudes, comm.node_of_rank, comm.oversubscribed)))
+    room = len(cores_available())  # a helper of a rank that is bound to one core has that one alone
+    name = digest(comm.transport, repr((magnitudes, comm.node_of_rank, comm.oversubscribed, room)))
     name, overlap = comm.bcast_object((name, known.get(name)))
     if overlap is None:
         overlap = Overlap(tuple(_felt(comm, level, pairs[level], *m) for level, m in messages.items()))

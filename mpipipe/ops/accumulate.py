@@ -6,6 +6,7 @@ import torch
 
 from mpipipe.ops.library import define, traced, written
 from mpipipe.ops.native import by_device, device_type, workers
+from mpipipe.ops.pointers import overlap
 
 Tensor = torch.Tensor
 _KERNELS = by_device({torch.bfloat16: ("accumulate_bf16",)})
@@ -47,12 +48,6 @@ def _check(sum: Tensor, x: Tensor) -> None:
         )
     if not (sum.is_contiguous() and x.is_contiguous()):
         raise ValueError(f"accumulate: strides {x.stride()} and {sum.stride()}; both must be contiguous")
-
-
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    at, other = a.data_ptr(), b.data_ptr()
-    return at < other + b.numel() * b.itemsize and other < at + a.numel() * a.itemsize
 
 
 # -- for torch.export and torch.compile ------------------------------------------------------------------

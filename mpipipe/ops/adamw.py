@@ -11,10 +11,9 @@ from itertools import combinations
 import torch
 from torch.optim.adamw import adamw as torch_adamw
 
-from mpipipe.ops.accumulate import overlap
 from mpipipe.ops.library import define, traced, written
 from mpipipe.ops.native import by_device, device_type, workers
-from mpipipe.ops.pointers import address
+from mpipipe.ops.pointers import address, overlap
 
 Tensor = torch.Tensor
 _KERNELS = by_device({torch.float32: ("adamw_f32",), torch.bfloat16: ("adamw_bf16",)})

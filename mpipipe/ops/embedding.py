@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpipipe.ops.accumulate import overlap
 from mpipipe.ops.gradients import destination, has_data, leaf_of
 from mpipipe.ops.library import Function, define, differentiate, traced, written
 from mpipipe.ops.native import by_device, device_type, workers
+from mpipipe.ops.pointers import overlap
 
 _KEPT = "_mpipipe_row_sums"  # attribute of a leaf
 _KERNELS = by_device({torch.float32: ("embedding_backward_f32",)}, ("cpu",))
@@ -91,7 +91,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
     grad = destination(ctx, 1) if exact else None
     if grad is None:
         return None, _dense(dy, indices, ctx.entries, ctx.padding), None
-    add_rows(grad, indices, dy, ctx.padding)
+    add_row_sums(grad, indices, dy, ctx.padding)
     return None, None, None
 
 
@@ -104,9 +104,9 @@ def sums_by_row(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype in (torch.float32, torch.float64)
 
 
-def add_rows(grad: Tensor, indices: Tensor, dy: Tensor, padding: int = -1) -> None:
+def add_row_sums(grad: Tensor, indices: Tensor, dy: Tensor, padding: int = -1) -> None:
     """grad[row] += the sum of dy[i] over indices[i] == row, made in the order of i and added once; nothing to
-    the padding. grad (V, d), indices (...), dy (..., d). Raises ValueError for an index outside of grad."""
+    the padding. grad (V, d), indices (...), dy (..., d). Raises an error for an index outside of grad."""
     if not _by_kernel(grad, indices, dy, padding):
         grad.index_add_(0, *row_sums(dy, indices, padding))
 
@@ -129,9 +129,10 @@ def _index_add(total: Tensor, rows: Tensor, x: Tensor) -> None:
 
 
 def _by_kernel(grad: Tensor, indices: Tensor, dy: Tensor, padding: int = -1) -> bool:
-    """Whether there is a kernel for it, which has done `add_rows` then."""
+    """Whether there is a kernel for it, which has done `add_row_sums` then."""
     kernel = _KERNELS.get((device_type(grad), grad.dtype))
-    if kernel is None or not grad.is_contiguous():
+    alike = dy.dtype == grad.dtype and dy.device == indices.device == grad.device
+    if kernel is None or not alike or not grad.is_contiguous():
         return False
     indices = indices.reshape(-1).long().contiguous()
     dy = dy.reshape(len(indices), grad.shape[1]).contiguous()

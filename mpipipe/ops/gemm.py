@@ -16,25 +16,22 @@ from torch import Tensor
 
 from mpipipe.ops.library import traced, written
 from mpipipe.ops.native import by_device, device_type, workers
-from mpipipe.ops.pointers import address, contiguous
+from mpipipe.ops.pointers import address, contiguous, overlap
 
 _KERNELS = by_device({torch.float32: ("gemm_f32",)}, ("cpu",))
 
 
 def gemm(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """a @ b + bias. a (m, k), b (k, n), bias (n,) -> (m, n), written to `out` if it is given, in which the
-    elements of a row lie side by side. Raises ValueError for shapes, dtypes or devices that do not fit, for
-    such an `out`, and for one that shares memory with a or b."""
+    elements of a row lie side by side. Raises ValueError for shapes, dtypes or devices that do not fit, and
+    for an `out` that does not, or whose memory a or b has a part in."""
     if not _served(a, b, bias, out) or (bias is not None and bias.shape != b.shape[1:]):
-        _check(a, b, bias)
+        _check(a, b, bias=bias, out=out)
         return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]))
     elif not _takes(out, a, b):
-        raise ValueError(
-            f"gemm: out has shape {tuple(out.shape)} and strides {out.stride()}; it must be "
-            f"{(a.shape[0], b.shape[1])}, rows side by side, and share no memory with a or b"
-        )
+        raise ValueError(_unfit("out", out, a, b))
     _run(a, b, contiguous(bias), out, False)
     return out
 
@@ -45,30 +42,31 @@ def add_gemm(total: Tensor, a: Tensor, b: Tensor) -> None:
     if served and _takes(total, a, b):
         _run(a, b, None, total, True)
         return
-    _check(a, b)
-    if total.shape != (a.shape[0], b.shape[1]) or (served and not _apart(total, a, b)):
-        raise ValueError(
-            f"gemm: total has shape {tuple(total.shape)}; it must be {(a.shape[0], b.shape[1])} and share no "
-            "memory with a or b"
-        )
+    _check(a, b, total=total)
+    if served and not _apart(total, a, b):
+        raise ValueError(_unfit("total", total, a, b))
     total.addmm_(a, b)
 
 
-def _check(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    given = {"a": a, "b": b} | ({} if bias is None else {"bias": bias})
-    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
-    fits = fits and (bias is None or bias.shape == b.shape[1:])
-    if not fits or len({(t.dtype, t.device) for t in given.values()}) > 1:
-        said = ", ".join(f"{name} {tuple(t.shape)} {t.dtype} on {t.device}" for name, t in given.items())
-        raise ValueError(f"gemm of {said}: they must be (m, k), (k, n) and (n,), of one dtype on one device")
-
-
 def _served(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernel may be called: else torch computes, or says what is wrong."""
+    """Whether the kernel may be called: else torch computes, or `_check` says what is wrong."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or traced(a, b):
         return False
     given = [a, b, *(t for t in others if t is not None)]
     return all((device_type(t), t.dtype) in _KERNELS for t in given)
+
+
+def _check(a: Tensor, b: Tensor, **others: Tensor | None) -> None:
+    """Raises ValueError for factors that do not fit, or one of the others: a bias, or what is written."""
+    given = {"a": a, "b": b} | {name: t for name, t in others.items() if t is not None}
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
+    for name in given.keys() - {"a", "b"} if fits else ():
+        fits = fits and given[name].shape == (b.shape[1:] if name == "bias" else (a.shape[0], b.shape[1]))
+    if not fits or len({(t.dtype, t.device) for t in given.values()}) > 1:
+        said = ", ".join(f"{name} {tuple(t.shape)} {t.dtype} on {t.device}" for name, t in given.items())
+        raise ValueError(
+            f"gemm of {said}: a is (m, k), b (k, n), a bias (n,) and a result (m, n), of one dtype and device"
+        )
 
 
 def _takes(out: Tensor, a: Tensor, b: Tensor) -> bool:
@@ -77,16 +75,15 @@ def _takes(out: Tensor, a: Tensor, b: Tensor) -> bool:
     return fits and _apart(out, a, b)
 
 
-def _apart(out: Tensor, *factors: Tensor) -> bool:
-    """Whether no factor lies where `out` does, between its first and its last element."""
-    start, end = _extent(out)
-    return all(end <= first or last <= start for first, last in map(_extent, factors))
+def _apart(out: Tensor, a: Tensor, b: Tensor) -> bool:
+    return not overlap(out, a) and not overlap(out, b)
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
-    """Addresses: of its first element, and behind its last one."""
-    steps = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (x.itemsize * (steps + 1) if x.numel() else 0)
+def _unfit(name: str, out: Tensor, a: Tensor, b: Tensor) -> str:
+    return (
+        f"gemm: {name} has shape {tuple(out.shape)} and strides {out.stride()}; it must be "
+        f"{(a.shape[0], b.shape[1])}, rows side by side, and share or interleave no memory with a or b"
+    )
 
 
 def _run(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, add: bool) -> None:

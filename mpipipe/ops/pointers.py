@@ -19,6 +19,19 @@ def address(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether one has memory between the first and the last element of the other."""
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+
+
+def _end(x: torch.Tensor) -> int:
+    """The address behind the last element."""
+    if x.is_contiguous():
+        return x.data_ptr() + x.nbytes
+    steps = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr() + (x.itemsize * (steps + 1) if x.numel() else 0)
+
+
 def rows_of(x: torch.Tensor) -> int:
     """Of x (..., d); 0 where d is."""
     d = x.shape[-1]

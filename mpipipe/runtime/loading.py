@@ -59,7 +59,9 @@ def batch_bytes(variants: Variants, n_micro: int) -> BatchBytes:
 
 def a_core_is_left(comm: Communicator, threads: int) -> bool:
     """For the loading thread of each rank, on every node. Collective."""
-    return default_threads(comm, cores_available()) > threads
+    own = cores_available()
+    fewest = min(comm.allgather_object(len(own)))  # of a rank that is bound
+    return min(default_threads(comm, own), fewest) > threads
 
 
 def _keys_of_groups(graph: Graph) -> dict[int, frozenset[str]]:

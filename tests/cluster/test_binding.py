@@ -153,6 +153,7 @@ class Process:
         ({}, {}, (), False),
         ({}, {"SLURM_CPUS_ON_NODE": "8"}, (), False),
         ({}, {"SLURM_CPUS_ON_NODE": "4"}, (), False),  # it counts cores
+        ({}, {"SLURM_CPUS_ON_NODE": "6"}, (), True),
         ({}, {"SLURM_CPUS_ON_NODE": "2"}, (), True),
         ({"quota": 2}, {}, (), True),
         ({}, {}, (0, 1), True),

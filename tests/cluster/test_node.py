@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpipipe.cluster.node import cache_folder, cores_available, memory_available_bytes
+from mpipipe.cluster.node import are_alike, cache_folder, cores_available, memory_available_bytes
 
 GIB = 1 << 30
 
@@ -63,6 +63,15 @@ def test_the_hyperthreads_of_a_core_are_one_core(
     }
     root = node(tmp_path, "0::/job", {"sys/fs/cgroup/job/cpu.max": f"{quota} 100000", **siblings})
     assert cores_available(root) == cores
+
+
+def test_large_and_small_cores_are_unlike(tmp_path: Path) -> None:
+    assert are_alike((0, 1), tmp_path)
+    arm = {f"sys/devices/system/cpu/cpu{i}/cpu_capacity": "1024" if i < 2 else "446" for i in range(4)}
+    root = node(tmp_path / "arm", "0::/", arm)
+    assert are_alike((0, 1), root)
+    assert not are_alike((1, 2), root)
+    assert not are_alike((0, 1), node(tmp_path / "intel", "0::/", {"sys/devices/cpu_atom/cpus": "8-15"}))
 
 
 def test_no_quota_is_no_limit(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mpipipe.ops import embedding, native
-from mpipipe.ops.embedding import add_rows
+from mpipipe.ops.embedding import add_row_sums
 
 pytestmark = pytest.mark.kernels
 
@@ -81,7 +81,7 @@ def test_rows_are_added_with_the_bits_of_a_dense_gradient(n, entries, width, pad
     indices, dy, before = drawn(n, entries, width, seed, kind)
     dense = torch.ops.aten.embedding_dense_backward(dy, indices.long(), entries, padding, False)
     grad = before.clone()
-    with_threads(lambda: add_rows(grad, indices, dy, padding), (threads,))
+    with_threads(lambda: add_row_sums(grad, indices, dy, padding), (threads,))
     wanted, looked_up = before.clone(), indices[indices != padding].long().unique()
     wanted[looked_up] += dense[looked_up]  # to others nothing is added, which spares them a -0.0 + 0.0
     assert torch.equal(bits(grad), bits(wanted))
@@ -92,7 +92,7 @@ def test_instruction_sets_and_having_none_change_no_bits():
 
     def add():
         grad = before.clone()
-        add_rows(grad, indices, dy, 7)
+        add_row_sums(grad, indices, dy, 7)
         return grad
 
     one, *more = with_threads(add)
@@ -113,7 +113,7 @@ def test_rows_outside_of_the_gradient_are_refused_before_anything_is_written():
     for outside in (13, -1, 1 << 40):
         grad = torch.zeros(13, 5)
         with pytest.raises(ValueError, match=f"from {min(outside, 2)} to {max(outside, 2)}, .* 13 entries"):
-            add_rows(grad, torch.tensor([2, outside]), torch.ones(2, 5))
+            add_row_sums(grad, torch.tensor([2, outside]), torch.ones(2, 5))
         assert not grad.any()
 
 
