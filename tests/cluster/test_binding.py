@@ -148,24 +148,26 @@ class Process:
 
 
 @pytest.mark.parametrize(
-    ("changes", "environ", "openmp", "shared"),
+    ("changes", "environ", "openmp", "alike", "shared"),
     [
-        ({}, {}, (), False),
-        ({}, {"SLURM_CPUS_ON_NODE": "8"}, (), False),
-        ({}, {"SLURM_CPUS_ON_NODE": "4"}, (), False),  # it counts cores
-        ({}, {"SLURM_CPUS_ON_NODE": "6"}, (), True),
-        ({}, {"SLURM_CPUS_ON_NODE": "2"}, (), True),
-        ({"quota": 2}, {}, (), True),
-        ({}, {}, (0, 1), True),
+        ({}, {}, (), True, False),
+        ({}, {"SLURM_CPUS_ON_NODE": "8"}, (), True, False),
+        ({}, {"SLURM_CPUS_ON_NODE": "4"}, (), True, False),  # it counts cores
+        ({}, {"SLURM_CPUS_ON_NODE": "6"}, (), True, True),
+        ({}, {"SLURM_CPUS_ON_NODE": "2"}, (), True, True),
+        ({"quota": 2}, {}, (), True, True),
+        ({}, {}, (0, 1), True, True),
+        ({}, {}, (), False, True),  # cores of two kinds
     ],
 )
 def test_cores_that_others_use_too_are_not_divided(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], environ: dict[str, str], openmp: Cores,
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], environ: dict[str, str], openmp: Cores, alike: bool,
     shared: bool,
 ) -> None:  # fmt: skip
     left = replace(node(4, per_core=2), **changes)
     monkeypatch.setattr(binding, "binding", lambda: left)
     monkeypatch.setattr(binding, "cores_of_openmp", lambda: frozenset(openmp))
+    monkeypatch.setattr(binding, "are_alike", lambda cores: alike)
     comm: Any = Process()
     assert binding._to_share(comm, environ) == (None if shared else left)
 
