@@ -161,8 +161,8 @@ class Process:
     ],
 )
 def test_cores_that_others_use_too_are_not_divided(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], environ: dict[str, str], openmp: Cores, alike: bool,
-    shared: bool,
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], environ: dict[str, str], openmp: Cores,
+    alike: bool, shared: bool,
 ) -> None:  # fmt: skip
     left = replace(node(4, per_core=2), **changes)
     monkeypatch.setattr(binding, "binding", lambda: left)
