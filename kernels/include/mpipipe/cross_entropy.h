@@ -44,8 +44,8 @@ void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const f
 
 // After the last tile of a vocabulary of `entries`: the log-sum-exp of each row, (rows), 0 for an ignored one, and the
 // sum of the losses, made in the order of the rows. With `smoothing` e a row's loss is its log-sum-exp - (1 - e) logit
-// of the label - e / entries sum of the logits. log_sum may be absent. Returns whether it knows that each label is one of
-// the entries or ignored; if one is not, the loss says nothing.
+// of the label - e / entries sum of the logits. log_sum may be absent. Returns whether it knows that each label is one
+// of the entries or ignored; if one is not, the loss says nothing.
 bool cross_entropy_loss(const double* state, size_t rows, const int64_t* labels, int64_t entries, int64_t ignored,
                         double smoothing, float* log_sum, float* loss, int threads);
 
