@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpipipe.ops.library import traced, written
 from mpipipe.ops.native import by_device, device_type, workers
-from mpipipe.ops.pointers import address, contiguous, overlap
+from mpipipe.ops.pointers import address, check, contiguous, overlap
 
 _KERNELS = by_device({torch.float32: ("gemm_f32",)}, ("cpu",))
 
@@ -26,7 +26,7 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = 
     elements of a row lie side by side. Raises ValueError for shapes, dtypes or devices that do not fit, and
     for an `out` that does not, or whose memory a or b has a part in."""
     if not _served(a, b, bias, out) or (bias is not None and bias.shape != b.shape[1:]):
-        _check(a, b, bias=bias, out=out)
+        _check(a, b, bias, out=out)
         return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]))
@@ -56,17 +56,18 @@ def _served(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
     return all((device_type(t), t.dtype) in _KERNELS for t in given)
 
 
-def _check(a: Tensor, b: Tensor, **others: Tensor | None) -> None:
-    """Raises ValueError for factors that do not fit, or one of the others: a bias, or what is written."""
-    given = {"a": a, "b": b} | {name: t for name, t in others.items() if t is not None}
-    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
-    for name in given.keys() - {"a", "b"} if fits else ():
-        fits = fits and given[name].shape == (b.shape[1:] if name == "bias" else (a.shape[0], b.shape[1]))
-    if not fits or len({(t.dtype, t.device) for t in given.values()}) > 1:
-        said = ", ".join(f"{name} {tuple(t.shape)} {t.dtype} on {t.device}" for name, t in given.items())
+def _check(a: Tensor, b: Tensor, bias: Tensor | None = None, **results: Tensor | None) -> None:
+    """Raises ValueError for factors that do not fit, or a bias or a result that does not fit to them."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(
-            f"gemm of {said}: a is (m, k), b (k, n), a bias (n,) and a result (m, n), of one dtype and device"
+            f"gemm: a has shape {tuple(a.shape)} and b {tuple(b.shape)}; they must be (m, k) and (k, n)"
         )
+    check("gemm: b", b, b.shape, a)
+    if bias is not None:
+        check("gemm: bias", bias, b.shape[1:], a)
+    for name, result in results.items():
+        if result is not None:
+            check(f"gemm: {name}", result, (a.shape[0], b.shape[1]), a)
 
 
 def _takes(out: Tensor, a: Tensor, b: Tensor) -> bool:

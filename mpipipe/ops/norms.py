@@ -65,7 +65,8 @@ def _check(x: Tensor, offsets: Tensor, counts: Tensor) -> None:
 
 
 def _check_slices(x: Tensor, offsets: Tensor, counts: Tensor) -> None:
-    if len(offsets) and bool(((offsets < 0) | (counts < 0) | (offsets + counts > x.numel())).any()):
+    size, slices = x.numel(), zip(offsets.tolist(), counts.tolist(), strict=True)
+    if any(at < 0 or n < 0 or at + n > size for at, n in slices):  # of some hundred numbers: no operators
         raise ValueError(
             f"norms: offsets from {int(offsets.min())}, ends up to {int((offsets + counts).max())}, counts "
             f"from {int(counts.min())}; every slice must lie in the {x.numel()} elements of x"

@@ -189,6 +189,7 @@ def test_a_slow_rank_is_planned_around_to_the_same_bits(folder: Path) -> None:
     """Its instructions are long enough to be interrupted by what shares its core; that begins when the plan
     is no longer refined by what the first steps took."""
     words = ["train.steps=50", "train.save_every=0", "model.hidden=[2048, 2048, 2048, 2048, 2048]"]
+    words.append("pipeline.schedule=1f1b")  # rank 1 has the labels, and so loads data
     alone = start(folder, "-m", "mpipipe.train", "config.yaml", "run.dir=alone", *words)
     assert alone.returncode == 0, alone.stderr
     done = supervised(folder, "slow", *words, "data.args={faults: ['', '', slow]}", "run.slow_rank=replan")
