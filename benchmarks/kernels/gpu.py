@@ -25,7 +25,7 @@ from benchmarks.kernels.lines import Line, lines, said
 from mpipipe.ops.native import cuda_kernels
 
 # no kernels for GPUs, or nothing that a GPU changes
-ON_CPU_ALONE = {"calls", "embedding", "gemm", "whole_step"}
+ON_CPU_ALONE = {"calls", "gemm", "whole_step"}
 TRIAD, SIZE = 1 << 27, 8192  # beyond the caches of a GPU; products that fill one
 
 

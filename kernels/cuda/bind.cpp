@@ -10,6 +10,7 @@
 #include "mpipipe/batch_norm.h"
 #include "mpipipe/bias_gelu.h"
 #include "mpipipe/cross_entropy.h"
+#include "mpipipe/embedding.h"
 #include "mpipipe/layer_norm.h"
 #include "mpipipe/norms.h"
 #include "mpipipe/philox.h"
@@ -72,6 +73,7 @@ PYBIND11_MODULE(_kernels_cuda, m) {
     MPIPIPE_NORMS(DEF_NORM)
     def_on_device(m, "accumulate_bf16", &cuda::accumulate);
     def_on_device(m, "cross_entropy_loss", &cuda::cross_entropy_loss);
+    def_on_device(m, "embedding_backward_f32", &cuda::embedding_backward);
     def_on_device(m, "bias_gelu_f32", &cuda::bias_gelu<float, float>);
     def_on_device(m, "bias_gelu_bf16", &cuda::bias_gelu<bf16, bf16>);
     def_on_device(m, "bias_gelu_bf16_f32", &cuda::bias_gelu<bf16, float>);

@@ -18,6 +18,7 @@ namespace mpipipe::cuda {
 constexpr unsigned kThreads = 256;  // of a block
 constexpr unsigned kWarp = 32;
 constexpr size_t kMostBlocks = 1 << 16;  // more only queue up
+constexpr size_t kMostY = 65535;  // blocks along y, of CUDA
 
 // Nothing is started where there is nothing to do.
 template <typename... Parameters, typename... Arguments>

@@ -33,7 +33,6 @@ __global__ void roots(const double* sums, size_t n, double* out) {
 
 template <typename T>
 void norms(const T* x, const int64_t* offsets, const int64_t* counts, size_t n, double* out, CudaStream stream) {
-    constexpr size_t kMostY = 65535;  // of CUDA
     const Workspace<double> sums(n * kPieces, stream);
     launch(squares<T>, dim3(kPieces, static_cast<unsigned>(std::min(n, kMostY))), stream, x, offsets, counts, n,
            sums.p);

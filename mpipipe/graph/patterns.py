@@ -7,7 +7,8 @@
     batch_norm in training, on its own; with the ReLU after it, or a residual add and then that
     linear + reshape + cross_entropy     -> linear_cross_entropy; with what multiplies the output
     linear                               -> the same, adding its weight's gradient in place
-    embedding                            -> likewise, with the bits of torch: used whatever they are to be
+    embedding                            -> likewise; on a processor with the bits of torch, and used whatever
+                                            they are to be
 
 Found from the graph alone, on every machine alike, whether they are used or not: groups are formed around
 them. A match is one group, so no cut parts it; but for a norm and the residual add or ReLU beside it, whose
@@ -44,6 +45,7 @@ from mpipipe.graph.regions import region_of
 from mpipipe.graph.rewrite import arguments_of, item, schema_name
 from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm, batch_norm_with_statistics
+from mpipipe.ops.device import on_host
 from mpipipe.ops.embedding import embedding
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.linear import linear
@@ -391,7 +393,8 @@ class _Finder:
         rows, width = val(weight).shape
         form = f"embedding {rows}x{width} {dtype_of(node)}"
         args = (g["indices"], weight, None if padding < 0 else padding)
-        return Match(embedding, form, (node,), (node,), args, contested=False, same_bits=True)
+        # torch sums a row's look-ups in another order on a GPU, where the kernel is for `fast` alone
+        return Match(embedding, form, (node,), (node,), args, contested=False, same_bits=on_host())
 
     def _learns(self, weight: Any) -> bool:
         learning, param = self.anatomy.learning, self.anatomy.captured.param

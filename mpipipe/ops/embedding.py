@@ -6,7 +6,10 @@
 Torch makes a gradient of the table's size, zeroes it, adds the same sums to its rows, and adds all of it. The
 bits are the same: what is left out are additions of zero. For 256 tokens and a table of 32,000 x 768 that is
 0.03 instead of 50 ms. Where `.grad` does not exist, a dense gradient is returned (mpipipe/ops/gradients.py
-says when). The same bits for any number of threads, and without the kernel, which float32 on a processor has.
+says when). The same bits for any number of threads, and without the kernel, which float32 has.
+
+On a GPU only the kernel does so, with the bits of the processor: torch's dense gradient, which is returned
+without it, is summed in another order there.
 
 A table that is also a head has a gradient of its size anyway: `keep_rows` lets the rows of the look-ups wait
 beside it until they are added to it, once a step, in place of a second gradient of that size.
@@ -25,7 +28,7 @@ from mpipipe.ops.native import by_device, device_type, workers
 from mpipipe.ops.pointers import overlap
 
 _KEPT = "_mpipipe_row_sums"  # attribute of a leaf
-_KERNELS = by_device({torch.float32: ("embedding_backward_f32",)}, ("cpu",))
+_KERNELS = by_device({torch.float32: ("embedding_backward_f32",)}, ("cpu", "cuda"))
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -100,13 +103,14 @@ def _dense(dy: Tensor, indices: Tensor, entries: int, padding: int) -> Tensor:
 
 
 def sums_by_row(device: str, dtype: torch.dtype) -> bool:
-    """Whether such a table, or its gradient, gets the bits of torch row by row."""
-    return device == "cpu" and dtype in (torch.float32, torch.float64)
+    """Whether the gradient of such a table is summed row by row, each in the order of the look-ups."""
+    return (device == "cpu" and dtype in (torch.float32, torch.float64)) or (device, dtype) in _KERNELS
 
 
 def add_row_sums(grad: Tensor, indices: Tensor, dy: Tensor, padding: int = -1) -> None:
     """grad[row] += the sum of dy[i] over indices[i] == row, made in the order of i and added once; nothing to
-    the padding. grad (V, d), indices (...), dy (..., d). Raises an error for an index outside of grad."""
+    the padding. grad (V, d), indices (...), dy (..., d). Raises an error for an index outside of grad; a GPU
+    fails, as for torch's look-up."""
     if not _by_kernel(grad, indices, dy, padding):
         grad.index_add_(0, *row_sums(dy, indices, padding))
 
@@ -130,7 +134,8 @@ def _index_add(total: Tensor, rows: Tensor, x: Tensor) -> None:
 
 def _by_kernel(grad: Tensor, indices: Tensor, dy: Tensor, padding: int = -1) -> bool:
     """Whether there is a kernel for it, which has done `add_row_sums` then."""
-    kernel = _KERNELS.get((device_type(grad), grad.dtype))
+    device = device_type(grad)
+    kernel = _KERNELS.get((device, grad.dtype))
     alike = dy.dtype == grad.dtype and dy.device == indices.device == grad.device
     if kernel is None or not alike or not grad.is_contiguous():
         return False
@@ -138,10 +143,13 @@ def _by_kernel(grad: Tensor, indices: Tensor, dy: Tensor, padding: int = -1) -> 
     dy = dy.reshape(len(indices), grad.shape[1]).contiguous()
     if overlap(grad, dy):
         dy = dy.clone()
+    # for a GPU rows and their places; nobody waits for its answer
+    looked_up = (indices,) if device == "cpu" else torch.sort(indices, stable=True)
     inside = kernel[0](
-        dy.data_ptr(), indices.data_ptr(), *dy.shape, padding, grad.data_ptr(), grad.shape[0], *workers(grad)
-    )
-    if not inside:
+        dy.data_ptr(), *(t.data_ptr() for t in looked_up), *dy.shape, padding, grad.data_ptr(), grad.shape[0],
+        *workers(grad),
+    )  # fmt: skip
+    if inside is False:
         raise _outside(indices, grad.shape[0])
     written(grad)
     return True

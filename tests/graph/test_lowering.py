@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import built_in_tiny
@@ -91,6 +92,15 @@ def test_the_bits_of_torch_lower_what_has_these_bits() -> None:
     anatomy = tiny.captured("gpt", 2).primary
     assert anatomy.matches
     assert {m.op for m in anatomy.lowered(anatomy.order)} == {embedding}
+
+
+def test_on_a_gpu_they_leave_the_embedding_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose sums of a row are in another order there."""
+    monkeypatch.setattr("mpipipe.graph.patterns.on_host", lambda: False)
+    plain = tiny.captured("gpt", 2).primary
+    anatomy = {bits: replace(plain, lowering=Lowering(bits)) for bits in ("torch", "fast")}
+    assert not anatomy["torch"].lowered(anatomy["torch"].order)
+    assert embedding in {m.op for m in anatomy["fast"].lowered(anatomy["fast"].order)}
 
 
 @pytest.mark.slow

@@ -266,8 +266,8 @@ def test_the_table_has_rows_of_each_kind() -> None:
 def test_lines_of_a_gpu_are_rows_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor in its place, whose clock and cases are the same."""
     names = [name for name in modules() if name not in gpu.ON_CPU_ALONE]
-    assert names == sorted(["accumulate", "adamw", "batch_norm", "dropout", "flash_attention", "gates",
-                            "layer_norm", "linear_cross_entropy", "norms"])  # fmt: skip
+    assert names == sorted(["accumulate", "adamw", "batch_norm", "dropout", "embedding", "flash_attention",
+                            "gates", "layer_norm", "linear_cross_entropy", "norms"])  # fmt: skip
     common = {"gemm": "cublas", "kernels": "cuda", "date": "2026-01-02"}
     common |= {"machine": {"processor": "Abacus", "cores": 2, "torch": "2.13.0"}}
     found = list(gpu.measured(["norms"], 1, "cpu", time.perf_counter, Limits(4000.0, 60_000.0)))

@@ -1,5 +1,8 @@
 """Rows of a table, and where their gradient goes, against torch's own embedding."""
 
+import ctypes
+import importlib
+
 import pytest
 import torch
 from compiled import instruction_sets, with_threads
@@ -9,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from mpipipe.ops import embedding, native
-from mpipipe.ops.embedding import add_row_sums
+from mpipipe.ops.embedding import add_row_sums, sums_by_row
 
+MODULE = importlib.import_module("mpipipe.ops.embedding")  # of that name mpipipe.ops has the function
 pytestmark = pytest.mark.kernels
 
 
@@ -107,6 +111,44 @@ def test_instruction_sets_and_having_none_change_no_bits():
     finally:
         native.use_kernels(True)
     assert all(torch.equal(bits(one), bits(other)) for other in more)
+
+
+def lying(address: int, kind: type, shape: tuple[int, ...]) -> Tensor:
+    """What lies at an address."""
+    n = torch.Size(shape).numel()
+    dtype = torch.float32 if kind is ctypes.c_float else torch.int64
+    return torch.frombuffer((kind * n).from_address(address), dtype=dtype).view(shape)
+
+
+def of_gpus(dy, rows, places, n, d, padding, grad, entries, *_):
+    """As kernels/include/mpipipe/embedding.h says, in the memory of the processor."""
+    dy, grad = lying(dy, ctypes.c_float, (n, d)), lying(grad, ctypes.c_float, (entries, d))
+    rows, places = (lying(x, ctypes.c_int64, (n,)) for x in (rows, places))
+    assert torch.equal(rows, rows.sort().values)
+    for row in rows.unique().tolist():
+        mine = places[rows == row]
+        assert torch.equal(mine, mine.sort().values)
+        if row != padding:
+            grad[row] += sum(dy[mine], torch.zeros(d))
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_a_kernel_of_gpus_gets_the_look_ups_sorted(monkeypatch, kind):
+    indices, dy, before = drawn(300, 40, 33, 5, kind)
+    found = [before.clone(), before.clone()]
+    add_row_sums(found[0], indices, dy, 7)
+    monkeypatch.setattr(MODULE, "device_type", lambda _: "cuda")
+    monkeypatch.setitem(MODULE._KERNELS, ("cuda", torch.float32), (of_gpus,))
+    add_row_sums(found[1], indices.view(3, 100), dy.view(3, 100, 33), 7)
+    assert torch.equal(*map(bits, found))
+
+
+def test_a_gpu_sums_by_row_what_it_has_a_kernel_for(monkeypatch):
+    monkeypatch.delitem(MODULE._KERNELS, ("cuda", torch.float32), raising=False)
+    assert not sums_by_row("cuda", torch.float32)
+    monkeypatch.setitem(MODULE._KERNELS, ("cuda", torch.float32), (of_gpus,))
+    assert sums_by_row("cuda", torch.float32)
+    assert not sums_by_row("cuda", torch.float64)
 
 
 def test_rows_outside_of_the_gradient_are_refused_before_anything_is_written():

@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "mpipipe/cuda.h"
+
 namespace mpipipe {
 
 namespace reference {
@@ -22,6 +24,14 @@ bool embedding_backward(const float* dy, const int64_t* indices, size_t n, size_
 namespace cpu {
 bool embedding_backward(const float* dy, const int64_t* indices, size_t n, size_t d, int64_t padding, float* grad,
                         size_t entries, int threads);
+}
+
+// On a GPU: pointers to its memory, work in the order of `stream`. The look-ups come sorted by row, those of a row in
+// their order, as torch sorts there: places[k] is the i of the k-th, rows[k] its index. An index that is outside fails
+// an assertion on the GPU, as in torch's own look-up: false could only be returned by who waits for it. Memory: none.
+namespace cuda {
+void embedding_backward(const float* dy, const int64_t* rows, const int64_t* places, size_t n, size_t d,
+                        int64_t padding, float* grad, size_t entries, CudaStream stream);
 }
 
 }  // namespace mpipipe
