@@ -72,6 +72,7 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     MPIPIPE_KERNELS(DEF)
     MPIPIPE_NORMS(DEF_NORM)
     def(m, "accumulate_bf16", &cpu::accumulate);
+    def(m, "cross_entropy_loss", &cpu::cross_entropy_loss);
     def(m, "embedding_backward_f32", &cpu::embedding_backward);
     def(m, "gemm_f32", &cpu::gemm);
     def(m, "reference_cross_entropy_forward_f32", &reference::cross_entropy_forward<float>);

@@ -29,14 +29,20 @@ struct Case {
     template <typename Kernel>
     Buffer<double> forward(Kernel kernel, bool biased, int threads) const {
         Buffer<double> state(rows * 4);
-        for (size_t r = 0; r < rows; ++r) {
-            for (int i = 0; i < 4; ++i) state[4 * r + static_cast<size_t>(i)] = 0;
-            state[4 * r] = -std::numeric_limits<double>::infinity();
-        }
+        for (size_t i = 0; i < rows * 4; ++i) state[i] = std::numeric_limits<double>::quiet_NaN();  // read by none
         for (int tile : {0, 1})
             kernel(logits[tile].data(), rows, columns[tile], biased ? bias[tile].data() : nullptr, labels.data(),
                    first(tile), ignored, state.data(), threads);
         return state;
+    }
+
+    // log-sum-exp of the rows, then the loss
+    template <typename Kernel>
+    Buffer<float> loss(Kernel kernel, const Buffer<double>& state, double smoothing, int threads) const {
+        Buffer<float> out(rows + 1);
+        kernel(state.data(), rows, labels.data(), static_cast<int64_t>(columns[0] + columns[1]), ignored, smoothing,
+               out.data(), out.data() + rows, threads);
+        return out;
     }
 
     template <typename Kernel>
@@ -68,6 +74,11 @@ void compare(Run& run, Case<T>& c, bool biased) {
     for (size_t i = 0; i < 3; ++i)
         run.close(names[i] + what, meaning(got, c.labels, i), meaning(want, c.labels, i), 1e-5, 10);
     run.same("state on threads, " + what, threaded, got);
+    for (double smoothing : {0.0, 0.1}) {
+        const auto loss = c.loss(cpu::cross_entropy_loss, got, smoothing, 1);
+        run.close("loss, " + what, loss, c.loss(reference::cross_entropy_loss, got, smoothing, 1), 1e-6);
+        run.same("loss on threads, " + what, c.loss(cpu::cross_entropy_loss, got, smoothing, many), loss);
+    }
     const auto log_sum = meaning(want, c.labels, 0);
     for (size_t r = 0; r < c.rows; ++r) c.log_sum[r] = static_cast<float>(log_sum[r]);
     for (int tile : {0, 1}) {

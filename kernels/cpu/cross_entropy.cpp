@@ -1,4 +1,5 @@
-// One row after the other, in blocks that stay in the first-level cache: the largest logit, then the sum.
+// One row after the other, in blocks that stay in the first-level cache: the largest logit, then the sum. The loss is
+// made of four numbers for each row, by one thread: others would take longer to begin.
 #include "mpipipe/cross_entropy.h"
 
 #include <algorithm>
@@ -59,15 +60,41 @@ void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const f
         alignas(64) float block[kBlock];
         for (size_t r = from; r < to; ++r) {
             if (labels[r] == ignored) continue;
+            double* const of_row = state + 4 * r;
+            if (first == 0) {
+                of_row[0] = -kInfinity;
+                of_row[1] = of_row[2] = of_row[3] = 0;
+            }
             for (size_t c = 0; c < columns; c += kBlock) {
                 const size_t n = std::min(kBlock, columns - c);
                 const float* x = with_bias(logits + r * columns + c, bias ? bias + c : nullptr, n, block);
-                add_block(x, n, state + 4 * r);
+                add_block(x, n, of_row);
                 const int64_t at = labels[r] - first - static_cast<int64_t>(c);
-                if (at >= 0 && at < static_cast<int64_t>(n)) state[4 * r + 2] = x[at];
+                if (at >= 0 && at < static_cast<int64_t>(n)) of_row[2] = x[at];
             }
         }
     });
+}
+
+bool cross_entropy_loss(const double* state, size_t rows, const int64_t* labels, int64_t entries, int64_t ignored,
+                        double smoothing, float* log_sum, float* loss, int) {
+    const double on_label = 1.0 - smoothing, on_all = smoothing / static_cast<double>(entries);
+    double total = 0;
+    bool inside = true;
+    for (size_t r = 0; r < rows; ++r) {
+        float of_row = 0;
+        if (labels[r] != ignored) {
+            const double* const s = state + 4 * r;
+            const double sum = s[0] + std::log(s[1]), row = sum - on_label * s[2];
+            // the sum of the logits may be infinite where nothing asks for it
+            total += smoothing != 0.0 ? row - on_all * s[3] : row;
+            of_row = static_cast<float>(sum);
+            inside = inside && labels[r] >= 0 && labels[r] < entries;
+        }
+        if (log_sum) log_sum[r] = of_row;
+    }
+    *loss = static_cast<float>(total);
+    return inside;
 }
 
 template <typename T>

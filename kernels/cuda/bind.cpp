@@ -35,13 +35,13 @@ class CurrentDevice {
     int before_ = 0;
 };
 
-template <typename... Arguments>
-void def_on_device(py::module_& m, const char* name, void (*kernel)(Arguments...)) {
+template <typename Result, typename... Arguments>
+void def_on_device(py::module_& m, const char* name, Result (*kernel)(Arguments...)) {
     m.def(
         name,
         [kernel](typename FromPython<Arguments>::type... given, int device) {
             const CurrentDevice current(device);
-            kernel(FromPython<Arguments>::of(given)...);
+            return kernel(FromPython<Arguments>::of(given)...);
         },
         py::call_guard<py::gil_scoped_release>());
 }
@@ -72,6 +72,7 @@ PYBIND11_MODULE(_kernels_cuda, m) {
     MPIPIPE_KERNELS(DEF)
     MPIPIPE_NORMS(DEF_NORM)
     def_on_device(m, "accumulate_bf16", &cuda::accumulate);
+    def_on_device(m, "cross_entropy_loss", &cuda::cross_entropy_loss);
     def_on_device(m, "embedding_backward_f32", &cuda::embedding_backward);
     def_on_device(m, "bias_gelu_f32", &cuda::bias_gelu<float, float>);
     def_on_device(m, "bias_gelu_bf16", &cuda::bias_gelu<bf16, bf16>);

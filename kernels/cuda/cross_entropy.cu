@@ -1,4 +1,4 @@
-// A block for each row of a tile: its largest logit, then the sum.
+// A block for each row of a tile: its largest logit, then the sum. One block for the loss of all rows.
 #include "mpipipe/cross_entropy.h"
 
 #include "launch.cuh"
@@ -21,7 +21,8 @@ __global__ void forward(Logits<T> logits, size_t rows, const int64_t* labels, in
     for (size_t r = blockIdx.x; r < rows; r += gridDim.x) {
         if (labels[r] == ignored) continue;  // for all threads of the block
         double* const state = states + 4 * r;
-        const float before = static_cast<float>(state[0]);
+        const bool fresh = first == 0;
+        const float before = fresh ? -INFINITY : static_cast<float>(state[0]);
         float most = before;
         double total = 0;
         for (size_t c = threadIdx.x; c < logits.columns; c += kThreads) {
@@ -37,13 +38,32 @@ __global__ void forward(Logits<T> logits, size_t rows, const int64_t* labels, in
         for (size_t c = threadIdx.x; c < logits.columns; c += kThreads) sum += exp_(logits(r, c) - shift);
         sum = over_block<Sum>(sum);
         if (threadIdx.x) continue;
-        const double old = most > before ? state[1] * exp(double{before} - double{most}) : state[1];
+        double old = fresh ? 0.0 : state[1];
+        if (most > before) old *= exp(double{before} - double{most});
         state[0] = most;
         state[1] = old + sum;
         const int64_t label = labels[r] - first;
         if (label >= 0 && label < static_cast<int64_t>(logits.columns)) state[2] = logits(r, label);
-        state[3] += total;
+        else if (fresh) state[2] = 0;
+        state[3] = (fresh ? 0.0 : state[3]) + total;
     }
+}
+
+__global__ void sum_losses(const double* states, size_t rows, const int64_t* labels, int64_t entries, int64_t ignored,
+                           double smoothing, float* log_sum, float* loss) {
+    double total = 0;
+    for (size_t r = threadIdx.x; r < rows; r += kThreads) {
+        double sum = 0;
+        if (labels[r] != ignored) {
+            const double* const state = states + 4 * r;
+            sum = state[0] + log(state[1]);
+            total += sum - (1.0 - smoothing) * state[2];
+            if (smoothing != 0.0) total -= smoothing / static_cast<double>(entries) * state[3];
+        }
+        if (log_sum) log_sum[r] = static_cast<float>(sum);
+    }
+    total = over_block<Sum>(total);
+    if (threadIdx.x == 0) *loss = static_cast<float>(total);
 }
 
 template <typename T>
@@ -64,6 +84,12 @@ void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const f
                            int64_t first, int64_t ignored, double* state, CudaStream stream) {
     launch(forward<T>, dim3(blocks(rows)), stream, Logits<T>{logits, bias, columns}, rows, labels, first, ignored,
            state);
+}
+
+bool cross_entropy_loss(const double* state, size_t rows, const int64_t* labels, int64_t entries, int64_t ignored,
+                        double smoothing, float* log_sum, float* loss, CudaStream stream) {
+    launch(sum_losses, dim3(1), stream, state, rows, labels, entries, ignored, smoothing, log_sum, loss);
+    return false;
 }
 
 template <typename T>

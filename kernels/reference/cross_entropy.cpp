@@ -19,6 +19,10 @@ void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const f
     for (size_t r = 0; r < rows; ++r) {
         if (labels[r] == ignored) continue;
         double* of_row = state + 4 * r;
+        if (first == 0) {
+            of_row[0] = -INFINITY;
+            of_row[1] = of_row[2] = of_row[3] = 0;
+        }
         for (size_t c = 0; c < columns; ++c) {
             const double x = logit(logits, bias, r * columns + c, c);
             if (x > of_row[0]) {
@@ -31,6 +35,25 @@ void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const f
             of_row[3] += x;
         }
     }
+}
+
+bool cross_entropy_loss(const double* state, size_t rows, const int64_t* labels, int64_t entries, int64_t ignored,
+                        double smoothing, float* log_sum, float* loss, int) {
+    double total = 0;
+    bool inside = true;
+    for (size_t r = 0; r < rows; ++r) {
+        double sum = 0;
+        if (labels[r] != ignored) {
+            const double* of_row = state + 4 * r;
+            sum = of_row[0] + std::log(of_row[1]);
+            total += sum - (1.0 - smoothing) * of_row[2];
+            if (smoothing != 0.0) total -= smoothing / static_cast<double>(entries) * of_row[3];
+            inside = inside && labels[r] >= 0 && labels[r] < entries;
+        }
+        if (log_sum) log_sum[r] = static_cast<float>(sum);
+    }
+    *loss = static_cast<float>(total);
+    return inside;
 }
 
 template <typename T>

@@ -24,7 +24,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from mpipipe.ops.gemm import add_gemm, gemm
-from mpipipe.ops.native import by_device, workers
+from mpipipe.ops.native import Functions, by_device, device_type, workers
 
-# device and dtype -> forward and backward
+# device and dtype -> forward, backward and loss
 KERNELS = by_device(
     {
-        torch.float32: ("cross_entropy_forward_f32", "cross_entropy_backward_f32"),
-        torch.bfloat16: ("cross_entropy_forward_bf16", "cross_entropy_backward_bf16"),
+        torch.float32: ("cross_entropy_forward_f32", "cross_entropy_backward_f32", "cross_entropy_loss"),
+        torch.bfloat16: ("cross_entropy_forward_bf16", "cross_entropy_backward_bf16", "cross_entropy_loss"),
     }
 )
 _ROWS = 4096  # tokens of a tile at most
@@ -57,12 +57,13 @@ class _Tile(NamedTuple):
     columns: int
 
     def of_rows(self, t: Tensor) -> Tensor:
-        return t[self.row : self.row + self.rows]
+        return t if self.rows == t.shape[0] else t[self.row : self.row + self.rows]
 
     def of_columns(self, t: Tensor) -> Tensor:
-        return t[self.first : self.first + self.columns]
+        return t if self.columns == t.shape[0] else t[self.first : self.first + self.columns]
 
 
+@lru_cache
 def _tile_shape(tokens: int, entries: int, width: int) -> tuple[int, int]:
     """Rows and columns of the largest tile: equal parts, a quarter of the weight's size at most, unless the
     products would be too small."""
@@ -72,7 +73,7 @@ def _tile_shape(tokens: int, entries: int, width: int) -> tuple[int, int]:
 
 
 def kept_elements(tokens: int, entries: int, width: int) -> int:
-    """Of the buffer that `forward` keeps."""
+    """Of the tile that `forward` keeps."""
     rows, columns = _tile_shape(tokens, entries, width)
     return rows * columns
 
@@ -103,21 +104,27 @@ def summed_elements(
     return entries * width if weight_itemsize < 4 and shape[0] < tokens else 0
 
 
-def _tiles(tokens: int, entries: int, rows: int, columns: int) -> Iterator[_Tile]:
+@lru_cache
+def _tiles(tokens: int, entries: int, rows: int, columns: int) -> tuple[_Tile, ...]:
     """All of them, those of the same tokens one after the other."""
-    for row in range(0, tokens, max(rows, 1)):
-        for first in range(0, entries, max(columns, 1)):
-            yield _Tile(row, min(rows, tokens - row), first, min(columns, entries - first))
+    return tuple(
+        _Tile(row, min(rows, tokens - row), first, min(columns, entries - first))
+        for row in range(0, tokens, max(rows, 1))
+        for first in range(0, entries, max(columns, 1))
+    )
 
 
 def _in(buffer: Tensor, tile: _Tile) -> Tensor:
-    return buffer[: tile.rows * tile.columns].view(tile.rows, tile.columns)
+    """(rows, columns) at the beginning of a contiguous buffer."""
+    shape = tile.rows, tile.columns
+    return buffer if buffer.shape == shape else buffer.view(-1)[: tile.rows * tile.columns].view(shape)
 
 
-@dataclass(frozen=True)
-class _Head:
-    """Contiguous; bias in float32."""
+class _Head(NamedTuple):
+    """Contiguous; bias in float32. shape: tokens, entries, width."""
 
+    kernels: Functions
+    shape: tuple[int, int, int]
     x: Tensor
     weight: Tensor
     labels: Tensor
@@ -131,53 +138,72 @@ class _Head:
         cls, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None,
         ignore_index: int, smoothing: float, own: bool,
     ) -> _Head:  # fmt: skip
+        kernels = KERNELS[device_type(x), x.dtype]
         wide = None if bias is None else bias.float().contiguous()
-        return cls(x.contiguous(), weight, labels.contiguous(), wide, ignore_index, smoothing, own)
+        given = x.contiguous(), weight, labels.contiguous(), wide
+        tokens, width = x.shape
+        return cls(kernels, (tokens, weight.shape[0], width), *given, ignore_index, smoothing, own)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Tokens, entries, width."""
-        return self.x.shape[0], self.weight.shape[0], self.x.shape[1]
-
-    def tiles(self) -> Iterator[_Tile]:
+    def tiles(self) -> tuple[_Tile, ...]:
         return _tiles(*self.shape[:2], *_tile_shape(*self.shape))
+
+    def whole(self) -> _Tile:
+        tokens, entries, _ = self.shape
+        return _Tile(0, tokens, 0, entries)
 
     def late_tiles(self) -> Iterator[list[_Tile]]:
         """Those of some tokens, of the whole vocabulary."""
         tiles = _tiles(*self.shape[:2], *_late_shape(*self.shape, self.x.dtype.itemsize))
         return (list(group) for _, group in groupby(tiles, key=lambda tile: tile.row))
 
+    def buffer(self) -> Tensor:
+        """For the logits of any tile."""
+        return self.x.new_empty(*_tile_shape(*self.shape))
+
     def state(self) -> Tensor:
-        """Of every token, before its first tile."""
-        state = self.x.new_zeros((self.x.shape[0], 4), dtype=torch.float64)
-        state[:, 0] = -torch.inf
-        return state
+        """Of every token, which its first tile sets."""
+        return self.x.new_empty(self.shape[0], 4, dtype=torch.float64)
+
+    def log_sum(self) -> Tensor:
+        """Of every token, which `loss` sets."""
+        return self.x.new_empty(self.shape[0], dtype=torch.float32)
 
     def logits(self, tile: _Tile, buffer: Tensor) -> Tensor:
         """x @ weight.T of a tile, (rows, columns), in `buffer`."""
-        of_tile = tile.of_rows(self.x), tile.of_columns(self.weight).to(self.x.dtype).t()
+        of_tile = tile.of_rows(self.x), self.weight_of(tile).t()
         return (gemm if self.own else torch.mm)(*of_tile, out=_in(buffer, tile))
 
-    def see(self, tile: _Tile, logits: Tensor, state: Tensor) -> None:
-        kernel = KERNELS[self.x.device.type, self.x.dtype][0]
-        kernel(*self._arguments(tile, logits), tile.of_rows(state).data_ptr(), *workers(self.x))
+    def weight_of(self, tile: _Tile) -> Tensor:
+        """(columns, width), in the dtype of x."""
+        part = tile.of_columns(self.weight)
+        return part if part.dtype == self.x.dtype else part.to(self.x.dtype)
 
-    def loss(self, state: Tensor, log_sum: Tensor) -> Tensor:
-        """(), float32. log_sum: `_log_sum` of the state."""
-        losses = log_sum - (1.0 - self.smoothing) * state[:, 2]
-        if self.smoothing:
-            losses -= self.smoothing / self.weight.shape[0] * state[:, 3]
-        losses.masked_fill_(self.labels == self.ignore_index, 0.0)
-        # parts of one size: torch splits a longer sum by threads
-        first, *others = losses.split(_ROWS)
-        return sum((part.sum() for part in others), start=first.sum()).float()
+    def see(self, tile: _Tile, logits: Tensor, state: Tensor) -> None:
+        of_rows = tile.of_rows(state).data_ptr()
+        self.kernels[0](*self._arguments(tile, logits), of_rows, *workers(self.x))
+
+    def loss(self, tile: _Tile, state: Tensor, log_sum: Tensor | None) -> tuple[Tensor, bool]:
+        """Of the tokens of a tile, for which all entries were seen: the sum of their losses, (), float32, and
+        whether their labels are known to be right, which a GPU does not say. Sets their log_sum."""
+        loss = self.x.new_empty((), dtype=torch.float32)
+        right: bool = self.kernels[2](
+            tile.of_rows(state).data_ptr(),
+            tile.rows,
+            tile.of_rows(self.labels).data_ptr(),
+            self.shape[1],
+            self.ignore_index,
+            self.smoothing,
+            0 if log_sum is None else tile.of_rows(log_sum).data_ptr(),
+            loss.data_ptr(),
+            *workers(self.x),
+        )
+        return loss, right
 
     def to_gradient(self, tile: _Tile, logits: Tensor, log_sum: Tensor, grad: float) -> None:
         """In place."""
         shares = (1.0 - self.smoothing, self.smoothing / max(self.weight.shape[0], 1), grad)
-        kernel = KERNELS[self.x.device.type, self.x.dtype][1]
         of_rows = tile.of_rows(log_sum).data_ptr()
-        kernel(*self._arguments(tile, logits), of_rows, *shares, *workers(self.x))
+        self.kernels[1](*self._arguments(tile, logits), of_rows, *shares, *workers(self.x))
 
     def _arguments(self, tile: _Tile, logits: Tensor) -> tuple[int, ...]:
         """What both kernels begin with."""
@@ -208,11 +234,10 @@ class _Gradients:
 
     def add(self, tile: _Tile, g: Tensor) -> None:
         """What the gradient of a tile of logits adds to them."""
-        x, weight = self.head.x, self.head.weight
         if self.dx is not None:
-            self._add(tile.of_rows(self.dx), g, tile.of_columns(weight).to(x.dtype))
+            self._add(tile.of_rows(self.dx), g, self.head.weight_of(tile))
         if self.dw is not None:
-            self._add(tile.of_columns(self.dw), g.t(), tile.of_rows(x))
+            self._add(tile.of_columns(self.dw), g.t(), tile.of_rows(self.head.x))
         if self.db is not None:
             tile.of_columns(self.db).add_(g.sum(0, dtype=torch.float32))
 
@@ -238,7 +263,21 @@ class _Gradients:
         return dx, dw, None if self.db is None or bias is None else self.db.to(bias.dtype)
 
 
-@torch.no_grad()
+def check_labels(labels: Tensor, entries: int, ignore_index: int) -> None:
+    """Raises ValueError for a label that is neither of the vocabulary nor ignored."""
+    if not labels.numel():
+        return
+    low, high = torch.aminmax(labels)
+    if int(low) >= 0 and int(high) < entries:
+        return
+    wrong = labels[((labels < 0) | (labels >= entries)) & (labels != ignore_index)]
+    if wrong.numel():
+        raise ValueError(
+            f"linear_cross_entropy: label {int(wrong[0])} with a vocabulary of {entries} entries: labels "
+            f"must be in [0, {entries}) or ignore_index={ignore_index}; check the vocabulary of the data"
+        )
+
+
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -248,14 +287,17 @@ def forward(
     smoothing: float,
     keep: bool,
     own: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss (), log-sum-exp (N,) and, with `keep`, the buffer whose beginning is the last tile of logits."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss (), and with `keep`, for `backward`, log-sum-exp (N,) and the buffer whose beginning is the last
+    tile of logits. Called where nothing is recorded. Raises ValueError for a label out of range."""
     head = _Head.of(x, weight, labels, bias, ignore_index, smoothing, own)
-    buffer, state = x.new_empty(kept_elements(*head.shape)), head.state()
+    buffer, state, log_sum = head.buffer(), head.state(), head.log_sum() if keep else None
     for tile in head.tiles():
         head.see(tile, head.logits(tile, buffer), state)
-    log_sum = _log_sum(state)
-    return head.loss(state, log_sum), log_sum.float(), buffer if keep else None
+    loss, right = head.loss(head.whole(), state, log_sum)
+    if not right:
+        check_labels(labels, weight.shape[0], ignore_index)
+    return loss, log_sum, buffer if keep else None
 
 
 @torch.no_grad()
@@ -270,8 +312,8 @@ def backward(
     kept: the buffer of forward, whose tile is used up; or None: all tiles are computed again."""
     head = _Head.of(x, weight, labels, bias, ignore_index, smoothing, own)
     found, ready, scale = _Gradients(head, want, into, late=False), kept is not None, float(grad)
-    buffer = x.new_empty(kept_elements(*head.shape)) if kept is None else kept
-    for tile in reversed(list(head.tiles())):
+    buffer = head.buffer() if kept is None else kept
+    for tile in reversed(head.tiles()):
         g = _in(buffer, tile) if ready else head.logits(tile, buffer)
         ready = False
         head.to_gradient(tile, g, log_sum, scale)
@@ -287,19 +329,15 @@ def forward_and_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Loss () and gradients, as `forward` and `backward` return them: `late` above."""
     head = _Head.of(x, weight, labels, bias, ignore_index, smoothing, own)
-    found, scale, state = _Gradients(head, want, into, late=True), float(grad), head.state()
+    found, scale = _Gradients(head, want, into, late=True), float(grad)
+    state, log_sum = head.state(), head.log_sum()
     buffer = x.new_empty(late_elements(*head.shape, x.dtype.itemsize))
     for tiles in head.late_tiles():
         logits = [head.logits(t, buffer[t.rows * t.first :]) for t in tiles]
         for tile, of_tile in zip(tiles, logits, strict=True):
             head.see(tile, of_tile, state)
-        log_sum = _log_sum(state).float()
+        head.loss(tiles[0], state, log_sum)
         for tile, g in zip(tiles, logits, strict=True):
             head.to_gradient(tile, g, log_sum, scale)
             found.add(tile, g)
-    return head.loss(state, _log_sum(state)), *found.results(bias)
-
-
-def _log_sum(state: Tensor) -> Tensor:
-    """Log-sum-exp (N,), float64."""
-    return state[:, 0] + state[:, 1].log()
+    return head.loss(head.whole(), state, None)[0], *found.results(bias)

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mpipipe.ops.cross_entropy import KERNELS, backward, forward, forward_and_backward
+from mpipipe.ops.cross_entropy import KERNELS, backward, check_labels, forward, forward_and_backward
 from mpipipe.ops.gradients import destination, has_data, wanted
 from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.native import device_type
 from mpipipe.ops.pointers import check
 
 
@@ -42,20 +43,18 @@ def linear_cross_entropy(
     (), such as one over the number of labels; it gets no gradient. own: the products are made by the kernel
     `gemm` where it serves them, with other bits; those of a graph are torch's. Raises ValueError for other
     shapes, dtypes and devices and for a label out of range."""
-    given = (x, weight, labels, bias)
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))  # of weight only tiles are converted
+    given, device = (x, weight, labels, bias), device_type(x)
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(device))  # of weight only tiles are converted
         _check(*given, label_smoothing, weight.dtype)
     else:
         _check(*given, label_smoothing, x.dtype)
     _check_scale(scale)
-    device = x.device.type
     if (device, x.dtype) not in KERNELS or (device, weight.dtype) not in KERNELS:
         return _scaled(_by_torch(*given, ignore_index, label_smoothing), scale)
     if traced(x, weight, labels, bias):
         op = torch.ops.mpipipe.linear_cross_entropy
         return _scaled(op(*given, ignore_index, label_smoothing, late)[0], scale)
-    _check_labels(labels, weight.shape[0], ignore_index)
     if not wants_gradient(x, weight, bias):
         return _scaled(forward(*given, ignore_index, label_smoothing, keep=False, own=own)[0], scale)
     return _LinearCrossEntropy.apply(*given, ignore_index, label_smoothing, late, scale, own)
@@ -106,26 +105,12 @@ def _check_scale(scale: Tensor | None) -> None:
         )
 
 
-def _check_labels(labels: Tensor, entries: int, ignore_index: int) -> None:
-    if not labels.numel():
-        return
-    low, high = torch.aminmax(labels)
-    if int(low) >= 0 and int(high) < entries:
-        return
-    wrong = labels[((labels < 0) | (labels >= entries)) & (labels != ignore_index)]
-    if wrong.numel():
-        raise ValueError(
-            f"linear_cross_entropy: label {int(wrong[0])} with a vocabulary of {entries} entries: labels "
-            f"must be in [0, {entries}) or ignore_index={ignore_index}; check the vocabulary of the data"
-        )
-
-
 def _by_torch(
     x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, label_smoothing: float
 ) -> Tensor:
     """The same by torch alone, with all logits at once: float64, float16, other devices, no kernels."""
     if not traced(labels):
-        _check_labels(labels, weight.shape[0], ignore_index)
+        check_labels(labels, weight.shape[0], ignore_index)
     logits = functional.linear(x, weight, bias)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return functional.cross_entropy(
@@ -177,6 +162,7 @@ class _LinearCrossEntropy(Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, late, scale, own = inputs[0], *inputs[6:]
         if late:
+            check_labels(inputs[2], inputs[1].shape[0], inputs[4])
             output: tuple[Any, ...] = (x.new_full((), torch.nan, dtype=torch.float32),)
         else:
             output = forward(*(*inputs[:6], True, own))
@@ -210,13 +196,12 @@ def _check_backward(
         check("log_sum", log_sum, x.shape[:1], x.new_empty(0, dtype=torch.float32))
 
 
-def _without_tile(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _without_tile(*inputs: Any) -> tuple[Tensor | None, ...]:
     """Loss and log-sum-exp; a graph's results are values, neither a buffer that backward uses up nor late."""
-    x, weight, labels, bias, ignore_index, smoothing, *_ = inputs
+    x, weight, labels, bias, _, smoothing, *_ = inputs
     _check(x, weight, labels, bias, smoothing, weight.dtype)  # who calls the operator by its name has not
     _check_served(x, weight)
-    _check_labels(labels, weight.shape[0], ignore_index)  # those of a graph have values here alone
-    return forward(*(*inputs[:6], False))[:2]
+    return forward(*(*inputs[:6], True))[:2]
 
 
 def _fake(

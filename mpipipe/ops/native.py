@@ -36,7 +36,7 @@ KERNELS_VERSION = "14"
 # Of what they compute: raised where the same model gets other bits with bits = fast, as a kernel adds in
 # another order, or an operator calls others. A run keeps it (`Numerics.kernels`), and is not resumed with
 # another one. Other arguments, or more speed with the same bits, leave it: no resume is refused for nothing.
-KERNELS_BITS = "4"
+KERNELS_BITS = "5"
 CUDA = "_kernels_cuda"
 kernels = load(
     f"_kernels_{instruction_set()}",

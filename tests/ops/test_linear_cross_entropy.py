@@ -63,6 +63,7 @@ def worst(got, exact):
 
 def split(patch):
     """Several tiles of tokens and of entries also of small cases."""
+    patch.setattr(cross_entropy, "_tile_shape", cross_entropy._tile_shape.__wrapped__)  # which keeps none
     for name, value in (("_ALWAYS", 64), ("_COLUMNS", 64), ("_ROWS", 16), ("_FEWEST", 16)):
         patch.setattr(cross_entropy, name, value)
 
@@ -261,6 +262,57 @@ def test_each_instruction_set_against_the_reference(name, dtype):
     for state, g in others:
         assert torch.equal(state.view(torch.int64), one[0].view(torch.int64))
         assert torch.equal(g.view(torch.uint8), one[1].view(torch.uint8))
+
+
+@needs_kernels
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("name", SETS)
+def test_the_loss_of_each_instruction_set(name, smoothing):
+    """Of what forward leaves of each token: against float64, for any number of threads."""
+    module = importlib.import_module(f"mpipipe._kernels_{name}")
+    rows, entries = 5000, 33
+    logits = 5 * torch.randn(rows, entries, dtype=torch.float64)
+    labels = torch.randint(0, entries, (rows,))
+    labels[::3] = -100
+
+    def loss(threads=1, keep=True):
+        most, of_label = logits.amax(1), logits.gather(1, labels.clamp(0, entries - 1)[:, None])[:, 0]
+        sums = (logits - most[:, None]).exp().sum(1)
+        state = torch.stack([most, sums, of_label, logits.sum(1)], 1)
+        state[labels == -100] = torch.nan  # nobody reads it
+        log_sum, total = torch.full((rows,), -1.0), torch.tensor(-1.0)
+        at = log_sum.data_ptr() if keep else 0
+        right = module.cross_entropy_loss(
+            state.data_ptr(), rows, labels.data_ptr(), entries, -100, smoothing, at, total.data_ptr(), threads
+        )
+        return right, log_sum, total
+
+    right, log_sum, total = loss()
+    assert right
+    seen = labels != -100
+    torch.testing.assert_close(log_sum[seen], logits.logsumexp(1)[seen].float(), rtol=2e-7, atol=0)
+    assert not log_sum[~seen].any()
+    exact = functional.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    torch.testing.assert_close(total, exact.float(), rtol=2e-7, atol=0)
+    assert all(map(torch.equal, loss(threads=2)[1:], (log_sum, total)))
+    assert torch.equal(loss(keep=False)[2], total)
+    logits[1, 3] = torch.nan
+    assert loss()[2].isnan()
+    for wrong in (-1, entries):
+        labels[-1] = wrong
+        assert not loss()[0]
+    labels[:] = -100
+    right, log_sum, total = loss()
+    assert right
+    assert total == 0
+    assert not log_sum.any()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_labels_that_are_all_ignored(late):
+    x, weight, labels, bias = case(20, 300)
+    labels[:] = -100
+    assert not any(t.any() for t in by_us(x, weight, labels, bias, 0.1, late=late))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
