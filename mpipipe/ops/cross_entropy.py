@@ -18,7 +18,8 @@ Invariants
   1. Tiles follow from the shapes alone, never from threads or free memory: the same bits each time.
   2. Products are made in the dtype of x, all else in float32; sums over tiles are kept in float32, also of a
      shorter weight, whose gradient is rounded once.
-  3. Rows whose label is `ignore_index` add nothing to the loss and to no gradient, whatever they hold.
+  3. Rows whose label is `ignore_index` add nothing to the loss and to no gradient, whatever finite numbers
+     they hold; NaN times the zeros of their gradient is NaN, as in torch.
 """
 
 from __future__ import annotations
