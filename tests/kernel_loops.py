@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-REGISTERS = {"v3": "%ymm", "v4": "%zmm", "v4_bf16": "%zmm", "sve": r"\bz[0-9]+\.[sdh]"}
+REGISTERS = {
+    "base": "%xmm", "v3": "%ymm", "v4": "%zmm", "v4_bf16": "%zmm", "sve": r"\bz[0-9]+\.[sdh]",
+}  # fmt: skip
 FIXED = r"\bv[0-9]+\.(4s|2d)"  # of aarch64: 16 bytes whatever the processor has
 
 
@@ -20,11 +22,17 @@ class Loop(NamedTuple):
     least: int = 1
     arm_registers: str = REGISTERS["sve"]
 
+    def x86_of(self, instruction_set: str) -> str:
+        """The first set has neither fused products nor the names of those with three operands."""
+        return (
+            self.x86 if instruction_set != "base" else self.x86.replace(FUSED, "vmulp[sd]").replace("v", "")
+        )
+
 
 FUSED = "vfn?m(add|sub)[0-9]+p[sd]"
 ARM_FUSED = "f(n?mla|n?mls|n?mad|n?msb)"
 LOOPS = {
-    "words": Loop(r"cpu::.*\btile\(mpipipe::Stream", "vpmulu?dq|vpmullq", "mul|umulh", 4),
+    "words": Loop(r"cpu::.*\btile\(mpipipe::Stream", "vpmulu?dq|vpmullq", "mul|umulh|umull2?", 4),
     "dropout_f32": Loop(r"cpu::dropout<float", "vmulps", "fmul"),
     "dropout_f64": Loop(r"cpu::dropout<double", "vmulpd", "fmul"),
     "dropout_bf16": Loop(r"cpu::dropout<mpipipe::bf16", "vmulps", "fmul"),

@@ -25,13 +25,14 @@ def built(instruction_set: str) -> dict[str, list[Instruction]]:
     return functions(Path(spec.origin))
 
 
-@pytest.mark.parametrize("instruction_set", ["v3", "v4", "v4_bf16"])
+@pytest.mark.parametrize("instruction_set", ["base", "v3", "v4", "v4_bf16"])
 @pytest.mark.parametrize("kernel", LOOPS)
 @pytest.mark.slow
 def test_the_hot_loop_works_on_vectors(kernel: str, instruction_set: str) -> None:
-    loop = LOOPS[kernel]
-    found = count(built(instruction_set), loop.symbol, loop.x86, REGISTERS[instruction_set])
-    assert found >= loop.least, f"{kernel}: {found} of {loop.x86} on {REGISTERS[instruction_set]}"
+    loop, registers = LOOPS[kernel], REGISTERS[instruction_set]
+    names = loop.x86_of(instruction_set)
+    found = count(built(instruction_set), loop.symbol, names, registers)
+    assert found >= loop.least, f"{kernel}: {found} of {names} on {registers}"
 
 
 @pytest.mark.slow
