@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 def spread(x: Tensor) -> Tensor:
-    """Rows of which a norm makes numbers of one sign by column: the gradient of its weight does not cancel."""
+    """Rows of which a norm makes numbers of one sign by column: the gradient of its weight adds up."""
     return x + torch.tensor([0.0, 3.0, 4.0], dtype=x.dtype)
 
 
@@ -51,9 +51,7 @@ CASES = {
         lambda x, w, b: F.layer_norm(spread(x), (3,), w, b),
         [(ROWS, 3), (3,), (3,)],
     ),
-    "rms_norm of one row": Case(
-        rms_norm, lambda x, w: F.rms_norm(x, (LONG,), w, 1e-6), [(1, LONG), (LONG,)]
-    ),
+    "rms_norm of one row": Case(rms_norm, lambda x, w: F.rms_norm(x, (LONG,), w, 1e-6), [(1, LONG), (LONG,)]),
     "rms_norm of many rows": Case(rms_norm, lambda x, w: F.rms_norm(x, (1,), w, 1e-6), [(ROWS, 1), (1,)]),
     "batch_norm of many images": Case(
         lambda x, w, b: batch_norm(x, w, b)[0],
