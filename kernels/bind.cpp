@@ -4,7 +4,7 @@
 
 #include "mpipipe/accumulate.h"
 #include "mpipipe/adamw.h"
-#include "mpipipe/attention.h"
+#include "mpipipe/flash_attention.h"
 #include "mpipipe/cross_entropy.h"
 #include "mpipipe/embedding.h"
 #include "mpipipe/gemm.h"

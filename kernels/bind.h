@@ -43,7 +43,7 @@ struct FromPython<T*> {
 // The kernels that a processor and a GPU have for the same two types: KERNEL(name) defines name_f32 and name_bf16.
 #define MPIPIPE_KERNELS(KERNEL) \
     KERNEL(adamw) KERNEL(norms) \
-    KERNEL(attention) KERNEL(attention_backward) \
+    KERNEL(flash_attention) KERNEL(flash_attention_backward) \
     KERNEL(batch_norm) KERNEL(batch_norm_backward) \
     KERNEL(cross_entropy_forward) KERNEL(cross_entropy_backward) \
     KERNEL(swiglu) KERNEL(swiglu_backward)

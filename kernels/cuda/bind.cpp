@@ -6,7 +6,7 @@
 #include "check.h"
 #include "mpipipe/accumulate.h"
 #include "mpipipe/adamw.h"
-#include "mpipipe/attention.h"
+#include "mpipipe/flash_attention.h"
 #include "mpipipe/batch_norm.h"
 #include "mpipipe/bias_gelu.h"
 #include "mpipipe/cross_entropy.h"

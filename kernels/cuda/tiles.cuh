@@ -7,7 +7,7 @@
 // Everything is float32; rows and columns beyond a tensor's end are 0.
 #pragma once
 
-#include "attention_problem.cuh"
+#include "flash_attention_problem.cuh"
 #include "launch.cuh"
 
 namespace mpipipe::cuda {

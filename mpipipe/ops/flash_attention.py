@@ -1,5 +1,5 @@
 """Exact attention in tiles, without an array of queries x keys (Dao et al. 2022); the kernel's contract is
-kernels/include/mpipipe/attention.h.
+kernels/include/mpipipe/flash_attention.h.
 
     o[i] = sum over seen j of softmax_j(scale q[i] . k[j]) v[j]    kept for backward: q, k, v, o, a float each
 
@@ -27,8 +27,8 @@ Tensor = torch.Tensor
 Keys = Tensor | None  # which are seen: as lengths, as a mask, or all
 _KERNELS = by_device(
     {
-        torch.float32: ("attention_f32", "attention_backward_f32"),
-        torch.bfloat16: ("attention_bf16", "attention_backward_bf16"),
+        torch.float32: ("flash_attention_f32", "flash_attention_backward_f32"),
+        torch.bfloat16: ("flash_attention_bf16", "flash_attention_backward_bf16"),
     }
 )
 _WIDEST_ON_GPU = 128  # kMostWidth of the header

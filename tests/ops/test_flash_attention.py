@@ -306,7 +306,7 @@ def test_instruction_sets_agree(monkeypatch, dtype, of, tolerance):
     d_o = torch.randn(inputs[0].shape)
     expected = results(lambda *x: flash_attention(*x, causal=True), inputs, d_o)
     for other in instruction_sets():
-        pair = getattr(other, f"attention_{of}"), getattr(other, f"attention_backward_{of}")
+        pair = getattr(other, f"flash_attention_{of}"), getattr(other, f"flash_attention_backward_{of}")
         monkeypatch.setitem(door._KERNELS, ("cpu", dtype), pair)
         for got, one in zip(
             results(lambda *x: flash_attention(*x, causal=True), inputs, d_o), expected, strict=True

@@ -1,5 +1,5 @@
 // The meaning of attention: the rows of weights one at a time, in double. Slow on purpose.
-#include "mpipipe/attention.h"
+#include "mpipipe/flash_attention.h"
 
 #include <cmath>
 #include <limits>
@@ -28,10 +28,10 @@ bool sees(size_t b, size_t i, size_t j, size_t keys, bool causal, const int64_t*
 }  // namespace
 
 template <typename T>
-void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
-               size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width, bool causal,
-               float scale, const int64_t* key_lengths, const bool* key_mask, T* o, Strides o_strides, float* lse,
-               int) {
+void flash_attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
+                     size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width,
+                     bool causal, float scale, const int64_t* key_lengths, const bool* key_mask, T* o,
+                     Strides o_strides, float* lse, int) {
     constexpr double infinity = std::numeric_limits<double>::infinity();
     for (size_t b = 0; b < batch; ++b)
         for (size_t h = 0; h < heads; ++h)
@@ -62,11 +62,12 @@ void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_
 }
 
 template <typename T>
-void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
-                        size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width,
-                        bool causal, float scale, const int64_t* key_lengths, const bool* key_mask, const T* o,
-                        Strides o_strides, const float* lse, const T* d_o, Strides d_o_strides, T* dq,
-                        Strides dq_strides, T* dk, Strides dk_strides, T* dv, Strides dv_strides, int) {
+void flash_attention_backward(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides,
+                              Strides v_strides, size_t batch, size_t heads, size_t key_heads, size_t queries,
+                              size_t keys, size_t width, bool causal, float scale, const int64_t* key_lengths,
+                              const bool* key_mask, const T* o, Strides o_strides, const float* lse, const T* d_o,
+                              Strides d_o_strides, T* dq, Strides dq_strides, T* dk, Strides dk_strides, T* dv,
+                              Strides dv_strides, int) {
     for (size_t b = 0; b < batch; ++b)
         for (size_t g = 0; g < key_heads; ++g) {
             std::vector<double> dk_sum(keys * width), dv_sum(keys * width);
@@ -98,9 +99,9 @@ void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, S
         }
 }
 
-template decltype(attention<float>) attention<float>;
-template decltype(attention<bf16>) attention<bf16>;
-template decltype(attention_backward<float>) attention_backward<float>;
-template decltype(attention_backward<bf16>) attention_backward<bf16>;
+template decltype(flash_attention<float>) flash_attention<float>;
+template decltype(flash_attention<bf16>) flash_attention<bf16>;
+template decltype(flash_attention_backward<float>) flash_attention_backward<float>;
+template decltype(flash_attention_backward<bf16>) flash_attention_backward<bf16>;
 
 }  // namespace mpipipe::reference

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "mpipipe/attention.h"
+#include "mpipipe/flash_attention.h"
 #include "mpipipe/floats.h"
 #include "mpipipe/vectors.h"
 

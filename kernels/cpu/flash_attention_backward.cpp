@@ -9,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#include "attention_tiles.h"
+#include "flash_attention_tiles.h"
 #include "mpipipe/threads.h"
 
 namespace mpipipe::cpu {
@@ -217,11 +217,12 @@ struct Backward {
 }  // namespace
 
 template <typename T>
-void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
-                        size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width,
-                        bool causal, float scale, const int64_t* key_lengths, const bool* key_mask, const T* o,
-                        Strides o_strides, const float* lse, const T* d_o, Strides d_o_strides, T* dq,
-                        Strides dq_strides, T* dk, Strides dk_strides, T* dv, Strides dv_strides, int threads) {
+void flash_attention_backward(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides,
+                              Strides v_strides, size_t batch, size_t heads, size_t key_heads, size_t queries,
+                              size_t keys, size_t width, bool causal, float scale, const int64_t* key_lengths,
+                              const bool* key_mask, const T* o, Strides o_strides, const float* lse, const T* d_o,
+                              Strides d_o_strides, T* dq, Strides dq_strides, T* dk, Strides dk_strides, T* dv,
+                              Strides dv_strides, int threads) {
     const Problem p{batch, heads, key_heads, queries, keys, width, causal, scale, key_lengths, key_mask};
     const size_t groups = groups_for(16, batch * key_heads, (keys + kKeys - 1) / kKeys);
     const Backward<T> backward{p, {q, q_strides}, {k, k_strides}, {v, v_strides}, {o, o_strides}, {d_o, d_o_strides},
@@ -239,7 +240,7 @@ void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, S
     });
 }
 
-template decltype(attention_backward<float>) attention_backward<float>;
-template decltype(attention_backward<bf16>) attention_backward<bf16>;
+template decltype(flash_attention_backward<float>) flash_attention_backward<float>;
+template decltype(flash_attention_backward<bf16>) flash_attention_backward<bf16>;
 
 }  // namespace mpipipe::cpu

@@ -3,7 +3,7 @@
 //
 //     p[i, j] = 2^(score[i, j] - lse[i])      delta[i] = o[i] . d_o[i]      ds[i, j] = p (d_o[i] . v[j] - delta[i])
 //     dq[i] = scale sum_j ds[i, j] k[j]       dk[j] = scale sum_i ds[i, j] q[i]       dv[j] = sum_i p[i, j] d_o[i]
-#include "mpipipe/attention.h"
+#include "mpipipe/flash_attention.h"
 #include "tiles.cuh"
 
 namespace mpipipe::cuda {
@@ -107,11 +107,12 @@ __global__ void of_keys(Problem p, Tokens<const T> q, Tokens<const T> k, Tokens<
 }  // namespace
 
 template <typename T>
-void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
-                        size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width,
-                        bool causal, float scale, const int64_t* key_lengths, const bool* key_mask, const T* o,
-                        Strides o_strides, const float* lse, const T* d_o, Strides d_o_strides, T* dq,
-                        Strides dq_strides, T* dk, Strides dk_strides, T* dv, Strides dv_strides, CudaStream stream) {
+void flash_attention_backward(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides,
+                              Strides v_strides, size_t batch, size_t heads, size_t key_heads, size_t queries,
+                              size_t keys, size_t width, bool causal, float scale, const int64_t* key_lengths,
+                              const bool* key_mask, const T* o, Strides o_strides, const float* lse, const T* d_o,
+                              Strides d_o_strides, T* dq, Strides dq_strides, T* dk, Strides dk_strides, T* dv,
+                              Strides dv_strides, CudaStream stream) {
     const Problem p{batch, heads, key_heads, queries, keys, width, causal, scale, key_lengths, key_mask};
     const Tokens<const T> of_q(q, q_strides, queries, width), of_k(k, k_strides, keys, width),
         of_v(v, v_strides, keys, width), of_o(o, o_strides, queries, width), of_d_o(d_o, d_o_strides, queries, width);
@@ -128,7 +129,7 @@ void attention_backward(const T* q, const T* k, const T* v, Strides q_strides, S
     });
 }
 
-template decltype(attention_backward<float>) attention_backward<float>;
-template decltype(attention_backward<bf16>) attention_backward<bf16>;
+template decltype(flash_attention_backward<float>) flash_attention_backward<float>;
+template decltype(flash_attention_backward<bf16>) flash_attention_backward<bf16>;
 
 }  // namespace mpipipe::cuda

@@ -1,5 +1,5 @@
 // A block for 32 queries of a head; the keys pass by in tiles of 32, the softmax is kept online.
-#include "mpipipe/attention.h"
+#include "mpipipe/flash_attention.h"
 
 #include "tiles.cuh"
 
@@ -65,10 +65,10 @@ __global__ void forward(Problem p, Tokens<const T> q, Tokens<const T> k, Tokens<
 }  // namespace
 
 template <typename T>
-void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
-               size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width, bool causal,
-               float scale, const int64_t* key_lengths, const bool* key_mask, T* o, Strides o_strides, float* lse,
-               CudaStream stream) {
+void flash_attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
+                     size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width,
+                     bool causal, float scale, const int64_t* key_lengths, const bool* key_mask, T* o,
+                     Strides o_strides, float* lse, CudaStream stream) {
     const Problem p{batch, heads, key_heads, queries, keys, width, causal, scale, key_lengths, key_mask};
     with_width(width, [&](auto most) {
         using Tile = Tiles<4, most.value>;
@@ -78,7 +78,7 @@ void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_
     });
 }
 
-template decltype(attention<float>) attention<float>;
-template decltype(attention<bf16>) attention<bf16>;
+template decltype(flash_attention<float>) flash_attention<float>;
+template decltype(flash_attention<bf16>) flash_attention<bf16>;
 
 }  // namespace mpipipe::cuda

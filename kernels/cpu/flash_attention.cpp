@@ -1,10 +1,10 @@
 // Attention forward, a tile of queries at a time over the keys that it sees (Dao et al. 2022, Algorithm 1 with the
 // loops exchanged, as in FlashAttention-2, Dao 2023): the running maximum and sum of each query stay with the tile.
-#include "mpipipe/attention.h"
+#include "mpipipe/flash_attention.h"
 
 #include <cmath>
 
-#include "attention_tiles.h"
+#include "flash_attention_tiles.h"
 #include "mpipipe/threads.h"
 
 namespace mpipipe::cpu {
@@ -133,10 +133,10 @@ struct Forward {
 }  // namespace
 
 template <typename T>
-void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
-               size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width, bool causal,
-               float scale, const int64_t* key_lengths, const bool* key_mask, T* o, Strides o_strides, float* lse,
-               int threads) {
+void flash_attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides, Strides v_strides,
+                     size_t batch, size_t heads, size_t key_heads, size_t queries, size_t keys, size_t width,
+                     bool causal, float scale, const int64_t* key_lengths, const bool* key_mask, T* o,
+                     Strides o_strides, float* lse, int threads) {
     const Problem p{batch, heads, key_heads, queries, keys, width, causal, scale, key_lengths, key_mask};
     const Forward<T> forward{p, q, k, v, q_strides, k_strides, v_strides, o, o_strides, lse};
     const size_t groups = groups_for(64, batch * key_heads, p.query_tiles());
@@ -145,7 +145,7 @@ void attention(const T* q, const T* k, const T* v, Strides q_strides, Strides k_
     });
 }
 
-template decltype(attention<float>) attention<float>;
-template decltype(attention<bf16>) attention<bf16>;
+template decltype(flash_attention<float>) flash_attention<float>;
+template decltype(flash_attention<bf16>) flash_attention<bf16>;
 
 }  // namespace mpipipe::cpu

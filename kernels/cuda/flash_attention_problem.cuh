@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "mpipipe/attention.h"
+#include "mpipipe/flash_attention.h"
 
 namespace mpipipe::cuda {
 
@@ -57,7 +57,7 @@ void with_width(size_t width, Run run) {
     if (width <= 32) return run(std::integral_constant<int, 32>());
     if (width <= 64) return run(std::integral_constant<int, 64>());
     if (width <= kMostWidth) return run(std::integral_constant<int, kMostWidth>());
-    throw std::invalid_argument("attention on a GPU: width " + std::to_string(width) + ", at most " +
+    throw std::invalid_argument("flash_attention on a GPU: width " + std::to_string(width) + ", at most " +
                                 std::to_string(kMostWidth) + " is served");
 }
 

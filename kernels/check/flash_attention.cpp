@@ -1,4 +1,4 @@
-#include "mpipipe/attention.h"
+#include "mpipipe/flash_attention.h"
 
 #include "check.h"
 
@@ -76,14 +76,14 @@ void compare(Run& run, const Case<T>& c) {
     const std::string what = std::to_string(s.queries) + " x " + std::to_string(s.keys) + " x " +
                              std::to_string(s.width) + (c.causal ? ", causal" : "") +
                              (c.lengths.size() ? ", lengths" : "") + (c.mask.size() ? ", mask" : "");
-    const Forward<T> got(cpu::attention<T>, c, 1), threaded(cpu::attention<T>, c, many),
-        want(reference::attention<T>, c, 1);
+    const Forward<T> got(cpu::flash_attention<T>, c, 1), threaded(cpu::flash_attention<T>, c, many),
+        want(reference::flash_attention<T>, c, 1);
     run.close("o, " + what, got.o, want.o, bound);
     run.close("lse, " + what, got.lse, want.lse, bound, 1);
     run.same("o on threads, " + what, threaded.o, got.o);
-    const Backward<T> got_back(cpu::attention_backward<T>, c, want, 1),
-        threaded_back(cpu::attention_backward<T>, c, want, many),
-        want_back(reference::attention_backward<T>, c, want, 1);
+    const Backward<T> got_back(cpu::flash_attention_backward<T>, c, want, 1),
+        threaded_back(cpu::flash_attention_backward<T>, c, want, many),
+        want_back(reference::flash_attention_backward<T>, c, want, 1);
     run.close("dq, " + what, got_back.dq, want_back.dq, 2 * bound, 0.1);
     run.close("dk, " + what, got_back.dk, want_back.dk, 2 * bound, 0.1);
     run.close("dv, " + what, got_back.dv, want_back.dv, 2 * bound, 0.1);
@@ -93,7 +93,7 @@ void compare(Run& run, const Case<T>& c) {
 }
 
 template <typename T>
-void attention(Run& run, Draw& draw) {
+void flash_attention(Run& run, Draw& draw) {
     const Shape shapes[] = {
         {1, 1, 1, 1, 1, 1},   {1, 2, 2, 3, 5, 7},     {2, 4, 2, 17, 17, 32}, {2, 2, 1, 65, 33, 64},
         {1, 2, 2, 33, 130, 80}, {1, 1, 1, 64, 64, 96},  {2, 2, 2, 9, 70, 128}, {1, 3, 1, 31, 16, 40},
@@ -109,7 +109,7 @@ void attention(Run& run, Draw& draw) {
 
 }  // namespace
 
-CHECK(attention) {
-    attention<float>(run, draw);
-    attention<bf16>(run, draw);
+CHECK(flash_attention) {
+    flash_attention<float>(run, draw);
+    flash_attention<bf16>(run, draw);
 }
