@@ -406,7 +406,7 @@ def test_without_kernels(monkeypatch):
 @pytest.mark.parametrize("strides", [(1, 2, 3), [4, 3, 2, 1], (4, 3, 2, "1"), (4, 3, 2, 2**70)])
 def test_the_door_takes_strides_as_tuples_of_four_integers(strides):
     def call(given):  # of no samples: nothing is read or written
-        kernels.attention_f32(
+        kernels.flash_attention_f32(
             0, 0, 0, given, given, given, 0, 1, 1, 2, 2, 4, False, 1.0, 0, 0, 0, given, 0, 1
         )
 
