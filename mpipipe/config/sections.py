@@ -328,7 +328,7 @@ class PipelineConfig(Section):
     max_ranks: Positive | None = None  # that may ever come, as blocks: auto needs; null = those of the start
     replicas: Positive | Sizes | Literal["auto"] = "auto"  # of all stages, or by rank; auto = fastest
     reduce: Literal["exact", "fast"] = "exact"  # sums of replicas: the bits of one, or any number of replicas
-    tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge once per step, or micro-batch
+    tied: Literal["per_use", "eager"] = "per_use"  # tied gradients merge per step; eager = as plain torch
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
     bind: Literal["auto", "none"] = "auto"  # auto: each rank to cores of its own, where the launcher did not
     device: str = "cpu"  # or cuda, ...: an accelerator for each rank of a node; auto = where there is one
