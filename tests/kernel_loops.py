@@ -5,6 +5,7 @@ Looked for are instructions that no other loop of these functions has, on the re
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 REGISTERS = {
@@ -23,10 +24,10 @@ class Loop(NamedTuple):
     arm_registers: str = REGISTERS["sve"]
 
     def x86_of(self, instruction_set: str) -> str:
-        """The first set has neither fused products nor the names of those with three operands."""
-        return (
-            self.x86 if instruction_set != "base" else self.x86.replace(FUSED, "vmulp[sd]").replace("v", "")
-        )
+        """The first set has no fused products, and its names do not begin with a v."""
+        if instruction_set != "base":
+            return self.x86
+        return re.sub(r"\bv", "", self.x86.replace(FUSED, "vmulp[sd]"))
 
 
 FUSED = "vfn?m(add|sub)[0-9]+p[sd]"
@@ -41,10 +42,10 @@ LOOPS = {
     "norms_f32": Loop(r"cpu::norms<float>", FUSED, ARM_FUSED, 2),
     "norms_bf16": Loop(r"cpu::norms<mpipipe::bf16>", FUSED, ARM_FUSED, 2),
     "accumulate": Loop(r"cpu::.*\badd<(true|false)>", "vaddps", "fadd", 2),
-    "attention_products": Loop(r"mpipipe::(block|panels?|multiply)<", FUSED, ARM_FUSED, 8, FIXED),
+    "flash_attention_products": Loop(r"mpipipe::(block|panels?|multiply)<", FUSED, ARM_FUSED, 8, FIXED),
     "embedding": Loop(r"cpu::embedding_backward", "vaddps", "fadd", 3),
     "gemm": Loop(r"cpu::.*\bblock_of<|mpipipe::block<\(mpipipe::Into\)4", FUSED, ARM_FUSED, 8, FIXED),
-    "attention_weights": Loop(r"cpu::.*\bweigh<", FUSED, ARM_FUSED, 4, FIXED),
+    "flash_attention_weights": Loop(r"cpu::.*\bweigh<", FUSED, ARM_FUSED, 4, FIXED),
     "norm_addition_f32": Loop(r"\badd_row<float, float>", "vaddps", "fadd"),
     "norm_addition_bf16": Loop(r"\badd_row<mpipipe::bf16, mpipipe::bf16>", "vaddps", "fadd"),
     "norm_addition_f32_bf16": Loop(r"\badd_row<float, mpipipe::bf16>", "vaddps", "fadd"),

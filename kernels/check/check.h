@@ -29,6 +29,13 @@ namespace mpipipe::check {
 inline constexpr size_t sizes[] = {0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 255, 257, 1000, 4099, 70001};
 inline constexpr int many = 3;  // threads, beside 1
 
+// Whether the kernels for GPUs stand in place of the processor's (check/emulated): nobody waits for what they find.
+#ifdef cpu
+inline constexpr bool on_gpu = true;
+#else
+inline constexpr bool on_gpu = false;
+#endif
+
 namespace pages {
 
 // `bytes` bytes that end where an inaccessible page begins: to read or write beyond them ends the program.

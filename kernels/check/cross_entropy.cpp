@@ -36,12 +36,12 @@ struct Case {
         return state;
     }
 
-    // log-sum-exp of the rows, then the loss
+    // log-sum-exp of the rows, then the loss, then whether all labels are known to be right
     template <typename Kernel>
     Buffer<float> loss(Kernel kernel, const Buffer<double>& state, double smoothing, int threads) const {
-        Buffer<float> out(rows + 1);
-        kernel(state.data(), rows, labels.data(), static_cast<int64_t>(columns[0] + columns[1]), ignored, smoothing,
-               out.data(), out.data() + rows, threads);
+        Buffer<float> out(rows + 2);
+        out[rows + 1] = kernel(state.data(), rows, labels.data(), static_cast<int64_t>(columns[0] + columns[1]),
+                               ignored, smoothing, out.data(), out.data() + rows, threads);
         return out;
     }
 
@@ -76,7 +76,9 @@ void compare(Run& run, Case<T>& c, bool biased) {
     run.same("state on threads, " + what, threaded, got);
     for (double smoothing : {0.0, 0.1}) {
         const auto loss = c.loss(cpu::cross_entropy_loss, got, smoothing, 1);
-        run.close("loss, " + what, loss, c.loss(reference::cross_entropy_loss, got, smoothing, 1), 1e-6);
+        auto exact = c.loss(reference::cross_entropy_loss, got, smoothing, 1);
+        if (on_gpu) exact[c.rows + 1] = false;
+        run.close("loss, " + what, loss, exact, 1e-6);
         run.same("loss on threads, " + what, c.loss(cpu::cross_entropy_loss, got, smoothing, many), loss);
     }
     const auto log_sum = meaning(want, c.labels, 0);
@@ -97,6 +99,12 @@ void cross_entropy(Run& run, Draw& draw) {
                 Case<T> c(rows, vocabulary, draw);
                 compare(run, c, biased);
             }
+    for (int64_t wrong : {int64_t{-1}, int64_t{100}, std::numeric_limits<int64_t>::min(),
+                          std::numeric_limits<int64_t>::max()}) {
+        Case<T> c(40, 100, draw);
+        c.labels[7] = wrong;
+        compare(run, c, true);
+    }
 }
 
 }  // namespace

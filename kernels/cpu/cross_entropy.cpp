@@ -69,8 +69,7 @@ void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const f
                 const size_t n = std::min(kBlock, columns - c);
                 const float* x = with_bias(logits + r * columns + c, bias ? bias + c : nullptr, n, block);
                 add_block(x, n, of_row);
-                const int64_t at = labels[r] - first - static_cast<int64_t>(c);
-                if (at >= 0 && at < static_cast<int64_t>(n)) of_row[2] = x[at];
+                if (const size_t i = column(labels[r], first) - c; i < n) of_row[2] = x[i];
             }
         }
     });
@@ -91,7 +90,7 @@ bool cross_entropy_loss(const double* state, size_t rows, const int64_t* labels,
             of_row = static_cast<float>(sum);
             inside = inside && labels[r] >= 0 && labels[r] < entries;
         }
-        if (log_sum) log_sum[r] = of_row;
+        log_sum[r] = of_row;
     }
     *loss = static_cast<float>(total);
     return inside;
@@ -115,8 +114,7 @@ void cross_entropy_backward(T* logits, size_t rows, size_t columns, const float*
                 const float* x = with_bias(row + c, bias ? bias + c : nullptr, n, block);
 #pragma omp simd
                 for (size_t i = 0; i < n; ++i) block[i] = (exp_(x[i] - shift) - on_all) * scale;
-                const int64_t at = labels[r] - first - static_cast<int64_t>(c);
-                if (at >= 0 && at < static_cast<int64_t>(n)) block[at] -= on_label * scale;
+                if (const size_t i = column(labels[r], first) - c; i < n) block[i] -= on_label * scale;
 #pragma omp simd
                 for (size_t i = 0; i < n; ++i) row[c + i] = narrow<T>(block[i]);
             }

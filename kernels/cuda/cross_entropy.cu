@@ -42,8 +42,7 @@ __global__ void forward(Logits<T> logits, size_t rows, const int64_t* labels, in
         if (most > before) old *= exp(double{before} - double{most});
         state[0] = most;
         state[1] = old + sum;
-        const int64_t label = labels[r] - first;
-        if (label >= 0 && label < static_cast<int64_t>(logits.columns)) state[2] = logits(r, label);
+        if (const size_t c = column(labels[r], first); c < logits.columns) state[2] = logits(r, c);
         else if (fresh) state[2] = 0;
         state[3] = (fresh ? 0.0 : state[3]) + total;
     }
@@ -60,7 +59,7 @@ __global__ void sum_losses(const double* states, size_t rows, const int64_t* lab
             total += sum - (1.0 - smoothing) * state[2];
             if (smoothing != 0.0) total -= smoothing / static_cast<double>(entries) * state[3];
         }
-        if (log_sum) log_sum[r] = static_cast<float>(sum);
+        log_sum[r] = static_cast<float>(sum);
     }
     total = over_block<Sum>(total);
     if (threadIdx.x == 0) *loss = static_cast<float>(total);
@@ -72,7 +71,7 @@ __global__ void backward(Logits<T> logits, T* gradients, size_t rows, const int6
     for (size_t r = blockIdx.x; r < rows; r += gridDim.x)
         for (size_t c = threadIdx.x; c < logits.columns; c += kThreads) {
             float gradient = (exp_(logits(r, c) - log_sum[r]) - on_all) * scale;
-            if (first + static_cast<int64_t>(c) == labels[r]) gradient -= on_label * scale;
+            if (c == column(labels[r], first)) gradient -= on_label * scale;
             gradients[r * logits.columns + c] = narrow<T>(labels[r] == ignored ? 0.0f : gradient);
         }
 }

@@ -50,7 +50,7 @@ bool cross_entropy_loss(const double* state, size_t rows, const int64_t* labels,
             if (smoothing != 0.0) total -= smoothing / static_cast<double>(entries) * of_row[3];
             inside = inside && labels[r] >= 0 && labels[r] < entries;
         }
-        if (log_sum) log_sum[r] = static_cast<float>(sum);
+        log_sum[r] = static_cast<float>(sum);
     }
     *loss = static_cast<float>(total);
     return inside;

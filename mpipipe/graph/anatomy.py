@@ -25,6 +25,7 @@ from mpipipe.graph.program import spec
 from mpipipe.graph.rewrite import aliased_inputs, mutated_inputs
 from mpipipe.graph.source import TRACING
 from mpipipe.graph.tape import tensors
+from mpipipe.ops.device import on_host
 from mpipipe.values import TensorSpec
 
 
@@ -48,8 +49,12 @@ class Lowering:
     bits: str = "torch"
     table: Mapping[str, str] = field(default_factory=dict)
 
+    def keeps_bits(self, match: Match) -> bool:
+        """Whether it has torch's bits: a GPU sums in another order than a processor."""
+        return match.same_bits and on_host()
+
     def wants(self, match: Match) -> bool:
-        return match.same_bits or (self.bits == "fast" and self.table.get(match.form) != "torch")
+        return self.keeps_bits(match) or (self.bits == "fast" and self.table.get(match.form) != "torch")
 
     def owns(self, match: Match) -> bool:
         """Whether the product in it is made by a kernel, too: only where that was measured to be faster."""
@@ -183,7 +188,7 @@ class Anatomy:
         no longer exist."""
         plain = {n: n.meta["val"] for n in self.captured.graph.nodes if "val" in n.meta}
         found = self.lowered(self.order)
-        if all(m.same_bits for m in found):
+        if all(self.lowering.keeps_bits(m) for m in found):
             return plain
         gone, starts = {n for m in found for n in m.nodes}, {m.first: m for m in found}
         env = {n: v for n, v in plain.items() if n not in self.index}

@@ -176,7 +176,7 @@ def extract(
     readers = Counter(leaf(n, op) for op in body for n in op.all_input_nodes if n in c.param)
     for match in anatomy.lowered(body):
         used = {n: leaf(n, op) for op in match.nodes for n in op.all_input_nodes if n in c.param}
-        if match.same_bits and any(readers[use] > 1 for use in used.values()):
+        if anatomy.lowering.keeps_bits(match) and any(readers[use] > 1 for use in used.values()):
             continue  # autograd adds up all gradients of a use before any is added to the sum
         keys = {n: used.get(n, c.buffer.get(n, n)) for n in match.inputs}
         own = anatomy.lowering.owns(match)

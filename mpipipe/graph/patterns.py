@@ -45,7 +45,6 @@ from mpipipe.graph.regions import region_of
 from mpipipe.graph.rewrite import arguments_of, item, schema_name
 from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm, batch_norm_with_statistics
-from mpipipe.ops.device import on_host
 from mpipipe.ops.embedding import embedding
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.linear import linear
@@ -393,8 +392,7 @@ class _Finder:
         rows, width = val(weight).shape
         form = f"embedding {rows}x{width} {dtype_of(node)}"
         args = (g["indices"], weight, None if padding < 0 else padding)
-        # torch sums a row's look-ups in another order on a GPU, where the kernel is for `fast` alone
-        return Match(embedding, form, (node,), (node,), args, contested=False, same_bits=on_host())
+        return Match(embedding, form, (node,), (node,), args, contested=False, same_bits=True)
 
     def _learns(self, weight: Any) -> bool:
         learning, param = self.anatomy.learning, self.anatomy.captured.param

@@ -64,13 +64,16 @@ class _Tile(NamedTuple):
         return t if self.columns == t.shape[0] else t[self.first : self.first + self.columns]
 
 
-@lru_cache
 def _tile_shape(tokens: int, entries: int, width: int) -> tuple[int, int]:
     """Rows and columns of the largest tile: equal parts, a quarter of the weight's size at most, unless the
     products would be too small."""
-    rows = _part(tokens, _ROWS, 1)
-    logits = max(entries * width // 4, _ALWAYS)
-    return rows, _part(entries, max(_COLUMNS, logits // max(rows, 1)), 64)
+    return _largest(tokens, entries, _ROWS, _COLUMNS, max(entries * width // 4, _ALWAYS))
+
+
+@lru_cache
+def _largest(tokens: int, entries: int, most_rows: int, fewest_columns: int, logits: int) -> tuple[int, int]:
+    rows = _part(tokens, most_rows, 1)
+    return rows, _part(entries, max(fewest_columns, logits // max(rows, 1)), 64)
 
 
 def kept_elements(tokens: int, entries: int, width: int) -> int:
@@ -183,7 +186,7 @@ class _Head(NamedTuple):
         of_rows = tile.of_rows(state).data_ptr()
         self.kernels[0](*self._arguments(tile, logits), of_rows, *workers(self.x))
 
-    def loss(self, tile: _Tile, state: Tensor, log_sum: Tensor | None) -> tuple[Tensor, bool]:
+    def loss(self, tile: _Tile, state: Tensor, log_sum: Tensor) -> tuple[Tensor, bool]:
         """Of the tokens of a tile, for which all entries were seen: the sum of their losses, (), float32, and
         whether their labels are known to be right, which a GPU does not say. Sets their log_sum."""
         loss = self.x.new_empty((), dtype=torch.float32)
@@ -194,7 +197,7 @@ class _Head(NamedTuple):
             self.shape[1],
             self.ignore_index,
             self.smoothing,
-            0 if log_sum is None else tile.of_rows(log_sum).data_ptr(),
+            tile.of_rows(log_sum).data_ptr(),
             loss.data_ptr(),
             *workers(self.x),
         )
@@ -288,11 +291,11 @@ def forward(
     smoothing: float,
     keep: bool,
     own: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss (), and with `keep`, for `backward`, log-sum-exp (N,) and the buffer whose beginning is the last
-    tile of logits. Called where nothing is recorded. Raises ValueError for a label out of range."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss (), log-sum-exp (N,), and with `keep`, for `backward`, the buffer whose beginning is the last tile
+    of logits. Called where nothing is recorded. Raises ValueError for a label out of range."""
     head = _Head.of(x, weight, labels, bias, ignore_index, smoothing, own)
-    buffer, state, log_sum = head.buffer(), head.state(), head.log_sum() if keep else None
+    buffer, state, log_sum = head.buffer(), head.state(), head.log_sum()
     for tile in head.tiles():
         head.see(tile, head.logits(tile, buffer), state)
     loss, right = head.loss(head.whole(), state, log_sum)
@@ -341,4 +344,4 @@ def forward_and_backward(
         for tile, g in zip(tiles, logits, strict=True):
             head.to_gradient(tile, g, log_sum, scale)
             found.add(tile, g)
-    return head.loss(head.whole(), state, None)[0], *found.results(bias)
+    return head.loss(head.whole(), state, log_sum)[0], *found.results(bias)

@@ -3,10 +3,11 @@
     forward   y[...] = weight[indices[...]]
     backward  sums of dy[...] by row, in the order of the indices;  weight.grad[rows] += sums
 
-Torch makes a gradient of the table's size, zeroes it, adds the same sums to its rows, and adds all of it. The
-bits are the same: what is left out are additions of zero. For 256 tokens and a table of 32,000 x 768 that is
-0.03 instead of 50 ms. Where `.grad` does not exist, a dense gradient is returned (mpipipe/ops/gradients.py
-says when). The same bits for any number of threads, and without the kernel, which float32 has.
+Torch makes a gradient of the table's size, zeroes it, adds the same sums to its rows, and adds all of it. On
+a processor the bits are the same: what is left out are additions of zero. For 256 tokens and a table of
+32,000 x 768 that is 0.03 instead of 50 ms. Where `.grad` does not exist, a dense gradient is returned
+(mpipipe/ops/gradients.py says when). The same bits for any number of threads, and without the kernel, which
+float32 has.
 
 On a GPU only the kernel does so, with the bits of the processor: torch's dense gradient, which is returned
 without it, is summed in another order there.
@@ -85,7 +86,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
     (indices,) = ctx.saved_tensors
-    # elsewhere index_add_ is atomic additions in any order; of shorter floats it rounds a sum once, not each
+    # without a kernel, index_add_ on a GPU is atomic additions in any order; of shorter floats it rounds a
+    # sum once, not each
     exact = sums_by_row(dy.device.type, dy.dtype) and has_data(dy)
     kept = getattr(leaf_of(ctx, 1), _KEPT, None) if exact else None
     if kept is not None:

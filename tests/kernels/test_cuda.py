@@ -109,7 +109,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "batch_norm_1d": (normed, shaped((70, 33), (33,), (33,), (70, 33))),
     "bias_gelu": (bias_gelu, shaped((70, 33), (33,))),
     "swiglu": (swiglu, shaped((7, 300), (7, 300))),
-    "attention": (lambda *x: ops.flash_attention(*x, causal=True), shaped(*[(2, 3, 70, 40)] * 3)),
+    "flash_attention": (lambda *x: ops.flash_attention(*x, causal=True), shaped(*[(2, 3, 70, 40)] * 3)),
     "head": (lambda x, w: head(x, w, LABELS.to(x.device)), shaped((5, 64), (1000, 64))),
     "dropout": (lambda x: ops.dropout(x, 0.3, 11, 2, 5), shaped((7, 301))),
 }

@@ -1,7 +1,9 @@
 """Tensors beyond 2^31 numbers, or as many bytes: an index of 32 bits would go wrong.
 
 Where rows are computed alone, the last ones have the bits that they have without the others. Most of what is
-read is zeros that nobody wrote, which take no memory. Those of `accumulate` and `norms` are in their files.
+read is zeros that nobody wrote, which take no memory. Of attention, BatchNorm and dropout the forward pass is
+here: gradients of that size would take twice the memory. The four buffers of `adamw` have 2^31 bytes each.
+Those of `accumulate`, `norms` and `philox_words` are in their files.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpipipe.cluster.node import memory_available_bytes
 from mpipipe.ops import adamw, dropout, flash_attention
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.bias_gelu import bias_gelu
+from mpipipe.ops.cross_entropy import KERNELS
 from mpipipe.ops.embedding import add_row_sums
-from mpipipe.ops.gemm import gemm
+from mpipipe.ops.gemm import add_gemm, gemm
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
-from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
+from mpipipe.ops.native import workers
+from mpipipe.ops.philox import philox_words
 from mpipipe.ops.swiglu import swiglu
 
 WIDTH = 1024
@@ -31,7 +36,7 @@ pytestmark = [pytest.mark.full, pytest.mark.kernels]
 @pytest.fixture(autouse=True)
 def memory() -> None:
     """What the largest of them takes."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    free = memory_available_bytes(os.environ) >> 30
     if free < 14:
         pytest.skip(f"14 GiB of free memory are needed, there are {free}")
 
@@ -70,14 +75,15 @@ def test_operators_of_rows(name: str) -> None:
 
 
 def test_dropout() -> None:
-    """Of ones: as many of the last hundred thousand stay as should."""
-    x = torch.ones((1 << 31) + 1000, dtype=torch.bfloat16)
-    kept = dropout(x, 0.25, 1, 2, 3)[-100_000:] != 0
-    assert abs(kept.float().mean() - 0.75) < 0.01
+    """The last ones stay where their words of the stream say so."""
+    n, last = (1 << 31) + 1000, 100_000
+    kept = dropout(torch.ones(n, dtype=torch.bfloat16), 0.25, 1, 2, 3)[-last:] != 0
+    words = torch.from_numpy(philox_words(1, 2, 3, last, start=n - last).astype("int64"))
+    assert torch.equal(kept, words >= 1 << 30)
 
 
 def test_batch_norm() -> None:
-    """Of the second of two images, which is the first one times -1."""
+    """The last image is the first one times -1, and so is its result; those between are zeros."""
     half = torch.zeros(2, 1024, 1024, dtype=torch.bfloat16)
     half[:, -1, -3:] = 8.0
     x = torch.zeros(1025, 2, 1024, 1024, dtype=torch.bfloat16)
@@ -101,8 +107,11 @@ def test_attention() -> None:
 
 def test_gemm() -> None:
     a, b = torch.randn(ROWS, 2), torch.randn(WIDTH, 2)
+    exact = a[LAST].double() @ b.double().t()
     found = gemm(a, b.t())
-    torch.testing.assert_close(found[LAST].double(), a[LAST].double() @ b.double().t(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[LAST].double(), exact, rtol=1e-6, atol=1e-6)
+    add_gemm(found, a, b.t())
+    torch.testing.assert_close(found[LAST].double(), 2 * exact, rtol=1e-6, atol=1e-6)
 
 
 def test_embedding() -> None:
@@ -125,15 +134,20 @@ def test_adamw() -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_linear_cross_entropy() -> None:
-    """A weight of 2^31 numbers in bfloat16, whose last rows are the labels."""
-    weight = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16)
-    weight[LAST], x = torch.randn(3, WIDTH).bfloat16(), torch.randn(2, WIDTH).bfloat16()
-    labels = torch.tensor([ROWS - 1, ROWS - 2])
-    logits = x.double() @ weight[LAST].double().t()
-    rest = torch.full((2, 1), ROWS - 3.0, dtype=torch.float64).log()
-    sums = torch.cat([logits, rest], 1).logsumexp(1)
-    want = (sums - torch.stack([logits[0, 2], logits[1, 1]])).sum()
-    with torch.no_grad():
-        found = linear_cross_entropy(x, weight, labels)
-    torch.testing.assert_close(found.double(), want, rtol=1e-2, atol=0)
+def test_cross_entropy() -> None:
+    """Loss and gradient of logits in bfloat16, as no tile of `linear_cross_entropy` has so many."""
+    forward, backward, of_loss = KERNELS["cpu", torch.bfloat16]
+    last, threads, found = torch.randn(3, WIDTH).bfloat16(), workers(WEIGHT), []
+    for logits in (last.clone(), zeros_but(last)):
+        rows = len(logits)
+        labels = torch.full((rows,), -100)
+        labels[LAST] = torch.tensor([WIDTH - 1, 0, 7])
+        state, log_sum, loss = torch.empty(rows, 4).double(), torch.empty(rows), torch.empty(())
+        tile = logits.data_ptr(), rows, WIDTH, 0, labels.data_ptr(), 0, -100
+        forward(*tile, state.data_ptr(), *threads)
+        ends = log_sum.data_ptr(), loss.data_ptr()
+        assert of_loss(state.data_ptr(), rows, labels.data_ptr(), WIDTH, -100, 0.0, *ends, *threads)
+        backward(*tile, log_sum.data_ptr(), 1.0, 0.0, 1.0, *threads)
+        found.append([loss, log_sum[LAST], logits[LAST].clone()])
+    assert all(map(torch.equal, *found))
+    assert not logits[:-3].any()

@@ -89,6 +89,15 @@ def found(f: Callable[..., Tensor], inputs: list[Tensor], dtype: torch.dtype) ->
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
+def parts(x: Tensor) -> list[Tensor]:
+    """Of the gradient of many classes, those of the labels, which are a million times the others."""
+    if x.shape[:1] != (LONG // 4,):
+        return [x]
+    others = torch.ones(len(x), dtype=torch.bool)
+    others[LABELS] = False
+    return [x[LABELS], x[others]]
+
+
 def error(x: Tensor, exact: Tensor) -> float:
     """The largest one, over the largest number."""
     return float((x.double() - exact).abs_().max() / exact.abs().max())
@@ -100,10 +109,15 @@ def test_against_float64(name: str) -> None:
     case = CASES[name]
     draw = torch.Generator().manual_seed(1)
     inputs = [torch.rand(shape, generator=draw) for shape in case.shapes]
-    exact = found(case.exact, inputs, torch.float64)
-    plain = found(case.exact, inputs, torch.float32)
+    exact, plain, ours = (
+        [part for t in found(f, inputs, dtype) for part in parts(t)]
+        for f, dtype in (
+            (case.exact, torch.float64),
+            (case.exact, torch.float32),
+            (case.ours, torch.float32),
+        )
+    )
     bounds = [max(2 * error(x, y), 1e-5) for x, y in zip(plain, exact, strict=True)]
-    ours = found(case.ours, inputs, torch.float32)
     errors = [error(x, y) for x, y in zip(ours, exact, strict=True)]
     assert all(e <= bound for e, bound in zip(errors, bounds, strict=True)), (errors, bounds)
 

@@ -114,9 +114,13 @@ def test_a_model_with_few_products_is_not_measured(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.full  # a model that cannot be traced is tried in several ways
-def test_layers_that_run_as_they_are_written_show_none() -> None:
-    layers = [nn.Linear(WIDTH, WIDTH), Reads(), nn.Linear(WIDTH, WIDTH)]
-    assert products(variants_of(nn.Sequential(*layers)), "fp32", 1e9) == ()
+def test_layers_beside_one_that_runs_as_it_is_written_show_theirs() -> None:
+    found = []
+    for between in (Reads(), nn.Tanh()):
+        layers = [nn.Linear(WIDTH, WIDTH), between, nn.Linear(WIDTH, WIDTH)]
+        found.append(products(variants_of(nn.Sequential(*layers)), "fp32", 1e9))
+    assert found[0]
+    assert found[0] == found[1]
 
 
 def test_of_bf16_they_are_those_that_autocast_lowers() -> None:

@@ -4,7 +4,8 @@
 //
 //     logits  (rows, columns), contiguous: tokens x a tile of the vocabulary that begins at entry `first`
 //     bias    (columns), added to every row; may be absent
-//     labels  (rows), of the whole vocabulary; a row whose label is `ignored` is skipped
+//     labels  (rows), of the whole vocabulary; a row whose label is `ignored` is skipped. Any other number is the label
+//             of no column
 //     state   (rows, 4): largest logit, sum of exp(logit - largest), logit of the label, sum of the logits.
 //             The tile that begins at entry 0 comes first and finds nothing in it, the others in any one order
 //
@@ -20,6 +21,11 @@
 #include "mpipipe/cuda.h"
 
 namespace mpipipe {
+
+// Where a label is in the tile that begins at entry `first`: beyond all columns if it is not there.
+MPIPIPE_ANYWHERE inline size_t column(int64_t label, int64_t first) {
+    return static_cast<size_t>(label) - static_cast<size_t>(first);
+}
 
 namespace reference {
 
@@ -44,8 +50,8 @@ void cross_entropy_forward(const T* logits, size_t rows, size_t columns, const f
 
 // After the last tile of a vocabulary of `entries`: the log-sum-exp of each row, (rows), 0 for an ignored one, and the
 // sum of the losses, made in the order of the rows. With `smoothing` e a row's loss is its log-sum-exp - (1 - e) logit
-// of the label - e / entries sum of the logits. log_sum may be absent. Returns whether it knows that each label is one
-// of the entries or ignored; if one is not, the loss says nothing.
+// of the label - e / entries sum of the logits. Returns whether it knows that each label is one of the entries or
+// ignored; if one is not, the loss says nothing.
 bool cross_entropy_loss(const double* state, size_t rows, const int64_t* labels, int64_t entries, int64_t ignored,
                         double smoothing, float* log_sum, float* loss, int threads);
 

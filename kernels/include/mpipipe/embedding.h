@@ -4,9 +4,8 @@
 //     indices  (n): which rows these are; look-ups of `padding`, -1 for none, are skipped
 //     grad     (entries, d), contiguous:  grad[row] += 0 + dy[i] + dy[j] + ...   for all i < j < ... that look it up
 //
-// Each sum is made in that order and added once, whatever `threads`. False, and nothing is written, where an index is
-// outside of [0, entries). Rows of grad that are not looked up are neither read nor written. Memory: O(n), whatever
-// `entries`. Buffers do not overlap; no alignment asked, any sizes including 0.
+// Each sum is made in that order and added once. Rows of grad that are not looked up are neither read nor written.
+// Buffers do not overlap; no alignment asked, any sizes including 0.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +20,8 @@ bool embedding_backward(const float* dy, const int64_t* indices, size_t n, size_
                         size_t entries, int threads);
 }
 
+// The same bits whatever `threads`. False, and nothing is written, where an index is outside of [0, entries). Memory:
+// O(n), whatever `entries`.
 namespace cpu {
 bool embedding_backward(const float* dy, const int64_t* indices, size_t n, size_t d, int64_t padding, float* grad,
                         size_t entries, int threads);

@@ -41,7 +41,7 @@ void flash_attention(const T* q, const T* k, const T* v, Strides q_strides, Stri
                      bool causal, float scale, const int64_t* key_lengths, const bool* key_mask, T* o,
                      Strides o_strides, float* lse, int threads);
 
-// dq, dk, dv = gradients of sum(o * d_o) in q, k, v. o and lse are those that `attention` made.
+// dq, dk, dv = gradients of sum(o * d_o) in q, k, v. o and lse are those that `flash_attention` made.
 // Beside its outputs it holds some (queries + keys) x width x (heads / key_heads) float32 per thread.
 template <typename T>
 void flash_attention_backward(const T* q, const T* k, const T* v, Strides q_strides, Strides k_strides,
