@@ -35,9 +35,10 @@ from mpipipe.checks import (
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.binding import bind_ranks
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.launch import local_rank
+from mpipipe.cluster.launch import local_rank, others_here
 from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.cluster.node import cache_folder
+from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.spares import SharedWork
 from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import Dataset
@@ -58,7 +59,7 @@ from mpipipe.planner.asked import Asked, Replicas, check_groups, copies_of, coun
 from mpipipe.planner.joint import search
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish
-from mpipipe.planner.prediction import predict
+from mpipipe.planner.prediction import expect_plan, predict
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.sizing import usual_size
@@ -321,7 +322,9 @@ class Pipeline(SharedWork):
         """Who moves messages on, and by which library and operators this model is computed; what measures
         its costs next. Collective."""
         kind = device_kind(self.numerics.instruction_set)
-        known = CostCache(cache_folder() if cost_cache else None, kind, self.say)
+        if busy := others_here(self.comm, load_average()):
+            self.say(f"note: {busy}{', nor is it kept for later starts' if cost_cache else ''}")
+        known = CostCache(cache_folder() if cost_cache else None, kind, self.say, adds=not busy)
         here = Measuring(self.comm, known, self.say, self.working)
         self.messages_why = here.messages()
         self.numerics, self.gemm_why = here.gemm(decided.gemm, usual, self.numerics)
@@ -381,7 +384,7 @@ class Pipeline(SharedWork):
             plan = plan_of(self.costs, self.numerics, replace(given.layout, mirror_every=0))
         else:
             joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
-            plan = joint.plan
+            plan = replace(joint.plan, prediction=expect_plan(joint.plan, self.costs)[0])
             if settled is not None:
                 self.say(chosen(joint, settled.sizes, settled.seconds))
             elif len(joint.tried) > 1:

@@ -179,6 +179,11 @@ def busy_advice(comm: Communicator, load: float) -> str | None:
     return None if comm.oversubscribed else load_advice(load, os.cpu_count() or 1)
 
 
+def others_here(comm: Communicator, load: float) -> str | None:
+    """`busy_advice` for the first node whose cores others use too. Collective."""
+    return next(filter(None, comm.allgather_object(busy_advice(comm, load))), None)
+
+
 def launcher_on_terminal() -> bool:
     """Whether what started this process writes to a terminal. mpirun gives its ranks a terminal of
     their own and copies it to wherever it writes itself, so their own `isatty` says nothing."""

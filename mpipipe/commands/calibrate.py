@@ -21,7 +21,7 @@ from mpipipe.cluster.devices import Rates, devices_of, rounded
 from mpipipe.cluster.doctor.machine import binding
 from mpipipe.cluster.doctor.watch import Watch
 from mpipipe.cluster.ending import end
-from mpipipe.cluster.launch import busy_advice, launcher_rank
+from mpipipe.cluster.launch import launcher_rank, others_here
 from mpipipe.cluster.links import MeasuredLink, measure_levels
 from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import cores_available
@@ -96,7 +96,7 @@ def calibrate(
     LaunchError where a rank has fewer cores than threads."""
     begun = time.perf_counter()
     _check(comm, threads, file)
-    said = [_crowded(comm), _busy(comm)]
+    said = [_crowded(comm), others_here(comm, load_average())]
     watch.doing = "the rates"
     measured = _measured(comm, threads)
     by_rank = comm.allgather_object(measured.routes)
@@ -142,11 +142,6 @@ def _crowded(comm: Communicator) -> str | None:
         "ranks outnumber the cores of a node, and a plan from this file counts each of them with a core of "
         "its own; calibrate with one rank for each core at most"
     )
-
-
-def _busy(comm: Communicator) -> str | None:
-    """About the load of the first node that others use too. Collective."""
-    return next(filter(None, comm.allgather_object(busy_advice(comm, load_average()))), None)
 
 
 def _missing(where: Cluster) -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from mpipipe.cluster.assumed import like_this_node, ranks_per_node
+from mpipipe.cluster.launch import load_advice
 from mpipipe.cluster.node import cache_folder, cores_available
 from mpipipe.cluster.routes import LIBRARIES
 from mpipipe.config import Config
@@ -90,7 +92,8 @@ class Here(Machine):
 
     def _cache(self, numerics: Numerics) -> CostCache:
         kind = device_kind(numerics.instruction_set)
-        return CostCache(cache_folder() if self.cost_cache else None, kind, print)
+        busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
+        return CostCache(cache_folder() if self.cost_cache else None, kind, print, adds=not busy)
 
     def rates(self, chill: Callable[[], object]) -> Rates:
         return Trials(chill)

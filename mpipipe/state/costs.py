@@ -42,11 +42,14 @@ class Kept(Value):
 
 
 class CostCache:
-    """folder: None = nothing is kept. kind: of the machine, as in `Device.kind`; say: takes a note."""
+    """folder: None = nothing is kept. kind: of the machine, as in `Device.kind`; say: takes a note; adds:
+    whether anything is written."""
 
-    def __init__(self, folder: Path | None, kind: str, say: Callable[[str], object]) -> None:
+    def __init__(
+        self, folder: Path | None, kind: str, say: Callable[[str], object], adds: bool = True
+    ) -> None:
         self._path = None if folder is None else folder / f"costs-{digest(kind)[:16]}.json"
-        self._kind, self._say = kind, say
+        self._kind, self._say, self._adds = kind, say, adds
 
     def read(self) -> Kept:
         """What is there."""
@@ -60,7 +63,7 @@ class CostCache:
 
     def write(self, new: Kept) -> None:
         """Adds to what is there; the least lately used go when there are too many."""
-        if self._path is None or new == Kept():
+        if self._path is None or not self._adds or new == Kept():
             return
         there = Kept(self._kind)
         with suppress(ValueError):

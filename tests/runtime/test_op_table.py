@@ -71,12 +71,18 @@ def test_the_heaviest_form_comes_first_and_each_has_a_pair(monkeypatch: pytest.M
 def test_a_start_keeps_the_table_for_the_next_one_and_for_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Unless others use the machine, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said: list[str] = []
 
     def start(comm: Communicator) -> Pipeline:
         return pipeline(comm, cost_cache=True, say=said.append)
 
+    with monkeypatch.context() as patch:
+        patch.setattr("mpipipe.pipeline.others_here", lambda *_: "others are here: it means little")
+        run_local(1, start)
+    assert said == ["note: others are here: it means little, nor is it kept for later starts"]
+    assert not list(tmp_path.iterdir())
     (first,) = run_local(1, start)
     monkeypatch.setattr(Contest, "times", lambda _: pytest.fail("it is known"))
     (again,) = run_local(1, start)

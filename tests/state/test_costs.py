@@ -92,3 +92,10 @@ def test_without_a_place_nothing_is_kept_and_nothing_fails(tmp_path: Path) -> No
         kept.write(Kept(samples={"a": ONE}))
         assert kept.read().samples == {}
         assert said == []
+
+
+def test_nothing_is_added_where_it_would_mean_little(tmp_path: Path) -> None:
+    cache(tmp_path)[0].write(Kept(samples={"a": ONE}))
+    kept = CostCache(tmp_path, "a processor", print, adds=False)
+    kept.write(Kept(samples={"b": TWO}))
+    assert kept.read().samples == {"a": ONE}
