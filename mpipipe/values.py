@@ -156,6 +156,7 @@ class Device(Value):
     memory_bytes: int  # this rank's share
     threads: int
     base_bytes: int = 0  # of it resident before any weight: code and buffers of the libraries, the graph
+    alone: float = 1.0  # how many times as fast it is while others with which it shares cores wait
 
 
 LEVELS = ("core", "numa", "node", "switch")  # what two ranks share at the finest

@@ -56,10 +56,10 @@ def work_bound_s(costs: Costs, n_micro: int, n_ranks: int, norm_s: float = 0.0) 
 def uneven_bound_s(costs: Costs, n_micro: int, n_copies: int, n_ranks: int, norm_s: float = 0.0) -> float:
     """As `work_bound_s`, where each stage has as many copies as it likes, `n_copies` at most: these share
     the micro-batches with the heaviest group."""
-    ranges = Ranges(costs)
-    seconds, speed = ranges.seconds, np.array([device.speed for device in costs.cluster.devices[:n_ranks]])
+    ranges, devices = Ranges(costs), costs.cluster.devices[:n_ranks]
+    seconds, speed = ranges.seconds, np.array([device.speed for device in devices])
     update_s = float(ranges.ending_at(len(costs.groups)).step_s[0]) / float(speed.sum())
-    heaviest_s = float(seconds.max() / speed.max()) / n_copies
+    heaviest_s = float(seconds.max()) / max(device.speed * device.alone for device in devices) / n_copies
     return n_micro * max(float(seconds.sum() / speed.sum()), heaviest_s) + norm_s + update_s
 
 

@@ -8,6 +8,8 @@ A number whose bound is above the best step found is not simulated. The answer i
 of all numbers, schedules and cuts that were asked for wherever `Joint.exact` says so: then each cut was
 simulated or ruled out by a bound, in the order of ranks that `make_plan` chose. Else cuts are those of
 `make_plan`, and `Joint.bound_s` says how short a step could be at best.
+
+Where ranks share cores, all this is as if no rank ever left its share to others.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from mpipipe.planner.copies import (
     most_copies,
     ranks_in_each,
 )
+from mpipipe.planner.crowded import uncrowded
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.prediction import dear, norm_seconds
@@ -148,7 +151,7 @@ def search(
     that only one of them rules another one out. Raises PlanError where nothing fits, or the time is used
     before anything is found; DeadlockError where the only schedule cannot run.
     """
-    costs = {count: costs_of(count) for count in asked.counts}
+    costs = {count: uncrowded(costs_of(count)) for count in asked.counts}
     check_groups(asked, len(costs[asked.counts[0]].groups))
     slowest = {count: _bottleneck_s(costs[count], asked.n_ranks) for count in asked.counts}
 

@@ -15,6 +15,7 @@ import numpy as np
 from mpipipe.errors import PlanError
 from mpipipe.planner.bounds import uneven_bound_s, work_bound_s
 from mpipipe.planner.copies import fastest_copy, loaded, stages_in
+from mpipipe.planner.crowded import is_crowded
 from mpipipe.planner.mirrors import mirror_bytes, mirror_s
 from mpipipe.planner.misfit import MORE_MEMORY, SMALLER
 from mpipipe.planner.partition import Wish
@@ -127,7 +128,8 @@ def least_step_s(costs: Costs, program: Program) -> float:
     if not is_even(program):
         most = max(len(program.holders(stage)) for stage in range(program.n_stages))
         return uneven_bound_s(costs, program.n_micro, most, n_ranks, norm_s)
-    bound = any_order_bound_s if is_plain(program) else work_bound_s
+    filled = is_plain(program) and not is_crowded(costs.cluster)  # else no core waits while a pipeline fills
+    bound = any_order_bound_s if filled else work_bound_s
     return bound(fastest_copy(costs, n_ranks, n_copies), len(program.share(0)), n_ranks // n_copies, norm_s)
 
 

@@ -5,7 +5,8 @@ Times: computing takes what `StageCost` says. A SEND takes no time of its rank, 
 until the message is there. NORM lasts until the last rank is there, and `norm_s`. Of what the copies of
 a stage exchange, a round after the first begins when the message of the one before has come, or when its
 rank is done with what it computes then: its SEND has that time, though it stands later. The program must
-be proved (`prove`): here nothing is said about deadlock.
+be proved (`prove`): here nothing is said about deadlock. Where ranks share cores, how long a rank computes
+depends on the others, too (`crowded`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpipipe.errors import DeadlockError, PlanError
+from mpipipe.planner.crowded import MOST_ROUNDS, is_crowded, seconds_beside
 from mpipipe.planner.exchange import BUCKET_BYTES, BUCKETS_AHEAD, Exchange, exchange_of, halving
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.native import compiled
@@ -75,13 +77,24 @@ def times_of(
             f"{len(stages)} stages and a cluster of {len(cluster.devices)} ranks; plan again for this cluster"
         )
     sizes = message_bytes(program, stages, ties)
-    ends, seconds = match(program), instruction_seconds(program, stages, sizes, cluster)
+    seconds = instruction_seconds(program, stages, sizes, cluster)
+    times = _times(program, seconds, norm_s)
+    for _ in range(MOST_ROUNDS if is_crowded(cluster) else 0):
+        before = times
+        times = _times(program, seconds_beside(program, cluster, seconds, before), norm_s)
+        if all(map(np.allclose, times, before)):
+            break
+    return times, sizes
+
+
+def _times(program: Program, seconds: Sequence[Float64], norm_s: float) -> tuple[Float64, ...]:
+    ends = match(program)
     times = walked(ends, seconds, norm_s) if compiled is None else compiled.simulate(
         program.codes, ends.partners, seconds, norm_s
     )  # fmt: skip
     if times is None:
         raise DeadlockError("the program cannot end even with endless buffers; call prove() for the place")
-    return tuple(times), sizes
+    return tuple(times)
 
 
 def memory_bytes(program: Program, stages: Sequence[StageCost], sizes: Sequence[Int64]) -> tuple[Int64, ...]:

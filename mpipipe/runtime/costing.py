@@ -110,8 +110,11 @@ def measure(
     # every kernel has run, and MPI has its buffers: what is left is not weights
     base = memory.base_bytes(saved_bytes(variants.graph, optimizer))
     share = _memory_share(comm) + base  # collective, so that ranks may be given different limits
-    limits = comm.allgather_object((memory_bytes or share, base))
-    devices = tuple(Device(k, s, m, threads, b) for k, s, (m, b) in zip(kinds, speeds, limits, strict=True))
+    limits = comm.allgather_object((memory_bytes or share, base, slower))
+    devices = tuple(
+        Device(kind, speed, most, threads, base, alone)
+        for kind, speed, (most, base, alone) in zip(kinds, speeds, limits, strict=True)
+    )
     cluster = Cluster(devices, comm.node_of_rank, links)
     today = {key: sample.times(reused.slower) for key, sample in reused.samples.items()}
     found = Found(tuple(parts), today, frozenset(today))
