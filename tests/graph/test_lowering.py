@@ -96,7 +96,7 @@ def test_the_bits_of_torch_lower_what_has_these_bits() -> None:
 
 def test_on_a_gpu_they_leave_the_embedding_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose sums of a row are in another order there."""
-    monkeypatch.setattr("mpipipe.graph.patterns.on_host", lambda: False)
+    monkeypatch.setattr("mpipipe.graph.anatomy.on_host", lambda: False)
     plain = tiny.captured("gpt", 2).primary
     anatomy = {bits: replace(plain, lowering=Lowering(bits)) for bits in ("torch", "fast")}
     assert not anatomy["torch"].lowered(anatomy["torch"].order)
