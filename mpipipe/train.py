@@ -26,8 +26,9 @@ from typing import Any
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import TimeLimit, end, leave, stop_signals
-from mpipipe.cluster.launch import launcher_on_terminal
+from mpipipe.cluster.launch import busy_advice, launcher_on_terminal
 from mpipipe.cluster.mpi import connect
+from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.shared import check_seen
 from mpipipe.cluster.spares import check_spares, first_working, listed
 from mpipipe.cluster.survivors import check_tolerant
@@ -268,7 +269,7 @@ def otherwise(before: Config, now: Config) -> list[str]:
 def beginning(comm: Communicator, config: Config, threads: int, run_dir: Path, step: int) -> list[str]:
     """What is said before the first thing that takes long. step: that of the checkpoint from which it goes
     on, from which another start does, too."""
-    every = config.train.save_every
+    advice, every = busy_advice(comm, load_average()), config.train.save_every
     place = f"step {step}" if step else "the beginning"
     if every:
         place = f"the newest checkpoint, at most {counted(every, 'step')} back"
@@ -284,6 +285,7 @@ def beginning(comm: Communicator, config: Config, threads: int, run_dir: Path, s
     ranks = counted(len(working), "rank") + (f" and {listed(spares)}" if spares else "")
     return [
         f"mpipipe: {ranks} x {counted(threads, 'thread')}, run folder {run_dir}",
+        *([f"note: {advice}, nor is it kept for later starts"] if advice else []),
         *([recovery] if comm.size > 1 else []),
         f"{config.model.name}: it is captured, then what its parts cost here is measured ...",
     ]

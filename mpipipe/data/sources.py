@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -36,18 +36,23 @@ class Indexed:
 
     def __init__(self, data: Any, order: Order, collate: Collate | None, seed: int, split: Split) -> None:
         self.samples = order.n
-        self._data, self._order, self._collate = data, order, collate or _stack
+        self._data, self._order, self._collate = data, order, collate
+        self._called = "data" if split == "train" else "val"
         self._seed, self._stream = seed, f"{split} randomness"
 
     def __call__(self, step: int, start: int, stop: int) -> Any:
         index = self._order.indices(step, start, stop).tolist()
         seeds = draws(self._seed, self._stream, step, start, stop).tolist()
         with _borrowed_generators():
-            return self._collate([self._item(i, s) for i, s in zip(index, seeds, strict=True)])
+            items = [self._item(i, s) for i, s in zip(index, seeds, strict=True)]
+            return self._collate(items) if self._collate else _stack(items, [*map(self._name, index)])
 
-    def index(self, step: int, sample: int) -> int:
-        """In the user's data, of a sample of the batch of `step`."""
-        return int(self._order.indices(step, sample, sample + 1)[0])
+    def name(self, step: int, sample: int) -> str:
+        """What the user calls a sample of the batch of `step`, such as "data[17]"."""
+        return self._name(int(self._order.indices(step, sample, sample + 1)[0]))
+
+    def _name(self, index: int) -> str:
+        return f"{self._called}[{index}]"
 
     def __iter__(self) -> Iterator[Any]:
         """Whole batches in order, each sample once."""
@@ -59,7 +64,11 @@ class Indexed:
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        return self._data[index]
+        try:
+            return self._data[index]
+        except Exception as error:
+            error.add_note(f"raised by {self._name(index)}")
+            raise
 
 
 class ByMicroBatch:
@@ -74,13 +83,27 @@ class ByMicroBatch:
         return self._data.batch(step, self._micro_of(start, stop))
 
 
-def _stack(samples: list[Any]) -> Any:
+def _stack(samples: list[Any], names: list[str]) -> Any:
     try:
         return default_collate(samples)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, KeyError) as error:
+        forms = [*map(_form, samples)]
+        other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
+        why = str(error) if other is None else f"{names[0]} is {forms[0]}, but {names[other]} {forms[other]}"
         raise DataError(
-            f"samples cannot be put together: {error}; give them one form and shape, or a collate that pads"
+            f"samples cannot be put together: {why}; give them one form and shape, or a collate that pads"
         ) from error
+
+
+def _form(sample: Any) -> str:
+    """For people: {ids: int64[7], labels: int64[]}."""
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{key}: {_form(value)}" for key, value in sample.items()) + "}"
+    if isinstance(sample, tuple | list):
+        return "(" + ", ".join(map(_form, sample)) + ")"
+    if isinstance(sample, torch.Tensor | np.ndarray):
+        return f"{str(sample.dtype).removeprefix('torch.')}{list(sample.shape)}"
+    return type(sample).__name__
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class UserData(DatasetBase):
     def name_of(self, split: Split, step: int, sample: int) -> str:
         """What the user calls a sample of a batch: "data[17]"; "" where it has no name."""
         source = self._sources[split]
-        return f"data[{source.index(step, sample)}]" if isinstance(source, Indexed) else ""
+        return source.name(step, sample) if isinstance(source, Indexed) else ""
 
 
 class Stream(DatasetBase):

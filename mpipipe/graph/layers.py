@@ -108,9 +108,10 @@ class Layer:
                 "read a buffer that nothing changes"
             ) from error
         except Exception as error:
+            made = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs)
             raise Unrunnable(
-                f"{self.what} cannot be run as it is written on made-up numbers, of shapes "
-                f"{[tuple(t.shape) for t in inputs]}: {type(error).__name__}: {error}"
+                f"{self.what} cannot be run as it is written on made-up numbers, {made}: "
+                f"{type(error).__name__}: {error}; check the dtypes and shapes that the data gives"
             ) from error
         self.writes_input = versions != [t._version for t in inputs]
         flat, self.structure = flat_outputs(outputs)

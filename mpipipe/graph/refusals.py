@@ -71,18 +71,24 @@ def no_assignments(model: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
+_TELLING = ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")  # what torch gives up on, at length
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """When the tracer gives up it prints the graph so far; our error says what matters, and layers may do.
     That an LSTM lists its weights anew in forward is of no consequence."""
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before, log.disabled = log.disabled, True
+    logs = [logging.getLogger(f"torch.{name}") for name in _TELLING]
+    before = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
     try:
         with redirect_stderr(StringIO()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*_flat_weights.* assigned during export")
             yield
     finally:
-        log.disabled = before
+        for log, disabled in zip(logs, before, strict=True):
+            log.disabled = disabled
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.errors import DataError
@@ -28,11 +28,29 @@ from mpipipe.values import Split, TensorSpec
 
 AHEAD = 2  # micro-batches that are loaded before they are asked for
 Bounds = tuple[tuple[int, int], ...]
-Request = tuple[Split, int, int, int, frozenset[str]]  # split, step, start, stop, keys
 Keys = frozenset[str]
 # (mode, specs, rank, micro-batch, of how many) -> the keys that a rank reads before the step, and at the
 # forward of each of its stages
 Reads = Callable[[Mode, Specs, int, int, int], tuple[Keys, tuple[Keys, ...]]]
+
+
+class Request(NamedTuple):
+    """Samples [start, stop) of the batch of a step."""
+
+    split: Split
+    step: int
+    start: int
+    stop: int
+    keys: Keys
+
+    def __str__(self) -> str:
+        """For people."""
+        if not self.keys:
+            return f"the batch of {self.split} step {self.step}"
+        return (
+            f"{', '.join(sorted(self.keys))} of samples {self.start} to {self.stop - 1} of {self.split} step "
+            f"{self.step}"
+        )
 
 
 class Data(Protocol):
@@ -137,12 +155,12 @@ class Feed:
         kept: list[Batch] = []
         if self.comm.rank == 0:
             every = frozenset(self.first)
-            requests = [(split, step, *part, every) for part in bounds]
+            requests = [Request(split, step, *part, every) for part in bounds]
             self.ahead.expect(requests)
             kept = [self.ahead.get(request) for request in requests]
             found = [self.checked(specs_of(b), f"step {step}, micro-batch {i}") for i, b in enumerate(kept)]
             if split == "train":
-                self.ahead.expect([(split, step + 1, *part, every) for part in bounds])
+                self.ahead.expect([Request(split, step + 1, *part, every) for part in bounds])
         source = _Loaded(self, mode, split, step, bounds, self.comm.bcast_object(found))
         source.kept.update(enumerate(kept))
         if self.comm.rank != 0:  # which has them all, and the next step's under way
@@ -164,9 +182,9 @@ class Feed:
     def _stream(self, mode: Mode, split: Split, step: int, bounds: Bounds) -> Source | None:
         micros: list[Batch] = []
         if self.comm.rank == 0:
-            batch = self.ahead.get((split, step, 0, 0, frozenset()))
+            batch = self.ahead.get(Request(split, step, 0, 0, frozenset()))
             if split == "train":
-                self.ahead.expect([(split, step + 1, 0, 0, frozenset())])
+                self.ahead.expect([Request(split, step + 1, 0, 0, frozenset())])
             if batch:
                 rows = rows_of(batch)
                 if rows < len(bounds) and mode == "train":
@@ -268,7 +286,7 @@ class _Loaded:
         return [self._request(step, micro, keys) for micro, keys in enumerate(keys_of_micro) if keys]
 
     def _request(self, step: int, micro: int, keys: Keys) -> Request:
-        return self.split, step, *self.bounds[micro], keys
+        return Request(self.split, step, *self.bounds[micro], keys)
 
     def _load(self, micro: int, keys: Keys) -> Batch:
         batch = self.feed.ahead.get(self._request(self.step, micro, keys))

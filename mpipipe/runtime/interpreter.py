@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
+from mpipipe.errors import DataError
 from mpipipe.graph.cut import Code, Leaf
 from mpipipe.graph.program import Batch, Mode
 from mpipipe.graph.source import TRACING
@@ -33,6 +34,7 @@ from mpipipe.ops import device
 from mpipipe.runtime.copies import Copies, of_all_copies
 from mpipipe.runtime.feed import Source
 from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norm_dtype, norms
+from mpipipe.runtime.outside import outside
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties, take_gradients
 from mpipipe.runtime.transport import Form, Landing, Mailbox, Outbox, Pool
@@ -215,7 +217,11 @@ class Interpreter:
         if train:
             lets_go, specs = self.stages[i.stage].recompute == "selective", self.job.source.specs[i.micro]
             code = self.variants.training_code(specs, self.cuts, i.stage, i.stage in self.in_two, lets_go)
-        sent = self.stages[i.stage].forward(code, i.micro, received, batch, self.job.step, train)
+        try:
+            sent = self.stages[i.stage].forward(code, i.micro, received, batch, self.job.step, train)
+        except (IndexError, ValueError, RuntimeError) as error:
+            self._refuse(i, batch, error)
+            raise
         if i.stage < self.n_stages - 1:
             self._hand_over(self.act, self.out, (i.stage, i.micro), i.stage + 1, sent)
         elif self.job.mode == "predict":
@@ -227,6 +233,14 @@ class Interpreter:
             self.outcome.values[i.micro] = [float(t) for t in sent]
         if not train and key not in self.out:
             self._release(key)
+
+    def _refuse(self, i: Instr, batch: Batch, error: Exception) -> None:
+        """Raises DataError where the batch is to blame for what a forward raised."""
+        job = self.job
+        captured = self.variants.anatomy(job.mode, job.source.specs[i.micro]).captured
+        before = {key: sum(specs[key].shape[0] for specs in job.source.specs[: i.micro]) for key in batch}
+        if found := outside(captured, batch, before, job.source.name_of):
+            raise DataError(f"{job.mode} step {job.step}: {found}") from error
 
     def _samples(self, micro: int, code: Code) -> Batch:
         started = time.perf_counter()

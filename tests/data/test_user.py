@@ -126,8 +126,30 @@ def test_lengths_that_differ_are_found_or_told_or_refused() -> None:
     assert not fixed.varying
     with pytest.raises(DataError, match=r"train step 1: 'tokens' is float32 \(2, 5\).*float32 \(2, 4\)"):
         fixed.batch("train", 1, 2, 4, keys)
-    with pytest.raises(DataError, match=r"samples cannot be put together.*a collate that pads"):
+    with pytest.raises(DataError, match=r"samples cannot be put together: data\[0\] is int64\[3\], but data"):
         user(texts, shuffle=False)
+
+
+def test_a_sample_that_is_unlike_the_others_is_named() -> None:
+    samples = [{"x": X[i], "labels": Y[i]} for i in range(4)] + [{"x": X[4]}] + [{"x": X[5], "labels": 7}]
+    mine = user(samples, shuffle=False, varying=False)
+    expected = (
+        r"data\[3\] is {x: float32\[3\], labels: int64\[\]}, but data\[4\] {x: float32\[3\]}; give them one"
+    )
+    with pytest.raises(DataError, match=expected):
+        mine.batch("train", 0, 3, 5, BOTH)
+    with pytest.raises(DataError, match=r"but val\[4\] {x: float32\[3\]}"):
+        user(samples[:4], samples, shuffle=False).batch("val", 0, 3, 5, BOTH)
+
+
+def test_what_a_sample_raises_says_which_one_it_was() -> None:
+    class Lost(Samples):
+        def __getitem__(self, i: int) -> Any:
+            return {}["path"] if i == 6 else super().__getitem__(i)
+
+    with pytest.raises(KeyError) as caught:
+        user(Lost(), shuffle=False).batch("train", 1, 2, 4, BOTH)
+    assert caught.value.__notes__ == ["raised by data[6]"]
 
 
 # -- by micro-batch ----------------------------------------------------------------------------
