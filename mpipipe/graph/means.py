@@ -31,8 +31,8 @@ def refuse_mean(total: fx.Node, weight: fx.Node | float | None) -> None:
             does = "divides by that weight" if divided else "takes a mean"
             raise CaptureError(
                 f"{source_line(node)}\n  the loss promises a sum and its weight, but {schema_name(node)} "
-                f"{does}: return the sum (reduction='sum'), or return the mean alone, with Pipeline(..., "
-                "weight_of=lambda batch: len(batch['labels']))"
+                f"{does}: return the sum (reduction='sum'), or in a script the mean alone, with "
+                "Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
             )
         if schema_name(node) in _SUMS:
             todo += node.all_input_nodes

@@ -177,7 +177,8 @@ def refuse_torchs_loss(function: object, what: str = "loss") -> None:
         raise CaptureError(
             f"the {what} is torch's {name}; it is called as {what}(outputs, batch), and batch is a dict of "
             "tensors: give `lambda outputs, batch: ...` that calls it with batch['labels'], say, and returns "
-            "(sum, weight), or the mean with Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
+            "(sum, weight), or in a script the mean with Pipeline(..., weight_of=lambda batch: "
+            "len(batch['labels']))"
         )
 
 
@@ -192,7 +193,8 @@ def pair_of(function: Loss, outputs: Any, batch: Batch, what: str) -> tuple[Tens
         raise CaptureError(
             f"the {what}{place_of(function)} returned {found} instead of (sum, weight): return the summed "
             "loss and the weight it is divided by, for example `F.cross_entropy(..., reduction='sum'), "
-            "labels.numel()`; or the mean, with Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
+            "labels.numel()`; or in a script the mean, with Pipeline(..., weight_of=lambda batch: "
+            "len(batch['labels']))"
         )
     return pair[0], pair[1]
 

@@ -243,13 +243,12 @@ class _Asked:
             yield self._number(t)
 
     def _number(self, t: Tried) -> Alternative:
-        name = f"{t.micro_batches} micro-batches of {t.micro_batch}"
         if t.made is None:
-            return self._tried(name, t)
+            return self._tried(t.in_words, t)
         other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
         other += f"{replicas_text(t.copies)}, " if t.copies != self.shape else ""
         loss = t.step_s / self.plan.prediction.step_s - 1.0
-        return Alternative(name, t.step_s, loss, other + self._bubbles(t.made[0].prediction))
+        return Alternative(t.in_words, t.step_s, loss, other + self._bubbles(t.made[0].prediction))
 
     def _ranks(self) -> Iterator[Alternative]:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):

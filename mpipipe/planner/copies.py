@@ -48,6 +48,17 @@ def _whole_sub_trees(n_copies: int, blocks: int) -> bool:
 def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
     """Raises PlanError where so many copies would have other bits or nothing to do, or do not share the ranks
     evenly."""
+    if isinstance(copies, tuple):
+        if sum(copies) != n_ranks:
+            raise PlanError(
+                f"replicas {shape_text(copies)} are on {counted(sum(copies), 'rank')}, not "
+                f"{n_ranks}; start {sum(copies)}, or give pipeline.replicas other numbers, or leave it out"
+            )
+    elif n_ranks % copies:
+        raise PlanError(
+            f"{counted(copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
+            f"{multiples_beside(n_ranks, copies)} ranks"
+        )
     legal, most = legal_copies(numerics), most_copies(copies)
     of_stages = (copies,) if isinstance(copies, int) else copies
     apart = [n for n in of_stages if n > 1 and not _whole_sub_trees(n, most)]
@@ -77,17 +88,6 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
             f"are {ways} ways through them, the least common multiple, and each has one at least; use "
             f"pipeline.micro_batches={ways} or more, or numbers that divide {most}: "
             f"{' or '.join(str(n) for n in legal if most % n == 0)}"
-        )
-    if isinstance(copies, tuple):
-        if sum(copies) != n_ranks:
-            raise PlanError(
-                f"replicas {shape_text(copies)} are on {counted(sum(copies), 'rank')}, not "
-                f"{n_ranks}; start {sum(copies)}, or give pipeline.replicas other numbers, or leave it out"
-            )
-    elif n_ranks % copies:
-        raise PlanError(
-            f"{counted(copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
-            f"{multiples_beside(n_ranks, copies)} ranks"
         )
 
 

@@ -37,6 +37,7 @@ from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.prediction import dear, norm_seconds
 from mpipipe.planner.schedules import BY_HAND, FILLED, PLAIN, PLANNED, build, check, stages_on
 from mpipipe.planner.search import leaner, make_plan
+from mpipipe.planner.sizes import parts_text
 from mpipipe.planner.uneven import promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program
 
@@ -59,12 +60,21 @@ class Tried:
     no cut will do."""
 
     micro_batches: int
-    micro_batch: int
+    batch: int  # samples of all of them
     schedule: str
     made: Made | None
     bound_s: float | None
     why: str
     copies: Copies = 1
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of the largest one."""
+        return -(-self.batch // self.micro_batches)
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.micro_batches} micro-batches of {parts_text(self.batch, self.micro_batches)}"
 
     @property
     def step_s(self) -> float:
@@ -278,8 +288,8 @@ class _Finder:
     def _note(
         self, count: int, schedule: str, copies: Copies, made: Made | None, bound_s: float | None, why: str
     ) -> None:
-        size = self.asked.of(count).micro_batch
-        self.tried.append(Tried(count, size, schedule, made, bound_s, why, copies))
+        batch = self.asked.numerics.batch
+        self.tried.append(Tried(count, batch, schedule, made, bound_s, why, copies))
 
     def joint(self) -> Joint:
         if self.best_s == math.inf:

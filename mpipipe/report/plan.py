@@ -231,7 +231,7 @@ def blocks_text(why: str, plan: Plan, costs: Costs) -> str:
 
 def _called(t: Tried) -> str:
     replicas = f" in {replicas_text(t.copies)}" if t.copies != 1 else ""
-    return f"{t.schedule} with {t.micro_batches} micro-batches of {t.micro_batch}{replicas}"
+    return f"{t.schedule} with {t.in_words}{replicas}"
 
 
 def _listed(numbers: Sequence[int]) -> str:
