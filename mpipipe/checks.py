@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mpipipe.cluster.agree import agree
+from mpipipe.cluster.calls import Limit
 from mpipipe.cluster.comm import Communicator
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
 from mpipipe.errors import MpipipeError
@@ -60,6 +61,12 @@ def check_choices(**given: str) -> None:
     for name, value in given.items():
         if value not in CHOICES[name]:
             raise MpipipeError(f"{name} = {value!r}; expected one of {', '.join(map(repr, CHOICES[name]))}")
+
+
+def check_limit(watchdog: Limit) -> None:
+    if watchdog in ("auto", "off") or (isinstance(watchdog, float | int) and watchdog > 0):
+        return
+    raise MpipipeError(f"watchdog = {watchdog!r}; give seconds, above 0, or 'auto' or 'off'")
 
 
 def check_kernels(kernels: bool, bits: str) -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from mpipipe.checks import (
     check_choices,
     check_given,
     check_kernels,
+    check_limit,
     check_metrics,
     check_samples,
     check_shape,
@@ -34,12 +37,14 @@ from mpipipe.checks import (
 )
 from mpipipe.cluster.agree import agree, surroundings
 from mpipipe.cluster.binding import bind_ranks
+from mpipipe.cluster.calls import CallsWatchdog, Limit, Unwatched
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import local_rank, others_here
 from mpipipe.cluster.memory import give_back_freed_memory
 from mpipipe.cluster.node import cache_folder
 from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.spares import SharedWork
+from mpipipe.cluster.watchdog import Outside
 from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import Dataset
 from mpipipe.data.user import as_batch, from_user, length
@@ -65,11 +70,12 @@ from mpipipe.planner.search import plan_of
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen, headline
 from mpipipe.runtime.costing import Measured, device_kind
+from mpipipe.runtime.flight import ViewOfNow
 from mpipipe.runtime.foreign import Factory, optimizer_of
-from mpipipe.runtime.interpreter import Outcome
+from mpipipe.runtime.interpreter import Interpreter, Outcome
 from mpipipe.runtime.optimizer import OptimizerSettings, described
 from mpipipe.runtime.optimizer import check_trained as check_kept
-from mpipipe.runtime.process import memory_in_use, world
+from mpipipe.runtime.process import calls_of_script, memory_in_use, world
 from mpipipe.runtime.recorder import Recorder
 from mpipipe.runtime.rehearsal import rehearse
 from mpipipe.runtime.setting import set_gemm_route, set_threads
@@ -86,6 +92,24 @@ from mpipipe.survival import Newest, Recovery, Survival
 from mpipipe.values import Plan, Program, Timeline, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
+P = ParamSpec("P")
+
+
+def _in_a_call(init: Callable[P, None]) -> Callable[P, None]:
+    """To make a pipeline is a call of all ranks, as its methods are. Those of a run, which gives its `comm`,
+    are watched by the run; those that outlive ranks do not make the same calls after a loss."""
+
+    @wraps(init)
+    def made(*args: P.args, **given: P.kwargs) -> None:
+        pipe: Any = args[0]
+        watches = given.get("comm") is None and given.get("recover", "restart") == "restart"
+        limit: Any = given.get("watchdog", "auto")
+        check_limit(limit)
+        pipe.calls = calls_of_script(limit) if watches else Unwatched()
+        with pipe.calls.made("Pipeline"):
+            init(*args, **given)
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -148,11 +172,16 @@ class Pipeline(SharedWork):
                they make each call, and get what it comes to
     refine     plan anew from what the first steps took, in `fit` and `mpipipe.train`, where that pays off;
                when not: docs/planning.md
+    watchdog   seconds without progress within a call that end a script; "auto": 60, or 10 predicted steps. It
+               also ends one whose ranks make different calls. "off": neither. The first pipeline decides
     say        takes the lines that are meant for people, on rank 0: None = print; lambda text: None = silence
 
     Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
     """
 
+    calls: CallsWatchdog | Unwatched = Unwatched()
+
+    @_in_a_call
     def __init__(
         self,
         model: Model,
@@ -199,6 +228,7 @@ class Pipeline(SharedWork):
         mirror_every: int | Literal["auto"] = "auto",
         spares: int = 0,
         refine: bool = True,
+        watchdog: Limit = "auto",
         comm: Communicator | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
@@ -401,6 +431,7 @@ class Pipeline(SharedWork):
 
     def _begin(self, before: Before) -> None:
         """What stands before the first step, on ranks that work. Collective."""
+        self.variants.during = self.calls.during
         self.build()
         self._rehearse()
         if before.saved is not None and before.weights is not None:
@@ -446,7 +477,19 @@ class Pipeline(SharedWork):
                 self.say(headline(self.plan))
             return self.timed_step(stop)[0]
 
-        return self.shared(work)
+        with self._call("step", counts=True):
+            return self.shared(work)
+
+    def _call(self, name: str, counts: bool = False) -> AbstractContextManager[None]:
+        """Around a method that all ranks call. counts: it runs instructions all the time."""
+        me = weakref.ref(self)
+
+        def find() -> Interpreter | None:
+            trainer = getattr(me(), "trainer", None)
+            return None if trainer is None else trainer.interpreter
+
+        view = ViewOfNow(find, Outside(self.rank, self.size))
+        return self.calls.made(f"Pipeline.{name}", view, self.plan.prediction.step_s, counts)
 
     def timed_step(self, stop: bool = False) -> tuple[Step, Outcome]:
         """As `step`, with the times of this rank's instructions; of the working ranks alone."""
@@ -477,6 +520,8 @@ class Pipeline(SharedWork):
         of steps done and the step's values: loss, grad_norm, lr, seconds, after an evaluation val_*.
         """
         calls = list(callbacks)
+        if self.steps_done >= steps:
+            self.say(f"note: {self.steps_done} steps are done; for more, give fit a larger number of steps")
 
         def work() -> None:
             while self.steps_done < steps and not self._fit_step(calls, eval_every):
@@ -486,7 +531,8 @@ class Pipeline(SharedWork):
                         self.say(f"mpipipe: {said}")  # the next step says the plan
             self.saver.finish()
 
-        self.surviving(work, self.recover)
+        with self._call("fit"):
+            self.surviving(work, self.recover)
 
     def _fit_step(self, calls: Iterable[Callback], eval_every: int) -> bool:
         """Whether it was the last one."""
@@ -498,7 +544,8 @@ class Pipeline(SharedWork):
         if eval_every and done.step % eval_every == 0:
             values |= {f"val_{k}": v for k, v in self.evaluate().items()}
         for call in calls:
-            call(self, done.step, values)
+            with self.calls.outside():
+                call(self, done.step, values)
         return done.stop
 
     def recover(self, checkpoint: Newest = lambda comm, above: None) -> Recovery:
@@ -532,7 +579,8 @@ class Pipeline(SharedWork):
         batches: how many; None = all of them, 8 where the data has no end by itself. Dropout is off,
         BatchNorm uses its running statistics.
         """
-        return self.shared(lambda: self._evaluate(batches))
+        with self._call("evaluate"):
+            return self.shared(lambda: self._evaluate(batches))
 
     def _evaluate(self, batches: int | None) -> dict[str, float]:
         batch, samples = self.val_batch, self.data.val_samples
@@ -545,7 +593,8 @@ class Pipeline(SharedWork):
     def predict(self, batch: Any) -> Any:
         """What the model returns for a batch (a dict, a tuple, or the one tensor that it takes), in the
         structure that it returns; on every rank. Tensors are joined along their first dimension."""
-        return self.shared(lambda: self._predict(batch))
+        with self._call("predict"):
+            return self.shared(lambda: self._predict(batch))
 
     def _predict(self, batch: Any) -> Any:
         given = as_batch(batch, self._names, "predict")
@@ -566,7 +615,8 @@ class Pipeline(SharedWork):
             return {}
         mine, alias = self.trainer.state_dict(), self.variants.source.alias
         if full:
-            mine = collect(self.comm, mine, self.variants.source.persistent)
+            with self._call("state_dict"):
+                mine = collect(self.comm, mine, self.variants.source.persistent)
         return {name: mine[canonical] for name, canonical in alias.items() if canonical in mine}
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> RunState:
@@ -576,11 +626,12 @@ class Pipeline(SharedWork):
         """
 
         def work() -> RunState:
-            self.begin_save(folder, background=False, extra=dict(extra or {}))
+            self._begin_save(Path(folder), lambda _: (), lambda: None, False, {"extra": dict(extra or {})})
             assert self.saver.saved is not None, "or it has raised"
             return self.saver.saved
 
-        return self.shared(work)
+        with self._call("save"):
+            return self.shared(work)
 
     def begin_save(
         self, folder: str | Path, beside: Beside = lambda folder: (),
@@ -592,6 +643,12 @@ class Pipeline(SharedWork):
 
         beside, then: see `Saver.save`; told: fields of `RunState`.
         """
+        with self._call("begin_save"):
+            self._begin_save(Path(folder), beside, then, background, told)
+
+    def _begin_save(
+        self, folder: Path, beside: Beside, then: Callable[[], object], background: bool, told: dict[str, Any]
+    ) -> None:
         trainer, plan = self.trainer, json.loads(to_json(replace(self.plan, costs=None)))
         parts = together(self.comm, str(folder), trainer.optimizer_numbers)
         facts = RunState(
@@ -604,10 +661,10 @@ class Pipeline(SharedWork):
             plan={"hash": self.plan.hash, "layout": plan["layout"], "prediction": plan["prediction"]},
             **told,
         )
-        if self.comm.lost and self.saver.take(Path(folder), facts, then):
+        if self.comm.lost and self.saver.take(folder, facts, then):
             return
         self.saver.save(
-            Path(folder), trainer.state_dict(), trainer.optimizer_state(), self.variants.source.persistent,
+            folder, trainer.state_dict(), trainer.optimizer_state(), self.variants.source.persistent,
             facts, beside, then, background,
         )  # fmt: skip
 

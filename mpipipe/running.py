@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.cluster.ending import TIMES, TimeLimit
-from mpipipe.cluster.launch import threads_advice
+from mpipipe.cluster.ending import TIMES, TO_GO_ON, TimeLimit
+from mpipipe.cluster.launch import say_past_launcher, threads_advice
 from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.cluster.spares import listed
 from mpipipe.cluster.started import started
 from mpipipe.cluster.watchdog import Outside, Watchdog
 from mpipipe.config import Config
-from mpipipe.errors import EndOfData
+from mpipipe.errors import EndOfData, MpipipeError
 from mpipipe.models import Built
 from mpipipe.ops import device
 from mpipipe.pipeline import Pipeline, Step
@@ -52,7 +52,7 @@ from mpipipe.runtime.slowness import WINDOW, WINDOWS, Slow, Slowness
 from mpipipe.state.files import write_text, write_whole
 from mpipipe.state.gather import together
 from mpipipe.state.owner import Owner, check_owner, own
-from mpipipe.state.resume import prune, read_state, set_aside, step_folder
+from mpipipe.state.resume import newest, prune, read_state, set_aside, step_folder
 from mpipipe.state.rundir import CONFIG, METRICS, SUMMARY, keep_save_s, known_save_s
 from mpipipe.state.verify import newest_sound
 from mpipipe.survival import Recovery
@@ -98,9 +98,16 @@ class Run:
             self._introduce()
         try:
             return pipe.surviving(lambda: self._train(asked), lambda: self.recover(asked))
-        except Exception:
+        except Exception as error:
             pipe.saver.settle()
+            self._note_way_on(error)
             raise
+
+    def _note_way_on(self, error: Exception) -> None:
+        """How to go on after an error, where there is a checkpoint."""
+        with suppress(OSError, MpipipeError):
+            if folder := newest(self.run_dir):
+                error.add_note(f"{TO_GO_ON}{read_state(folder).step}: {self._resume()}")
 
     def _introduce(self) -> None:
         """What is said before the first step."""
@@ -142,7 +149,7 @@ class Run:
         the one that has its place then."""
         pipe, notes = self.pipe, list[str]()
 
-        def newest(comm: Communicator, above: int) -> Path | None:
+        def newest_whole(comm: Communicator, above: int) -> Path | None:
             folder, passed_over = newest_sound(comm, self.run_dir, above)
             together(comm, str(self.run_dir), lambda: set_aside(passed_over) if comm.rank == 0 else [])
             notes.extend(f"note: passed over {path}: {wrong}" for path, wrong in passed_over)
@@ -151,7 +158,7 @@ class Run:
         before = pipe.working
         self.watchdog.alone()
         with self.watchdog.during("a recovery"):
-            found = pipe.recover(newest)
+            found = pipe.recover(newest_whole)
         self._watch_anew()
         if pipe.waits:
             return
@@ -529,7 +536,9 @@ class Run:
     def _write(self, report: Report, trace: Trace, text: str | None) -> None:
         timelines, sizes = trace.timelines, self._sizes()
         write_whole(self.run_dir / TRACE, lambda path: write_trace(path, trace))
-        write_whole(self.run_dir / "timeline.png", lambda path: draw_png(timelines, path))
+        hurried = report.stopped_by == "SIGTERM"  # a launcher may kill a second later
+        if not hurried:
+            write_whole(self.run_dir / "timeline.png", lambda path: draw_png(timelines, path))
         write_whole(self.run_dir / PERFETTO, lambda path: write_perfetto(path, timelines, sizes))
         if text is not None:
             write_text(self.run_dir / "sample.txt", text)
@@ -540,7 +549,10 @@ class Run:
         self.log.say(f"{draw_texts(timelines, width=110)}{missed}\n\n{summary(report)}")
         self.log.say(f"checkpoint, summary and timeline: {self.run_dir}")
         if _cut_short(report.stopped_by):
-            self.log.say(f"to go on: {self._resume()}")
+            way = f"to go on: {self._resume()}"
+            self.log.say(way)
+            if hurried:
+                say_past_launcher(f"mpipipe: {counted(report.steps, 'step')}, saved; {way}")
 
     def _resume(self) -> str:
         """The command line that goes on from here, by the launcher of this start and on as many ranks."""

@@ -31,6 +31,7 @@ from mpipipe.cluster.mpi import connect
 from mpipipe.cluster.node import load as load_average
 from mpipipe.cluster.shared import check_seen
 from mpipipe.cluster.spares import check_spares, first_working, listed
+from mpipipe.cluster.started import launcher_pid
 from mpipipe.cluster.survivors import check_tolerant
 from mpipipe.cluster.watchdog import Watchdog, clear
 from mpipipe.config import Config, load
@@ -55,12 +56,13 @@ from mpipipe.state.owner import own
 from mpipipe.state.resume import read_state, set_aside, unreadable
 from mpipipe.state.rundir import (
     CONFIG,
+    FINISHED,
     METRICS,
     SUMMARY,
     create,
     forget,
-    how_ended,
     make_latest,
+    read_summary,
     renew,
     reopen,
 )
@@ -122,7 +124,8 @@ def train(
     asked: list[str] | None = None,
     began: float | None = None,
 ) -> Report:
-    """Trains as configured; the report is the same on every rank. Collective.
+    """Trains as configured; the report is the same on every rank. A run that is finished is left as it is.
+    Collective.
 
     resume: goes on from the newest whole checkpoint of the run in `run.dir`, or of the latest run.
     plan: the file of a plan whose layout is used. asked: reasons to stop: where there is one, the run ends
@@ -166,6 +169,9 @@ def _train(
     changed = list[str]()  # said when the resume is not refused
     of_run = list[dict[str, Any]]()
     if resumed:
+        done = comm.bcast_object(_finished(config, run_dir, checkpoint) if comm.rank == 0 else None)
+        if done is not None:
+            return done
         said, changed, of_run = comm.bcast_object(
             _going_on(config, run_dir, checkpoint, passed_over) if comm.rank == 0 else ([], [], [])
         )
@@ -204,8 +210,11 @@ def _train(
             owner = own(run_dir, pipe.steps_done)
         if resumed and comm.rank == 0:
             renew(run_dir, config, pipe.steps_done)
-            for name in (SUMMARY, TRACE, "timeline.png", PERFETTO):  # of where it ended before
-                (run_dir / name).unlink(missing_ok=True)
+            before = [
+                run_dir / name for name in (SUMMARY, TRACE, "timeline.png", PERFETTO)
+            ]  # of where it ended
+            for path in (*before, *run_dir.glob("*.part")):  # and what it could not end
+                path.unlink(missing_ok=True)
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         if comm.rank == 0:
             make_latest(config, run_dir)
@@ -224,6 +233,18 @@ def _place(config: Config, resume: bool) -> tuple[Path, list[str], bool]:
     return create(config), said, False
 
 
+def _finished(config: Config, run_dir: Path, checkpoint: Path | None) -> Report | None:
+    """What a run that has nothing left to do came to, which is said; on one rank. A chain of jobs starts it
+    again all the same. Without its newest checkpoint it is not finished."""
+    if checkpoint is None or (report := read_summary(run_dir)) is None:
+        return None
+    steps = config.train.steps
+    if report.steps < steps or read_state(checkpoint).step < steps:
+        return None
+    print(f"mpipipe: {run_dir}: {counted(report.steps, 'step')}: {FINISHED} (now {steps})", flush=True)
+    return report
+
+
 def _going_on(
     config: Config, run_dir: Path, checkpoint: Path | None, passed_over: Sequence[tuple[Path, str]]
 ) -> tuple[list[str], list[str], list[dict[str, Any]]]:
@@ -236,10 +257,6 @@ def _going_on(
         )
     state, steps = None if checkpoint is None else read_state(checkpoint), config.train.steps
     step = 0 if state is None else state.step
-    if step > steps or (step == steps and how_ended(config, run_dir) == "finished"):
-        raise CheckpointError(
-            f"{checkpoint}: {step} steps are done, and train.steps = {steps}; raise it to go on"
-        )
     before = load(run_dir / CONFIG) if step else config
     of_run = list[dict[str, Any]]()
     if state is not None and step:  # config.yaml is of the newest start, which may have made no checkpoint
@@ -248,7 +265,7 @@ def _going_on(
     going_on = (
         f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
     )
-    if step == steps:
+    if step >= steps:
         going_on += f", which are all: there is no {SUMMARY} yet"
     notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
     return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), of_run
@@ -282,6 +299,8 @@ def beginning(comm: Communicator, config: Config, threads: int, run_dir: Path, s
     if config.run.recover == "mpi":
         by = "by spares while there are some, then " if spares else ""
         recovery = f"recovery: in this job, {by}on the ranks that are left, from their mirrors"
+    if launcher := launcher_pid():
+        recovery += f"; `kill -USR1 {launcher}` stops it with a checkpoint"
     ranks = counted(len(working), "rank") + (f" and {listed(spares)}" if spares else "")
     return [
         f"mpipipe: {ranks} x {counted(threads, 'thread')}, run folder {run_dir}",

@@ -995,7 +995,7 @@ def test_a_resume_that_is_not_exact_says_so(tmp_path: Path) -> None:
         said: list[str] = []
         data, how = Epochs(Samples(4 * BATCH)), {"schedule": "1f1b", **how}
         pipe = pipeline(comm, data=data, say=said.append, **how)
-        pipe.fit(2)
+        pipe.fit(3 if "resume" in how else 2)
         if "resume" not in how:
             pipe.save(tmp_path / "saved")
         return said
@@ -1007,6 +1007,20 @@ def test_a_resume_that_is_not_exact_says_so(tmp_path: Path) -> None:
     first, second = run_local(2, lambda comm: body(comm, resume=tmp_path / "saved"))
     assert ["not exact" in line for line in notes(first)] == [True]
     assert second == [], "one rank speaks"
+
+
+def test_a_fit_that_has_nothing_left_to_do_says_so() -> None:
+    """As of a script that a chain of jobs starts once more."""
+
+    def body(comm: Communicator) -> list[str]:
+        said: list[str] = []
+        pipe = pipeline(comm, data=Epochs(Samples(4 * BATCH)), say=said.append, schedule="1f1b")
+        pipe.fit(2)
+        pipe.fit(2)
+        return [line for line in said if line.startswith("note: ")]
+
+    said = ["note: 2 steps are done; for more, give fit a larger number of steps"]
+    assert run_local(2, body) == [said, []]
 
 
 # -- what is trained ----------------------------------------------------------------------------------------

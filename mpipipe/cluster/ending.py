@@ -12,11 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from mpipipe.cluster.comm import Communicator, RankLost
-from mpipipe.cluster.launch import launcher_rank
+from mpipipe.cluster.launch import launcher_rank, say_past_launcher
 from mpipipe.errors import MpipipeError
 
 OWN_LIMIT, TIME_OF_JOB = "the time limit", "the time of the job"  # as reasons to stop
 TIMES = 3.0  # the longest step and save: what is left for the last ones
+TO_GO_ON = "to go on from step "  # begins the note of an error that ends a run with a checkpoint
+ASKED = "mpipipe: asked to stop"
+UNLESS = (  # launchers send SIGTERM also to the ranks that are left when one has died
+    ", if all ranks are there and have the time; if not, --resume goes on from the newest checkpoint there is"
+)
 SPEAK_FIRST_S = 2.0  # a launcher ends all at the first non-zero exit: let rank 0 say why
 
 
@@ -28,10 +33,11 @@ def end(comm: Communicator | None, error: BaseException) -> int:
         if comm is None:  # rank 0 has met the same
             return 1
     if isinstance(error, MpipipeError):
-        notes = getattr(error, "__notes__", [f"on rank {rank}"] if rank else [])
-        text = "\n  ".join([f"mpipipe: {error.kind}: {error}", *notes])
+        notes: list[str] = getattr(error, "__notes__", [])
+        where = [f"on rank {rank}"] if rank and all(note.startswith(TO_GO_ON) for note in notes) else []
+        text = "\n  ".join([f"mpipipe: {error.kind}: {error}", *where, *notes])
     else:
-        text = f"mpipipe: rank {rank} failed\n" + "".join(traceback.format_exception(error))
+        text = f"mpipipe: rank {rank} failed\n" + "".join(traceback.format_exception(error)).rstrip()
     print(text, file=sys.stderr, flush=True)
     if comm is not None and comm.size > 1:
         comm.abort(1)
@@ -72,7 +78,10 @@ def stop_signals(says: bool = False) -> Iterator[list[str]]:
         signals += 1
         name = signal.Signals(number).name
         if says and signals == 1:  # past Python's files, within a write to which the signal may have come
-            os.write(2, f"mpipipe: asked to stop ({name}): after this step, with a checkpoint\n".encode())
+            killed = number == signal.SIGTERM
+            text = f"{ASKED} ({name}): after this step, with a checkpoint{UNLESS if killed else ''}"
+            if not (killed and say_past_launcher(text)):
+                os.write(2, f"{text}\n".encode())
         asked.append(name)
 
     before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}

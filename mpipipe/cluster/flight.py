@@ -13,6 +13,7 @@ from itertools import pairwise
 from mpipipe.values import Value
 
 LINKS = 6  # ranks of a long chain that are told, the nearest to its end
+KEPT_CALLS = 8  # that a sign of life names
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,24 @@ class Flight(Value):
 
 
 @dataclass(frozen=True)
+class Calls(Value):
+    """Those that a script has made of its pipelines, on one rank."""
+
+    number: int = 0  # how many it has begun, also within others
+    newest: tuple[tuple[str, str], ...] = ()  # of these, oldest first: name, and where the script makes it
+    within: bool = False  # it is in one now
+
+    def and_then(self, name: str, at: str) -> Calls:
+        """One more, which has begun."""
+        return Calls(self.number + 1, (*self.newest, (name, at))[-KEPT_CALLS:], True)
+
+    def of(self, number: int) -> tuple[str, str] | None:
+        """One of them, counted from 1; None where it is not known."""
+        back = self.number - number
+        return self.newest[-1 - back] if 0 <= back < len(self.newest) else None
+
+
+@dataclass(frozen=True)
 class Sign(Value):
     """flight/rank-N.alive: a rank's last sign of life."""
 
@@ -67,6 +86,7 @@ class Sign(Value):
     pid: int
     doing: Doing
     counts: bool = True  # it runs instructions, so that their standstill is its own
+    calls: Calls = Calls()  # of a script
 
 
 def diagnose(

@@ -187,7 +187,28 @@ def others_here(comm: Communicator, load: float) -> str | None:
 def launcher_on_terminal() -> bool:
     """Whether what started this process writes to a terminal. mpirun gives its ranks a terminal of
     their own and copies it to wherever it writes itself, so their own `isatty` says nothing."""
+    return _is_terminal(f"/proc/{os.getppid()}/fd/1")
+
+
+def say_past_launcher(text: str) -> bool:
+    """Lines straight onto the terminal where what started this process writes its errors, as mpirun copies
+    nothing any more after a Ctrl-C. Whether there is one; fit for the handler of a signal."""
+    path = f"/proc/{os.getppid()}/fd/2"
+    if launched_by(os.environ) is None or not _is_terminal(path):  # else it is a shell
+        return False
     try:
-        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+        terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+        try:
+            os.write(terminal, f"\n{text}\n".encode())  # it stands behind ^C, or within a bar
+        finally:
+            os.close(terminal)
+    except OSError:  # it is not ours, or has gone
+        return False
+    return True
+
+
+def _is_terminal(path: str) -> bool:
+    try:
+        return os.readlink(path).startswith(("/dev/pts/", "/dev/tty"))
     except OSError:
         return False

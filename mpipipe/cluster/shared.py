@@ -25,8 +25,8 @@ def look_anew(folder: Path) -> None:
 def check_seen(comm: Communicator, file: Path, patience_s: float = PATIENCE_S) -> None:
     """Raises LaunchError, on every rank, where some do not see a file that rank 0 has made in `run.dir`.
     Collective."""
-    found = comm.allgather_object((platform.node(), _seen(file, patience_s)))
-    blind = sorted({host for host, seen in found if not seen})
+    found = comm.allgather_object((platform.node(), seen(file, patience_s)))
+    blind = sorted({host for host, there in found if not there})
     if blind:
         raise LaunchError(
             f"run.dir = '{file.parent}': what rank 0 on {found[0][0]} writes there is not seen by "
@@ -35,7 +35,8 @@ def check_seen(comm: Communicator, file: Path, patience_s: float = PATIENCE_S) -
         )
 
 
-def _seen(file: Path, patience_s: float) -> bool:
+def seen(file: Path, patience_s: float = PATIENCE_S) -> bool:
+    """Whether this process sees a file that another one has made, at the latest after a while."""
     deadline = time.monotonic() + patience_s
     while True:
         look_anew(file.parent)

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mpipipe.cluster.doctor.launcher import first_in
@@ -35,6 +36,16 @@ def started(
     if words and PRTE.size in environ and os.geteuid() == 0 and AS_ROOT not in words:
         words.insert(1, AS_ROOT)
     return words
+
+
+def launcher_pid(proc: Path = Path("/proc")) -> int | None:
+    """That of the mpirun above this process, which hands signals on; None: none is on this node."""
+    with suppress(OSError):  # a process that has ended, or is not ours
+        for pid in _above(os.getpid(), proc):
+            name = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").partition("\0")[0]
+            if Path(name).name.startswith(NAMES):
+                return pid
+    return None
 
 
 def _as_typed(program: Sequence[str], environ: Mapping[str, str], proc: Path) -> list[str]:

@@ -83,6 +83,8 @@ class Outside:
 class Watchdog:
     """Of one rank; `start` it, and `close` it in time, since a rank that has ended gives no sign either."""
 
+    setting = "run.watchdog"  # where its limit is set
+
     def __init__(
         self, rank: int, size: int, run_dir: Path, limit: float | Literal["auto", "off"],
         thread: int | None = None, leave: Callable[[int], object] = os._exit,
@@ -121,10 +123,7 @@ class Watchdog:
         """taken: so many ranks go on under new numbers, and their files may be there already."""
         if self._thread.ident is None or self._ended.is_set():  # not started, or closed
             return
-        self._ended.set()
-        self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
-        self._stack.close()
+        self._stop()
         if self.rank >= taken:
             for kind in ("alive", "stack"):
                 with suppress(OSError):
@@ -132,6 +131,12 @@ class Watchdog:
         if not taken:
             with suppress(OSError):
                 self.folder.rmdir()  # by the last one
+
+    def _stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        self._stack.close()
 
     def watch(self, view: View, step_s: float) -> None:
         """From now on it sees the instructions. step_s: predicted seconds of a step, with a
@@ -173,13 +178,19 @@ class Watchdog:
                 continue  # of the file system, which may be back next time
 
     def _beat(self) -> None:
-        self._beats += 1
-        sign = Sign(self._beats, self._host, os.getpid(), self._doing(), self._counts)
-        with suppress(OSError):  # of a disk that is full
-            _overwrite(self._file("alive"), to_json(sign, None).encode().ljust(SIGN_BYTES))
+        self._give_sign()
+        with suppress(OSError):
             self._stack.seek(0)
             self._stack.truncate()
             faulthandler.dump_traceback_later(self.limit_s, file=self._stack)
+
+    def _give_sign(self) -> None:
+        self._beats += 1
+        with suppress(OSError):  # of a disk that is full
+            _overwrite(self._file("alive"), to_json(self._sign(), None).encode().ljust(SIGN_BYTES))
+
+    def _sign(self) -> Sign:
+        return Sign(self._beats, self._host, os.getpid(), self._doing(), self._counts)
 
     def _standstill(self, now: float) -> tuple[int, str, float] | None:
         """(the rank where the explanation begins, why, for how many seconds)."""
@@ -198,8 +209,10 @@ class Watchdog:
                 self._since = now
         if (rest_s := now - self._since) > limit_s and (self._counts or not self._waits_for_work()):
             return self.rank, f"no progress for {rest_s:.0f} s, the limit is {limit_s:.0f} s", rest_s
-        if not self._neighbours:
-            return None
+        return self._silence(now) if self._neighbours else None
+
+    def _silence(self, now: float) -> tuple[int, str, float] | None:
+        """Of the next rank, as `_standstill`."""
         after = (self.rank + 1) % self.size
         sign = sign_of_life(self.folder, after)
         if sign is None or sign != self._neighbour:
@@ -263,7 +276,7 @@ class Watchdog:
         signs = dict(self._read(Sign, "alive", set(range(self.size)) - set(records)))
         lines = diagnose(records, signs, start, rest_s)
         records_of = f"{_RECORDS}{self.folder}; the run ends with exit code {STOOD_STILL}"
-        lines = [f"mpipipe: watchdog: {why} (run.watchdog)", *lines, records_of]
+        lines = [f"mpipipe: watchdog: {why} ({self.setting})", *lines, records_of]
         for rank in signs:
             with suppress(OSError):
                 if stack := self._file("stack", rank).read_text(errors="replace"):

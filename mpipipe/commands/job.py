@@ -18,7 +18,6 @@ from mpipipe.state.resume import newest, read_state
 from mpipipe.state.rundir import CONFIG, METRICS, how_ended, reopen
 
 AGAIN = "SIGUSR1", TIME_OF_JOB  # of `Report.stopped_by`: who stops a run so wants it to be started again
-FINISHED = "the run is finished; for more, raise train.steps"
 
 
 @dataclass(frozen=True)

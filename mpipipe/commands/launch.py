@@ -22,8 +22,9 @@ from mpipipe.cluster.slurm import Assignment
 from mpipipe.cluster.starting import CONTAINER, start
 from mpipipe.commands import run
 from mpipipe.commands.allocation import assignment
-from mpipipe.commands.job import FINISHED, add_arguments, run_of_job
+from mpipipe.commands.job import add_arguments, run_of_job
 from mpipipe.errors import LaunchError
+from mpipipe.state.rundir import FINISHED
 from mpipipe.values import from_json
 
 

@@ -29,13 +29,12 @@ from mpipipe.cluster.watchdog import DIAGNOSIS, FOLDER, clear, explained, sign_o
 from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
 from mpipipe.commands.asking import Asking
-from mpipipe.commands.job import FINISHED
 from mpipipe.config import load
 from mpipipe.errors import LaunchError, MpipipeError
 from mpipipe.planner.sizes import counted
 from mpipipe.report.metrics import last_step
 from mpipipe.state.resume import newest, read_state
-from mpipipe.state.rundir import METRICS, SUMMARY, create, forget, how_ended, make_latest, reopen
+from mpipipe.state.rundir import FINISHED, METRICS, SUMMARY, create, forget, how_ended, make_latest, reopen
 
 LOOK_S = 1.0  # between two looks at a run
 LINGER_S = 3 * GRACE_S  # for a launcher whose ranks have left

@@ -6,13 +6,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import FrameType
 
 import numpy as np
 
 from mpipipe.cluster.flight import Doing, Pending, Recent
-from mpipipe.cluster.watchdog import Outside, line, stack_of, waiting
+from mpipipe.cluster.watchdog import Outside, View, line, stack_of, waiting
 from mpipipe.runtime.interpreter import Interpreter, Outcome
 from mpipipe.runtime.prefetch import THREAD
 from mpipipe.values import COMPUTE, RECVS, Instr, Op
@@ -101,6 +101,31 @@ class InterpreterView:
         if waits and rank in last and others:
             return "the weights of the losses", others
         return "the beginning of the step", ()
+
+
+class ViewOfNow:
+    """Of the interpreter that there is when it is asked. It keeps none: one that is to go holds weights."""
+
+    def __init__(self, find: Callable[[], Interpreter | None], outside: Outside) -> None:
+        """outside: the view while there is none."""
+        self._find, self._outside = find, outside
+
+    @property
+    def _now(self) -> View:
+        found = self._find()
+        return self._outside if found is None else InterpreterView(found)
+
+    def progress(self) -> Hashable:
+        return self._now.progress()
+
+    def doing(self, stack: list[FrameType], phase: str) -> Doing:
+        return self._now.doing(stack, phase)
+
+    def recent(self) -> tuple[Recent, ...]:
+        return self._now.recent()
+
+    def pending(self) -> tuple[Pending, ...]:
+        return self._now.pending()
 
 
 def _counts(outcome: Outcome) -> tuple[int, int]:

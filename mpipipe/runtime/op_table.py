@@ -8,6 +8,7 @@ kinds of machine, so that the next start has the same one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,9 +78,12 @@ def in_words(decision: Decision) -> str:
     """What runs on kernels, for people: `kernels: flash_attention 2.10, layer_norm 1.40 times ...`."""
     if not decision.table:
         return "kernels: wherever there is one"
-    ours = sorted({_kind(form) for form, by in decision.table.items() if by != "torch"})
-    theirs = sorted({_kind(form) for form, by in decision.table.items() if by == "torch"} - set(ours))
-    known = [f"{kind} {decision.gains[kind]:.2f}" if kind in decision.gains else kind for kind in ours]
+    forms = Counter(map(_kind, decision.table))
+    taken = Counter(_kind(form) for form, by in decision.table.items() if by != "torch")
+    ours, theirs = sorted(taken), sorted(set(forms) - set(taken))
+    faster = {kind: f" {gain:.2f}" for kind, gain in decision.gains.items()}
+    part = {kind: f" ({n} of {forms[kind]} forms)" for kind, n in taken.items() if n < forms[kind]}
+    known = [f"{kind}{part.get(kind, '')}{faster.get(kind, '')}" for kind in ours]
     how = " times as fast as torch" if decision.gains else ", as before"
     rest = f"; left to torch: {', '.join(theirs)}" if theirs else ""
     return f"kernels: {', '.join(known) + how if ours else 'none'}{rest}"

@@ -7,6 +7,7 @@ import gc
 import sys
 from typing import Any, NoReturn
 
+from mpipipe.cluster.calls import CallsWatchdog, Limit, Unwatched, watch_calls
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.ending import end, leave
 from mpipipe.cluster.memory import KEPT_BYTES, Memory, PeakMemory, keep_freed_memory
@@ -17,6 +18,7 @@ from mpipipe.ops import device
 from mpipipe.ops.reuse import reuse_freed_blocks
 
 _world: Communicator | None = None
+_calls: CallsWatchdog | Unwatched | None = None
 _memory: PeakMemory | None = None
 
 
@@ -31,6 +33,14 @@ def world() -> Communicator:
         else:
             _say_shortly(_world)
     return _world
+
+
+def calls_of_script(limit: Limit) -> CallsWatchdog | Unwatched:
+    """What watches, from the first pipeline on, that the ranks make the same calls. Collective at first."""
+    global _calls
+    if _calls is None:
+        _calls = watch_calls(world(), limit)
+    return _calls
 
 
 def _say_shortly(comm: Communicator) -> None:
@@ -49,7 +59,12 @@ def _say_shortly(comm: Communicator) -> None:
 def _end_together(comm: Communicator) -> None:
     exit_python, failed = sys.exit, [False]
 
+    def clear_up() -> None:
+        if _calls is not None:
+            _calls.clear_up()
+
     def hook(kind: type[BaseException], error: BaseException, at: Any) -> None:
+        clear_up()
         end(comm, error)
 
     def note_exit(status: Any = None) -> NoReturn:
@@ -58,6 +73,7 @@ def _end_together(comm: Communicator) -> None:
 
     def at_exit() -> None:  # before MPI's own, in which the other ranks would be waited for
         if failed[0]:
+            clear_up()
             comm.abort(1)
         elif comm.notices_loss:
             leave(comm)

@@ -27,6 +27,7 @@ CONFIG = "config.yaml"
 SUMMARY = "summary.json"  # its existence says that the run has ended
 METRICS = "metrics.jsonl"  # its existence says that training began
 SAVES = "saves.json"
+FINISHED = "the run is finished; for more, raise train.steps"
 _OF_ANY_START = (
     *(CONFIG, "train.log", "corpus-*.bin", "source-*/corpus-*.bin"),
     *("flight/rank-*.alive", "flight/rank-*.stack"),
@@ -92,11 +93,17 @@ def reopen(config: Config, base: str | Path = "runs") -> Path | None:
 def how_ended(config: Config, folder: Path) -> str:
     """ "finished", or why a run stopped before its end; "" where it has not got so far, as after a start that
     died before its summary, or where it is to do more steps now."""
-    try:
-        report = from_json(Report, (folder / SUMMARY).read_bytes())
-    except (OSError, ValidationError):
+    if (report := read_summary(folder)) is None:
         return ""
     return "finished" if report.steps >= config.train.steps else report.stopped_by or ""
+
+
+def read_summary(folder: Path) -> Report | None:
+    """None where there is none, or one of another version."""
+    try:
+        return from_json(Report, (folder / SUMMARY).read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def renew(folder: Path, config: Config, step: int) -> None:

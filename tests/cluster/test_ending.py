@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpipipe.cluster import ending
-from mpipipe.cluster.ending import SPEAK_FIRST_S, TimeLimit, stop_signals
+from mpipipe.cluster.ending import SPEAK_FIRST_S, TO_GO_ON, TimeLimit, stop_signals
 from mpipipe.commands.supervise import MENDABLE
 from mpipipe.errors import DataError, RecoveryError, UnreadableError
 
@@ -160,3 +160,35 @@ def test_the_first_signal_is_answered_at_once_where_somebody_speaks(
             signal.raise_signal(number)
         said = capfd.readouterr().err
     assert said == ("mpipipe: asked to stop (SIGUSR1): after this step, with a checkpoint\n" if says else "")
+
+
+def test_sigterm_is_promised_nothing_as_it_may_mean_that_a_rank_has_died(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with stop_signals(says=True):
+        signal.raise_signal(signal.SIGTERM)
+        said = capfd.readouterr().err
+    assert said.startswith(
+        "mpipipe: asked to stop (SIGTERM): after this step, with a checkpoint, if all ranks"
+    )
+    assert said.endswith("if not, --resume goes on from the newest checkpoint there is\n")
+
+
+def test_the_last_line_of_an_error_is_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    comm: Any = SimpleNamespace(rank=0, size=1)
+    way = f"{TO_GO_ON}4: mpirun -n 2 python -m mpipipe.train run/config.yaml run.dir=run --resume"
+    for error in (DataError("no such sample"), ZeroDivisionError("made to fail")):
+        error.add_note(way)
+        ending.end(comm, error)
+        assert capsys.readouterr().err.splitlines()[-1].strip() == way
+
+
+def test_that_line_does_not_hide_which_rank_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ending.time, "sleep", lambda _: None)
+    comm: Any = SimpleNamespace(rank=1, size=1)
+    error = DataError("no such sample")
+    error.add_note(f"{TO_GO_ON}4: ...")
+    ending.end(comm, error)
+    assert capsys.readouterr().err == f"mpipipe: error: no such sample\n  on rank 1\n  {TO_GO_ON}4: ...\n"

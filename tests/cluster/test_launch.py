@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from mpipipe.cluster import launch
@@ -137,3 +141,26 @@ def test_the_node_on_which_cores_are_shared_is_told_before_one_that_idles(
     assert "leave 1 of 3 cores idle" in str(run_local(2, advice)[0])
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: frozenset({0}))  # OMP_PROC_BIND=true
     assert str(run_local(3, advice)[0]).startswith("OpenMP binds the first threads of 3 ranks to the same")
+
+
+@pytest.mark.parametrize(("terminal", "launched"), [(True, True), (False, True), (True, False)])
+def test_a_line_reaches_the_terminal_of_the_launcher_though_it_copies_nothing(
+    terminal: bool, launched: bool
+) -> None:
+    """As mpirun after a Ctrl-C. A shell is no launcher: its terminal may not be where this process writes."""
+    says = "import sys; from mpipipe.cluster.launch import say_past_launcher as say; sys.exit(say('stopped'))"
+    launcher = (
+        f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {says!r}], stderr=-3))"
+    )
+    bare = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "SLURM"))
+    }
+    environ = bare | ({"OMPI_COMM_WORLD_SIZE": "2"} if launched else {})
+    master, slave = os.openpty()
+    with open(slave, "wb") as stream:
+        err = stream if terminal else subprocess.DEVNULL
+        job = subprocess.run([sys.executable, "-c", launcher], stderr=err, env=environ, check=False)
+        assert job.returncode == (terminal and launched)
+        if terminal and launched:
+            assert os.read(master, 100).decode() == "\r\nstopped\r\n"
+    os.close(master)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpipipe.cluster.started import started
+from mpipipe.cluster.started import launcher_pid, started
 
 PROGRAM = ("python", "-m", "mpipipe.train", "config.yaml", "train.steps=9")
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
@@ -48,6 +48,11 @@ def test_a_launcher_on_this_node_is_told_as_it_was_typed(
 ) -> None:
     lines = [line if line == "-proxy" else " ".join((line, "/bin/python", *PROGRAM[1:])) for line in above]
     assert started(4, {}, PROGRAM, under(tmp_path, *lines)) == words.split()
+
+
+def test_the_process_to_which_signals_go_is_the_launcher_above(tmp_path: Path) -> None:
+    assert launcher_pid(under(tmp_path / "some", "timeout 60", "prterun -n 4", "sh launch 4")) == 10**8 + 1
+    assert launcher_pid(under(tmp_path / "none", "slurmstepd", "sh")) is None
 
 
 def test_prterun_is_the_mpirun_beside_it_by_its_name_where_that_finds_it(tmp_path: Path) -> None:

@@ -45,6 +45,22 @@ Stage.forward = fails
 sys.exit(train.main(sys.argv[1:]))
 """
 
+DIES = """
+import os, signal, sys
+from mpipipe import train
+from mpipipe.runtime.trainer import Trainer
+
+step = Trainer.step
+
+def dies(self, number, **how):
+    if number == 5 and self.comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, number, **how)
+
+Trainer.step = dies
+sys.exit(train.main(sys.argv[1:]))
+"""
+
 IS_STOPPED = """
 import os, signal, sys
 from mpipipe import train
@@ -114,6 +130,27 @@ def test_an_error_on_one_rank_is_told_once_and_ends_all(launch: Launch, folder: 
     assert took_s < 20  # 2 to speak, the rest to end two processes of a busy machine
 
 
+def test_the_last_lines_after_an_error_name_it_and_the_command_that_goes_on(
+    launch: Launch, folder: Path
+) -> None:
+    later = "import itertools\npasses = itertools.count()\n\ndef fails"
+    fails = FAILS.replace("def fails", later).replace("micro == 2:", "micro == 2 and next(passes) == 5:")
+    job = launch(2, script(folder, fails), "config.yaml", "train.save_every=1", cwd=folder)
+    assert job.returncode != 0
+    of_rank = job.stderr.partition("mpipipe: rank 1 failed")[2]
+    assert of_rank.index("ZeroDivisionError: made to fail") < of_rank.index("to go on from step ")
+    assert " -m mpipipe.train run/config.yaml run.dir=run --resume" in of_rank
+    promised = [line for line in job.stderr.splitlines() if "asked to stop (SIGTERM)" in line]
+    assert all("if all ranks are there" in line for line in promised), promised
+
+
+def test_the_last_line_after_a_kill_promises_no_checkpoint(launch: Launch, folder: Path) -> None:
+    job = launch(2, script(folder, DIES), "config.yaml", "train.save_every=1", cwd=folder)
+    assert job.returncode != 0
+    line = job.stderr.partition("asked to stop (SIGTERM)")[2].partition("\n")[0]
+    assert line.endswith("if not, --resume goes on from the newest checkpoint there is"), job.stderr
+
+
 def test_a_signal_to_one_rank_stops_all_and_the_line_that_goes_on_does_so_as_it_is(
     launch: Launch, folder: Path
 ) -> None:
@@ -128,6 +165,8 @@ def test_a_signal_to_one_rank_stops_all_and_the_line_that_goes_on_does_so_as_it_
     line = job.stdout.partition("\nto go on: ")[2].partition("\n")[0]
     assert line.endswith(" -m mpipipe.train run/config.yaml run.dir=run --resume")
     ours = ("OMPI_", "PRTE_", "MPIRUN")  # which .ci/launch sets, and the shell of a user has not
+    assert not (folder / "run" / "timeline.png").exists(), "whoever sends SIGTERM may kill a second later"
+    (folder / "run" / "timeline.png.part").touch()
     bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     again = subprocess.run(
         ["timeout", "-k", "5", "120", "sh", "-c", line], cwd=folder, capture_output=True, text=True,
@@ -136,6 +175,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_line_that_goes_on_does_so_as_it_
     assert again.returncode == 0, again.stderr
     assert "mpipipe: 3 ranks x 1 thread" in again.stdout
     assert "resuming run after 5 steps" in again.stdout
+    assert [path.name for path in (folder / "run").glob("timeline.png*")] == ["timeline.png"]
 
 
 def test_a_sigterm_to_the_launch_script_ends_cleanly(launch: Launch, folder: Path) -> None:

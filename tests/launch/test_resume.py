@@ -218,10 +218,9 @@ def test_damaged_checkpoints_are_passed_over_and_a_finished_run_says_so(
     kept = [path.name for path in (run / "checkpoints").glob("*.damaged")]
     assert sorted(kept) == ["step-00000006.damaged", f"{last.name}.damaged"]
 
-    with pytest.raises(
-        CheckpointError, match=f"{STEPS} steps are done, and train.steps = {STEPS}; raise it to go on"
-    ):
-        train_alone(folder, "run.dir=damaged", "--resume")
+    train_alone(folder, "run.dir=damaged", "--resume")
+    assert f"{STEPS} steps: the run is finished; for more, raise train.steps" in capsys.readouterr().out
+    assert told(run) == undisturbed
 
 
 def test_a_time_limit_ends_with_a_checkpoint_and_the_run_can_go_on(
