@@ -165,6 +165,7 @@ def _train(
 ) -> Report:  # fmt: skip
     """As `train`, in the run folder that there is. place: as `_place` gives it."""
     run_dir, said, resumed = place
+    schedule = schedule_name(config)  # what it names is looked for before the data and the model
     checkpoint, passed_over = newest_sound(comm, run_dir) if resumed else (None, [])
     changed = list[str]()  # said when the resume is not refused
     of_run = list[dict[str, Any]]()
@@ -193,7 +194,7 @@ def _train(
         pipe = Pipeline(
             built.model, built.loss, built.data, optimizer_settings(config), batch=t.batch, val=val,
             val_batch=c.eval_batch, micro_batches=p.micro_batches, metrics=built.metrics,
-            schedule=schedule_name(config), precision=t.precision, threads=threads, bind=p.bind,
+            schedule=schedule, precision=t.precision, threads=threads, bind=p.bind,
             blocks=p.blocks, max_ranks=p.max_ranks, replicas=p.replicas, reduce=p.reduce, tied=p.tied,
             bits=t.bits, gemm=c.kernels.gemm, kernels=c.kernels.compiled, seed=t.seed, unused=t.unused,
             max_shapes=c.capture.max_shapes, receive_window=p.receive_window,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -142,10 +143,11 @@ def test_the_text_of_any_schedule_makes_it_again(n_stages, n_micro):
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
+        ("F0 F1 B0 B1", r"'mine' gives one string, 'F0 F1 B0 B1'...; give a list of them, one line per rank"),
         (["F0 F1 B0 B1"], r"'mine' gives 1 lines for 2 stages; one line each"),
         (["F0 F1 B0 B1", "F0 X1 B0 B1"], r"'mine', stage 1: 'X1' is no action; write F or B"),
         (["F0 F1 B0 B1", "F 0 F1 B0 B1"], r"'mine', stage 1: 'F' is no action"),
-        (["F0 F1 B0 B1", "F0 W0 F1 B1"], "stage 1, micro-batch 0 has F W; it needs F and B"),
+        (["F0 F1 B0 B1", "F0 W0 F1 B1"], "schedule 'mine': stage 1, micro-batch 0 has F W; it needs F and B"),
         (["F0 F1 B0 B1", "B0 F0 F1 B1"], r"1B0 comes before 1F0"),
         (["F0 F1 B0 B1", "F0 F1 B0"], r"stage 1, micro-batch 1 has F; it needs F and B"),
         (["F0 F1 B0 B1", ""], r"stage 1, micro-batch 0 has nothing; it needs F and B"),
@@ -157,6 +159,16 @@ def test_the_text_of_any_schedule_makes_it_again(n_stages, n_micro):
 def test_an_order_that_cannot_run_is_refused_with_its_place(own, lines, words):
     with pytest.raises(PlanError, match=words):
         own(lambda n_stages, n_micro: lines)
+
+
+def test_what_an_order_raises_is_said_with_its_place(own):
+    def order(n_stages, n_micro):
+        return ["F0 F1"][n_micro]
+
+    line = order.__code__.co_firstlineno + 1
+    place = f"IndexError('list index out of range') (File \"{__file__}\", line {line})"
+    with pytest.raises(PlanError, match=re.escape(place)):
+        own(order)
 
 
 def two_each(n_stages: int, n_micro: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from traceback import extract_tb
 
 from mpipipe.errors import PlanError, did_you_mean, nearest
 from mpipipe.planner.schedules.interleaved import STAGES_PER_RANK, interleaved
@@ -86,11 +87,19 @@ def register(
 
     def made(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
         try:
-            lines = list(order(n_stages, n_micro))
+            lines = order(n_stages, n_micro)
+            lines = lines if isinstance(lines, str) else list(lines)
         except Exception as error:  # for numbers that it does not know, say; others may do
+            last = extract_tb(error.__traceback__)[-1]
             raise PlanError(
-                f"schedule {name!r} of {n_stages} stages and {n_micro} micro-batches: {error!r}"
+                f"schedule {name!r} of {n_stages} stages and {n_micro} micro-batches: {error!r} "
+                f'(File "{last.filename}", line {last.lineno})'
             ) from error
+        if isinstance(lines, str):
+            raise PlanError(
+                f"schedule {name!r} gives one string, {lines[:20]!r}...; give a list of them, one line per "
+                "rank"
+            )
         if len(lines) != (n_ranks or max(1, n_stages // per_rank)):
             raise PlanError(
                 f"schedule {name!r} gives {len(lines)} lines for {n_stages} stages"

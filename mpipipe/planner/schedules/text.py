@@ -53,22 +53,19 @@ def from_text(text: str, name: str = "the schedule") -> Schedule:
         [_action(name, f"line {n + 1}", word, None, count) for word in row] for n, row in enumerate(words)
     ]
     n_stages, n_micro = (1 + max(action[i] for row in rows for action in row) for i in (1, 2))
-    try:
-        return _checked(rows, n_stages, n_micro)
-    except (PlanError, DeadlockError) as error:
-        raise type(error)(f"{name}: {error}") from error
+    return _checked(name, rows, n_stages, n_micro)
 
 
 def from_lines(name: str, lines: Sequence[str], n_stages: int, n_micro: int) -> Schedule:
     """From words between blanks, one line per rank: `F0` is of the stage with the number of its line. Raises
     as `from_text`."""
-    words = [line.split() for line in lines]
+    words, called = [line.split() for line in lines], f"schedule {name!r}"
     count = sum(map(len, words))
     rows = [
-        [_action(f"schedule {name!r}", f"stage {rank}", word, rank, count) for word in row]
+        [_action(called, f"stage {rank}", word, rank, count) for word in row]
         for rank, row in enumerate(words)
     ]
-    return _checked(rows, n_stages, n_micro)
+    return _checked(called, rows, n_stages, n_micro)
 
 
 def _action(name: str, where: str, word: str, stage: int | None, count: int) -> Action:
@@ -93,14 +90,17 @@ def _action(name: str, where: str, word: str, stage: int | None, count: int) -> 
     return Action(Op[match[2]], int(match[1] or stage or 0), int(match[3]))
 
 
-def _checked(rows: Sequence[Sequence[Action]], n_stages: int, n_micro: int) -> Schedule:
-    """A stage is where its first action is."""
+def _checked(name: str, rows: Sequence[Sequence[Action]], n_stages: int, n_micro: int) -> Schedule:
+    """A stage is where its first action is. name: how messages call it."""
     home: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
             home.setdefault(action.stage, rank)
     rank_of_stage = [home.get(stage, stage % len(rows)) for stage in range(n_stages)]
     schedule = by_rank(rank_of_stage, n_micro, rows)
-    check(schedule)
-    check_ends(schedule)
+    try:
+        check(schedule)
+        check_ends(schedule)
+    except (PlanError, DeadlockError) as error:
+        raise type(error)(f"{name}: {error}") from error
     return schedule
