@@ -305,7 +305,7 @@ def beginning(comm: Communicator, config: Config, threads: int, run_dir: Path, s
     ranks = counted(len(working), "rank") + (f" and {listed(spares)}" if spares else "")
     return [
         f"mpipipe: {ranks} x {counted(threads, 'thread')}, run folder {run_dir}",
-        *([f"note: {advice}, nor is it kept for later starts"] if advice else []),
+        *([f"note: {advice}"] if advice else []),
         *([recovery] if comm.size > 1 else []),
         f"{config.model.name}: it is captured, then what its parts cost here is measured ...",
     ]

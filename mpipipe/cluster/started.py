@@ -22,6 +22,11 @@ NAMES = ("mpirun", "mpiexec", "orterun", "prterun")  # srun is no parent of its 
 AS_ROOT = "--allow-run-as-root"  # Open MPI wants it, or two variables that may have been those of a script
 
 
+def as_root(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What a command line for `mpirun` needs beside, where this user is root and nothing else allows it."""
+    return [AS_ROOT] if os.geteuid() == 0 and environ.get("OMPI_ALLOW_RUN_AS_ROOT") != "1" else []
+
+
 def started(
     ranks: int,
     environ: Mapping[str, str],

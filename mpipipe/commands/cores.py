@@ -6,14 +6,13 @@ with all threads nor a rank on each core is always best: each number of threads 
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from mpipipe.cluster.node import cores_available
-from mpipipe.cluster.started import AS_ROOT
+from mpipipe.cluster.started import as_root
 from mpipipe.commands.costing import Costing
 from mpipipe.commands.machines import Here
 from mpipipe.config import Config
@@ -111,8 +110,7 @@ def advice(found: Sequence[Share], config: str, overrides: Sequence[str]) -> str
         slower = second.step_s / best.step_s - 1
         said += f"; {second.text} {f'takes {slower:.0%} longer' if slower >= ALIKE else 'is as good'}"
     bind = ["--bind-to", "none"] if best.threads > 1 else []
-    root = [AS_ROOT] if os.geteuid() == 0 and os.environ.get("OMPI_ALLOW_RUN_AS_ROOT") != "1" else []
-    launcher = ["mpirun", *root, *bind, "-n", str(best.ranks)] if best.ranks > 1 else []
+    launcher = ["mpirun", *as_root(), *bind, "-n", str(best.ranks)] if best.ranks > 1 else []
     overrides = [o for o in overrides if not o.startswith("pipeline.threads=")]
     words = ["python", "-m", "mpipipe.train", config, *overrides, f"pipeline.threads={best.threads}"]
     return f"{said}\n  {shlex.join([*launcher, *words])}"

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Literal
 
 from mpipipe.checks import check_trained
-from mpipipe.cluster.routes import LIBRARIES
+from mpipipe.cluster.routes import LIBRARIES, PRODUCTS
 from mpipipe.commands.machines import Machine
 from mpipipe.config import Config
 from mpipipe.configured import optimizer_settings, schedule_name
@@ -23,6 +23,7 @@ from mpipipe.planner.joint import Joint
 from mpipipe.planner.sizing import settle, usual_size
 from mpipipe.runtime.costing import Found, Updates, bytes_per_param_byte, costs_of, saved_bytes
 from mpipipe.runtime.modelling import find
+from mpipipe.runtime.op_table import Decision, in_words
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of, set_gemm_route
 from mpipipe.values import BatchBytes, Cluster, Costs, Gemm, Prediction
@@ -49,9 +50,9 @@ class Costing:
         schedules = schedules_of(schedule_name(config))
         self.asked = Asked(numerics, self.counts, schedules, p.receive_window, n_ranks, recompute=p.recompute)
         self._variants_of = cache(variants_of)
-        self.gemm_why = self._settle_gemm(machine, asked)
+        self.choices = [PRODUCTS + self._settle_gemm(machine, asked)]  # of libraries and kernels, for people
         if t.bits == "fast":
-            self._settle_ops(machine)
+            self.choices.append(self._settle_ops(machine))
         self.at: dict[int, tuple[Variants, Found]] = {}
         self._kept: dict[int, Costs] = {}
         self.base_bytes, self.seconds = 0, 0.0
@@ -89,11 +90,14 @@ class Costing:
             set_gemm_route(gemm)
         return why
 
-    def _settle_ops(self, machine: Machine) -> None:
+    def _settle_ops(self, machine: Machine) -> str:
+        """Which operators are our own, in words."""
         numerics, captured = self.asked.numerics, self._variants_of
         table = machine.table(self._usual(), numerics)
         self.asked = replace(self.asked, numerics=replace(numerics, op_table=table))
         self._variants_of = cache(lambda rows: captured(rows).lowered(Lowering(numerics.bits, table)))
+        said = in_words(Decision(table, {}))
+        return said if table else f"{said}, as long as no run has chosen on this machine"
 
     def _usual(self) -> Variants:
         return self._variants_of(usual_size(self.asked))

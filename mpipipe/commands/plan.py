@@ -20,8 +20,8 @@ from rich.text import Text
 
 from mpipipe.cluster.launch import load_advice
 from mpipipe.cluster.memory import uncollected
-from mpipipe.cluster.routes import PRODUCTS
 from mpipipe.cluster.spares import check_spares
+from mpipipe.cluster.started import as_root
 from mpipipe.commands import allocation, run
 from mpipipe.commands.arguments import positive, seconds
 from mpipipe.commands.cores import advice, shares, table
@@ -149,7 +149,7 @@ def _plan(a: argparse.Namespace) -> None:
 
     per_sample = data.tokens_per_sample
     print(_heading(a, config, variants, counted(a.ranks, "rank")))
-    print(said, *machine.assumed(cluster), f"{PRODUCTS}{costing.gemm_why}", "", sep="\n")
+    print(said, *machine.assumed(cluster), *costing.choices, "", sep="\n")
     print(outlook(plan, rows, config.train.batch * per_sample, "tokens" if per_sample > 1 else "samples"))
     if len(joint.tried) > 1:
         print(chosen(joint, sizes, costing.seconds))
@@ -161,7 +161,8 @@ def _plan(a: argparse.Namespace) -> None:
             write_output(Path(a.output), plan_text(plan))
         train = shlex.join([a.config, *a.overrides, "--plan", a.output])
         ranks = a.ranks + config.run.spares
-        print(f"\nplan: {a.output}; to train it: mpirun -n {ranks} python -m mpipipe.train {train}")
+        launcher = shlex.join(["mpirun", *as_root(), "-n", str(ranks)])
+        print(f"\nplan: {a.output}; to train it: {launcher} python -m mpipipe.train {train}")
 
 
 def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
@@ -188,7 +189,7 @@ def _curve(a: argparse.Namespace, config: Config, machine: Machine) -> None:
     cluster = machine.cluster(curve.levels[-1].ranks, costing.base_bytes)
     print(_heading(a, config, variants, f"{a.levels[0]} to {a.levels[-1]} ranks"))
     print(source_text(found, machine, costing.seconds), *machine.assumed(cluster), sep="\n")
-    print(f"{PRODUCTS}{costing.gemm_why}\n")
+    print(*costing.choices, "", sep="\n")
     show(curve, a.config, a.output)
 
 

@@ -45,7 +45,7 @@ class Indexed:
         seeds = draws(self._seed, self._stream, step, start, stop).tolist()
         with _borrowed_generators():
             items = [self._item(i, s) for i, s in zip(index, seeds, strict=True)]
-            return self._collate(items) if self._collate else _stack(items, [*map(self._name, index)])
+            return self._collate(items) if self._collate else _stack(items, lambda i: self._name(index[i]))
 
     def name(self, step: int, sample: int) -> str:
         """What the user calls a sample of the batch of `step`, such as "data[17]"."""
@@ -83,13 +83,15 @@ class ByMicroBatch:
         return self._data.batch(step, self._micro_of(start, stop))
 
 
-def _stack(samples: list[Any], names: list[str]) -> Any:
+def _stack(samples: list[Any], name_of: Callable[[int], str]) -> Any:
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
         forms = [*map(_form, samples)]
         other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
-        why = str(error) if other is None else f"{names[0]} is {forms[0]}, but {names[other]} {forms[other]}"
+        why = str(error)
+        if other is not None:
+            why = f"{name_of(0)} is {forms[0]}, but {name_of(other)} {forms[other]}"
         raise DataError(
             f"samples cannot be put together: {why}; give them one form and shape, or a collate that pads"
         ) from error

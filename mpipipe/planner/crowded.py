@@ -47,9 +47,8 @@ def seconds_beside(
         moments = np.unique(np.concatenate(spans))
         if len(moments) < 2:
             continue
-        for rank in ranks:
-            others = [span for other, span in zip(ranks, spans, strict=True) if other != rank]
-            beside = sum((_busy(span, moments) for span in others), np.zeros(len(moments) - 1))
+        busy = np.array([_busy(span, moments) for span in spans])
+        for rank, beside in zip(ranks, busy.sum(0) - busy, strict=True):
             rate = np.minimum(cluster.devices[rank].alone, on_node[node] / (1.0 + beside))
             found[rank][works[rank]] = _stretched(
                 times[rank][works[rank], 0], seconds[rank][works[rank]], moments, rate

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import shape_of, stages_in
+from mpipipe.planner.crowded import uncrowded
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.noise import WORTH
 from mpipipe.planner.programs import cut_indices, program_for
@@ -61,7 +62,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
         )
     if any((times[:, 1] < times[:, 0]).any() for times in measured.times):
         raise PlanError("the measured step has spans that end before they begin; run again to measure anew")
-    costs = refined_costs(plan.costs, plan.layout, measured)
+    costs = uncrowded(refined_costs(plan.costs, plan.layout, measured))  # what it took while others waited
     ran = plan_of(costs, plan.numerics, plan.layout)
     layout = plan.layout
     try:

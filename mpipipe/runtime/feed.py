@@ -231,10 +231,11 @@ def _load(data: Data, request: Request) -> Batch:
         if data.exact:
             return data.batch(*request)
         stream: Stream = data  # type: ignore[assignment]
-        return stream.next_batch(request[0], request[1]) or {}
+        return stream.next_batch(request.split, request.step) or {}
     except (StopIteration, SystemExit) as error:  # one rank must not take it for the end, and leave
         raise DataError(
-            f"{request[0]} step {request[1]}: the data set raised {error!r}; only a plain iterable may end"
+            f"{request.split} step {request.step}: the data set raised {error!r}; only a plain iterable may "
+            "end"
         ) from error
 
 

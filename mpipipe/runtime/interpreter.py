@@ -240,7 +240,8 @@ class Interpreter:
         captured = self.variants.anatomy(job.mode, job.source.specs[i.micro]).captured
         before = {key: sum(specs[key].shape[0] for specs in job.source.specs[: i.micro]) for key in batch}
         if found := outside(captured, batch, before, job.source.name_of):
-            raise DataError(f"{job.mode} step {job.step}: {found}") from error
+            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            raise DataError(f"{job.mode} step {job.step}: {found}\n  {why}") from error
 
     def _samples(self, micro: int, code: Code) -> Batch:
         started = time.perf_counter()

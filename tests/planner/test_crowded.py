@@ -85,6 +85,13 @@ def test_a_step(schedule: str, stages: tuple[StageCost, ...], alone: float, node
     assert simulate(program, stages, where).makespan_s == pytest.approx(exact, rel=1e-4)
 
 
+def test_many_ranks_settle() -> None:
+    program, stages = lower(SCHEDULES["1f1b"](16, 64), (), "per_use", 4), UNEVEN * 4
+    where = crowd(16, 4.0)
+    exact = one_by_one(program, stages, where)
+    assert simulate(program, stages, where).makespan_s == pytest.approx(exact, rel=1e-4)
+
+
 def test_with_one_core_for_all_no_schedule_waits() -> None:
     for schedule in ("gpipe", "1f1b", "zb-h1"):
         program = lower(SCHEDULES[schedule](4, 8), (), "per_use", 4)

@@ -16,7 +16,7 @@ from mpipipe.planner import make_plan, program_for, simulate, stage_costs
 from mpipipe.planner.change import pays_off
 from mpipipe.planner.copies import stages_in
 from mpipipe.planner.mirrors import state_bytes
-from mpipipe.planner.prediction import norm_seconds
+from mpipipe.planner.prediction import expect_plan, norm_seconds
 from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.refine import refine, refined_costs, stage_seconds
 from mpipipe.planner.search import plan_of
@@ -68,6 +68,18 @@ def test_the_refined_costs_predict_the_step_that_was_measured(problem, ratios) -
     assert all(g.update_s >= -1e-12 for g in refined.plan.costs.groups)
     kept = [(g.param_bytes, g.stash_bytes, g.act_bytes) for g in costs.groups]
     assert [(g.param_bytes, g.stash_bytes, g.act_bytes) for g in refined.plan.costs.groups] == kept
+
+
+def test_a_step_of_ranks_that_share_cores_counts_that_once() -> None:
+    made, _ = made_plan(4, 8, 12)
+    assert made.costs is not None
+    where = made.costs.cluster
+    devices = tuple(replace(device, alone=2.0) for device in where.devices)
+    crowded = made.costs.but(cluster=replace(where, devices=devices, node_of_rank=(0,) * 4))
+    plan = plan_of(crowded, made.numerics, made.layout)
+    measured = expect_plan(plan, crowded)[1]
+    assert measured.makespan_s < 0.95 * made.prediction.step_s
+    assert refine(plan, measured).ran.prediction.step_s == pytest.approx(measured.makespan_s, rel=0.1)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-planned", "v-planned"])

@@ -239,6 +239,7 @@ def test_an_update_is_known_as_long_as_the_groups_hold(
     """For any learning rate, but not for another optimizer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(known, "still_held", lambda held, again: held)
+    monkeypatch.setattr("mpipipe.pipeline.others_here", lambda *_: None)
     timed: list[object] = []
     measured = costing.update_times
     monkeypatch.setattr(costing, "update_times", lambda *given: (timed.append(given[0]), measured(*given))[1])

@@ -84,6 +84,7 @@ def test_a_start_keeps_the_table_for_the_next_one_and_for_plans(
         patch.setattr("mpipipe.pipeline.others_here", lambda *_: "others are here")
         run_local(1, start)
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("mpipipe.pipeline.others_here", lambda *_: None)
     (first,) = run_local(1, start)
     monkeypatch.setattr(Contest, "times", lambda _: pytest.fail("it is known"))
     (again,) = run_local(1, start)
