@@ -79,7 +79,7 @@ def test_a_step_of_ranks_that_share_cores_counts_that_once() -> None:
     plan = plan_of(crowded, made.numerics, made.layout)
     measured = expect_plan(plan, crowded)[1]
     assert measured.makespan_s < 0.95 * made.prediction.step_s
-    assert refine(plan, measured).ran.prediction.step_s == pytest.approx(measured.makespan_s, rel=0.1)
+    assert refine(plan, measured).ran.prediction.step_s == pytest.approx(measured.makespan_s, rel=0.15)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-planned", "v-planned"])
