@@ -211,10 +211,8 @@ def _train(
             owner = own(run_dir, pipe.steps_done)
         if resumed and comm.rank == 0:
             renew(run_dir, config, pipe.steps_done)
-            before = [
-                run_dir / name for name in (SUMMARY, TRACE, "timeline.png", PERFETTO)
-            ]  # of where it ended
-            for path in (*before, *run_dir.glob("*.part")):  # and what it could not end
+            of_its_end = [run_dir / name for name in (SUMMARY, TRACE, "timeline.png", PERFETTO)]
+            for path in (*of_its_end, *run_dir.glob("*.part")):  # and what it could not end
                 path.unlink(missing_ok=True)
             cut_metrics(run_dir / METRICS, pipe.steps_done)
         if comm.rank == 0:
@@ -267,7 +265,7 @@ def _going_on(
         f"resuming {run_dir} after {step} steps" if step else f"no checkpoint in {run_dir}, it begins anew"
     )
     if step >= steps:
-        going_on += f", which are all: there is no {SUMMARY} yet"
+        going_on += f", which are all: {SUMMARY} is not there, or of another version"
     notes = [f"note: passed over {folder}: {wrong}" for folder, wrong in passed_over]
     return [*notes, f"mpipipe: {going_on}"], otherwise(before, config), of_run
 
@@ -300,7 +298,8 @@ def beginning(comm: Communicator, config: Config, threads: int, run_dir: Path, s
     if config.run.recover == "mpi":
         by = "by spares while there are some, then " if spares else ""
         recovery = f"recovery: in this job, {by}on the ranks that are left, from their mirrors"
-    if launcher := launcher_pid():
+    in_job = "SLURM_JOB_ID" in os.environ  # where USR1 means: save, and start again (slurm/train.sh)
+    if not in_job and (launcher := launcher_pid()):
         recovery += f"; `kill -USR1 {launcher}` stops it with a checkpoint"
     ranks = counted(len(working), "rank") + (f" and {listed(spares)}" if spares else "")
     return [

@@ -590,3 +590,17 @@ def test_it_is_said_where_a_run_that_dies_begins_again(save_every: int, step: in
     config = Config.model_validate({"train": {"save_every": save_every}})
     said = run_local(2, lambda comm: beginning(comm, config, 1, Path("run"), step))[0]
     assert any(line.startswith(f"recovery: a run that dies begins again from {place}; ") for line in said)
+
+
+def test_how_to_stop_a_run_is_said_where_the_signal_does_not_start_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def says() -> bool:
+        said = run_local(2, lambda comm: beginning(comm, Config(), 1, Path("run"), 0))[0]
+        return any("`kill -USR1 7` stops it with a checkpoint" in line for line in said)
+
+    monkeypatch.setattr("mpipipe.train.launcher_pid", lambda: 7)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert says()
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert not says()
