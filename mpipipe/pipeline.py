@@ -173,7 +173,8 @@ class Pipeline(SharedWork):
     refine     plan anew from what the first steps took, in `fit` and `mpipipe.train`, where that pays off;
                when not: docs/planning.md
     watchdog   seconds without progress within a call that end a script; "auto": 60, or 10 predicted steps. It
-               also ends one whose ranks make different calls. "off": neither. The first pipeline decides
+               also ends one whose ranks make different calls. "off": neither. The first pipeline decides, and
+               is to be made by all ranks; one that is given `comm` is not watched
     say        takes the lines that are meant for people, on rank 0: None = print; lambda text: None = silence
 
     Raises CaptureError, DataError, PlanError, CheckpointError, LaunchError.
@@ -442,8 +443,9 @@ class Pipeline(SharedWork):
         """The trainer of the plan, with the weights that the source has now. Of the working ranks alone."""
         started = time.perf_counter()
         self.trainer = Trainer(
-            self.comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample
-        )
+            self.comm, self.variants, self.plan, self.optimizer, self.data, self.memory.sample,
+            self.calls.during,
+        )  # fmt: skip
         self.recorder = Recorder(self.comm, self.program)
         give_back_freed_memory()  # of the first weights, which were made one by one
         self.build_s = time.perf_counter() - started

@@ -16,6 +16,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -131,10 +132,14 @@ def slices(batch: Batch, bounds: Bounds) -> list[Batch]:
 
 
 class Feed:
-    """One for each rank. first: specs of the primary graph."""
+    """One for each rank. first: specs of the primary graph; during: entered around a wait for data, which may
+    take minutes."""
 
-    def __init__(self, comm: Communicator, data: Data, reads: Reads, first: Specs) -> None:
-        self.comm, self.data, self.reads, self.first = comm, data, reads, first
+    def __init__(
+        self, comm: Communicator, data: Data, reads: Reads, first: Specs,
+        during: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:  # fmt: skip
+        self.comm, self.data, self.reads, self.first, self.during = comm, data, reads, first, during
         self.ahead: Prefetch[Request, Batch] = Prefetch(partial(_load, data), AHEAD)
         weakref.finalize(self, self.ahead.stop)
 
@@ -157,7 +162,7 @@ class Feed:
             every = frozenset(self.first)
             requests = [Request(split, step, *part, every) for part in bounds]
             self.ahead.expect(requests)
-            kept = [self.ahead.get(request) for request in requests]
+            kept = [self.get(request) for request in requests]
             found = [self.checked(specs_of(b), f"step {step}, micro-batch {i}") for i, b in enumerate(kept)]
             if split == "train":
                 self.ahead.expect([Request(split, step + 1, *part, every) for part in bounds])
@@ -166,6 +171,10 @@ class Feed:
         if self.comm.rank != 0:  # which has them all, and the next step's under way
             source.expect()
         return source
+
+    def get(self, request: Request) -> Batch:
+        with self.during("its data"):
+            return self.ahead.get(request)
 
     def checked(self, specs: Specs, place: str) -> Specs:
         """`specs`, if it has the keys, dtypes and dimensions of the first batch. Raises DataError."""
@@ -182,7 +191,7 @@ class Feed:
     def _stream(self, mode: Mode, split: Split, step: int, bounds: Bounds) -> Source | None:
         micros: list[Batch] = []
         if self.comm.rank == 0:
-            batch = self.ahead.get(Request(split, step, 0, 0, frozenset()))
+            batch = self.get(Request(split, step, 0, 0, frozenset()))
             if split == "train":
                 self.ahead.expect([Request(split, step + 1, 0, 0, frozenset())])
             if batch:
@@ -290,7 +299,7 @@ class _Loaded:
         return Request(self.split, step, *self.bounds[micro], keys)
 
     def _load(self, micro: int, keys: Keys) -> Batch:
-        batch = self.feed.ahead.get(self._request(self.step, micro, keys))
+        batch = self.feed.get(self._request(self.step, micro, keys))
         for key in keys:
             has, said = spec(batch[key]) if key in batch else None, self.specs[micro][key]
             if has != said:

@@ -38,9 +38,8 @@ class InterpreterView:
             step = self._of.job.step + 1 if outcome is not None else 0
             loading = _loading(stack)
             found = self._outside.doing(stack, phase)
-            return Doing(
-                step, f"{phase}, its data" if loading else found.what, found.waits_for, loading or found.at
-            )
+            what = "its data" if loading else found.what
+            return Doing(step, what, found.waits_for, loading or found.at)
         begun, ended = _counts(outcome)
         what, waits_for = self._inside(begun, ended, waiting(stack) is not None)
         loading = _loading(stack)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count, groupby
 from typing import Any
 
@@ -39,7 +40,8 @@ def check_tags(comm: Communicator, program: Program) -> None:
 
 
 class Trainer:
-    """Collective: every rank makes one with the same arguments. `resident_bytes`: see `Interpreter`."""
+    """Collective: every rank makes one with the same arguments. `resident_bytes`: see `Interpreter`;
+    `during`: see `Feed`."""
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class Trainer:
         optimizer: Optimizer,
         data: Data,
         resident_bytes: Callable[[], int] = int,
+        during: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.comm, self.variants, self.plan, self.data = comm, variants, plan, data
         numerics, layout, graph = plan.numerics, plan.layout, variants.graph
@@ -75,7 +78,7 @@ class Trainer:
         self.interpreter = Interpreter(
             comm, variants, layout.cuts, stages, ties, numerics, optimizer, resident_bytes
         )
-        self.feed = Feed(comm, data, self._reads, variants.first)
+        self.feed = Feed(comm, data, self._reads, variants.first, during)
 
     def _reads(
         self, mode: Mode, specs: Specs, rank: int, micro: int, n_micro: int

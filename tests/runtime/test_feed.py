@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -107,6 +108,26 @@ def expect_batches(taken: list[list[list[Batch]]], **kind: bool) -> None:
 def of_steps(asked: list[Asked], steps: int = 2) -> list[Asked]:
     """Without what was loaded ahead of a step that never came."""
     return [a for a in asked if a[1] < steps]
+
+
+@pytest.mark.parametrize("kind", [{}, {"varying": True}, {"exact": False}])
+def test_each_wait_for_data_is_told_to_what_watches_this_rank(kind: dict[str, bool]) -> None:
+    def body(comm: Communicator) -> list[str]:
+        waits = list[str]()
+
+        @contextmanager
+        def during(phase: str) -> Iterator[None]:
+            waits.append(phase)
+            yield
+
+        mine = Feed(comm, Recorder(**kind), reads, FIRST, during)
+        step(mine.begin("train", "train", 0, BOUNDS), comm.rank)
+        mine.ahead.close()
+        return waits
+
+    zero, one, _ = run_local(3, body)
+    assert zero == ["its data"] * (1 if "exact" in kind else len(BOUNDS))
+    assert one == [], "it reads nothing"
 
 
 # -- fixed shapes ------------------------------------------------------------------------------
