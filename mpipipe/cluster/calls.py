@@ -9,12 +9,14 @@ as soon as two ranks have gone apart:
     rank 1   Pipeline   Pipeline.fit   the end of the script      <-- told, and all ranks end
 
 A rank between two calls may do what it wants for as long as it wants; when others wait for it, that is said.
-Within a call a standstill is one of the watchdog.
+Within a call a standstill is one of the watchdog. Pipelines that are given a `comm` are not watched, and a
+rank that never makes the first one is not noticed: the folder of the signs is agreed on there.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import shutil
 import sys
@@ -36,8 +38,9 @@ from mpipipe.cluster.watchdog import PERIOD_S, View, Watchdog, line
 from mpipipe.errors import MpipipeError
 
 NOTE_S = 30.0  # of waiting for a rank that has not come to a call, before that is said
-HEARD_S = 1.5 * PERIOD_S  # until the signs of all ranks tell of a call
+HEARD_S = 3.5 * PERIOD_S  # until all signs tell of a call, and each has been read twice by the rank before it
 SEEN_S = 2.0  # for the other nodes to see the folder of the signs
+OLD_S = 86400.0  # since anything was written there: a folder that was left over
 MOST = 4  # ranks that a note names
 END, MARK = "the end of the script", "signs"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -74,7 +77,9 @@ class CallsWatchdog(Watchdog):
         self.calls, self.phase = Calls(), "the script"
         self._told = set[tuple[str, str]]()  # of waits
         self._number, self._begun_at = 0, 0.0  # of the newest call, as the thread has seen it
-        self._apart, self._failed = list[str](), False  # what is said of ranks that are; a call has
+        self._apart = self._found = list[str]()  # what is said of ranks that are; what one look has found
+        self._failed = False  # this call has, and has waited for what the others call
+        self._written, self._said_within = threading.RLock(), False  # of the last sign
         self._process = os.getpid()
 
     @contextmanager
@@ -82,7 +87,7 @@ class CallsWatchdog(Watchdog):
              counts: bool = False) -> Iterator[None]:  # fmt: skip
         before, at = self.calls.within, _of_the_script()
         if not before:
-            self._watched = threading.get_ident()
+            self._watched, self._failed = threading.get_ident(), False
             if view is not None:
                 self.watch(view, step_s)
         self.calls = self.calls.and_then(name, at)
@@ -96,6 +101,7 @@ class CallsWatchdog(Watchdog):
             raise
         finally:
             self.calls = replace(self.calls, within=before)
+            self._say_outside()
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -103,6 +109,7 @@ class CallsWatchdog(Watchdog):
         self.calls = replace(self.calls, within=False)
         try:
             with self.during("the script"):
+                self._say_outside()
                 yield
         finally:
             self.calls = replace(self.calls, within=before)
@@ -121,16 +128,36 @@ class CallsWatchdog(Watchdog):
 
     def clear_up(self) -> None:
         """Where no rank is to look there any more."""
+        self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
+        self._stack.close()  # NFS keeps a file that is open, and its folder
         shutil.rmtree(self.folder.parent, ignore_errors=True)
+
+    def _say_outside(self) -> None:
+        """At once, where the last sign says that this rank is within a call: what comes now may hold the
+        interpreter's lock, so that the thread gives none. It is written once between two beats at most."""
+        with self._written:
+            if self._said_within and not self.calls.within:
+                self._give_sign()
 
     # -- the thread ----------------------------------------------------------------------------
 
+    def _give_sign(self) -> None:
+        with self._written:
+            super()._give_sign()
+
     def _sign(self) -> Sign:
-        return replace(super()._sign(), calls=self.calls)
+        sign = replace(super()._sign(), calls=self.calls)
+        self._said_within = sign.calls.within
+        if threading.get_ident() != self._watched:
+            return sign
+        return replace(sign, doing=replace(sign.doing, at=_of_the_script()))  # not this line here
 
     def _standstill(self, now: float) -> tuple[int, str, float] | None:
         mine = self.calls
-        self._apart = self._compared([(self.rank + 1) % self.size])  # so all are, in a ring
+        found = self._compared([(self.rank + 1) % self.size])  # so all are, in a ring
+        self._apart = found if found == self._found else []  # a sign may be read while it is written
+        self._found = found
         if self._apart:
             return self.rank, self._apart[0], 0.0
         if mine.number != self._number:
@@ -240,10 +267,21 @@ def _new_folder(several: bool) -> Path | None:
         within = cache_folder() if several else Path(tempfile.gettempdir())
         if within is not None:
             within.mkdir(parents=True, exist_ok=True)
+            _remove_old(within)
             made = Path(tempfile.mkdtemp(prefix="mpipipe-", dir=within))
             (made / MARK).touch()
             return made
     return None
+
+
+def _remove_old(within: Path) -> None:
+    """The folders of scripts that could not: they stood still, or were killed."""
+    for folder in within.glob("mpipipe-*"):
+        with suppress(OSError):  # of another user, or gone
+            if (folder / MARK).is_file():
+                newest_s = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+                if time.time() - newest_s > OLD_S:
+                    shutil.rmtree(folder)
 
 
 def _of_the_script() -> str:

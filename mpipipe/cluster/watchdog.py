@@ -36,7 +36,7 @@ from mpipipe.values import from_json, to_json
 FOLDER, CALLED, DIAGNOSIS = "flight", "called", "diagnosis.txt"
 STOOD_STILL = 75  # exit code; EX_TEMPFAIL of sysexits.h: worth another try
 AUTO_S, AUTO_STEPS = 60.0, 10.0  # the limit is the larger one: seconds, and predicted steps
-SIGN_BYTES = 1024  # of a sign of life at least, so that it seldom changes its length
+SIGN_BYTES = 2048  # of a sign of life at least, so that it seldom changes its length
 OTHER_S = 600.0  # at least, outside of steps: planning, checkpoints and drawings count no instructions
 WORK_S, WORK_BYTES = 30.0, 1 << 24  # computed, read or written meanwhile by a rank that works at all
 PERIOD_S = 2.0
@@ -179,7 +179,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._give_sign()
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # it may be closed
             self._stack.seek(0)
             self._stack.truncate()
             faulthandler.dump_traceback_later(self.limit_s, file=self._stack)

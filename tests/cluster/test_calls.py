@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,19 @@ from typing import Any
 import pytest
 
 from mpipipe.cluster import calls, watchdog
-from mpipipe.cluster.calls import END, CallsWatchdog, Unwatched, apart, watch_calls
+from mpipipe.cluster.calls import (
+    END,
+    HEARD_S,
+    MARK,
+    OLD_S,
+    CallsWatchdog,
+    Unwatched,
+    _new_folder,
+    _shared_folder,
+    apart,
+    watch_calls,
+)
+from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.flight import KEPT_CALLS, Calls, Sign
 from mpipipe.cluster.local import run_local
 from mpipipe.cluster.watchdog import CALLED, FOLDER
@@ -151,6 +166,100 @@ def test_between_two_calls_nothing_is_one(ranks, tmp_path, monkeypatch) -> None:
     time.sleep(4 * LIMIT_S)
     assert codes == []
     assert not (tmp_path / "signs" / FOLDER / CALLED).exists()
+
+
+@pytest.mark.parametrize("callback", [False, True])
+def test_what_holds_the_lock_of_the_interpreter_right_after_a_call_is_no_standstill(
+    ranks, callback: bool
+) -> None:
+    """The thread gives no sign there, and its last one was of the call."""
+    dogs, codes, _ = ranks
+    dogs[0].start()
+    with dogs[0].made("Pipeline.step"), dogs[1].made("Pipeline.step"):
+        dogs[1].start()
+        dogs[1]._stop()
+        with dogs[1].outside() if callback else nullcontext():
+            if callback:
+                time.sleep(4 * LIMIT_S)
+        assert codes == []
+    with dogs[0].made("Pipeline.evaluate"):
+        time.sleep(4 * LIMIT_S)
+    assert codes == []
+
+
+def test_a_difference_that_one_look_alone_sees_ends_nothing(ranks, monkeypatch) -> None:
+    """Signs are overwritten in place, so a look may meet half of one."""
+    dogs, codes, _ = ranks
+    looks = iter([["half of a sign"], ["half of another one"], [], ["half of a sign"]])
+    monkeypatch.setattr(dogs[0], "_compared", lambda others: next(looks, []))
+    dogs[0].start()
+    time.sleep(3 * LIMIT_S)
+    assert next(looks, None) is None
+    assert codes == []
+
+
+def test_each_call_that_fails_waits_once_for_what_the_others_have_called(ranks, monkeypatch) -> None:
+    dog, slept = ranks[0][0], list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="shapes"), dog.made("Pipeline.fit"), dog.made("Pipeline.step"):
+            raise ValueError("of shapes, say")
+    assert slept == [HEARD_S] * 2
+
+
+def shared_folders(see: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> list[Path | None]:
+    """That of ranks on nodes of their own."""
+    monkeypatch.setattr(calls, "SEEN_S", 0.1)
+
+    def body(comm: Communicator) -> Path | None:
+        return _shared_folder(comm)
+
+    def of_this_rank(file: Path, patience_s: float) -> bool:
+        return see[int(threading.current_thread().name.removeprefix("rank-"))] and file.is_file()
+
+    monkeypatch.setattr(calls, "seen", of_this_rank)
+    return run_local(len(see), body, node_of_rank=tuple(range(len(see))))
+
+
+def test_several_nodes_share_a_folder_below_the_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, *others = shared_folders((True, True, True), monkeypatch)
+    assert first is not None
+    assert (first / MARK).is_file()
+    assert first.parent == tmp_path / "mpipipe"
+    assert others == [first, first]
+
+
+def test_where_one_node_does_not_see_the_folder_none_is_left(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert shared_folders((True, True, False), monkeypatch) == [None] * 3
+    assert list((tmp_path / "mpipipe").iterdir()) == []
+
+
+def test_without_a_home_several_nodes_have_no_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    assert shared_folders((True, True), monkeypatch) == [None] * 2
+
+
+def test_what_scripts_have_left_is_removed_after_a_day(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    long_ago_s = time.time() - 1.1 * OLD_S
+    for name, mark, sign_s in [
+        ("left", MARK, long_ago_s),
+        ("used", MARK, time.time()),
+        ("own", "a", long_ago_s),
+    ]:
+        flight = tmp_path / f"mpipipe-{name}" / FOLDER
+        flight.mkdir(parents=True)
+        (flight / "rank-0.alive").touch()
+        (flight.parent / mark).touch()
+        os.utime(flight / "rank-0.alive", (sign_s, sign_s))
+        for path in (flight.parent / mark, flight, flight.parent):
+            os.utime(path, (long_ago_s, long_ago_s))
+    made = _new_folder(several=False)
+    assert made is not None
+    assert set(tmp_path.iterdir()) == {made, tmp_path / "mpipipe-used", tmp_path / "mpipipe-own"}
 
 
 def test_one_rank_or_off_is_watched_by_nobody(tmp_path, monkeypatch) -> None:
