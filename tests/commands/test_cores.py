@@ -42,11 +42,16 @@ def test_one_rank_with_all_threads_is_named_where_it_is_best() -> None:
     assert rows[2] == ["4", "1", "-", "-", "-", "-", "too", "little", "memory"]
 
 
-def test_several_ranks_are_started_with_their_threads_unbound() -> None:
+def test_several_ranks_are_started_with_their_threads_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert advice([share(1, 4, 1.01), share(2, 2, 1.0)], "c.yaml", []) == (
         "best: 2 ranks x 2 threads; 1 rank x 4 threads is as good\n"
         "  mpirun --bind-to none -n 2 python -m mpipipe.train c.yaml pipeline.threads=2"
     )
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
+    said = advice([share(2, 2, 1.0)], "c.yaml", [])
+    assert "  mpirun --allow-run-as-root --bind-to none -n 2 python" in said
 
 
 @pytest.mark.usefixtures("made_up_times")

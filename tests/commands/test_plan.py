@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mpipipe.cluster import memory
+from mpipipe.cluster.started import as_root
 from mpipipe.commands import machines, output, plan
 from mpipipe.commands.costing import Costing
 from mpipipe.commands.inputs import model_of
@@ -105,7 +106,8 @@ def test_spares_are_started_and_not_planned_for(run: Plan) -> None:
     code, out, _ = run(MLP, "--ranks", "3", *spare, "-o", "plan.json")
     assert code == 0
     assert out.startswith("config.yaml on 2 ranks, and 1 spare more: ")
-    assert "to train it: mpirun -n 3 python -m mpipipe.train config.yaml" in out
+    start = shlex.join(["mpirun", *as_root(), "-n", "3", "python", "-m", "mpipipe.train", "config.yaml"])
+    assert f"to train it: {start}" in out
     assert read_plan("plan.json").layout.n_ranks == 2
     code, _, err = run(MLP, "--ranks", "1", *spare)
     assert code == 1
@@ -212,8 +214,8 @@ def test_the_command_that_trains_it_is_that_of_the_same_run(run: Plan) -> None:
     _, out, _ = run(MLP, *given, "pipeline.micro_batches=8", "run.dir=a run")
     command = out.splitlines()[-1].partition("; to train it: ")[2]
     assert shlex.split(command) == [
-        "mpirun", "-n", "2", "python", "-m", "mpipipe.train", "config.yaml", "pipeline.micro_batches=8",
-        "run.dir=a run", "--plan", "my plan.json",
+        "mpirun", *as_root(), "-n", "2", "python", "-m", "mpipipe.train", "config.yaml",
+        "pipeline.micro_batches=8", "run.dir=a run", "--plan", "my plan.json",
     ]  # fmt: skip
 
 

@@ -143,7 +143,8 @@ def test_the_text_of_any_schedule_makes_it_again(n_stages, n_micro):
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("F0 F1 B0 B1", r"'mine' gives one string, 'F0 F1 B0 B1'...; give a list of them, one line per rank"),
+        ("F0 F1 B0 B1", r"'mine' gives a str, 'F0 F1 B0 B1'; give a list of strings, one line per rank"),
+        (None, r"'mine' gives a NoneType, 'None'; give a list of strings, one line per rank"),
         (["F0 F1 B0 B1"], r"'mine' gives 1 lines for 2 stages; one line each"),
         (["F0 F1 B0 B1", "F0 X1 B0 B1"], r"'mine', stage 1: 'X1' is no action; write F or B"),
         (["F0 F1 B0 B1", "F 0 F1 B0 B1"], r"'mine', stage 1: 'F' is no action"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from traceback import extract_tb
 
@@ -88,17 +88,17 @@ def register(
     def made(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
         try:
             lines = order(n_stages, n_micro)
-            lines = lines if isinstance(lines, str) else list(lines)
+            lines = list(lines) if isinstance(lines, Iterable) and not isinstance(lines, str) else lines
         except Exception as error:  # for numbers that it does not know, say; others may do
             last = extract_tb(error.__traceback__)[-1]
             raise PlanError(
                 f"schedule {name!r} of {n_stages} stages and {n_micro} micro-batches: {error!r} "
                 f'(File "{last.filename}", line {last.lineno})'
             ) from error
-        if isinstance(lines, str):
+        if not isinstance(lines, list):
             raise PlanError(
-                f"schedule {name!r} gives one string, {lines[:20]!r}...; give a list of them, one line per "
-                "rank"
+                f"schedule {name!r} gives a {type(lines).__name__}, {str(lines)[:20]!r}; give a list of "
+                "strings, one line per rank"
             )
         if len(lines) != (n_ranks or max(1, n_stages // per_rank)):
             raise PlanError(
