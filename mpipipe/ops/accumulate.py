@@ -35,6 +35,7 @@ def _eager(sum: Tensor, x: Tensor, zero: bool) -> None:
             x.zero_()
     else:
         found[0](sum.data_ptr(), x.data_ptr(), x.numel(), zero, *workers(x))
+        written(sum, x if zero else None)
 
 
 def _check(sum: Tensor, x: Tensor) -> None:
@@ -53,13 +54,8 @@ def _check(sum: Tensor, x: Tensor) -> None:
 # -- for torch.export and torch.compile ------------------------------------------------------------------
 
 
-def _operator(sum: Tensor, x: Tensor, zero: bool) -> None:
-    _eager(sum, x, zero)
-    written(sum, x if zero else None)
-
-
 def _operator_fake(sum: Tensor, x: Tensor, zero: bool) -> None:
     _check(sum, x)
 
 
-define("accumulate(Tensor(a!) sum, Tensor(b!) x, bool zero) -> ()", _operator, _operator_fake)
+define("accumulate(Tensor(a!) sum, Tensor(b!) x, bool zero) -> ()", _eager, _operator_fake)

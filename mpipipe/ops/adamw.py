@@ -68,6 +68,7 @@ def _eager(
         address(master), param.numel(), factor, lr, beta1, beta2, eps, weight_decay,
         step, *workers(param),
     )  # fmt: skip
+    written(*buffers.values())
 
 
 @torch.no_grad()
@@ -137,7 +138,6 @@ def _operator(
     _check_numbers(lr, factor)
     how = float(lr), beta1, beta2, eps, weight_decay, float(factor)
     _eager(param, grad, exp_avg, exp_avg_sq, master, step, *how)
-    written(param, grad, exp_avg, exp_avg_sq, master)
 
 
 def _operator_fake(

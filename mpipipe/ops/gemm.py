@@ -27,6 +27,8 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = 
     for an `out` that does not, or whose memory a or b has a part in."""
     if not _served(a, b, bias, out) or (bias is not None and bias.shape != b.shape[1:]):
         _check(a, b, bias, out=out)
+        if out is not None and not (traced(a, b, out) or _apart(out, a, b)):
+            raise ValueError(_unfit("out", out, a, b))
         return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]))
@@ -43,7 +45,7 @@ def add_gemm(total: Tensor, a: Tensor, b: Tensor) -> None:
         _run(a, b, None, total, True)
         return
     _check(a, b, total=total)
-    if served and not _apart(total, a, b):
+    if not (traced(a, b, total) or _apart(total, a, b)):
         raise ValueError(_unfit("total", total, a, b))
     total.addmm_(a, b)
 

@@ -98,6 +98,8 @@ def _check(
 
 
 def _check_scale(scale: Tensor | None) -> None:
+    if scale is not None and not isinstance(scale, Tensor):
+        raise ValueError(f"linear_cross_entropy: scale is {scale!r}: give torch.tensor({scale!r})")
     if scale is not None and (scale.shape or not scale.is_floating_point() or scale.requires_grad):
         raise ValueError(
             f"linear_cross_entropy: scale is {tuple(scale.shape)} {scale.dtype}, requires_grad="

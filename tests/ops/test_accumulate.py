@@ -78,3 +78,11 @@ def test_beyond_two_to_the_31_bytes():
     assert torch.count_nonzero(total) == 4
     assert not x[5]
     assert not x[-3:].any()
+
+
+def test_autograd_sees_that_the_sum_has_changed():
+    factor, x = torch.ones(8), torch.rand(8, requires_grad=True)
+    y = (factor * x).sum()
+    accumulate(factor, torch.ones(8, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()

@@ -179,3 +179,11 @@ def test_what_autograd_has_kept_is_known_to_be_overwritten():
         loss.backward()
     with torch.inference_mode():
         by_name(**buffers(8), step=1, **HOW)
+
+
+def test_autograd_sees_that_a_parameter_has_changed() -> None:
+    param = torch.nn.Parameter(torch.ones(8))
+    y, rest = (param * param).sum(), [torch.zeros(8) for _ in range(3)]
+    adamw(param, *rest, step=1, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()

@@ -124,3 +124,13 @@ def test_other_tensors_are_computed_by_torch_or_refused() -> None:
         gemm(square, b[:, :4], out=square)
     with pytest.raises(ValueError, match="share or interleave no memory with a or b"):
         add_gemm(square, square[:, :3], square[:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_result_over_a_factor_is_refused_where_torch_computes(dtype: torch.dtype) -> None:
+    a, b = torch.randn(6, 6).to(dtype), torch.randn(6, 6).to(dtype)
+    for result in (a, b):
+        with pytest.raises(ValueError, match="share or interleave no memory with a or b"):
+            gemm(a, b, out=result)
+        with pytest.raises(ValueError, match="share or interleave no memory with a or b"):
+            add_gemm(result, a, b)
