@@ -353,8 +353,8 @@ class Pipeline(SharedWork):
         """Who moves messages on, and by which library and operators this model is computed; what measures
         its costs next. Collective."""
         kind = device_kind(self.numerics.instruction_set)
-        adds = not others_here(self.comm, load_average())
-        known = CostCache(cache_folder() if cost_cache else None, kind, self.say, adds)
+        quiet = not others_here(self.comm, load_average())
+        known = CostCache(cache_folder() if cost_cache else None, kind, self.say, quiet)
         here = Measuring(self.comm, known, self.say, self.working)
         self.messages_why = here.messages()
         self.numerics, self.gemm_why = here.gemm(decided.gemm, usual, self.numerics)

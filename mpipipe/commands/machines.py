@@ -93,7 +93,7 @@ class Here(Machine):
     def _cache(self, numerics: Numerics) -> CostCache:
         kind = device_kind(numerics.instruction_set)
         busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
-        return CostCache(cache_folder() if self.cost_cache else None, kind, print, adds=not busy)
+        return CostCache(cache_folder() if self.cost_cache else None, kind, print, quiet=not busy)
 
     def rates(self, chill: Callable[[], object]) -> Rates:
         return Trials(chill)

@@ -42,14 +42,15 @@ class Kept(Value):
 
 
 class CostCache:
-    """folder: None = nothing is kept. kind: of the machine, as in `Device.kind`; say: takes a note; adds:
-    whether anything is written."""
+    """folder: None = nothing is kept. kind: of the machine, as in `Device.kind`; say: takes a note; quiet:
+    whether others leave the machine alone. Else times are not kept; what decides bits is, so that all starts
+    have the same."""
 
     def __init__(
-        self, folder: Path | None, kind: str, say: Callable[[str], object], adds: bool = True
+        self, folder: Path | None, kind: str, say: Callable[[str], object], quiet: bool = True
     ) -> None:
         self._path = None if folder is None else folder / f"costs-{digest(kind)[:16]}.json"
-        self._kind, self._say, self._adds = kind, say, adds
+        self._kind, self._say, self._quiet = kind, say, quiet
 
     def read(self) -> Kept:
         """What is there."""
@@ -63,7 +64,8 @@ class CostCache:
 
     def write(self, new: Kept) -> None:
         """Adds to what is there; the least lately used go when there are too many."""
-        if self._path is None or not self._adds or new == Kept():
+        new = new if self._quiet else Kept(routes=new.routes, tables=new.tables)
+        if self._path is None or new == Kept():
             return
         there = Kept(self._kind)
         with suppress(ValueError):

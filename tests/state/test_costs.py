@@ -94,8 +94,8 @@ def test_without_a_place_nothing_is_kept_and_nothing_fails(tmp_path: Path) -> No
         assert said == []
 
 
-def test_nothing_is_added_where_it_would_mean_little(tmp_path: Path) -> None:
+def test_of_a_busy_machine_only_what_decides_bits_is_kept(tmp_path: Path) -> None:
     cache(tmp_path)[0].write(Kept(samples={"a": ONE}))
-    kept = CostCache(tmp_path, "a processor", print, adds=False)
-    kept.write(Kept(samples={"b": TWO}))
-    assert kept.read().samples == {"a": ONE}
+    kept, table = CostCache(tmp_path, "a processor", print, quiet=False), {"model": {"norm 8": "torch"}}
+    kept.write(Kept(samples={"b": TWO}, tables=table))
+    assert (kept.read().samples, kept.read().tables) == ({"a": ONE}, table)
