@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from mpipipe.graph.capture import Captured
+from mpipipe.graph.dtypes import LOSSES
 from mpipipe.graph.nodes import VIEWS, is_op, val
 from mpipipe.graph.rewrite import arguments_of, schema_name, source_line
 
@@ -20,7 +21,6 @@ _KEPT = {  # operators whose results have values of their input and no others
     "aten::squeeze", "aten::expand", "aten::pad", "aten::constant_pad_nd",
 }  # fmt: skip
 _TABLES = ("aten::embedding", "aten::embedding_bag", "mpipipe::embedding")
-_LOSSES = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd", "aten::nll_loss2d")
 _HEAD_LOSS = "mpipipe::linear_cross_entropy"
 _PICKS = ("aten::gather", "aten::index_select")
 _INDEX = "aten::index"  # which counts from the end, too
@@ -74,7 +74,7 @@ def _key(captured: Captured, indices: Any) -> str:
 
 def _look_ups(captured: Captured) -> Iterator[_LookUp]:
     for n in captured.graph.nodes:
-        given = arguments_of(n) if is_op(n, *_TABLES, *_LOSSES, *_PICKS, _HEAD_LOSS, _INDEX) else {}
+        given = arguments_of(n) if is_op(n, *_TABLES, *LOSSES, *_PICKS, _HEAD_LOSS, _INDEX) else {}
         if is_op(n, *_TABLES):
             table = given["weight"]
             name = captured.param.get(table, str(table))
@@ -83,7 +83,7 @@ def _look_ups(captured: Captured) -> Iterator[_LookUp]:
             yield _LookUp(
                 given["labels"], "the loss", val(given["weight"]).shape[0], 0, given["ignore_index"]
             )
-        elif is_op(n, *_LOSSES):
+        elif is_op(n, *LOSSES):
             scores = val(given["self"])
             classes = scores.shape[min(1, scores.dim() - 1)]
             yield _LookUp(given["target"], "the loss", classes, 0, given["ignore_index"])
