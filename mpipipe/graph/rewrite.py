@@ -75,9 +75,8 @@ def source_line(node: fx.Node) -> str:
         return "(source line unknown)"
     if not user:
         path = module_of(node)
-        return (
-            "in the loss" if not path else f"in {path.removeprefix('model').removeprefix('.') or 'the model'}"
-        )
+        layer = path.removeprefix("model").removeprefix(".")
+        return f"in layer {layer}" if layer else "in the model" if path else "in the loss"
     return "File " + " ".join(user[-1].split())
 
 

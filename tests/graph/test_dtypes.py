@@ -71,7 +71,9 @@ def test_what_torch_takes_is_taken(key: str) -> None:
 def test_in_a_list_of_layers_the_layer_is_said() -> None:
     layers = nn.Sequential(nn.Linear(8, 10), nn.ReLU())
     specs = {"input": TensorSpec((4, 8), "float64"), "labels": RIGHT["labels"]}
-    with pytest.raises(CaptureError, match=r"^in 0\n  'input' of the batch is float64.* float32 can: let"):
+    with pytest.raises(
+        CaptureError, match=r"^in layer 0\n  'input' of the batch is float64.* float32 can: let"
+    ):
         capture(ModelSource(layers, 0), loss, specs, "train")
 
 
