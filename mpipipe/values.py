@@ -432,10 +432,18 @@ class Numerics(Value):
 
     @property
     def split(self) -> str:
-        """For people: 8 micro-batches of 4, or of 3 or 4."""
-        least, larger = divmod(self.batch, self.micro_batches)
-        plural = "es" if self.micro_batches > 1 else ""
-        return f"{self.micro_batches} micro-batch{plural} of {f'{least} or {least + 1}' if larger else least}"
+        return split_text(self.batch, self.micro_batches)
+
+
+def split_text(batch: int, micro_batches: int) -> str:
+    """For people, of samples that are shared out evenly.
+
+    >>> split_text(32, 4), split_text(32, 5)
+    ('4 micro-batches of 8', '5 micro-batches of 6 or 7')
+    """
+    least, larger = divmod(batch, micro_batches)
+    plural = "es" if micro_batches > 1 else ""
+    return f"{micro_batches} micro-batch{plural} of {f'{least} or {least + 1}' if larger else least}"
 
 
 # What backward makes again of a stage's forward. selective: what is cheap to make, such as norms and

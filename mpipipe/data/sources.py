@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from mpipipe.errors import DataError
 from mpipipe.ops.generators import PROCESS_GENERATORS
 
 Collate = Callable[[list[Any]], Any]
+_MANY = 4  # parts of a sample that are said one by one
 
 
 class Source(Protocol):
@@ -41,11 +43,18 @@ class Indexed:
         self._seed, self._stream = seed, f"{split} randomness"
 
     def __call__(self, step: int, start: int, stop: int) -> Any:
-        index = self._order.indices(step, start, stop).tolist()
-        seeds = draws(self._seed, self._stream, step, start, stop).tolist()
         with _borrowed_generators():
-            items = [self._item(i, s) for i, s in zip(index, seeds, strict=True)]
-            return self._collate(items) if self._collate else _stack(items, lambda i: self._name(index[i]))
+            items = self._items(step, start, stop)
+            if self._collate:
+                return self._collate(items)
+            return _stack(items, lambda i: self.name(step, start + i))
+
+    def unlike(self, step: int, start: int, stop: int) -> str:
+        """Of samples that make no right batch: the first that differs from most. They are loaded again."""
+        with _borrowed_generators():
+            items = self._items(step, start, stop)
+        alike = f"each of its samples is {_form(items[0])}; the first is {self.name(step, start)}"
+        return _unlike(items, lambda i: self.name(step, start + i)) or alike
 
     def name(self, step: int, sample: int) -> str:
         """What the user calls a sample of the batch of `step`, such as "data[17]"."""
@@ -59,6 +68,11 @@ class Indexed:
         size = self._order.batch
         for step in range(-(-self.samples // size)):
             yield self(step, 0, min(size, self.samples - step * size))
+
+    def _items(self, step: int, start: int, stop: int) -> list[Any]:
+        index = self._order.indices(step, start, stop).tolist()
+        seeds = draws(self._seed, self._stream, step, start, stop).tolist()
+        return [self._item(i, s) for i, s in zip(index, seeds, strict=True)]
 
     def _item(self, index: int, seed: int) -> Any:
         torch.default_generator.manual_seed(seed)
@@ -87,22 +101,31 @@ def _stack(samples: list[Any], name_of: Callable[[int], str]) -> Any:
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
-        forms = [*map(_form, samples)]
-        other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
-        why = str(error)
-        if other is not None:
-            why = f"{name_of(0)} is {forms[0]}, but {name_of(other)} {forms[other]}"
         raise DataError(
-            f"samples cannot be put together: {why}; give them one form and shape, or a collate that pads"
+            f"samples cannot be put together: {_unlike(samples, name_of) or error}; give them one form and "
+            "shape, or a collate that pads"
         ) from error
+
+
+def _unlike(samples: list[Any], name_of: Callable[[int], str]) -> str:
+    """Says the first sample that has another form than most; "" where all have one."""
+    forms = [*map(_form, samples)]
+    usual = Counter(forms).most_common(1)[0][0]
+    other = next((i for i, form in enumerate(forms) if form != usual), None)
+    if other is None:
+        return ""
+    return f"{name_of(other)} is {forms[other]}, but {name_of(forms.index(usual))} {usual}"
 
 
 def _form(sample: Any) -> str:
     """For people: {ids: int64[7], labels: int64[]}."""
     if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{key}: {_form(value)}" for key, value in sample.items()) + "}"
+        return "{" + ", ".join(sorted(f"{key}: {_form(value)}" for key, value in sample.items())) + "}"
     if isinstance(sample, tuple | list):
-        return "(" + ", ".join(map(_form, sample)) + ")"
+        forms = [*map(_form, sample)]
+        if len(forms) > _MANY and len(set(forms)) == 1:
+            return f"{len(forms)} times {forms[0]}"
+        return "(" + ", ".join(forms) + ")"
     if isinstance(sample, torch.Tensor | np.ndarray):
         return f"{str(sample.dtype).removeprefix('torch.')}{list(sample.shape)}"
     return type(sample).__name__

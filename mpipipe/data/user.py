@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -64,8 +65,10 @@ def from_user(
             "they decide how many there are; set micro_batches to that number"
         )
     seen = parts[: _EXAMPLES if varying is None else 1]
-    examples = [as_batch(source(0, *part), names, "step 0") for part in seen]
-    structure = Structure.of(examples, [stop - start for start, stop in seen], varying, "step 0")
+    raw = [source(0, *part) for part in seen]
+    with _samples_named(source, 0, seen[0][0], seen[-1][1]):
+        examples = [as_batch(r, names, "step 0") for r in raw]
+        structure = Structure.of(examples, [stop - start for start, stop in seen], varying, "step 0")
     return UserData(source, held_out, names, structure)
 
 
@@ -87,6 +90,17 @@ def _source(
             raise DataError(f"the {split} data, a {type(data).__name__}, is empty; give at least one sample")
         return Indexed(data, Order(len(data), *order), collate, order[1], split)
     return ByMicroBatch(data, micro_of) if hasattr(data, "batch") else None
+
+
+@contextmanager
+def _samples_named(source: Source, step: int, start: int, stop: int) -> Iterator[None]:
+    """Says with a DataError which of the samples [start, stop) is unlike the others."""
+    try:
+        yield
+    except DataError as error:
+        if isinstance(source, Indexed):
+            error.add_note(source.unlike(step, start, stop))
+        raise
 
 
 def _one_of_ours(data: Any, val: Any) -> Dataset:
@@ -121,8 +135,10 @@ class UserData(DatasetBase):
         source = self._sources[split]
         if source is None:
             raise DataError("there is no validation data; give some as val, or do not evaluate")
-        found = as_batch(source(step, start, stop), self._names, f"{split} step {step}")
-        self._structure.check(found, stop - start, f"{split} step {step}")
+        raw = source(step, start, stop)
+        with _samples_named(source, step, start, stop):
+            found = as_batch(raw, self._names, f"{split} step {step}")
+            self._structure.check(found, stop - start, f"{split} step {step}")
         return {key: t for key, t in found.items() if key in keys}
 
     def name_of(self, split: Split, step: int, sample: int) -> str:

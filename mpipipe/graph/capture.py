@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec
 
 from mpipipe.cluster.memory import uncollected
 from mpipipe.errors import CaptureError, MpipipeError
+from mpipipe.graph.dtypes import refuse_unlike, wrong_dtype
 from mpipipe.graph.layers import Unrunnable
 from mpipipe.graph.means import refuse_mean
 from mpipipe.graph.program import Batch as Batch
@@ -114,13 +115,25 @@ def capture(
     Raises CaptureError with the user's source line where the model cannot be captured.
     """
     parts, failed = dict(written or {}), None
+
+    def new() -> Program:
+        return Program(source.module, loss, metrics or {}, mode)
+
+    def traced(program: Program, specs: Specs) -> Captured:
+        return _capture(program, source, specs, precision, parts)
+
+    def refuse_dtypes(error: Untraceable) -> None:
+        if why := wrong_dtype(error, specs, lambda other: traced(new(), other)):
+            raise CaptureError(why) from error
+
     while True:
-        program = Program(source.module, loss, metrics or {}, mode)
+        program = new()
         try:
-            return _capture(program, source, specs, precision, parts)
+            return traced(program, specs)
         except Untraceable as error:
             more = more_parts(error, program, source, parts)
             if not more:
+                refuse_dtypes(error)
                 raise
             why = place_of(loss).strip(" ()") if more == ["loss"] else ""
             parts |= dict.fromkeys(more, why or str(error).split("\n  ")[0])
@@ -130,6 +143,7 @@ def capture(
                 raise
             if failed.__cause__ is not None and is_slip(failed.__cause__):
                 raise failed from None
+            refuse_dtypes(failed)
             raise CaptureError(f"{failed}\n  {error}") from error
 
 
@@ -161,6 +175,7 @@ def _capture(
         rng = make_random_ops_ours(graph, name, source.seed)
         apply_regions(graph)
         _propagate(exported, source, precision)
+        refuse_unlike(graph)
     outputs, weight = _outputs(graph, program)
     return Captured(
         mode, graph, name, param, buffer, constant, inputs, rng, outputs, weight, tuple(updates),
@@ -213,6 +228,8 @@ def _exported(
             # autocast is not recorded, but what the model asks about it is true
             exported = torch.export.export(program, (batch,), strict=False).module(check_guards=False)
     except CaptureError as error:
+        if program.found.at is not None and users_own_frame(error) is None:
+            raise  # of what a loss or a metric gave, which it says
         raise type(error)(f"{user_frame(error.__cause__ or error)}\n  {error}") from error  # type: ignore[arg-type]
     except MpipipeError as error:  # a model, or a loss, that refuses its input
         line = users_own_frame(error)  # those that come with mpipipe say it all, and are not to be mended
@@ -301,7 +318,7 @@ def _outputs(graph: fx.Graph, module: Program) -> tuple[tuple[fx.Node, ...], fx.
         return results, None
     weight = results[-1] if module.found.weight is None else module.found.weight
     if weight != 1.0:  # which makes the step's loss the mean of the micro-batches' means
-        refuse_mean(results[0], weight)
+        refuse_mean(results[0], weight, place_of(module.loss))
     outputs = results[:-1] if module.found.weight is None else results
     for what, node in zip(["loss sum", *_sums_of(module.metrics)], outputs, strict=True):
         value = node.meta["val"]

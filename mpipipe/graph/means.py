@@ -14,11 +14,12 @@ _QUOTIENTS = {"aten::div", "aten::div_", "aten::true_divide"}
 _CASTS = {"aten::to", "aten::_to_copy", "aten::clone", "aten::squeeze", "aten::sum"}
 
 
-def refuse_mean(total: fx.Node, weight: fx.Node | float | None) -> None:
+def refuse_mean(total: fx.Node, weight: fx.Node | float | None, place: str = "") -> None:
     """Raises CaptureError where a mean, or what is divided by the weight itself, reaches the loss sum with
     nothing but views, casts, + and - between.
 
     A mean times a weight is a sum; so is a sum of means over something that is no sample (`mean(-1).sum()`).
+    place: of the loss, in brackets.
     """
     todo, seen = [total], set()
     while todo:
@@ -30,9 +31,9 @@ def refuse_mean(total: fx.Node, weight: fx.Node | float | None) -> None:
         if divided or _is_mean(node):
             does = "divides by that weight" if divided else "takes a mean"
             raise CaptureError(
-                f"{source_line(node)}\n  the loss promises a sum and its weight, but {schema_name(node)} "
-                f"{does}: return the sum (reduction='sum'), or in a script the mean alone, with "
-                "Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
+                f"{source_line(node)}\n  the loss{place} promises a sum and its weight, but "
+                f"{schema_name(node)} {does}: return the sum (reduction='sum'), or in a script the mean "
+                "alone, with Pipeline(..., weight_of=lambda batch: len(batch['labels']))"
             )
         if schema_name(node) in _SUMS:
             todo += node.all_input_nodes

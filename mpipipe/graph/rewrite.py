@@ -71,8 +71,12 @@ def source_line(node: fx.Node) -> str:
     which calls the loss; torch keeps the frames of modules only."""
     frames = [f.strip() for f in (node.stack_trace or "").split("File ") if f.strip()]
     user = [f for f in frames if "/torch/" not in f.split(",")[0] and not f.startswith(f'"{_HERE}')]
+    if not frames:
+        return "(source line unknown)"
     if not user:
-        return "in the loss" if frames else "(source line unknown)"
+        path = module_of(node)
+        layer = path.removeprefix("model").removeprefix(".")
+        return f"in layer {layer}" if layer else "in the model" if path else "in the loss"
     return "File " + " ".join(user[-1].split())
 
 

@@ -37,9 +37,8 @@ from mpipipe.planner.placing import any_order_bound_s
 from mpipipe.planner.prediction import dear, norm_seconds
 from mpipipe.planner.schedules import BY_HAND, FILLED, PLAIN, PLANNED, build, check, stages_on
 from mpipipe.planner.search import leaner, make_plan
-from mpipipe.planner.sizes import parts_text
 from mpipipe.planner.uneven import promising_shapes
-from mpipipe.values import Costs, Numerics, Plan, Program
+from mpipipe.values import Costs, Numerics, Plan, Program, split_text
 
 LIKE = 1.02  # a step that is longer by less is as good: a prediction cannot tell them apart
 EQUAL = 1.003  # likewise, of a schedule that was asked for by name
@@ -74,7 +73,7 @@ class Tried:
 
     @property
     def in_words(self) -> str:
-        return f"{self.micro_batches} micro-batches of {parts_text(self.batch, self.micro_batches)}"
+        return split_text(self.batch, self.micro_batches)
 
     @property
     def step_s(self) -> float:

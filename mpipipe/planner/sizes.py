@@ -16,16 +16,6 @@ def counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'s' * (count != 1)}"
 
 
-def parts_text(whole: int, parts: int) -> str:
-    """How large the parts are that differ by one at most.
-
-    >>> parts_text(32, 4), parts_text(32, 5)
-    ('8', '6 or 7')
-    """
-    small, larger = divmod(whole, parts)
-    return f"{small} or {small + 1}" if larger else str(small)
-
-
 def multiples_beside(number: int, of: int) -> str:
     """The nearest ones, below and above, of a number that is none itself.
 

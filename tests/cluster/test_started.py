@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpipipe.cluster.started import launcher_pid, started
+from mpipipe.cluster.started import as_root, launcher_pid, started
 
 PROGRAM = ("python", "-m", "mpipipe.train", "config.yaml", "train.steps=9")
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
@@ -114,3 +114,14 @@ def test_where_there_is_no_proc_the_environment_tells(tmp_path: Path) -> None:
     assert started(2, OPEN_MPI, PROGRAM, tmp_path / "none")[-2:] == ["-n", "4"]
     assert started(2, {}, ("python",), tmp_path / "none") == ["mpirun", "-n", "2"]
     assert started(1, {}, PROGRAM, tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("uid", "environ", "options"),
+    [(0, {}, ["--allow-run-as-root"]), (0, {"OMPI_ALLOW_RUN_AS_ROOT": "1"}, []), (1000, {}, [])],
+)
+def test_a_line_for_root_says_so(
+    monkeypatch: pytest.MonkeyPatch, uid: int, environ: dict[str, str], options: list[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    assert as_root(environ) == options

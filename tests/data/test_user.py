@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from mpipipe.checks import check_samples
 from mpipipe.cluster.comm import Communicator
@@ -126,7 +126,9 @@ def test_lengths_that_differ_are_found_or_told_or_refused() -> None:
     assert not fixed.varying
     with pytest.raises(DataError, match=r"train step 1: 'tokens' is float32 \(2, 5\).*float32 \(2, 4\)"):
         fixed.batch("train", 1, 2, 4, keys)
-    with pytest.raises(DataError, match=r"samples cannot be put together: data\[0\] is int64\[3\], but data"):
+    with pytest.raises(
+        DataError, match=r"samples cannot be put together: data\[1\] is int64\[4\], but data\[0\]"
+    ):
         user(texts, shuffle=False)
 
 
@@ -134,12 +136,36 @@ def test_a_sample_that_is_unlike_the_others_is_named() -> None:
     samples = [{"x": X[i], "labels": Y[i]} for i in range(4)] + [{"x": X[4]}] + [{"x": X[5], "labels": 7}]
     mine = user(samples, shuffle=False, varying=False)
     expected = (
-        r"data\[3\] is {x: float32\[3\], labels: int64\[\]}, but data\[4\] {x: float32\[3\]}; give them one"
+        r"data\[4\] is {x: float32\[3\]}, but data\[3\] {labels: int64\[\], x: float32\[3\]}; give them"
     )
     with pytest.raises(DataError, match=expected):
         mine.batch("train", 0, 3, 5, BOTH)
-    with pytest.raises(DataError, match=r"but val\[4\] {x: float32\[3\]}"):
+    with pytest.raises(DataError, match=r"val\[4\] is {x: float32\[3\]}, but val\[3\]"):
         user(samples[:4], samples, shuffle=False).batch("val", 0, 3, 5, BOTH)
+
+
+@pytest.mark.parametrize("collate", [None, default_collate])
+def test_a_sample_that_makes_another_batch_is_named(collate: Any) -> None:
+    """torch puts the keys of the first sample together, and what is no integer with integers; that step 0 has
+    such a batch is seen when the data are taken, and that all of one micro-batch are so, too."""
+    usual, other = {"x": X[0], "labels": Y[0]}, {"x": X[0], "labels": Y[0].float()}
+    forms = "{labels: float32[], x: float32[3]}", "{labels: int64[], x: float32[3]}"
+    with pytest.raises(DataError, match="by the first batches") as caught:
+        user([usual] * 3 + [other], shuffle=False, collate=collate)
+    assert caught.value.__notes__ == [f"data[3] is {forms[0]}, but data[0] {forms[1]}"]
+    samples = [usual] * 8 + [{"x": X[0]}] + [usual] * 3 + [other] * 4
+    later = user(samples, shuffle=False, collate=collate, batch=8)
+    with pytest.raises(DataError, match=r"the batch has the keys \['x'\]") as caught:
+        later.batch("train", 1, 0, 4, BOTH)
+    assert caught.value.__notes__ == [f"data[8] is {{x: float32[3]}}, but data[9] {forms[1]}"]
+    with pytest.raises(DataError, match="by the first batches") as caught:
+        later.batch("train", 1, 4, 8, BOTH)
+    assert caught.value.__notes__ == [f"each of its samples is {forms[0]}; the first is data[12]"]
+
+
+def test_long_lists_are_said_by_their_number() -> None:
+    with pytest.raises(DataError, match=r"data\[1\] is 8 times int, but data\[0\] 9 times int"):
+        user([[0] * 9, [0] * 8] * 4, shuffle=False)
 
 
 def test_what_a_sample_raises_says_which_one_it_was() -> None:

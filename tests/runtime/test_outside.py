@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import Dataset
 
 from mpipipe import OptimizerSettings, Pipeline
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import DataError
+from mpipipe.graph.capture import capture
+from mpipipe.graph.program import spec
+from mpipipe.graph.source import ModelSource
+from mpipipe.runtime.outside import outside
 
 WORDS, CLASSES, WRONG = 50, 10, 37
 
@@ -78,6 +82,57 @@ def test_labels_and_words(bits: str) -> None:
     found = said(Samples("ids", -1), bits)
     assert "the input 'ids' holds -1 in sample " in found
     assert f"data[{WRONG}], but the table 'table.weight' has 50 entries: it must be in [0, 50); mend" in found
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(WORDS, CLASSES)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.bag(ids)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(WORDS, CLASSES))
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.rows[ids].sum(1)
+
+
+def picked(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return -outputs.log_softmax(-1).gather(-1, batch["labels"][:, None]).sum(), len(outputs)
+
+
+def shifted(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    labels = pad(batch["labels"], (0, 1), value=-100)[1:]
+    return cross_entropy(outputs, labels, reduction="sum"), len(outputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "key", "value", "words"),
+    [
+        (Bag, picked, "ids", 50, "the table 'bag.weight' has 50 entries: it must be in [0, 50); mend"),
+        (Bag, picked, "labels", 10, "has 10 entries: it must be in [0, 10); mend"),
+        (Table, picked, "ids", -51, "has 50 entries: it must be in [-50, 50); mend"),
+        (Bag, shifted, "labels", -1, "the loss has 10 entries: it must be in [0, 10), or -100 to be ignored"),
+        (Table, picked, "ids", -50, ""),
+        (Bag, shifted, "labels", -100, ""),
+    ],
+)
+def test_whatever_looks_up(model: Any, loss: Any, key: str, value: int, words: str) -> None:
+    batch = {"ids": torch.zeros(4, 3, dtype=torch.int64), "labels": torch.zeros(4, dtype=torch.int64)}
+    specs = {k: spec(t) for k, t in batch.items()}
+    batch[key][2] = value
+    captured = capture(ModelSource(model, 0), loss, specs, "train")
+    found = outside(captured, batch, {"ids": 8, "labels": 8}, lambda sample: f"data[{sample + 90}]")
+    assert words in found
+    if words:
+        assert found.startswith(f"the input {key!r} holds {value} in sample 10 of the batch, data[100], but ")
+    else:
+        assert not found
 
 
 @pytest.mark.slow

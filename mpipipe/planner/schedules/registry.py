@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from inspect import unwrap
 from traceback import extract_tb
 
 from mpipipe.errors import PlanError, did_you_mean, nearest
@@ -87,18 +88,18 @@ def register(
 
     def made(n_stages: int, n_micro: int, n_ranks: int | None = None) -> Schedule:
         try:
-            lines = order(n_stages, n_micro)
-            lines = list(lines) if isinstance(lines, Iterable) and not isinstance(lines, str) else lines
+            given = order(n_stages, n_micro)
+            lines = list(given) if isinstance(given, Iterable) else []
         except Exception as error:  # for numbers that it does not know, say; others may do
-            last = extract_tb(error.__traceback__)[-1]
             raise PlanError(
-                f"schedule {name!r} of {n_stages} stages and {n_micro} micro-batches: {error!r} "
-                f'(File "{last.filename}", line {last.lineno})'
+                f"schedule {name!r} of {n_stages} stages and {n_micro} micro-batches: {error!r}"
+                f"{_line_of(order, error)}"
             ) from error
-        if not isinstance(lines, list):
+        if isinstance(given, str) or not lines or not all(isinstance(line, str) for line in lines):
+            found = repr(given)
             raise PlanError(
-                f"schedule {name!r} gives a {type(lines).__name__}, {str(lines)[:20]!r}; give a list of "
-                "strings, one line per rank"
+                f"schedule {name!r} gives {found if len(found) < 40 else f'{found[:40]}...'}; give a list of "
+                'strings, one per rank, such as "F0 F1 B0 B1"'
             )
         if len(lines) != (n_ranks or max(1, n_stages // per_rank)):
             raise PlanError(
@@ -110,6 +111,14 @@ def register(
     each = "one line each" if per_rank == 1 else f"one line for each {per_rank}"
     _add(name, made)
     _own_per_rank[name] = per_rank
+
+
+def _line_of(order: Callable[..., object], error: Exception) -> str:
+    """In brackets, of the file of `order` where the error comes by it."""
+    frames = extract_tb(error.__traceback__)[1:]  # the first is ours
+    code = getattr(unwrap(order), "__code__", None)
+    own = [f for f in frames if code and f.filename == code.co_filename] or frames
+    return f' (File "{own[-1].filename}", line {own[-1].lineno})' if own else ""
 
 
 def register_text(name: str, text: str) -> None:
