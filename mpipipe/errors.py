@@ -71,6 +71,11 @@ class ReportError(MpipipeError):
     """What a run has left behind is missing, damaged or of another version."""
 
 
+def first_line(error: BaseException) -> str:
+    """Of what it says; "" where that is nothing."""
+    return str(error).strip().split("\n")[0]
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Which of the known names is most like one that is not known; None where none is like it."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)

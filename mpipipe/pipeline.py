@@ -61,6 +61,7 @@ from mpipipe.ops.device import on_host
 from mpipipe.ops.device import use as use_device
 from mpipipe.ops.native import use_kernels
 from mpipipe.planner.asked import Asked, Replicas, check_groups, copies_of, counts_of, schedules_of
+from mpipipe.planner.crowded import is_crowded
 from mpipipe.planner.joint import search
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish
@@ -414,7 +415,9 @@ class Pipeline(SharedWork):
             plan = plan_of(self.costs, self.numerics, replace(given.layout, mirror_every=0))
         else:
             joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
-            plan = replace(joint.plan, prediction=expect_plan(joint.plan, self.costs)[0])
+            plan = joint.plan
+            if is_crowded(self.costs.cluster):  # which the search leaves out
+                plan = replace(plan, prediction=expect_plan(plan, self.costs)[0])
             if settled is not None:
                 self.say(chosen(joint, settled.sizes, settled.seconds))
             elif len(joint.tried) > 1:

@@ -57,3 +57,7 @@ def test_garbage_is_looked_for_when_all_is_imported(monkeypatch: pytest.MonkeyPa
     finally:
         gc.enable()
     assert while_tracer_is_imported == [False]
+
+
+def test_the_first_line_of_an_error_is_empty_where_it_says_nothing() -> None:
+    assert [errors.first_line(e) for e in (ValueError("one\ntwo"), IndexError())] == ["one", ""]

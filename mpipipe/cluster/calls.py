@@ -34,7 +34,7 @@ from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.flight import Calls, Sign
 from mpipipe.cluster.node import cache_folder
 from mpipipe.cluster.shared import seen
-from mpipipe.cluster.watchdog import PERIOD_S, View, Watchdog, line
+from mpipipe.cluster.watchdog import PERIOD_S, View, Watchdog, line, say
 from mpipipe.errors import MpipipeError
 
 NOTE_S = 30.0  # of waiting for a rank that has not come to a call, before that is said
@@ -190,7 +190,7 @@ class CallsWatchdog(Watchdog):
         self._told.add(mine.newest[-1])
         name, at = mine.newest[-1]
         more = f", and {len(missing) - MOST} more" if len(missing) > MOST else ""
-        _say(
+        say(
             f"mpipipe: note: rank {self.rank} waits in {name} ({at}) since {since_s:.0f} s: "
             f"{', '.join(missing[:MOST])}{more}, outside of any call; all ranks must make this one\n"
         )
@@ -202,7 +202,7 @@ class CallsWatchdog(Watchdog):
             return
         if self._call():
             lines = self._compared(range(self.size)) or self._apart
-            _say("mpipipe: error: " + "\n  ".join(lines) + "\n")
+            say("mpipipe: error: " + "\n  ".join(lines) + "\n")
             self.clear_up()
         else:
             time.sleep(SEEN_S)
@@ -293,9 +293,3 @@ def _of_the_script() -> str:
 
 
 _CONTEXTLIB = contextmanager.__code__.co_filename
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # of a launcher that is gone
-        sys.stderr.write(text)
-        sys.stderr.flush()

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from mpipipe.cluster.node import command_line
+
 PROGRAM = "mpipipe.train"
 GRACE_S = 5.0  # between TERM and KILL, and for the system to end what was killed
 TAIL = 60  # lines of stderr that are remembered
@@ -102,7 +104,7 @@ def remains(mark: str, session: int | None = None, proc: Path = Path("/proc")) -
             if entry.stat().st_uid != os.getuid():
                 continue
             of_session = session is not None and _stat(entry)[3] == str(session)
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            words = command_line(entry)
             if of_session or (mark in words and PROGRAM in words):
                 found.append(int(entry.name))
     return [pid for pid in found if _lives(pid, proc)]

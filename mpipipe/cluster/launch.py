@@ -174,6 +174,11 @@ def load_advice(load: float, cores: int) -> str | None:
     )
 
 
+def advice_here() -> str | None:
+    """`load_advice` for this node, now."""
+    return load_advice(os.getloadavg()[0], os.cpu_count() or 1)
+
+
 def busy_advice(comm: Communicator, load: float) -> str | None:
     """`load_advice` for this node; None where ranks share cores, as the load is then their own."""
     return None if comm.oversubscribed else load_advice(load, os.cpu_count() or 1)

@@ -179,6 +179,11 @@ def text(path: Path) -> str:
         return ""
 
 
+def command_line(process: Path) -> list[str]:
+    """The words of a process, which has this folder in /proc. Raises OSError for one that has ended."""
+    return (process / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+
+
 def field(path: Path, key: str) -> str:
     """The word after `key` in a file of lines "key value ..."."""
     words = (line.split() for line in text(path).splitlines())

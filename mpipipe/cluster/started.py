@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mpipipe.cluster.doctor.launcher import first_in
 from mpipipe.cluster.launch import HYDRA, PRTE, SRUN, launched_by
+from mpipipe.cluster.node import command_line
 from mpipipe.cluster.starter import Starter
 from mpipipe.cluster.survivors import tolerant
 
@@ -47,8 +48,7 @@ def launcher_pid(proc: Path = Path("/proc")) -> int | None:
     """That of the mpirun above this process, which hands signals on; None: none is on this node."""
     with suppress(OSError):  # a process that has ended, or is not ours
         for pid in _above(os.getpid(), proc):
-            name = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").partition("\0")[0]
-            if Path(name).name.startswith(NAMES):
+            if Path(*command_line(proc / str(pid))[:1]).name.startswith(NAMES):
                 return pid
     return None
 
@@ -58,7 +58,7 @@ def _as_typed(program: Sequence[str], environ: Mapping[str, str], proc: Path) ->
     given = list(program[1:])  # the interpreter's own name may be another one here
     try:
         for pid in _above(os.getpid(), proc):
-            words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            words = command_line(proc / str(pid))
             before = len(words) - len(given) - 1
             if before < 1 or words[before + 1 :] != given or ":" in words[:before]:
                 continue

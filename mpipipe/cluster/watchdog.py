@@ -80,6 +80,13 @@ class Outside:
         return ()
 
 
+def say(text: str) -> None:
+    """On the standard error, where there is one still."""
+    with suppress(OSError):  # of a launcher that is gone
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
 class Watchdog:
     """Of one rank; `start` it, and `close` it in time, since a rank that has ended gives no sign either."""
 
@@ -284,9 +291,7 @@ class Watchdog:
         text = "\n  ".join(lines) + "\n"
         with suppress(OSError):
             (self.folder / DIAGNOSIS).write_text(text)
-        with suppress(OSError):  # of a launcher that is gone
-            sys.stderr.write(text)
-            sys.stderr.flush()
+        say(text)
 
     def _await(self, ready: Callable[[], bool], limit_s: float) -> None:
         """For files of other ranks."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from mpipipe.cluster.assumed import like_this_node, ranks_per_node
-from mpipipe.cluster.launch import load_advice
+from mpipipe.cluster.launch import advice_here
 from mpipipe.cluster.node import cache_folder, cores_available
 from mpipipe.cluster.routes import LIBRARIES
 from mpipipe.config import Config
@@ -92,7 +91,7 @@ class Here(Machine):
 
     def _cache(self, numerics: Numerics) -> CostCache:
         kind = device_kind(numerics.instruction_set)
-        busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
+        busy = advice_here()
         return CostCache(cache_folder() if self.cost_cache else None, kind, print, quiet=not busy)
 
     def rates(self, chill: Callable[[], object]) -> Rates:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from mpipipe.cluster.launch import load_advice
+from mpipipe.cluster.launch import advice_here
 from mpipipe.cluster.memory import uncollected
 from mpipipe.cluster.spares import check_spares
 from mpipipe.cluster.started import as_root
@@ -204,7 +203,7 @@ def _doing(config: str, ranks: int) -> Text:
 
 def _cores(a: argparse.Namespace) -> None:
     config = load(a.config, a.overrides)
-    busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
+    busy = advice_here()
     found = shares(config, a.cores, model_of(config)[0])
     print(f"{a.config} on {counted(a.cores, 'core')} of this node: {config.model.name}\n")
     print(table(found, config.train.batch), "", advice(found, a.config, a.overrides), sep="\n")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe.cluster.doctor.machine import binding
-from mpipipe.cluster.launch import load_advice
+from mpipipe.cluster.launch import advice_here
 from mpipipe.cluster.partition import Partition, ask, minutes, partition, seconds
 from mpipipe.cluster.slurm import cores_here, domains_here
 from mpipipe.cluster.spares import check_spares
@@ -208,7 +208,7 @@ def _ways(
         return "as --cluster says", _of_files(a.cluster, config, least, may_come)
     if threads == "auto" and cores <= mine:
         found = splits(cores, domains_here(here))
-        busy = load_advice(os.getloadavg()[0], os.cpu_count() or 1)
+        busy = advice_here()
         why = f"each number was timed here (pipeline.threads=auto){f'. Note: {busy}' if busy else ''}"
         return why, by_split(config, found, least, node_bytes, may_come)
     each = max(1, cores // domains_here(here)) if threads == "auto" else threads

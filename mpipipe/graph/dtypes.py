@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from mpipipe.errors import first_line
 from mpipipe.graph.nodes import is_op, val
 from mpipipe.graph.program import Specs
 from mpipipe.graph.rewrite import Untraceable, arguments_of, module_of, schema_name, source_line
@@ -61,9 +62,7 @@ def wrong_dtype(error: Untraceable, specs: Specs, trace: Callable[[Specs], objec
             except Exception:
                 continue
             cause = error.__cause__
-            why = (
-                told[0] if cause is None else f"{type(cause).__name__}: {str(cause).strip().splitlines()[0]}"
-            )
+            why = told[0] if cause is None else f"{type(cause).__name__}: {first_line(cause)}"
             return (
                 f"{place}\n  {key!r} of the batch is {has.dtype}{list(has.shape)}, which cannot be computed "
                 f"with here, {dtype} can: let the data give it as torch.{dtype}\n  {why}"

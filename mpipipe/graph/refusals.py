@@ -20,7 +20,7 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from mpipipe.errors import CaptureError
+from mpipipe.errors import CaptureError, first_line
 from mpipipe.graph.known import masks_as_if_run
 from mpipipe.graph.rewrite import Untraceable, module_of, source_line
 from mpipipe.graph.source import ModelSource
@@ -245,7 +245,7 @@ def is_slip(error: BaseException) -> bool:
 
 def cannot(where: str, error: Exception, keys: Iterable[str] = ()) -> str:
     """What to say of a model that torch's tracer gives up on. keys: of the batch."""
-    reason = str(error).strip().split("\n")[0]
+    reason = first_line(error)
     if is_slip(error):
         has = f"; the batch has the keys {sorted(keys)}" if isinstance(error, KeyError) else ""
         return (

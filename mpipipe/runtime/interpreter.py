@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.errors import DataError
+from mpipipe.errors import DataError, first_line
 from mpipipe.graph.cut import Code, Leaf
 from mpipipe.graph.program import Batch, Mode
 from mpipipe.graph.source import TRACING
@@ -240,7 +240,7 @@ class Interpreter:
         captured = self.variants.anatomy(job.mode, job.source.specs[i.micro]).captured
         before = {key: sum(specs[key].shape[0] for specs in job.source.specs[: i.micro]) for key in batch}
         if found := outside(captured, batch, before, job.source.name_of):
-            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            why = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(f"{job.mode} step {job.step}: {found}\n  {why}") from error
 
     def _samples(self, micro: int, code: Code) -> Batch:

@@ -332,10 +332,10 @@ def test_threads_that_cannot_be_timed_here_are_not_weighed_and_that_is_said(
         why, found = submit._ways(asked, config, Partition("main", 4, cores, 1 << 40, 1e9), [1], None)
         return why, [split for split, _ in found]
 
-    monkeypatch.setattr(submit, "load_advice", lambda *_: None)
+    monkeypatch.setattr(submit, "advice_here", lambda: None)
     timed = "each number was timed here (pipeline.threads=auto)"
     assert ways(auto, 8) == (timed, [Split(1, 8), Split(2, 4), Split(4, 2), Split(8, 1)])
-    monkeypatch.setattr(submit, "load_advice", lambda *_: "others use this machine too")
+    monkeypatch.setattr(submit, "advice_here", lambda: "others use this machine too")
     assert ways(auto, 8)[0] == f"{timed}. Note: others use this machine too"
     why, found = ways(auto, 96)
     assert found == [Split(2, 48)]

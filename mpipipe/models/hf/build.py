@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpipipe.data.extras import optional
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ConfigError, first_line
 from mpipipe.graph.source import Initial
 from mpipipe.models.hf.forward import Kind, loss_of, metrics_of, with_batch_keys
 from mpipipe.models.hf.weights import Mapped, matches
@@ -139,7 +139,7 @@ def _config(transformers: Any, found: Pretrained) -> Any:
             str(found.config), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise ConfigError(
             f"{found.config}: is not a model that transformers {transformers.__version__} knows ({reason}); "
             "models with code of their own are given as package.module:factory"
