@@ -90,13 +90,14 @@ class Before:
 @dataclass(frozen=True)
 class Decided:
     """numerics: as far as they are known; count: of micro-batches, None: searched; gemm, op_table: None:
-    measured; blocks_why: for people, as of `blocks_of`."""
+    measured; blocks_why, gemm_why: for people, as of `blocks_of` and `gemm_of`."""
 
     numerics: Numerics
     count: int | None
     gemm: Gemm | None
     op_table: dict[str, str] | None
     blocks_why: str
+    gemm_why: str
 
 
 def decide(
@@ -111,14 +112,14 @@ def decide(
     n_blocks, why = blocks_of(blocks, micro_batches, batch, comm.size, max_ranks, known, reduce, new, spares)
     check_counts(batch, micro_batches, n_blocks, reduce)
     count = micro_batches_of(micro_batches, batch, n_blocks, known, new)
-    table, route = op_table_of(bits, known, new), gemm_of(gemm, known)
+    table, (route, route_why) = op_table_of(bits, known, new), gemm_of(gemm, known)
     numerics = numerics_of(
         bits=bits, op_table=table, batch=batch, micro_batches=count or n_blocks, blocks=n_blocks,
         threads=threads_of(comm, threads, before.saved, spares), gemm=route or "mkl", reduce=reduce,
         **settings,
     )  # fmt: skip
     before.check_numerics(numerics)
-    return Decided(numerics, count, route, table, why)
+    return Decided(numerics, count, route, table, why, route_why)
 
 
 def threads_of(
@@ -130,15 +131,15 @@ def threads_of(
     return default_threads(comm, cores_available(), spares) if saved is None else saved.numerics.threads
 
 
-def gemm_of(asked: Literal["auto"] | Gemm, decided: Numerics | None) -> Gemm | None:
-    """As `micro_batches_of`. None: it is measured."""
+def gemm_of(asked: Literal["auto"] | Gemm, decided: Numerics | None) -> tuple[Gemm | None, str]:
+    """As `micro_batches_of`, and for people why. None: it is measured."""
     if asked != "auto":
-        return asked
-    return None if decided is None else decided.gemm
+        return asked, "as kernels.gemm says"
+    return (None, "") if decided is None else (decided.gemm, "as the checkpoint or plan has it")
 
 
 def op_table_of(bits: str, decided: Numerics | None, new_numerics: bool) -> dict[str, str] | None:
-    """As `gemm_of`."""
+    """As `micro_batches_of`. None: it is measured."""
     if bits == "torch":
         return {}
     return None if decided is None or new_numerics or decided.bits != bits else decided.op_table

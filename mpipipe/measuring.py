@@ -47,7 +47,9 @@ class Measuring:
             self.cache.write(Kept(overlaps={name: overlap}))
         return overlapping.why(overlap, self.comm.transport)
 
-    def gemm(self, given: Gemm | None, variants: Variants, numerics: Numerics) -> tuple[Numerics, str]:
+    def gemm(
+        self, given: Gemm | None, given_why: str, variants: Variants, numerics: Numerics
+    ) -> tuple[Numerics, str]:
         """With the route of the matrix products, measured unless it is given, and why it is this one; a note
         where bf16 is slow here."""
         _ = variants.graph  # what cannot be captured is refused before ranks wait for each other
@@ -57,7 +59,7 @@ class Measuring:
         slow, found = prober.slow_bf16()
         if slow:
             self.say(f"note: {slow}")
-        reason = f"{LIBRARIES[numerics.gemm]}, as given or chosen before"
+        reason = f"{LIBRARIES[numerics.gemm]}, {given_why}"
         if given is None:
             choice = prober.choose()
             numerics, reason = replace(numerics, gemm=choice.gemm), choice.why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -28,13 +29,19 @@ SETS: Mapping[str, Mapping[str, frozenset[str]]] = {
     },
     "aarch64": {"sve": frozenset({"sve"}), "base": frozenset()},
 }
+_HERE = "make setup` or `pip install -e ."
+_warned: set[str] = set()  # commands that build what is missing
 _PLAIN: Mapping[str, frozenset[str]] = {"base": frozenset()}  # of any other machine
 
 
 def load(
-    name: str, version: str, without: str, build: str = "make setup` or `pip install -e ."
+    name: str,
+    version: str,
+    without: str = "random numbers and large plans take several times as long, with the same results",
+    build: str = _HERE,
 ) -> ModuleType | None:
-    """`mpipipe.<name>` where it is there in this version; else None and a warning: what happens `without`."""
+    """`mpipipe.<name>` where it is there in this version; else None, and a warning for all that the command
+    `build` makes: what happens `without`."""
     try:
         found = importlib.import_module(f"mpipipe.{name}")
     except ImportError as error:
@@ -43,21 +50,27 @@ def load(
         if found.version == version:
             return found
         reason = f"built for version {found.version}, the package needs {version}"
-    warnings.warn(
-        f"mpipipe.{name} is not used ({reason}): {without}. Build it with `{build}`",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    if build not in _warned:
+        _warned.add(build)
+        warnings.warn(
+            f"compiled parts of mpipipe are not used ({reason}): {without}. Build them with `{build}`",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return None
 
 
 @cache
 def instruction_set() -> str:
     """That the kernels of this process are compiled for: a name in `SETS`, the best that this processor runs,
-    or the one that MPIPIPE_INSTRUCTION_SET forces. Raises ConfigError where that one cannot run here."""
+    or the one that MPIPIPE_INSTRUCTION_SET forces. Where that one cannot run here, it ends the process: this
+    is found out while modules are imported, before a program can see to its errors."""
     machine, here, forced = platform.machine(), flags(), os.environ.get(FORCED)
     if forced:
-        check_forced(forced, machine, here)
+        try:
+            check_forced(forced, machine, here)
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
     return forced or best_set(machine, here)
 
 

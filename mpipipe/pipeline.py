@@ -358,7 +358,7 @@ class Pipeline(SharedWork):
         known = CostCache(cache_folder() if cost_cache else None, kind, self.say, quiet)
         here = Measuring(self.comm, known, self.say, self.working)
         self.messages_why = here.messages()
-        self.numerics, self.gemm_why = here.gemm(decided.gemm, usual, self.numerics)
+        self.numerics, self.gemm_why = here.gemm(decided.gemm, decided.gemm_why, usual, self.numerics)
         self.gemm_s = here.gemm_s
         self.numerics, ours = here.ops(decided.op_table, usual, self.numerics)
         self.ops_why = ours if self.kernels else "kernels: off"

@@ -273,7 +273,7 @@ def test_the_route_is_measured_once_and_kept_by_checkpoints_and_plans(
     rates["onednn"] = 1e10
     for kept in ({"resume": tmp_path / "c"}, {"plan": replace(first.plan, costs=None)}):
         pipe = run_local(2, lambda comm, kept=kept: pipeline(comm, micro_batches=2, **kept))[0]
-        assert (pipe.numerics.gemm, pipe.gemm_why) == ("onednn", "oneDNN, as given or chosen before")
+        assert (pipe.numerics.gemm, pipe.gemm_why) == ("onednn", "oneDNN, as the checkpoint or plan has it")
     assert run_local(1, lambda comm: pipeline(comm, micro_batches=2))[0].numerics.gemm == "mkl"
     with pytest.raises(ConfigError, match="gemm: 'onednn' in the checkpoint, 'mkl' now"):
         run_local(1, lambda comm: pipeline(comm, micro_batches=2, gemm="mkl", resume=tmp_path / "c"))
@@ -283,7 +283,7 @@ def test_a_given_route_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "LEAST_FLOPS", 1.0)
     monkeypatch.setattr(gemm, "measure", lambda *_: pytest.fail("measured"))
     pipe = run_local(1, lambda comm: pipeline(comm, micro_batches=2, gemm="mkl"))[0]
-    assert (pipe.numerics.gemm, pipe.gemm_why) == ("mkl", "MKL, as given or chosen before")
+    assert (pipe.numerics.gemm, pipe.gemm_why) == ("mkl", "MKL, as kernels.gemm says")
 
 
 def test_ranks_that_are_asked_for_other_routes_are_caught() -> None:

@@ -306,4 +306,4 @@ def test_bits_of_the_kernels_are_refused_without_them() -> None:
     assert "kernels = off, and train.bits = fast" in said
     assert "set train.bits to torch" in said
     assert parse("kernels: on\ntrain: {bits: fast}").train.bits == "fast"
-    assert "kernels = 3 (int); expected keys with values" in message("kernels: 3")
+    assert "kernels = 3 (int); expected on, off or keys with values" in message("kernels: 3")

@@ -263,7 +263,7 @@ def _complaint(key: str, path: tuple[str, ...], details: list[ErrorDetails]) -> 
         return f"{key} lacks the key '{first['loc'][-1]}'; write it below"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    wanted = " or ".join(map(_wanted, details))
+    wanted = ("on, off or " if key in _SWITCHES else "") + " or ".join(map(_wanted, details))
     names = [name for d in details if d["type"] == "literal_error" for name in _LITERALS.findall(_wanted(d))]
     meant = did_you_mean(nearest(str(first["input"]).lower(), names))
     return f"{key} = {first['input']!r} ({type(first['input']).__name__}); expected {wanted}{meant}"

@@ -19,9 +19,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.library import Function, define, differentiate, once_differentiable, traced, wants_gradient
 from mpipipe.ops.native import by_device, device_type, workers
 from mpipipe.ops.pointers import address, check, contiguous, pointer, refuse_dtypes
 
@@ -46,10 +45,14 @@ def batch_norm(
     """(y, mean (C,), unbiased variance (C,)) of a batch x (B, C, ...), floating point.
 
     y is the normalised x * weight + bias, plus `residual`, of the shape of x; below 0 set to 0 with `relu`.
-    weight and bias: (C,). The statistics have no gradient. Raises ValueError for other shapes, dtypes
-    that torch does not mix, or tensors on several devices."""
+    weight and bias: (C,). The statistics have no gradient. Raises ValueError for other shapes, one value a
+    channel, dtypes that torch does not mix, or tensors on several devices."""
     if x.dim() < 2 or not x.is_floating_point():
         raise ValueError(f"batch_norm of {x.dtype} {tuple(x.shape)}: x must be (B, C, ...), floating point")
+    if x.numel() == x.shape[1]:  # F.batch_norm refuses it, too
+        raise ValueError(
+            f"batch_norm of {tuple(x.shape)}: one value a channel has no variance; take more rows"
+        )
     if not _served(x, weight, bias, residual):
         return _by_torch(x, weight, bias, eps, relu, residual)
     if traced(x):

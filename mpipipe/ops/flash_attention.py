@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.library import Function, define, differentiate, once_differentiable, traced, wants_gradient
 from mpipipe.ops.native import by_device, device_type, workers
 from mpipipe.ops.pointers import address, check, contiguous
 
@@ -49,6 +49,7 @@ def flash_attention(
     Hk divides H: query head h reads key head h // (H // Hk). causal: query i sees the keys j <= i, also where
     T != S. key_lengths (B,) int64: that many keys of each sample are seen; key_mask (B, S) bool: those.
     scale: of the products, 1 / sqrt(E) unless told. Keys and values that a mask hides should be finite.
+    Autocast changes nothing here: the products are of q's dtype.
     Raises ValueError for shapes, dtypes or devices that do not fit, and for a length outside [0, S].
     """
     _check(q, k, v, key_lengths, key_mask)
@@ -129,7 +130,7 @@ class _FlashAttention(Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return *_backward(grads[0], *ctx.saved_tensors, *ctx.how), None, None, None, None
 
@@ -262,7 +263,8 @@ def _by_torch(
     if causal:
         seen = seen.tril()
     if key_lengths is not None:
-        _check_lengths(key_lengths, s)
+        if not traced(key_lengths):
+            _check_lengths(key_lengths, s)
         seen = seen & (torch.arange(s, device=q.device) < key_lengths[:, None])[:, None, None]
     if key_mask is not None:
         seen = seen & key_mask[:, None, None]

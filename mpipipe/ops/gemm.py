@@ -6,7 +6,7 @@
 Either factor may be the transpose of one whose rows lie side by side. What the kernel does not serve, other
 dtypes, devices and tensors without data, is computed by torch, so callers need not ask. `linear` and
 `linear_cross_entropy` call it with `own=True`, which a run does for forms that were measured to be faster so
-(mpipipe/graph/contest.py). Gradients are theirs: here is no graph.
+(mpipipe/graph/contest.py). Gradients are theirs: here is no graph, and a call that wants one is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpipipe.ops.library import traced, written
+from mpipipe.ops.library import traced, wants_gradient, written
 from mpipipe.ops.native import by_device, device_type, workers
 from mpipipe.ops.pointers import address, check, contiguous, overlap
 
@@ -23,8 +23,9 @@ _KERNELS = by_device({torch.float32: ("gemm_f32",)}, ("cpu",))
 
 def gemm(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """a @ b + bias. a (m, k), b (k, n), bias (n,) -> (m, n), written to `out` if it is given, in which the
-    elements of a row lie side by side. Raises ValueError for shapes, dtypes or devices that do not fit, and
-    for an `out` that does not, or whose memory a or b has a part in."""
+    elements of a row lie side by side. Raises ValueError for shapes, dtypes or devices that do not fit, for
+    an `out` that does not, or whose memory a or b has a part in, and where a gradient is wanted."""
+    _refuse_gradient(a, b, bias, out)
     if not _served(a, b, bias, out) or (bias is not None and bias.shape != b.shape[1:]):
         _check(a, b, bias, out=out)
         if out is not None and not (traced(a, b, out) or _apart(out, a, b)):
@@ -40,6 +41,7 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = 
 
 def add_gemm(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, in place. Raises ValueError as `gemm`."""
+    _refuse_gradient(a, b, total)
     served = _served(a, b, total)
     if served and _takes(total, a, b):
         _run(a, b, None, total, True)
@@ -48,6 +50,14 @@ def add_gemm(total: Tensor, a: Tensor, b: Tensor) -> None:
     if not (traced(a, b, total) or _apart(total, a, b)):
         raise ValueError(_unfit("total", total, a, b))
     total.addmm_(a, b)
+
+
+def _refuse_gradient(*tensors: Tensor | None) -> None:
+    if wants_gradient(*tensors):
+        raise ValueError(
+            "gemm has no derivative, and an argument requires a gradient; take torch.mm, or call it under "
+            "torch.no_grad()"
+        )
 
 
 def _served(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:

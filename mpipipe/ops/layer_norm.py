@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.library import Function, define, differentiate, once_differentiable, traced, wants_gradient
 from mpipipe.ops.native import Table, by_device, device_type
 from mpipipe.ops.pointers import address, check, contiguous, pointer, refuse_dtypes, row_sizes, rows_of
 

@@ -9,6 +9,7 @@ An operator has two doors to the same functions:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 _FUNCTION: Any = torch.autograd.Function
+_TWICE = "operators of mpipipe have no second derivative; take torch's own functions where you need one"
 _LIBRARY = torch.library.Library("mpipipe", "DEF")
 
 
@@ -31,12 +33,35 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, function, device)
     torch.library.register_fake(f"mpipipe::{name}", fake, lib=_LIBRARY)
+    if name.endswith("_backward"):
+        differentiate(name, _refuse)
     return getattr(torch.ops.mpipipe, name)
 
 
-def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
     """The derivative of a defined operator, by torch.library.register_autograd."""
     torch.library.register_autograd(f"mpipipe::{name}", backward, setup_context=setup, lib=_LIBRARY)
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError(_TWICE)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch's, which leaves a second derivative out without a word where the gradient that comes in has
+    none itself, as that of a sum; here its use raises RuntimeError in any case."""
+
+    @wraps(backward)
+    def once(ctx: Any, *args: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *args)
+        if not is_grad_enabled():  # nobody asked for a graph of the gradients
+            return found
+        found = found if isinstance(found, tuple) else (found,)
+        refusing: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(found))
+        return refusing(*(None if g is None else g.detach().requires_grad_() for g in found))
+
+    return once
 
 
 class Function(torch.autograd.Function):

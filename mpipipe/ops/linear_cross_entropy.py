@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mpipipe.ops.cross_entropy import KERNELS, backward, check_labels, forward, forward_and_backward
 from mpipipe.ops.gradients import destination, has_data, wanted
-from mpipipe.ops.library import Function, define, differentiate, traced, wants_gradient
+from mpipipe.ops.library import Function, define, differentiate, once_differentiable, traced, wants_gradient
 from mpipipe.ops.native import device_type
 from mpipipe.ops.pointers import check
 

@@ -38,11 +38,7 @@ KERNELS_VERSION = "14"
 # another one. Other arguments, or more speed with the same bits, leave it: no resume is refused for nothing.
 KERNELS_BITS = "5"
 CUDA = "_kernels_cuda"
-kernels = load(
-    f"_kernels_{instruction_set()}",
-    KERNELS_VERSION,
-    "random ops run on numpy, with the same results but several times slower",
-)
+kernels = load(f"_kernels_{instruction_set()}", KERNELS_VERSION)
 # without a word where it is not built, or where this torch has no tensors for it
 cuda_kernels = (
     load(CUDA, KERNELS_VERSION, "tensors of a GPU are computed by torch alone", "make kernels CUDA=1")

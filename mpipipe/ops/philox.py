@@ -13,6 +13,7 @@ the same contract for C++.
 from __future__ import annotations
 
 import hashlib
+from typing import SupportsIndex
 
 import numpy as np
 import torch
@@ -80,11 +81,13 @@ def words(key: int, step: int, micro: int, n: int, start: int = 0) -> UInt32:
 
 
 def check_stream(key: int, step: int, micro: int) -> None:
-    """Raises ValueError unless key has 64 bits and step and micro 32, none of them negative."""
-    if not (0 <= key < 1 << 64 and 0 <= step < 1 << 32 and 0 <= micro < 1 << 32):
+    """Raises ValueError unless key is an integer of 64 bits and step and micro of 32, none below 0."""
+    whole = type(key) is type(step) is type(micro) is int  # soonest: every eager call passes here
+    whole = whole or all(isinstance(n, SupportsIndex) for n in (key, step, micro))
+    if not (whole and 0 <= key < 1 << 64 and 0 <= step < 1 << 32 and 0 <= micro < 1 << 32):
         raise ValueError(
-            f"random stream (key={key}, step={step}, micro={micro}): the key must be in [0, 2**64), step and "
-            "micro in [0, 2**32); make the key with stream_key(seed, node name)"
+            f"random stream (key={key}, step={step}, micro={micro}): all must be integers, the key in "
+            "[0, 2**64), step and micro in [0, 2**32); make the key with stream_key(seed, node name)"
         )
 
 

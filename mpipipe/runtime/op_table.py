@@ -27,10 +27,12 @@ Table = dict[str, str]  # form -> "torch", or the instruction set of the kernels
 
 @dataclass(frozen=True)
 class Decision:
-    """gains: times faster than torch, by kind of the operators that are ours; none where it was known."""
+    """gains: times faster than torch, by kind of the operators that are ours; none where it was known.
+    without: a rank that has no compiled kernels, for which all do without."""
 
     table: Table
     gains: Mapping[str, float]
+    without: int | None = None
 
 
 def table_name(kinds: Sequence[str], variants: Variants, numerics: Numerics) -> str:
@@ -48,8 +50,9 @@ def decide(comm: Communicator, variants: Variants, numerics: Numerics, known: Ta
     if known is not None:
         return Decision(known, {})
     forms = sorted({m.question for m in in_question(variants.primary)})
-    if "none" in comm.allgather_object(kernel_set()):  # not built on some rank
-        return Decision(dict.fromkeys(forms, "torch"), {})
+    sets = comm.allgather_object(kernel_set())
+    if "none" in sets:
+        return Decision(dict.fromkeys(forms, "torch"), {}, sets.index("none"))
     contest = Contest(variants.primary, numerics.precision, clock_of(comm, numerics.threads)[0], comm.size)
     comm.barrier()
     by_rank = comm.allgather_object(contest.times())
@@ -76,6 +79,8 @@ def gains(table: Table, times: Mapping[str, Sequence[Seconds]]) -> dict[str, flo
 
 def in_words(decision: Decision) -> str:
     """What runs on kernels, for people: `kernels: flash_attention 2.10, layer_norm 1.40 times ...`."""
+    if decision.without is not None:
+        return f"kernels: none, as rank {decision.without} has no compiled ones; torch computes all"
     if not decision.table:
         return "kernels: wherever there is one"
     forms = Counter(map(_kind, decision.table))

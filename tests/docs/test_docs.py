@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mpipipe import config
+from mpipipe import config, ops
 from mpipipe.__main__ import COMMANDS
 from mpipipe.config import sections
 from mpipipe.config.read import _kinds
@@ -535,6 +535,17 @@ def test_the_table_of_arguments_is_that_of_pipeline() -> None:
         r"^\| `(\w+)` \| ", page.partition("\n## Train\n")[2].partition("\n## ")[0], re.MULTILINE
     )
     assert [name for name in methods if not callable(getattr(Pipeline, name, None))] == []
+
+
+def test_the_table_of_operators_is_that_of_their_signatures() -> None:
+    page = (REPOSITORY / "docs" / "kernels.md").read_text()
+    shown = re.findall(r"^\| `(\w+)(\(.*?\))` \| ", page.partition("\n## Call one")[2], re.MULTILINE)
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \| .* \| `\w+", page, re.MULTILINE)))
+    assert {name for name, _ in shown} == {*listed, "add_gemm"} - {"philox_words"}
+    for name, arguments in shown:
+        found = inspect.signature(getattr(ops, name))
+        bare = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+        assert str(inspect.Signature(bare)) == arguments
 
 
 # -- the messages ------------------------------------------------------------------------------

@@ -340,6 +340,12 @@ def test_wrong_arguments_are_refused(said):
         flash_attention(q, k, v, **masks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lengths_without_data_are_not_read(dtype):
+    q, k, lengths = Q.to("meta", dtype), K.to("meta", dtype), torch.ones(2, dtype=torch.int64, device="meta")
+    assert flash_attention(q, k, k, key_lengths=lengths).shape == Q.shape
+
+
 MASK = torch.ones(2, 6, dtype=torch.bool)
 REFUSED_BY_OPERATOR = {  # q, k, v, key_lengths, key_mask
     "batch and width": (Q, K[..., :7], K[..., :7], None, None),

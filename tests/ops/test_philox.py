@@ -85,7 +85,9 @@ def test_bits_are_even():
     assert abs(ones - 0.5).max() < 5 * 0.5 / 256  # 5 standard deviations of 65,536 coin flips
 
 
-@pytest.mark.parametrize(("key", "step", "micro"), [(-1, 0, 0), (1 << 64, 0, 0), (0, -1, 0), (0, 0, 1 << 32)])
+@pytest.mark.parametrize(
+    ("key", "step", "micro"), [(-1, 0, 0), (1 << 64, 0, 0), (0, -1, 0), (0, 0, 1 << 32), (1.5, 0, 0)]
+)
 def test_a_stream_outside_its_width_is_refused(key, step, micro):
     with pytest.raises(ValueError, match="stream_key"):
         words(key, step, micro, 4)

@@ -55,6 +55,7 @@ def test_what_is_said_of_it() -> None:
     assert in_words(found) == "kernels: norm 3.00 times as fast as torch; left to torch: gate"
     assert in_words(Decision(table, {})) == "kernels: norm, as before; left to torch: gate"
     assert in_words(Decision({"gate 8": "torch"}, {})) == "kernels: none; left to torch: gate"
+    assert "as rank 1 has no compiled ones" in in_words(Decision({"gate 8": "torch"}, {}, without=1))
     some = Decision(table | {"norm 16": "torch"}, {"norm": 3.0})
     assert in_words(some).startswith("kernels: norm (1 of 2 forms) 3.00 times as fast as torch")
 
