@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from mpipipe.cluster.doctor.facts import Finding, RankFacts, Ranks, by_node
+from mpipipe.cluster.launch import AS_ROOT
 from mpipipe.planner.sizes import numbered
 
 SHOWN = 4  # names, before "and 3 more"
@@ -60,7 +61,7 @@ def start_line(first: RankFacts, ranks: int, *options: str, command: str = "") -
         return " ".join(["srun", speaks, *options, f"-n {ranks}", command])
     found = launch.own_mpirun or launch.mpirun or "mpirun"
     shown = found.rpartition("/")[2] if found == launch.mpirun else found
-    root = ["--allow-run-as-root"] if launch.by_root and is_open_mpi(first) else []
+    root = [AS_ROOT] if launch.by_root and is_open_mpi(first) else []
     return " ".join([shown, *root, *options, f"-n {ranks}", command])
 
 
