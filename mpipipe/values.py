@@ -87,6 +87,11 @@ class TensorSpec(Value):
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def text(self) -> str:
+        """For people: float32[8, 16]; of a number float32[]."""
+        return f"{self.dtype}{list(self.shape)}"
+
 
 @dataclass(frozen=True)
 class Node(Value):

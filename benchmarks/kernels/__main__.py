@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import json
-import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-import benchmarks.kernels
 from benchmarks.common import machine, say
+from benchmarks.kernels.chosen import add_kernels, chosen
 from benchmarks.kernels.harness import Case, Skipped, compare
 from benchmarks.kernels.limits import CPU_INFO, UNCACHED, Limits, Seen, has_bars, set_fastest_route
 from benchmarks.kernels.lines import lines, of_memory, of_skipped, said
@@ -34,23 +32,16 @@ from mpipipe.ops.reuse import reuse_freed_blocks
 ROUNDS = 15
 
 
-def modules() -> dict[str, Any]:
-    """The kernels that have cases, by name."""
-    names = [m.name for m in pkgutil.iter_modules(benchmarks.kernels.__path__) if m.name != "__main__"]
-    found = {name: importlib.import_module(f"benchmarks.kernels.{name}") for name in names}
-    return {name: module for name, module in found.items() if hasattr(module, "cases")}
-
-
 def measured(
     names: Sequence[str], threads: Sequence[int], rounds: int, only: str
 ) -> Iterator[dict[str, Any]]:
-    """One kernel after the other: the tensors of its cases live no longer. Limits come before it."""
+    """One group after the other: the tensors of its cases live no longer. Limits come before it."""
     barred = has_bars(CPU_INFO.read_text()) if CPU_INFO.exists() else False
-    found, seen = modules(), Seen()
-    for name in names or found:
+    seen = Seen()
+    for cases in chosen(names):
         for n in threads:
             seen.again(n)
-        for case in found[name].cases():
+        for case in cases:
             if only in case.case:
                 yield from _of(case, threads, rounds, seen, barred)
 
@@ -75,7 +66,7 @@ def _of(
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="the compiled kernels against torch")
-    parser.add_argument("kernels", nargs="*", choices=[[], *modules()], metavar="kernel", help="default: all")
+    add_kernels(parser)
     parser.add_argument("--threads", default="1,2", help="numbers of threads, with commas")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="fewer where a case takes long")
     parser.add_argument("--case", default="", help="only cases with this text in their name")

@@ -20,6 +20,7 @@ from mpipipe.ops.swiglu import swiglu
 Tensor = torch.Tensor
 SHAPES = [(2048, 768), (4096, 1024), (2048, 3072)]
 BAR = 1.2
+KERNELS = ("bias_gelu", "swiglu")
 
 
 def cases() -> list[Case]:

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks.common import machine, say
-from benchmarks.kernels.__main__ import ROUNDS, modules
+from benchmarks.kernels.__main__ import ROUNDS
+from benchmarks.kernels.chosen import add_kernels, chosen
 from benchmarks.kernels.harness import Case, compare
 from benchmarks.kernels.limits import Clock, Limits, limits
 from benchmarks.kernels.lines import Line, lines, said
@@ -36,18 +37,16 @@ def clock() -> float:
 
 def measured(names: Sequence[str], rounds: int, device: str, clock: Clock, limit: Limits) -> Iterator[Line]:
     """Of the cases that compare seconds, with tensors on the device."""
-    found = modules()
-    for name in names:
+    for cases in chosen(names, ON_CPU_ALONE):
         with torch.device(device):  # where the cases make their tensors
-            for case in found[name].cases():
+            for case in cases:
                 if isinstance(case, Case):
                     yield from lines(case, compare(case, rounds, clock), 1, limit, barred=False)
 
 
 def main(argv: Sequence[str]) -> None:
-    names = [name for name in modules() if name not in ON_CPU_ALONE]
     parser = argparse.ArgumentParser(description="the kernels for GPUs against torch")
-    parser.add_argument("kernels", nargs="*", choices=[[], *names], metavar="kernel", help="default: all")
+    add_kernels(parser, ON_CPU_ALONE)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     a = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     }
     with torch.device("cuda"):
         limit = limits(clock, TRIAD, SIZE, units=True)
-    for line in measured(a.kernels or names, a.rounds, "cuda", clock, limit):
+    for line in measured(a.kernels, a.rounds, "cuda", clock, limit):
         print(json.dumps(line | common), flush=True)
         say(said(line))
 

@@ -20,6 +20,8 @@ from benchmarks.kernels.memory import Memory, Taken
 from mpipipe.planner.sizes import counted
 
 Line = dict[str, Any]
+_IN_SECONDS = "as fast as", "faster than", "is faster"
+_IN_MEMORY = "as much memory as", "less memory than", "takes less"
 
 
 def lines(case: Case, found: Compared, threads: int, limit: Limits, barred: bool) -> list[Line]:
@@ -115,14 +117,31 @@ def said(line: Line) -> str:
     if line["ratio"] is None:
         return f"{at}not measured: {line['reason']}"
     if "us" in line:
-        return f"{at}{line['us']:.1f} us a call{_bar(line, ' us')}; {line['best']} {line['torch_us']:.1f} us"
+        us = f"{line['us']:.1f} us a call{_bar(line, ' us')}; {_torchs(line)} {line['torch_us']:.1f} us"
+        return f"{at}{us}, {_against(line)}"
     if "ours_bytes" in line:
         ours, best = line["ours_bytes"], line["theirs_bytes"][line["best"]]
         megabytes = f"{ours / 1e6:.0f} MB against {best / 1e6:.0f}"
-        return f"{at}{line['ratio']:.2f} times less memory than {line['best']}{_bar(line)}; {megabytes}"
-    low, high = line["quartiles"]
-    of = f"{line['ratio']:.2f} ({low:.2f} to {high:.2f}) times {line['best']}{_bar(line)}"
-    return f"{at}{of}; {line['ours_s'] * 1e3:.3g} ms, {_most(line)}"
+        return f"{at}{_against(line)}{_bar(line)}; {megabytes}"
+    return f"{at}{_against(line)}{_bar(line)}; {line['ours_s'] * 1e3:.3g} ms, {_most(line)}"
+
+
+def _against(line: Line) -> str:
+    """Which side is better and by how much, and between which ratios the middle half of the rounds was."""
+    ratio, best, half = line["ratio"], _torchs(line), ""
+    if "quartiles" in line:
+        low, high = line["quartiles"]
+        half = f" ({low:.2f} to {high:.2f})"
+    equal, more, less = _IN_MEMORY if "ours_bytes" in line else _IN_SECONDS
+    if f"{ratio:.2f}" == "1.00":
+        return f"x1.00{half}, {equal} {best}"
+    return f"x{ratio:.2f}{half} {more} {best}" if ratio > 1 else f"x{ratio:.2f}{half}: {best} {less}"
+
+
+def _torchs(line: Line) -> str:
+    """torch's best way, by name: torch (add, norm)."""
+    best: str = line["best"]
+    return best if best.startswith("torch") else f"torch ({best})"
 
 
 def _bar(line: Line, unit: str = "") -> str:

@@ -36,6 +36,7 @@ from mpipipe.cluster.node import cache_folder
 from mpipipe.cluster.shared import seen
 from mpipipe.cluster.watchdog import PERIOD_S, View, Watchdog, line, say
 from mpipipe.errors import MpipipeError
+from mpipipe.planner.sizes import numbered
 
 NOTE_S = 30.0  # of waiting for a rank that has not come to a call, before that is said
 HEARD_S = 3.5 * PERIOD_S  # until all signs tell of a call, and each has been read twice by the rank before it
@@ -228,8 +229,7 @@ def apart(calls: Mapping[int, Calls]) -> list[str]:
             continue
         lines = []
         for call in dict.fromkeys(made.values()):
-            ranks = [str(rank) for rank in made if made[rank] == call]
-            who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+            who = numbered("rank", [rank for rank in made if made[rank] == call])
             lines.append(f"{who}: {', '.join(filter(None, call))}")
         return [
             "the ranks of this script make different calls, and would wait for each other for ever", *lines,

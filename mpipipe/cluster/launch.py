@@ -42,6 +42,7 @@ SRUN = Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 # Innermost first: mpirun inside a Slurm job leaves SLURM_* in the environment, with SLURM_PROCID
 # 0 in every rank and SLURM_STEP_NUM_TASKS the number of its own daemons.
 LAUNCHERS = (PRTE, HYDRA, MVAPICH, SRUN)
+AS_ROOT = "--allow-run-as-root"  # Open MPI wants it, or two variables that may have been those of a script
 
 
 def launched_by(environ: Mapping[str, str]) -> tuple[Launcher, int] | None:

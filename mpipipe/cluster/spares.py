@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, cast
 from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.survivors import check_tolerant
 from mpipipe.errors import LaunchError, MpipipeError
-from mpipipe.planner.sizes import counted
+from mpipipe.planner.sizes import counted, numbered
 
 T = TypeVar("T")
 
@@ -77,8 +77,7 @@ def listed(spares: Sequence[int]) -> str:
     """
     if not spares:
         return "no spare"
-    names = ", ".join(map(str, spares))
-    return f"{counted(len(spares), 'spare')} (rank{'s' if len(spares) > 1 else ''} {names})"
+    return f"{counted(len(spares), 'spare')} ({numbered('rank', spares)})"
 
 
 class SharedWork:

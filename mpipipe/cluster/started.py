@@ -14,13 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpipipe.cluster.doctor.launcher import first_in
-from mpipipe.cluster.launch import HYDRA, PRTE, SRUN, launched_by
+from mpipipe.cluster.launch import AS_ROOT, HYDRA, PRTE, SRUN, launched_by
 from mpipipe.cluster.node import command_line
 from mpipipe.cluster.starter import Starter
 from mpipipe.cluster.survivors import tolerant
 
 NAMES = ("mpirun", "mpiexec", "orterun", "prterun")  # srun is no parent of its ranks
-AS_ROOT = "--allow-run-as-root"  # Open MPI wants it, or two variables that may have been those of a script
 
 
 def as_root(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe.cluster.doctor.launcher import family, first_in
+from mpipipe.cluster.launch import AS_ROOT
 from mpipipe.cluster.partition import ask
 from mpipipe.cluster.slurm import Assignment, compressed
 from mpipipe.errors import LaunchError
@@ -82,7 +83,7 @@ def _srun(assigned: Assignment) -> list[str]:
 
 
 def _open_mpi(assigned: Assignment) -> list[str]:
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    root = [AS_ROOT] if os.geteuid() == 0 else []
     if assigned.bound:
         return [*root, "--map-by", f"slot:PE={assigned.threads}", "--bind-to", "core"]
     return [*root, "--map-by", "slot", "--bind-to", "none"]

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from mpipipe.data.base import Order, Split, draws
 from mpipipe.errors import DataError
+from mpipipe.graph.program import spec
 from mpipipe.ops.generators import PROCESS_GENERATORS
 
 Collate = Callable[[list[Any]], Any]
@@ -127,7 +128,7 @@ def _form(sample: Any) -> str:
             return f"{len(forms)} times {forms[0]}"
         return "(" + ", ".join(forms) + ")"
     if isinstance(sample, torch.Tensor | np.ndarray):
-        return f"{str(sample.dtype).removeprefix('torch.')}{list(sample.shape)}"
+        return spec(sample).text
     return type(sample).__name__
 
 

@@ -64,7 +64,7 @@ def wrong_dtype(error: Untraceable, specs: Specs, trace: Callable[[Specs], objec
             cause = error.__cause__
             why = told[0] if cause is None else f"{type(cause).__name__}: {first_line(cause)}"
             return (
-                f"{place}\n  {key!r} of the batch is {has.dtype}{list(has.shape)}, which cannot be computed "
+                f"{place}\n  {key!r} of the batch is {has.text}, which cannot be computed "
                 f"with here, {dtype} can: let the data give it as torch.{dtype}\n  {why}"
             )
     return ""

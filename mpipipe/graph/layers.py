@@ -28,19 +28,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpipipe.errors import CaptureError, MpipipeError
-from mpipipe.graph.program import flat_outputs, split
+from mpipipe.graph.program import flat_outputs, spec, split
 from mpipipe.graph.refusals import strange_weight
 from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.graph.source import set_mode
 from mpipipe.graph.steady import Numbers, numbers, refuse_changes
 from mpipipe.graph.tape import storage_id, tensors
 from mpipipe.ops.generators import seeded
+from mpipipe.values import TensorSpec
 
-_Form = tuple[torch.Size, torch.dtype, tuple[int, ...]]
+_Form = tuple[TensorSpec, tuple[int, ...]]  # and its strides
 
 
 def _form(t: Tensor) -> _Form:
-    return t.shape, t.dtype, t.stride()
+    return spec(t), t.stride()
 
 
 def _forms(tree: Any) -> list[_Form]:
@@ -108,7 +109,7 @@ class Layer:
                 "read a buffer that nothing changes"
             ) from error
         except Exception as error:
-            made = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs)
+            made = ", ".join(spec(t).text for t in inputs)
             raise Unrunnable(
                 f"{self.what} cannot be run as it is written on made-up numbers, {made}: "
                 f"{type(error).__name__}: {error}; check the dtypes and shapes that the data gives"
@@ -163,12 +164,18 @@ class Layer:
 
     def fakes(self) -> tuple[Tensor, ...]:
         """Results without values, inside a fake mode."""
-        outputs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, dtype, stride in self.forms]
         learns = self.learns and torch.is_grad_enabled()
-        outputs = [no_leaf(t) if learns and t.is_floating_point() else t for t in outputs]
+        outputs = [no_leaf(t) if learns and t.is_floating_point() else t for t in self.room()]
         of_norm = dict(self.norms)
         statistics = [torch.empty(of_norm[n].num_features) for n in self.counted for _ in range(2)]
         return (*outputs, *statistics)
+
+    def room(self, device: str | None = None) -> list[Tensor]:
+        """For its outputs, without values. None = in main memory."""
+        return [
+            torch.empty_strided(s.shape, stride, dtype=getattr(torch, s.dtype), device=device)
+            for s, stride in self.forms
+        ]
 
     def _run(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], buffers: Sequence[Tensor]
@@ -323,4 +330,4 @@ def _seeded(key: int, step: int, micro: int) -> AbstractContextManager[None]:
 
 
 def _words(forms: Sequence[_Form]) -> list[str]:
-    return [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype, _ in forms]
+    return [s.text for s, _ in forms]

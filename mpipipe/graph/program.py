@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -36,7 +37,7 @@ def batch_names(module: nn.Module) -> list[str]:
     return [*inspect.signature(module.forward).parameters, LABELS[0]]
 
 
-def spec(t: Tensor) -> TensorSpec:
+def spec(t: Tensor | NDArray[Any]) -> TensorSpec:
     return TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
 
 

@@ -287,4 +287,4 @@ def _capture_of(mode: Mode) -> str:
 
 
 def _describe(shapes: Shapes) -> str:
-    return ", ".join(f"{key} {s.dtype}{list(s.shape)}" for key, s in shapes)
+    return ", ".join(f"{key} {s.text}" for key, s in shapes)

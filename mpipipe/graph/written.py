@@ -170,10 +170,7 @@ class Written:
                 self._probe(layer, [_made_up(t) for t in flat])
             except Unrunnable:  # it may want shares, as a loss of probabilities does
                 self._probe(layer, [_made_up(t, shares=True) for t in flat])
-            forms = [
-                torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-                for shape, dtype, stride in layer.forms
-            ]
+            forms = layer.room("meta")
         layer.takes_stream = not isinstance(module, _Weight)  # which is known before anything is drawn
         self.layers.append(layer)
         _forms.append(forms)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 
 def size_text(nbytes: int) -> str:
     """For people: 731 bytes, 12.5 MiB, 1.25 GiB. Bytes are said as long as one can read them."""
@@ -14,6 +16,19 @@ def size_text(nbytes: int) -> str:
 def counted(count: int, thing: str) -> str:
     """1 node, 2 nodes."""
     return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def joined(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def numbered(thing: str, numbers: Sequence[int], said: Callable[[Sequence[int]], str] = joined) -> str:
+    """One thing or several by their numbers. said: how the numbers are.
+
+    >>> numbered("rank", [3]), numbered("rank", [1, 2])
+    ('rank 3', 'ranks 1, 2')
+    """
+    return f"{thing}{'s' * (len(numbers) != 1)} {said(numbers)}"
 
 
 def multiples_beside(number: int, of: int) -> str:

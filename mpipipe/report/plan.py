@@ -19,7 +19,7 @@ from mpipipe.planner.copies import (
 from mpipipe.planner.joint import LIKE, Joint, Tried, least_s
 from mpipipe.planner.noise import WORTH, Noise
 from mpipipe.planner.programs import cut_indices
-from mpipipe.planner.sizes import counted, size_text
+from mpipipe.planner.sizes import counted, joined, size_text
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Costs, Plan, Timeline
@@ -85,14 +85,14 @@ def _on_ranks(plan: Plan) -> str:
     unlike numbers of copies one for all of them."""
     copies = plan.layout.copies
     if not plan.layout.is_even:
-        of_stages = (f"{stage}: {_listed(on)}" for stage, on in enumerate(plan.layout.ranks))
+        of_stages = (f"{stage}: {joined(on)}" for stage, on in enumerate(plan.layout.ranks))
         return f"on ranks, by stage: {'; '.join(of_stages)}\n"
     if len(copies) == 1 and copies[0] == tuple(range(len(copies[0]))):
         return ""
     shown = copies if len(copies) <= _MOST_LISTED else copies[: _MOST_LISTED - 1]
     names = [f"replica {i} " if len(copies) > 1 else "" for i in range(len(shown))]
     lines = [
-        f"{name}on ranks, in the order of the stages: {_listed(order)}\n"
+        f"{name}on ranks, in the order of the stages: {joined(order)}\n"
         for name, order in zip(names, shown, strict=True)
     ]
     more = [f"({len(copies) - len(shown)} replicas more)\n"] if len(shown) < len(copies) else []
@@ -204,8 +204,8 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
     if sizes:
         others = [t for t in others if t.micro_batches != best.micro_batches]
         counts = sorted({t.micro_batches for t in joint.tried})
-        some = _listed(counts) if len(counts) < _MOST_LISTED else f"{len(counts)} numbers of"
-        tried += f" with {some} micro-batches (costs of {_listed(sizes)} samples in {seconds:.1f} s)"
+        some = joined(counts) if len(counts) < _MOST_LISTED else f"{len(counts)} numbers of"
+        tried += f" with {some} micro-batches (costs of {joined(sizes)} samples in {seconds:.1f} s)"
     line, end = f"tried {tried}; took {_called(best)}", f"; not tried: {skipped}" if skipped else ""
     if joint.late:
         end += f"; the time was used: a step of {_seconds(joint.bound_s)} is not ruled out"
@@ -232,10 +232,6 @@ def blocks_text(why: str, plan: Plan, costs: Costs) -> str:
 def _called(t: Tried) -> str:
     replicas = f" in {replicas_text(t.copies)}" if t.copies != 1 else ""
     return f"{t.schedule} with {t.in_words}{replicas}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def steadiness(found: Noise | None) -> list[str]:

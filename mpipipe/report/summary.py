@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipipe.planner.sizes import numbered
 from mpipipe.report.progress import MIB, number
 from mpipipe.report.table import text_table
 from mpipipe.values import Float64, RankReport, Report
@@ -86,8 +87,7 @@ def _lines(r: Report) -> list[str]:
             lines[-1] += f" = {share:.3f} of the unigram entropy {number(r.unigram_entropy)}"
     lines += [f"validation {name} {number(value)}" for name, value in r.metrics.items()]
     if r.spares:
-        lines.append(f"spare, to the end: {'rank' if len(r.spares) == 1 else 'ranks'} "
-                     f"{', '.join(map(str, r.spares))}")  # fmt: skip
+        lines.append(f"spare, to the end: {numbered('rank', r.spares)}")
     if r.untimed:
         lines.append(
             "no step was timed since the run went on here: of those before their time is known, the rest is "

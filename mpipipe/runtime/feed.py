@@ -323,4 +323,4 @@ def split_by(batch: int, rows: int) -> Bounds:
 
 
 def _text(s: TensorSpec | None) -> str:
-    return "not there" if s is None else f"{s.dtype}{list(s.shape)}"
+    return "not there" if s is None else s.text

@@ -35,6 +35,7 @@ from mpipipe.cluster.watchdog import CALLED, FOLDER
 from mpipipe.values import from_json
 
 LIMIT_S, LONG_S = 0.3, 20.0
+Ranks = tuple[list[CallsWatchdog], list[int], Callable[[], bool]]
 
 
 def made(*names: str) -> Calls:
@@ -63,9 +64,7 @@ def test_ranks_are_apart_where_a_call_of_the_same_number_is_another_one(ahead: i
 
 
 @pytest.fixture
-def ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[list[CallsWatchdog], list[int], Callable[[], bool]]]:
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     """Two of them, the exit codes that they ended the job with, and a wait for both."""
     monkeypatch.setattr(calls, "SEEN_S", 0.1)
     monkeypatch.setattr(watchdog, "GATHER_S", 0.5)
@@ -84,10 +83,16 @@ def ranks(
         dog.close()
 
 
-def test_a_call_that_meets_another_one_ends_all_and_names_both(ranks, capfd) -> None:
-    dogs, codes, _ = ranks
-    for dog in dogs:
+@pytest.fixture
+def watched(ranks: Ranks) -> Ranks:
+    """The same, which look at each other."""
+    for dog in ranks[0]:
         dog.start()
+    return ranks
+
+
+def test_a_call_that_meets_another_one_ends_all_and_names_both(watched, capfd) -> None:
+    dogs, codes, _ = watched
     with dogs[0].made("Pipeline.save"), dogs[1].made("Pipeline.step", counts=True):
         for dog in dogs:
             dog._thread.join(LONG_S / 10)
@@ -99,10 +104,8 @@ def test_a_call_that_meets_another_one_ends_all_and_names_both(ranks, capfd) -> 
     assert "if pipe.rank == 0" in said
 
 
-def test_a_call_that_meets_the_end_of_a_script_is_told(ranks, capfd, tmp_path) -> None:
-    dogs, codes, _ = ranks
-    for dog in dogs:
-        dog.start()
+def test_a_call_that_meets_the_end_of_a_script_is_told(watched, capfd, tmp_path) -> None:
+    dogs, codes, _ = watched
     dogs[1].finish()
     with dogs[0].made("Pipeline.evaluate"):
         dogs[0]._thread.join(LONG_S)
@@ -110,10 +113,8 @@ def test_a_call_that_meets_the_end_of_a_script_is_told(ranks, capfd, tmp_path) -
     assert f"rank 1: {END}" in capfd.readouterr().err
 
 
-def test_the_last_rank_that_ends_clears_up(ranks, tmp_path) -> None:
-    dogs, codes, _ = ranks
-    for dog in dogs:
-        dog.start()
+def test_the_last_rank_that_ends_clears_up(watched, tmp_path) -> None:
+    dogs, codes, _ = watched
     for dog in dogs:
         with dog.made("Pipeline"), dog.made("Pipeline.fit"):
             pass
@@ -126,14 +127,12 @@ def test_the_last_rank_that_ends_clears_up(ranks, tmp_path) -> None:
 
 
 def test_who_waits_for_a_rank_that_is_at_something_else_says_so_once_and_goes_on(
-    ranks, capfd, monkeypatch
+    watched, capfd, monkeypatch
 ) -> None:
     """What a rank does between two calls is its own affair, also within a callback."""
-    dogs, codes, _ = ranks
+    dogs, codes, _ = watched
     monkeypatch.setattr(calls, "NOTE_S", LIMIT_S)
     monkeypatch.setattr(watchdog, "OTHER_S", LIMIT_S)
-    for dog in dogs:
-        dog.start()
     monkeypatch.setattr(dogs[0], "_waits", lambda: True)
     fit, step = dogs[0].made("Pipeline.fit"), dogs[0].made("Pipeline.step", counts=True)
     with dogs[1].made("Pipeline.fit"), dogs[1].outside(), fit, step:
@@ -145,10 +144,8 @@ def test_who_waits_for_a_rank_that_is_at_something_else_says_so_once_and_goes_on
     assert "outside of any call; all ranks must make this one" in said
 
 
-def test_within_a_call_a_standstill_is_one(ranks, tmp_path, capfd) -> None:
-    dogs, codes, left = ranks
-    for dog in dogs:
-        dog.start()
+def test_within_a_call_a_standstill_is_one(watched, tmp_path, capfd) -> None:
+    dogs, codes, left = watched
     with dogs[0].made("Pipeline.step", counts=True), dogs[1].made("Pipeline.step", counts=True):
         assert left()
     assert codes == [watchdog.STOOD_STILL] * 2
@@ -157,11 +154,9 @@ def test_within_a_call_a_standstill_is_one(ranks, tmp_path, capfd) -> None:
     assert "is in Pipeline.step, cluster/test_calls.py:" in said
 
 
-def test_between_two_calls_nothing_is_one(ranks, tmp_path, monkeypatch) -> None:
-    dogs, codes, _ = ranks
+def test_between_two_calls_nothing_is_one(watched, tmp_path, monkeypatch) -> None:
+    dogs, codes, _ = watched
     monkeypatch.setattr(watchdog, "OTHER_S", LIMIT_S)
-    for dog in dogs:
-        dog.start()
     dogs[1]._stop()  # silent, as in a call in C that holds the interpreter's lock
     time.sleep(4 * LIMIT_S)
     assert codes == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmarks are 
 
 from benchmarks import split, step
 from benchmarks.kernels import gpu, linear_cross_entropy, whole_step
-from benchmarks.kernels.__main__ import modules
+from benchmarks.kernels.chosen import add_kernels, chosen, groups, modules
 from benchmarks.kernels.harness import Case, Skipped, compare
 from benchmarks.kernels.limits import Limits, Seen, by_route, has_bars, route, true_routes
 from benchmarks.kernels.lines import lines, of_memory, of_skipped, said
@@ -102,8 +104,8 @@ def test_what_no_kernel_replaces_limits_the_ratio() -> None:
     (line,) = json.loads(json.dumps(lines(of_step, found, 1, Limits(40.0, 200.0), True)))
     assert (line["achieved"], line["limit"], line["rounds"]) == ({"ratio": 1.2}, {"ratio": 1.5}, 3)
     assert said(line) == (
-        "whole_step, tiny, 1 thread: 1.20 (1.20 to 1.20) times torch, bar 1.15: met; 5e+03 ms, at most 1.50, "
-        "as the products alone take 67 % of torch's seconds"
+        "whole_step, tiny, 1 thread: x1.20 (1.20 to 1.20) faster than torch, bar 1.15: met; 5e+03 ms, "
+        "at most 1.50, as the products alone take 67 % of torch's seconds"
     )
 
 
@@ -122,6 +124,28 @@ def test_a_line_has_the_figures(barred: bool, bar: float | None, met: bool | Non
     assert text in said(line)
 
 
+@pytest.mark.parametrize(
+    ("ours_s", "text"),
+    [
+        (1.0, "small, 1 thread: x2.00 (2.00 to 2.00) faster than torch (add, norm), aim"),
+        (2.001, "small, 1 thread: x1.00 (1.00 to 1.00), as fast as torch (add, norm), aim"),
+        (2.5, "small, 1 thread: x0.80 (0.80 to 0.80): torch (add, norm) is faster, aim"),
+    ],
+)
+def test_the_faster_side_is_named(ours_s: float, text: str) -> None:
+    t = Time()
+    c = case(t.takes(ours_s), **{"add, norm": t.takes(2.0)})
+    (line,) = lines(c, compare(c, 3, t), 1, Limits(40.0, 200.0), False)
+    assert text in said(line)
+
+
+def test_what_takes_less_memory_is_named() -> None:
+    case = Memory("head", "tiny", "", ("a",), None)
+    assert "x0.50: torch (a) takes less; 8 MB against 4" in said(
+        of_memory(case, Taken(8_000_000, {"a": 4_000_000}, "a", 0.5), 1)
+    )
+
+
 def whole_step_of(t: Time) -> Case:
     """The route alone gains 1.5, the kernels 1.2 on top of it."""
     sides = t.takes(5.0), {"torch": t.takes(6.0)}
@@ -137,7 +161,7 @@ def test_torch_as_it_comes_has_a_line_of_its_own() -> None:
     assert (stock["ratio"], stock["routing"], stock["limit"]) == (1.8, 1.5, {"ratio": 2.25})
     assert stock["bar"] == pytest.approx(1.15 * 1.5)
     assert stock["met"]
-    assert "1.80 (1.80 to 1.80) times torch as it comes, bar 1.72: met" in said(stock)
+    assert "x1.80 (1.80 to 1.80) faster than torch as it comes, bar 1.72: met" in said(stock)
     assert said(stock).endswith(
         "at most 2.25, as the products alone take 44 % of torch as it comes's seconds, "
         "1.50 times by the route alone"
@@ -171,7 +195,10 @@ def test_calls_are_held_to_microseconds() -> None:
     c = Case("calls", "norm, forward", t.takes(8e-6), {"torch": t.takes(4e-6)}, 10.0, call=True)
     (line,) = lines(c, compare(c, 3, t), 1, Limits(40.0, 200.0), True)
     assert (line["us"], line["torch_us"], line["met"]) == pytest.approx((8.0, 4.0, True))
-    assert said(line) == "calls, norm, forward, 1 thread: 8.0 us a call, bar 10.00 us: met; torch 4.0 us"
+    assert said(line) == (
+        "calls, norm, forward, 1 thread: 8.0 us a call, bar 10.00 us: met; torch 4.0 us, "
+        "x0.50 (0.50 to 0.50): torch is faster"
+    )
 
 
 def test_limits_are_the_most_that_was_seen() -> None:
@@ -198,7 +225,7 @@ def test_memory_is_that_of_processes_of_their_own() -> None:
     line = json.loads(json.dumps(of_memory(case, found, 1)))
     assert (line["ratio"], line["bar"], line["met"]) == (4.0, 3.0, True)
     assert said(line) == (
-        "head, tiny, memory, 1 thread: 4.00 times less memory than b, bar 3.00: met; 2 MB against 8"
+        "head, tiny, memory, 1 thread: x4.00 less memory than torch (b), bar 3.00: met; 2 MB against 8"
     )
 
 
@@ -284,8 +311,45 @@ def test_the_page_has_one_place_for_the_table() -> None:
 def test_the_table_of_the_page_has_rows_of_each_kernel(module: str) -> None:
     with torch.device("meta"):  # cases are made, nothing is computed
         kernels = {case.kernel for case in modules()[module].cases()}
+    assert {groups()[kernel] for kernel in kernels} == {module}
     (found,) = MARKED.findall(PAGE.read_text())
     assert kernels <= {row.split(" | ")[0].removeprefix("| ") for row in found.splitlines()}
+
+
+def asked(*names: str) -> list[str]:
+    parser = argparse.ArgumentParser()
+    add_kernels(parser)
+    kernels: list[str] = parser.parse_args(names).kernels
+    return kernels
+
+
+def test_every_name_in_the_table_of_operators_can_be_asked_for() -> None:
+    rows = re.findall(r"^\| (.+) \| .+ \| (`.+`) \|$", (PAGE.parent / "kernels.md").read_text(), re.MULTILINE)
+    names = {name for row in rows for cell in row for name in re.findall(r"`(\w+)`", cell)}
+    assert {"adamw", "philox_words", "rms_norm", "swiglu"} <= names
+    assert asked(*names) == [*names]
+    assert asked() == []
+
+
+def test_another_name_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        asked("swigl")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "argument kernel: 'swigl' is none; choose from accumulate, adamw, " in said
+    assert "[" not in said.partition("argument kernel")[2]
+
+
+@pytest.mark.kernels
+def test_a_kernel_is_found_in_its_group() -> None:
+    def found(*names: str) -> list[list[str]]:
+        with torch.device("meta"):
+            return [[*dict.fromkeys(case.kernel for case in cases)] for cases in chosen(names)]
+
+    assert found("swiglu") == [["swiglu"]]
+    assert found("rms_norm", "swiglu", "bias_gelu") == [["rms_norm"], ["bias_gelu", "swiglu"]]
+    assert found("gates", "swiglu") == [["bias_gelu", "swiglu"]]
+    assert found("layer_norm") == [["layer_norm", "rms_norm"]], "the file has that name"
+    assert found("philox_words", "dropout") == [["dropout"]]
 
 
 @pytest.mark.kernels

@@ -45,56 +45,31 @@ Stage.forward = fails
 sys.exit(train.main(sys.argv[1:]))
 """
 
-DIES = """
-import os, signal, sys
-from mpipipe import train
-from mpipipe.runtime.trainer import Trainer
-
-step = Trainer.step
-
-def dies(self, number, **how):
-    if number == 5 and self.comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, number, **how)
-
-Trainer.step = dies
-sys.exit(train.main(sys.argv[1:]))
-"""
-
-IS_STOPPED = """
-import os, signal, sys
-from mpipipe import train
-from mpipipe.runtime.trainer import Trainer
-
-step = Trainer.step
-
-def stops(self, number, **how):
-    if number == 3 and self.comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return step(self, number, **how)
-
-Trainer.step = stops
-sys.exit(train.main(sys.argv[1:]))
-"""
-
-STOPS_ITS_LAUNCHER = """
+BEFORE_STEP = """
 import os, pathlib, signal, sys, time
 from mpipipe import train
 from mpipipe.runtime.trainer import Trainer
 
 step = Trainer.step
 
-def stops(self, number, **how):
-    if number == 3 and self.comm.rank == 1:
-        mpirun = os.getppid()
-        script = int(pathlib.Path(f"/proc/{mpirun}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(script, signal.SIGTERM)
-        time.sleep(2)  # the signal takes its way while this step lasts
+def acts(self, number, **how):
+    if number == {step} and self.comm.rank == 1:
+        {acts}
     return step(self, number, **how)
 
-Trainer.step = stops
+Trainer.step = acts
 sys.exit(train.main(sys.argv[1:]))
 """
+
+DIES = BEFORE_STEP.format(step=5, acts="os.kill(os.getpid(), signal.SIGKILL)")
+IS_STOPPED = BEFORE_STEP.format(step=3, acts="os.kill(os.getpid(), signal.SIGTERM)")
+STOPS_ITS_LAUNCHER = BEFORE_STEP.format(
+    step=3,
+    acts="""mpirun = os.getppid()
+        script = int(pathlib.Path(f"/proc/{mpirun}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(script, signal.SIGTERM)
+        time.sleep(2)  # the signal takes its way while this step lasts""",
+)
 
 SAYS_THREAD_LEVEL = """
 import os, sys

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from mpipipe.cluster.doctor.facts import Finding, RankFacts, Ranks
 from mpipipe.cluster.doctor.judge.words import SHOWN
-from mpipipe.planner.sizes import counted
+from mpipipe.planner.sizes import counted, numbered
 
 
 def places(ranks: Ranks, threads: int, section: str) -> Iterator[Finding]:
@@ -38,13 +38,13 @@ def _domains(rank: RankFacts) -> tuple[int, ...]:
 def _told(alike: Sequence[RankFacts], threads: int) -> str:
     first, several = alike[0], len(alike) > 1
     own, together = first.binding.own, sorted({core for r in alike for core in r.binding.own})
-    where = f"core{'s' if len(own) > 1 else ''} {spans(own)}"
+    where = numbered("core", own, spans)
     if len(together) > len(own):
         where = f"{counted(len(own), 'core')} each of {spans(together)}"
     domains = _domains(first)
     numa = f", NUMA {spans(domains)}" if domains else ""
     by = ", bound by mpipipe" if first.binding.bound else ""
-    who = f"rank{'s' if several else ''} {spans([r.rank for r in alike])}"
+    who = numbered("rank", [r.rank for r in alike], spans)
     return f"{who}: {counted(threads, 'thread')}{' each' if several else ''} on {where}{numa}{by}"
 
 

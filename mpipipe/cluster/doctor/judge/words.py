@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from mpipipe.cluster.doctor.facts import Finding, RankFacts, Ranks, by_node
+from mpipipe.cluster.launch import AS_ROOT
+from mpipipe.planner.sizes import numbered
 
 SHOWN = 4  # names, before "and 3 more"
 
@@ -33,7 +35,7 @@ def listed(names: Sequence[object]) -> str:
 def who(ranks: Ranks) -> str:
     """ "rank 3 (n2)", or "ranks 3, 4, 5, 6 and 9 more (n2, n3)"."""
     hosts = listed(list(dict.fromkeys(r.machine.host for r in ranks)))
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed([r.rank for r in ranks])} ({hosts})"
+    return f"{numbered('rank', [r.rank for r in ranks], listed)} ({hosts})"
 
 
 def for_each_node(ranks: Ranks, judge: Callable[[list[RankFacts]], Iterator[Finding]]) -> Iterator[Finding]:
@@ -59,7 +61,7 @@ def start_line(first: RankFacts, ranks: int, *options: str, command: str = "") -
         return " ".join(["srun", speaks, *options, f"-n {ranks}", command])
     found = launch.own_mpirun or launch.mpirun or "mpirun"
     shown = found.rpartition("/")[2] if found == launch.mpirun else found
-    root = ["--allow-run-as-root"] if launch.by_root and is_open_mpi(first) else []
+    root = [AS_ROOT] if launch.by_root and is_open_mpi(first) else []
     return " ".join([shown, *root, *options, f"-n {ranks}", command])
 
 
