@@ -101,6 +101,13 @@ def _pong(comm: Communicator, peer: int, nbytes: int) -> None:
         comm.wait(comm.isend(buf, peer, TAG))
 
 
+def meet(comm: Communicator, peer: int) -> None:
+    """Both ranks are here when it returns."""
+    sent, received = np.zeros((2, 1), np.uint8)
+    for request in [comm.irecv(received, peer, TAG), comm.isend(sent, peer, TAG)]:
+        comm.wait(request)
+
+
 def memory_share(comm: Communicator) -> int:
     """Bytes this rank may still take of its node's main memory. Collective."""
     return share_of(comm, comm.node_of_rank[comm.rank], memory_available_bytes(os.environ))

@@ -124,6 +124,11 @@ class Communicator(Protocol):
         """Whether the helper thread works, where one is allowed; it does until it is told not to."""
         ...
 
+    def use_parts(self, on: bool) -> None:
+        """Whether messages between nodes go in parts that wait for no answer; on both sides of each. Not at
+        first. No message may be on its way."""
+        ...
+
     def poll(self) -> None:
         """Moves messages on, where no helper does; never blocks."""
         ...

@@ -313,6 +313,9 @@ class LocalCommunicator:
     def use_helper(self, on: bool) -> None:
         pass
 
+    def use_parts(self, on: bool) -> None:
+        pass
+
     def poll(self) -> None:
         pass
 

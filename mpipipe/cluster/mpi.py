@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 THREAD_LEVEL = "MPIPIPE_THREAD_LEVEL"  # multiple (default) | funneled
 PART_BYTES = 1 << 30  # counts end at 2**31 - 1 before MPI 4, and in Open MPI 5's non-blocking calls
+EAGER_BYTES = 60_000  # below Open MPI's limit over TCP, 64 KiB with a header; see `crossing.py`
 CLOCK_PINGS = 16  # per node; the shortest round trip counts
 
 
@@ -188,6 +189,7 @@ class MpiCommunicator:
         multiple = int(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
         multiple = self._comm.allreduce(multiple, MPI.MIN)  # on all: `_probe` is collective
         self.helper_allowed = self._helping = bool(multiple and self.size > 1)
+        self._in_parts = False
         self.oversubscribed = True  # until it is known: yielding is always right
         self.node_of_rank = self._find_nodes()
         self._cores = self.allgather_object(cores_available())
@@ -276,9 +278,10 @@ class MpiCommunicator:
     def _post(self, call: Callable[..., MPI.Request], buf: Bytes, peer: int, tag: int, what: str) -> Request:
         check_buffer(buf, peer, self.size)
         # MPI keeps the order of one sender's messages with one tag, so parts meet their parts.
+        far = self._in_parts and self.node_of_rank[peer] != self._node
+        most = EAGER_BYTES if far else PART_BYTES
         parts = [
-            call([buf[i : i + PART_BYTES], self._mpi.BYTE], peer, tag)
-            for i in range(0, max(buf.nbytes, 1), PART_BYTES)
+            call([buf[i : i + most], self._mpi.BYTE], peer, tag) for i in range(0, max(buf.nbytes, 1), most)
         ]
         request = _MpiRequest(self, parts, buf.nbytes, what)
         self._live.add(request)
@@ -290,6 +293,9 @@ class MpiCommunicator:
         self._helping = on and self.helper_allowed
         if self._progress and self._helping:
             self._progress.wake()
+
+    def use_parts(self, on: bool) -> None:
+        self._in_parts = on
 
     @noticing
     def poll(self) -> None:

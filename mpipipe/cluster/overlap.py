@@ -5,7 +5,8 @@
                 reads the sender's memory by itself, or the library has a progress thread that is switched on
 
 Two ranks of each level try both: the sender computes while its message leaves, the receiver half as long,
-then it waits. What the message adds to the time of both is *felt*; the choice is what is felt least.
+then it waits. What the message adds to the time of both is *felt*; the choice is what is felt least. Between
+nodes messages may go in parts, which is chosen beside it (`crossing.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpipipe.cluster.calibrate import TAG, measure_pair, pairs_of
+from mpipipe.cluster import crossing
+from mpipipe.cluster.calibrate import TAG, measure_pair, meet, pairs_of
 from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.crossing import Crossed
 from mpipipe.cluster.node import cores_available
 from mpipipe.values import Value, digest
 
@@ -47,6 +50,12 @@ class Felt(Value):
 @dataclass(frozen=True)
 class Overlap(Value):
     felt: tuple[Felt, ...]  # of each level that the job has; empty where there is no choice
+    crossed: tuple[Crossed, ...] = ()  # between nodes, where there are several
+
+    @property
+    def parts(self) -> bool:
+        """Messages between nodes go in parts."""
+        return any(crossed.parts for crossed in self.crossed)
 
     @property
     def helper(self) -> bool:
@@ -55,18 +64,24 @@ class Overlap(Value):
 
 
 def choose(comm: Communicator, known: Mapping[str, Overlap]) -> tuple[str, Overlap]:
-    """Measures, unless rank 0 knows it from before, and switches the helper on or off. With its name in
-    `known`. The same on all ranks; collective. Takes half a second at most for each level."""
+    """Measures, unless rank 0 knows it from before, and switches parts, and the helper, on or off. With its
+    name in `known`. The same on all ranks; collective. Takes a second at most for each level."""
     if not comm.helper_allowed:
         return "", Overlap(())
+    comm.use_parts(False)
     pairs = pairs_of(comm)
     messages = {level: _message(comm, peers) for level, peers in pairs.items()}
     magnitudes = [(level, nbytes, round(math.log2(bare_s))) for level, (nbytes, bare_s) in messages.items()]
     room = len(cores_available())  # a helper of a rank that is bound to one core has that one alone
-    name = digest(comm.transport, repr((magnitudes, comm.node_of_rank, comm.oversubscribed, room)))
+    of_parts = "parts"  # unlike the names of what was kept before there were any
+    name = digest(comm.transport, of_parts, repr((magnitudes, comm.node_of_rank, comm.oversubscribed, room)))
     name, overlap = comm.bcast_object((name, known.get(name)))
     if overlap is None:
-        overlap = Overlap(tuple(_felt(comm, level, pairs[level], *m) for level, m in messages.items()))
+        # whole ones: short parts fit into the system's buffers, and long messages of them would not
+        felt = tuple(_felt(comm, level, pairs[level], *m) for level, m in messages.items())
+        between = [(pairs[level], *m) for level, m in messages.items() if level == "switch"]
+        overlap = Overlap(felt, tuple(crossing.measure(comm, *m) for m in between))
+    comm.use_parts(overlap.parts)
     comm.use_helper(overlap.helper)
     return name, overlap
 
@@ -85,7 +100,15 @@ def why(overlap: Overlap, transport: str) -> str:
         f"{_ms(f.helper_s)} ms with a helper thread, {_ms(f.without_s)} ms without"
         for f in overlap.felt
     )
-    return f"messages move on {who}: {figures}"
+    return f"messages move on {who}: {figures}" + "".join(map(_crossing, overlap.crossed))
+
+
+def _crossing(crossed: Crossed) -> str:
+    return (
+        f"; {BETWEEN['switch']} they go {'in parts' if crossed.parts else 'whole'}: two of "
+        f"{crossed.nbytes >> 10} KiB that cross take {_ms(crossed.parts_s)} ms in parts, "
+        f"{_ms(crossed.whole_s)} ms whole"
+    )
 
 
 def _ms(seconds: float) -> str:
@@ -118,22 +141,17 @@ def _rounds(
     comm: Communicator, peer: int, nbytes: int, work: Callable[[int], None]
 ) -> Iterator[tuple[float, float]]:
     """What this rank feels of a message to or from `peer` in each round, with the helper and without."""
-    sends, buf, none = comm.rank < peer, np.zeros(nbytes, np.uint8), np.zeros(1, np.uint8)
+    sends, buf = comm.rank < peer, np.zeros(nbytes, np.uint8)
     times = 2 if sends else 1
-
-    def together() -> None:
-        for request in [comm.irecv(none.copy(), peer, TAG), comm.isend(none, peer, TAG)]:
-            comm.wait(request)
-
     for _ in range(ROUNDS):
         felt = []
         for on in (True, False):
             comm.use_helper(on)
-            together()
+            meet(comm, peer)
             start = time.perf_counter()
             work(times)
             alone = time.perf_counter() - start
-            together()
+            meet(comm, peer)
             start = time.perf_counter()
             request = (comm.isend if sends else comm.irecv)(buf, peer, TAG)
             work(times)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mpipipe.cluster.crossing import Crossed
 from mpipipe.cluster.local import run_local
 from mpipipe.cluster.overlap import GAIN, Felt, Overlap, choose, why
 
@@ -44,6 +45,17 @@ def test_the_choice_is_told_with_its_figures() -> None:
         ("0", "between instructions"),
     ):
         assert why(overlap((0.1, 0.1)), settings.format(value)).startswith(f"messages move on {who}: ")
+
+
+def test_how_messages_cross_is_told_beside_it() -> None:
+    felt = overlap((0.001, 0.018)).felt
+    for parts_s, how in ((0.033, "in parts"), (0.043, "whole")):
+        crossed = Overlap(felt, (Crossed(1 << 18, 0.044, parts_s),))
+        assert crossed.parts is (how == "in parts")
+        assert why(crossed, "").endswith(
+            f"18 ms without; between nodes they go {how}: two of 256 KiB that cross take "
+            f"{parts_s * 1e3:.0f} ms in parts, 44 ms whole"
+        )
 
 
 def test_where_no_helper_is_allowed_nothing_is_measured() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from mpipipe.cluster import mpi
 from mpipipe.cluster.agree import agree
 from mpipipe.cluster.calibrate import measure_links, memory_share
+from mpipipe.cluster.crossing import Crossed
 from mpipipe.cluster.launch import default_threads, ranks_per_node
 from mpipipe.cluster.mpi import MpiCommunicator, connect
 from mpipipe.cluster.node import cores_available
@@ -46,6 +49,27 @@ def test_a_message_in_many_parts_arrives_whole_and_in_order(
     monkeypatch.setattr(mpi, "PART_BYTES", 1000)
     for nbytes in (999, 1000, 1001, 99_999):
         ring(comm, nbytes)
+
+
+def test_between_nodes_messages_go_in_parts_where_that_is_chosen(
+    comm: MpiCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpi, "EAGER_BYTES", 1000)
+    calls = list[int]()
+    post = comm._post
+
+    def counted(call: Callable[..., object], *rest: Any) -> object:
+        return post(lambda *a: (calls.append(a[0][0].nbytes), call(*a))[1], *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(comm, "_post", counted)
+    here, apart = comm.node_of_rank, tuple(range(comm.size))
+    for nodes, on, most in ((apart, False, 2500), (here, True, 2500), (apart, True, 1000)):
+        monkeypatch.setattr(comm, "node_of_rank", nodes)
+        comm.use_parts(on)
+        calls.clear()
+        ring(comm, 2500)
+        assert max(calls) == (2500 if comm.size == 1 else most)
+    comm.use_parts(False)
 
 
 def test_tags_match_in_any_order(comm: MpiCommunicator) -> None:
@@ -206,6 +230,23 @@ def test_who_moves_messages_is_one_choice_that_is_known_again(comm: MpiCommunica
     assert all(f.helper_s >= 0 and f.without_s >= 0 and f.bare_s > 0 for f in found.felt)
     assert bool(why(found, comm.transport)) == bool(levels)
     assert choose(comm, Everything())[1] == (KEPT if levels else found)
+    comm.use_helper(True)
+
+
+def test_between_nodes_both_ways_are_tried_and_one_is_chosen_for_all(
+    comm: MpiCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comm, "node_of_rank", tuple(range(comm.size)))
+    _, found = choose(comm, {})
+    assert len(set(comm.allgather_object((found, comm._in_parts)))) == 1
+    assert [c.whole_s > 0 and c.parts_s > 0 for c in found.crossed] == [True] * len(found.felt)
+    assert comm._in_parts == found.parts
+    assert ("that cross take" in why(found, comm.transport)) == bool(found.felt)
+    crossed = Overlap(KEPT.felt, (Crossed(1 << 18, 2.0, 1.0),))
+    monkeypatch.setattr(Everything, "get", lambda *_: crossed)
+    choose(comm, Everything())
+    assert comm._in_parts == bool(found.felt), "what is known is done"
+    comm.use_parts(False)
     comm.use_helper(True)
 
 

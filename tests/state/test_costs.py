@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpipipe.cluster.crossing import Crossed
 from mpipipe.cluster.overlap import Felt, Overlap
 from mpipipe.cluster.routes import Route
 from mpipipe.graph.pieces import Sample
@@ -66,7 +67,8 @@ def test_the_least_lately_used_go_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_how_messages_move_is_kept_beside_them(tmp_path: Path) -> None:
-    found, (kept, said) = Overlap((Felt("node", 1 << 20, 1e-4, 0.0, 1 / 3),)), cache(tmp_path)
+    felt, crossed = (Felt("node", 1 << 20, 1e-4, 0.0, 1 / 3),), (Crossed(1 << 18, 0.04, 1 / 3),)
+    found, (kept, said) = Overlap(felt, crossed), cache(tmp_path)
     kept.write(Kept(overlaps={"a job": found}))
     kept.write(Kept(samples={"a": ONE}))
     assert (cache(tmp_path)[0].read().overlaps, said) == ({"a job": found}, [])
