@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from mpipipe.ops.library import define, differentiate, traced
-from mpipipe.ops.native import by_device, workers
+from mpipipe.ops.native import by_device, device_type, workers
 
 Tensor = torch.Tensor
 _KERNELS = by_device({torch.float32: ("norms_f32",), torch.bfloat16: ("norms_bf16",)})
@@ -21,19 +21,20 @@ def norms(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
     the threads or the instruction set. Raises ValueError for another layout, or a slice that leaves x.
     """
     if traced(x):
-        found: Tensor = torch.ops.mpipipe.norms(x.detach(), offsets, counts)  # there is no derivative
-        return found if x.device.type == "meta" else found.cpu()
-    return _eager(x, offsets, counts).cpu()
+        of_graph: Tensor = torch.ops.mpipipe.norms(x.detach(), offsets, counts)  # there is no derivative
+        return of_graph if x.device.type == "meta" else of_graph.cpu()
+    found = _eager(x, offsets, counts)
+    return found if found.is_cpu else found.cpu()
 
 
 def _eager(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
     """(P,) float64 on the device of x."""
     _check(x, offsets, counts)
     _check_slices(x, offsets, counts)
-    kernels = _KERNELS.get((x.device.type, x.dtype))
+    kernels = _KERNELS.get((device_type(x), x.dtype))
     if kernels is None:
         return _by_torch(x, offsets, counts)
-    starts, lengths = offsets.to(x.device), counts.to(x.device)
+    starts, lengths = (offsets, counts) if x.is_cpu else (offsets.to(x.device), counts.to(x.device))
     out = torch.empty(len(starts), dtype=torch.float64, device=x.device)
     kernels[0](
         x.data_ptr(), starts.data_ptr(), lengths.data_ptr(), len(starts), out.data_ptr(), *workers(x)
@@ -60,7 +61,7 @@ def _check(x: Tensor, offsets: Tensor, counts: Tensor) -> None:
                 f"norms: {name} is {tuple(t.shape)} of {t.dtype}; offsets and counts must be int64, "
                 f"contiguous and of one length, that of offsets is {tuple(offsets.shape)}"
             )
-        if t.device.type != "cpu":
+        if not t.is_cpu:
             raise ValueError(f"norms: {name} is on {t.device}; offsets and counts must be on the cpu")
 
 
@@ -86,4 +87,4 @@ def _refused(*_: Any) -> NoReturn:
 
 
 define("norms(Tensor x, Tensor offsets, Tensor counts) -> Tensor", _eager, _operator_fake)
-differentiate("norms", _refused, lambda *_, **__: None)
+differentiate("norms", _refused)
