@@ -10,6 +10,7 @@ from mpipipe.cluster.calls import Limit
 from mpipipe.cluster.comm import Communicator
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
 from mpipipe.errors import MpipipeError
+from mpipipe.graph.rewrite import schema_name, source_line
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.asked import Replicas
@@ -21,6 +22,7 @@ CHOICES = {
     "unused": ("error", "keep"), "bits": ("torch", "fast"), "recover": ("restart", "mpi"),
     "recompute": ("auto", *RECOMPUTE), "reduce": ("exact", "fast"), "bind": ("auto", "none"),
 }  # fmt: skip
+SAME_BITS = ("mpipipe::dropout", "mpipipe::embedding")  # with kernels and without, on any processor
 
 
 def check_shape(receive_window: int, replicas: Replicas) -> None:
@@ -112,6 +114,20 @@ def check_trained(variants: Variants, unused: str) -> None:
             f"the loss does not depend on {_some(left)}: no stage uses them, so they would stay as they are; "
             "freeze them with requires_grad_(False), use them, or set train.unused to keep"
         )
+
+
+def check_named(variants: Variants, bits: str) -> None:
+    """Kernels that a model calls by their names have bits of their own, which go by the instruction set."""
+    if bits != "torch":
+        return
+    for node in variants.primary.order:
+        name = schema_name(node)
+        if name.startswith("mpipipe::") and name not in SAME_BITS:
+            raise MpipipeError(
+                f"{source_line(node)}\n  calls {name}, a kernel with bits of its own, and bits = torch has "
+                "those of PyTorch: set train.bits=fast (in a script bits='fast'), which records kernels, "
+                "or kernels: off (kernels=False), or call torch's function"
+            )
 
 
 def notes_of_parts(source: ModelSource, written: Mapping[str, str]) -> list[str]:

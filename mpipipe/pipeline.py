@@ -30,6 +30,7 @@ from mpipipe.checks import (
     check_kernels,
     check_limit,
     check_metrics,
+    check_named,
     check_samples,
     check_shape,
     check_trained,
@@ -366,6 +367,7 @@ class Pipeline(SharedWork):
 
     def _check_model(self, before: Before, asked: Asked, unused: str) -> None:
         """What can be refused before anything is timed for a plan."""
+        check_named(self.variants, self.numerics.bits)
         check_trained(self.variants, unused)
         for note in before.check_graph(self.variants.graph, self.numerics, self.size):
             self.say(f"note: {note}")

@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from mpipipe import OptimizerSettings, Pipeline, register_schedule
+from mpipipe import OptimizerSettings, Pipeline, ops, register_schedule
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.errors import (
@@ -1131,6 +1131,22 @@ def test_what_evaluation_alone_reads_is_there_on_any_number_of_ranks_and_after_a
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(MpipipeError, match="all are frozen"):
         alone(lambda comm: pipeline(comm, lambda: Net().requires_grad_(False)))
+
+
+class Gated(Net):
+    """Calls a kernel by its name."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        found = super().forward(x, scale)
+        return ops.swiglu(found, found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ops.kernels is None, reason="the compiled kernels are not built")
+def test_a_kernel_that_is_called_by_name_wants_its_bits_recorded() -> None:
+    with pytest.raises(MpipipeError, match=r"(?s)ops\.swiglu\(found.*mpipipe::swiglu.*train\.bits=fast"):
+        alone(lambda comm: pipeline(comm, Gated))
+    alone(lambda comm: pipeline(comm, Gated, bits="fast").step())
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from benchmarks.kernels.harness import Case, Skipped, compare
 from benchmarks.kernels.limits import CPU_INFO, UNCACHED, Limits, Seen, has_bars, set_fastest_route
 from benchmarks.kernels.lines import lines, of_memory, of_skipped, said
 from benchmarks.kernels.memory import Memory, taken
+from mpipipe.cluster.launch import advice_here
 from mpipipe.cluster.memory import KEPT_BYTES, keep_freed_memory
 from mpipipe.native import instruction_set
 from mpipipe.ops.native import kernels
@@ -83,6 +84,8 @@ def main(argv: Sequence[str]) -> None:
         "machine": machine(),
     }
     threads = [int(n) for n in a.threads.split(",")]
+    if busy := advice_here():
+        say(f"note: {busy}")
     for line in measured(a.kernels, threads, a.rounds, a.case):
         print(json.dumps(line | common), flush=True)
         say(said(line))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Literal
 
-from mpipipe.checks import check_trained
+from mpipipe.checks import check_named, check_trained
 from mpipipe.cluster.routes import LIBRARIES, PRODUCTS
 from mpipipe.commands.machines import Machine
 from mpipipe.config import Config
@@ -137,6 +137,7 @@ class Costing:
 
     def _take(self, rows: int) -> Costs:
         variants = self._variants_of(rows)
+        check_named(variants, self.asked.numerics.bits)
         check_trained(variants, self._unused)
         started, n_ranks = time.perf_counter(), self.asked.n_ranks
         one = replace(self.asked.numerics, batch=rows, micro_batch=rows, micro_batches=1)

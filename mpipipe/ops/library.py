@@ -19,7 +19,9 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 _FUNCTION: Any = torch.autograd.Function
-_TWICE = "operators of mpipipe have no second derivative; take torch's own functions where you need one"
+_TWICE = (
+    "this operator of mpipipe has no second derivative (create_graph=True): take torch's own function instead"
+)
 _LIBRARY = torch.library.Library("mpipipe", "DEF")
 
 
@@ -34,7 +36,7 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
         _LIBRARY.impl(name, function, device)
     torch.library.register_fake(f"mpipipe::{name}", fake, lib=_LIBRARY)
     if name.endswith("_backward"):
-        differentiate(name, _refuse)
+        differentiate(name, _refuse, _refuse)
     return getattr(torch.ops.mpipipe, name)
 
 
@@ -43,23 +45,19 @@ def differentiate(name: str, backward: Callable[..., Any], setup: Callable[..., 
     torch.library.register_autograd(f"mpipipe::{name}", backward, setup_context=setup, lib=_LIBRARY)
 
 
-def _refuse(*_: Any) -> None:
+def _refuse(*_: Any, **__: Any) -> None:
     raise RuntimeError(_TWICE)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's, which leaves a second derivative out without a word where the gradient that comes in has
-    none itself, as that of a sum; here its use raises RuntimeError in any case."""
+    """For a backward that makes no graph: where one is asked for, it raises RuntimeError. torch's waits until
+    the graph is used, and so leaves terms out without a word where torch.autograd.grad goes around it."""
 
     @wraps(backward)
     def once(ctx: Any, *args: Any) -> Any:
-        with torch.no_grad():
-            found = backward(ctx, *args)
-        if not is_grad_enabled():  # nobody asked for a graph of the gradients
-            return found
-        found = found if isinstance(found, tuple) else (found,)
-        refusing: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(found))
-        return refusing(*(None if g is None else g.detach().requires_grad_() for g in found))
+        if is_grad_enabled():
+            _refuse()
+        return backward(ctx, *args)
 
     return once
 

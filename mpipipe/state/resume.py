@@ -340,7 +340,10 @@ def check_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None
 def check_numerics(saved: Numerics, now: Numerics, version: str = "") -> None:
     """Raises ConfigError with every field that differs: the run would go on with other bits. version: of the
     mpipipe that wrote the checkpoint. Of kernels that it does not name nothing is known to differ."""
-    fields = [f.name for f in dataclasses.fields(Numerics) if f.name != "kernels" or saved.kernels]
+    left = set() if saved.kernels else {"kernels"}
+    if saved.bits != now.bits:  # from which these follow
+        left = {"kernels", "op_table"}
+    fields = [f.name for f in dataclasses.fields(Numerics) if f.name not in left]
     pairs = [(name, getattr(saved, name), getattr(now, name)) for name in fields]
     lines = "\n".join(f"  {name}: {a!r} in the checkpoint, {b!r} now" for name, a, b in pairs if a != b)
     if lines:
