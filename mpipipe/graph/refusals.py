@@ -193,7 +193,7 @@ def strange_weight(t: Tensor) -> str:
     return (
         f"reads a tensor of shape {list(t.shape)} that wants a gradient, and is no parameter of the model: "
         "nothing would train it; make it one (forward may return more for the loss), or freeze it by "
-        "requires_grad_(False)"
+        "requires_grad_(False); where forward itself makes it by x.detach().requires_grad_(), take x as it is"
     )
 
 
