@@ -134,7 +134,7 @@ def threads_of(
 def gemm_of(asked: Literal["auto"] | Gemm, decided: Numerics | None) -> tuple[Gemm | None, str]:
     """As `micro_batches_of`, and for people why. None: it is measured."""
     if asked != "auto":
-        return asked, "as kernels.gemm says"
+        return asked, "as gemm (in a config kernels.gemm) says"
     return (None, "") if decided is None else (decided.gemm, "as the checkpoint or plan has it")
 
 

@@ -29,16 +29,18 @@ SETS: Mapping[str, Mapping[str, frozenset[str]]] = {
     },
     "aarch64": {"sve": frozenset({"sve"}), "base": frozenset()},
 }
-_HERE = "make setup` or `pip install -e ."
-_warned: set[str] = set()  # commands that build what is missing
 _PLAIN: Mapping[str, frozenset[str]] = {"base": frozenset()}  # of any other machine
+
+
+_BUILD = "make setup` or `pip install -e ."  # between backticks
+_warned_of: set[str] = set()  # such commands
 
 
 def load(
     name: str,
     version: str,
     without: str = "random numbers and large plans take several times as long, with the same results",
-    build: str = _HERE,
+    build: str = _BUILD,
 ) -> ModuleType | None:
     """`mpipipe.<name>` where it is there in this version; else None, and a warning for all that the command
     `build` makes: what happens `without`."""
@@ -49,9 +51,9 @@ def load(
     else:
         if found.version == version:
             return found
-        reason = f"built for version {found.version}, the package needs {version}"
-    if build not in _warned:
-        _warned.add(build)
+        reason = f"mpipipe.{name} is built for version {found.version}, the package needs {version}"
+    if build not in _warned_of:
+        _warned_of.add(build)
         warnings.warn(
             f"compiled parts of mpipipe are not used ({reason}): {without}. Build them with `{build}`",
             RuntimeWarning,

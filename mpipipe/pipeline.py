@@ -354,6 +354,7 @@ class Pipeline(SharedWork):
     def _measure(self, usual: Variants, decided: Decided, cost_cache: bool) -> Measuring:
         """Who moves messages on, and by which library and operators this model is computed; what measures
         its costs next. Collective."""
+        check_named(usual, self.numerics.bits)
         kind = device_kind(self.numerics.instruction_set)
         quiet = not others_here(self.comm, load_average())
         known = CostCache(cache_folder() if cost_cache else None, kind, self.say, quiet)
@@ -367,7 +368,6 @@ class Pipeline(SharedWork):
 
     def _check_model(self, before: Before, asked: Asked, unused: str) -> None:
         """What can be refused before anything is timed for a plan."""
-        check_named(self.variants, self.numerics.bits)
         check_trained(self.variants, unused)
         for note in before.check_graph(self.variants.graph, self.numerics, self.size):
             self.say(f"note: {note}")

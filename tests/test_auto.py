@@ -283,7 +283,7 @@ def test_a_given_route_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "LEAST_FLOPS", 1.0)
     monkeypatch.setattr(gemm, "measure", lambda *_: pytest.fail("measured"))
     pipe = run_local(1, lambda comm: pipeline(comm, micro_batches=2, gemm="mkl"))[0]
-    assert (pipe.numerics.gemm, pipe.gemm_why) == ("mkl", "MKL, as kernels.gemm says")
+    assert (pipe.numerics.gemm, pipe.gemm_why) == ("mkl", "MKL, as gemm (in a config kernels.gemm) says")
 
 
 def test_ranks_that_are_asked_for_other_routes_are_caught() -> None:

@@ -23,6 +23,7 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Bytes = NDArray[np.uint8]
+EAGER_BYTES = 60_000  # below Open MPI's limit over TCP, 64 KiB with a header; see `crossing.py`
 ANY_TAG_UB = 32767  # every MPI allows at least these tags (MPI 4.1, 9.1.2)
 
 
@@ -116,17 +117,21 @@ class Communicator(Protocol):
         """What `survivors` has given."""
         ...
 
-    def isend(self, buf: Bytes, peer: int, tag: int) -> Request: ...
+    def isend(self, buf: Bytes, peer: int, tag: int, crossing: bool = False) -> Request:
+        """crossing, the same on both sides: others meet it on its way, so it goes in parts where `use_parts`
+        says so."""
+        ...
 
-    def irecv(self, buf: Bytes, peer: int, tag: int) -> Request: ...
+    def irecv(self, buf: Bytes, peer: int, tag: int, crossing: bool = False) -> Request: ...
 
     def use_helper(self, on: bool) -> None:
         """Whether the helper thread works, where one is allowed; it does until it is told not to."""
         ...
 
     def use_parts(self, on: bool) -> None:
-        """Whether messages between nodes go in parts that wait for no answer; on both sides of each. Not at
-        first. No message may be on its way."""
+        """Whether messages that cross between nodes go in parts of `EAGER_BYTES`, which wait for no answer;
+        at first they do not. The same on all ranks, while no message is on its way. A part of this world,
+        and the survivors, keep it."""
         ...
 
     def poll(self) -> None:

@@ -294,10 +294,10 @@ class LocalCommunicator:
         members = [self.members[rank] for rank in ranks]
         return LocalCommunicator(world, list(ranks).index(self.rank), members, self.lost)
 
-    def isend(self, buf: Bytes, peer: int, tag: int) -> Request:
+    def isend(self, buf: Bytes, peer: int, tag: int, crossing: bool = False) -> Request:
         return self._post(buf, peer, tag, True)
 
-    def irecv(self, buf: Bytes, peer: int, tag: int) -> Request:
+    def irecv(self, buf: Bytes, peer: int, tag: int, crossing: bool = False) -> Request:
         return self._post(buf, peer, tag, False)
 
     def _post(self, buf: Bytes, peer: int, tag: int, is_send: bool) -> Request:

@@ -16,14 +16,15 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpipipe.cluster.comm import ANY_TAG_UB, Bytes, Request, check_buffer, mismatch, number_nodes
+from mpipipe.cluster.comm import ANY_TAG_UB, EAGER_BYTES, Bytes, Request, check_buffer, mismatch, number_nodes
 from mpipipe.cluster.doctor.facts import THREAD_LEVELS, Mpi
 from mpipipe.cluster.doctor.launcher import mpi_name, settings
 from mpipipe.cluster.ending import SPEAK_FIRST_S
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 THREAD_LEVEL = "MPIPIPE_THREAD_LEVEL"  # multiple (default) | funneled
 PART_BYTES = 1 << 30  # counts end at 2**31 - 1 before MPI 4, and in Open MPI 5's non-blocking calls
-EAGER_BYTES = 60_000  # below Open MPI's limit over TCP, 64 KiB with a header; see `crossing.py`
 CLOCK_PINGS = 16  # per node; the shortest round trip counts
 
 
@@ -127,11 +127,14 @@ def library(environ: Mapping[str, str]) -> Mpi:
 class _MpiRequest:
     """One message, in parts. Lives in the communicator's set until it is done, its buffer with it."""
 
-    __slots__ = ("_comm", "_error", "_got", "_nbytes", "_parts", "_what")
+    __slots__ = ("_comm", "_error", "_got", "_most", "_nbytes", "_parts", "_what")
 
-    def __init__(self, comm: MpiCommunicator, parts: list[MPI.Request], nbytes: int, what: str) -> None:
-        self._comm, self._parts, self._nbytes, self._what = comm, parts, nbytes, what
-        self._got, self._error = 0, ""
+    def __init__(
+        self, comm: MpiCommunicator, parts: Iterable[MPI.Request], nbytes: int, most: int, what: str
+    ) -> None:
+        """most: bytes of a part."""
+        self._comm, self._parts, self._nbytes, self._what = comm, deque(parts), nbytes, what
+        self._got, self._most, self._error = 0, most, ""
 
     def done(self) -> bool:
         status = self._comm._status
@@ -144,11 +147,15 @@ class _MpiRequest:
                 if (said := self._comm._translated(error)) is not error:
                     raise said from error
                 break
-            self._got += status.Get_count(self._comm._mpi.BYTE)
-            del self._parts[0]
-            if not self._parts:
-                short = self._is_receive and self._got != self._nbytes
-                self._end(f"got {self._got}; the two ranks do not run the same plan" if short else "")
+            due = min(self._most, self._nbytes - self._got)
+            got = status.Get_count(self._comm._mpi.BYTE)
+            self._got += got
+            self._parts.popleft()
+            if self._is_receive and got != due:  # and what the other parts wait for may never come
+                self._give_up()
+                self._end(f"got {self._got}; the two ranks do not run the same plan")
+            elif not self._parts:
+                self._end("")
         if self._error:
             raise RuntimeError(self._error)
         return True
@@ -164,10 +171,14 @@ class _MpiRequest:
 
     def cancel(self) -> None:
         """Give up a receive that nobody will send to."""
-        for part in self._parts if self._is_receive else ():
+        if self._is_receive:
+            self._give_up()
+        self._end("was given up")
+
+    def _give_up(self) -> None:
+        for part in self._parts:
             part.Cancel()
             part.Wait()
-        self._end("was given up")
 
 
 class MpiCommunicator:
@@ -268,22 +279,26 @@ class MpiCommunicator:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def isend(self, buf: Bytes, peer: int, tag: int) -> Request:
-        return self._post(self._comm.Isend, buf, peer, tag, f"send to rank {peer} with tag {tag}")
+    def isend(self, buf: Bytes, peer: int, tag: int, crossing: bool = False) -> Request:
+        return self._post(self._comm.Isend, buf, peer, tag, crossing, f"send to rank {peer} with tag {tag}")
 
-    def irecv(self, buf: Bytes, peer: int, tag: int) -> Request:
-        return self._post(self._comm.Irecv, buf, peer, tag, f"receive from rank {peer} with tag {tag}")
+    def irecv(self, buf: Bytes, peer: int, tag: int, crossing: bool = False) -> Request:
+        return self._post(
+            self._comm.Irecv, buf, peer, tag, crossing, f"receive from rank {peer} with tag {tag}"
+        )
 
     @noticing
-    def _post(self, call: Callable[..., MPI.Request], buf: Bytes, peer: int, tag: int, what: str) -> Request:
+    def _post(
+        self, call: Callable[..., MPI.Request], buf: Bytes, peer: int, tag: int, crossing: bool, what: str
+    ) -> Request:
         check_buffer(buf, peer, self.size)
         # MPI keeps the order of one sender's messages with one tag, so parts meet their parts.
-        far = self._in_parts and self.node_of_rank[peer] != self._node
-        most = EAGER_BYTES if far else PART_BYTES
+        in_parts = crossing and self._in_parts and self.node_of_rank[peer] != self._node
+        most = EAGER_BYTES if in_parts else PART_BYTES
         parts = [
             call([buf[i : i + most], self._mpi.BYTE], peer, tag) for i in range(0, max(buf.nbytes, 1), most)
         ]
-        request = _MpiRequest(self, parts, buf.nbytes, what)
+        request = _MpiRequest(self, parts, buf.nbytes, most, what)
         self._live.add(request)
         if self._progress and self._helping:
             self._progress.wake()

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpipipe.cluster import crossing
 from mpipipe.cluster.calibrate import TAG, measure_pair, meet, pairs_of
-from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.comm import EAGER_BYTES, Communicator
 from mpipipe.cluster.crossing import Crossed
 from mpipipe.cluster.node import cores_available
 from mpipipe.values import Value, digest
@@ -73,12 +73,13 @@ def choose(comm: Communicator, known: Mapping[str, Overlap]) -> tuple[str, Overl
     messages = {level: _message(comm, peers) for level, peers in pairs.items()}
     magnitudes = [(level, nbytes, round(math.log2(bare_s))) for level, (nbytes, bare_s) in messages.items()]
     room = len(cores_available())  # a helper of a rank that is bound to one core has that one alone
-    of_parts = "parts"  # unlike the names of what was kept before there were any
-    name = digest(comm.transport, of_parts, repr((magnitudes, comm.node_of_rank, comm.oversubscribed, room)))
+    of_job = magnitudes, comm.node_of_rank, comm.oversubscribed, room
+    name = digest(comm.transport, f"parts of {EAGER_BYTES}", repr(of_job))
     name, overlap = comm.bcast_object((name, known.get(name)))
     if overlap is None:
         # whole ones: short parts fit into the system's buffers, and long messages of them would not
         felt = tuple(_felt(comm, level, pairs[level], *m) for level, m in messages.items())
+        comm.use_helper(Overlap(felt).helper)  # as the run will have it
         between = [(pairs[level], *m) for level, m in messages.items() if level == "switch"]
         overlap = Overlap(felt, tuple(crossing.measure(comm, *m) for m in between))
     comm.use_parts(overlap.parts)

@@ -14,7 +14,7 @@ from mpipipe.cluster.routes import LIBRARIES, PRODUCTS
 from mpipipe.commands.machines import Machine
 from mpipipe.config import Config
 from mpipipe.configured import optimizer_settings, schedule_name
-from mpipipe.decided import blocks_of
+from mpipipe.decided import blocks_of, gemm_of
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
@@ -85,7 +85,7 @@ class Costing:
             gemm, why = machine.gemm(self._usual, self.asked.numerics)
             self.asked = replace(self.asked, numerics=replace(self.asked.numerics, gemm=gemm))
         else:
-            gemm, why = asked, f"{LIBRARIES[asked]}, as kernels.gemm says"
+            gemm, why = asked, f"{LIBRARIES[asked]}, {gemm_of(asked, None)[1]}"
         if machine.timed:
             set_gemm_route(gemm)
         return why

@@ -86,9 +86,9 @@ def _with_rows(x: Tensor) -> Tensor:
 def _row_pointer(name: str, x: Tensor, like: Tensor) -> tuple[int, int]:
     """Address and row stride, after `check`; raises ValueError where there is no row stride."""
     check(name, x, like.shape, like)
-    stride = _stride(x)
     if not x.dim():
-        raise ValueError("swiglu of shape (): gate and up must be (..., d)")
+        raise ValueError(f"swiglu: {name} has shape (); it must be (..., d)")
+    stride = _stride(x)
     if stride is None:
         raise ValueError(
             f"{name} has strides {x.stride()} for shape {tuple(x.shape)}: it must be rows (..., d) at one "

@@ -13,7 +13,7 @@ from mpipipe.cluster.comm import Bytes, Communicator
 from mpipipe.cluster.crossing import GAIN, LATER, Crossed, measure
 from mpipipe.cluster.local import LocalCommunicator, run_local
 
-MESSAGE_S, NBYTES = 0.04, 1 << 18
+MESSAGE_S, NBYTES = 0.12, 1 << 18
 
 
 @dataclass
@@ -48,11 +48,11 @@ class OnLine:
     def use_parts(self, on: bool) -> None:
         self._parts = on
 
-    def isend(self, buf: Bytes, peer: int, tag: int) -> Due:
+    def isend(self, buf: Bytes, peer: int, tag: int, crossing: bool = False) -> Due:
         end = self._line.send(self.rank, buf.nbytes, self._parts)
         return Due([end], 0)
 
-    def irecv(self, buf: Bytes, peer: int, tag: int) -> Due:
+    def irecv(self, buf: Bytes, peer: int, tag: int, crossing: bool = False) -> Due:
         self._received += 1
         return Due(self._line.ends[peer], self._received - 1)
 

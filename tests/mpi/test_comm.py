@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,12 @@ def pattern(nbytes: int, salt: int) -> np.ndarray:
     return (np.arange(nbytes, dtype=np.uint64) * 2654435761 + salt >> 7).astype(np.uint8)
 
 
-def ring(comm: MpiCommunicator, nbytes: int, tag: int = 3) -> None:
+def ring(comm: MpiCommunicator, nbytes: int, crossing: bool = False, tag: int = 3) -> None:
     """Everybody sends to the next and checks every byte from the one before."""
     got = np.zeros(nbytes, np.uint8)
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    requests = [comm.irecv(got, before, tag), comm.isend(pattern(nbytes, comm.rank), after, tag)]
+    sent = pattern(nbytes, comm.rank)
+    requests = [comm.irecv(got, before, tag, crossing), comm.isend(sent, after, tag, crossing)]
     for request in requests:
         comm.wait(request)
         assert request.done()  # and may be asked again
@@ -51,25 +52,48 @@ def test_a_message_in_many_parts_arrives_whole_and_in_order(
         ring(comm, nbytes)
 
 
-def test_between_nodes_messages_go_in_parts_where_that_is_chosen(
-    comm: MpiCommunicator, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def apart(comm: MpiCommunicator, monkeypatch: pytest.MonkeyPatch) -> Iterator[MpiCommunicator]:
+    """As if each rank were on a node of its own."""
+    monkeypatch.setattr(comm, "node_of_rank", tuple(range(comm.size)))
+    yield comm
+    comm.use_parts(False)
+    comm.use_helper(True)
+
+
+def test_what_crosses_between_nodes_goes_in_parts_where_that_is_chosen(
+    apart: MpiCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mpi, "EAGER_BYTES", 1000)
-    calls = list[int]()
-    post = comm._post
+    calls, post, away = list[int](), apart._post, apart.node_of_rank
 
     def counted(call: Callable[..., object], *rest: Any) -> object:
         return post(lambda *a: (calls.append(a[0][0].nbytes), call(*a))[1], *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(comm, "_post", counted)
-    here, apart = comm.node_of_rank, tuple(range(comm.size))
-    for nodes, on, most in ((apart, False, 2500), (here, True, 2500), (apart, True, 1000)):
-        monkeypatch.setattr(comm, "node_of_rank", nodes)
-        comm.use_parts(on)
+    monkeypatch.setattr(apart, "_post", counted)
+    for nodes, on, crossing, most in (
+        (away, False, True, 2500), ((0,) * apart.size, True, True, 2500),
+        (away, True, False, 2500), (away, True, True, 1000 if apart.size > 1 else 2500),
+    ):  # fmt: skip
+        monkeypatch.setattr(apart, "node_of_rank", nodes)
+        apart.use_parts(on)
         calls.clear()
-        ring(comm, 2500)
-        assert max(calls) == (2500 if comm.size == 1 else most)
-    comm.use_parts(False)
+        ring(apart, 2500, crossing)
+        assert max(calls) == most
+
+
+def test_a_message_in_parts_that_is_too_short_is_an_error_and_no_wait(
+    apart: MpiCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpi, "EAGER_BYTES", 1000)
+    apart.use_parts(True)
+    before, after = (apart.rank - 1) % apart.size, (apart.rank + 1) % apart.size
+    receive = apart.irecv(np.zeros(3500, np.uint8), before, 1, crossing=True)
+    send = apart.isend(np.zeros(1500, np.uint8), after, 1, crossing=True)
+    with pytest.raises(RuntimeError, match="3500 bytes got 1500; the two ranks do not run the same plan"):
+        apart.wait(receive)
+    apart.wait(send)
+    ring(apart, 2500, True)  # and nothing of it is left
 
 
 def test_tags_match_in_any_order(comm: MpiCommunicator) -> None:
@@ -234,20 +258,17 @@ def test_who_moves_messages_is_one_choice_that_is_known_again(comm: MpiCommunica
 
 
 def test_between_nodes_both_ways_are_tried_and_one_is_chosen_for_all(
-    comm: MpiCommunicator, monkeypatch: pytest.MonkeyPatch
+    apart: MpiCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comm, "node_of_rank", tuple(range(comm.size)))
-    _, found = choose(comm, {})
-    assert len(set(comm.allgather_object((found, comm._in_parts)))) == 1
+    _, found = choose(apart, {})
+    assert len(set(apart.allgather_object((found, apart._in_parts)))) == 1
     assert [c.whole_s > 0 and c.parts_s > 0 for c in found.crossed] == [True] * len(found.felt)
-    assert comm._in_parts == found.parts
-    assert ("that cross take" in why(found, comm.transport)) == bool(found.felt)
+    assert apart._in_parts == found.parts
+    assert ("that cross take" in why(found, apart.transport)) == bool(found.felt)
     crossed = Overlap(KEPT.felt, (Crossed(1 << 18, 2.0, 1.0),))
     monkeypatch.setattr(Everything, "get", lambda *_: crossed)
-    choose(comm, Everything())
-    assert comm._in_parts == bool(found.felt), "what is known is done"
-    comm.use_parts(False)
-    comm.use_helper(True)
+    choose(apart, Everything())
+    assert apart._in_parts == bool(found.felt), "what is known is done"
 
 
 def test_an_unused_receive_is_given_up_at_the_end() -> None:

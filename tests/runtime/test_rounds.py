@@ -29,7 +29,7 @@ class Noting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
-    def isend(self, buf: Bytes, peer: int, tag: int) -> Request:
+    def isend(self, buf: Bytes, peer: int, tag: int, crossing: bool = False) -> Request:
         self._log.append((peer, tag))
         return self._comm.isend(buf, peer, tag)
 

@@ -36,10 +36,10 @@ class Noting:
         self.posted.append(Way(tag))
         return self.posted[-1]
 
-    def isend(self, buf: Any, peer: int, tag: int) -> Any:
+    def isend(self, buf: Any, peer: int, tag: int, crossing: bool = False) -> Any:
         return self._post("send", tag)
 
-    def irecv(self, buf: Any, peer: int, tag: int) -> Any:
+    def irecv(self, buf: Any, peer: int, tag: int, crossing: bool = False) -> Any:
         return self._post("receive", tag)
 
     def wait(self, *requests: Any) -> None:
