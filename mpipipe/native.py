@@ -30,8 +30,6 @@ SETS: Mapping[str, Mapping[str, frozenset[str]]] = {
     "aarch64": {"sve": frozenset({"sve"}), "base": frozenset()},
 }
 _PLAIN: Mapping[str, frozenset[str]] = {"base": frozenset()}  # of any other machine
-
-
 _BUILD = "make setup` or `pip install -e ."  # between backticks
 _warned_of: set[str] = set()  # such commands
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.launch import ranks_per_node
@@ -20,6 +21,7 @@ from mpipipe.values import Link
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
 BUDGET_S = 0.08  # per pair and message length: two levels, two lengths, 0.32 s in total
 WARM_UP, MIN_ROUNDS, MAX_ROUNDS = 1, 3, 200
+TRIALS = 3  # of each way, where there are two
 TAG = 0
 MORE, LAST = 1, 0  # first byte of a ping: whether another one follows
 
@@ -106,6 +108,17 @@ def meet(comm: Communicator, peer: int) -> None:
     sent, received = np.zeros((2, 1), np.uint8)
     for request in [comm.irecv(received, peer, TAG), comm.isend(sent, peer, TAG)]:
         comm.wait(request)
+
+
+def both_ways(
+    comm: Communicator, peers: Mapping[int, int], trial: Callable[[int, bool], float]
+) -> dict[int, NDArray[np.float64]]:
+    """Of each rank in `peers`, medians over rounds of what `trial` gives it, of its peer and a switch that is
+    on, then off: (2,). Collective; peers as from `pairs_of`."""
+    comm.barrier()
+    peer = peers.get(comm.rank)
+    mine = None if peer is None else [[trial(peer, on) for on in (True, False)] for _ in range(TRIALS)]
+    return {rank: np.median(x, axis=0) for rank, x in enumerate(comm.allgather_object(mine)) if x}
 
 
 def memory_share(comm: Communicator) -> int:

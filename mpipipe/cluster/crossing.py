@@ -15,17 +15,16 @@ receive is posted lies in the library's memory: so two ranks try both, and the f
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from mpipipe.cluster.calibrate import TAG, meet
+from mpipipe.cluster.calibrate import TAG, both_ways, meet
 from mpipipe.cluster.comm import Communicator, Request
 from mpipipe.cluster.progress import spin_until
 from mpipipe.values import Value
 
-ROUNDS = 3
 LATER = 0.5  # of a message's time: how long after the first one the second is sent
 GAIN = 1.1  # times as long must two whole ones take: independent ones take 1.5 of one, others 2
 
@@ -46,31 +45,24 @@ class Crossed(Value):
 def measure(comm: Communicator, peers: Mapping[int, int], nbytes: int, bare_s: float) -> Crossed:
     """peers: as from `pairs_of`; bare_s: seconds of one such message alone. Collective; the same on all
     ranks."""
-    comm.barrier()
-    mine = list(_rounds(comm, peers[comm.rank], nbytes, bare_s)) if comm.rank in peers else None
-    of_rank = {rank: np.median(x, axis=0) for rank, x in enumerate(comm.allgather_object(mine)) if x}
-    of_pair = [np.maximum(of_rank[a], of_rank[b]) for a, b in peers.items() if a < b]
-    whole_s, parts_s = np.mean(of_pair, axis=0)
-    return Crossed(nbytes, float(whole_s), float(parts_s))
-
-
-def _rounds(comm: Communicator, peer: int, nbytes: int, bare_s: float) -> Iterator[tuple[float, float]]:
-    """Seconds of this rank in each round, with whole messages and with parts."""
-    later_s = LATER * bare_s if comm.rank > peer else 0.0
     sent, received = np.zeros((2, nbytes), np.uint8)
-    for _ in range(ROUNDS):
-        took = []
-        for on in (False, True):
-            comm.use_parts(on)
-            meet(comm, peer)
-            start = time.perf_counter()
-            receive = comm.irecv(received, peer, TAG, crossing=True)
-            _until(start + later_s, receive, comm)
-            send = comm.isend(sent, peer, TAG, crossing=True)
-            comm.wait(receive)
-            comm.wait(send)
-            took.append(time.perf_counter() - start)
-        yield took[0], took[1]
+
+    def took(peer: int, parts: bool) -> float:
+        """Seconds of this rank until both are there."""
+        comm.use_parts(parts)
+        meet(comm, peer)
+        start = time.perf_counter()
+        receive = comm.irecv(received, peer, TAG, crossing=True)
+        _until(start + (LATER * bare_s if comm.rank > peer else 0.0), receive, comm)
+        send = comm.isend(sent, peer, TAG, crossing=True)
+        comm.wait(receive)
+        comm.wait(send)
+        return time.perf_counter() - start
+
+    of_rank = both_ways(comm, peers, took)
+    of_pair = [np.maximum(of_rank[a], of_rank[b]) for a, b in peers.items() if a < b]
+    parts_s, whole_s = np.mean(of_pair, axis=0).tolist()
+    return Crossed(nbytes, whole_s, parts_s)
 
 
 def _until(end: float, receive: Request, comm: Communicator) -> None:

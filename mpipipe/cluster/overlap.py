@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from mpipipe.cluster import crossing
-from mpipipe.cluster.calibrate import TAG, measure_pair, meet, pairs_of
+from mpipipe.cluster.calibrate import TAG, both_ways, measure_pair, meet, pairs_of
 from mpipipe.cluster.comm import EAGER_BYTES, Communicator
 from mpipipe.cluster.crossing import Crossed
 from mpipipe.cluster.node import cores_available
@@ -28,7 +28,6 @@ from mpipipe.values import Value, digest
 LENGTHS = (1 << 18, 1 << 20)  # bytes, beyond every eager limit; the shorter one where the longer takes long
 LONG_S = 0.01  # of a message, and of what the receiver computes meanwhile
 SHORT_S = 0.002
-ROUNDS = 3
 GAIN = 1.1  # times as much must be felt without the helper: less is noise
 BETWEEN = {"node": "within a node", "switch": "between nodes"}
 # variables of MPI libraries that switch on a progress thread of their own, by how they begin
@@ -130,35 +129,27 @@ def _bare_s(comm: Communicator, peers: Mapping[int, int], nbytes: int) -> float:
 
 
 def _felt(comm: Communicator, level: str, peers: Mapping[int, int], nbytes: int, bare_s: float) -> Felt:
-    work = _Work(min(max(2 * bare_s, SHORT_S), LONG_S))
-    comm.barrier()
-    mine = list(_rounds(comm, peers[comm.rank], nbytes, work)) if comm.rank in peers else None
-    by_rank = [np.median(x, axis=0) for x in comm.allgather_object(mine) if x]
+    work, buf = _Work(min(max(2 * bare_s, SHORT_S), LONG_S)), np.zeros(nbytes, np.uint8)
+
+    def felt(peer: int, on: bool) -> float:
+        """By this rank, of a message to or from `peer`, with the helper or without."""
+        sends = comm.rank < peer
+        times = 2 if sends else 1
+        comm.use_helper(on)
+        meet(comm, peer)
+        start = time.perf_counter()
+        work(times)
+        alone = time.perf_counter() - start
+        meet(comm, peer)
+        start = time.perf_counter()
+        request = (comm.isend if sends else comm.irecv)(buf, peer, TAG)
+        work(times)
+        comm.wait(request)
+        return max(0.0, time.perf_counter() - start - alone)
+
+    by_rank = list(both_ways(comm, peers, felt).values())
     helper_s, without_s = (2 * np.mean(by_rank, axis=0)).tolist()
     return Felt(level, nbytes, bare_s, helper_s, without_s)
-
-
-def _rounds(
-    comm: Communicator, peer: int, nbytes: int, work: Callable[[int], None]
-) -> Iterator[tuple[float, float]]:
-    """What this rank feels of a message to or from `peer` in each round, with the helper and without."""
-    sends, buf = comm.rank < peer, np.zeros(nbytes, np.uint8)
-    times = 2 if sends else 1
-    for _ in range(ROUNDS):
-        felt = []
-        for on in (True, False):
-            comm.use_helper(on)
-            meet(comm, peer)
-            start = time.perf_counter()
-            work(times)
-            alone = time.perf_counter() - start
-            meet(comm, peer)
-            start = time.perf_counter()
-            request = (comm.isend if sends else comm.irecv)(buf, peer, TAG)
-            work(times)
-            comm.wait(request)
-            felt.append(max(0.0, time.perf_counter() - start - alone))
-        yield felt[0], felt[1]
 
 
 class _Work:

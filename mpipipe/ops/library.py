@@ -29,7 +29,7 @@ def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
     """Registers `function` for CPU and GPU, and `fake`, whose results have no data. Returns the operator.
 
     schema: `name(Tensor x, float eps) -> Tensor`; what `function` writes into is a `Tensor(a!)`, and it says
-    so to `written`."""
+    so to `written`. One whose name ends in `_backward` has no derivative, and says so."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):

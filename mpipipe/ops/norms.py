@@ -21,10 +21,10 @@ def norms(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:
     the threads or the instruction set. Raises ValueError for another layout, or a slice that leaves x.
     """
     if traced(x):
-        of_graph: Tensor = torch.ops.mpipipe.norms(x.detach(), offsets, counts)  # there is no derivative
-        return of_graph if x.device.type == "meta" else of_graph.cpu()
-    found = _eager(x, offsets, counts)
-    return found if found.is_cpu else found.cpu()
+        found: Tensor = torch.ops.mpipipe.norms(x.detach(), offsets, counts)  # there is no derivative
+    else:
+        found = _eager(x, offsets, counts)
+    return found if found.is_cpu or found.is_meta else found.cpu()
 
 
 def _eager(x: Tensor, offsets: Tensor, counts: Tensor) -> Tensor:

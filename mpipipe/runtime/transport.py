@@ -113,7 +113,7 @@ class Landing:
             self._pool.give(landing)
 
 
-def crosses(instr: Instr) -> bool:
+def _crosses(instr: Instr) -> bool:
     """Activations go one way and gradients the other. What comes once per step is waited for in its turn, and
     the library should hold none of it back."""
     return instr.micro >= 0
@@ -207,7 +207,7 @@ class Mailbox:
     def post(self, instr: Instr) -> None:
         lands = [(self._landing.of(t), t) for t in self._targets(instr)]
         self._posted[instr] = [
-            (at, t, self._comm.irecv(as_bytes(at), instr.peer, instr.tag, crosses(instr))) for at, t in lands
+            (at, t, self._comm.irecv(as_bytes(at), instr.peer, instr.tag, _crosses(instr))) for at, t in lands
         ]
 
     def expect(self, instr: Instr, pieces: Iterable[Piece], then: Callable[[], None] | None = None) -> None:
@@ -308,7 +308,7 @@ class Outbox:
     ) -> Iterator[_Sent]:
         for i, t in enumerate(tensors):
             leaves = self._landing.left(t)
-            request = self._comm.isend(as_bytes(leaves), instr.peer, instr.tag, crosses(instr))
+            request = self._comm.isend(as_bytes(leaves), instr.peer, instr.tag, _crosses(instr))
             yield _Sent(request, leaves, t, then if i == len(tensors) - 1 else None, instr)
 
     def _wait(self, sent: deque[_Sent]) -> None:
