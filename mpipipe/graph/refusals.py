@@ -6,9 +6,9 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from functools import partial, partialmethod
+from functools import partial, partialmethod, wraps
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,6 @@ _INSTEAD = (
     "say it with operators and detach (`x + (y - x).detach()` has the value of y and the gradient of x), "
     f"register an operator with torch.library.custom_op and register_autograd, or {_MANUALLY}"
 )
-# where `apply` of every autograd.Function comes by, one that was kept as a function (`f = F.apply`) as well
-_FUNCTION: Any = torch.autograd.Function.__bases__[0]
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
@@ -135,13 +133,23 @@ def no_own_backwards() -> Iterator[None]:
     """Refuses, while a model is traced, what it does to gradients: the tracer follows forward alone, and each
     operator that it finds there has torch's backward."""
 
-    def apply(function: type, *args: Any) -> Any:
+    learning = False  # whoever calls `apply` now
+
+    def look(function: type, name: str) -> Any:
+        """Of F. `F.apply`, which some keep (`f = F.apply`), may be C; it asks F for what runs backward, and
+        then for `forward`, which runs without gradients."""
+        nonlocal learning
+        found = type.__getattribute__(function, name)
+        if name == "_backward_cls":
+            learning = torch.is_grad_enabled()
+        return wraps(found)(partial(forward, function, found)) if name == "forward" and learning else found
+
+    def forward(function: type, found: Callable[..., Any], *args: Any) -> Any:
         # torch's own belong to an operator that is recorded, but for the old way to recompute
         again = function is CheckpointFunction
         torchs = function.__module__.startswith("torch.") and not again
-        learns = any(isinstance(x, FakeTensor) and x.requires_grad for x in args)
-        if torchs or not learns or not torch.is_grad_enabled():
-            return super(_FUNCTION, function).apply(*args)
+        if torchs or not any(isinstance(x, FakeTensor) and x.requires_grad for x in args):
+            return found(*args)
         if again:
             raise CaptureError(
                 "torch.utils.checkpoint with use_reentrant=True cannot be captured; leave it out, as "
@@ -161,13 +169,14 @@ def no_own_backwards() -> Iterator[None]:
         )
 
     before = {name: getattr(Tensor, name) for name in _HOOKS}
-    _FUNCTION.apply = classmethod(apply)
+    kind: Any = type(torch.autograd.Function)
+    kind.__getattribute__ = look
     for name in _HOOKS:
         setattr(Tensor, name, partialmethod(hook, name))
     try:
         yield
     finally:
-        del _FUNCTION.apply
+        del kind.__getattribute__
         for name, method in before.items():
             setattr(Tensor, name, method)
 
