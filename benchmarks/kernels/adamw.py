@@ -37,7 +37,8 @@ def cases() -> list[Case]:
 
 
 def _flat(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return Flat.like({"": torch.Size([N])}, dtype).buffer
+    """(N,); a buffer ends where the next parameter of its dtype would begin."""
+    return Flat.like({"": torch.Size([N])}, dtype).buffer[:N]
 
 
 def _of(name: str, buffers: Buffers, bar: float, ways: dict[str, Callable[[Buffers], None]]) -> list[Case]:
@@ -72,14 +73,14 @@ def _fused(b: Buffers) -> None:
 
 
 def _scaled(b: Buffers) -> None:
-    _step(b[0], b[1], b[2], b[3], grad_scale=torch.tensor(1 / FACTOR))
+    _step(b[0], b[1], b[2], b[3], grad_scale=torch.tensor(1 / FACTOR, device=b[0].device))
     b[1].zero_()
 
 
 def _with_master(own: torch.Tensor, b: Buffers) -> None:
     grad = own[: len(b[1])]
     grad.copy_(b[1])
-    _step(b[4], grad, b[2], b[3], grad_scale=torch.tensor(1 / FACTOR))
+    _step(b[4], grad, b[2], b[3], grad_scale=torch.tensor(1 / FACTOR, device=b[0].device))
     b[0].copy_(b[4])
     b[1].zero_()
 
@@ -87,7 +88,8 @@ def _with_master(own: torch.Tensor, b: Buffers) -> None:
 def _step(
     param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor, **scale: torch.Tensor
 ) -> None:
+    step = torch.tensor(float(STEP), device=param.device)
     torch._fused_adamw_(
-        [param], [grad], [first], [second], [], [torch.tensor(float(STEP))], beta1=BETAS[0], beta2=BETAS[1],
-        amsgrad=False, maximize=False, **SETTINGS, **scale,
+        [param], [grad], [first], [second], [], [step], beta1=BETAS[0], beta2=BETAS[1], amsgrad=False,
+        maximize=False, **SETTINGS, **scale,
     )  # fmt: skip

@@ -4,6 +4,7 @@
 
 Lines as those of the processor, for `benchmarks.kernels.table`; `limit` is that of the GPU. There is no bar:
 that of a case is for processors. Seconds are between two points at which the GPU has nothing left to do.
+torch is set as on a rank: what has the same sums each time, as far as it has that; plain attention.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import datetime
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,16 +23,12 @@ from benchmarks.kernels.chosen import add_kernels, chosen
 from benchmarks.kernels.harness import Case, compare
 from benchmarks.kernels.limits import Clock, Limits, limits
 from benchmarks.kernels.lines import Line, lines, said
+from mpipipe.ops.device import finished, use
 from mpipipe.ops.native import cuda_kernels
 
 # no kernels for GPUs, or nothing that a GPU changes
 ON_CPU_ALONE = {"calls", "gemm", "whole_step"}
 TRIAD, SIZE = 1 << 27, 8192  # beyond the caches of a GPU; products that fill one
-
-
-def clock() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def measured(names: Sequence[str], rounds: int, device: str, clock: Clock, limit: Limits) -> Iterator[Line]:
@@ -53,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit("no GPU that this torch can use: nothing is measured")
     if cuda_kernels is None:
         sys.exit("no kernels for GPUs: build them with `make kernels CUDA=1`")
+    use(torch.device("cuda", 0))
     torch.manual_seed(0)
     gpu = torch.cuda.get_device_properties(0)
     common = {
@@ -62,8 +59,8 @@ def main(argv: Sequence[str]) -> None:
         "machine": machine() | {"processor": gpu.name, "cores": gpu.multi_processor_count},
     }
     with torch.device("cuda"):
-        limit = limits(clock, TRIAD, SIZE, units=True)
-    for line in measured(a.kernels, a.rounds, "cuda", clock, limit):
+        limit = limits(finished, TRIAD, SIZE, units=True)
+    for line in measured(a.kernels, a.rounds, "cuda", finished, limit):
         print(json.dumps(line | common), flush=True)
         say(said(line))
 

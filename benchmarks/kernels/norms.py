@@ -27,7 +27,7 @@ COUNTS = LAYER * 3
 
 
 def cases() -> list[Case]:
-    counts = torch.tensor(COUNTS)
+    counts = torch.tensor(COUNTS, device="cpu")
     x, offsets = torch.randn(sum(COUNTS)), counts.cumsum(0) - counts
     views = x.split(COUNTS)
     theirs = {

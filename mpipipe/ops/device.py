@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -67,6 +67,8 @@ def _same_sums_on_cuda() -> None:
     backends.cuda.enable_mem_efficient_sdp(False)
     backends.cuda.enable_cudnn_sdp(False)
     backends.cudnn.benchmark = False
+    # the old name first: where the new ones alone are set, torch itself fails to read it, in each export
+    backends.cudnn.allow_tf32 = False
     backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
     torch.set_float32_matmul_precision("highest")
 
@@ -134,9 +136,9 @@ def growth_bytes(work: Callable[[], object]) -> int:
     if on_host():
         return memory.growth_bytes(work)
     _module().reset_peak_memory_stats(_here)
-    before = _module().memory_allocated(_here)
+    before = _allocated_bytes("current")
     work()
-    return max(0, int(_module().max_memory_allocated(_here)) - int(before))
+    return max(0, _allocated_bytes("peak") - before)
 
 
 class DeviceMemory:
@@ -147,13 +149,23 @@ class DeviceMemory:
 
     @property
     def nbytes(self) -> int:
-        return int(_module().max_memory_allocated(_here))
+        return _allocated_bytes("peak")
 
     def sample(self) -> int:
-        return int(_module().memory_allocated(_here))
+        return _allocated_bytes("current")
 
     def base_bytes(self, saved_bytes: int) -> int:
         return self.sample()
+
+
+def _allocated_bytes(which: Literal["current", "peak"]) -> int:
+    """By torch's own record where its module shows it: `memory_allocated` first writes all of it down by
+    dotted names, half a millisecond beside a GPU, and it is asked after each instruction."""
+    record = getattr(_module(), "memory_stats_as_nested_dict", None)
+    if record is not None:
+        return int(record(_here)["allocated_bytes"]["all"][which])
+    name = "memory_allocated" if which == "current" else "max_memory_allocated"
+    return int(getattr(_module(), name)(_here))
 
 
 def _module() -> Any:

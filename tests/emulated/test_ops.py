@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.kernels.chosen import modules
 from mpipipe import ops
 from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.bias_gelu import bias_gelu
 from mpipipe.ops.deferred import Deferred, Pending
+from mpipipe.ops.device import use
 from mpipipe.ops.evict import evict
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.linear import linear
@@ -225,3 +227,16 @@ def test_only_the_processor_s_memory_is_dropped_from_its_caches():
     x = torch.ones(1000, device=DEVICE)
     evict([x, x.cpu()])
     assert x.sum() == 1000
+
+
+@pytest.mark.parametrize("group", ["accumulate", "adamw", "norms"])
+def test_the_benchmark_of_a_gpu_makes_its_tensors_there(group):
+    """Of the groups that have tensors which are elsewhere, or made by the runtime: each side runs."""
+    use(torch.device(DEVICE))
+    try:
+        with torch.device(DEVICE):
+            for case in modules()[group].cases():
+                for side in (case.ours, *case.theirs.values()):
+                    side()
+    finally:
+        use(torch.device("cpu"))

@@ -156,7 +156,7 @@ def test_optimizer_on_a_gpu() -> None:
     found = []
     for device in ("cpu", "cuda"):
         param, m, v, sum, x = (torch.ones(1001, device=device) for _ in range(5))
-        of_grad, half = grad.to(device), x.bfloat16()
+        of_grad, half = grad.clone().to(device), x.bfloat16()  # the update clears its gradient
         norms = ops.norms(of_grad, offsets, counts)
         ops.adamw(
             param, of_grad, m, v, step=3, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, factor=0.5
