@@ -120,6 +120,10 @@ FAULTS: dict[str, tuple[Ranks, int, str, str, str]] = {
         on_all(healthy(), "launch", mpirun="/usr/bin/mpirun", mpirun_of="Intel MPI 2021.18", own_mpirun=""),
         1, "note", "is of Intel MPI 2021.18", "make clean setup MPI=site",
     ),
+    "another MPI, and on the PATH is that of the environment": (
+        alone(mpirun_of="MPICH 5.0.2"),
+        1, "PROBLEM", "/v/bin/mpirun is of MPICH 5.0.2", "make clean setup MPI=site",
+    ),
     "an older one on the PATH": (
         alone(mpirun="/usr/bin/mpirun", mpirun_of="Open MPI 4.1.5"), 1, "note", "Open MPI 4.1.5",
         'export PATH="/v/bin',

@@ -66,7 +66,8 @@ def _mpirun(first: RankFacts, mpi: Mpi, size: int) -> Iterator[Finding]:
     launch = first.launch
     folder = launch.own_mpirun.rpartition("/")[0]
     mpirun = f"{launch.mpirun} is of {launch.mpirun_of}, and mpi4py uses {mpi.library}"
-    to_path = f'export PATH="{folder}:$PATH"' if folder else ""
+    # one that is there already, and of another MPI than was chosen (MPI4PY_LIBMPI), is no help
+    to_path = f'export PATH="{folder}:$PATH"' if folder and launch.own_mpirun != launch.mpirun else ""
     if not launch.mpirun:
         if size == 1 and launch.launcher != "srun":
             text = "there is no mpirun and no mpiexec on the PATH: only one rank can be started"
