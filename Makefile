@@ -31,7 +31,7 @@ chosen = $(foreach c,$(CHOICES),$(c)=$(strip $($(c))))
 export VENV
 unexport PYTHONDONTWRITEBYTECODE # every process, and pytest most of all, would compile all modules again
 
-.PHONY: help setup kernels wheelhouse docs train test test-fast test-slow test-kernels test-browser test-mpi test-slurm test-torch test-full lint format bench bench-survive bench-kernels clean choices-changed
+.PHONY: help setup kernels wheelhouse docs train test test-fast test-slow test-kernels test-browser test-mpi test-slurm test-torch test-mpis test-full lint format bench bench-survive bench-kernels clean choices-changed
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # the tests measure times, and the last lines are those of the last test
 
@@ -95,6 +95,9 @@ test-browser: setup ## tests of the page of a run in a headless Chromium, where 
 
 test-torch: setup ## capture and bits on the oldest and newest torch that is allowed, where they can be had
 	@.ci/torch-range $(foreach c,$(filter-out TORCH,$(CHOICES)),$(c)='$(strip $($(c)))')
+
+test-mpis: setup ## tests on 2 and 3 ranks under MPICH and Intel MPI, where pip has them
+	@.ci/mpis
 
 test-full: setup lint ## everything: more cases of each promise, and what takes minutes too
 	$(PY) -m pytest -m "not mpi and not jobs and not slurm" $(K)

@@ -41,6 +41,7 @@ OTHER_S = 600.0  # at least, outside of steps: planning, checkpoints and drawing
 WORK_S, WORK_BYTES = 30.0, 1 << 24  # computed, read or written meanwhile by a rank that works at all
 PERIOD_S = 2.0
 GATHER_S = 5.0  # for the records of the others
+PASSED_ON_S = 0.5  # for a launcher that ends all at the first exit, and drops what was not passed on (MPICH)
 _RECORDS = "records of all ranks: "
 V = TypeVar("V", Flight, Sign)
 _CARRIERS = ("mpipipe/cluster/mpi.py", "mpipipe/cluster/local.py")
@@ -260,6 +261,7 @@ class Watchdog:
         else:
             with suppress(OSError):
                 self._await(lambda: (self.folder / DIAGNOSIS).exists(), 2 * GATHER_S)
+        time.sleep(PASSED_ON_S)
         self._leave(STOOD_STILL)
 
     def _call(self) -> bool:

@@ -88,5 +88,5 @@ def workers(x: torch.Tensor) -> tuple[int, ...]:
     """What a kernel on x takes last: threads, or the current stream of x's GPU and its number."""
     if x.is_cpu:
         return (torch.get_num_threads(),)
-    stream: Any = torch.cuda.current_stream(x.device)
-    return stream.cuda_stream, stream.device_index
+    index = x.get_device()  # the stream without an object around it: 0.2 us, where `current_stream` takes 5
+    return torch._C._cuda_getCurrentRawStream(index), index

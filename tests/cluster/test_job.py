@@ -95,6 +95,7 @@ def test_ranks_are_read_also_where_nobody_listens_to_this_process(monkeypatch) -
         ),
         (-9, [], "the launcher was ended by SIGKILL"),
         (143, [], "the launcher ended with exit code 143, as after SIGTERM"),
+        (255, [], "the launcher ended with exit code 255"),  # 127 is no signal
         (5, ["something else"], "the launcher ended with exit code 5"),
     ],
 )  # fmt: skip
