@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial, partialmethod, wraps
 from io import StringIO
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpipipe.errors import CaptureError, first_line
@@ -131,9 +132,8 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 @contextmanager
 def no_own_backwards() -> Iterator[None]:
     """Refuses, while a model is traced, what it does to gradients: the tracer follows forward alone, and each
-    operator that it finds there has torch's backward."""
-
-    learning = False  # whoever calls `apply` now
+    operator that it finds there has torch's backward. For one trace of the process at a time."""
+    learning = False  # whether who calls `F.apply` now has gradients on
 
     def look(function: type, name: str) -> Any:
         """Of F. `F.apply`, which some keep (`f = F.apply`), may be C; it asks F for what runs backward, and
@@ -142,23 +142,30 @@ def no_own_backwards() -> Iterator[None]:
         found = type.__getattribute__(function, name)
         if name == "_backward_cls":
             learning = torch.is_grad_enabled()
-        return wraps(found)(partial(forward, function, found)) if name == "forward" and learning else found
+        elif name == "forward" and learning and not torch.is_grad_enabled():
+            learning = False
+            return wraps(found)(partial(forward, function, found))
+        return found
 
-    def forward(function: type, found: Callable[..., Any], *args: Any) -> Any:
-        # torch's own belong to an operator that is recorded, but for the old way to recompute
+    def forward(function: type, found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         again = function is CheckpointFunction
-        torchs = function.__module__.startswith("torch.") and not again
-        if torchs or not any(isinstance(x, FakeTensor) and x.requires_grad for x in args):
-            return found(*args)
-        if again:
-            raise CaptureError(
-                "torch.utils.checkpoint with use_reentrant=True cannot be captured; leave it out, as "
-                "pipeline.recompute does the same where memory asks for it, or use use_reentrant=False"
+        if function.__module__.startswith("torch.") and not again:
+            return found(*args, **kwargs)  # of an operator that is recorded
+        if any(isinstance(x, FakeTensor) and x.requires_grad for x in (*args, *kwargs.values())):
+            if again:
+                raise CaptureError(
+                    "torch.utils.checkpoint with use_reentrant=True cannot be captured; leave it out, as "
+                    "pipeline.recompute does the same where memory asks for it, or use use_reentrant=False"
+                )
+            raise Untraceable(
+                f"{function.__name__}, a torch.autograd.Function, has a backward of its own, which a graph "
+                f"of operators would leave out; {_INSTEAD}"
             )
-        raise Untraceable(
-            f"{function.__name__}, a torch.autograd.Function, has a backward of its own, which a graph of "
-            f"operators would leave out; {_INSTEAD}"
-        )
+        # No gradient goes through it, whatever else it reads. The tracer is not told so by `apply`.
+        torch.set_grad_enabled(False)
+        out = found(*args, **kwargs)
+        torch.set_grad_enabled(True)
+        return out
 
     def hook(t: Tensor, name: str, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(t, FakeTensor):
@@ -168,17 +175,27 @@ def no_own_backwards() -> Iterator[None]:
             f"{_INSTEAD}"
         )
 
-    before = {name: getattr(Tensor, name) for name in _HOOKS}
+    def enter(mode: torch.inference_mode) -> None:
+        """A part that runs as it is written is run without the tracer's modes."""
+        if mode.mode and torch.is_grad_enabled() and _get_current_dispatch_mode_stack():
+            raise Untraceable(
+                "torch.inference_mode would be left out of a graph of operators, in which all have "
+                f"gradients; use torch.no_grad(), or {_MANUALLY}"
+            )
+        entered(mode)
+
     kind: Any = type(torch.autograd.Function)
-    kind.__getattribute__ = look
-    for name in _HOOKS:
-        setattr(Tensor, name, partialmethod(hook, name))
-    try:
-        yield
-    finally:
-        del kind.__getattribute__
+    entered = torch.inference_mode.__enter__
+    before = {name: getattr(Tensor, name) for name in _HOOKS}
+    with ExitStack() as stack:
+        stack.callback(setattr, torch.inference_mode, "__enter__", entered)
+        torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+        stack.callback(delattr, kind, "__getattribute__")
+        kind.__getattribute__ = look
         for name, method in before.items():
-            setattr(Tensor, name, method)
+            stack.callback(setattr, Tensor, name, method)
+            setattr(Tensor, name, partialmethod(hook, name))
+        yield
 
 
 class NoStrangeWeights(TorchFunctionMode):

@@ -224,6 +224,13 @@ class Hooks(Base):
         return x
 
 
+class Infers(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():  # here
+            z = self.lin(x)
+        return self.lin(x) + z
+
+
 class ComputesAgain(Base):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.lin, x * self.lin.weight[0, 0], use_reentrant=True)  # here
@@ -232,6 +239,7 @@ class ComputesAgain(Base):
 REFUSED: dict[type[nn.Module], str] = {
     StraightThrough: "Rounds, a torch.autograd.Function, has a backward of its own",
     Hooks: "registers a hook on the gradient of a tensor",
+    Infers: "use torch.no_grad\\(\\)",
     ComputesAgain: "use_reentrant=True cannot be captured",
     Branches: "torch.where",
     Loops: "torch.where|compute with tensors",

@@ -268,6 +268,61 @@ class Reverse(nn.Module):
         return Reverses.apply(x)
 
 
+class Doubles(torch.autograd.Function):
+    """Of what torch does not differentiate: it takes a list, or reads a layer beside its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, layer: nn.Module | None = None) -> Tensor:
+        x = x[0] if isinstance(x, list) else x
+        return 2.0 * (x if layer is None else layer(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class OfAList(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + Doubles.apply([y])
+
+
+class BesideItsArguments(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + Doubles.apply(x, super().forward)
+
+
+class AsAFunction(nn.Linear):
+    """Its forward alone, which torch differentiates like any other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubles.apply(x) + Reverses.forward(None, super().forward(x))
+
+
+@pytest.mark.parametrize("layer", [OfAList, BesideItsArguments, AsAFunction])
+@pytest.mark.slow
+def test_a_backward_that_torch_does_not_ask_is_no_hindrance(layer: type[nn.Module]) -> None:
+    """What such a function reads has the gradient that torch gives it, or none."""
+    make = lambda: nn.Sequential(layer(8, 8), nn.Linear(8, 4))  # noqa: E731
+    variants = variants_of(make, loss, BATCH)
+    assert not variants.primary.captured.written
+    expected = plain(variants, make, BATCH)
+    for cuts in every_cut(variants):
+        assert differences(expected, staged(variants, cuts, BATCH)) == [], cuts
+    assert "__getattribute__" not in vars(type(torch.autograd.Function))
+
+
+class Infers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            z = self.lin(x) * 2.0
+        return self.lin(x) + z
+
+
 class Dampens(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1.0
@@ -480,7 +535,7 @@ class Maps(nn.Linear):
 @pytest.mark.parametrize(
     ("body", "precision"),
     [
-        *((body, "fp32") for body in (Branch, Reverse, Dampens, Hooked, Twice, Forces, Maps)),
+        *((body, "fp32") for body in (Branch, Reverse, Dampens, Hooked, Twice, Forces, Maps, Infers)),
         (Branch, "bf16"),
     ],
 )
