@@ -78,6 +78,11 @@ def _module(compiled: Any) -> ModuleType:
         Event=torch.Event,
         memory_allocated=of.memory_allocated,
         max_memory_allocated=of.max_memory_allocated,
+        memory_stats_as_nested_dict=lambda device=None: {
+            "allocated_bytes": {
+                "all": {"current": of.memory_allocated(device), "peak": of.max_memory_allocated(device)}
+            }
+        },
         reset_peak_memory_stats=of.reset_peak_memory_stats,
         mem_get_info=of.get_memory_info,
         empty_cache=of.empty_cache,

@@ -36,7 +36,7 @@ def cause(code: int, said: Sequence[str]) -> str:
         return f"rank {found['rank']}{on} ended with exit code {found['code']}"
     if code < 0:
         return f"the launcher was ended by {signal_name(-code)}"
-    if code - 128 in set(signal.Signals):
+    if code - 128 in signal.valid_signals():
         return f"the launcher ended with exit code {code}, as after {signal_name(code - 128)}"
     return f"the launcher ended with exit code {code}"
 

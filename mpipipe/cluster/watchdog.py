@@ -41,7 +41,7 @@ OTHER_S = 600.0  # at least, outside of steps: planning, checkpoints and drawing
 WORK_S, WORK_BYTES = 30.0, 1 << 24  # computed, read or written meanwhile by a rank that works at all
 PERIOD_S = 2.0
 GATHER_S = 5.0  # for the records of the others
-PASSED_ON_S = 0.5  # for a launcher that ends all at the first exit, and drops what was not passed on (MPICH)
+PASSED_ON_S = 0.5
 _RECORDS = "records of all ranks: "
 V = TypeVar("V", Flight, Sign)
 _CARRIERS = ("mpipipe/cluster/mpi.py", "mpipipe/cluster/local.py")
@@ -107,7 +107,7 @@ class Watchdog:
         self.view: View = Outside(rank, size)
         self._neighbours = size > 1
         self._watched = thread or threading.main_thread().ident
-        self._leave, self._host = leave, socket.gethostname()
+        self._exit, self._host = leave, socket.gethostname()
         self._ended, self._thread = threading.Event(), threading.Thread(target=self._run, daemon=True)
         self._thread.name = "mpipipe-watchdog"
 
@@ -261,8 +261,13 @@ class Watchdog:
         else:
             with suppress(OSError):
                 self._await(lambda: (self.folder / DIAGNOSIS).exists(), 2 * GATHER_S)
-        time.sleep(PASSED_ON_S)
         self._leave(STOOD_STILL)
+
+    def _leave(self, code: int) -> None:
+        """A launcher may end all at the first exit, whoever's it is, and drop what it has not passed on yet
+        of what another rank has said (MPICH's and Intel MPI's do)."""
+        time.sleep(PASSED_ON_S)
+        self._exit(code)
 
     def _call(self) -> bool:
         """Whether this rank is the first one."""

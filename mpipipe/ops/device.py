@@ -161,9 +161,9 @@ class DeviceMemory:
 def _allocated_bytes(which: Literal["current", "peak"]) -> int:
     """By torch's own record where its module shows it: `memory_allocated` first writes all of it down by
     dotted names, half a millisecond beside a GPU, and it is asked after each instruction."""
-    record = getattr(_module(), "memory_stats_as_nested_dict", None)
-    if record is not None:
-        return int(record(_here)["allocated_bytes"]["all"][which])
+    record = getattr(_module(), "memory_stats_as_nested_dict", lambda device: None)
+    if found := record(_here):  # it is empty before the first tensor
+        return int(found["allocated_bytes"]["all"][which])
     name = "memory_allocated" if which == "current" else "max_memory_allocated"
     return int(getattr(_module(), name)(_here))
 

@@ -120,9 +120,10 @@ FAULTS: dict[str, tuple[Ranks, int, str, str, str]] = {
         on_all(healthy(), "launch", mpirun="/usr/bin/mpirun", mpirun_of="Intel MPI 2021.18", own_mpirun=""),
         1, "note", "is of Intel MPI 2021.18", "make clean setup MPI=site",
     ),
-    "another MPI, and on the PATH is that of the environment": (
-        alone(mpirun_of="MPICH 5.0.2"),
-        1, "PROBLEM", "/v/bin/mpirun is of MPICH 5.0.2", "make clean setup MPI=site",
+    "another MPI that a variable names": (
+        on_all(alone(), "mpi", library="MPICH 5.0.2", compiled_for="MPICH 5.0.2"),
+        1, "PROBLEM", "/v/bin/mpirun is of Open MPI 5.0.11, and mpi4py uses MPICH 5.0.2",
+        "unset MPI4PY_LIBMPI, if that names it, or start with the mpiexec of MPICH 5.0.2",
     ),
     "an older one on the PATH": (
         alone(mpirun="/usr/bin/mpirun", mpirun_of="Open MPI 4.1.5"), 1, "note", "Open MPI 4.1.5",

@@ -72,6 +72,23 @@ def test_a_counter_that_rests_ends_all_ranks_with_records(ranks, tmp_path, capfd
     assert "is in training, since " in explained(tmp_path)
 
 
+def test_no_rank_leaves_at_once_when_one_has_spoken(ranks, monkeypatch) -> None:
+    """Whichever leaves first ends the job, and a launcher may drop what was said just then."""
+    made, _, left = ranks
+    at: dict[str, list[float]] = {"said": [], "left": []}
+    monkeypatch.setattr(watchdog, "say", lambda text: at["said"].append(time.monotonic()))
+    for dog in made:
+
+        def leave(code: int, leave: Callable[[int], object] = dog._exit) -> None:
+            at["left"].append(time.monotonic())
+            leave(code)
+
+        monkeypatch.setattr(dog, "_exit", leave)
+    stand_still(made, left, 0)
+    assert len(at["said"]) == 1
+    assert min(at["left"]) - at["said"][0] > 0.8 * watchdog.PASSED_ON_S
+
+
 def test_what_ranks_of_other_nodes_have_written_is_looked_for_anew(ranks, tmp_path, monkeypatch) -> None:
     made, codes, left = ranks
     write, call = Path.write_text, Watchdog._call

@@ -18,7 +18,7 @@ from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.bias_gelu import bias_gelu
 from mpipipe.ops.deferred import Deferred, Pending
-from mpipipe.ops.device import use
+from mpipipe.ops.device import DeviceMemory, use
 from mpipipe.ops.evict import evict
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.linear import linear
@@ -231,11 +231,15 @@ def test_only_the_processor_s_memory_is_dropped_from_its_caches():
 
 @pytest.mark.parametrize("group", ["accumulate", "adamw", "norms"])
 def test_the_benchmark_of_a_gpu_makes_its_tensors_there(group):
-    """Of the groups that have tensors which are elsewhere, or made by the runtime: each side runs."""
+    """Of the groups that have tensors which are elsewhere, or made by the runtime: each side runs, and takes
+    memory of the device."""
     use(torch.device(DEVICE))
     try:
         with torch.device(DEVICE):
-            for case in modules()[group].cases():
+            before = DeviceMemory().sample()
+            cases = modules()[group].cases()
+            assert DeviceMemory().sample() - before > max(case.bytes for case in cases) / 4
+            for case in cases:
                 for side in (case.ours, *case.theirs.values()):
                     side()
     finally:

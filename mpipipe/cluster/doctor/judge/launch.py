@@ -66,8 +66,7 @@ def _mpirun(first: RankFacts, mpi: Mpi, size: int) -> Iterator[Finding]:
     launch = first.launch
     folder = launch.own_mpirun.rpartition("/")[0]
     mpirun = f"{launch.mpirun} is of {launch.mpirun_of}, and mpi4py uses {mpi.library}"
-    # one that is there already, and of another MPI than was chosen (MPI4PY_LIBMPI), is no help
-    to_path = f'export PATH="{folder}:$PATH"' if folder and launch.own_mpirun != launch.mpirun else ""
+    to_path = f'export PATH="{folder}:$PATH"' if folder else ""
     if not launch.mpirun:
         if size == 1 and launch.launcher != "srun":
             text = "there is no mpirun and no mpiexec on the PATH: only one rank can be started"
@@ -77,6 +76,8 @@ def _mpirun(first: RankFacts, mpi: Mpi, size: int) -> Iterator[Finding]:
     elif launch.mpirun_of and family(launch.mpirun_of) != family(mpi.library):
         text = f"{mpirun}: each of its ranks would be alone"
         level: Level = "note" if launch.launcher else "PROBLEM"
-        yield Finding(SECTION, level, text, to_path or REBUILD)
+        named = f"unset MPI4PY_LIBMPI, if that names it, or start with the mpiexec of {mpi.library}"
+        fix = named if launch.mpirun == launch.own_mpirun else to_path or REBUILD
+        yield Finding(SECTION, level, text, fix)
     elif launch.mpirun_of and _major(launch.mpirun_of) != _major(mpi.library) and not launch.launcher:
         yield Finding(SECTION, "note", mpirun, to_path or REBUILD)
