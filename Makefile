@@ -97,7 +97,7 @@ test-torch: setup ## capture and bits on the oldest and newest torch that is all
 	@.ci/torch-range $(foreach c,$(filter-out TORCH,$(CHOICES)),$(c)='$(strip $($(c)))')
 
 test-mpis: setup ## tests on 2 and 3 ranks under MPICH and Intel MPI, where pip has them
-	@.ci/mpis
+	@OFFLINE='$(strip $(OFFLINE))' MPI_TIMEOUT='$(strip $(MPI_TIMEOUT))' .ci/mpis $(K)
 
 test-full: setup lint ## everything: more cases of each promise, and what takes minutes too
 	$(PY) -m pytest -m "not mpi and not jobs and not slurm" $(K)
