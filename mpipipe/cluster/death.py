@@ -19,8 +19,9 @@ _EXITED = (
 _LOST = (r"Remote daemon:\s*\S+ on node (?P<host>\S+)", r"Node failure on (?P<host>\S+)")
 
 
-def cause(code: int, said: Sequence[str]) -> str:
-    """One phrase. code: of the launcher, negative after a signal; said: its last lines on stderr.
+def cause(code: int, said: Sequence[str], family: str = "") -> str:
+    """One phrase. code: of the launcher, negative after a signal; said: its last lines on stderr; family: of
+    MPIs, as `Starter` has it. That of MPICH says it on stdout, and ends with the number of the signal.
 
     >>> cause(137, ["process rank 1 with PID 7 on node n3 exited on", "signal 9 (Killed)."])
     'rank 1 on n3 was ended by SIGKILL'
@@ -36,6 +37,8 @@ def cause(code: int, said: Sequence[str]) -> str:
         return f"rank {found['rank']}{on} ended with exit code {found['code']}"
     if code < 0:
         return f"the launcher was ended by {signal_name(-code)}"
+    if family == "MPICH" and code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS):
+        return f"a rank was ended by {signal_name(code)}"
     if code - 128 in signal.valid_signals():
         return f"the launcher ended with exit code {code}, as after {signal_name(code - 128)}"
     return f"the launcher ended with exit code {code}"

@@ -40,7 +40,7 @@ from mpipipe.cluster.survivors import (
     tolerant,
     translated,
 )
-from mpipipe.errors import LaunchError
+from mpipipe.errors import LaunchError, RecoveryError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 THREAD_LEVEL = "MPIPIPE_THREAD_LEVEL"  # multiple (default) | funneled
 PART_BYTES = 1 << 30  # counts end at 2**31 - 1 before MPI 4, and in Open MPI 5's non-blocking calls
+DIED = "the usual reason is that the other rank has died: what it, or the launcher, has said tells of what"
 CLOCK_PINGS = 16  # per node; the shortest round trip counts
 
 
@@ -143,10 +144,11 @@ class _MpiRequest:
                 if not self._parts[0].Test(status):
                     return False
             except self._comm._mpi.Exception as error:
-                self._end(f"failed: {error}")
+                stack = str(error).strip().splitlines() or [type(error).__name__]
+                self._end(f"failed: {' ... '.join(dict.fromkeys((stack[0], stack[-1])))}")
                 if (said := self._comm._translated(error)) is not error:
                     raise said from error
-                break
+                raise RecoveryError(f"{self._error}; {DIED}") from error
             due = min(self._most, self._nbytes - self._got)
             got = status.Get_count(self._comm._mpi.BYTE)
             self._got += got

@@ -239,7 +239,8 @@ class Supervisor:
         why, mendable = explained(self.run_dir), MENDABLE in job.heard
         if isinstance(code, str):
             return 128 + signal.SIGKILL, f"{why or code}; the launcher did not return", mendable
-        return code if code >= 0 else 128 - code, why or cause(code, job.said), mendable
+        why = why or cause(code, job.said, self.starter.family)
+        return code if code >= 0 else 128 - code, why, mendable
 
     def _watch(self, job: Job) -> int | str:
         """The launcher's exit code; of one that is there though its ranks are not, what became of them."""

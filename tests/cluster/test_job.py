@@ -103,6 +103,12 @@ def test_who_died_is_read_from_what_launchers_say(code: int, said: list[str], wo
     assert cause(code, said) == words
 
 
+def test_mpich_s_launcher_ends_with_the_signal_s_number() -> None:
+    assert cause(9, [], "MPICH") == "a rank was ended by SIGKILL"
+    assert cause(1, [], "MPICH") == cause(1, []) == "the launcher ended with exit code 1"
+    assert cause(9, [], "Open MPI") == "the launcher ended with exit code 9"
+
+
 def test_the_examples_in_the_documentation() -> None:
     assert doctest.testmod(death).failed == 0
 
