@@ -148,7 +148,9 @@ class _MpiRequest:
                 self._end(f"failed: {' ... '.join(dict.fromkeys((stack[0], stack[-1])))}")
                 if (said := self._comm._translated(error)) is not error:
                     raise said from error
-                raise RecoveryError(f"{self._error}; {DIED}") from error
+                if error.Get_error_class() != self._comm._mpi.ERR_TRUNCATE:
+                    raise RecoveryError(f"{self._error}; {DIED}") from error
+                break  # the two sides disagree: a defect
             due = min(self._most, self._nbytes - self._got)
             got = status.Get_count(self._comm._mpi.BYTE)
             self._got += got

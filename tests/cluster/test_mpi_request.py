@@ -11,8 +11,14 @@ from mpipipe.cluster.mpi import _MpiRequest
 from mpipipe.errors import RecoveryError
 
 
+OTHER, TRUNCATE = 15, 14
+
+
 class Failed(Exception):
     """As mpi4py's."""
+
+    def Get_error_class(self) -> int:
+        return OTHER
 
 
 class Part:
@@ -23,7 +29,10 @@ class Part:
 def test_a_message_that_failed_is_no_defect_and_tells_where_to_look() -> None:
     """As under MPICH where the other rank was killed in the midst of it: another start may do."""
     comm: Any = SimpleNamespace(
-        _mpi=SimpleNamespace(Exception=Failed), _status=None, _live=set(), _translated=lambda error: error
+        _mpi=SimpleNamespace(Exception=Failed, ERR_TRUNCATE=TRUNCATE),
+        _status=None,
+        _live=set(),
+        _translated=lambda error: error,
     )
     request = _MpiRequest(comm, [Part()], 16384, 16384, "receive from rank 1 with tag 13")  # type: ignore[list-item]
     comm._live.add(request)
