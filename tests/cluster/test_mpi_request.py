@@ -10,7 +10,6 @@ import pytest
 from mpipipe.cluster.mpi import _MpiRequest
 from mpipipe.errors import RecoveryError
 
-
 OTHER, TRUNCATE = 15, 14
 
 
