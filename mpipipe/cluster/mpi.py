@@ -148,7 +148,8 @@ class _MpiRequest:
                 self._end(f"failed: {' ... '.join(dict.fromkeys((stack[0], stack[-1])))}")
                 if (said := self._comm._translated(error)) is not error:
                     raise said from error
-                if error.Get_error_class() != self._comm._mpi.ERR_TRUNCATE:
+                failed: Any = error
+                if failed.Get_error_class() != self._comm._mpi.ERR_TRUNCATE:
                     raise RecoveryError(f"{self._error}; {DIED}") from error
                 break  # the two sides disagree: a defect
             due = min(self._most, self._nbytes - self._got)
