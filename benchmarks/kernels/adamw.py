@@ -7,7 +7,7 @@ The buffers are made as those of a run are: on Linux in huge pages, where the sy
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -73,22 +73,28 @@ def _fused(b: Buffers) -> None:
 
 
 def _scaled(b: Buffers) -> None:
-    _step(b[0], b[1], b[2], b[3], grad_scale=torch.tensor(1 / FACTOR, device=b[0].device))
+    _step(b[0], b[1], b[2], b[3], grad_scale=_number(1 / FACTOR, b[0].device))
     b[1].zero_()
 
 
 def _with_master(own: torch.Tensor, b: Buffers) -> None:
     grad = own[: len(b[1])]
     grad.copy_(b[1])
-    _step(b[4], grad, b[2], b[3], grad_scale=torch.tensor(1 / FACTOR, device=b[0].device))
+    _step(b[4], grad, b[2], b[3], grad_scale=_number(1 / FACTOR, b[0].device))
     b[0].copy_(b[4])
     b[1].zero_()
+
+
+@cache
+def _number(value: float, device: torch.device) -> torch.Tensor:
+    """Kept, as an optimizer keeps it: to a GPU it is a copy of its own."""
+    return torch.tensor(value, device=device)
 
 
 def _step(
     param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor, **scale: torch.Tensor
 ) -> None:
-    step = torch.tensor(float(STEP), device=param.device)
+    step = _number(float(STEP), param.device)
     torch._fused_adamw_(
         [param], [grad], [first], [second], [], [step], beta1=BETAS[0], beta2=BETAS[1], amsgrad=False,
         maximize=False, **SETTINGS, **scale,

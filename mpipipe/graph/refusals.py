@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from functools import partial, partialmethod, wraps
 from io import StringIO
 from pathlib import Path
@@ -133,6 +133,12 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 def no_own_backwards() -> Iterator[None]:
     """Refuses, while a model is traced, what it does to gradients: the tracer follows forward alone, and each
     operator that it finds there has torch's backward. For one trace of the process at a time."""
+    with _no_own_functions(), _no_hooks(), _no_inference_mode():
+        yield
+
+
+@contextmanager
+def _no_own_functions() -> Iterator[None]:
     learning = False  # whether who calls `F.apply` now has gradients on
 
     def look(function: type, name: str) -> Any:
@@ -167,6 +173,18 @@ def no_own_backwards() -> Iterator[None]:
         torch.set_grad_enabled(True)
         return out
 
+    kind: Any = type(torch.autograd.Function)
+    kind.__getattribute__ = look
+    try:
+        yield
+    finally:
+        del kind.__getattribute__
+
+
+@contextmanager
+def _no_hooks() -> Iterator[None]:
+    """On gradients of tensors."""
+
     def hook(t: Tensor, name: str, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(t, FakeTensor):
             return before[name](t, *args, **kwargs)
@@ -175,6 +193,18 @@ def no_own_backwards() -> Iterator[None]:
             f"{_INSTEAD}"
         )
 
+    before = {name: getattr(Tensor, name) for name in _HOOKS}
+    for name in _HOOKS:
+        setattr(Tensor, name, partialmethod(hook, name))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Tensor, name, method)
+
+
+@contextmanager
+def _no_inference_mode() -> Iterator[None]:
     def enter(mode: torch.inference_mode) -> None:
         """A part that runs as it is written is run without the tracer's modes."""
         if mode.mode and torch.is_grad_enabled() and _get_current_dispatch_mode_stack():
@@ -184,18 +214,12 @@ def no_own_backwards() -> Iterator[None]:
             )
         entered(mode)
 
-    kind: Any = type(torch.autograd.Function)
     entered = torch.inference_mode.__enter__
-    before = {name: getattr(Tensor, name) for name in _HOOKS}
-    with ExitStack() as stack:
-        stack.callback(setattr, torch.inference_mode, "__enter__", entered)
-        torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
-        stack.callback(delattr, kind, "__getattribute__")
-        kind.__getattribute__ = look
-        for name, method in before.items():
-            stack.callback(setattr, Tensor, name, method)
-            setattr(Tensor, name, partialmethod(hook, name))
+    torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        torch.inference_mode.__enter__ = entered  # type: ignore[method-assign]
 
 
 class NoStrangeWeights(TorchFunctionMode):

@@ -41,5 +41,6 @@ def test_a_message_that_failed_is_no_defect_and_tells_where_to_look() -> None:
     with pytest.raises(RecoveryError, match=says) as caught:
         request.done()
     assert "\n" not in str(caught.value)
+    assert "process_vm_readv failed (errno 3)" in str(caught.value)
     assert caught.value.kind == "failed"
     assert not comm._live
