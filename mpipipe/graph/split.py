@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import fx
 
 from mpipipe.graph.cut import Code
@@ -18,9 +20,9 @@ from mpipipe.graph.recompute import part_products
 from mpipipe.graph.regions import region_of
 from mpipipe.graph.rewrite import schema_name
 from mpipipe.ops import fused
-from mpipipe.ops.deferred import Deferred
+from mpipipe.ops.deferred import Deferred, Later
 from mpipipe.ops.embedding import embedding
-from mpipipe.ops.linear import linear
+from mpipipe.ops.linear import linear, linear_later, torch_linear_later
 
 _DEFERRED = {
     f"aten::{name}"
@@ -30,6 +32,11 @@ _DEFERRED = {
     )
 }  # fmt: skip
 _OWN = (linear, embedding, fused.product_of)
+_LATER: dict[Any, Later] = {
+    torch.ops.aten.linear.default: torch_linear_later,
+    linear: linear_later,
+    fused.product_of: fused.product_of_later,
+}
 
 
 def split(code: Code) -> Code:
@@ -47,7 +54,7 @@ def split(code: Code) -> Code:
     for node in list(graph.nodes):
         if positions := _positions(node, weights):
             waiting |= {weights[node.args[i]] for i in positions}
-            node.target = Deferred(node.target, positions)
+            node.target = Deferred(node.target, positions, _later_of(node, positions))
             node.args = (pending, *node.args)
     return replace(code, forward=fx.GraphModule(code.forward, graph), deferred=frozenset(waiting))
 
@@ -61,3 +68,10 @@ def _positions(node: fx.Node, weights: dict[fx.Node, tuple[str, int]]) -> tuple[
     once = all(count == 1 and len(n.users) == 1 for n, count in reads.items())
     places = tuple(i for i, n in enumerate(node.args) if isinstance(n, fx.Node) and n in weights)
     return places if once and len(places) == len(reads) else ()
+
+
+def _later_of(node: fx.Node, positions: tuple[int, ...]) -> Later | None:
+    """How its weight gradients are made without a graph; None where a bias is computed, say."""
+    tensors = [i for i, n in enumerate(node.args) if isinstance(n, fx.Node)]
+    alone = tensors == [0, *positions] and len(tensors) == len(node.all_input_nodes)
+    return _LATER.get(node.target) if alone else None

@@ -4,12 +4,19 @@
     backward   gradient of y  ->  that of x at once;  (graph, gradient of y) is put down in `Pending`
     later      `Pending.run`: all graphs that were put down, towards the weights alone
 
-Both ways go through torch's own backward of the operator, so neither changes a bit.
+Both ways go through torch's own backward of the operator, so neither changes a bit. A graph of its own and
+two runs of autograd take as long as a small product, so a linear layer, whose weight gradient is one known
+product, does without:
+
+    forward    x  ->  [ op as torch has it ]  ->  y                     in the graph of the micro-batch
+    backward   as ever, but not towards the weights;  (x, gradient of y) is put down
+    later      the product
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +29,9 @@ class Pending:
     """Weight gradients that one micro-batch on one stage has not done yet."""
 
     def __init__(self) -> None:
-        # every deferred operator depends on it, so that backward comes to all of them
+        # every deferred operator depends on it or on what the stage received, so that backward comes to all
         self.trigger = torch.empty(0, requires_grad=True)
+        self._products: list[Callable[[], None]] = []
         self._edges: list[GradientEdge] = []
         self._grads: list[Tensor] = []
         self._weights: list[Tensor] = []
@@ -33,25 +41,41 @@ class Pending:
         self._grads.append(grad)
         self._weights += weights
 
+    def add_product(self, later: Later, args: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+        """grads: of the operator's result, alone; None where nothing depends on it."""
+        if grads[0] is not None:
+            self._products.append(partial(later, grads[0], *args))
+
     def run(self) -> None:
         """Accumulates them in the weights, as a whole backward does."""
+        with torch.no_grad():
+            for product in self._products:
+                product()
+        self._products = []
         if self._edges:
             torch.autograd.backward(self._edges, self._grads, inputs=self._weights)
         self._edges, self._grads, self._weights = [], [], []
 
 
+Later = Callable[..., None]
+
+
 class Deferred:
     """A call of `op`, which makes one tensor. weights: which of its arguments are leaves whose gradients
-    wait; no other operator of the micro-batch may read them."""
+    wait; no other operator of the micro-batch may read them. later: given the gradient of the result and the
+    arguments, adds the gradients to the weights; of a linear layer of the first argument, where all other
+    tensors are among `weights`."""
 
-    def __init__(self, op: Callable[..., Tensor], weights: Sequence[int]) -> None:
-        self.op, self.weights = op, weights
+    def __init__(self, op: Callable[..., Tensor], weights: Sequence[int], later: Later | None = None) -> None:
+        self.op, self.weights, self.later = op, weights, later
         self.__name__ = f"deferred_{getattr(op, '__name__', 'op').replace('.', '_')}"
 
     def __call__(self, pending: Pending, *args: Any, **kwargs: Any) -> Tensor:
         leaves = [args[i] for i in self.weights if args[i].requires_grad]
         if not leaves or not torch.is_grad_enabled():
             return self.op(*args, **kwargs)
+        if self.later is not None and args[0].requires_grad and args[0].is_contiguous():
+            return self._with_product(pending, partial(self.later, **kwargs), *args, **kwargs)
         places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.weights]
 
         def call(*tensors: Tensor) -> Tensor:
@@ -60,6 +84,20 @@ class Deferred:
 
         result: Tensor = _Deferred.apply(pending, call, leaves, pending.trigger, *(args[i] for i in places))
         return result
+
+    def _with_product(self, pending: Pending, later: Later, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+        x = _cast(x)
+        y = self.op(x, *rest, **kwargs)
+        assert y.grad_fn is not None
+        y.grad_fn.register_prehook(partial(pending.add_product, later, (x.detach(), *rest)))
+        return y
+
+
+def _cast(x: Tensor) -> Tensor:
+    """As autocast gives it to a product, which then shares it with what waits."""
+    if x.is_meta or x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 class _Deferred(torch.autograd.Function):

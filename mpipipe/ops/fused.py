@@ -14,7 +14,7 @@ import torch
 
 from mpipipe.ops.bias_gelu import bias_gelu
 from mpipipe.ops.flash_attention import flash_attention
-from mpipipe.ops.linear import linear
+from mpipipe.ops.linear import linear, linear_later
 from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
 
 Tensor = torch.Tensor
@@ -46,6 +46,13 @@ def product_of(
 ) -> Tensor:
     """x W^T in a shape: the first half of `linear_gelu`."""
     return linear(x, weight, None, transposed, own).view(shape)
+
+
+def product_of_later(
+    grad: Tensor, x: Tensor, weight: Tensor, transposed: bool, shape: Sequence[int], own: bool = False
+) -> None:
+    """As `linear_later`, of `product_of`."""
+    linear_later(grad.reshape(-1, weight.shape[1 if transposed else 0]), x, weight, None, transposed, own)
 
 
 def gelu_of(y: Tensor, bias: Tensor, approximate: str) -> Tensor:

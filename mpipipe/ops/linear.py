@@ -45,6 +45,44 @@ def linear(
     return _Linear.apply(x, weight, bias, transposed, x.dtype, None, own)
 
 
+def linear_later(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False,
+    own: bool = False,
+) -> None:  # fmt: skip
+    """Adds to the gradients of weight and bias what a backward of `linear` towards x alone leaves out.
+
+    grad (..., O), x (..., I), in the dtype of the product; the rest as there. Under torch.no_grad().
+    """
+    rows, x = _rows(grad), _rows(x)
+    a, b = (x.t(), rows) if transposed else (rows.t(), x)
+    if weight.requires_grad:
+        if weight.grad is not None and weight.grad.is_contiguous():
+            _add(weight.grad, a, b, own)
+        else:
+            _into(weight, _product(a, b, own))
+    _later_bias(rows, bias)
+
+
+def torch_linear_later(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """As `linear_later`, of torch's linear, with its bits: the product is made before it is added."""
+    rows = _rows(grad)
+    if weight.requires_grad:
+        _into(weight, torch.mm(rows.t(), _rows(x)))
+    _later_bias(rows, bias)
+
+
+def _later_bias(rows: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and bias.requires_grad:
+        _into(bias, rows.sum(0))
+
+
+def _into(leaf: Tensor, gradient: Tensor) -> None:
+    if leaf.grad is None:
+        leaf.grad = gradient.to(leaf.dtype)
+    else:
+        leaf.grad.add_(gradient)
+
+
 class Casts:
     """Copies of a weight since it changed last, one for each dtype of products."""
 
@@ -105,8 +143,7 @@ class _Linear(Function):
         rows = _rows(grad)
         of_x = of_weight = None
         if to_x:
-            made = gemm if ctx.own else torch.mm
-            of_x = made(rows, used.t() if ctx.transposed else used).to(ctx.x_dtype)
+            of_x = _product(rows, used.t() if ctx.transposed else used, ctx.own).to(ctx.x_dtype)
             of_x = of_x.view(*grad.shape[:-1], of_x.shape[-1])
         if to_weight:
             x = _rows(x)
@@ -123,11 +160,20 @@ def _added(ctx: Any, a: Tensor, b: Tensor) -> Tensor | None:
     """Adds the weight's gradient a b to the one that is there; returns it where there is none."""
     sum = destination(ctx, 1)
     if sum is None:
-        return (gemm if ctx.own else torch.mm)(a, b).to(ctx.weight_dtype)
+        return _product(a, b, ctx.own).to(ctx.weight_dtype)
+    _add(sum, a, b, ctx.own)
+    return None
+
+
+def _product(a: Tensor, b: Tensor, own: bool) -> Tensor:
+    return (gemm if own else torch.mm)(a, b)
+
+
+def _add(sum: Tensor, a: Tensor, b: Tensor, own: bool) -> None:
+    """sum += a b, in place."""
     if sum.dtype == a.dtype:
-        add_gemm(sum, a, b) if ctx.own else sum.addmm_(a, b)
+        add_gemm(sum, a, b) if own else sum.addmm_(a, b)
     elif sum.dtype == torch.float32 and a.dtype == torch.bfloat16 and has_data(sum):
         accumulate(sum, torch.mm(a, b))
     else:
         sum.add_(torch.mm(a, b))
-    return None

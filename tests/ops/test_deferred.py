@@ -1,0 +1,102 @@
+"""Weight gradients that wait: a backward in two of a linear layer has the bits of a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpipipe.ops import fused
+from mpipipe.ops.deferred import Deferred, Later, Pending
+from mpipipe.ops.linear import linear, linear_later, share_casts, torch_linear_later
+
+ATEN = torch.ops.aten.linear.default
+SHAPES = ((32,), (64, 32), (1, 32), (64, 1), (0, 32), (5, 7, 32), (1, 1, 32), (2, 3, 300, 32), (4, 257, 96))
+OUT = 48
+
+
+def results(
+    op: Callable[..., Tensor], later: Later | None, x: Tensor, weights: list[Tensor],
+    rest: tuple[object, ...], bf16: bool, there: bool,
+) -> list[Tensor | None]:  # fmt: skip
+    """Of two micro-batches, in two if `later` is given: the result and what x gets; then the weights'.
+    there: they begin with a gradient each."""
+    weights = [w.clone().requires_grad_() for w in weights]
+    for w in weights if there else ():
+        w.grad = torch.ones_like(w)
+    share_casts(weights[0])
+    found: list[Tensor | None] = []
+    for scale in (1.0, 3.0):
+        pending, leaf = Pending(), (x * scale).requires_grad_()
+        before = [None if w.grad is None else w.grad.clone() for w in weights]
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            given = [leaf * 1.0, *weights, *rest]
+            call = None if later is None else Deferred(op, tuple(range(1, 1 + len(weights))), later)
+            y = op(*given) if call is None else call(pending, *given)
+        loss = y.float().sin().sum()
+        if later is None:
+            loss.backward()
+        else:
+            loss.backward(inputs=[leaf, pending.trigger])
+            for w, b in zip(weights, before, strict=True):
+                assert (w.grad is None and b is None) or torch.equal(w.grad, b)  # type: ignore[arg-type]
+            pending.run()
+        found += [y.detach(), leaf.grad]
+    return [*found, *(w.grad for w in weights)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["torch", "linear", "own", "transposed", "product"])
+def test_the_bits_of_a_whole_backward(kind: str, shape: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(shape, generator=draw), torch.randn(OUT, shape[-1], generator=draw)
+    bias = torch.randn(OUT, generator=draw)
+    weight = weight.t().contiguous() if kind == "transposed" else weight
+    op, late = (ATEN, torch_linear_later) if kind == "torch" else (linear, linear_later)
+    rest: tuple[object, ...] = () if kind in ("torch", "linear") else (kind == "transposed", kind == "own")
+    if kind == "product":
+        op, late, rest = fused.product_of, fused.product_of_later, (False, [*shape[:-1], 4, OUT // 4])
+    for biased in (False, True) if kind != "product" else (False,):
+        for bf16 in (False, True):
+            for there in (False, True):
+                weights = [weight, *([bias] if biased else [])]
+                absent = (None,) if not biased and kind in ("own", "transposed") else ()
+                whole, in_two = (
+                    results(op, how, x, weights, (*absent, *rest), bf16, there) for how in (None, late)
+                )
+                for a, b in zip(whole, in_two, strict=True):
+                    assert a is not None
+                    assert b is not None
+                    assert a.dtype == b.dtype
+                    assert torch.equal(a, b)
+
+
+def test_frozen_ones_get_none() -> None:
+    x, weight, bias = torch.randn(5, 8).requires_grad_(), torch.randn(3, 8), torch.randn(3).requires_grad_()
+    pending = Pending()
+    y = Deferred(ATEN, (1, 2), torch_linear_later)(pending, x, weight, bias)
+    y.sum().backward(inputs=[x, pending.trigger])
+    assert bias.grad is None
+    pending.run()
+    assert weight.grad is None
+    assert torch.equal(bias.grad, torch.full((3,), 5.0))
+
+
+@pytest.mark.parametrize(("needs_grad", "contiguous"), [(False, True), (True, False)])
+def test_others_have_a_graph_of_their_own(needs_grad: bool, contiguous: bool) -> None:
+    """Where no backward would come along, or torch makes a copy first."""
+
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    x = torch.randn(4, 6, 8).requires_grad_(needs_grad)
+    given = x if contiguous else x.transpose(0, 1)
+    weight, pending = torch.randn(3, 8).requires_grad_(), Pending()
+    y = Deferred(ATEN, (1,), never)(pending, given, weight)
+    y.sin().sum().backward(inputs=[*([x] if needs_grad else []), pending.trigger])
+    pending.run()
+    whole = weight.detach().clone().requires_grad_()
+    ATEN(given.detach(), whole).sin().sum().backward()
+    assert torch.equal(weight.grad, whole.grad)
