@@ -80,7 +80,8 @@ def measure(
     memory: Memory, memory_bytes: int | None, known: Mapping[str, Sample] | None = None,
     known_updates: Mapping[str, Updates] | None = None, before: Measured | None = None,
 ) -> Measured:  # fmt: skip
-    """Times every distinct group on one rank each, the ranks sharing the work, and gathers all.
+    """Times every distinct group on one rank each, the ranks sharing the work, once on the others, and
+    gathers all; the least counts.
 
     memory_bytes: limit per rank; None = its share of what the node has. known: on rank 0, samples of
     earlier runs by name (`Measured.samples`); None = time all. known_updates: likewise their updates, which
@@ -94,7 +95,7 @@ def measure(
     parts = pieces(variants.primary, variants.graph, variants.uses)
     distinct = {p.key: p for p in parts}
     profiler = Profiler(variants.primary, numerics.precision, clock, comm.size)
-    team = Team(comm, profiler, distinct, speeds[comm.rank] * slower)
+    team = Team(comm, profiler, distinct, kinds, speeds[comm.rank] * slower)
     on_core = clock is time.thread_time
     where = setting(numerics, kinds[0], comm, on_core, profiler.chilled_bytes)
     names, update_name = names_of(distinct, where), digest(where, *map(repr, _form(optimizer)))

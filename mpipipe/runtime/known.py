@@ -1,11 +1,15 @@
 """Costs of earlier runs: which of them still hold, and which groups are timed anew. Collective.
 
     known samples -> the heaviest timed, if too slow once more -> they agree ?-> the rest is trusted
-                                                                             '-> all timed anew
+                                                                             '-> all timed anew, by one rank
+                                                                                 each, then once by the others
 
 A sample stays as it was taken until a later run finds it out of line with the others: the heaviest, which
 decide the plan, are timed at every start. What these take longer as a whole, this machine is slower by today
 than it was then, and all of them with it.
+
+A core may be slow by itself, for seconds: another guest of the host computes on its other half. What one rank
+has timed meanwhile is too long, with little spread, next to what others have, so that a cut would be wrong.
 """
 
 from __future__ import annotations
@@ -37,17 +41,21 @@ LIGHT_BYTES = 256 << 20  # of parameters: what every rank can make at the same t
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks, each with a profiler, that share the timing of distinct groups. factor: seconds on a
-    device of speed 1 / seconds here."""
+    """The ranks, each with a profiler, that share the timing of distinct groups. kinds: of each rank's
+    device; factor: seconds on a device of speed 1 / seconds here."""
 
     comm: Communicator
     profiler: Profiler
     distinct: Mapping[str, Piece]
+    kinds: Sequence[str]
     factor: float
 
-    def _mine(self, keys: Iterable[str]) -> list[str]:
+    def _timed_by(self, keys: Iterable[str]) -> dict[str, int]:
         heaviest = sorted(keys, key=lambda key: (-self.distinct[key].workspace_bytes, key))
-        return heaviest[self.comm.rank :: self.comm.size]
+        return {key: i % self.comm.size for i, key in enumerate(heaviest)}
+
+    def _mine(self, keys: Iterable[str]) -> list[str]:
+        return [key for key, rank in self._timed_by(keys).items() if rank == self.comm.rank]
 
     def sample(self, keys: Iterable[str]) -> dict[str, Sample]:
         """Every one timed by one rank, known to all."""
@@ -82,14 +90,22 @@ class Team:
     def _weight(self, key: str) -> tuple[int, int, str]:
         return self.distinct[key].param_bytes, self.distinct[key].workspace_bytes, key
 
-    def run_rest(self, *timed: Iterable[str]) -> None:
+    def run_rest(self, checked: Iterable[str], sampled: Iterable[str]) -> dict[str, float]:
         """Runs here what only another rank has timed: libraries keep buffers for what they have run, and each
         rank counts its own. These do not depend on how large the weights are, so those of the largest groups
-        are not made on all ranks at once."""
-        done = {key for keys in timed for key in self._mine(keys)}
+        are not made on all ranks at once. Returns, of what was sampled, the least seconds on another rank
+        with a device of the same kind."""
+        by, here = self._timed_by(sampled), dict[str, float]()
+        done = {*self._mine(checked), *self._mine(sampled)}
         for key in sorted(self.distinct.keys() - done):
             if self.distinct[key].param_bytes <= LIGHT_BYTES:
-                self.profiler.run(self.distinct[key], 0)
+                seconds = self.profiler.run(self.distinct[key], 1 if key in by else 0)
+                if key in by and self.kinds[by[key]] == self.kinds[self.comm.rank]:
+                    here[key] = seconds * self.factor
+        least: dict[str, float] = {}
+        for key, seconds in (item for found in self.comm.allgather_object(here) for item in found.items()):
+            least[key] = min(seconds, least.get(key, math.inf))
+        return least
 
     def usual(self, samples: Mapping[str, Sample]) -> Piece | None:
         """What every rank can run in passing, all at the same time: of those up to `PASSING_S` the longest,
@@ -140,9 +156,17 @@ def reuse(team: Team, held: Mapping[str, Sample]) -> Reused:
     held = still_held(held, again)
     slower = slowdown(held, again)
     missing = team.distinct.keys() - held.keys()
-    samples = held | {key: s.times(1.0 / slower) for key, s in team.sample(missing).items()}
-    team.run_rest(checked, missing)
+    sampled = team.sample(missing)
+    least = team.run_rest(checked, missing)
+    samples = held | {
+        key: at_most(s, least.get(key, math.inf)).times(1.0 / slower) for key, s in sampled.items()
+    }
     return Reused(samples, slower, len(missing))
+
+
+def at_most(sample: Sample, seconds: float) -> Sample:
+    """As long as that where it took longer: what else uses a core only ever adds."""
+    return sample.times(seconds / sample.seconds) if seconds < sample.seconds else sample
 
 
 def _heaviest(held: Mapping[str, Sample], ranks: int) -> list[str]:

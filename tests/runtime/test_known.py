@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -45,12 +46,14 @@ class Machine:
         return self.seconds[piece.key] if times else float("inf")
 
 
-def team(comm: Communicator, machine: Machine, **params: int) -> Team:
+def team(
+    comm: Communicator, machine: Machine, kinds: Sequence[str] = (), **params: int
+) -> Team:  # fmt: skip
     distinct = {
         key: SimpleNamespace(key=key, workspace_bytes=1, param_bytes=params.get(key, 0))
         for key in machine.seconds
     }
-    return Team(comm, machine, distinct, 1.0)  # type: ignore[arg-type]
+    return Team(comm, machine, distinct, kinds or ["here"] * comm.size, 1.0)  # type: ignore[arg-type]
 
 
 def alone(machine: Machine, held: dict[str, Sample]) -> Reused:
@@ -156,6 +159,25 @@ def test_the_ranks_share_the_work_and_what_rank_0_has_counts() -> None:
     assert sorted(machines[0].sampled + machines[1].sampled) == ["b", "c", "d"]
     for machine in machines:  # each has run all of them, whoever timed it
         assert set(machine.sampled) | set(machine.ran) == set("abcd")
+
+
+@pytest.mark.parametrize(("others", "counts"), [("here", True), ("there", False)])
+def test_a_slow_core_makes_no_group_dear(others: str, counts: bool) -> None:
+    """Of the ranks with as many cores of one kind the least of what each group took; the proportions are
+    those of the one that timed it in parts."""
+    speeds = [1.9, 1.0, 1.2]
+    seconds = {"a": 3.0, "b": 2.0, "c": 1.0, "d": 0.5}
+
+    def body(comm: Communicator) -> Reused:
+        machine = Machine({key: s * speeds[comm.rank] for key, s in seconds.items()})
+        return reuse(team(comm, machine, ["here", others, others]), {})
+
+    for found in run_local(3, body):
+        assert found.timed == 4
+        for i, key in enumerate("abcd"):  # taken in turns, as all work in as much memory
+            slow = 1.0 if counts else (1.9, 1.0, 1.0)[i % 3]
+            assert found.samples[key].seconds == pytest.approx(slow * seconds[key])
+            assert found.samples[key].bwd_weight_s == pytest.approx(slow * seconds[key] / 2)
 
 
 def test_what_is_run_in_passing_is_short_and_light() -> None:
