@@ -10,6 +10,7 @@ notebook, or started without mpirun, there is one rank. `mpipipe.train` is a use
 from __future__ import annotations
 
 import json
+import platform
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,7 +92,7 @@ from mpipipe.state.resume import RunState
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
 from mpipipe.survival import Newest, Recovery, Survival
-from mpipipe.values import Plan, Program, Timeline, from_json, to_json
+from mpipipe.values import Cluster, Plan, Program, Timeline, from_json, to_json
 
 Callback = Callable[["Pipeline", int, dict[str, float]], object]
 P = ParamSpec("P")
@@ -457,10 +458,23 @@ class Pipeline(SharedWork):
 
     def _rehearse(self) -> None:
         """The plan as it is, predicted anew."""
-        self.costs = rehearse(self.trainer, self.costs)
+        before, self.costs = self.costs.cluster, rehearse(self.trainer, self.costs)
+        self._say_slow(before)
         finest = self.plan.numerics.micro_batch == 1
         prediction, self.predicted = predict(self.costs, self.plan.layout, self.program, finest=finest)
         self.plan = replace(self.plan, costs=self.costs, prediction=prediction)
+
+    def _say_slow(self, before: Cluster) -> None:
+        """Of ranks that the rehearsal has shown to be slow: they are so in plans from here on. Collective."""
+        self.survival.take_speeds(self.comm, self.costs.cluster)
+        for rank, (was, now) in enumerate(zip(before.devices, self.costs.cluster.devices, strict=True)):
+            if now.speed < was.speed:
+                host = self.comm.bcast_object(platform.node(), rank)
+                by = was.speed / now.speed
+                self.say(
+                    f"note: rank {rank} ({host}) computes {by:.1f} times as long as others for equal work: "
+                    "look for what else uses its cores, or whether they are throttled"
+                )
 
     # -- training ------------------------------------------------------------------------------
 

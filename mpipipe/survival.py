@@ -32,8 +32,8 @@ from mpipipe.planner.programs import program_for
 from mpipipe.planner.refine import refined_costs
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.sizes import counted
+from mpipipe.planner.speeds import FACTOR, busy_s, compared, with_speeds
 from mpipipe.runtime.optimizer import described
-from mpipipe.runtime.slowness import FACTOR, compared
 from mpipipe.runtime.trainer import Trainer, check_tags
 from mpipipe.runtime.weights import updates_of
 from mpipipe.state.checkpoint import Reader
@@ -202,10 +202,13 @@ class Survival:
             return False, "the plan stays: the data is a plain iterable, and cannot go back"
         before, planned, steps = pipe.plan, pipe.costs, pipe.recorder.counted
         try:
-            pipe.costs, *parts = (refined_costs(planned, before.layout, steps) for steps in typical)
+            costs = with_speeds(planned, busy_s(typical[0]), busy_s(pipe.predicted))
+            self.take_speeds(pipe.comm, costs.cluster)
+            pipe.costs, *parts = (refined_costs(costs, before.layout, each) for each in typical)
             plan = self._plan_anew(pipe, self._asked.schedules, (shape_of(before.layout),))
         except MpipipeError as error:
             pipe.costs = planned
+            self.take_speeds(pipe.comm, planned.cluster)
             return False, f"the plan stays: {error}"
         found = pays_off(before, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
         stays, said = pipe.comm.bcast_object(found)
@@ -216,7 +219,14 @@ class Survival:
             )
         if not taken:
             pipe.costs = planned
+            self.take_speeds(pipe.comm, planned.cluster)
         return taken, said
+
+    def take_speeds(self, comm: Communicator, cluster: Cluster) -> None:
+        """The ranks that there are compute as fast as they do in `cluster`."""
+        known = self._cluster.devices
+        pairs = zip(comm.members, cluster.devices, strict=True)
+        self._cluster = self._cluster.slowed({first: known[first].speed / now.speed for first, now in pairs})
 
     def _go_over(self, pipe: Pipeline, plan: Plan, said: str) -> tuple[bool, str]:
         """From one step to the next, to another layout, unless the optimizer keeps what nothing can hold, or
@@ -317,9 +327,8 @@ def _check(variants: Variants, plan: Plan, comm: Communicator) -> None:
 def _slower(planned: Timeline, took: Timeline) -> str:
     """Of the rank that took longest beside what was planned, compared with the others, if it is slow: planned
     around now, it would not be noticed any more."""
-    ranks = range(len(planned.times))
-    factors = compared([took.busy_s(rank) / (planned.busy_s(rank) or 1.0) for rank in ranks])
-    slowest = max(ranks, key=lambda rank: factors[rank])
+    factors = compared([s / (of or 1.0) for s, of in zip(busy_s(took), busy_s(planned), strict=True)])
+    slowest = max(range(len(factors)), key=lambda rank: factors[rank])
     if factors[slowest] <= FACTOR:
         return ""
     return f"; rank {slowest} took {factors[slowest]:.1f} times as long as planned, beside the others"

@@ -43,11 +43,15 @@ from mpipipe.errors import (
 from mpipipe.graph.variants import Variants
 from mpipipe.planner import SCHEDULES
 from mpipipe.planner.copies import Copies, ranks_in_each, shape_of
+from mpipipe.planner.programs import cut_indices
+from mpipipe.planner.stages import bounds
 from mpipipe.report.plan_file import plan_text
+from mpipipe.runtime import rehearsal
 from mpipipe.runtime.stage import Stage
+from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Loopback, Outbox
 from mpipipe.state.digests import tensor_digest
-from mpipipe.values import Plan
+from mpipipe.values import Costs, Plan
 
 Batch = dict[str, Tensor]
 Result = dict[str, Any]
@@ -199,6 +203,47 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
     assert states[0]["norm.num_batches_tracked"] == 0
     assert not states[0]["norm.running_mean"].any()
     assert left == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2, 2.0])
+def test_a_rank_that_is_slow_in_the_rehearsal_is_told_and_planned_with(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """Its groups are not dear because of it, and a plan for ranks that are left knows it, too."""
+    monkeypatch.setattr("mpipipe.planner.speeds.LEAST_S", 0.0)
+    monkeypatch.setattr("mpipipe.planner.speeds.is_crowded", lambda _: False)
+
+    def seconds(trainer: Trainer, clock: Callable[[], float]) -> dict[int, list[float]]:
+        """As planned, but on rank 1."""
+        costs, by = trainer.plan.costs, factor if trainer.comm.rank else 1.0
+        assert costs is not None
+        edges = bounds(len(costs.groups), cut_indices(trainer.plan.layout, costs.names))
+        groups = costs.groups[slice(*edges[trainer.comm.rank])]
+        forward, whole = sum(g.fwd_s for g in groups), sum(g.seconds for g in groups)
+        return {trainer.comm.rank: [by * (s + costs.call_s) for s in (forward, whole - forward)]}
+
+    monkeypatch.setattr(rehearsal, "_seconds", seconds)
+    monkeypatch.setattr(rehearsal, "clock_of", lambda *_: (time.thread_time, 1.0))
+
+    before: list[Costs] = []
+    rehearse = rehearsal.rehearse
+    monkeypatch.setattr("mpipipe.pipeline.rehearse", lambda t, c: (before.append(c), rehearse(t, c))[1])
+
+    def run(comm: Communicator) -> tuple[Plan, list[float], list[str]]:
+        said: list[str] = []
+        pipe = pipeline(comm, say=said.append)
+        known = [device.speed for device in pipe.survival._cluster.devices]
+        return pipe.plan, known, [line for line in said if "as long as others" in line]
+
+    (plan, known, said), _ = run_local(2, run)
+    slow = factor if factor > 1.3 else 1.0
+    assert plan.costs is not None
+    assert known == [device.speed for device in plan.costs.cluster.devices]
+    assert known == pytest.approx([1.0, 1.0 / slow])
+    planned_s, now_s = (costs.groups[-1].fwd_s for costs in (before[0], plan.costs))
+    assert now_s == pytest.approx(factor / slow * planned_s, rel=0.1), "but for what a call takes"
+    assert len(said) == (slow > 1.0)
+    assert all("rank 1 (" in line and "computes 2.0 times" in line for line in said)
 
 
 @pytest.mark.usefixtures("own_schedules")

@@ -2,7 +2,8 @@
 loads its batches meanwhile.
 
 Groups are timed one by one, and the least counts. Together they take a few per cent more: caches, memory and
-clock are shared. The cut is searched with the former; what a step will take is predicted with the latter.
+clock are shared. The cut is searched with the former; what a step will take is predicted with the latter. A
+rank that takes much longer than the others, beside what its groups took on any of them, is a slow one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mpipipe.graph.profile import REFUSALS
 from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.programs import cut_indices
+from mpipipe.planner.speeds import with_speeds
 from mpipipe.planner.stages import bounds, remade_s, without_remade_s
 from mpipipe.runtime.costing import clock_of
 from mpipipe.runtime.feed import AHEAD
@@ -34,29 +36,50 @@ _LEAST = 0.1  # of what was measured: never taken for the call
 
 
 def rehearse(trainer: Trainer, costs: Costs) -> Costs:
-    """Costs whose stages take what they took in the rehearsal: the seconds of a stage's groups are multiplied
-    alike, forward and backward each (in two: I and W), what the latter makes again as the forward. As before
-    where the data cannot be asked for one micro-batch alone, and of a stage whose operators take no made-up
-    numbers. No weight, statistic or random stream changes. Collective."""
+    """Costs whose stages take what they took in the rehearsal, on ranks as slow as they were in it
+    (`mpipipe.planner.speeds`): the seconds of a stage's groups are multiplied alike, forward and backward
+    each (in two: I and W), what the latter makes again as the forward. As before where the data cannot be
+    asked for one micro-batch alone, and of a stage whose operators take no made-up numbers. No weight,
+    statistic or random stream changes. Collective."""
     if not trainer.data.exact or trainer.data.varying:
         return costs
     comm, layout, numerics = trainer.comm, trainer.plan.layout, trainer.plan.numerics
     clock, slower = clock_of(comm, numerics.threads)
-    factor = slower * costs.cluster.devices[comm.rank].speed * numerics.fill
     comm.barrier()
-    mine = {s: [x * factor for x in seconds] for s, seconds in _seconds(trainer, clock).items()}
+    mine = {
+        s: [x * slower * numerics.fill for x in seconds] for s, seconds in _seconds(trainer, clock).items()
+    }
+    by_rank = comm.allgather_object(mine)
+    edges = bounds(len(costs.groups), cut_indices(layout, costs.names))
+    again_s = [
+        float(remade_s(costs.columns, layout.modes[s])[slice(*edge)].sum()) for s, edge in enumerate(edges)
+    ]
+    planned_s = [
+        sum(_planned_s(costs, edges[s], again_s[s], len(seconds)) for s, seconds in found.items())
+        / device.speed
+        for found, device in zip(by_rank, costs.cluster.devices, strict=True)
+    ]
+    costs = with_speeds(costs, [sum(map(sum, found.values())) for found in by_rank], planned_s)
     took: dict[int, list[float]] = {}  # F and B, or F, I and W; the copies of a stage wait for the slowest
-    for s, seconds in (item for found in comm.allgather_object(mine) for item in found.items()):
-        took[s] = list(map(max, took.get(s, seconds), seconds))
+    for found, device in zip(by_rank, costs.cluster.devices, strict=True):
+        for s, seconds in found.items():
+            own_s = [x * device.speed for x in seconds]
+            took[s] = list(map(max, took.get(s, own_s), own_s))
     groups: list[GroupCost] = []
-    for s, (first, end) in enumerate(bounds(len(costs.groups), cut_indices(layout, costs.names))):
+    for s, (first, end) in enumerate(edges):
         if s not in took:
             groups += costs.groups[first:end]
             continue
-        again_s = float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
         own_s = [max(x - costs.call_s, _LEAST * x) for x in took[s]]  # what a call takes is counted apart
-        groups += _as_taken(costs.groups[first:end], own_s, again_s)
+        groups += _as_taken(costs.groups[first:end], own_s, again_s[s])
     return replace(costs, groups=tuple(groups))
+
+
+def _planned_s(costs: Costs, groups: tuple[int, int], again_s: float, calls: int) -> float:
+    """Of a stage, on a device of speed 1: F and B, or F, I and W. again_s: planned of what backward makes
+    again."""
+    own_s = (g.seconds + (g.split_s if calls > 2 else 0.0) for g in costs.groups[slice(*groups)])
+    return sum(own_s) + again_s + calls * costs.call_s
 
 
 def _as_taken(groups: Sequence[GroupCost], took: Sequence[float], again_s: float) -> list[GroupCost]:

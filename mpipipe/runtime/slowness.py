@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpipipe.cluster.comm import Communicator
+from mpipipe.planner.speeds import FACTOR, compared
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.recorder import computing_s
 from mpipipe.values import COMPUTE, Timeline
 
 WINDOW = 50  # steps of which the median counts
 WINDOWS = 2  # in a row that make it last
-FACTOR = 1.3
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,3 @@ class Slowness:
         rank = max(lasting, key=lambda rank: slow[rank])
         self._told.add(rank)
         return Slow(rank, self._comm.bcast_object(self._host, rank), slow[rank])
-
-
-def compared(factors: list[float]) -> list[float]:
-    """Each over the median of the others; 1 for a rank alone.
-
-    >>> compared([1.0, 2.0, 6.0])
-    [0.25, 0.5714285714285714, 4.0]
-    """
-    if len(factors) == 1:
-        return [1.0]
-    return [f / statistics.median(factors[:i] + factors[i + 1 :]) for i, f in enumerate(factors)]
