@@ -32,7 +32,7 @@ from mpipipe.planner.programs import program_for
 from mpipipe.planner.refine import refined_costs
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.sizes import counted
-from mpipipe.planner.speeds import FACTOR, busy_s, compared, with_speeds
+from mpipipe.planner.speeds import FACTOR, busy_s, compared, with_recovered_ranks
 from mpipipe.runtime.optimizer import described
 from mpipipe.runtime.trainer import Trainer, check_tags
 from mpipipe.runtime.weights import updates_of
@@ -202,13 +202,12 @@ class Survival:
             return False, "the plan stays: the data is a plain iterable, and cannot go back"
         before, planned, steps = pipe.plan, pipe.costs, pipe.recorder.counted
         try:
-            costs = with_speeds(planned, busy_s(typical[0]), busy_s(pipe.predicted))
+            costs = with_recovered_ranks(planned, busy_s(typical[0]), busy_s(pipe.predicted))
             self.take_speeds(pipe.comm, costs.cluster)
             pipe.costs, *parts = (refined_costs(costs, before.layout, each) for each in typical)
             plan = self._plan_anew(pipe, self._asked.schedules, (shape_of(before.layout),))
         except MpipipeError as error:
             pipe.costs = planned
-            self.take_speeds(pipe.comm, planned.cluster)
             return False, f"the plan stays: {error}"
         found = pays_off(before, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
         stays, said = pipe.comm.bcast_object(found)
@@ -219,14 +218,14 @@ class Survival:
             )
         if not taken:
             pipe.costs = planned
-            self.take_speeds(pipe.comm, planned.cluster)
         return taken, said
 
     def take_speeds(self, comm: Communicator, cluster: Cluster) -> None:
-        """The ranks that there are compute as fast as they do in `cluster`."""
-        known = self._cluster.devices
-        pairs = zip(comm.members, cluster.devices, strict=True)
-        self._cluster = self._cluster.slowed({first: known[first].speed / now.speed for first, now in pairs})
+        """The ranks that there are compute as fast as they do in `cluster`, in plans from now on."""
+        devices = list(self._cluster.devices)
+        for first, now in zip(comm.members, cluster.devices, strict=True):
+            devices[first] = replace(devices[first], speed=now.speed)
+        self._cluster = replace(self._cluster, devices=tuple(devices))
 
     def _go_over(self, pipe: Pipeline, plan: Plan, said: str) -> tuple[bool, str]:
         """From one step to the next, to another layout, unless the optimizer keeps what nothing can hold, or

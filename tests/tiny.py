@@ -126,8 +126,8 @@ class Traps(nn.Module):
 
 
 class Parts(nn.Module):
-    """What waits for a weight's gradient is a part of something larger: of an output, and of the gradient of
-    a concatenation."""
+    """What waits for a weight's gradient is a part of something larger: of an output that is written in
+    place, and of the gradient of a concatenation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,8 @@ class Parts(nn.Module):
         self.head = nn.Linear(40, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 64) -> (B, classes)
-        y = self.last(torch.tanh(self.first(x.view(-1, SIDE, SIDE).transpose(0, 1)))[-1])
+        y = self.last(torch.tanh(self.first(x.view(-1, SIDE, SIDE).transpose(0, 1))))
+        y = torch.relu_(y)[-1]
         one, two = self.one(torch.tanh(y)), self.two(torch.sigmoid(y))
         return self.head(torch.cat([one, torch.relu(y), two], 1))
 

@@ -29,7 +29,8 @@ class Pending:
     """Weight gradients that one micro-batch on one stage has not done yet."""
 
     def __init__(self) -> None:
-        # every deferred operator depends on it or on what the stage received, so that backward comes to all
+        # every deferred operator depends on it, on what the stage received, or on a weight that does not
+        # wait, so that backward comes to all
         self.trigger = torch.empty(0, requires_grad=True)
         self._products: list[Callable[[], None]] = []
         self._edges: list[GradientEdge] = []
@@ -49,9 +50,8 @@ class Pending:
     def run(self) -> None:
         """Accumulates them in the weights, as a whole backward does."""
         with torch.no_grad():
-            for product in self._products:
-                product()
-        self._products = []
+            while self._products:  # what one was made of is given back then
+                self._products.pop()()
         if self._edges:
             torch.autograd.backward(self._edges, self._grads, inputs=self._weights)
         self._edges, self._grads, self._weights = [], [], []
@@ -74,7 +74,8 @@ class Deferred:
         leaves = [args[i] for i in self.weights if args[i].requires_grad]
         if not leaves or not torch.is_grad_enabled():
             return self.op(*args, **kwargs)
-        if self.later is not None and args[0].requires_grad and args[0].is_contiguous():
+        if self._is_product(args):
+            assert self.later is not None
             return self._with_product(pending, partial(self.later, **kwargs), *args, **kwargs)
         places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.weights]
 
@@ -85,11 +86,23 @@ class Deferred:
         result: Tensor = _Deferred.apply(pending, call, leaves, pending.trigger, *(args[i] for i in places))
         return result
 
+    def _is_product(self, args: Sequence[Any]) -> bool:
+        """Whether backward comes here by itself, and torch makes the product of these as they are."""
+        if self.later is None or not args[0].requires_grad or not args[0].is_contiguous():
+            return False
+        shapes = [args[i].shape for i in self.weights]  # a vector, a bias that is repeated: as torch has them
+        return len(shapes[0]) == 2 and (
+            len(shapes) == 1 or shapes[1] == shapes[0][:1] or shapes[1] == shapes[0][1:]
+        )
+
     def _with_product(self, pending: Pending, later: Later, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
         x = _cast(x)
         y = self.op(x, *rest, **kwargs)
-        assert y.grad_fn is not None
-        y.grad_fn.register_prehook(partial(pending.add_product, later, (x.detach(), *rest)))
+        # of a view the node of what it is a view of: an operator that writes into y puts another in its place
+        made = y if y._base is None or y._base.grad_fn is None else y._base
+        assert made.grad_fn is not None
+        kept = x.detach() if rest[0].requires_grad else None
+        made.grad_fn.register_prehook(partial(pending.add_product, later, (kept, *rest)))
         return y
 
 

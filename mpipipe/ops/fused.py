@@ -49,7 +49,7 @@ def product_of(
 
 
 def product_of_later(
-    grad: Tensor, x: Tensor, weight: Tensor, transposed: bool, shape: Sequence[int], own: bool = False
+    grad: Tensor, x: Tensor | None, weight: Tensor, transposed: bool, shape: Sequence[int], own: bool = False
 ) -> None:
     """As `linear_later`, of `product_of`."""
     linear_later(grad.reshape(-1, weight.shape[1 if transposed else 0]), x, weight, None, transposed, own)

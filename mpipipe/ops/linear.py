@@ -46,16 +46,17 @@ def linear(
 
 
 def linear_later(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False,
+    grad: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None = None, transposed: bool = False,
     own: bool = False,
 ) -> None:  # fmt: skip
     """Adds to the gradients of weight and bias what a backward of `linear` towards x alone leaves out.
 
-    grad (..., O), x (..., I), in the dtype of the product; the rest as there. Under torch.no_grad().
+    grad (..., O), x (..., I), in the dtype of the product, None where the weight has no gradient; the rest as
+    there. Under torch.no_grad().
     """
-    rows, x = _rows(grad), _rows(x)
-    a, b = (x.t(), rows) if transposed else (rows.t(), x)
-    if weight.requires_grad:
+    rows = _rows(grad)
+    if x is not None:
+        a, b = (_rows(x).t(), rows) if transposed else (rows.t(), _rows(x))
         if weight.grad is not None and weight.grad.is_contiguous():
             _add(weight.grad, a, b, own)
         else:
@@ -63,10 +64,10 @@ def linear_later(
     _later_bias(rows, bias)
 
 
-def torch_linear_later(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def torch_linear_later(grad: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None = None) -> None:
     """As `linear_later`, of torch's linear, with its bits: the product is made before it is added."""
     rows = _rows(grad)
-    if weight.requires_grad:
+    if x is not None:
         _into(weight, torch.mm(rows.t(), _rows(x)))
     _later_bias(rows, bias)
 

@@ -1,6 +1,6 @@
 """Costs as a run has shown them, and the plan that follows: profile-guided, one run late.
 
-A rank that was slow, beside the others, is taken to be (`mpipipe.planner.speeds`). Of each stage and kind of
+A rank that was known to be slow and is not has the speed of the others again. Of each stage and kind of
 work, the seconds of its groups are multiplied by measured / planned then, so that their sums are what was
 measured; how the seconds of a stage are shared among its groups is kept. Links are kept too, and memory. What
 changes is the `Layout`: the bits of a run stay what they are.
@@ -22,7 +22,7 @@ from mpipipe.planner.prediction import expect_plan
 from mpipipe.planner.programs import cut_indices, program_for
 from mpipipe.planner.recompute import wish_of
 from mpipipe.planner.search import make_plan, plan_of
-from mpipipe.planner.speeds import busy_s, with_speeds
+from mpipipe.planner.speeds import busy_s, with_recovered_ranks
 from mpipipe.planner.stages import bounds, in_order, remade_s, without_remade_s
 from mpipipe.values import (
     COMPUTE,
@@ -65,7 +65,7 @@ def refine(plan: Plan, measured: Timeline) -> Refined:
         )
     if any((times[:, 1] < times[:, 0]).any() for times in measured.times):
         raise PlanError("the measured step has spans that end before they begin; run again to measure anew")
-    costs = with_speeds(plan.costs, busy_s(measured), busy_s(expect_plan(plan, plan.costs)[1]))
+    costs = with_recovered_ranks(plan.costs, busy_s(measured), busy_s(expect_plan(plan, plan.costs)[1]))
     costs = uncrowded(refined_costs(costs, plan.layout, measured))  # what it took while others waited
     ran = plan_of(costs, plan.numerics, plan.layout)
     layout = plan.layout

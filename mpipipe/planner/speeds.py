@@ -1,13 +1,15 @@
 """Ranks that compute longer than others of their kind for the same work: another guest on their core, heat.
 
-seconds of each rank / planned -> of one a multiple of the others' ?-> the rank is that slow
-                                                                   '-> what it has to do takes as long
+    its stages / planned, and a fixed piece of work   both FACTOR times the others' ?-> it is slow
+                                                                                    '-> groups are dear
+
+A stage alone cannot tell: its groups may be dearer than they were timed, on whatever rank they are.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mpipipe.planner.crowded import is_crowded
 from mpipipe.values import Cluster, Costs, Timeline
@@ -32,24 +34,51 @@ def busy_s(timeline: Timeline) -> list[float]:
     return [timeline.busy_s(rank) for rank in range(len(timeline.times))]
 
 
-def with_speeds(costs: Costs, took_s: Sequence[float], planned_s: Sequence[float]) -> Costs:
-    """With ranks as slow as they were, by what each computed in `took_s` where it was planned to take
-    `planned_s`, seconds by rank. A rank that was slow and is not has the speed of its kind again. As they
-    are where ranks share cores, or groups were not timed, and so may be dear themselves."""
-    if costs.source != "measured" or is_crowded(costs.cluster) or min(*took_s, *planned_s) < LEAST_S:
+def with_slow_ranks(
+    costs: Costs, took_s: Sequence[float], planned_s: Sequence[float], same_s: Sequence[float]
+) -> Costs:
+    """With ranks as slow as they are beside the others of their kind, by two measures of which the lesser
+    counts. By rank: seconds that its stages took, those that were planned, and seconds of work that is the
+    same on all ranks. As they are where ranks share cores, or costs were not timed."""
+    if not _can_tell(costs, took_s, planned_s) or min(same_s) <= 0.0:
         return costs
-    found = _slower(costs.cluster, [took / planned for took, planned in zip(took_s, planned_s, strict=True)])
-    return costs.but(cluster=costs.cluster.slowed(found)) if found else costs
+    stages = _beside(costs.cluster, [took / planned for took, planned in zip(took_s, planned_s, strict=True)])
+    both = list(map(min, stages, _beside(costs.cluster, same_s)))
+    return _slowed(costs, {rank: by for rank, by in enumerate(both) if by > FACTOR})
 
 
-def _slower(cluster: Cluster, factors: Sequence[float]) -> dict[int, float]:
-    """Rank -> how many times as long as now it takes, of those that have another speed; below 1 for one that
-    was slow. factors: seconds / those with the speeds of `cluster`."""
-    usual = {d.kind: max(o.speed for o in cluster.devices if o.kind == d.kind) for d in cluster.devices}
-    before = [usual[d.kind] / d.speed for d in cluster.devices]
-    beside = compared([factor * slow for factor, slow in zip(factors, before, strict=True)])
-    calm = [1.0 if slow > FACTOR else slow for slow in before]
-    after = [by if by > FACTOR else least for by, least in zip(beside, calm, strict=True)]
-    return {
-        rank: now / then for rank, (now, then) in enumerate(zip(after, before, strict=True)) if now != then
-    }
+def with_recovered_ranks(costs: Costs, took_s: Sequence[float], planned_s: Sequence[float]) -> Costs:
+    """With ranks that are slow in `costs` as fast as they were in a step, beside the others of their kind.
+    By rank: seconds that it computed, and those that were planned with the speeds in `costs`."""
+    devices = costs.cluster.devices
+    usual = {d.kind: max(other.speed for other in devices if other.kind == d.kind) for d in devices}
+    slow = [usual[d.kind] / d.speed for d in devices]
+    if max(slow) <= FACTOR or not _can_tell(costs, took_s, planned_s):
+        return costs
+    now = _beside(
+        costs.cluster,
+        [took / planned * by for took, planned, by in zip(took_s, planned_s, slow, strict=True)],
+    )
+    after = {rank: by if by > FACTOR else 1.0 for rank, by in enumerate(now) if slow[rank] > FACTOR}
+    return _slowed(costs, {rank: by / slow[rank] for rank, by in after.items() if by < slow[rank]})
+
+
+def _can_tell(costs: Costs, took_s: Sequence[float], planned_s: Sequence[float]) -> bool:
+    return (
+        costs.source == "measured" and not is_crowded(costs.cluster) and min(*took_s, *planned_s) >= LEAST_S
+    )
+
+
+def _beside(cluster: Cluster, factors: Sequence[float]) -> list[float]:
+    """Each over the median of the others of its kind."""
+    found = [1.0] * len(factors)
+    kinds = [device.kind for device in cluster.devices]
+    for kind in set(kinds):
+        ranks = [rank for rank, other in enumerate(kinds) if other == kind]
+        for rank, by in zip(ranks, compared([factors[rank] for rank in ranks]), strict=True):
+            found[rank] = by
+    return found
+
+
+def _slowed(costs: Costs, factors: Mapping[int, float]) -> Costs:
+    return costs.but(cluster=costs.cluster.slowed(factors)) if factors else costs

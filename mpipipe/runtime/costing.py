@@ -219,15 +219,21 @@ def clock_of(comm: Communicator, threads: int) -> tuple[Callable[[], float], flo
 
 
 def _reference_s(clock: Callable[[], float]) -> float:
-    """A fixed piece of work: what makes the speeds of ranks comparable."""
+    once = same_work(clock)
+    return min([once() for _ in range(8)][1:])
+
+
+def same_work(clock: Callable[[], float]) -> Callable[[], float]:
+    """Seconds of a fixed piece of work, each time: what makes the speeds of ranks comparable."""
     side = 384 if device.on_host() else 4096  # a GPU would only show how fast it starts
     a = torch.ones(side, side, device=device.here())
-    seconds = []
-    for _ in range(8):
+
+    def seconds() -> float:
         start = clock()
         torch.mm(a, a)
-        seconds.append(clock() - start)
-    return min(seconds[1:])
+        return clock() - start
+
+    return seconds
 
 
 def _speeds(comm: Communicator, kind: str, reference_s: float) -> tuple[list[str], list[float]]:

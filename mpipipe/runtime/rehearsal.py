@@ -3,7 +3,7 @@ loads its batches meanwhile.
 
 Groups are timed one by one, and the least counts. Together they take a few per cent more: caches, memory and
 clock are shared. The cut is searched with the former; what a step will take is predicted with the latter. A
-rank that takes much longer than the others, beside what its groups took on any of them, is a slow one.
+rank that takes much longer than the others, also for work that is the same on all, is a slow one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mpipipe.graph.profile import REFUSALS
 from mpipipe.graph.program import Batch
 from mpipipe.graph.source import TRACING
 from mpipipe.planner.programs import cut_indices
-from mpipipe.planner.speeds import with_speeds
+from mpipipe.planner.speeds import with_slow_ranks
 from mpipipe.planner.stages import bounds, remade_s, without_remade_s
-from mpipipe.runtime.costing import clock_of
+from mpipipe.runtime.costing import clock_of, same_work
 from mpipipe.runtime.feed import AHEAD
 from mpipipe.runtime.prefetch import Prefetch
 from mpipipe.runtime.ties import take_gradients
@@ -46,24 +46,23 @@ def rehearse(trainer: Trainer, costs: Costs) -> Costs:
     comm, layout, numerics = trainer.comm, trainer.plan.layout, trainer.plan.numerics
     clock, slower = clock_of(comm, numerics.threads)
     comm.barrier()
-    mine = {
-        s: [x * slower * numerics.fill for x in seconds] for s, seconds in _seconds(trainer, clock).items()
-    }
-    by_rank = comm.allgather_object(mine)
+    seconds, same_s = _seconds(trainer, clock)
+    mine = {s: [x * slower * numerics.fill for x in each] for s, each in seconds.items()}
+    by_rank, all_same_s = zip(*comm.allgather_object((mine, same_s)), strict=True)
     edges = bounds(len(costs.groups), cut_indices(layout, costs.names))
     again_s = [
         float(remade_s(costs.columns, layout.modes[s])[slice(*edge)].sum()) for s, edge in enumerate(edges)
     ]
     planned_s = [
-        sum(_planned_s(costs, edges[s], again_s[s], len(seconds)) for s, seconds in found.items())
-        / device.speed
+        sum(_planned_s(costs, edges[s], again_s[s], len(each)) for s, each in found.items()) / device.speed
         for found, device in zip(by_rank, costs.cluster.devices, strict=True)
     ]
-    costs = with_speeds(costs, [sum(map(sum, found.values())) for found in by_rank], planned_s)
+    took_s = [sum(map(sum, found.values())) for found in by_rank]
+    costs = with_slow_ranks(costs, took_s, planned_s, all_same_s)
     took: dict[int, list[float]] = {}  # F and B, or F, I and W; the copies of a stage wait for the slowest
     for found, device in zip(by_rank, costs.cluster.devices, strict=True):
-        for s, seconds in found.items():
-            own_s = [x * device.speed for x in seconds]
+        for s, each in found.items():
+            own_s = [x * device.speed for x in each]
             took[s] = list(map(max, took.get(s, own_s), own_s))
     groups: list[GroupCost] = []
     for s, (first, end) in enumerate(edges):
@@ -102,14 +101,15 @@ def _as_taken(groups: Sequence[GroupCost], took: Sequence[float], again_s: float
     ]  # fmt: skip
 
 
-def _seconds(trainer: Trainer, clock: Callable[[], float]) -> dict[int, list[float]]:
-    """By stage of this rank: F and B of a micro-batch, or F, I and W. The stages take turns, so that what
+def _seconds(trainer: Trainer, clock: Callable[[], float]) -> tuple[dict[int, list[float]], float]:
+    """By stage of this rank: F and B of a micro-batch, or F, I and W; and of the work that is the same on all
+    ranks, among it, the median. The stages take turns, so that what
     disturbs the machine meets them all. What they add to gradients is taken back. Not of a stage whose
     operators take no made-up numbers."""
     rehearsed = {s: _Rehearsed(trainer, s) for s in trainer.interpreter.stages}
     rows = trainer.plan.numerics.micro_batch
     budget_s = min(MOST_S, max(LEAST_S, OF_STEP * trainer.plan.prediction.step_s))
-    turns = range(WARM_UP + MOST_ROUNDS)
+    turns, same, same_s = range(WARM_UP + MOST_ROUNDS), same_work(clock), list[float]()
     began = time.perf_counter()
 
     def load(turn: tuple[int, int]) -> Batch:  # of the first step alone: data may have few
@@ -122,8 +122,9 @@ def _seconds(trainer: Trainer, clock: Callable[[], float]) -> dict[int, list[flo
                 break
             for s, stage in rehearsed.items():
                 stage.once(ahead.get((turn, s)) if stage.keys else {}, clock)
+                same_s.append(same())
     means = {s: stage.means() for s, stage in rehearsed.items()}
-    return {s: seconds for s, seconds in means.items() if seconds}
+    return {s: seconds for s, seconds in means.items() if seconds}, statistics.median(same_s)
 
 
 class _Rehearsed:
