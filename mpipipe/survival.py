@@ -213,9 +213,8 @@ class Survival:
         stays, said = pipe.comm.bcast_object(found)
         taken = False
         if not stays:
-            taken, said = self._go_over(
-                pipe, plan, f"after {counted(steps, 'step')} {said}{_slower(pipe.predicted, typical[0])}"
-            )
+            slow = "" if costs is not planned else _slower(pipe.predicted, typical[0])  # else it is known
+            taken, said = self._go_over(pipe, plan, f"after {counted(steps, 'step')} {said}{slow}")
         if not taken:
             pipe.costs = planned
         return taken, said

@@ -32,6 +32,7 @@ from mpipipe.values import Costs, GroupCost, Op
 
 WARM_UP, MOST_ROUNDS = 1, 25
 OF_STEP, LEAST_S, MOST_S = 0.5, 0.2, 5.0  # what it may take: of the predicted step, and seconds
+_SAME = 4  # times a turn: some milliseconds each
 _LEAST = 0.1  # of what was measured: never taken for the call
 
 
@@ -102,8 +103,8 @@ def _as_taken(groups: Sequence[GroupCost], took: Sequence[float], again_s: float
 
 
 def _seconds(trainer: Trainer, clock: Callable[[], float]) -> tuple[dict[int, list[float]], float]:
-    """By stage of this rank: F and B of a micro-batch, or F, I and W; and of the work that is the same on all
-    ranks, among it, the median. The stages take turns, so that what
+    """By stage of this rank: F and B of a micro-batch, or F, I and W; and of work that is the same on all
+    ranks, in between, the mean, as who shares a core has it by turns. The stages take turns, so that what
     disturbs the machine meets them all. What they add to gradients is taken back. Not of a stage whose
     operators take no made-up numbers."""
     rehearsed = {s: _Rehearsed(trainer, s) for s in trainer.interpreter.stages}
@@ -122,9 +123,9 @@ def _seconds(trainer: Trainer, clock: Callable[[], float]) -> tuple[dict[int, li
                 break
             for s, stage in rehearsed.items():
                 stage.once(ahead.get((turn, s)) if stage.keys else {}, clock)
-                same_s.append(same())
+            same_s.append(sum(same() for _ in range(_SAME)))
     means = {s: stage.means() for s, stage in rehearsed.items()}
-    return {s: seconds for s, seconds in means.items() if seconds}, statistics.median(same_s)
+    return {s: seconds for s, seconds in means.items() if seconds}, statistics.fmean(same_s)
 
 
 class _Rehearsed:
