@@ -459,14 +459,14 @@ class Pipeline(SharedWork):
     def _rehearse(self) -> None:
         """The plan as it is, predicted anew."""
         before, self.costs = self.costs.cluster, rehearse(self.trainer, self.costs)
+        self.survival.take_speeds(self.comm, self.costs.cluster)
         self._say_slow(before)
         finest = self.plan.numerics.micro_batch == 1
         prediction, self.predicted = predict(self.costs, self.plan.layout, self.program, finest=finest)
         self.plan = replace(self.plan, costs=self.costs, prediction=prediction)
 
     def _say_slow(self, before: Cluster) -> None:
-        """Of ranks that the rehearsal has shown to be slow: they are so in plans from here on. Collective."""
-        self.survival.take_speeds(self.comm, self.costs.cluster)
+        """Of ranks that the rehearsal has shown to be slow. Collective."""
         for rank, (was, now) in enumerate(zip(before.devices, self.costs.cluster.devices, strict=True)):
             if now.speed < was.speed:
                 host = self.comm.bcast_object(platform.node(), rank)

@@ -27,7 +27,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.planner.asked import Asked, copies_of
 from mpipipe.planner.change import fits_still, pays_off, stays_as_it_is
 from mpipipe.planner.copies import Copies, shape_of
-from mpipipe.planner.prediction import predict
+from mpipipe.planner.prediction import expect_plan, predict
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.refine import refined_costs
 from mpipipe.planner.schedules import PLAIN
@@ -41,7 +41,7 @@ from mpipipe.state.gather import together
 from mpipipe.state.mirrors import Found, Mirrors, Received, apart, fetch, held, newest_whole, offered
 from mpipipe.state.resume import read_state
 from mpipipe.state.saving import Saver
-from mpipipe.values import Cluster, Costs, Layout, Plan, Timeline
+from mpipipe.values import Cluster, Layout, Plan, Timeline
 
 if TYPE_CHECKING:
     from mpipipe.pipeline import Pipeline
@@ -213,7 +213,7 @@ class Survival:
         stays, said = pipe.comm.bcast_object(found)
         taken = False
         if not stays:
-            slow = _slower(_with_speeds(busy_s(pipe.predicted), planned, costs), busy_s(typical[0]))
+            slow = _slower(expect_plan(before, costs)[1], typical[0])
             taken, said = self._go_over(pipe, plan, f"after {counted(steps, 'step')} {said}{slow}")
         if not taken:
             pipe.costs = planned
@@ -322,16 +322,10 @@ def _check(variants: Variants, plan: Plan, comm: Communicator) -> None:
     check_tags(comm, program_for(layout, plan.numerics, graph.ties, graph.groups))
 
 
-def _with_speeds(seconds: Sequence[float], planned: Costs, now: Costs) -> list[float]:
-    """By rank, planned with the speeds of `planned`, with those that it has now."""
-    before, after = planned.cluster.devices, now.cluster.devices
-    return [s * was.speed / new.speed for s, was, new in zip(seconds, before, after, strict=True)]
-
-
-def _slower(planned_s: Sequence[float], took_s: Sequence[float]) -> str:
+def _slower(planned: Timeline, took: Timeline) -> str:
     """Of the rank that took longest beside what was planned, compared with the others, if it is slow: planned
     around now, it would not be noticed any more."""
-    factors = compared([s / (of or 1.0) for s, of in zip(took_s, planned_s, strict=True)])
+    factors = compared([s / (of or 1.0) for s, of in zip(busy_s(took), busy_s(planned), strict=True)])
     slowest = max(range(len(factors)), key=lambda rank: factors[rank])
     if factors[slowest] <= FACTOR:
         return ""

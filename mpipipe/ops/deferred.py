@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+Later = Callable[..., None]
+
 
 class Pending:
     """Weight gradients that one micro-batch on one stage has not done yet."""
@@ -57,9 +59,6 @@ class Pending:
         self._edges, self._grads, self._weights = [], [], []
 
 
-Later = Callable[..., None]
-
-
 class Deferred:
     """A call of `op`, which makes one tensor. weights: which of its arguments are leaves whose gradients
     wait; no other operator of the micro-batch may read them. later: given the gradient of the result and the
@@ -74,8 +73,7 @@ class Deferred:
         leaves = [args[i] for i in self.weights if args[i].requires_grad]
         if not leaves or not torch.is_grad_enabled():
             return self.op(*args, **kwargs)
-        if self._is_product(args):
-            assert self.later is not None
+        if self.later is not None and _is_product(*args[:2]):
             return self._with_product(pending, partial(self.later, **kwargs), *args, **kwargs)
         places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.weights]
 
@@ -86,15 +84,6 @@ class Deferred:
         result: Tensor = _Deferred.apply(pending, call, leaves, pending.trigger, *(args[i] for i in places))
         return result
 
-    def _is_product(self, args: Sequence[Any]) -> bool:
-        """Whether backward comes here by itself, and torch makes the product of these as they are."""
-        if self.later is None or not args[0].requires_grad or not args[0].is_contiguous():
-            return False
-        shapes = [args[i].shape for i in self.weights]  # a vector, a bias that is repeated: as torch has them
-        return len(shapes[0]) == 2 and (
-            len(shapes) == 1 or shapes[1] == shapes[0][:1] or shapes[1] == shapes[0][1:]
-        )
-
     def _with_product(self, pending: Pending, later: Later, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
         x = _cast(x)
         y = self.op(x, *rest, **kwargs)
@@ -104,6 +93,11 @@ class Deferred:
         kept = x.detach() if rest[0].requires_grad else None
         made.grad_fn.register_prehook(partial(pending.add_product, later, (kept, *rest)))
         return y
+
+
+def _is_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether backward comes to it by itself, and torch makes a product of these as they are."""
+    return x.requires_grad and x.is_contiguous() and weight.dim() == 2
 
 
 def _cast(x: Tensor) -> Tensor:

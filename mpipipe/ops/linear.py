@@ -74,7 +74,7 @@ def torch_linear_later(grad: Tensor, x: Tensor | None, weight: Tensor, bias: Ten
 
 def _later_bias(rows: Tensor, bias: Tensor | None) -> None:
     if bias is not None and bias.requires_grad:
-        _into(bias, rows.sum(0))
+        _into(bias, rows.sum_to_size(bias.shape))  # it may be repeated
 
 
 def _into(leaf: Tensor, gradient: Tensor) -> None:

@@ -104,13 +104,13 @@ def test_frozen_ones_get_none_and_nothing_waits_for_them(op: Callable[..., Tenso
 
 
 @pytest.mark.parametrize(
-    ("weight", "bias"), [((8,), ()), ((8,), None), ((3, 8), (1, 3)), ((3, 8), (1,)), ((3, 8), ())]
+    ("weight", "bias"),
+    [((8,), ()), ((8,), None), ((3, 8), (1, 3)), ((3, 8), (1,)), ((3, 8), ()), ((3, 1), (1,))],
 )
-def test_other_shapes_have_a_graph_of_their_own(
-    weight: tuple[int, ...], bias: tuple[int, ...] | None
-) -> None:
+def test_vectors_and_biases_that_are_repeated(weight: tuple[int, ...], bias: tuple[int, ...] | None) -> None:
     given = [torch.randn(weight), *([] if bias is None else [torch.randn(bias)])]
-    check(ATEN, torch_linear_later, torch.randn(4, 8), given, (), False, False)
+    for shape in ((4,), (2, 4), (2, 5, 4), (3, 301)):
+        check(ATEN, torch_linear_later, torch.randn(*shape, weight[-1]), given, (), False, False)
 
 
 @pytest.mark.parametrize(("needs_grad", "contiguous"), [(False, True), (True, False)])

@@ -127,5 +127,7 @@ def test_groups_that_are_dearer_than_they_were_timed_move_on_as_such(schedule: s
     assert expect_plan(plan, true)[0].step_s <= 1.01 * searched(true, schedule).prediction.step_s
 
 
-def test_the_examples() -> None:
-    assert doctest.testmod(speeds).failed == 0
+def test_the_examples_in_its_documentation() -> None:
+    found = doctest.testmod(speeds)
+    assert found.attempted
+    assert found.failed == 0

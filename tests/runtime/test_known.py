@@ -46,9 +46,7 @@ class Machine:
         return self.seconds[piece.key] if times else float("inf")
 
 
-def team(
-    comm: Communicator, machine: Machine, kinds: Sequence[str] = (), **params: int
-) -> Team:  # fmt: skip
+def team(comm: Communicator, machine: Machine, kinds: Sequence[str] = (), **params: int) -> Team:
     distinct = {
         key: SimpleNamespace(key=key, workspace_bytes=1, param_bytes=params.get(key, 0))
         for key in machine.seconds

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.planner import SCHEDULES, lower
-from mpipipe.runtime import slowness
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.slowness import WINDOW, WINDOWS, Slowness
 from mpipipe.values import Timeline
@@ -56,7 +53,3 @@ def test_a_rank_that_waits_for_its_samples_is_not_slow() -> None:
 def test_what_does_not_last_is_not_told() -> None:
     even, slow = [1.0, 1.1, 1.2], [1.0, 2.0, 1.0]
     assert said([even, slow, even, slow, even]) == []
-
-
-def test_the_examples_in_its_documentation() -> None:
-    assert doctest.testmod(slowness).failed == 0
