@@ -467,13 +467,13 @@ class Pipeline(SharedWork):
 
     def _say_slow(self, before: Cluster) -> None:
         """Of ranks that the rehearsal has shown to be slow. Collective."""
-        for rank, (was, now) in enumerate(zip(before.devices, self.costs.cluster.devices, strict=True)):
+        hosts, devices = self.comm.allgather_object(platform.node()), self.costs.cluster.devices
+        for rank, (was, now) in enumerate(zip(before.devices, devices, strict=True)):
             if now.speed < was.speed:
-                host = self.comm.bcast_object(platform.node(), rank)
                 by = was.speed / now.speed
                 self.say(
-                    f"note: rank {rank} ({host}) computes {by:.1f} times as long as others for equal work: "
-                    "look for what else uses its cores, or whether they are throttled"
+                    f"note: rank {rank} ({hosts[rank]}) computes {by:.1f} times as long as others for equal "
+                    "work: look for what else uses its cores, or whether they are throttled"
                 )
 
     # -- training ------------------------------------------------------------------------------

@@ -220,10 +220,12 @@ class Run:
 
     def _begin(self) -> None:
         """With the ranks that there are now. Collective."""
-        pipe = self.pipe
-        self.slowness = Slowness(pipe.comm, pipe.predicted, platform.node())
+        self.slowness = self._slowness()
         self._watch()
         self._make_room()
+
+    def _slowness(self) -> Slowness:
+        return Slowness(self.pipe.comm, self.pipe.predicted, platform.node())
 
     def _watch(self) -> None:
         pipe = self.pipe
@@ -371,7 +373,7 @@ class Run:
 
     def _change(self, doing: str, plan: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
         """Between two steps another layout, if `plan` takes one, and what it says. Collective."""
-        pipe = self.pipe
+        pipe, predicted = self.pipe, self.pipe.predicted
         outside = Outside(pipe.rank, pipe.size)  # the other view would hold weights that are to go
         self.watchdog.watch(outside, pipe.plan.prediction.step_s)
         with self.watchdog.during(doing):
@@ -382,6 +384,8 @@ class Run:
         if taken:
             self._keep_plan()
         else:
+            if pipe.predicted is not predicted:  # by other speeds
+                self.slowness = self._slowness()
             self._watch()
         return taken, said
 

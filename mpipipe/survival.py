@@ -27,7 +27,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.planner.asked import Asked, copies_of
 from mpipipe.planner.change import fits_still, pays_off, stays_as_it_is
 from mpipipe.planner.copies import Copies, shape_of
-from mpipipe.planner.prediction import expect_plan, predict
+from mpipipe.planner.prediction import expect, expect_plan
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.refine import refined_costs
 from mpipipe.planner.schedules import PLAIN
@@ -41,7 +41,7 @@ from mpipipe.state.gather import together
 from mpipipe.state.mirrors import Found, Mirrors, Received, apart, fetch, held, newest_whole, offered
 from mpipipe.state.resume import read_state
 from mpipipe.state.saving import Saver
-from mpipipe.values import Cluster, Layout, Plan, Timeline
+from mpipipe.values import Cluster, Costs, Layout, Plan, Timeline
 
 if TYPE_CHECKING:
     from mpipipe.pipeline import Pipeline
@@ -178,10 +178,15 @@ class Survival:
         self._cluster = self._cluster.slowed({by_first[rank]: by for rank, by in slower.items()})
         try:
             plan = self._plan_anew(pipe, self._asked.schedules, (shape_of(before.layout),))
+            stays, said = stays_as_it_is(pipe.costs, before, plan)
         except MpipipeError as error:
-            return False, f"the plan stays: {error}"
-        stays, said = stays_as_it_is(pipe.costs, before, plan)
-        return (False, said) if comm.bcast_object(stays) else self._go_over(pipe, plan, said)
+            plan, stays, said = before, True, f"the plan stays: {error}"
+        taken = False
+        if not comm.bcast_object(stays):
+            taken, said = self._go_over(pipe, plan, said)
+        if not taken:
+            _expect_with(pipe, pipe.costs)
+        return taken, said
 
     # -- its steps have shown what they take -----------------------------------------------------
 
@@ -201,13 +206,15 @@ class Survival:
         if not pipe.data.exact:
             return False, "the plan stays: the data is a plain iterable, and cannot go back"
         before, planned, steps = pipe.plan, pipe.costs, pipe.recorder.counted
+        costs = with_recovered_ranks(planned, busy_s(typical[0]), busy_s(pipe.predicted))
+        self.take_speeds(pipe.comm, costs.cluster)
+        if costs is not planned:  # also where the plan stays, or others would seem slow beside it
+            _expect_with(pipe, costs)
         try:
-            costs = with_recovered_ranks(planned, busy_s(typical[0]), busy_s(pipe.predicted))
-            self.take_speeds(pipe.comm, costs.cluster)
             pipe.costs, *parts = (refined_costs(costs, before.layout, each) for each in typical)
             plan = self._plan_anew(pipe, self._asked.schedules, (shape_of(before.layout),))
         except MpipipeError as error:
-            pipe.costs = planned
+            pipe.costs = costs
             return False, f"the plan stays: {error}"
         found = pays_off(before, plan, parts, steps_left, pipe.build_s) if pipe.rank == 0 else (True, "")
         stays, said = pipe.comm.bcast_object(found)
@@ -216,7 +223,7 @@ class Survival:
             slow = _slower(expect_plan(before, costs)[1], typical[0])
             taken, said = self._go_over(pipe, plan, f"after {counted(steps, 'step')} {said}{slow}")
         if not taken:
-            pipe.costs = planned
+            pipe.costs = costs
         return taken, said
 
     def take_speeds(self, comm: Communicator, cluster: Cluster) -> None:
@@ -286,7 +293,7 @@ class Survival:
         """The first version of new mirrors is made now, and the old ones go when it is whole everywhere.
         Collective."""
         comm, layout = pipe.comm, pipe.plan.layout
-        pipe.predicted = predict(pipe.costs, layout, pipe.program)[1]
+        _expect_with(pipe, pipe.costs)
         mirrored = layout.mirror_every and comm.size > 1
         if mirrored:
             mirrors = Mirrors(comm, layout.mirror_every, pipe.plan.hash)
@@ -294,6 +301,11 @@ class Survival:
             _take(mirrors, pipe.steps_done, pipe.trainer)
             mirrors.commit()
         self._kept = self._kept[-1:] if mirrored else []
+
+
+def _expect_with(pipe: Pipeline, costs: Costs) -> None:
+    """Costs of other speeds, and what a step of the plan takes with them."""
+    pipe.costs, pipe.predicted = costs, expect(costs, pipe.plan.layout, pipe.program)[1]
 
 
 def _take(mirrors: Mirrors, step: int, trainer: Trainer) -> None:

@@ -279,6 +279,7 @@ def test_the_route_is_measured_once_and_kept_by_checkpoints_and_plans(
         run_local(1, lambda comm: pipeline(comm, micro_batches=2, gemm="mkl", resume=tmp_path / "c"))
 
 
+@pytest.mark.slow
 def test_a_given_route_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "LEAST_FLOPS", 1.0)
     monkeypatch.setattr(gemm, "measure", lambda *_: pytest.fail("measured"))

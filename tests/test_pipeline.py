@@ -205,6 +205,7 @@ def test_a_rehearsal_times_whole_stages_and_leaves_no_trace(
     assert left == (0.0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "same"), [(1.0, 1.0), (1.2, 1.2), (2.0, 1.0), (2.0, 2.5)])
 def test_a_rank_that_is_slow_in_the_rehearsal_is_told_and_planned_with(
     monkeypatch: pytest.MonkeyPatch, factor: float, same: float
@@ -461,6 +462,7 @@ class Streamed(IterableDataset[Any]):
         return (samples[i] for i in range(len(samples)))
 
 
+@pytest.mark.slow
 def test_a_loader_over_a_stream_of_samples_begins_again() -> None:
     """It has a `__len__`, which raises."""
 
@@ -501,6 +503,7 @@ def doubles() -> list[nn.Module]:
     return [nn.Linear(FEATURES, 6).double(), nn.Tanh(), nn.Linear(6, CLASSES).double()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built_in", [False, True])
 def test_clipping_in_float64_has_the_bits_of_a_plain_loop(built_in: bool) -> None:
     def in_float64(n: int) -> Samples:
@@ -1055,6 +1058,7 @@ def test_a_resume_that_is_not_exact_says_so(tmp_path: Path) -> None:
     assert second == [], "one rank speaks"
 
 
+@pytest.mark.slow
 def test_a_fit_that_has_nothing_left_to_do_says_so() -> None:
     """As of a script that a chain of jobs starts once more."""
 
@@ -1209,6 +1213,7 @@ def test_bad_arguments_are_named(how: dict[str, Any], says: str) -> None:
         alone(lambda comm: pipeline(comm, **how))
 
 
+@pytest.mark.slow
 def test_evaluation_without_data_says_what_to_give() -> None:
     with pytest.raises(MpipipeError, match=r"no validation data; give Pipeline\(\.\.\., val="):
         alone(lambda comm: pipeline(comm).evaluate())

@@ -196,6 +196,7 @@ def test_the_steps_that_are_left_are_those_that_the_time_allows(monkeypatch: pyt
     assert asked_with == [8, 7, 4, 4], "of nine; of the half second that is left, at 0.1 s each"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "says"), [("{path: nowhere}", "nowhere'"), ("{path: text}", "does not fit|memory")]
 )
@@ -213,6 +214,7 @@ def test_a_start_that_fails_leaves_no_folder_that_it_named_itself(
         assert len(list((tmp_path / "runs").iterdir())) == left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [None, TIME_OF_JOB])
 @pytest.mark.usefixtures("made_up_times")
 def test_a_run_that_is_stopped_reads_no_data_for_its_summary(tmp_path: Path, asked: str | None) -> None:
@@ -264,6 +266,7 @@ def test_training_waits_for_saves_where_a_copy_does_not_fit() -> None:
     assert run._copies((100, 60)) == ((), None), "there is one save only, at the end"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made_up_times")
 @pytest.mark.parametrize("told", [True, False], ids=["evaluated", "not told of its last step"])
 def test_a_run_that_died_before_its_summary_comes_to_its_end_when_it_is_resumed(

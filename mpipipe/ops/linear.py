@@ -61,7 +61,7 @@ def linear_later(
             _add(weight.grad, a, b, own)
         else:
             _into(weight, _product(a, b, own))
-    _later_bias(rows, bias)
+    _later_bias(rows, bias)  # (O,): `linear` has no other
 
 
 def torch_linear_later(grad: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -69,12 +69,13 @@ def torch_linear_later(grad: Tensor, x: Tensor | None, weight: Tensor, bias: Ten
     rows = _rows(grad)
     if x is not None:
         _into(weight, torch.mm(rows.t(), _rows(x)))
-    _later_bias(rows, bias)
+    _later_bias(grad, bias)  # as it lies, or additions had another order
 
 
-def _later_bias(rows: Tensor, bias: Tensor | None) -> None:
+def _later_bias(grad: Tensor, bias: Tensor | None) -> None:
     if bias is not None and bias.requires_grad:
-        _into(bias, rows.sum_to_size(bias.shape))  # it may be repeated
+        summed = grad.sum_to_size(bias.shape)  # it may be repeated, along any dimension
+        _into(bias, summed.clone() if summed is grad else summed)  # that one is only lent
 
 
 def _into(leaf: Tensor, gradient: Tensor) -> None:

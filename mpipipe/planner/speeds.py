@@ -15,7 +15,7 @@ from mpipipe.planner.crowded import is_crowded
 from mpipipe.values import Cluster, Costs, Timeline
 
 FACTOR = 1.3  # above which it is the rank
-LEAST_S = 0.03  # of computing, below which all is noise
+LEAST_S = 0.03  # of computing, in a micro-batch that is rehearsed or in a step, below which all is noise
 
 
 def compared(factors: Sequence[float]) -> list[float]:

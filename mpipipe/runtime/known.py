@@ -90,17 +90,18 @@ class Team:
     def _weight(self, key: str) -> tuple[int, int, str]:
         return self.distinct[key].param_bytes, self.distinct[key].workspace_bytes, key
 
-    def run_rest(self, checked: Iterable[str], sampled: Iterable[str]) -> dict[str, float]:
+    def run_rest(self, checked: Iterable[str], missing: Iterable[str]) -> dict[str, float]:
         """Runs here what only another rank has timed: libraries keep buffers for what they have run, and each
         rank counts its own. These do not depend on how large the weights are, so those of the largest groups
-        are not made on all ranks at once. Returns, of what was sampled, the least seconds on another rank
-        with a device of the same kind."""
-        by, here = self._timed_by(sampled), dict[str, float]()
-        done = {*self._mine(checked), *self._mine(sampled)}
+        are not made on all ranks at once. Returns, of what was missing, the least seconds on another
+        rank with a device of the same kind."""
+        by, here = self._timed_by(missing), dict[str, float]()
+        done = {*self._mine(checked), *self._mine(missing)}
         for key in sorted(self.distinct.keys() - done):
             if self.distinct[key].param_bytes <= LIGHT_BYTES:
-                seconds = self.profiler.run(self.distinct[key], 1 if key in by else 0)
-                if key in by and self.kinds[by[key]] == self.kinds[self.comm.rank]:
+                counts = key in by and self.kinds[by[key]] == self.kinds[self.comm.rank]
+                seconds = self.profiler.run(self.distinct[key], int(counts))
+                if counts:
                     here[key] = seconds * self.factor
         least: dict[str, float] = {}
         for key, seconds in (item for found in self.comm.allgather_object(here) for item in found.items()):
@@ -165,7 +166,7 @@ def reuse(team: Team, held: Mapping[str, Sample]) -> Reused:
 
 
 def at_most(sample: Sample, seconds: float) -> Sample:
-    """As long as that where it took longer: what else uses a core only ever adds."""
+    """As long as that where it took longer: what else uses a core adds more than what a call costs varies."""
     return sample.times(seconds / sample.seconds) if seconds < sample.seconds else sample
 
 

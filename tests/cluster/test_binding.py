@@ -195,6 +195,7 @@ stop.set()
 """
 
 
+@pytest.mark.slow
 def test_all_threads_of_a_process_are_bound_those_to_come_too() -> None:
     done = subprocess.run(
         [sys.executable, "-c", THREADS], capture_output=True, text=True, check=True,

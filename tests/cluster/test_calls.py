@@ -91,6 +91,7 @@ def watched(ranks: Ranks) -> Ranks:
     return ranks
 
 
+@pytest.mark.slow
 def test_a_call_that_meets_another_one_ends_all_and_names_both(watched, capfd) -> None:
     dogs, codes, _ = watched
     with dogs[0].made("Pipeline.save"), dogs[1].made("Pipeline.step", counts=True):
@@ -104,6 +105,7 @@ def test_a_call_that_meets_another_one_ends_all_and_names_both(watched, capfd) -
     assert "if pipe.rank == 0" in said
 
 
+@pytest.mark.slow
 def test_a_call_that_meets_the_end_of_a_script_is_told(watched, capfd, tmp_path) -> None:
     dogs, codes, _ = watched
     dogs[1].finish()
@@ -126,6 +128,7 @@ def test_the_last_rank_that_ends_clears_up(watched, tmp_path) -> None:
     assert codes == []
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_rank_that_is_at_something_else_says_so_once_and_goes_on(
     watched, capfd, monkeypatch
 ) -> None:
@@ -144,6 +147,7 @@ def test_who_waits_for_a_rank_that_is_at_something_else_says_so_once_and_goes_on
     assert "outside of any call; all ranks must make this one" in said
 
 
+@pytest.mark.slow
 def test_within_a_call_a_standstill_is_one(watched, tmp_path, capfd) -> None:
     dogs, codes, left = watched
     with dogs[0].made("Pipeline.step", counts=True), dogs[1].made("Pipeline.step", counts=True):
@@ -154,6 +158,7 @@ def test_within_a_call_a_standstill_is_one(watched, tmp_path, capfd) -> None:
     assert "is in Pipeline.step, cluster/test_calls.py:" in said
 
 
+@pytest.mark.slow
 def test_between_two_calls_nothing_is_one(watched, tmp_path, monkeypatch) -> None:
     dogs, codes, _ = watched
     monkeypatch.setattr(watchdog, "OTHER_S", LIMIT_S)
@@ -163,6 +168,7 @@ def test_between_two_calls_nothing_is_one(watched, tmp_path, monkeypatch) -> Non
     assert not (tmp_path / "signs" / FOLDER / CALLED).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback", [False, True])
 def test_what_holds_the_lock_of_the_interpreter_right_after_a_call_is_no_standstill(
     ranks, callback: bool
@@ -182,6 +188,7 @@ def test_what_holds_the_lock_of_the_interpreter_right_after_a_call_is_no_standst
     assert codes == []
 
 
+@pytest.mark.slow
 def test_a_difference_that_one_look_alone_sees_ends_nothing(ranks, monkeypatch) -> None:
     """Signs are overwritten in place, so a look may meet half of one."""
     dogs, codes, _ = ranks

@@ -70,6 +70,7 @@ class Due:
         return self.index < len(self.ends) and time.perf_counter() >= self.ends[self.index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one_at_a_time", "times"), [(True, 2.0), (False, 1 + LATER)])
 def test_two_that_cross_take_what_the_line_makes_of_them(one_at_a_time: bool, times: float) -> None:
     line = Line(one_at_a_time)

@@ -31,6 +31,7 @@ def test_slurm_says_which_nodes_are_down(monkeypatch: pytest.MonkeyPatch) -> Non
     assert hosts.of_slurm({}, 4) is None
 
 
+@pytest.mark.slow
 def test_a_host_answers_by_running_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "ANSWER_S", 1.0)
     launcher = tmp_path / "launcher"  # -n 1 --host NAME:1 program

@@ -45,6 +45,7 @@ def test_what_is_left_is_found_by_its_session_and_by_its_argument() -> None:
             process.communicate()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_ends_leaves_nothing_behind(capfd) -> None:
     script = "sleep 60 & echo its last words >&2; sleep 0.5; exit 3"
     launched = Job(["sh", "-c", script], os.environ, "run.dir=/none/such")

@@ -143,6 +143,7 @@ def test_the_node_on_which_cores_are_shared_is_told_before_one_that_idles(
     assert str(run_local(3, advice)[0]).startswith("OpenMP binds the first threads of 3 ranks to the same")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("terminal", "launched"), [(True, True), (False, True), (True, False)])
 def test_a_line_reaches_the_terminal_of_the_launcher_though_it_copies_nothing(
     terminal: bool, launched: bool

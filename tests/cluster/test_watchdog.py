@@ -59,6 +59,7 @@ def stand_still(made: list[Watchdog], left: Callable[[], bool], rank: int) -> No
         assert left()
 
 
+@pytest.mark.slow
 def test_a_counter_that_rests_ends_all_ranks_with_records(ranks, tmp_path, capfd) -> None:
     made, codes, left = ranks
     stand_still(made, left, 1)
@@ -72,6 +73,7 @@ def test_a_counter_that_rests_ends_all_ranks_with_records(ranks, tmp_path, capfd
     assert "is in training, since " in explained(tmp_path)
 
 
+@pytest.mark.slow
 def test_no_rank_leaves_at_once_when_one_has_spoken(ranks, monkeypatch) -> None:
     """Whichever leaves first ends the job, and a launcher may drop what was said just then."""
     made, _, left = ranks
@@ -89,6 +91,7 @@ def test_no_rank_leaves_at_once_when_one_has_spoken(ranks, monkeypatch) -> None:
     assert min(at["left"]) - at["said"][0] > 0.8 * watchdog.PASSED_ON_S
 
 
+@pytest.mark.slow
 def test_what_ranks_of_other_nodes_have_written_is_looked_for_anew(ranks, tmp_path, monkeypatch) -> None:
     made, codes, left = ranks
     write, call = Path.write_text, Watchdog._call
@@ -111,6 +114,7 @@ def test_what_ranks_of_other_nodes_have_written_is_looked_for_anew(ranks, tmp_pa
     assert "is in training, since " in explained(tmp_path), "and is not taken for dead"
 
 
+@pytest.mark.slow
 def test_outside_of_the_counted_phases_it_may_rest(ranks, tmp_path) -> None:
     made, codes, _ = ranks
     for dog in made:
@@ -185,6 +189,7 @@ def test_within_steps_who_waits_for_one_outside_of_them_does_not_rest(ranks, mon
     assert "is in training" in explained(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_sign_of_life_is_noticed_by_the_one_before(ranks, tmp_path, monkeypatch) -> None:
     made, codes, _ = ranks
     monkeypatch.setattr(watchdog, "GATHER_S", 0.1)
@@ -204,6 +209,7 @@ def test_a_rank_gives_its_first_sign_before_it_goes_on(ranks, tmp_path) -> None:
     assert (sign.beat, sign.doing.what) == (1, "the start")
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_closed_is_not_missed(ranks, tmp_path) -> None:
     made, codes, _ = ranks
     for dog in made:
@@ -243,6 +249,7 @@ def test_new_numbers_leave_the_files_of_others(ranks, tmp_path) -> None:
     assert (tmp_path / FOLDER / "rank-1.stack").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_on_a_full_disk_leaves_and_is_missed_only_when_it_gives_no_sign(
     ranks, tmp_path, monkeypatch, capfd
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_busy_machine_is_said_and_written(tmp_path: Path, monkeypatch: pytest.
     load_cluster(file)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_cores_are_said_and_written(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     assert "note: ranks outnumber the cores of a node" in calibrated(file, crowded=True)[0]
@@ -122,6 +123,7 @@ def test_a_cluster_is_written_as_yaml(tmp_path: Path) -> None:
         calibrated(tmp_path / "c.json")
 
 
+@pytest.mark.slow
 def test_fp32_is_that_of_the_route_which_the_training_takes(tmp_path: Path) -> None:
     calibrated(tmp_path / "c.yaml", "onednn")
     device = load_cluster(tmp_path / "c.yaml").device
@@ -129,6 +131,7 @@ def test_fp32_is_that_of_the_route_which_the_training_takes(tmp_path: Path) -> N
     assert device.flops_per_s.fp32 == 2e11
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"-o .*no/c.yaml: cannot be written \(No such file"):
         calibrated(tmp_path / "no" / "c.yaml")

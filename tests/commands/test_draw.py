@@ -100,6 +100,7 @@ def test_a_run_without_its_plan_is_drawn_without_sizes(folder: Path, tmp_path: P
     assert '"bytes"' not in (tmp_path / "a.perfetto.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -100,6 +100,7 @@ def test_a_cpu_is_a_device_of_its_own(run: Partition) -> None:
     assert "cpu 0" in out
 
 
+@pytest.mark.slow
 def test_where_memory_keeps_nodes_off_the_accelerators_it_is_said(run: Partition) -> None:
     """Two nodes of 100 bytes share a device each time."""
     with_cpu = graph() | {"maxCPUs": 1}

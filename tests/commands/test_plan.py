@@ -117,6 +117,7 @@ def test_spares_are_started_and_not_planned_for(run: Plan) -> None:
     assert "a spare takes over in the same job only; set run.recover to mpi" in err
 
 
+@pytest.mark.slow
 def test_replicas_that_do_not_fit_one_number_of_ranks_may_fit_another(run: Plan) -> None:
     given = ("pipeline.replicas=2", "pipeline.blocks=auto", "--cluster", "cluster.yaml")
     code, _, err = run(MLP, "--ranks", "1,2,4", *given, "-o", "c.json")

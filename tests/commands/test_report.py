@@ -25,6 +25,7 @@ def test_text_page_and_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "weights: the same to the bit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_errors_are_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def test_neither_a_launcher_s_0_nor_a_summary_that_goes_is_the_end_of_a_run(fold
     assert (code, len(starts)) == (0, 3)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) -> None:
     monkeypatch.setattr(command, "LINGER_S", 0.1)
     stands = "mkdir run/flight; echo x >run/flight/diagnosis.txt; exec sleep 60"
@@ -178,6 +179,7 @@ def test_a_launcher_that_does_not_return_is_ended(folder, monkeypatch, capfd) ->
     assert len((folder / "starts").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_was_suspended_is_not_taken_for_silent(folder, monkeypatch) -> None:
     monkeypatch.setattr(command, "SILENT_S", 0.3)
     monkeypatch.setattr(command, "PAUSE_S", 0.0)  # so that each look comes after a pause
@@ -186,6 +188,7 @@ def test_a_job_that_was_suspended_is_not_taken_for_silent(folder, monkeypatch) -
     assert (code, len(starts)) == (0, 1)
 
 
+@pytest.mark.slow
 def test_a_start_in_which_no_rank_begins_is_ended(folder, monkeypatch, capfd) -> None:
     monkeypatch.setattr(command, "START_S", 0.3)
     (folder / "run" / "flight").mkdir(parents=True)
@@ -251,6 +254,7 @@ def test_hosts_that_do_not_answer_are_left_out(folder, monkeypatch, capfd) -> No
     assert "b: no answer; goes on with 2 ranks on the other hosts" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_folder_of_its_own_is_the_latest_once_training_begins(folder) -> None:
     (folder / "config.yaml").write_text("run: {name: mine}\n")
     (folder / "script").write_text(

@@ -97,6 +97,7 @@ def test_arguments_of_a_source_that_do_not_fit_are_named_with_its_place(
         open_dataset(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_folders_of_a_mixture_are_gathered_apart(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()

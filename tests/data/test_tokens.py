@@ -143,6 +143,7 @@ def test_megatron_documents_are_one_line(tmp_path: Path, code: int, dtype: str) 
         assert all(row == list(range(row[0], row[0] + 5)) for row in rows(data, "train"))
 
 
+@pytest.mark.slow
 def test_a_long_megatron_index_takes_no_memory(tmp_path: Path) -> None:
     path = megatron(tmp_path / "a.bin", [[1]] * (1 << 18), 8, "<u2")
     tracemalloc.start()

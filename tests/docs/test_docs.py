@@ -134,6 +134,7 @@ def test_python_runs_and_prints_what_is_said(
     assert said in (None, printed(block))
 
 
+@pytest.mark.slow
 def test_every_schedule_and_forward_alone_is_drawn_and_every_drawing_is_shown() -> None:
     assert {f"units {name}" for name in (*BUILT_IN, "forward")} <= drawings().keys()
     assert {f"drawn: {name}" for name in drawings()} == {b.note for b in blocks() if "drawn: " in b.note}

@@ -39,6 +39,7 @@ def names(model: str, mode: Any, rows: int) -> list[str]:
     return [anatomy.captured.name[n] for n in anatomy.order]
 
 
+@pytest.mark.slow
 def test_names_are_module_path_operator_and_ordinal() -> None:
     found = names("gpt", "train", 2)
     assert found[:3] == ["wte/embedding.0", "wpe/embedding.0", "/add.0"]
@@ -606,6 +607,7 @@ class Variational(Base):
         return kl_divergence(found, wanted) + found.rsample()
 
 
+@pytest.mark.slow
 def test_distributions_do_not_look_at_values_in_a_trace() -> None:
     checks, exporting = Distribution._validate_args, torch.compiler.is_exporting
     source = ModelSource(Variational, 0)
@@ -641,6 +643,7 @@ def test_weights_that_nothing_would_train_are_refused(model: Any, loss: Any, met
         capture_one(ModelSource(model, 0), loss, specs, "eval" if metrics else "train", metrics=metrics)
 
 
+@pytest.mark.slow
 def test_frozen_weights_of_a_loss_are_constants() -> None:
     def distills(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
         with torch.no_grad():

@@ -160,6 +160,7 @@ def test_a_skip_is_relayed_through_the_stages_between() -> None:
     assert passed_on[0] & passed_on[1], "one passes two stages that do not use it"
 
 
+@pytest.mark.slow
 def test_batch_inputs_never_cross_each_stage_loads_its_own() -> None:
     for model in SHAPES:
         variants = captured(model, 2)
@@ -319,6 +320,7 @@ class EarlyAndFused(nn.Module):
         return self.c(y) if self.training else y @ self.c.weight.squeeze().t(), first
 
 
+@pytest.mark.slow
 def test_what_reads_a_weight_alone_is_where_training_reads_it() -> None:
     """An output as well: it goes on from there to the last stage."""
 

@@ -34,6 +34,7 @@ RIGHT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "dtype", "wanted", "line"),
     [
@@ -59,6 +60,7 @@ def test_the_tensor_and_both_dtypes_are_said(key: str, dtype: str, wanted: str, 
     assert why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["labels", "ids"])
 def test_what_torch_takes_is_taken(key: str) -> None:
     """Labels of bytes, shares of classes, and ids of 32 bits."""
@@ -77,6 +79,7 @@ def test_in_a_list_of_layers_the_layer_is_said() -> None:
         capture(ModelSource(layers, 0), loss, specs, "train")
 
 
+@pytest.mark.slow
 def test_a_wrong_dtype_of_the_model_s_own_is_no_fault_of_the_data() -> None:
     class Own(Net):
         def forward(self, ids: Tensor, scale: Tensor) -> Any:

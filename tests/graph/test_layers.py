@@ -203,6 +203,7 @@ class Within(nn.Module):
         return torch.tanh(self.inner(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [0, 1], ids=["layers as they are", "layers by a function"])
 def test_a_part_that_is_in_eval_mode_stays_so(made: int) -> None:
     def mixed() -> nn.Sequential:

@@ -114,6 +114,7 @@ def test_the_table_chooses_and_what_it_does_not_have_is_ours() -> None:
     assert [m for m in found if m.form.startswith("layer_norm")]
 
 
+@pytest.mark.slow
 def test_products_are_ours_form_by_form_and_only_where_a_kernel_serves_them() -> None:
     """Of a layer, of one with its activation, and of the head."""
 

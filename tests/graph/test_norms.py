@@ -211,6 +211,7 @@ class Tuned(nn.Module):
         return self.drop(self.norm(self.body(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [Tuned, Tuned()], ids=["function", "instance"])
 def test_parts_in_eval_mode_stay_so_in_training(made: nn.Module) -> None:
     variants = variants_of(made, loss, BATCH)  # type: ignore[arg-type]

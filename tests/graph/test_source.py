@@ -320,7 +320,6 @@ def test_initial_values_replace_those_it_has_by_any_name(model: object) -> None:
         (lambda: nn.LazyLinear(3), "a weight has no shape yet.*number of input features"),
         (lambda: nn.LazyLinear(3).half(), "a weight has no shape yet"),
         (nn.LazyLinear(3), "'weight' has no shape yet.*number of input features"),
-        (torch.compile(nn.Linear(2, 2)), "what torch.compile made of one; give the module itself"),
         (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), r"'0' was made by torch\.jit.*before torch.jit"),
         (torch.jit.script(nn.Linear(2, 2)), r"'the model' was made by torch\.jit.*give the module itself"),
         (nn.Linear(2, 3, device="meta"), r"'weight' is on the device meta, not on the CPU.*\.to\('cpu'\)"),
@@ -329,6 +328,12 @@ def test_initial_values_replace_those_it_has_by_any_name(model: object) -> None:
 def test_what_is_no_model_is_refused(model: object, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         ModelSource(model, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow  # its first call imports the compiler
+def test_what_torch_compile_made_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"what torch\.compile made of one; give the module itself"):
+        ModelSource(torch.compile(nn.Linear(2, 2)), 0)  # type: ignore[arg-type]
 
 
 def test_an_instance_that_cannot_be_copied_is_refused() -> None:

@@ -77,6 +77,7 @@ def test_models_have_as_many_parameters_as_published(name: str) -> None:
 # -- what they compute ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_llama_is_the_one_of_transformers(tied: bool) -> None:
     transformers = pytest.importorskip("transformers")

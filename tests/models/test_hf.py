@@ -149,6 +149,7 @@ def attention_calls(variants: Variants) -> list[dict[str, Any]]:
     return [arguments_of(n) for n in graph.nodes if "product_attention" in schema_name(n)]
 
 
+@pytest.mark.slow
 def test_causal_attention_without_a_mask_has_none_in_the_graph() -> None:
     """As when the library runs the model: in an export it keeps one, with other bits."""
     torch.manual_seed(0)
@@ -335,6 +336,7 @@ def test_what_a_run_saves_opens_in_the_library_and_gives_the_same_outputs(name: 
         assert torch.equal(t, next(state[name_] for state, *_ in ranks if name_ in state)), name_
 
 
+@pytest.mark.slow
 def test_files_that_came_with_the_model_go_along(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     real(built("gpt2")).save_pretrained(source)
@@ -395,6 +397,7 @@ def test_bfloat16_on_disk_becomes_float32(tmp_path: Path) -> None:
     assert_same(found, module.float())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_prefix_or_the_head_is_read(tmp_path: Path) -> None:
     """The bare model as it is often published; a new head has to be asked for."""
     module = real(built("gpt2"))
@@ -622,6 +625,7 @@ def test_fifteen_of_a_hundred_tokens_are_masked_alike_in_any_slice() -> None:
     assert not torch.equal(data.batch("train", 3, 0, rows, keys)["labels"] != -100, chosen)
 
 
+@pytest.mark.slow
 def test_the_mask_token_is_the_tokenizer_s_own(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     real(built("bert")).save_pretrained(tmp_path)

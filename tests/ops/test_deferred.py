@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +23,11 @@ OUT = 48
 
 def results(
     op: Callable[..., Tensor], later: Later | None, x: Tensor, weights: list[Tensor],
-    rest: tuple[object, ...], bf16: bool, there: bool, in_place: bool = False,
+    rest: tuple[object, ...], bf16: bool, there: bool, in_place: bool = False, turned: bool = False,
 ) -> list[Tensor | None]:  # fmt: skip
     """Of two micro-batches, in two if `later` is given: the result and what x gets; then the weights'.
-    there: they begin with a gradient each."""
+    there: they begin with a gradient each; turned: the gradient of the result lies so that its last dimension
+    is not the innermost."""
     weights = [w.clone().requires_grad_() for w in weights]
     for w in weights if there else ():
         w.grad = torch.ones_like(w)
@@ -40,7 +42,7 @@ def results(
             y = op(*given) if call is None else call(pending, *given)
         if in_place:
             y.relu_()
-        loss = y.float().sin().sum()
+        loss = (y.transpose(0, -1).contiguous() if turned else y).float().sin().sum()
         if later is None:
             loss.backward()
         else:
@@ -67,6 +69,7 @@ def check(op: Callable[..., Tensor], later: Later, *given: Any) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["torch", "linear", "own", "transposed", "product"])
 def test_the_bits_of_a_whole_backward(kind: str, shape: tuple[int, ...]) -> None:
@@ -105,12 +108,25 @@ def test_frozen_ones_get_none_and_nothing_waits_for_them(op: Callable[..., Tenso
 
 @pytest.mark.parametrize(
     ("weight", "bias"),
-    [((8,), ()), ((8,), None), ((3, 8), (1, 3)), ((3, 8), (1,)), ((3, 8), ()), ((3, 1), (1,))],
-)
+    [((8,), ()), ((8,), None), ((3, 8), (1, 3)), ((3, 8), (1,)), ((3, 8), ()), ((3, 1), (1,)),
+     ((3, 8), (4, 3)), ((3, 8), (4, 1)), ((3, 8), (2, 1, 3)), ((3, 8), (2, 1, 1))],
+)  # fmt: skip
 def test_vectors_and_biases_that_are_repeated(weight: tuple[int, ...], bias: tuple[int, ...] | None) -> None:
     given = [torch.randn(weight), *([] if bias is None else [torch.randn(bias)])]
-    for shape in ((4,), (2, 4), (2, 5, 4), (3, 301)):
-        check(ATEN, torch_linear_later, torch.randn(*shape, weight[-1]), given, (), False, False)
+    for shape in ((4,), (2, 4), (2, 5, 4), (2, 300, 4), (3, 301)):
+        x = torch.randn(*shape, weight[-1])
+        if bias is not None and len(bias) > x.dim():
+            continue  # the result would have more dimensions than x
+        for there, turned in itertools.product((False, True), repeat=2):
+            check(ATEN, torch_linear_later, x, given, (), False, there, False, turned)
+
+
+def test_a_gradient_that_is_lent_stays_as_it_is() -> None:
+    lent, weight, bias = torch.ones(1, 3), torch.randn(3, 8), torch.randn(1, 3).requires_grad_()
+    for _ in range(2):
+        torch_linear_later(lent, None, weight, bias)
+    assert torch.equal(bias.grad, torch.full((1, 3), 2.0))  # type: ignore[arg-type]
+    assert torch.equal(lent, torch.ones(1, 3))
 
 
 @pytest.mark.parametrize(("needs_grad", "contiguous"), [(False, True), (True, False)])

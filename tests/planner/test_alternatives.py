@@ -48,6 +48,7 @@ def test_each_is_simulated_with_the_same_costs():
     assert rows["schedule gpipe"].loss == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 def test_other_numbers_of_micro_batches_have_the_window_that_their_order_needs():
     """One that follows from costs is another order for each number."""
     plans = found(drawn(0, HUGE), 3, 4, schedule="v-planned")  # 8 need a larger one than 4
@@ -94,6 +95,7 @@ def test_where_memory_forbids_one_it_says_by_how_much_and_on_which_rank():
     assert heavy["1 rank"].why == "no cut fits; with the fastest, rank 0 lacks 700 bytes of memory"
 
 
+@pytest.mark.slow
 def test_equal_layers_are_those_that_a_person_would_cut():
     names = ["embed/e.0", *(f"blocks.{i}.{part}/op.0" for i in range(4) for part in "abc"), "head/h.0"]
     costs = dataclasses.replace(uniform(len(names), 2), groups=tuple(group(n) for n in names))
@@ -102,6 +104,7 @@ def test_equal_layers_are_those_that_a_person_would_cut():
     assert even.step_s == plan_of(costs, numerics(2), layout).prediction.step_s
 
 
+@pytest.mark.slow
 def test_replicas_that_one_block_forbids_are_a_row_where_they_would_be_faster() -> None:
     """By default the pipeline is there once, however many ranks there are: nothing else would say so."""
     row = found(uniform(8, 2), 2, 4)["2 replicas"]
@@ -156,6 +159,7 @@ def test_sizes_are_words_that_a_person_would_use(nbytes, text):
     assert size_text(nbytes) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [PlanError, DeadlockError])
 def test_one_that_cannot_be_made_is_a_row_and_the_plan_stands(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
@@ -177,6 +181,7 @@ def test_one_that_cannot_be_made_is_a_row_and_the_plan_stands(
     assert rows["next best cut"].step_s is not None
 
 
+@pytest.mark.slow
 def test_the_order_of_zb_planned_is_worked_out_for_the_comparison_only_where_that_is_quick(
     monkeypatch,
 ) -> None:

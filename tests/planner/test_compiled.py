@@ -182,6 +182,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, tuple]:
     return lower(schedule, ties, draw(TIED), draw(st.integers(0, 4))), ties
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(programs())
 def test_partners_and_proofs_are_the_same(made):
@@ -193,6 +194,7 @@ def test_partners_and_proofs_are_the_same(made):
     assert (ended, list(at)) == (walk(ends, rules, rules.at), rules.at)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(programs(), st.randoms(use_true_random=False))
 def test_times_are_the_same_to_the_bit(made, rng):
@@ -207,6 +209,7 @@ def test_times_are_the_same_to_the_bit(made, rng):
     assert all(np.array_equal(a, b) for a, b in zip(times, reference, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(SEVERAL_STAGES, st.integers(3, 6), st.randoms(use_true_random=False))
 def test_times_of_rounds_that_may_begin_early_are_the_same_to_the_bit(name, n_copies, rng):
@@ -248,6 +251,7 @@ def test_the_same_fault_is_found(made, rng):
 # -- orders from costs -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["one", "v", "wrapped"]),
     st.integers(1, 4),

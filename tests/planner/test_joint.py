@@ -58,6 +58,7 @@ def steps_of_all(a: Asked, costs: Costs) -> dict[tuple[int, str, tuple[int, ...]
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(problems(max_groups=5))
 def test_it_finds_what_trying_everything_finds(problem):
@@ -200,6 +201,7 @@ def test_what_takes_long_to_make_is_not_made_only_to_be_compared(monkeypatch):
     assert alone.plan.layout.schedule == "zb-v", "who asks for it waits for it"
 
 
+@pytest.mark.slow
 def test_of_a_large_plan_orders_from_costs_are_made_for_one_cut_as_far_as_the_work_goes(monkeypatch):
     """By the cuts and ranks of the order by hand; the same ones wherever the search is made."""
     one = dataclasses.replace(asked(2, 8, schedules_of("auto")), counts=(8,))

@@ -47,6 +47,7 @@ def test_eager_looks_like_this():
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["1f1b", "zb-h1"]), st.integers(1, 4), st.integers(1, 6), st.integers(0, 7),
@@ -97,6 +98,7 @@ def test_ties_between_the_same_stages_share_a_message():
     assert text(program).count("SEND_COPY") == 2
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(PLAIN), st.integers(1, 7), st.integers(1, 8), TIES,

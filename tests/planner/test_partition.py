@@ -31,6 +31,7 @@ def stage_times(costs: Costs, cuts: tuple[int, ...]) -> list[float]:
     return [naive_stage_s(costs, edges, s) for s in range(len(cuts) + 1)]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(problems(), SCHEDULE, WINDOW, TIED)
 def test_is_the_optimum_of_all_cuts(problem, schedule, window, tied):
@@ -157,6 +158,7 @@ def test_counts_that_cannot_work_are_refused():
             partition(uniform(3, 2), *args)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(problems(memory="huge"), SCHEDULE)
 def test_twice_the_seconds_is_twice_the_bottleneck(problem, schedule):

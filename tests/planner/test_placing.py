@@ -67,6 +67,7 @@ def planned(costs: Costs, n_ranks: int) -> Plan:
     return make_plan(costs, NUMERICS, "1f1b", 4, n_ranks)[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.integers(2, 4).flatmap(cases))
 def test_no_permutation_has_a_smaller_bottleneck(costs):
@@ -88,6 +89,7 @@ def test_no_permutation_of_six_ranks_has_a_smaller_bottleneck(costs):
     test_no_permutation_has_a_smaller_bottleneck.hypothesis.inner_test(costs)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(2, 4).flatmap(cases))
 def test_an_order_that_is_left_out_is_like_one_that_is_not(costs):

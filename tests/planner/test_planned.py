@@ -32,6 +32,7 @@ def planned(schedule: str, costs: Costs = COSTS) -> Plan:
     return make_plan(costs, numerics(8), schedule, 4, 3)[0]
 
 
+@pytest.mark.slow
 def test_the_plan_has_the_order_in_it_and_is_no_longer_than_by_hand() -> None:
     plan = planned("zb-planned")
     assert plan.prediction.step_s <= min(planned(name).prediction.step_s for name in ("zb-h1", "zb-h2"))
@@ -132,12 +133,13 @@ def test_no_other_number_of_stashes_is_shorter(
     assert plan.prediction.step_s <= min(others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-planned", "v-planned", "interleaved-planned"])
 @pytest.mark.parametrize(
     "memory",
     [
         60,  # where bounds that are a tenth too high change every plan
-        pytest.param(44, marks=pytest.mark.slow),
+        44,
         pytest.param(36, marks=pytest.mark.full),
         pytest.param(HUGE, marks=pytest.mark.full),
     ],
@@ -294,6 +296,7 @@ def test_more_memory_never_makes_a_step_longer(schedule: str) -> None:
             before_s = joint.plan.prediction.step_s
 
 
+@pytest.mark.slow
 def test_a_cut_that_fits_without_is_not_taken_where_recomputation_is_shorter() -> None:
     """Without the search over all cuts: more memory let it take slower cuts."""
     groups = tuple(

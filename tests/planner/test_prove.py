@@ -85,6 +85,7 @@ def programs(draw: st.DrawFn) -> Program:
     return program(ranks, draw(st.integers(0, 3)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(programs())
 def test_agrees_with_every_interleaving(p):

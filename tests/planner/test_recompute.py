@@ -119,6 +119,7 @@ def cheap_problems(draw: st.DrawFn) -> tuple[Costs, int, int]:
     return replace(costs, groups=groups), n_stages, n_micro
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(cheap_problems(), st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
 def test_the_bottleneck_is_the_least_of_all_cuts_and_modes(found: tuple[Costs, int, int], schedule: str):
@@ -274,6 +275,7 @@ def test_where_a_simulation_finds_too_little_memory_it_says_what_was_tried(
     assert said in str(caught.value)
 
 
+@pytest.mark.slow
 def test_ways_out_of_too_little_memory_are_those_that_there_are() -> None:
     def said(costs: Costs, numbers: Numerics, copies: int | tuple[int, ...] = 1) -> str:
         with pytest.raises(PlanError) as caught:

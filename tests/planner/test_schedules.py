@@ -38,6 +38,7 @@ def test_gpipe_looks_like_its_picture():
     assert text(SCHEDULES["gpipe"](2, 3)) == "F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2"
 
 
+@pytest.mark.slow
 @given(STAGES, MICROS)
 def test_every_schedule_is_valid_and_keeps_its_stash_limit(n_stages, n_micro):
     for name in PLAIN:

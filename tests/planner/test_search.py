@@ -70,6 +70,7 @@ def test_a_plan_is_within_memory_above_its_bound_and_comes_back_from_json(proble
     assert predict(costs, plan.layout, again)[0] == predicted
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(problems(memory="huge", max_groups=6), st.sampled_from(PLAIN))
 def test_no_cut_and_no_schedule_beats_the_bound(problem, schedule):

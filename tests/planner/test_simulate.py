@@ -180,6 +180,7 @@ def test_messages_of_one_direction_follow_each_other():
     assert copied == ends[Op.RECV_TIED] + 1 + 10
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(problems(memory="huge"), st.sampled_from(PLAIN), st.data())
 def test_against_the_recursion(problem, name, data):
@@ -223,6 +224,7 @@ def _naive_ends(schedule: Schedule, stages, machine):
     return end
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(problems(memory="huge"), st.sampled_from(["per_use", "eager"]))
 def test_free_links_are_never_slower(problem, tied):

@@ -92,6 +92,7 @@ def searched(costs: Costs, schedule: str) -> Plan:
     return make_plan(costs, made_plan(4, 8, 24)[0].numerics, schedule, 3, 4)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "v-planned"])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_one_refinement_plans_around_a_slow_rank(schedule: str, rank: int) -> None:
@@ -110,6 +111,7 @@ def test_one_refinement_plans_around_a_slow_rank(schedule: str, rank: int) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dear", [range(6), range(18, 24), range(22, 24)])
 @pytest.mark.parametrize("schedule", ["1f1b", "v-planned"])
 def test_groups_that_are_dearer_than_they_were_timed_move_on_as_such(schedule: str, dear: range) -> None:

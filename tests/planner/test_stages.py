@@ -47,6 +47,7 @@ def test_a_tied_gpt_on_two_stages_by_hand():
     assert stage_ties(costs.ties, ()) == ()
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(problems(memory="huge"), st.data())
 def test_against_plain_sums(problem, data):
@@ -95,6 +96,7 @@ def test_an_empty_stage_is_refused(cuts):
         stage_costs(costs, cuts)
 
 
+@pytest.mark.slow
 @given(problems(memory="huge"), st.sampled_from(RECOMPUTE))
 def test_tensors_of_a_micro_batch_at_work_are_those_of_its_heaviest_moment(
     problem: tuple[Costs, int, int], mode: Recompute

@@ -98,6 +98,7 @@ def test_zb_h1_has_a_third_of_the_idle_time_of_1f1b(p, m):
     assert live_micro_batches(made("zb-h1", p, m)) == (min(p, m),) * p
 
 
+@pytest.mark.slow
 @given(RANKS, MICROS)
 def test_zb_h2_leaves_no_rank_waiting(p, m):
     m += 2 * p - 2  # from 2 p - 1 micro-batches on
@@ -131,6 +132,7 @@ def test_the_turns_of_v_half_can_be_put_off_for_any_number_of_ranks():
     assert all(len(_without_clashes(p)) == p for p in range(1, 60))
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
 def test_interleaving_divides_the_bubble_by_the_stages_per_rank(p, v, rounds):
     m = p * rounds
@@ -291,6 +293,7 @@ BYTES = st.sampled_from([0, 1, 10, 100])
 PLACED = {"one": lambda n: range(n), "v": lambda n: v_shaped(n // 2), "wrapped": lambda n: wrapped(n, n // 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", PLACED)
 @given(
     st.lists(st.tuples(BYTES, BYTES, BYTES, BYTES, BYTES), min_size=2, max_size=6), MICROS,
@@ -338,6 +341,7 @@ def test_at_unit_costs_the_planned_one_has_the_idle_time_of_the_papers(p, m):
         assert timed(planned, tuple(stages)).makespan_s == 3 * m + p - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", ["v", "wrapped"])
 @given(
     st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=2, max_size=8), st.integers(1, 10),
@@ -357,6 +361,7 @@ def test_two_stages_on_each_rank_keep_to_their_room_and_end(placed, costs, m, mo
     assert timed(planned, tuple(stages)).makespan_s >= m * max(work) - 1e-9
 
 
+@pytest.mark.slow
 @given(RANKS, MICROS)
 @example(5, 6)  # by hand it is shorter than by any policy
 @settings(max_examples=10)

@@ -153,6 +153,7 @@ def test_what_was_begun_before_its_turn_is_in_its_place_in_the_page() -> None:
     assert ends[early].tolist() == [ends[early - 1, 1]] * 2
 
 
+@pytest.mark.slow
 def test_the_page_knows_every_kind_of_instruction(run: RunData) -> None:
     (kinds,) = re.findall(r"const OPS = (\[[^]]*\])", page(run))
     assert json.loads(kinds) == [op.name.partition("_")[0] for op in Op]
@@ -169,6 +170,7 @@ def test_the_figures_are_those_of_the_summary(run: RunData) -> None:
     assert f"{report.per_s:.0f} tokens/s" in shown
 
 
+@pytest.mark.slow
 def test_by_what_was_computed_is_told(run: RunData) -> None:
     assert run.report is not None
     report = replace(run.report, products="fp32 products: MKL", kernels="kernels: bias_gelu, as before")
@@ -215,6 +217,7 @@ def test_long_curves_are_means_of_steps_and_say_so(run: RunData) -> None:
     assert "each point the mean of 10 steps" in page(replace(run, metrics=tuple(lines)))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_a_page(tmp_path: Path) -> None:
     text = page(read_run(made_run(tmp_path / "going", ended=False)))
     assert "no summary.json" in text

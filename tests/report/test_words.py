@@ -71,6 +71,7 @@ def test_a_single_rank_has_no_links_to_plan_for_another() -> None:
     assert not any("more rank" in w.change for w in what_if(replace(plan, costs=alone)))
 
 
+@pytest.mark.slow
 def test_replicas_that_more_blocks_would_allow_are_told() -> None:
     found = {w.change: w for w in what_if(even_plan(2, 4, 4))}["2 replicas instead of 1 replica"]
     assert (found.step_s, found.saved_s) == pytest.approx((24.0, 6.0), rel=1e-3)

@@ -161,6 +161,7 @@ def test_the_first_operator(between: Callable[[Tensor], Tensor], after: int, pla
     assert "lower train.lr" in found
 
 
+@pytest.mark.slow
 def test_the_parameters_that_an_operator_reads() -> None:
     def spoil(trainer: Trainer) -> None:
         for stage in trainer.interpreter.stages.values():
@@ -193,6 +194,7 @@ def of_no_sample(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return cross_entropy(outputs, batch)[0], (batch["y"] < 0).sum()
 
 
+@pytest.mark.slow
 def test_a_step_without_weight_changes_nothing_either() -> None:
     assert "the weight of the loss is 0" in said(2, net(), step=0, loss=of_no_sample)
 

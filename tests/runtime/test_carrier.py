@@ -290,6 +290,7 @@ def test_fast_copies_node_by_node_train_as_one_but_for_rounding(
         assert found == pytest.approx(expected, rel=1e-4), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "v-planned"])
 def test_optimizer_state_is_on_one_copy_each(schedule: str) -> None:
     """Also where a rank has two stages, and weight gradients that wait."""
@@ -310,6 +311,7 @@ def test_optimizer_state_is_on_one_copy_each(schedule: str) -> None:
     assert abs(sum(first.values()) - sum(second.values())) <= n_stages * max(whole.values())
 
 
+@pytest.mark.slow
 def test_a_step_of_copies_that_is_refused_leaves_all_as_it_was() -> None:
     """The bad sample is seen by copy 1 alone."""
     case = Case("conv and norm", blocks=2)

@@ -63,6 +63,7 @@ def trainer(comm: Communicator) -> Trainer:
     return Trainer(comm, CASE.variants, plan_of(CASE, "1f1b", ()), CASE.settings, CASE.dataset)
 
 
+@pytest.mark.slow
 def test_a_step_shares_copies_and_leaves_none_nor_does_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     warm(CASE)
     there, backward = list[int](), Stage.backward
@@ -148,6 +149,7 @@ def test_micro_batches_in_flight_hold_one_copy_as_planned(recompute: Recompute, 
         assert two - one == stage.stash_bytes
 
 
+@pytest.mark.slow
 def test_what_is_counted_is_what_is_there() -> None:
     of = variants()
     counted, real = Tallier(of.primary, "bf16"), Profiler(of.primary, "bf16", lambda: 0.0)

@@ -76,6 +76,7 @@ def events() -> tuple[threading.Event, threading.Event]:
     return threading.Event(), threading.Event()
 
 
+@pytest.mark.slow
 def test_who_computes_and_who_waits_for_whom(events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held, go_on = events
     send = Interpreter._send_grad
@@ -100,6 +101,7 @@ def test_who_computes_and_who_waits_for_whom(events: Any, monkeypatch: pytest.Mo
     assert ("1B2", "receive", 1) in [(p.what, p.kind, p.peer) for p in pending]
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_its_data_is_where_they_are_loaded(
     events: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +133,7 @@ def hold_in_step_1(self: Interpreter, events: tuple[threading.Event, threading.E
         assert go_on.wait(LONG_S)
 
 
+@pytest.mark.slow
 def test_before_the_first_instruction_the_last_ranks_of_other_copies_are_waited_for(
     events: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +154,7 @@ def test_before_the_first_instruction_the_last_ranks_of_other_copies_are_waited_
     assert (found[1][0].what, found[1][0].waits_for) == ("the beginning of the step", ())
 
 
+@pytest.mark.slow
 def test_what_a_copy_waits_for_is_named_by_what_it_gets(events: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     send_update = Interpreter._send_update
 

@@ -117,6 +117,7 @@ def test_parameters_left_out_and_foreign_ones_are_refused() -> None:
         run_local(1, lambda comm: trained(comm, foreign, None))
 
 
+@pytest.mark.slow
 def test_a_factory_gets_the_order_of_the_model() -> None:
     """Rates by position are those of a plain loop, where one rank has it all."""
 

@@ -217,6 +217,7 @@ def chosen(
     return run_local(size, body)
 
 
+@pytest.mark.slow
 def test_all_ranks_take_what_is_best_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = chosen(2, [made(1e11, 2e11), made(2e11, 1.9e11)], monkeypatch=monkeypatch)
     assert first == second

@@ -120,6 +120,7 @@ def test_without_the_compiled_kernels_it_runs_after_one_warning() -> None:
     assert (found.returncode, found.stdout) == (0, "1\n"), found.stderr
 
 
+@pytest.mark.slow
 def test_every_contested_form_is_timed_both_ways() -> None:
     primary = tiny.captured("gpt, no dropout", 2).primary
     times = Contest(primary, "fp32").times()
@@ -167,6 +168,7 @@ def test_a_run_of_the_bits_of_torch_becomes_a_fast_one_only_on_purpose(tmp_path:
     assert pipe.numerics.op_table
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(kernels is None, reason="no compiled kernels")
 def test_a_run_keeps_which_bits_its_kernels_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []

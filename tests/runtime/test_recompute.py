@@ -83,6 +83,7 @@ def test_results_are_let_go_after_forward_and_are_there_again_for_backward(
         assert torch.equal(g, stage.weights.grad[name]), name
 
 
+@pytest.mark.slow
 def test_of_a_whole_forward_only_what_was_received_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ReferenceType[Any]] = []
     stash = of_stage._Stash

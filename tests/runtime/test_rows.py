@@ -104,6 +104,7 @@ def test_a_rank_has_one_gradient_of_the_table_for_both_uses() -> None:
     assert [len(gradients(t)) for t in copies] == [2, 2]
 
 
+@pytest.mark.slow
 def test_rows_are_forgotten_with_the_step() -> None:
     (trainer,) = trainers("1f1b", 1)
     (stage,) = trainer.interpreter.stages.values()

@@ -72,6 +72,7 @@ def storages(tensors: list[Tensor]) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors}
 
 
+@pytest.mark.slow
 def test_gradients_that_are_returned_share_no_memory_with_those_received() -> None:
     """The received ones are receive buffers, filled again while what was returned is still being sent."""
     stage, received, sent = middle_stage()

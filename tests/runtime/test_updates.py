@@ -69,6 +69,7 @@ def test_a_chunk_has_at_most_a_piece_and_nothing_is_left_out() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not memory._restart_peak(), reason="the system cannot forget the highest so far")
 def test_a_flat_buffer_takes_memory_only_where_it_is_written() -> None:
     """Another plan is taken up while there still is what the run has."""

@@ -191,6 +191,7 @@ def test_a_job_that_is_preempted_is_queued_again(site: Site, when: str, requeued
     assert ("scontrol: requeue 7" in job.stdout) == requeued
 
 
+@pytest.mark.slow
 def test_a_signal_waits_for_who_does_not_catch_it_yet(site: Site) -> None:
     script(
         site.bin / "slow", "echo starts", "sleep 0.3", 'trap "echo stops; exit 0" USR1', "sleep 0.5 & wait"
@@ -201,6 +202,7 @@ def test_a_signal_waits_for_who_does_not_catch_it_yet(site: Site) -> None:
     assert code == 0
 
 
+@pytest.mark.slow
 def test_who_dies_of_being_asked_is_queued_again_where_there_is_a_checkpoint(site: Site) -> None:
     script(site.bin / "dies", "trap '' USR1", "echo waits", "sleep 0.5; exit 3")
     site.environment(site.repo / ".venv", "dies", unfinished=0)

@@ -151,6 +151,7 @@ def test_a_file_system_that_fails_for_a_moment_is_not_the_user_s_to_mend(
     assert str(caught.value).endswith("go on with --resume")
 
 
+@pytest.mark.slow
 def test_what_an_earlier_save_has_left_is_not_taken_for_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def check_against_brute_force(seed: int, contiguous: bool) -> None:
     assert not contiguous or is_contiguous(problem, found.device_of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_is_the_optimum_of_all_placements(contiguous: bool) -> None:
     for seed in range(16):
@@ -61,6 +62,7 @@ def test_is_the_optimum_of_all_placements_of_500_graphs(contiguous: bool) -> Non
         check_against_brute_force(seed, contiguous)
 
 
+@pytest.mark.slow
 def test_without_the_compiled_part_chunks_are_proved_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "compiled", None)
     for seed in range(30, 45):

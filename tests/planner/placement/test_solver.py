@@ -176,6 +176,7 @@ def test_two_thousand_nodes_are_proven(graph, n_devices):
     assert (found["status"], found["bound"]) == ("placed", found["load"])
 
 
+@pytest.mark.slow
 def test_a_graph_too_wide_ends_with_its_gap():
     """Memory is bounded by the number of states kept, time by the budget."""
     problem = items(grid(10, 30), 8, 1)
