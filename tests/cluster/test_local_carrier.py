@@ -44,6 +44,7 @@ def test_a_send_is_not_done_before_its_receive_is_posted() -> None:
     assert run_local(2, body)[0] is False
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(tags=st.lists(st.integers(0, 3), min_size=1, max_size=8), data=st.data())
 def test_tags_match_in_any_order_and_equal_tags_in_the_order_of_posting(

@@ -140,6 +140,7 @@ def test_every_schedule_and_forward_alone_is_drawn_and_every_drawing_is_shown() 
     assert {f"drawn: {name}" for name in drawings()} == {b.note for b in blocks() if "drawn: " in b.note}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", of("text"))
 def test_drawings_are_those_of_the_code(block: Block) -> None:
     if block.note.startswith("drawn: "):

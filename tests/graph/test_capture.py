@@ -280,6 +280,7 @@ class Outside(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.slow
 def test_hooks_on_gradients_are_refused_by_name() -> None:
     model = Outside()
     hook = model.inner.lin.register_full_backward_hook(lambda *_: None)

@@ -63,6 +63,7 @@ def test_no_boundary_parts_tuples_views_or_later_writes(model: str) -> None:
             assert anatomy.root(node) not in written_later, f"{name} is written after the cut"
 
 
+@pytest.mark.slow
 def test_what_a_kernel_may_fuse_stays_together() -> None:
     anatomy = captured("gpt", 2).primary
     group = {anatomy.captured.name[n]: g for n, g in group_of(anatomy).items()}
@@ -217,6 +218,7 @@ def test_integers_and_constants_are_made_again_where_they_are_needed() -> None:
     assert all(p.spec.shape == (2, 16, 4) for p in before.sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SHAPES)
 def test_the_stages_together_are_the_model(model: str) -> None:
     """Every operator that exists once is in one stage, every parameter use in one leaf."""
@@ -297,6 +299,7 @@ def in_evaluation(again: str) -> Variants:
     return variants_of(lambda: InEvaluation(again), loss, {"x": torch.ones(2, 4)})
 
 
+@pytest.mark.slow
 def test_what_training_leaves_as_it_is_may_be_read_on_any_stage() -> None:
     variants = in_evaluation("fixed")
     cut = next(g for g in variants.graph.groups if g.startswith("b/"))

@@ -70,6 +70,7 @@ def test_what_torch_takes_is_taken(key: str) -> None:
         capture(ModelSource(Net, 0), loss, RIGHT | {key: TensorSpec((4, 10), "float32")}, "train")
 
 
+@pytest.mark.slow
 def test_in_a_list_of_layers_the_layer_is_said() -> None:
     layers = nn.Sequential(nn.Linear(8, 10), nn.ReLU())
     specs = {"input": TensorSpec((4, 8), "float64"), "labels": RIGHT["labels"]}

@@ -76,6 +76,7 @@ def test_any_part_is_as_in_the_whole_and_torch_s_generator_is_not_read(model: st
         assert t.is_contiguous()
 
 
+@pytest.mark.slow
 def test_the_seed_and_the_name_decide() -> None:
     source, names = build(MODELS["gpt"][0])
     again, other = build(MODELS["gpt"][0])[0], build(MODELS["gpt"][0], seed=8)[0]

@@ -102,6 +102,7 @@ def test_llama_is_the_one_of_transformers(tied: bool) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bottleneck", [True, False])
 def test_resnet_is_the_one_of_transformers(bottleneck: bool) -> None:
     transformers = pytest.importorskip("transformers")

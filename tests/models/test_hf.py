@@ -378,6 +378,7 @@ def test_each_rank_starts_from_the_weights_of_the_folder(name: str, tmp_path: Pa
     assert_same(weights_of(hf.build(tmp_path)), module)
 
 
+@pytest.mark.slow
 def test_experts_that_lie_apart_on_disk_are_put_together(tmp_path: Path) -> None:
     module = real(built("mixtral"))
     module.save_pretrained(tmp_path)

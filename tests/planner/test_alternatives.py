@@ -68,6 +68,7 @@ def test_memory_that_differs_by_nothing_is_left_out():
     assert "memory of rank 1 +1200 bytes" in found(kept, 2, 4)["schedule gpipe"].why
 
 
+@pytest.mark.slow
 def test_another_number_of_micro_batches_is_compared_per_sample():
     rows = found(uniform(8, 2), 2, 4)
     assert rows["8 micro-batches, batch 32"].loss == pytest.approx((8 + 1) / 8 / ((4 + 1) / 4) - 1)

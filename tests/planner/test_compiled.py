@@ -132,6 +132,7 @@ def test_more_stages_than_a_word_has_bits():
     assert {same_cuts(large(seed)) for seed in range(10)} == {False, True}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(problems(memory="tight"), SCHEDULE, TIED)
 def test_the_least_number_of_stages(problem, schedule, tied):
@@ -227,6 +228,7 @@ def test_times_of_rounds_that_may_begin_early_are_the_same_to_the_bit(name, n_co
     assert all(np.array_equal(a, b) for a, b in zip(times, reference, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(programs(), st.randoms(use_true_random=False))
 def test_the_same_fault_is_found(made, rng):

@@ -379,6 +379,7 @@ def test_three_copies_on_a_node_cannot_add_up_before_their_neighbours_in_the_tre
 NODES = st.lists(st.integers(0, 3), min_size=1, max_size=9).map(tuple)
 
 
+@pytest.mark.slow
 @given(NODES)
 @example((0, 0, 1))
 @example((0, 0, 0, 1, 1, 1))

@@ -189,6 +189,7 @@ def test_one_rank_never_waits_so_nothing_is_compared_there():
     assert [t.schedule for t in search(one, lambda _: uniform(4, 1)).tried] == ["1f1b"]
 
 
+@pytest.mark.slow
 def test_what_takes_long_to_make_is_not_made_only_to_be_compared(monkeypatch):
     monkeypatch.setattr("mpipipe.planner.joint.MOST_FILLED", 7)  # here 2 ranks, 8 micro-batches
     one = dataclasses.replace(asked(2, 8, schedules_of("auto")), counts=(8,))

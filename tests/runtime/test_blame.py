@@ -199,6 +199,7 @@ def test_a_step_without_weight_changes_nothing_either() -> None:
     assert "the weight of the loss is 0" in said(2, net(), step=0, loss=of_no_sample)
 
 
+@pytest.mark.slow
 def test_memory_that_nobody_has_written_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

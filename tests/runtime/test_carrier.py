@@ -437,6 +437,7 @@ def test_ranks_that_capture_for_themselves_agree() -> None:
     assert differences(one_stage(case, 1), result) == []
 
 
+@pytest.mark.slow
 def test_frozen_and_unused_parameters_keep_their_first_bits() -> None:
     source = Case("thrice").variants.source
     names = ["unused.weight", "unused.bias", "frozen.weight", "frozen.bias", "head.bias"]

@@ -86,6 +86,7 @@ def test_a_step_shares_copies_and_leaves_none_nor_does_an_evaluation(monkeypatch
     assert min(there) == max(there) > 0
 
 
+@pytest.mark.slow
 def test_a_copy_that_a_broken_step_has_left_is_not_used() -> None:
     """Nor where weights were written meanwhile, as where a state is loaded."""
     warm(CASE)

@@ -60,6 +60,7 @@ def step_of(
     return trainer.program.instrs(comm.rank), log, outcome.times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "nodes"),
     [

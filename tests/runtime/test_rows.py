@@ -135,6 +135,7 @@ def test_no_gradient_is_lost_where_another_shape_reads_the_table_otherwise() -> 
     assert got == pytest.approx(expected, rel=1e-6)  # the sums have another order
 
 
+@pytest.mark.slow
 def test_what_waits_before_the_norm_is_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     waited, into = [], RowSums.into
 

@@ -83,6 +83,7 @@ def test_gradients_that_are_returned_share_no_memory_with_those_received() -> No
     assert not storages(returned) & storages(grads)
 
 
+@pytest.mark.slow
 def test_gradients_are_added_to_those_of_earlier_micro_batches() -> None:
     stage, received, sent = middle_stage()
     first = [torch.randn_like(t) for t in sent]
@@ -155,6 +156,7 @@ def test_weight_gradients_wait_and_what_is_kept_for_them_is_let_go() -> None:
     assert not two._waiting
 
 
+@pytest.mark.slow
 def test_with_kernels_the_same_weight_gradients_wait_as_without() -> None:
     """But for that of the head, which is made with the loss, and biases that a kernel adds."""
     plain = captured("gpt, no dropout", 2)

@@ -442,6 +442,7 @@ def test_a_plan_by_what_the_steps_took_changes_no_bits(ranks: int, settings: dic
         assert after < before or not had_it
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cores")
 def test_ranks_are_as_fast_as_was_seen_in_a_plan_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a later step is compared with speeds that are none any more, and the other rank seems slow."""

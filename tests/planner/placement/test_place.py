@@ -69,6 +69,7 @@ def test_without_the_compiled_part_chunks_are_proved_all_the_same(monkeypatch: p
         check_against_brute_force(seed, contiguous=False)
 
 
+@pytest.mark.slow
 def test_without_the_compiled_part_what_is_said_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "compiled", None)
     proved = 0
@@ -86,6 +87,7 @@ def test_without_the_compiled_part_what_is_said_is_true(monkeypatch: pytest.Monk
     assert proved > 25, "the orders that are tried find most optima"
 
 
+@pytest.mark.slow
 def test_the_programme_bounds_every_placement() -> None:
     for seed in range(200, 212):
         problem = random_problem(seed)
