@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import largest_share, sums_apart_bytes
 from mpipipe.planner.lower import tied_pairs
@@ -23,6 +25,7 @@ Actions = tuple[str, ...]
 # Seconds by stage, to the next one and to the one before; and those of tied parameters.
 Messages = tuple[list[float], list[float], list[Use]]
 _FEW = 12  # policies, for each stage of a rank, by which cuts are compared: the best ones of the first cuts
+_FIRST = 0.25, 0.5, 0.8, 1.2, 1.5  # beside an even share: where cuts are looked for
 _ROUNDING = 1.0 - 1e-9  # of sums that are taken in another order
 _LEAST = {"zb-planned": "1f1b", "v-planned": "v-half", "interleaved-planned": "interleaved"}  # of memory
 
@@ -91,14 +94,43 @@ class Orders:
             if took_s + update_s <= most_s or not self._layout.is_even:
                 yield Order(to_lines(schedule), schedule)
 
-    def near(self, starts: Sequence[Cuts]) -> Cuts:
+    def near(self, starts: Sequence[Cuts]) -> tuple[Cuts, ...]:
         """From the best of these cuts on, one moved by a group or two at a time, those whose order and update
-        take least. Memory is not looked at."""
+        take least; and likewise from some on with uneven stages on a rank, if that is shorter. Memory is not
+        looked at."""
         every = list(policies(self._on, self._n_micro, self._endless))
-        all_s = {cuts: self._seconds(cuts, every) for cuts in starts}
-        cuts = min(starts, key=lambda cuts: min(all_s[cuts]))
-        best = sorted(range(len(every)), key=all_s[cuts].__getitem__)[: _FEW * self._each]
-        tried, took_s = [every[i] for i in best], {cuts: min(all_s[cuts])}
+        best = min(starts, key=lambda cuts: min(self._seconds(cuts, every)))
+        least_s, cuts = self._moved(best, every)
+        other_s, other = min(
+            (self._moved(uneven, every) for uneven in self._uneven()), default=(math.inf, ())
+        )
+        return (cuts, other) if other_s < least_s else (cuts,)
+
+    def _uneven(self) -> list[Cuts]:
+        """With which each rank does its part of the work, but `_FIRST` times an even share of it in the first
+        of its stages: the smaller that is the sooner the next rank has something to do, the larger the longer
+        this one has, until the first micro-batch comes to its next stage."""
+        n_groups, devices = len(self._costs.groups), self._costs.cluster.devices
+        work_s = np.cumsum([group.seconds for group in self._costs.groups])
+        speeds = [devices[rank].speed / n for rank, n in zip(self._layout.order, self._turns, strict=True)]
+        nth = [self._on[:stage].count(rank) for stage, rank in enumerate(self._on)]
+        found = list[Cuts]()
+        for first in _FIRST if self._each > 1 else ():
+            last = 2.0 - first
+            shares = [speed * (first + (last - first) * i / (self._each - 1))
+                      for speed, i in zip(speeds, nth, strict=True)]  # fmt: skip
+            ends_s = np.cumsum(shares)[:-1] * (work_s[-1] / sum(shares))
+            cuts = np.abs(work_s[:, None] - ends_s).argmin(axis=0) + 1
+            cuts = np.maximum.accumulate(cuts - range(len(cuts))) + range(len(cuts))  # no stage is empty
+            cuts = np.minimum(cuts, n_groups - len(cuts) + np.arange(len(cuts)))
+            found.append(tuple(cuts.tolist()))
+        return found
+
+    def _moved(self, cuts: Cuts, every: Sequence[Policy]) -> tuple[float, Cuts]:
+        """As `near`, from these on."""
+        first_s = self._seconds(cuts, every)
+        best = sorted(range(len(every)), key=first_s.__getitem__)[: _FEW * self._each]
+        tried, took_s = [every[i] for i in best], {cuts: min(first_s)}
         while True:
             least_s = took_s[cuts]
             moved = [
@@ -112,7 +144,7 @@ class Orders:
                     least_s = min(least_s, took_s[other])
             shortest = min(took_s, key=took_s.__getitem__)
             if took_s[shortest] >= took_s[cuts] * (1 - 1e-9):
-                return cuts
+                return took_s[cuts], cuts
             cuts = shortest
 
     def _seconds(self, cuts: Cuts, tried: Sequence[Policy]) -> list[float]:

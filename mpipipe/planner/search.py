@@ -211,20 +211,19 @@ class _Making:
             orders = Orders(
                 costs, Layout((), ranks, self.schedule, self.receive_window), numerics, not self.brief
             )
-            if work <= REFINE_WORK:
-                starts = [*starts, orders.near(starts)]
-            best = self._planned(orders, starts, plan_with, work)
+            near, *uneven = orders.near(starts) if work <= REFINE_WORK else starts[:1]
+            best = self._planned(orders, [*starts, near], uneven, plan_with, work)
         else:
             best = _refine(plan_with, starts, len(names), work)
         return best, programs[stage_ties(costs.ties, cut_indices(best.layout, names)), best.layout.actions]
 
     def _planned(
-        self, orders: Orders, starts: Sequence[Cuts], plan_with: Callable[[Cuts, float, Order], Plan | None],
-        work: int,
+        self, orders: Orders, starts: Sequence[Cuts], uneven: Sequence[Cuts],
+        plan_with: Callable[[Cuts, float, Order], Plan | None], work: int,
     ) -> Plan:  # fmt: skip
-        """With the shortest of the orders for each of the cuts; of a large program, the first that will do of
-        those that should be. Memory is looked at where the first one does not fit, or makes something again
-        for it: then the cuts next to these may, too."""
+        """From the best of `starts` on, and from `uneven`, with the shortest of the orders for each of the
+        cuts; of a large program, the first that will do of those that should be. Memory is looked at where
+        the first one does not fit, or makes something again for it: then the cuts next to these may, too."""
         short, small = False, work <= REFINE_WORK
         modes = RECOMPUTE if self.recompute == "auto" else (self.recompute,)
 
@@ -265,6 +264,10 @@ class _Making:
 
         n_groups = len(self.costs.groups)
         best = _refine(partial(plan, small), starts, n_groups, REFINE_WORK + 1)
+        if uneven:
+            with suppress(PlanError, DeadlockError):  # they may need more memory
+                other = _refine(partial(plan, small), uneven, n_groups, REFINE_WORK + 1)
+                best = min(best, other, key=lambda found: found.prediction.step_s)
         if not short or not small:
             return best
         near = _refine(partial(plan, False), [cut_indices(best.layout, self.costs.names)], n_groups, work)
