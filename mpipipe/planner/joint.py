@@ -34,14 +34,12 @@ from mpipipe.planner.copies import (
 from mpipipe.planner.crowded import uncrowded
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.prediction import dear, norm_seconds
+from mpipipe.planner.prediction import EQUAL, LIKE, dear, norm_seconds
 from mpipipe.planner.schedules import BY_HAND, FILLED, PLAIN, PLANNED, build, check, stages_on
 from mpipipe.planner.search import leaner, make_plan
 from mpipipe.planner.uneven import promising_shapes
 from mpipipe.values import Costs, Numerics, Plan, Program, split_text
 
-LIKE = 1.02  # a step that is longer by less is as good: a prediction cannot tell them apart
-EQUAL = 1.003  # likewise, of a schedule that was asked for by name
 # Ranks times micro-batches up to which a schedule is compared with others: beyond, it takes seconds.
 MOST_PLANNED = 1 << 11  # those that are made anew for each cut; beyond, for the best one of the order by hand
 MOST_BRIEF = 1 << 15  # stages times micro-batches of all that are made so in a search: some seconds
@@ -246,7 +244,7 @@ class _Finder:
             quick = schedule != asked.schedules[0] and len(costs.groups) * asked.n_ranks > MOST_SWEPT
             made = make_plan(
                 costs, numerics, schedule, asked.receive_window, asked.n_ranks, copies, asked.recompute,
-                quick, self._by_hand(schedule, count, copies), brief,
+                quick, self._by_hand(schedule, count, copies), brief, self._like,
             )  # fmt: skip
         except (PlanError, DeadlockError) as error:
             self.errors.setdefault(count, error)
@@ -298,9 +296,13 @@ class _Finder:
         tried = tuple(self._leaner(t, best) for t in self.tried)
         return Joint(preferred(tried, best), tried, exact, self.was_late)
 
+    @property
+    def _like(self) -> float:
+        return LIKE if len(self.asked.schedules) > 1 else EQUAL
+
     def _leaner(self, tried: Tried, best: Tried) -> Tried:
         """With less memory where that is as good as the best one."""
-        most_s = best.step_s * (LIKE if len(self.asked.schedules) > 1 else EQUAL)
+        most_s = best.step_s * self._like
         if tried.made is None or tried.micro_batches != best.micro_batches or tried.step_s > most_s:
             return tried
         n_ranks = ranks_in_each(tried.copies, self.asked.n_ranks)

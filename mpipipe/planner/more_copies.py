@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import block_sums, even_blocks, legal_copies
-from mpipipe.planner.joint import LIKE
 from mpipipe.planner.partition import Wish
+from mpipipe.planner.prediction import LIKE
 from mpipipe.planner.schedules import BY_HAND, PLAIN
 from mpipipe.planner.search import make_plan
 from mpipipe.values import Costs, Plan, Prediction

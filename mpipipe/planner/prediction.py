@@ -33,6 +33,8 @@ _THOUGH = {  # by the wish for recomputation
     "auto": " even with full recomputation (none and selective were tried, too)",
     "full": " even with full recomputation",
 }
+LIKE = 1.02  # a step that is longer by less is as good: a prediction cannot tell them apart
+EQUAL = 1.003  # likewise, of a schedule that was asked for by name
 MEMORY_COUNTS = 0.2  # of plans that are nearly as fast: beside the step, relative
 
 

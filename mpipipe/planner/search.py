@@ -28,7 +28,7 @@ from mpipipe.planner.exchange import nodes_for
 from mpipipe.planner.orders import Order, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages, too_many
 from mpipipe.planner.placing import LEAST_GAIN, promising
-from mpipipe.planner.prediction import dear, least_of, least_step_s, predict, predict_with
+from mpipipe.planner.prediction import LIKE, dear, least_of, least_step_s, predict, predict_with
 from mpipipe.planner.programs import Failure, alone, cut_indices, program_for, with_window
 from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, homes_of, stages_on
 from mpipipe.planner.schedules.orders import is_plain
@@ -52,6 +52,7 @@ def make_plan(
     quick: bool = False,
     by_hand: Plan | None = None,
     brief: bool = False,
+    like: float = LIKE,
 ) -> tuple[Plan, Program]:
     """Plan as many stages as the schedule has on `n_ranks` / `n_copies`, in the best of the orders of ranks
     that are promising: the next ones are taken only where they gain something. Raises PlanError if no cut
@@ -62,9 +63,10 @@ def make_plan(
     recompute: "auto" = that of least time, for each cut that is looked at; they begin with those that fit
     without, where there are any. quick: they end there, and where nothing fits nobody asks what is
     missing. by_hand: a plan with the order of `BY_HAND`, where there is one already. brief, of an order that
-    follows from costs: made for the cuts and ranks of `by_hand` alone; without it, for the first cuts."""
+    follows from costs: made for the cuts and ranks of `by_hand` alone; without it, for the first cuts. like:
+    of two plans with such an order whose steps differ by less, that which is less `dear` is taken."""
     check_copies(n_copies, n_ranks, numerics)
-    making = _Making(costs, numerics, schedule, receive_window, recompute, by_hand, brief)
+    making = _Making(costs, numerics, schedule, receive_window, recompute, by_hand, brief, like)
     if isinstance(n_copies, int):
         return making.even(n_ranks, n_copies, quick)
     return making.uneven(n_copies)
@@ -81,6 +83,7 @@ class _Making:
     recompute: Wish
     by_hand: Plan | None
     brief: bool
+    like: float
     bounds_s: dict[bool, float] = field(default_factory=dict)  # of plain programs, and of others
 
     def even(self, n_ranks: int, n_copies: int, quick: bool) -> tuple[Plan, Program]:
@@ -267,11 +270,21 @@ class _Making:
         if uneven:
             with suppress(PlanError, DeadlockError):  # they may need more memory
                 other = _refine(partial(plan, small), uneven, n_groups, REFINE_WORK + 1)
-                best = min(best, other, key=lambda found: found.prediction.step_s)
+                best = self._preferred(best, other)
         if not short or not small:
             return best
         near = _refine(partial(plan, False), [cut_indices(best.layout, self.costs.names)], n_groups, work)
         return min(best, near, key=lambda found: found.prediction.step_s)
+
+    def _preferred(self, *plans: Plan) -> Plan:
+        """The shortest; or, of those that are nearly as short, that which could be `dear` least."""
+        most_s = min(plan.prediction.step_s for plan in plans) * self.like
+
+        def dearness(plan: Plan) -> float:
+            lean = _leanest(plan, most_s, self.receive_window)
+            return dear(lean[0] if lean else plan)
+
+        return min((plan for plan in plans if plan.prediction.step_s <= most_s), key=dearness)
 
     def _bound_s(self, program: Program) -> float:
         """Of all cuts and orders of ranks."""
@@ -291,10 +304,13 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout) -> Plan:
 def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:
     """Of a plan whose order follows from costs, that with the same cuts and the fewest stashes whose step
     takes so long at most, and which is less `dear`; any other plan as it is."""
-    plan, _ = made
+    return _leanest(made[0], most_s, receive_window) or made
+
+
+def _leanest(plan: Plan, most_s: float, receive_window: int) -> tuple[Plan, Program] | None:
     layout, numerics, costs = plan.layout, plan.numerics, plan.costs
     if layout.schedule not in PLANNED or layout.recompute or costs is None:
-        return made
+        return None
     names = costs.names
     for order in Orders(costs, layout, numerics).by_room(cut_indices(layout, names), most_s):
         with suppress(PlanError, DeadlockError):
@@ -303,7 +319,7 @@ def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tu
             found = Plan(numerics, other, predict(costs, other, program)[0], costs)
             if found.prediction.step_s <= most_s and dear(found) < dear(plan):
                 return found, program
-    return made
+    return None
 
 
 def _refine(

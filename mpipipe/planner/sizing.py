@@ -17,7 +17,8 @@ from typing import Any
 
 from mpipipe.errors import CaptureError, PlanError
 from mpipipe.planner.asked import Asked
-from mpipipe.planner.joint import LIKE, Joint, preferred, search
+from mpipipe.planner.joint import Joint, preferred, search
+from mpipipe.planner.prediction import LIKE
 from mpipipe.values import OF_SAMPLES_BYTES, OF_SAMPLES_S, BatchBytes, Costs, GroupCost
 
 PER_RANK = 4  # micro-batches for each rank: about where a pipeline is worth its bubble

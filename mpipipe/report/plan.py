@@ -16,8 +16,9 @@ from mpipipe.planner.copies import (
     shape_text,
     stages_in,
 )
-from mpipipe.planner.joint import LIKE, Joint, Tried, least_s
+from mpipipe.planner.joint import Joint, Tried, least_s
 from mpipipe.planner.noise import WORTH, Noise
+from mpipipe.planner.prediction import LIKE
 from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.sizes import counted, joined, size_text
 from mpipipe.report.progress import MIB, number

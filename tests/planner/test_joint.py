@@ -15,8 +15,8 @@ from mpipipe.errors import CaptureError, DeadlockError, PlanError
 from mpipipe.planner import SCHEDULES
 from mpipipe.planner.asked import Asked, counts_of, schedules_of
 from mpipipe.planner.every_cut import cut_bounds_s, ways_to_cut
-from mpipipe.planner.joint import LIKE, search
-from mpipipe.planner.prediction import expect, norm_seconds, too_full
+from mpipipe.planner.joint import search
+from mpipipe.planner.prediction import LIKE, expect, norm_seconds, too_full
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.schedules.registry import BUILT_IN
