@@ -62,6 +62,7 @@ from mpipipe.ops.device import find as find_device
 from mpipipe.ops.device import on_host
 from mpipipe.ops.device import use as use_device
 from mpipipe.ops.native import use_kernels
+from mpipipe.own_schedules import make_known
 from mpipipe.planner.asked import Asked, Replicas, check_groups, copies_of, counts_of, schedules_of
 from mpipipe.planner.crowded import is_crowded
 from mpipipe.planner.joint import search
@@ -153,7 +154,8 @@ class Pipeline(SharedWork):
     replicas   copies of the pipeline, or (2, 1) of the stages of each rank, which share the micro-batches and
                the optimizer's state; as the blocks allow. "auto": those whose simulated step is the shortest
     reduce     sums of replicas: "exact", with the bits of one; "fast", of any number of replicas
-    schedule   "auto": the one whose simulated step is the shortest; or 1f1b, gpipe, ..., or one of your own
+    schedule   "auto": the one whose simulated step is the shortest; or 1f1b, gpipe, ..., or one of your own:
+               its name, `package.module:function` or a file `orders.csv`
     recompute  what backward makes again of the forward, to keep less: "none", "selective" (what is cheap:
                norms, activations), "full" (all), or "auto": on each rank what costs least of those that fit
     val        as data, for `evaluate`, in batches of `val_batch` samples (None = batch)
@@ -266,6 +268,7 @@ class Pipeline(SharedWork):
         set_threads(self.numerics.threads)
         set_gemm_route(self.numerics.gemm)
         self.optimizer = optimizer_of(optimizer, clip, bits)
+        make_known("schedule", schedule, again=False)
         self._agree(
             schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,

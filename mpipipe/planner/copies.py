@@ -48,18 +48,18 @@ def _whole_sub_trees(n_copies: int, blocks: int) -> bool:
 def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
     """Raises PlanError where so many copies would have other bits or nothing to do, or do not share the ranks
     evenly."""
-    if isinstance(copies, tuple):
-        if sum(copies) != n_ranks:
-            raise PlanError(
-                f"replicas {shape_text(copies)} are on {counted(sum(copies), 'rank')}, not "
-                f"{n_ranks}; start {sum(copies)}, or give pipeline.replicas other numbers, or leave it out"
-            )
-    elif n_ranks % copies:
+    if isinstance(copies, tuple) and sum(copies) != n_ranks:
         raise PlanError(
-            f"{counted(copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; start "
-            f"{multiples_beside(n_ranks, copies)} ranks"
+            f"replicas {shape_text(copies)} are on {counted(sum(copies), 'rank')}, not "
+            f"{n_ranks}; start {sum(copies)}, or give pipeline.replicas other numbers, or leave it out"
         )
     legal, most = legal_copies(numerics), most_copies(copies)
+    if isinstance(copies, int) and n_ranks % copies:
+        ranks = f"start {multiples_beside(n_ranks, copies)} ranks, or " if copies in legal else ""
+        raise PlanError(
+            f"{counted(copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; {ranks}use "
+            f"{' or '.join(str(n) for n in legal if n_ranks % n == 0)}"
+        )
     of_stages = (copies,) if isinstance(copies, int) else copies
     apart = [n for n in of_stages if n > 1 and not _whole_sub_trees(n, most)]
     if apart and numerics.reduce == "exact":
