@@ -26,6 +26,7 @@ Actions = tuple[str, ...]
 Messages = tuple[list[float], list[float], list[Use]]
 _FEW = 12  # policies, for each stage of a rank, by which cuts are compared: the best ones of the first cuts
 _FIRST = 0.25, 0.5, 0.8, 1.2, 1.5  # beside an even share: where cuts are looked for
+_MOST_MOVES = 1 << 16  # of cuts on the way from there, stages squared times groups: some seconds
 _ROUNDING = 1.0 - 1e-9  # of sums that are taken in another order
 _LEAST = {"zb-planned": "1f1b", "v-planned": "v-half", "interleaved-planned": "interleaved"}  # of memory
 
@@ -111,11 +112,13 @@ class Orders:
         of its stages: the smaller that is the sooner the next rank has something to do, the larger the longer
         this one has, until the first micro-batch comes to its next stage."""
         n_groups, devices = len(self._costs.groups), self._costs.cluster.devices
+        if self._each == 1 or len(self._on) ** 2 * n_groups > _MOST_MOVES:
+            return []
         work_s = np.cumsum([group.seconds for group in self._costs.groups])
         speeds = [devices[rank].speed / n for rank, n in zip(self._layout.order, self._turns, strict=True)]
         nth = [self._on[:stage].count(rank) for stage, rank in enumerate(self._on)]
         found = list[Cuts]()
-        for first in _FIRST if self._each > 1 else ():
+        for first in _FIRST:
             last = 2.0 - first
             shares = [speed * (first + (last - first) * i / (self._each - 1))
                       for speed, i in zip(speeds, nth, strict=True)]  # fmt: skip
