@@ -268,7 +268,7 @@ class Pipeline(SharedWork):
         set_threads(self.numerics.threads)
         set_gemm_route(self.numerics.gemm)
         self.optimizer = optimizer_of(optimizer, clip, bits)
-        make_known("schedule", schedule, again=False)
+        make_known("schedule", schedule)
         self._agree(
             schedule=schedule, replicas=replicas, receive_window=receive_window, max_shapes=max_shapes,
             val_batch=self.val_batch, shuffle=shuffle, unused=unused,
