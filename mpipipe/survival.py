@@ -27,7 +27,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.planner.asked import Asked, copies_of
 from mpipipe.planner.change import fits_still, pays_off, stays_as_it_is
 from mpipipe.planner.copies import Copies, shape_of
-from mpipipe.planner.prediction import expect, expect_plan
+from mpipipe.planner.prediction import expect
 from mpipipe.planner.programs import program_for
 from mpipipe.planner.refine import refined_costs
 from mpipipe.planner.schedules import PLAIN
@@ -220,7 +220,7 @@ class Survival:
         stays, said = pipe.comm.bcast_object(found)
         taken = False
         if not stays:
-            slow = _slower(expect_plan(before, costs)[1], typical[0])
+            slow = _slower(pipe.predicted, typical[0])
             taken, said = self._go_over(pipe, plan, f"after {counted(steps, 'step')} {said}{slow}")
         if not taken:
             pipe.costs = costs

@@ -100,11 +100,11 @@ class Orders:
         take least; and likewise from some on with uneven stages on a rank, if that is shorter. Memory is not
         looked at."""
         every = list(policies(self._on, self._n_micro, self._endless))
-        best = min(starts, key=lambda cuts: min(self._seconds(cuts, every)))
-        least_s, cuts = self._moved(best, every)
-        other_s, other = min(
-            (self._moved(uneven, every) for uneven in self._uneven()), default=(math.inf, ())
-        )
+        all_s = {cuts: self._seconds(cuts, every) for cuts in starts}
+        best = min(starts, key=lambda cuts: min(all_s[cuts]))
+        least_s, cuts = self._moved(best, all_s[best], every)
+        uneven = {cuts: self._seconds(cuts, every) for cuts in self._uneven()}
+        other_s, other = min((self._moved(*of, every) for of in uneven.items()), default=(math.inf, ()))
         return (cuts, other) if other_s < least_s else (cuts,)
 
     def _uneven(self) -> list[Cuts]:
@@ -129,9 +129,8 @@ class Orders:
             found.append(tuple(cuts.tolist()))
         return found
 
-    def _moved(self, cuts: Cuts, every: Sequence[Policy]) -> tuple[float, Cuts]:
-        """As `near`, from these on."""
-        first_s = self._seconds(cuts, every)
+    def _moved(self, cuts: Cuts, first_s: Sequence[float], every: Sequence[Policy]) -> tuple[float, Cuts]:
+        """As `near`, from these on, whose seconds by each policy are `first_s`."""
         best = sorted(range(len(every)), key=first_s.__getitem__)[: _FEW * self._each]
         tried, took_s = [every[i] for i in best], {cuts: min(first_s)}
         while True:

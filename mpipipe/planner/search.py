@@ -214,8 +214,8 @@ class _Making:
             orders = Orders(
                 costs, Layout((), ranks, self.schedule, self.receive_window), numerics, not self.brief
             )
-            near, *uneven = orders.near(starts) if work <= REFINE_WORK else starts[:1]
-            best = self._planned(orders, [*starts, near], uneven, plan_with, work)
+            near = orders.near(starts) if work <= REFINE_WORK else ()
+            best = self._planned(orders, [*starts, *near[:1]], near[1:], plan_with, work)
         else:
             best = _refine(plan_with, starts, len(names), work)
         return best, programs[stage_ties(costs.ties, cut_indices(best.layout, names)), best.layout.actions]
