@@ -6,6 +6,7 @@
 
 #include "cuts.h"
 #include "listed.h"
+#include "merged.h"
 #include "placement_bind.h"
 #include "walk.h"
 
@@ -101,13 +102,32 @@ std::pair<size_t, double> listed_shortest(const Work& work, int32_t n_micro, con
 }
 
 // By rank, (n, 3) kind, stage and micro-batch.
-Arrays<int32_t> listed_order(const Work& work, int32_t n_micro, const Policy& policy) {
+Arrays<int32_t> arrays_of(const std::vector<std::vector<Row>>& order) {
     Arrays<int32_t> arrays;
-    for (const auto& rows : listed(work, n_micro, policy).order) {
+    for (const auto& rows : order) {
         arrays.emplace_back(std::vector<py::ssize_t>{static_cast<py::ssize_t>(rows.size()), 3});
         if (!rows.empty()) std::copy_n(rows.data()->data(), 3 * rows.size(), arrays.back().mutable_data());
     }
     return arrays;
+}
+
+Arrays<int32_t> listed_order(const Work& work, int32_t n_micro, const Policy& policy) {
+    return arrays_of(listed(work, n_micro, policy).order);
+}
+
+// (the order, its seconds)
+py::tuple merged_order(const Work& work, int32_t n_micro, const Arrays<int32_t>& order, int64_t most) {
+    std::vector<std::vector<Row>> rows;
+    for (const auto& array : order) {
+        rows.emplace_back(array.shape(0));
+        if (!rows.back().empty()) std::copy_n(array.data(), 3 * array.shape(0), rows.back().data()->data());
+    }
+    Listed found;
+    {
+        py::gil_scoped_release no_gil;
+        found = merged(work, n_micro, std::move(rows), most);
+    }
+    return py::make_tuple(arrays_of(found.order), found.end_s);
 }
 
 // A Cutter with the arrays that it borrows.
@@ -194,7 +214,7 @@ py::tuple misfit(Partition& partition) {
 PYBIND11_MODULE(_planner, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
     m.doc() = "Hot loops of mpipipe.planner.";
-    m.attr("version") = "7";  // of the functions below; mpipipe/planner/native.py asks for the same one
+    m.attr("version") = "8";  // of the functions below; mpipipe/planner/native.py asks for the same one
     m.def("match", match_messages);
     m.def("prove", prove_program);
     using Seconds = std::vector<double>;
@@ -211,6 +231,7 @@ PYBIND11_MODULE(_planner, m) {
     m.def("listed_seconds", listed_seconds, no_gil);
     m.def("listed_shortest", listed_shortest, no_gil);
     m.def("listed_order", listed_order);
+    m.def("merged", merged_order);
     m.def("simulate", simulate_program);
     py::class_<Partition>(m, "Partition")
         .def(py::init(&partition_of))

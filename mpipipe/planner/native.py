@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from mpipipe.native import load
 
-PLANNER_VERSION = "7"  # of the functions that mpipipe/planner calls; kernels/planner/bind.cpp holds the same
+PLANNER_VERSION = "8"  # of the functions that mpipipe/planner calls; kernels/planner/bind.cpp holds the same
 compiled = load("_planner", PLANNER_VERSION)

@@ -8,6 +8,7 @@ changes is the `Layout`: the bits of a run stay what they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -96,7 +97,7 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
         mine = costs.groups[first:end]
         of_stage = {op: float(found[s]) for op, found in ratios.items() if np.isfinite(found[s])}
         again_s = float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
-        into, weight = _backward(mine, again_s, of_stage)
+        into, weight, split = _backward(mine, again_s, of_stage)
         whole_s = sum(stage.step_s for stage in stages[s :: layout.n_stages]) * speed
         planned_s = whole_s - sum(g.update_s for g in mine)  # of the bytes alone
         beyond_s = (ratios[Op.STEP][s] - rate) * planned_s
@@ -106,7 +107,7 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
                 fwd_s=g.fwd_s * of_stage[Op.F],
                 bwd_input_s=g.bwd_input_s * into,
                 bwd_weight_s=g.bwd_weight_s * weight,
-                split_s=g.split_s * weight,
+                split_s=g.split_s * split,
                 update_s=g.update_s * ratios[Op.STEP][s] + beyond_s * share,
                 spread=spread,
             )
@@ -172,16 +173,28 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
     return ratios
 
 
-def _backward(groups: Sequence[GroupCost], again_s: float, ratios: Mapping[Op, float]) -> tuple[float, float]:
-    """Of a stage, by what the seconds of I and W of its groups are multiplied; alike where they are one, as
-    they may be on one stage only. ratios: of the kinds of work that the stage has. again_s: planned of a
-    forward that is made again, which takes as much longer as the forward."""
+def _backward(
+    groups: Sequence[GroupCost], again_s: float, ratios: Mapping[Op, float]
+) -> tuple[float, float, float]:
+    """Of a stage, by what the seconds of I and W of its groups are multiplied, and what two halves take
+    longer; alike where all of its backwards are one, or the last two where none is. ratios: of the kinds of
+    work that the stage has. again_s: planned of a forward that is made again, which takes as much longer as
+    the forward."""
     into_s, weight_s = sum(g.bwd_input_s for g in groups), sum(g.bwd_weight_s for g in groups)
-    whole = Op.B in ratios
-    own_s = into_s + weight_s if whole else into_s
-    took_s = ratios[Op.B if whole else Op.I] * (own_s + again_s)
-    into = without_remade_s(took_s, ratios[Op.F] * again_s) / (own_s or 1.0)
-    return into, into if whole else ratios[Op.W]
+    split_s = sum(g.split_s for g in groups)
+
+    def took_s(kind: Op, own_s: float) -> float:
+        return without_remade_s(ratios[kind] * (own_s + again_s), ratios[Op.F] * again_s)
+
+    whole_s = took_s(Op.B, into_s + weight_s) if Op.B in ratios else math.nan
+    if Op.I not in ratios:
+        return (whole := whole_s / (into_s + weight_s or 1.0)), whole, whole
+    into = took_s(Op.I, into_s) / (into_s or 1.0)
+    if Op.B not in ratios:
+        return into, ratios[Op.W], ratios[Op.W]
+    late_s = ratios[Op.W] * (weight_s + split_s)
+    own_s = min(max(0.0, whole_s - into * into_s), late_s) if split_s else late_s
+    return into, own_s / (weight_s or 1.0), (late_s - own_s) / (split_s or 1.0)
 
 
 def _spread(measured: Timeline, stage: int) -> float:

@@ -20,15 +20,16 @@ from mpipipe.planner.misfit import least_stages, misfit
 from mpipipe.planner.native import compiled
 from mpipipe.planner.problem import Problem
 from mpipipe.planner.prove import NoBuffering, prove
-from mpipipe.planner.schedules import build, in_copies, kept_micro_batches, policies
+from mpipipe.planner.schedules import build, check, fill, in_copies, kept_micro_batches, policies
 from mpipipe.planner.schedules.fill import Work
 from mpipipe.planner.schedules.listed import _Lister, listed, listed_seconds, listed_shortest
+from mpipipe.planner.schedules.merged import _merged, merged
 from mpipipe.planner.schedules.orders import v_shaped, wrapped
 from mpipipe.planner.simulate import instruction_seconds, message_bytes, walked
 from mpipipe.planner.stages import Ranges
 from mpipipe.planner.sweep import low_for, sweep, sweep_near
 from mpipipe.planner.walk import match, matched, walk
-from mpipipe.values import RECOMPUTE, Costs, Float64, Link, Program, Recompute, StageCost, Tie
+from mpipipe.values import RECOMPUTE, Costs, Float64, Link, Op, Program, Recompute, StageCost, Tie
 
 SCHEDULE = st.sampled_from(["1f1b", "gpipe"])
 SEVERAL_STAGES = st.sampled_from(["interleaved", "zb-v", "v-half"])
@@ -280,3 +281,26 @@ def test_lists_are_the_same(placed, p, m, most, data):
         if math.isfinite(took_s):
             again = listed(on, m, work, policy)
             assert [list(again.actions(rank)) for rank in range(p)] == order
+
+
+@pytest.mark.slow
+@given(
+    st.sampled_from(["one", "v", "wrapped"]), st.integers(1, 4), st.integers(1, 6), st.integers(0, 60),
+    st.data(),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_backwards_are_merged_alike(placed, p, m, most, data):
+    """And into orders that end, no later, with the bits of the others: `check` looks at what must ascend."""
+    on = {"one": tuple(range(p)), "v": v_shaped(p), "wrapped": wrapped(2 * p, p)}[placed]
+    seconds = [tuple(data.draw(FEW_SECONDS) for _ in on) for _ in range(6)]
+    work = Work(*seconds, ((len(on) - 1, 0, data.draw(FEW_SECONDS)),) if len(on) > 1 else ())
+    tried = list(policies(on, m, [2 * m] * p))
+    for policy in (tried[i] for i in {0, len(tried) // 2, len(tried) - 1}):
+        order = listed(on, m, work, policy)
+        ours, took_s = merged(order, work, most)
+        theirs, also_s = _merged(order, work, most)
+        assert [*map(list, map(ours.actions, range(p)))] == [*map(list, map(theirs.actions, range(p)))]
+        check(ours)
+        assert took_s == also_s == fill.seconds(ours, work) <= fill.seconds(order, work) * (1 + 1e-9)
+        whole, before = (sum((code[:, 0] == Op.B).sum() for code in of.codes) for of in (ours, order))
+        assert 0 <= whole - before <= most

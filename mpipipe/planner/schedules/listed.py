@@ -43,7 +43,7 @@ def listed_seconds(
     if compiled is None:
         return [_Lister(rank_of_stage, n_micro, work, policy).run()[1] for policy in policies]
     of = [compiled.Policy(*_fields(policy)) for policy in policies]
-    found: list[float] = compiled.listed_seconds(_compiled_work(rank_of_stage, work), n_micro, of)
+    found: list[float] = compiled.listed_seconds(compiled_work(rank_of_stage, work), n_micro, of)
     return found
 
 
@@ -62,7 +62,7 @@ def listed_shortest(
         return best, took_s[best] if took_s[best] <= most_s else math.inf
     of = [compiled.Policy(*_fields(policy)) for policy in policies]
     found: tuple[int, float] = compiled.listed_shortest(
-        _compiled_work(rank_of_stage, work), n_micro, of, most_s
+        compiled_work(rank_of_stage, work), n_micro, of, most_s
     )
     return found if found[1] <= most_s else (found[0], math.inf)
 
@@ -72,7 +72,7 @@ def listed(rank_of_stage: Sequence[int], n_micro: int, work: Work, policy: Polic
     if compiled is None:
         return by_rank(rank_of_stage, n_micro, _Lister(rank_of_stage, n_micro, work, policy).run()[0])
     how = compiled.Policy(*_fields(policy))
-    codes = compiled.listed_order(_compiled_work(rank_of_stage, work), n_micro, how)
+    codes = compiled.listed_order(compiled_work(rank_of_stage, work), n_micro, how)
     return Schedule(tuple(rank_of_stage), n_micro, tuple(codes))
 
 
@@ -81,7 +81,7 @@ def _fields(policy: Policy) -> tuple[bool, bool, bool, float, tuple[int, ...]]:
     return p.forwards_first, p.last_backward_first, p.first_whole, p.least_gap, p.room
 
 
-def _compiled_work(rank_of_stage: Sequence[int], w: Work) -> object:
+def compiled_work(rank_of_stage: Sequence[int], w: Work) -> object:
     assert compiled is not None
     seconds = w.fwd_s, w.bwd_input_s, w.bwd_weight_s, w.bwd_s, w.act_s, w.grad_s
     return compiled.Work(list(rank_of_stage), *seconds, w.tied)

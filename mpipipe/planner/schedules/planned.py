@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 
 from mpipipe.errors import PlanError
 from mpipipe.planner.schedules.fill import Use, Work, seconds, units
-from mpipipe.planner.schedules.listed import Policy, listed, listed_shortest
+from mpipipe.planner.schedules.listed import Policy, listed, listed_seconds
+from mpipipe.planner.schedules.merged import merged, saved_s
 from mpipipe.planner.schedules.orders import live_stages, one_each, two_each, v_shaped, wrapped
 from mpipipe.planner.schedules.v_shape import zb_v
 from mpipipe.planner.schedules.zero_bubble import zb_h1, zb_h2
@@ -26,6 +27,7 @@ from mpipipe.values import Schedule, StageCost
 GAPS = (0.0, 0.5, 1.0)  # of a W; a wait that is shorter is left empty
 # Of as many stashes as there are stages, those of zb-h1 and zb-v. Slow messages want many.
 _SHARES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
+_MERGED = 1 << 17  # actions that are walked to merge backwards of an order
 Found = tuple[Schedule, float]
 
 
@@ -60,16 +62,37 @@ def planned_by_room(
     where there is one stage per rank. on: the rank of each stage; most: stashes that each rank can keep."""
     found = list[Found]()
     for _, alike in itertools.groupby(policies(on, n_micro, most), key=lambda of: of.room):
-        tried = list(alike)
-        best, took_s = listed_shortest(on, n_micro, work, tried)
-        if took_s < math.inf:
-            found.append((listed(on, n_micro, work, tried[best]), took_s))
+        shortest = _shortest(on, n_micro, work, list(alike))
+        if shortest is not None:
+            found.append(shortest)
     if with_hand and len(set(on)) == len(on):
         for made in (zb_h1(len(on), n_micro), zb_h2(len(on), n_micro)):
             fits = all(live <= has for live, has in zip(live_stages(made), most, strict=True))
             if fits and (whole_s := seconds(made, work)) < math.inf:
                 found.append((made, whole_s))
     return found
+
+
+def _shortest(on: Sequence[int], n_micro: int, work: Work, tried: Sequence[Policy]) -> Found | None:
+    """With backwards merged. An order that is longer than another one may have more to merge; none saves more
+    than a rank would with all of its backwards in one."""
+    of_rank = [0.0] * (max(on) + 1)
+    for rank, saved in zip(on, saved_s(work), strict=True):
+        of_rank[rank] += n_micro * max(0.0, saved)
+    took_s = listed_seconds(on, n_micro, work, tried)
+    best, seen = None, set[bytes]()
+    for i in sorted(range(len(tried)), key=took_s.__getitem__):
+        if took_s[i] == math.inf or (best is not None and took_s[i] - max(of_rank) >= best[1]):
+            break
+        order = listed(on, n_micro, work, tried[i])
+        codes = b"".join(code.tobytes() for code in order.codes)
+        if codes in seen:
+            continue
+        seen.add(codes)
+        made = merged(order, work, _MERGED // sum(map(len, order.codes)))
+        if best is None or made[1] < best[1]:
+            best = made
+    return best
 
 
 def work_of(
