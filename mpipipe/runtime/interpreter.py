@@ -172,7 +172,7 @@ class Interpreter:
         self.grad: dict[Key, list[Tensor]] = {}
         self.back: dict[Key, list[Tensor]] = {}
         self.lent: dict[Key, list[Tensor]] = {}
-        self.in_two = {i.stage for i in instrs if i.op == Op.I}  # stages
+        self.in_two = {(i.stage, i.micro) for i in instrs if i.op == Op.I}
         self.held: dict[Key, list[Tensor]] = {}  # received activations, until nothing reads them
         self.arrived: dict[Leaf, Tensor] = {}  # gradients of tied parameters
         self.tied_out: dict[Key, dict[Leaf, Tensor]] = {}
@@ -216,7 +216,7 @@ class Interpreter:
         received = self.act.pop(key, [])
         if train:
             lets_go, specs = self.stages[i.stage].recompute == "selective", self.job.source.specs[i.micro]
-            code = self.variants.training_code(specs, self.cuts, i.stage, i.stage in self.in_two, lets_go)
+            code = self.variants.training_code(specs, self.cuts, i.stage, key in self.in_two, lets_go)
         try:
             sent = self.stages[i.stage].forward(code, i.micro, received, batch, self.job.step, train)
         except (IndexError, ValueError, RuntimeError) as error:
@@ -253,11 +253,7 @@ class Interpreter:
         key, stage = (i.stage, i.micro), self.stages[i.stage]
         grads = self.grad.pop(key)
         self._add_apart(i)
-        if i.stage in self.in_two:
-            back = stage.backward_input(i.micro, grads, self._ahead(i))
-            stage.backward_weight(i.micro)
-        else:
-            back = stage.backward(i.micro, grads)
+        back = stage.backward(i.micro, grads)
         self._free(key, grads)
         self._pass_back(key, back)
         self._weights_done(i)

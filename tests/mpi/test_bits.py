@@ -103,7 +103,7 @@ CASES_SCHEDULES = [
         [(MANY_MICRO_BATCHES, "interleaved"), (MANY_MICRO_BATCHES, "v-planned")],
         itertools.product([MANY_MICRO_BATCHES], IN_TWO_OR_SEVERAL),
     ),
-    *itertools.product([Case("conv and norm", evaluate=True)], ["interleaved", "zb-h2", "zb-v"]),
+    *itertools.product([Case("conv and norm", evaluate=True)], ["interleaved", "zb-h2", "zb-v", "v-planned"]),
     *itertools.product([Case("gpt", precision="bf16", tied="eager")], ["zb-planned", "v-half"]),
     *itertools.product([Case("gpt", bits="fast", batch=7, evaluate=True)], ["interleaved", "zb-h2"]),
 ]
