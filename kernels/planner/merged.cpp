@@ -7,6 +7,7 @@ namespace {
 
 enum Kind : int32_t { F = 0, B = 1, I = 2, W = 3 };  // values.py: Op
 constexpr double kSlack = 1e-12;  // relative: of sums that are taken in another order
+constexpr double kLeast = 1e-9;   // of a backward: what saves less saves nothing
 constexpr double never = std::numeric_limits<double>::infinity();
 using Rows = std::vector<std::vector<Row>>;
 
@@ -92,26 +93,30 @@ class Clock {
 Listed merged(const Work& work, int32_t n_micro, Rows rows, int64_t most) {
     Clock clock(work, n_micro, rows.size());
     double end_s = clock(rows);
-    std::vector<Row> before, halves;
-    for (bool gained = true; gained;) {
+    const auto halves_of = [&work](const std::vector<Row>& row) {
+        std::vector<Row> halves;
+        for (const Row& each : row) {
+            const int32_t s = each[1];
+            const double saved_s = work.bwd_input_s[s] + work.bwd_weight_s[s] - work.bwd_s[s];
+            if (each[0] == I && saved_s > kLeast * work.bwd_s[s]) halves.push_back(each);
+        }
+        return halves;
+    };
+    int64_t all = 0;
+    for (const auto& row : rows) all += static_cast<int64_t>(halves_of(row).size());
+    for (bool gained = all <= most; gained;) {
         gained = false;
         for (auto& row : rows) {
-            halves.clear();
-            for (const Row& each : row) {
-                const int32_t stage = each[1];
-                const double saved_s = work.bwd_input_s[stage] + work.bwd_weight_s[stage] - work.bwd_s[stage];
-                if (each[0] == I && saved_s > 0.0) halves.push_back(each);
-            }
-            for (const Row& half : halves) {
+            for (const Row& half : halves_of(row)) {
                 if (!most--) return {end_s, std::move(rows)};
                 const Row weight{W, half[1], half[2]}, whole{B, half[1], half[2]};
-                before = row;
+                const std::vector<Row> before = row;
                 const auto first = std::find(row.begin(), row.end(), half) - row.begin();
                 const auto last = std::find(row.begin(), row.end(), weight) - row.begin();
-                // The backwards of a stage must ascend, and their weight gradients: the order of addition decides the bits.
-                const auto lies_between = [&](Kind kind, int32_t other) {
-                    return std::find(row.begin() + first, row.begin() + last, Row{kind, half[1], other}) !=
-                           row.begin() + last;
+                // Those of a stage must ascend, and their weight gradients: the order of addition decides the bits.
+                const auto lies_between = [&](Kind kind, int32_t micro) {
+                    const auto end = row.begin() + last;
+                    return std::find(row.begin() + first, end, Row{kind, half[1], micro}) != end;
                 };
                 const bool weights_ascend = !lies_between(W, half[2] - 1);
                 const bool inputs_ascend = !lies_between(I, half[2] + 1);
@@ -120,9 +125,12 @@ Listed merged(const Work& work, int32_t n_micro, Rows rows, int64_t most) {
                 const double first_s = weights_ascend ? clock(rows) : never;
                 std::rotate(row.begin() + first, row.begin() + first + 1, row.begin() + last);  // its second
                 const double last_s = inputs_ascend ? clock(rows) : never;
-                if (first_s <= last_s) std::rotate(row.begin() + first, row.begin() + last - 1, row.begin() + last);
-                if (const double took_s = std::min(first_s, last_s); took_s <= end_s * (1.0 + kSlack)) {
-                    end_s = took_s;
+                if (first_s <= std::min(last_s, end_s * (1.0 + kSlack))) {
+                    std::rotate(row.begin() + first, row.begin() + last - 1, row.begin() + last);
+                    end_s = first_s;
+                    gained = true;
+                } else if (last_s < end_s * (1.0 - kSlack)) {
+                    end_s = last_s;
                     gained = true;
                 } else {
                     row = before;

@@ -8,7 +8,6 @@ changes is the `Layout`: the bits of a run stay what they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,6 +39,7 @@ from mpipipe.values import (
 )
 
 _BACK = (Op.B, Op.I, Op.W)
+_LEAST = 0.1  # of what was planned, made longer as all of W
 Seconds = dict[Op, Float64]
 
 
@@ -89,7 +89,7 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     cuts = cut_indices(layout, costs.names)
     placed = in_order(costs, layout.order)
     stages = stages_in(costs, layout, cuts)
-    ratios = _ratios(stages, measured)
+    ratios, whole = _ratios(stages, measured), _whole(measured.program)
     rate = float(ratios[Op.STEP].min())  # of the update of a byte; what a stage has beyond goes to its groups
     groups = list[GroupCost]()
     for s, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
@@ -97,7 +97,7 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
         mine = costs.groups[first:end]
         of_stage = {op: float(found[s]) for op, found in ratios.items() if np.isfinite(found[s])}
         again_s = float(remade_s(costs.columns, layout.modes[s])[first:end].sum())
-        into, weight, split = _backward(mine, again_s, of_stage)
+        into, weight, split = _backward(mine, again_s, of_stage, whole[s])
         whole_s = sum(stage.step_s for stage in stages[s :: layout.n_stages]) * speed
         planned_s = whole_s - sum(g.update_s for g in mine)  # of the bytes alone
         beyond_s = (ratios[Op.STEP][s] - rate) * planned_s
@@ -173,28 +173,42 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
     return ratios
 
 
+def _whole(program: Program) -> Float64:
+    """Which part of the backwards of each stage are one, (stages,)."""
+    counts = _sums(program, [np.ones(len(codes)) for codes in program.codes])
+    none = np.zeros(program.n_stages)
+    whole, in_two = counts.get(Op.B, none), counts.get(Op.I, none)
+    return np.divide(whole, whole + in_two, out=np.zeros(program.n_stages), where=whole + in_two > 0)
+
+
 def _backward(
-    groups: Sequence[GroupCost], again_s: float, ratios: Mapping[Op, float]
+    groups: Sequence[GroupCost], again_s: float, ratios: Mapping[Op, float], whole: float
 ) -> tuple[float, float, float]:
     """Of a stage, by what the seconds of I and W of its groups are multiplied, and what two halves take
     longer; alike where all of its backwards are one, or the last two where none is. ratios: of the kinds of
     work that the stage has. again_s: planned of a forward that is made again, which takes as much longer as
-    the forward."""
+    the forward. whole: the part of its backwards that are one."""
     into_s, weight_s = sum(g.bwd_input_s for g in groups), sum(g.bwd_weight_s for g in groups)
     split_s = sum(g.split_s for g in groups)
 
     def took_s(kind: Op, own_s: float) -> float:
         return without_remade_s(ratios[kind] * (own_s + again_s), ratios[Op.F] * again_s)
 
-    whole_s = took_s(Op.B, into_s + weight_s) if Op.B in ratios else math.nan
     if Op.I not in ratios:
-        return (whole := whole_s / (into_s + weight_s or 1.0)), whole, whole
-    into = took_s(Op.I, into_s) / (into_s or 1.0)
+        of_all = took_s(Op.B, into_s + weight_s) / (into_s + weight_s or 1.0)
+        return of_all, of_all, of_all
+    into, late = took_s(Op.I, into_s) / (into_s or 1.0), ratios[Op.W]
     if Op.B not in ratios:
-        return into, ratios[Op.W], ratios[Op.W]
-    late_s = ratios[Op.W] * (weight_s + split_s)
-    own_s = min(max(0.0, whole_s - into * into_s), late_s) if split_s else late_s
-    return into, own_s / (weight_s or 1.0), (late_s - own_s) / (split_s or 1.0)
+        return into, late, late
+    # Of W what a whole backward takes beside I; the rest is what halves take longer. Neither is taken for
+    # nothing, as few are measured, but all together take what they took.
+    both_s, whole_s = late * (weight_s + split_s), took_s(Op.B, into_s + weight_s)
+    least_s, most_s = _LEAST * late * weight_s, both_s - _LEAST * late * split_s
+    own_s = min(max(whole_s - into * into_s, least_s), most_s) if split_s and weight_s else late * weight_s
+    planned_s = into * into_s + whole * own_s + (1.0 - whole) * both_s
+    of_all = (whole * whole_s + (1.0 - whole) * (into * into_s + both_s)) / (planned_s or 1.0)
+    split = (both_s - own_s) / (split_s or 1.0)
+    return of_all * into, of_all * own_s / (weight_s or 1.0), of_all * split
 
 
 def _spread(measured: Timeline, stage: int) -> float:

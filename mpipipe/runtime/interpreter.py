@@ -252,6 +252,7 @@ class Interpreter:
     def _backward(self, i: Instr) -> None:
         key, stage = (i.stage, i.micro), self.stages[i.stage]
         grads = self.grad.pop(key)
+        assert self._ahead(i) is None, "it would be added to the sums of an earlier block"
         self._add_apart(i)
         back = stage.backward(i.micro, grads)
         self._free(key, grads)

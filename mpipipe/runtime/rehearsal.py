@@ -129,12 +129,13 @@ def _seconds(trainer: Trainer, clock: Callable[[], float]) -> tuple[dict[int, li
 
 
 class _Rehearsed:
-    """One stage, and what it took: F and B, or F, I and W, each turn."""
+    """One stage, and what it took: F and B, or F, I and W, each turn; of both that which it does oftener."""
 
     def __init__(self, trainer: Trainer, s: int) -> None:
         self._stage = trainer.interpreter.stages[s]
         codes, lets_go = trainer.program.codes[trainer.comm.rank], self._stage.recompute == "selective"
-        self._in_two = bool(((codes[:, 0] == Op.I) & (codes[:, 1] == s)).any())
+        kinds = codes[codes[:, 1] == s, 0]
+        self._in_two = bool((kinds == Op.I).sum() > (kinds == Op.B).sum())
         code = self._code = trainer.variants.training_code(
             trainer.variants.first, trainer.plan.layout.cuts, s, self._in_two, lets_go
         )

@@ -24,10 +24,12 @@ from mpipipe.planner.stages import in_order, stage_ties
 from mpipipe.values import Layout, Op, Plan, Recompute, Timeline
 
 RATIO = st.floats(0.25, 4.0)
+RATIOS = [(2.0, 3.0, 3.0, 1.0), (1.5, 2.0, 2.0, 1.0), (1.0, 0.5, 0.5, 1.0), (0.5, 4.0, 4.0, 1.0)]
+ONES = [(1.0, 1.0, 1.0, 1.0)] * 4
 
 
-def step(plan: Plan, ratios: list[tuple[float, ...]]) -> Timeline:
-    """Simulated with F, I, W and STEP of each stage multiplied."""
+def step(plan: Plan, ratios: list[tuple[float, ...]], split: float = 1.0) -> Timeline:
+    """Simulated with F, I, W and STEP of each stage multiplied, and what halves take longer."""
     costs = plan.costs
     assert costs is not None
     names = [g.name for g in costs.groups]
@@ -35,7 +37,7 @@ def step(plan: Plan, ratios: list[tuple[float, ...]]) -> Timeline:
     stages = [
         replace(
             s, fwd_s=s.fwd_s * f, bwd_input_s=s.bwd_input_s * i, bwd_weight_s=s.bwd_weight_s * w,
-            step_s=s.step_s * u,
+            step_s=s.step_s * u, split_s=s.split_s * split,
         )
         for s, (f, i, w, u) in zip(stages_in(costs, plan.layout, cuts), ratios, strict=False)
     ]  # fmt: skip
@@ -84,15 +86,33 @@ def test_a_step_of_ranks_that_share_cores_counts_that_once() -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-planned", "v-planned"])
 def test_backwards_in_two_are_refined_beside_those_in_one(schedule: str) -> None:
-    """Of an order that follows from costs the first stage does its backward in one, the others do not."""
-    made, _ = made_plan(2, 8, 12)
-    groups = tuple(replace(g, split_s=0.1 * g.bwd_weight_s) for g in made.costs.groups)  # type: ignore[union-attr]
-    costs = replace(made.costs, groups=groups)  # type: ignore[type-var]
-    plan, program = make_plan(costs, made.numerics, schedule, 3, 2)
+    """Of an order that follows from costs some stages do some in one, others in two."""
+    plan = in_both(schedule)
+    program = program_for(plan.layout, plan.numerics, (), [g.name for g in plan.costs.groups])  # type: ignore[union-attr]
     assert (Op.B in program.codes[0][:, 0]) == (schedule != "zb-h1")
-    ratios = [(2.0, 3.0, 3.0, 1.0), (1.5, 2.0, 2.0, 1.0), (1.0, 0.5, 0.5, 1.0), (0.5, 4.0, 4.0, 1.0)]
-    measured = step(plan, ratios)
+    measured = step(plan, RATIOS)
     assert refine(plan, measured).ran.prediction.step_s == pytest.approx(measured.makespan_s)
+
+
+def in_both(schedule: str) -> Plan:
+    made, _ = made_plan(2, 8, 12)
+    assert made.costs is not None
+    groups = tuple(replace(g, split_s=0.1 * g.bwd_weight_s) for g in made.costs.groups)
+    return make_plan(replace(made.costs, groups=groups), made.numerics, schedule, 3, 2)[0]
+
+
+@pytest.mark.parametrize("split", [-10.0, -1.0, 0.0, 0.5, 30.0])
+def test_a_backward_that_takes_longer_than_its_halves_counts_all_the_same(split: float) -> None:
+    """However few are measured: their sum is kept, and no part is taken for nothing, which it would stay."""
+    plan = in_both("zb-planned")
+    measured = step(plan, RATIOS, split)
+    took = stage_seconds(measured)
+    assert ((took[Op.B] > 0.0) & (took[Op.I] > 0.0)).any(), "a stage has both"
+    costs = refined_costs(plan.costs, plan.layout, measured)  # type: ignore[arg-type]
+    expected = stage_seconds(step(plan_of(costs, plan.numerics, plan.layout), ONES))
+    whole_s, expected_s = (of[Op.B] + of[Op.I] + of[Op.W] for of in (took, expected))
+    assert expected_s == pytest.approx(whole_s)
+    assert all(g.bwd_weight_s > 0.0 and g.split_s > 0.0 for g in costs.groups)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

@@ -27,7 +27,8 @@ from mpipipe.values import Schedule, StageCost
 GAPS = (0.0, 0.5, 1.0)  # of a W; a wait that is shorter is left empty
 # Of as many stashes as there are stages, those of zb-h1 and zb-v. Slow messages want many.
 _SHARES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
-_MERGED = 1 << 17  # actions that are walked to merge backwards of an order
+_MOST_MERGED = 8  # orders of a room whose backwards are merged
+_MERGED = 1 << 18  # actions that are walked to merge those of an order, each half at two places
 Found = tuple[Schedule, float]
 
 
@@ -60,9 +61,9 @@ def planned_by_room(
 ) -> list[Found]:
     """As `zb_planned`, the shortest for each room for stashes, ascending, and its seconds; and those by hand,
     where there is one stage per rank. on: the rank of each stage; most: stashes that each rank can keep."""
-    found = list[Found]()
+    found, done = list[Found](), dict[bytes, Found]()
     for _, alike in itertools.groupby(policies(on, n_micro, most), key=lambda of: of.room):
-        shortest = _shortest(on, n_micro, work, list(alike))
+        shortest = _shortest(on, n_micro, work, list(alike), done)
         if shortest is not None:
             found.append(shortest)
     if with_hand and len(set(on)) == len(on):
@@ -73,26 +74,26 @@ def planned_by_room(
     return found
 
 
-def _shortest(on: Sequence[int], n_micro: int, work: Work, tried: Sequence[Policy]) -> Found | None:
-    """With backwards merged. An order that is longer than another one may have more to merge; none saves more
-    than a rank would with all of its backwards in one."""
+def _shortest(
+    on: Sequence[int], n_micro: int, work: Work, tried: Sequence[Policy], done: dict[bytes, Found]
+) -> Found | None:
+    """With backwards merged, of a few that should be shortest: a longer one may have more to merge, but no
+    more is hoped for than a rank saves with all of its backwards in one. done: of other rooms, too."""
     of_rank = [0.0] * (max(on) + 1)
     for rank, saved in zip(on, saved_s(work), strict=True):
-        of_rank[rank] += n_micro * max(0.0, saved)
+        of_rank[rank] += n_micro * saved
     took_s = listed_seconds(on, n_micro, work, tried)
-    best, seen = None, set[bytes]()
+    made = dict[bytes, Found]()
     for i in sorted(range(len(tried)), key=took_s.__getitem__):
-        if took_s[i] == math.inf or (best is not None and took_s[i] - max(of_rank) >= best[1]):
+        least_s = min((of_order_s for _, of_order_s in made.values()), default=math.inf)
+        if len(made) == _MOST_MERGED or took_s[i] - max(of_rank) >= least_s or took_s[i] == math.inf:
             break
         order = listed(on, n_micro, work, tried[i])
         codes = b"".join(code.tobytes() for code in order.codes)
-        if codes in seen:
-            continue
-        seen.add(codes)
-        made = merged(order, work, _MERGED // sum(map(len, order.codes)))
-        if best is None or made[1] < best[1]:
-            best = made
-    return best
+        if codes not in done:
+            done[codes] = merged(order, work, _MERGED // (2 * sum(map(len, order.codes))))
+        made[codes] = done[codes]
+    return min(made.values(), key=lambda found: found[1], default=None)
 
 
 def work_of(
