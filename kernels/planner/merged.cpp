@@ -125,12 +125,9 @@ Listed merged(const Work& work, int32_t n_micro, Rows rows, int64_t most) {
                 const double first_s = weights_ascend ? clock(rows) : never;
                 std::rotate(row.begin() + first, row.begin() + first + 1, row.begin() + last);  // its second
                 const double last_s = inputs_ascend ? clock(rows) : never;
-                if (first_s <= std::min(last_s, end_s * (1.0 + kSlack))) {
-                    std::rotate(row.begin() + first, row.begin() + last - 1, row.begin() + last);
-                    end_s = first_s;
-                    gained = true;
-                } else if (last_s < end_s * (1.0 - kSlack)) {
-                    end_s = last_s;
+                if (const double took_s = std::min(first_s, last_s); took_s < end_s * (1.0 - kSlack)) {
+                    if (first_s <= last_s) std::rotate(row.begin() + first, row.begin() + last - 1, row.begin() + last);
+                    end_s = took_s;
                     gained = true;
                 } else {
                     row = before;

@@ -290,7 +290,7 @@ def test_lists_are_the_same(placed, p, m, most, data):
 )  # fmt: skip
 @settings(max_examples=20)
 def test_backwards_are_merged_alike(placed, p, m, most, data):
-    """And into orders that end, no later, with the bits of the others: `check` looks at what must ascend."""
+    """And into orders that end sooner, with the bits of the others: `check` looks at what must ascend."""
     on = {"one": tuple(range(p)), "v": v_shaped(p), "wrapped": wrapped(2 * p, p)}[placed]
     seconds = [tuple(data.draw(FEW_SECONDS) for _ in on) for _ in range(6)]
     work = Work(*seconds, ((len(on) - 1, 0, data.draw(FEW_SECONDS)),) if len(on) > 1 else ())
@@ -301,6 +301,7 @@ def test_backwards_are_merged_alike(placed, p, m, most, data):
         theirs, also_s = _merged(order, work, most)
         assert [*map(list, map(ours.actions, range(p)))] == [*map(list, map(theirs.actions, range(p)))]
         check(ours)
-        assert took_s == also_s == fill.seconds(ours, work) <= fill.seconds(order, work) * (1 + 1e-9)
+        assert took_s == also_s == fill.seconds(ours, work)
         whole, before = (sum((code[:, 0] == Op.B).sum() for code in of.codes) for of in (ours, order))
         assert 0 <= whole - before <= most
+        assert took_s == fill.seconds(order, work) if whole == before else took_s < fill.seconds(order, work)

@@ -1,9 +1,9 @@
 """Backwards in one where halves gain nothing: I and W of a micro-batch merged into B, which takes less.
 
 PyTorch's schedules merge the two where they are neighbours (torch.distributed.pipelining, `_merge_bw`). Here
-what is between them may wait, as long as the last action ends no later for it: where the next rank has time
-to spare, the gradient need not leave so soon. Or B comes where W was, if the last action ends sooner: until
-then a stash is kept whole.
+what is between them may wait, or B comes where W was: where the next rank has time to spare, the gradient
+need not leave so soon. But only if the last action ends sooner for it: what the next rank has to spare also
+makes up for actions that take longer than planned.
 
 Compiled where it can be (kernels/planner/merged.h), with the same results; what is here is what they mean.
 """
@@ -11,6 +11,7 @@ Compiled where it can be (kernels/planner/merged.h), with the same results; what
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from mpipipe.planner.native import compiled
 from mpipipe.planner.schedules.fill import Work, seconds
@@ -30,8 +31,8 @@ def saved_s(work: Work) -> list[float]:
 
 
 def merged(order: Schedule, work: Work, most: int) -> tuple[Schedule, float]:
-    """Of an order that ends, and its seconds, no longer than before. One micro-batch of one stage after the
-    other, until none can be merged, or `most` have been tried; none where each cannot be tried once."""
+    """Of an order that ends, and its seconds. One micro-batch of one stage after the other, as long as each
+    makes it shorter, or `most` have been tried; none where each cannot be tried once."""
     if compiled is None:
         return _merged(order, work, most)
     of = compiled_work(order.rank_of_stage, work)
@@ -46,9 +47,7 @@ def _merged(order: Schedule, work: Work, most: int) -> tuple[Schedule, float]:
     def halves(row: list[Action]) -> list[Action]:
         return [action for action in row if action.kind == Op.I and saved[action.stage] > 0.0]
 
-    def ends_s(rank: int, row: list[Action] | None) -> float:
-        if row is None:
-            return math.inf
+    def ends_s(rank: int, row: list[Action]) -> float:
         every = [*rows[:rank], row, *rows[rank + 1 :]]
         return seconds(by_rank(order.rank_of_stage, order.n_micro, every), work)
 
@@ -60,24 +59,20 @@ def _merged(order: Schedule, work: Work, most: int) -> tuple[Schedule, float]:
                 if not most:
                     return by_rank(order.rank_of_stage, order.n_micro, rows), end_s
                 most -= 1
-                first, last = _ways(rows[rank], half)
-                first_s, last_s = ends_s(rank, first), ends_s(rank, last)
-                if first_s <= min(last_s, end_s * (1.0 + _SLACK)):
-                    rows[rank], end_s, gained = first, first_s, True  # type: ignore[assignment]
-                elif last_s < end_s * (1.0 - _SLACK):
-                    rows[rank], end_s, gained = last, last_s, True  # type: ignore[assignment]
+                found = [(ends_s(rank, way), way) for way in _ways(rows[rank], half)]
+                took_s, way = min(found, key=lambda of: of[0], default=(math.inf, []))
+                if took_s < end_s * (1.0 - _SLACK):
+                    rows[rank], end_s, gained = way, took_s, True
     return by_rank(order.rank_of_stage, order.n_micro, rows), end_s
 
 
-def _ways(row: list[Action], half: Action) -> tuple[list[Action] | None, list[Action] | None]:
-    """The backward in one where its first half was, and where its second was; None where those of the stage,
-    or their weight gradients, would not ascend, as the order of addition decides the bits."""
+def _ways(row: list[Action], half: Action) -> Iterator[list[Action]]:
+    """The backward in one where its first half was, and where its second was; if those of the stage ascend,
+    and their weight gradients, as the order of addition decides the bits."""
     weight, whole = half._replace(kind=Op.W), half._replace(kind=Op.B)
     first, last = row.index(half), row.index(weight)
     before, between, after = row[:first], row[first + 1 : last], row[last + 1 :]
-    weights_ascend = weight._replace(micro=half.micro - 1) not in between
-    inputs_ascend = half._replace(micro=half.micro + 1) not in between
-    return (
-        [*before, whole, *between, *after] if weights_ascend else None,
-        [*before, *between, whole, *after] if inputs_ascend else None,
-    )
+    if weight._replace(micro=half.micro - 1) not in between:
+        yield [*before, whole, *between, *after]
+    if half._replace(micro=half.micro + 1) not in between:
+        yield [*before, *between, whole, *after]
