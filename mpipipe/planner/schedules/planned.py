@@ -2,8 +2,9 @@
 
 The hand-made ones are right where F, I and W take equally long. Here the order follows from the times of the
 stages, by list scheduling (`listed`): all of `policies` are played through with these times. The first stage
-does its backward in one where that is shorter: nobody waits for its gradient. The shortest of these, and of
-those by hand that fit, is the answer; that none is shorter is not claimed.
+does its backward in one where that is shorter: nobody waits for its gradient. Others do where it makes the
+step shorter (`merged`). The shortest of these, and of those by hand that fit, is the answer; that none is
+shorter is not claimed.
 """
 
 from __future__ import annotations
