@@ -6,7 +6,6 @@
 namespace mpipipe::planner {
 namespace {
 
-enum Kind : int32_t { F = 0, B = 1, I = 2, W = 3 };  // values.py: Op
 constexpr double kSlack = 1e-9;  // relative: of sums that are taken in another order
 constexpr double never = std::numeric_limits<double>::infinity();
 

@@ -13,6 +13,9 @@ namespace mpipipe::planner {
 // The stage of a user, that of its owner, seconds of its message (fill.py: Use).
 using Use = std::tuple<int32_t, int32_t, double>;
 
+// Of an action (values.py: Op).
+enum Kind : int32_t { F = 0, B = 1, I = 2, W = 3 };
+
 // Seconds by stage, and the rank of each (fill.py: Work).
 struct Work {
     std::vector<int32_t> rank_of_stage;

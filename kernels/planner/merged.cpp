@@ -1,11 +1,11 @@
 #include "merged.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace mpipipe::planner {
 namespace {
 
-enum Kind : int32_t { F = 0, B = 1, I = 2, W = 3 };  // values.py: Op
 constexpr double kSlack = 1e-12;  // relative: of sums that are taken in another order
 constexpr double kLeast = 1e-9;   // of a backward: what saves less saves nothing
 constexpr double never = std::numeric_limits<double>::infinity();
