@@ -89,7 +89,8 @@ def refined_costs(costs: Costs, layout: Layout, measured: Timeline) -> Costs:
     cuts = cut_indices(layout, costs.names)
     placed = in_order(costs, layout.order)
     stages = stages_in(costs, layout, cuts)
-    ratios, whole = _ratios(stages, measured), _whole(measured.program)
+    counts = _sums(measured.program, [np.ones(len(times)) for times in measured.times])
+    ratios, whole = _ratios(stages, measured, counts), _whole(counts, layout.n_stages)
     rate = float(ratios[Op.STEP].min())  # of the update of a byte; what a stage has beyond goes to its groups
     groups = list[GroupCost]()
     for s, (first, end) in enumerate(bounds(len(costs.groups), cuts)):
@@ -138,11 +139,10 @@ def _sums(program: Program, values: Sequence[Float64]) -> Seconds:
     return found
 
 
-def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
+def _ratios(stages: Sequence[StageCost], measured: Timeline, counts: Seconds) -> Seconds:
     """measured / planned of each kind of work that there is, (stages,); NaN where a stage has none of it.
-    stages: as `stages_in` gives them."""
+    stages: as `stages_in` gives them. counts: of each kind of work, by stage."""
     took = stage_seconds(measured)
-    counts = _sums(measured.program, [np.ones(len(times)) for times in measured.times])
     copies, call_s = len(measured.program.copies), np.array([s.call_s for s in stages])
     call_s = call_s.reshape(copies, -1).mean(axis=0)
     planned = {
@@ -173,12 +173,11 @@ def _ratios(stages: Sequence[StageCost], measured: Timeline) -> Seconds:
     return ratios
 
 
-def _whole(program: Program) -> Float64:
-    """Which part of the backwards of each stage are one, (stages,)."""
-    counts = _sums(program, [np.ones(len(codes)) for codes in program.codes])
-    none = np.zeros(program.n_stages)
+def _whole(counts: Seconds, n_stages: int) -> Float64:
+    """Which part of the backwards of each stage are one, (stages,). counts: as of `_ratios`."""
+    none = np.zeros(n_stages)
     whole, in_two = counts.get(Op.B, none), counts.get(Op.I, none)
-    return np.divide(whole, whole + in_two, out=np.zeros(program.n_stages), where=whole + in_two > 0)
+    return np.divide(whole, whole + in_two, out=np.zeros(n_stages), where=whole + in_two > 0)
 
 
 def _backward(
