@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
+from numbers import Integral
 from typing import Any, Literal
 
 from mpipipe.cluster.agree import agree
@@ -15,26 +17,38 @@ from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.asked import Replicas
 from mpipipe.state.digests import tensor_digest, weights_sha256
-from mpipipe.values import RECOMPUTE
+from mpipipe.values import MOST_RECEIVES, RECOMPUTE
 
 CHOICES = {
     "precision": ("fp32", "bf16"), "tied": ("per_use", "eager"), "gemm": ("auto", "mkl", "onednn"),
     "unused": ("error", "keep"), "bits": ("torch", "fast"), "recover": ("restart", "mpi"),
     "recompute": ("auto", *RECOMPUTE), "reduce": ("exact", "fast"), "bind": ("auto", "none"),
 }  # fmt: skip
+# Of whole numbers that may be 0, or not any number.
+LIMITS: dict[str, tuple[int, float]] = {"mirror_every": (0, inf), "receive_window": (1, MOST_RECEIVES)}
 SAME_BITS = ("mpipipe::dropout", "mpipipe::embedding")  # with kernels and without, on any processor
 
 
-def check_shape(receive_window: int, replicas: Replicas) -> None:
+def check_replicas(replicas: Replicas) -> None:
     if replicas == ():
         raise MpipipeError("replicas = (): give a number, or one for each stage")
     of_stages = replicas if isinstance(replicas, tuple) else () if replicas == "auto" else (replicas,)
     if not all(isinstance(count, int) for count in of_stages):
         raise MpipipeError(f"replicas = {replicas!r}; give a number, one for each, as (3, 2), or 'auto'")
-    for name, counts in {"receive_window": (receive_window,), "replicas": of_stages}.items():
-        for count in counts:
-            if count < 1:
-                raise MpipipeError(f"{name} = {count}; must be at least 1")
+    for count in of_stages:
+        if count < 1:
+            raise MpipipeError(f"replicas = {count}; must be at least 1")
+
+
+def check_whole(*others: str | None, **given: Any) -> None:
+    """given: whole numbers, as `Pipeline` calls them; others: what each may be instead."""
+    for name, value in given.items():
+        if value in others:
+            continue
+        least, most = LIMITS.get(name, (1, inf))
+        if not isinstance(value, Integral) or not least <= int(value) <= most:
+            between = f"{least} at least" if most == inf else f"from {least} to {most}"
+            raise MpipipeError(f"{name} = {value!r}; give a whole number, {between}")
 
 
 def check_counts(

@@ -32,9 +32,10 @@ from mpipipe.checks import (
     check_limit,
     check_metrics,
     check_named,
+    check_replicas,
     check_samples,
-    check_shape,
     check_trained,
+    check_whole,
     notes_of_parts,
 )
 from mpipipe.cluster.agree import agree, surroundings
@@ -246,7 +247,12 @@ class Pipeline(SharedWork):
         )  # fmt: skip
         check_kernels(kernels, bits)
         replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
-        check_shape(receive_window, replicas)
+        check_replicas(replicas)
+        check_whole(batch=batch, receive_window=receive_window, max_shapes=max_shapes)
+        check_whole(
+            "auto", micro_batches=micro_batches, blocks=blocks, threads=threads, mirror_every=mirror_every
+        )
+        check_whole(None, max_ranks=max_ranks, val_batch=val_batch, memory_bytes=memory_bytes)
         use_kernels(kernels)
         self.kernels = kernels
         super().__init__(comm, spares, recover, print if say is None else say)
@@ -607,6 +613,7 @@ class Pipeline(SharedWork):
             return self.shared(lambda: self._evaluate(batches))
 
     def _evaluate(self, batches: int | None) -> dict[str, float]:
+        check_whole(None, batches=batches)
         batch, samples = self.val_batch, self.data.val_samples
         if samples == 0:
             raise MpipipeError("there is no validation data; give Pipeline(..., val=...)")

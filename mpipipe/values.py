@@ -455,6 +455,8 @@ def split_text(batch: int, micro_batches: int) -> str:
 # activations (Chen et al. 2016; Korthikanti et al. 2022); full: all, from the received tensors.
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)  # the one that takes least time first
+MOST_RECEIVES = 1 << 16  # that a rank posts ahead: tags are numbered by them, and are C ints
+Window = Annotated[int, Field(ge=1, le=MOST_RECEIVES)]
 
 
 @dataclass(frozen=True)
@@ -464,7 +466,7 @@ class Layout(Value):
     cuts: tuple[str, ...]  # the first group of each stage but stage 0
     ranks: tuple[tuple[int, ...], ...]  # stage -> the ranks that hold a copy of it, the first copy first
     schedule: str
-    receive_window: Annotated[int, Field(ge=1)]  # receives posted ahead, per rank
+    receive_window: Window  # receives posted ahead, per rank
     recompute: tuple[Recompute, ...] = ()  # by stage; () = none anywhere
     actions: tuple[str, ...] = ()  # by rank of copy 0, where the order follows from costs: "0F0,0F1,0I0,0W0"
     mirror_every: Annotated[int, Field(ge=0)] = 0  # steps between two copies on other ranks; 0 = none

@@ -13,7 +13,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -499,32 +499,34 @@ def test_batches_of_an_iterable_may_have_other_sizes_later() -> None:
         run_local(2, lambda comm: body(comm, 2))
 
 
-def doubles() -> list[nn.Module]:
-    return [nn.Linear(FEATURES, 6).double(), nn.Tanh(), nn.Linear(6, CLASSES).double()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("built_in", [False, True])
-def test_clipping_in_float64_has_the_bits_of_a_plain_loop(built_in: bool) -> None:
-    def in_float64(n: int) -> Samples:
-        return Samples(n, form=lambda x, y: (x.double(), y))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_clipping_in_another_dtype_has_the_bits_of_a_plain_loop(dtype: torch.dtype, built_in: bool) -> None:
+    n = 6  # no power of two: 1 / n is rounded
+
+    def cast() -> list[nn.Module]:
+        return [nn.Linear(FEATURES, 6).to(dtype), nn.Tanh(), nn.Linear(6, CLASSES).to(dtype)]
 
     def body(comm: Communicator) -> list[Tensor] | None:
         settings = OptimizerSettings("sgd", lr=0.1, momentum=0.0, weight_decay=0.0)
         optimizer = settings if built_in else lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
-        pipe = pipeline(comm, doubles, in_float64(BATCH), optimizer=optimizer, clip=0.05, shuffle=False)
+        samples = Samples(n, form=lambda x, y: (x.to(dtype), y))
+        pipe = pipeline(
+            comm, cast, samples, batch=n, micro_batches=3, optimizer=optimizer, clip=0.05, shuffle=False
+        )
         first = {name: t.clone() for name, t in pipe.state_dict().items()}
         norms = [pipe.step().grad_norm for _ in range(3)]
         weights = pipe.state_dict()
         if comm.rank:
             return None
-        model, data = nn.Sequential(*doubles()), Samples(BATCH)
+        model, data = nn.Sequential(*cast()), Samples(n)
         model.load_state_dict(first)
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         for norm in norms:
             plain.zero_grad()
-            for x, labels in zip(data.x.double().split(2), data.labels.split(2), strict=True):
-                (loss(model(x), {"labels": labels})[0] / BATCH).backward()
+            for x, labels in zip(data.x.to(dtype).split(2), data.labels.split(2), strict=True):
+                (loss(model(x), {"labels": labels})[0] / n).backward()
             assert nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False).item() == norm
             plain.step()
         assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())
@@ -532,6 +534,32 @@ def test_clipping_in_float64_has_the_bits_of_a_plain_loop(built_in: bool) -> Non
 
     one, two = alone(body), run_local(2, body)[0]
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@dataclass
+class Images:
+    form: torch.memory_format
+
+    def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
+        images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(10 * step + micro))
+        return images.to(memory_format=self.form), torch.tensor([micro % CLASSES, 0])
+
+
+BY_CHANNEL, BY_PIXEL = torch.contiguous_format, torch.channels_last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "data"), [(BY_PIXEL, BY_CHANNEL), (BY_CHANNEL, BY_PIXEL)])
+def test_how_weights_and_images_lie_in_memory_changes_no_bits_where_the_model_is_cut(
+    weights: torch.memory_format, data: torch.memory_format
+) -> None:
+    def images() -> nn.Module:
+        first, second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES)
+        return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), *pooled).to(memory_format=weights)
+
+    one, four = (trained(ranks, images, lambda: Images(data)) for ranks in (1, 4))
+    assert one == four
 
 
 # -- evaluation, prediction, state ----------------------------------------------------------------------
@@ -876,6 +904,30 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
     for wrong in (0, (2, 0)):
         with pytest.raises(MpipipeError, match="replicas = 0; must be at least 1"):
             alone(lambda comm, n=wrong: pipeline(comm, replicas=n))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"batch": 0, "micro_batches": "auto"}, "batch = 0; give a whole number, 1 at least"),
+        ({"batch": 8.0}, "batch = 8.0; give a whole number"),
+        ({"micro_batches": "all"}, "micro_batches = 'all'; give a whole number"),
+        ({"threads": 0}, "threads = 0; give"),
+        ({"val_batch": -1}, "val_batch = -1; give"),
+        ({"memory_bytes": 0}, "memory_bytes = 0; give"),
+        ({"memory_bytes": "1GB"}, "memory_bytes = '1GB'; give"),
+        ({"mirror_every": -1}, "mirror_every = -1; give a whole number, 0 at least"),
+        ({"receive_window": 1 << 30}, "receive_window = 1073741824; give a whole number, from 1 to 65536"),
+        ({"clip": -1.0}, "clip = -1.0; give a number above 0"),
+        ({"clip": 0}, "clip = 0; give a number above 0"),
+        ({"optimizer": OptimizerSettings("adam")}, r"OptimizerSettings\(kind='adam'\); expected 'adamw' or"),
+        ({"optimizer": OptimizerSettings(lr=-1)}, r"OptimizerSettings\(lr=-1\); give a number, 0 at least"),
+        ({"optimizer": OptimizerSettings(clip=float("nan"))}, "clip = nan; give a number above 0"),
+    ],
+)
+def test_numbers_that_train_nothing_are_refused(how: dict[str, Any], says: str) -> None:
+    with pytest.raises(MpipipeError, match=says):
+        alone(lambda comm: pipeline(comm, **how))
 
 
 @pytest.mark.slow

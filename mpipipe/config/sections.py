@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Strict, Tag
 from pydantic_core import PydanticCustomError
 
+from mpipipe.values import Window
+
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 
@@ -332,7 +334,7 @@ class PipelineConfig(Section):
     threads: Positive | Literal["auto"] = 1  # per rank; auto = cores of the node / its ranks
     bind: Literal["auto", "none"] = "auto"  # auto: each rank to cores of its own, where the launcher did not
     device: str = "cpu"  # or cuda, ...: an accelerator for each rank of a node; auto = where there is one
-    receive_window: Positive = 4  # receives posted ahead per rank
+    receive_window: Window = 4  # receives posted ahead per rank
     recompute: Literal["auto", "none", "selective", "full"] = "auto"  # in backward; auto = where memory asks
     memory_bytes: Size | None = None  # limit per rank, such as 24 GiB; null = its share of the node
     cost_cache: bool = True  # use the costs of earlier runs, in ~/.cache/mpipipe, where they hold

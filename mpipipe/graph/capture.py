@@ -10,7 +10,7 @@ by torch itself at run time and every operator keeps torch's own bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -294,13 +294,22 @@ def _canonical_names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 class _Propagate(fx.Interpreter):
-    """Runs the graph on fake tensors and keeps each result: shape, dtype, strides, requires_grad."""
+    """Runs the graph on fake tensors and keeps each result: shape, dtype, strides, requires_grad. held: names
+    of the parameters and buffers in the module, which a stage holds contiguous whatever the user's strides;
+    with other strides here, what is sent over a cut would have those, and its kernels other bits."""
+
+    def __init__(self, module: fx.GraphModule, held: Collection[str]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._held = held
 
     def run_node(self, n: fx.Node) -> Any:
         try:
             result = super().run_node(n)
         except Exception as error:
             raise Untraceable(cannot(source_line(n), error), module_of(n)) from error
+        held = n.op == "get_attr" and str(n.target).removeprefix("model.") in self._held
+        if held and not result.is_contiguous():
+            result = result.detach().contiguous().requires_grad_(result.requires_grad)
         n.meta["val"] = result
         return result
 
@@ -308,7 +317,7 @@ class _Propagate(fx.Interpreter):
 def _propagate(module: fx.GraphModule, source: ModelSource, precision: str) -> None:
     values = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     with source.fake_mode, torch.enable_grad(), autocast(precision):
-        _Propagate(module, garbage_collect_values=False).run(*values, enable_io_processing=False)
+        _Propagate(module, source.alias).run(*values, enable_io_processing=False)
 
 
 def _outputs(graph: fx.Graph, module: Program) -> tuple[tuple[fx.Node, ...], fx.Node | float | None]:

@@ -25,7 +25,7 @@ from mpipipe.runtime.optimizer import (
     Saved,
     Updater,
     check_fits,
-    norm_dtype,
+    factor_dtype,
 )
 from mpipipe.runtime.plain import DROPPED, overlay, plain, restored
 from mpipipe.runtime.weights import StageWeights
@@ -56,7 +56,11 @@ class UserOptimizer:
 def optimizer_of(
     given: Factory | OptimizerSettings | None, clip: float | None, bits: Literal["torch", "fast"]
 ) -> Optimizer:
-    """What `Pipeline` is given; None: AdamW. clip: as there."""
+    """What `Pipeline` is given; None: AdamW. clip: as there. Raises MpipipeError for what is neither, and
+    for numbers that train nothing."""
+    limit = given.clip if clip is None and isinstance(given, OptimizerSettings) else clip
+    if limit is not None and not limit > 0:
+        raise MpipipeError(f"clip = {limit}; give a number above 0, or None for no limit")
     if callable(given):
         return UserOptimizer(given, clip)
     if not isinstance(given, OptimizerSettings | None):
@@ -65,7 +69,21 @@ def optimizer_of(
             "parameters of its own: lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)"
         )
     settings = replace(given or OptimizerSettings(), bits=bits)
+    if settings.kind not in ("adamw", "sgd"):
+        raise MpipipeError(
+            f"OptimizerSettings(kind={settings.kind!r}); expected 'adamw' or 'sgd'; for another one give the "
+            "function that makes it"
+        )
+    if not settings.lr >= 0:
+        raise MpipipeError(f"OptimizerSettings(lr={settings.lr}); give a number, 0 at least")
     return settings if clip is None else replace(settings, clip=clip)
+
+
+def _kinds(made: object) -> str:
+    """Of what a factory has returned, for people."""
+    if isinstance(made, tuple):
+        return f"({', '.join(map(_kinds, made))})"
+    return "None" if made is None else f"a {type(made).__name__}"
 
 
 class ForeignUpdater:
@@ -102,6 +120,11 @@ class ForeignUpdater:
                     "model with requires_grad_(False)"
                 ) from error
             raise
+        if not isinstance(made[0] if isinstance(made, tuple) and len(made) == 2 else made, TorchOptimizer):
+            raise MpipipeError(
+                f"the optimizer factory returns {_kinds(made)}; return the optimizer, or (optimizer, "
+                "scheduler)"
+            )
         if isinstance(made[0] if isinstance(made, tuple) else made, torch.optim.LBFGS):
             raise MpipipeError(
                 "the optimizer factory makes an LBFGS, which looks at all parameters at once and runs "
@@ -174,7 +197,7 @@ class ForeignUpdater:
         if factor is not None:
             for p in self.params.values():
                 assert p.grad is not None
-                p.grad.mul_(torch.tensor(factor, dtype=norm_dtype([p.grad.dtype])))
+                p.grad.mul_(torch.tensor(factor, dtype=factor_dtype(p.grad.dtype)))
         self.optimizer.step()
         for grad in self.grads:
             grad.zero_()

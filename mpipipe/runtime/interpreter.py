@@ -33,7 +33,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.ops import device
 from mpipipe.runtime.copies import Copies, of_all_copies
 from mpipipe.runtime.feed import Source
-from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norm_dtype, norms
+from mpipipe.runtime.optimizer import Optimizer, clip_coefficient, norms, total_dtype
 from mpipipe.runtime.outside import outside
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.ties import Ties, take_gradients
@@ -107,7 +107,7 @@ class Interpreter:
         self.updates = {s: variants.code("train", variants.first, cuts, s).updates for s in stages}
         # only of what has a gradient, as torch does it: a zero between norms changes how their sum is rounded
         self.position = {name: i for i, name in enumerate(variants.trained)}
-        self.norm_dtype = norm_dtype(variants.source.params[name].dtype for name in variants.trained)
+        self.norm_dtype = total_dtype(variants.source.params[name].dtype for name in variants.trained)
         self._handlers = {
             Op.F: self._forward, Op.B: self._backward, Op.NORM: self._norm, Op.STEP: self._step,
             Op.I: self._backward_input, Op.W: self._backward_weight,
@@ -199,7 +199,7 @@ class Interpreter:
             code = self.variants.weight(self.job.mode, self.job.source.specs[micro])
             if isinstance(code, Code):
                 batch = self.job.source.peek(micro, frozenset(code.inputs))
-                (value,), _ = code.forward(*(batch[k] for k in code.inputs))  # in main memory
+                (value,), _ = code.forward(*(batch[k].contiguous() for k in code.inputs))  # in main memory
                 weights[micro] = float(value)
             else:
                 weights[micro] = code
@@ -207,8 +207,15 @@ class Interpreter:
             return
         every = of_all_copies(self.comm, self.program, [weights[micro] for micro in self.share])
         self.outcome.weight = added(every)
-        weight = torch.tensor(self.outcome.weight, dtype=torch.float32)
-        self._seed = (torch.ones(()) / weight).to(device.here())
+        self._seeds: dict[torch.dtype, Tensor] = {}
+
+    def _seed(self, loss: Tensor) -> Tensor:
+        """The gradient of the step's loss by the sum of a micro-batch: 1 / weight, rounded as torch divides
+        a loss of this dtype."""
+        if loss.dtype not in self._seeds:
+            ones = torch.ones((), dtype=torch.promote_types(loss.dtype, torch.float32))
+            self._seeds[loss.dtype] = (ones / self.outcome.weight).to(device.here(), loss.dtype)
+        return self._seeds[loss.dtype].reshape(loss.shape)
 
     def _forward(self, i: Instr) -> None:
         key, code, train = (i.stage, i.micro), self.code(i.stage, i.micro), self.job.mode == "train"
@@ -228,7 +235,7 @@ class Interpreter:
             self.outcome.predictions[i.micro] = [t.to("cpu", copy=True) for t in sent]
         elif train:
             self.losses[i.micro] = sent[0]
-            self.grad[key] = [self._seed.to(sent[0].dtype).reshape(sent[0].shape)]
+            self.grad[key] = [self._seed(sent[0])]
         else:
             self.outcome.values[i.micro] = [float(t) for t in sent]
         if not train and key not in self.out:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -158,16 +159,21 @@ def _flat_norms(flat: Flat, bits: Bits) -> dict[str, float]:
 def clip_coefficient(
     all_norms: list[float], clip: float, dtype: torch.dtype = torch.float32
 ) -> tuple[float, float]:
-    """(total norm, factor of all gradients); `all_norms` in canonical order; dtype: float64 where one of the
-    gradients is, as torch promotes their norms."""
+    """(total norm, factor of all gradients); `all_norms` in canonical order; dtype: `total_dtype` of the
+    gradients."""
     total = torch.linalg.vector_norm(torch.tensor(all_norms, dtype=dtype))
     factor = torch.clamp(clip / (total + 1e-6), max=1.0)
     return float(total), float(factor)
 
 
-def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """In which torch computes the factor of gradients of these."""
-    return torch.float64 if any(d in (torch.float64, torch.complex128) for d in dtypes) else torch.float32
+def total_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """In which torch combines the norms of gradients of these: bf16 where all of them are."""
+    return reduce(torch.promote_types, (torch.empty(0, dtype=dtype).abs().dtype for dtype in dtypes))
+
+
+def factor_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which a gradient is multiplied by the factor, which need not be one of its own dtype."""
+    return total_dtype([dtype, torch.float32])
 
 
 class FlatUpdater:
@@ -187,7 +193,7 @@ class FlatUpdater:
                 self._update_at_once(group, state, step, 1.0 if factor is None else factor)
                 continue
             if factor is not None:
-                group.grad.buffer.mul_(torch.tensor(factor, dtype=norm_dtype([group.grad.buffer.dtype])))
+                group.grad.buffer.mul_(torch.tensor(factor, dtype=factor_dtype(group.grad.buffer.dtype)))
             self._update_group(group, places, step)
             group.grad.buffer.zero_()
 

@@ -132,7 +132,7 @@ class Stage:
         w = self.weights
         return [
             *inputs,
-            *(batch[key].to(here()) for key in code.inputs),
+            *(batch[key].to(here()).contiguous() for key in code.inputs),  # as they were captured
             *(w.leaf(*leaf) if train else w.data[leaf[0]] for leaf in code.leaves),
             *(w.buffer(name) for name in code.buffers),
             *((step, micro) if code.random else ()),

@@ -104,6 +104,23 @@ def test_a_parameter_in_two_groups_is_refused_by_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (lambda optimizer: None, "None"),
+        (lambda optimizer: [optimizer, None], "a list"),
+        (lambda optimizer: (optimizer,), r"\(a SGD\)"),
+        (lambda optimizer: (optimizer, None, 3), r"\(a SGD, None, a int\)"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(made: Callable[[Any], Any], what: str) -> None:
+    def factory(named: Any) -> Any:
+        return made(torch.optim.SGD([p for _, p in named], lr=0.1))
+
+    with pytest.raises(MpipipeError, match=f"returns {what}; return the optimizer, or"):
+        Run(factory, [list(NAMES)])
+
+
 def test_parameters_left_out_and_foreign_ones_are_refused() -> None:
     def short(named: list) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for _, p in named][1:], lr=0.1)
